@@ -4,7 +4,7 @@ config checks.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import torch
 from pydantic import Field
@@ -17,7 +17,7 @@ from privssl.core.aggregation import WeightedMean, average
 from privssl.core.federation import Federation, Roster
 from privssl.core.messages import Message, Reply, StateDict
 from privssl.core.task import Context
-from privssl.data.augmentations import View
+from privssl.data.augmentations import View, view
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 from privssl.training import local_training
 from privssl.training.pseudo_labels import guess_labels
@@ -62,6 +62,27 @@ def model_update(F: nn.Module) -> ModelUpdate:
 
 
 # Settings -----------------------------------------------------------------------------------
+
+
+#: Names of strong views (``data/augmentations.py``).
+StrongName: TypeAlias = Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"]
+
+
+class _Views(Protocol):
+    @property
+    def weak(self) -> str: ...
+    @property
+    def strong(self) -> str: ...
+    @property
+    def flip(self) -> bool: ...
+
+
+class StrongViews:
+    """For settings with ``weak``, ``strong`` and ``flip``."""
+
+    def strong_view(self: _Views, x: Tensor, rng: torch.Generator) -> Tensor:
+        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
+        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
 
 
 @dataclass(frozen=True, config=strict)
@@ -193,6 +214,19 @@ def predict(F: nn.Module, x: Tensor, device: torch.device) -> Tensor:
     parts = [F(local_training.network_input(part, device)) for part in torch.split(x, 512)]
     F.train()
     return torch.cat(parts)
+
+
+@torch.no_grad()
+def view_probabilities(F: nn.Module, x: Tensor, classes: int) -> Tensor:
+    """Class probabilities (B, C) of views (B, *shape) in evaluation mode; B may be 0.
+
+    F is in training mode afterwards.
+    """
+    if not len(x):
+        return torch.empty(0, classes, device=x.device)
+    p: Tensor = F.eval()(x).softmax(dim=1)
+    F.train()
+    return p
 
 
 def stream_slice(held: int, slices: int, round_number: int, rounds: int) -> Tensor:

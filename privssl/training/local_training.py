@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,30 @@ def epoch_batches(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor
     """Row numbers of one epoch, shuffled, in batches of ``size``; a short last one is kept, and
     ``held`` = 0 rows give no batch."""
     return iter(torch.split(torch.randperm(held, generator=rng), size)) if held else iter(())
+
+
+def joint_batches(
+    labelled: int, unlabelled: int, size: int, steps_of: Literal["labelled", "unlabelled"],
+    rng: torch.Generator,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Row numbers of the steps of one epoch: labelled (B,) and unlabelled (B',).
+
+    labelled: as many steps as FedAvg on the labelled rows takes; the unlabelled rows are divided
+    among them, so that each row of both kinds is used once (FedMatch with labels at clients).
+    unlabelled: batches of ``size`` of both kinds; labelled rows are reused.
+
+    Args:
+        labelled, unlabelled: rows held, >= 0. Of a kind that is absent all batches are empty.
+        size: rows of a batch.
+    """
+    none = torch.empty(0, dtype=torch.int64)
+    mine: Sequence[Tensor] = list(epoch_batches(labelled, size, rng))
+    others: Sequence[Tensor] = list(epoch_batches(unlabelled, size, rng))
+    if mine and others and steps_of == "labelled":
+        others = torch.tensor_split(torch.cat(list(others)), len(mine))
+    elif mine and others:
+        mine = torch.split(draw_rows(labelled, size * len(others), rng), size)
+    yield from zip(mine or [none] * len(others), others or [none] * len(mine), strict=True)
 
 
 def in_blocks(

@@ -21,14 +21,19 @@ def mix(lam: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return lam * first + (1 - lam) * second
 
 
-def local_mixup(x: Tensor, p: Tensor, alpha: float, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def local_mixup(
+    x: Tensor, p: Tensor, alpha: float, rng: torch.Generator, *, towards_first: bool = False
+) -> tuple[Tensor, Tensor]:
     """L-MixUp: every row of a batch mixed with another row of it, labels likewise. Eq. 3.
 
     Args:
         x: rows (B, *shape).
         p: label distributions (B, C).
         alpha: of the Beta distribution, > 0.
+        towards_first: the row itself has the larger share, lambda' = max(lambda, 1 - lambda):
+            Berthelot et al. (MixMatch, ReMixMatch).
     """
-    lam = sample_mix(len(x), alpha, rng).to(x.device)
+    lam = sample_mix(len(x), alpha, rng)
+    lam = (torch.maximum(lam, 1 - lam) if towards_first else lam).to(x.device)
     partner = torch.randperm(len(x), generator=rng).to(x.device)
     return mix(lam, x, x[partner]), mix(lam, p, p[partner])

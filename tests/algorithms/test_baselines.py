@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privssl.algorithms import ALGORITHMS
-from privssl.algorithms.baselines.fixmatch_uda import (
-    UDAConfig,
-    divergence,
-    joint_batches,
-    training_signal_annealing,
-)
+from privssl.algorithms.baselines.fixmatch_uda import UDAConfig, training_signal_annealing
 from privssl.algorithms.baselines.supervised import (
     LocalTrainingSettings,
     ProximalRequest,
@@ -36,6 +31,8 @@ from privssl.data import FederatedDataset, build
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
 from privssl.models.convnets import norm_layer
+from privssl.training.local_training import joint_batches
+from privssl.training.losses import divergence
 from privssl.training.pseudo_labels import sharpen
 from tests.support.toy_worlds import (
     Mute,

@@ -15,10 +15,11 @@ from privssl.algorithms.baselines.mean_teacher import (
     ramp_up_weight,
     squared_difference,
 )
-from privssl.algorithms.baselines.remixmatch import align, mix_towards_first
+from privssl.algorithms.baselines.remixmatch import align
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
 from privssl.runtime.randomness import stream
+from privssl.training.mixup import local_mixup
 from tests.support.toy_worlds import at_clients, make, play, same_bits
 
 # Equations -----------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ def test_predictions_are_aligned_with_the_frequencies_of_labels() -> None:
 
 def test_a_mix_has_most_of_its_own_row() -> None:
     x, p = torch.arange(64.0)[:, None], torch.eye(64)
-    mixed, labels = mix_towards_first(x, p, 0.75, stream(0, 0, "world", "mix"))
+    mixed, labels = local_mixup(x, p, 0.75, stream(0, 0, "world", "mix"), towards_first=True)
     own = labels.diagonal()
     assert bool((own >= 0.5).all()) and float(own.min()) < 0.7  # some are near an even blend
     assert_close(mixed[:, 0], labels @ x[:, 0])

@@ -78,7 +78,7 @@ def test_a_stream_shows_every_row_once(name: str) -> None:
     ("fedavg_dp", ["algorithm.stream_slices=2"], "algorithm.stream_slices"),
     ("fedavg", ["algorithm.stream_slices=1000"], "stream_slices"),
     ("fedprox", ["algorithm.aggregation=none"], r"proximal\s+0.01, but with aggregation"),
-    ("fedavg", ["algorithm.aggregation=none", "algorithm.weights=equal"], r"weights\s+equal, but with"),
+    ("fedavg", ["algorithm.aggregation=none", "algorithm.weights=equal"], r"weights\s+equal, but"),
     ("feddyn", ["algorithm.aggregation=none"], "unknown key"),
     ("fedrgd", ["algorithm.stream_slices=2"], "unknown key"),
     ("fedrgd", ["algorithm.weights=rows"], "weights"),

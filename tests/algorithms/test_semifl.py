@@ -15,10 +15,9 @@ from torch.testing import assert_close
 
 from privssl import models
 from privssl.algorithms import static_statistics
-from privssl.algorithms.local_ssl import ModelUpdate, TrainRequest
+from privssl.algorithms.local_ssl import ModelUpdate, TrainRequest, momentum_step
 from privssl.algorithms.semifl import algorithm as semifl
 from privssl.algorithms.semifl import losses
-from privssl.algorithms.local_ssl import momentum_step
 from privssl.algorithms.semifl.algorithm import SemiFL
 from privssl.algorithms.semifl.losses import fix_and_mix_loss, mix_loss, pair_rows, passes
 from privssl.algorithms.semifl.settings import SemiFLConfig

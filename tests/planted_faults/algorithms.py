@@ -117,7 +117,7 @@ FAULTS: tuple[Fault, ...] = (
     # FedSSL --------------------------------------------------------------------------------------
     Fault(
         "FedMatch with L-MixUp: the divergence is a sum over helpers",
-        ((MIXUP, "terms.sum(dim=2).mean(dim=1)", "terms.sum(dim=2).sum(dim=1)"),),
+        ((MIXUP, "logits[:, None]).mean(dim=1)", "logits[:, None]).sum(dim=1)"),),
         (
             "tests/algorithms/test_fedmatch_mixup.py::test_the_divergence_is_the_mean_over_helpers_of_"
             "kl_from_the_helper_to_the_agent",

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from privssl.algorithms.base import MissingReplyPolicy
-from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest, FedSSLBaseline
+from privssl.algorithms.baselines.fedssl_baselines import FedSSLBaseline, TeacherRequest
 from privssl.algorithms.fedmatch.helper_agents import bundle, draw_probe, nearest_agents, unbundle
 from privssl.algorithms.local_ssl import (
     Amount,
@@ -46,7 +46,7 @@ from privssl.core.task import Context, on_agent
 from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training
 from privssl.training.batched.deferred import FunctionalModule, batched_call
-from privssl.training.losses import soft_cross_entropy
+from privssl.training.losses import divergence, soft_cross_entropy
 from privssl.training.mixup import local_mixup
 
 
@@ -195,8 +195,8 @@ def agreement_loss(fields: Mapping[str, Tensor], weight: float, *, F: Functional
     """Cross-entropy of mixes ``x`` with labels ``p``, and ``weight`` times the divergence of the
     rows ``plain`` from ``helpers``: a mean over rows, in one forward pass."""
     mixed, plain = F(torch.cat([fields["x"], fields["plain"]])).chunk(2)
-    divergence = helper_divergence(fields["helpers"], plain)
-    return (soft_cross_entropy(mixed, fields["p"]) + weight * divergence).mean()
+    apart = helper_divergence(fields["helpers"], plain)
+    return (soft_cross_entropy(mixed, fields["p"]) + weight * apart).mean()
 
 
 def helper_divergence(helpers: Tensor, logits: Tensor) -> Tensor:
@@ -206,7 +206,4 @@ def helper_divergence(helpers: Tensor, logits: Tensor) -> Tensor:
         helpers: probabilities h_j (B, H, C), H >= 1.
         logits: of the agent that learns (B, C).
     """
-    log_p = logits.log_softmax(dim=1)[:, None]  # (B, 1, C)
-    terms = torch.special.xlogy(helpers, helpers) - helpers * log_p  # (B, H, C)
-    divergence: Tensor = terms.sum(dim=2).mean(dim=1)
-    return divergence
+    return divergence(helpers, logits[:, None]).mean(dim=1)

@@ -4,7 +4,7 @@ Zhang, Yang, Yao, Yan, Gonzalez, Mahoney: "Improving Semi-supervised Federated L
 the Gradient Diversity of Models" (2020; arXiv:2008.11364). Labels are at the server.
 
     paper and authors' code                                      here
-    users: CE(strong view, label of the weak view), max >= tau   _unlabelled, as FixMatch
+    users: CE(strong view, label of the weak view), max >= tau   query_pass, as FixMatch
     server: cross-entropy of labelled rows, at the same time     round -> support_pass
     group g: mean of the server and of its users                 group_average
     users of g go on from the mean of g, the server from the
@@ -24,8 +24,6 @@ from typing import Literal, final
 
 import pydantic.dataclasses
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.baselines.fixmatch_uda import Consistency, Consistent
 from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelState
@@ -92,9 +90,6 @@ class FedRGD(Consistent):
             mean = average(own, "F", otherwise=server, weight=uniform_weight)
             groups[name] = group_average(server, mean, len(own))
         return FedRGDState(mean_of_groups(groups), server, groups=groups)
-
-    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
-        return cross_entropy(logits, p.argmax(dim=1), reduction="none")
 
 
 def group_average(server: StateDict, users: StateDict, count: int) -> StateDict:

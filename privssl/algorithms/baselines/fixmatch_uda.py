@@ -5,7 +5,7 @@ FedProx-UDA, as in FedMatch (Jeong et al., ICLR 2021) and FedSEAL (Bian et al., 
 
     papers                                                    here
     FixMatch (Sohn et al. 2020): label of a clean view where
-      max p >= tau, cross-entropy of a strong view            FixMatch._unlabelled
+      max p >= tau, cross-entropy of a strong view            Consistent._unlabelled
     UDA (Xie et al. 2020): KL(p of a clean view || p strong)  UDA._unlabelled, divergence
       training signal annealing (TSA)                         UDA._labelled
     one step on L_s + L_u                                     Consistent.losses
@@ -21,8 +21,7 @@ to a labelled one; here an agent's unlabelled batches follow from its labelled o
 """
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Literal, final
 
@@ -34,34 +33,37 @@ from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
 from privssl.algorithms.baselines.supervised import Streamed
-from privssl.algorithms.local_ssl import Amount, Share, can_learn_from, predict
+from privssl.algorithms.local_ssl import (
+    Amount,
+    Share,
+    StrongName,
+    StrongViews,
+    can_learn_from,
+    predict,
+    view_probabilities,
+)
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
-from privssl.data.augmentations import view
 from privssl.settings.schema import Rate, strict
 from privssl.training import local_training
-from privssl.training.losses import soft_cross_entropy
+from privssl.training.losses import divergence
 from privssl.training.pseudo_labels import sharpen
 
 # Config -------------------------------------------------------------------------------------
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Consistency(Guessing):
+class Consistency(Guessing, StrongViews):
     """Settings of FixMatch and UDA; profiles of both papers: docs/baselines.md."""
 
     threshold: Share = 0.85  # tau: a row counts where max p >= tau; FedMatch. FedSEAL: 0.9
-    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fedmatch"
+    strong: StrongName = "fedmatch"
     guess_on: Literal["raw", "weak"] = "raw"  # the clean view; FedMatch: raw, FedSEAL: weak
     mean_over: Literal["kept", "batch"] = "kept"  # FedMatch's own loss: kept; FedSEAL: batch
     labelled_weight: Rate = 1.0  # of L_s; FedMatch: 10
     unlabelled_weight: Amount = 1.0  # of L_u; both papers
     steps_of: Literal["labelled", "unlabelled"] = "labelled"  # joint_batches
     measure_labelled: bool = False  # accuracy on an agent's labels after each step (Fig. 6c)
-
-    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
-        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
@@ -96,7 +98,7 @@ class UDAConfig(Consistency, Streamed):
 
 
 class Consistent(PseudoLabelled):
-    """The training steps; a subclass has the terms of the loss."""
+    """The training steps with FixMatch's terms of the loss."""
 
     cfg: Consistency
 
@@ -113,7 +115,7 @@ class Consistent(PseudoLabelled):
         strong_view = partial(self.cfg.strong_view, rng=strong)
         clean_view = weak_view if self.cfg.guess_on == "weak" else _identity
         for _ in range(self.cfg.local_epochs):
-            batches = list(joint_batches(*held, size, self.cfg.steps_of, order))
+            batches = list(local_training.joint_batches(*held, size, self.cfg.steps_of, order))
             of_mine, of_others = ([pair[which] for pair in batches] for which in (0, 1))
             views = zip(
                 local_training.views_of(labelled.x, of_mine, weak_view, ctx.device),
@@ -122,7 +124,7 @@ class Consistent(PseudoLabelled):
                 strict=True,
             )
             for (mine, others), (x_l, x, x_u) in zip(batches, views, strict=True):
-                p = self._guess(F, x)  # (B, C)
+                p = view_probabilities(F, x, self.task.classes)  # (B, C)
                 kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)
                 ctx.pseudo_labels(unlabelled.ids[others], p, kept.cpu())
                 seen = torch.cat([x_l, x_u[kept]])
@@ -148,15 +150,6 @@ class Consistent(PseudoLabelled):
         if shares:
             ctx.log_metric("train/kept", sum(shares) / len(shares))
 
-    @torch.no_grad()
-    def _guess(self, F: nn.Module, x: Tensor) -> Tensor:
-        """Class probabilities (B, C) of clean or weak views by the network in training."""
-        if not len(x):
-            return torch.empty(0, self.task.classes, device=x.device)
-        p: Tensor = F.eval()(x).softmax(dim=1)
-        F.train()
-        return p
-
     def _mean(self, losses: Tensor, batch: int) -> Tensor:
         """Mean of the losses of kept rows over these, or over the batch; 0 of none."""
         rows = len(losses) if self.cfg.mean_over == "kept" else batch
@@ -166,9 +159,10 @@ class Consistent(PseudoLabelled):
         """Mean cross-entropy; 0 of no rows."""
         return cross_entropy(logits, y, reduction="sum") / max(1, len(y))
 
-    @abstractmethod
     def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
-        """Losses (B,) of strong views with these logits (B, C) whose clean views have p (B, C)."""
+        """Losses (B,) of strong views with these logits (B, C) whose clean views have p (B, C):
+        FixMatch's, cross-entropy with the likeliest class."""
+        return cross_entropy(logits, p.argmax(dim=1), reduction="none")
 
 
 @final
@@ -177,9 +171,6 @@ class FixMatch(Consistent):
 
     Config = FixMatchConfig
     cfg: FixMatchConfig
-
-    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
-        return cross_entropy(logits, p.argmax(dim=1), reduction="none")
 
 
 @final
@@ -199,35 +190,11 @@ class UDA(Consistent):
         return super()._labelled(logits[kept], y[kept], ctx)
 
 
-# Batches and terms --------------------------------------------------------------------------
+# Terms --------------------------------------------------------------------------------------
 
 
 def _identity(x: Tensor) -> Tensor:
     return x
-
-
-def joint_batches(
-    labelled: int, unlabelled: int, size: int, steps_of: Literal["labelled", "unlabelled"],
-    rng: torch.Generator,
-) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Row numbers of the steps of one epoch: labelled (B,) and unlabelled (B',).
-
-    labelled: as many steps as FedAvg on the labelled rows takes; the unlabelled rows are divided
-    among them, so that each row of both kinds is used once (FedMatch with labels at clients).
-    unlabelled: batches of ``size`` of both kinds; labelled rows are reused.
-
-    Args:
-        labelled, unlabelled: rows held, >= 0. Of a kind that is absent all batches are empty.
-        size: rows of a batch.
-    """
-    none = torch.empty(0, dtype=torch.int64)
-    mine: Sequence[Tensor] = list(local_training.epoch_batches(labelled, size, rng))
-    others: Sequence[Tensor] = list(local_training.epoch_batches(unlabelled, size, rng))
-    if mine and others and steps_of == "labelled":
-        others = torch.tensor_split(torch.cat(list(others)), len(mine))
-    elif mine and others:
-        mine = torch.split(local_training.draw_rows(labelled, size * len(others), rng), size)
-    yield from zip(mine or [none] * len(others), others or [none] * len(mine), strict=True)
 
 
 def training_signal_annealing(logits: Tensor, y: Tensor, eta: float) -> Tensor:
@@ -236,10 +203,3 @@ def training_signal_annealing(logits: Tensor, y: Tensor, eta: float) -> Tensor:
     A row whose probability is not a number is kept, so that diverged training is visible.
     """
     return ~(logits.softmax(dim=1).gather(1, y[:, None])[:, 0] > eta)
-
-
-def divergence(p: Tensor, logits: Tensor) -> Tensor:
-    """KL(p || softmax(logits)), one number >= 0 per row: p (B, C), logits (B, C)."""
-    entropy = -torch.special.xlogy(p, p).sum(dim=1)
-    divergences: Tensor = soft_cross_entropy(logits, p) - entropy
-    return divergences

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.baselines.centralised import Centralised, CentralisedSettings
-from privssl.algorithms.baselines.fixmatch_uda import joint_batches
 from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
@@ -79,7 +78,9 @@ class _TwoViews(Centralised):
         view = partial(self.cfg.weak_view, rng=chance)
         for _ in range(self.cfg.local_epochs):
             pairs = list(
-                joint_batches(held, len(unlabelled), self.cfg.batch_size, self.cfg.steps_of, order)
+                local_training.joint_batches(
+                    held, len(unlabelled), self.cfg.batch_size, self.cfg.steps_of, order
+                )
             )
             picked = [torch.cat([mine, others + held]) for mine, others in pairs]
             both = [torch.cat([rows, rows]) for rows in picked]

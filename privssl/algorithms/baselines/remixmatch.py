@@ -8,7 +8,7 @@ SemiFL (Diao et al., Table 1) compares with. Rounds: centralised.py.
         p~(y): mean prediction of the last 128 batches          _guess
     3.2 augmentation anchoring: K strong views, one weak guess  losses
     Alg. 1 l. 6   sharpen, T                                    sharpen
-    Alg. 1 l. 9-17 mixing with lambda' = max(lambda, 1-lambda)  mix_towards_first
+    Alg. 1 l. 9-17 mixing with lambda' = max(lambda, 1-lambda)  training/mixup.py
     Eq. 3, 4      cross-entropies of X', U' and the first view  losses
 
 Weights, T, alpha and K are the paper's. Differs from it, beside what centralised.py says: (1) No
@@ -27,35 +27,35 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from privssl.algorithms.baselines.centralised import Centralised, CentralisedSettings
-from privssl.algorithms.baselines.fixmatch_uda import joint_batches
-from privssl.algorithms.local_ssl import Amount, can_learn_from
+from privssl.algorithms.local_ssl import (
+    Amount,
+    StrongName,
+    StrongViews,
+    can_learn_from,
+    view_probabilities,
+)
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
-from privssl.data.augmentations import view
 from privssl.settings.schema import Positive, Rate, strict
 from privssl.training import local_training
 from privssl.training.losses import soft_cross_entropy
-from privssl.training.mixup import mix, sample_mix
+from privssl.training.mixup import local_mixup
 from privssl.training.pseudo_labels import sharpen
 
 KEPT = 128  # batches whose predictions are averaged; paper
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class ReMixMatchConfig(CentralisedSettings):
+class ReMixMatchConfig(CentralisedSettings, StrongViews):
     """Section ``algorithm`` for ReMixMatch."""
 
     name: Literal["remixmatch"] = "remixmatch"
-    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fixmatch"
+    strong: StrongName = "fixmatch"
     strong_views: Positive = 8  # K; paper
     sharpness: Annotated[float, Field(gt=1)] = 2.0  # 1 / T, T = 0.5; paper
     mix_alpha: Rate = 0.75  # of lambda ~ Beta(alpha, alpha); paper
     mixed_weight: Amount = 1.5  # lambda_U; paper
     anchor_weight: Amount = 0.5  # lambda_U1, of the first strong view, not mixed; paper
-
-    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
-        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
 
 
 @final
@@ -77,7 +77,7 @@ class ReMixMatch(Centralised):
         held, views = (len(labelled), len(unlabelled)), cfg.strong_views
         grown = min(1.0, ctx.round / cfg.ramp_up) if cfg.ramp_up else 1.0
         for _ in range(cfg.local_epochs):
-            pairs = list(joint_batches(*held, cfg.batch_size, cfg.steps_of, order))
+            pairs = list(local_training.joint_batches(*held, cfg.batch_size, cfg.steps_of, order))
             mine, others = ([pair[which] for pair in pairs] for which in (0, 1))
             made = zip(
                 pairs,
@@ -96,7 +96,7 @@ class ReMixMatch(Centralised):
                 ctx.pseudo_labels(unlabelled.ids[u], q)
                 rows = torch.cat([x, x_strong, x_weak])  # X and U of l. 9-12
                 names = torch.cat([p, q.repeat(views + 1, 1)])
-                mixed, targets = mix_towards_first(rows, names, cfg.mix_alpha, mixing)
+                mixed, targets = local_mixup(rows, names, cfg.mix_alpha, mixing, towards_first=True)
                 logits = F(torch.cat([mixed, x_strong[: len(u)]]))
                 of_mixed = soft_cross_entropy(logits[: len(rows)], targets)
                 of_first = soft_cross_entropy(logits[len(rows) :], q)
@@ -113,8 +113,7 @@ class ReMixMatch(Centralised):
         """Aligned, sharpened predictions (B, C) of weak views; remembers their mean."""
         if not len(x):
             return torch.empty(0, self.task.classes, device=x.device)
-        q = F.eval()(x).softmax(dim=1)
-        F.train()
+        q = view_probabilities(F, x, self.task.classes)
         now = q.mean(dim=0, keepdim=True).cpu()
         memory["means"] = torch.cat([memory.get("means", now[:0]), now])[-KEPT:]
         counts = torch.bincount(labelled.y, minlength=q.shape[1]).float()
@@ -133,17 +132,6 @@ def align(q: Tensor, known: Tensor, predicted: Tensor) -> Tensor:
     """
     moved = q * (known + 1e-6) / (predicted + 1e-6)
     return moved / moved.sum(dim=1, keepdim=True)
-
-
-def mix_towards_first(
-    x: Tensor, p: Tensor, alpha: float, rng: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Every row of x (B, *shape) mixed with another row, labels p (B, C) likewise; the row itself
-    has the larger share: Alg. 1 l. 13-17."""
-    lam = sample_mix(len(x), alpha, rng)
-    lam = torch.maximum(lam, 1 - lam).to(x.device)
-    partner = torch.randperm(len(x), generator=rng).to(x.device)
-    return mix(lam, x, x[partner]), mix(lam, p, p[partner])
 
 
 def _mean(losses: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ and unlabelled rows of skewed classes. The local model is surer of their rows th
 and more often wrong. SAGE is a local loss in FixMatch's place; rounds are FedAvg's.
 
     paper, authors' code                                    here
-    both models label a weak view (CPG)                     losses -> _probabilities
+    both models label a weak view (CPG)                     losses -> view_probabilities
     mixed target, exp(-kappa |c_local - c_global|) (CDSC)   soft_correction
     KL(target || strong view) where either is sure          losses
     FedAvg by rows                                          PseudoLabelled
@@ -29,19 +29,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from privssl.algorithms.baselines.fixmatch_uda import divergence
 from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
-from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
+from privssl.algorithms.local_ssl import (
+    Amount,
+    Share,
+    StrongName,
+    StrongViews,
+    can_learn_from,
+    view_probabilities,
+)
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context, Task
-from privssl.data.augmentations import view
 from privssl.privacy.plan import Plan
 from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training
+from privssl.training.losses import divergence
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class SAGEConfig(Guessing):
+class SAGEConfig(Guessing, StrongViews):
     """Section ``algorithm`` for SAGE. Numbers are the authors' code's (CIFAR-10) unless marked."""
 
     name: Literal["sage"] = "sage"
@@ -57,7 +63,7 @@ class SAGEConfig(Guessing):
     labelled_too: bool = True  # labelled rows are also among the unlabelled ones
     correction: Literal["soft", "local", "global"] = "soft"  # local: FixMatch; ours, as controls
     weak: Literal["none", "crop", "weak", "mid", "fedtrinet"] = "crop"
-    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fixmatch"
+    strong: StrongName = "fixmatch"
 
     def problems(self) -> Iterator[Problem]:
         """A number of the soft correction without it."""
@@ -65,10 +71,6 @@ class SAGEConfig(Guessing):
         if self.correction != "soft" and self.half_at != 0.05:
             text = f"{self.half_at:g} has no effect: correction is {self.correction}. Leave it out"
             yield Problem("half_at", text)
-
-    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
-        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
 
 
 @final
@@ -104,7 +106,9 @@ class SAGE(PseudoLabelled):
                 strict=True,
             )
             for one, other, (x_l, x_weak, x_strong) in zip(mine, others, views, strict=True):
-                local, world = (self._probabilities(network, x_weak) for network in (F, G))
+                local, world = (
+                    view_probabilities(network, x_weak, self.task.classes) for network in (F, G)
+                )
                 target, used = soft_correction(
                     local, world, cfg.threshold, cfg.half_at, cfg.correction
                 )
@@ -143,15 +147,6 @@ class SAGE(PseudoLabelled):
             none if mine is None else list(torch.split(mine, size)),
             none if others is None else list(torch.split(others, more)),
         )
-
-    @torch.no_grad()
-    def _probabilities(self, network: nn.Module, x: Tensor) -> Tensor:
-        """Class probabilities (B, C) of weak views."""
-        if not len(x):
-            return torch.empty(0, self.task.classes, device=x.device)
-        p: Tensor = network.eval()(x).softmax(dim=1)
-        network.train()
-        return p
 
 
 def soft_correction(

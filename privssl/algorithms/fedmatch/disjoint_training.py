@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.fedmatch.helper_agents import vote_agreement
 from privssl.algorithms.fedmatch.settings import DisjointTraining, Form, Place
@@ -24,6 +24,7 @@ from privssl.core.task import Context
 from privssl.runtime import randomness
 from privssl.training import device_transfer, local_training, optim
 from privssl.training.batched.deferred import batched_call
+from privssl.training.losses import divergence
 
 Component: TypeAlias = Literal["sigma", "psi"]
 TINY = 1e-7  # Keras' epsilon
@@ -299,8 +300,7 @@ def inter_client_loss(logits: Tensor, helpers: Sequence[Tensor], form: Form) -> 
         form: clamped: probabilities cut to [1e-7, 1], as Keras does; exact: by log softmax.
     """
     if form == "exact":
-        log_p = logits.log_softmax(dim=1)
-        parts = [kl_div(log_p, h, reduction="batchmean") for h in helpers]
+        parts = [divergence(h, logits).mean() for h in helpers]
     else:
         p = logits.softmax(dim=1).clamp(TINY, 1)  # (B, C)
         cut = [h.clamp(TINY, 1) for h in helpers]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from privssl.algorithms.fedmatch.sparse_updates import SparsityThresholds
-from privssl.algorithms.local_ssl import Amount, Share
+from privssl.algorithms.local_ssl import Amount, Share, StrongName
 from privssl.data.augmentations import view
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 
@@ -97,7 +97,7 @@ class DisjointTraining:
     smallest_change: Amount | None = None  # delta: differences up to it are not sent
     helpers_vote: Vote | None = None  # sure: where their max p >= tau (paper)
     probabilities: Form | None = None  # in losses; clamped: as Keras does; exact: by log softmax
-    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fedmatch"
+    strong: StrongName = "fedmatch"
     decomposition: bool = True  # false: one set of weights learns from all rows (Table 5)
     measure_labelled: bool = False  # accuracy on an agent's labels after each step (Fig. 6c)
     keep_helpers: bool | None = None  # true: an agent uses them until it gets others (paper)

@@ -31,7 +31,6 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
-from privssl.algorithms.baselines.fixmatch_uda import divergence
 from privssl.algorithms.baselines.supervised import ProximalRequest, labelled_losses, run_sgd
 from privssl.algorithms.fl2.settings import FL2Config
 from privssl.algorithms.fl2.thresholds import adaptive_thresholds, learning_status, perturbation
@@ -50,6 +49,7 @@ from privssl.core.messages import Message, StateDict
 from privssl.core.task import Context, on_agent
 from privssl.settings.schema import Problem
 from privssl.training import local_training
+from privssl.training.losses import divergence
 from privssl.training.pseudo_labels import guess_labels
 
 

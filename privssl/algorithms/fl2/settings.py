@@ -3,17 +3,14 @@
 from typing import Literal
 
 import pydantic.dataclasses
-import torch
-from torch import Tensor
 
 from privssl.algorithms.baselines.supervised import LocalTrainingSettings
-from privssl.algorithms.local_ssl import Amount, Share
-from privssl.data.augmentations import view
+from privssl.algorithms.local_ssl import Amount, Share, StrongName, StrongViews
 from privssl.settings.schema import Positive, Rate, strict
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FL2Config(LocalTrainingSettings):
+class FL2Config(LocalTrainingSettings, StrongViews):
     """Section ``algorithm`` for (FL)^2. Numbers are the paper's (CIFAR-10) unless marked."""
 
     name: Literal["fl2"] = "fl2"
@@ -26,7 +23,7 @@ class FL2Config(LocalTrainingSettings):
     weight_decay: Share = 5e-4
     global_momentum: Share = 0.5  # beta_g
     weak: Literal["none", "crop", "weak", "mid", "fedtrinet"] = "crop"
-    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fixmatch"
+    strong: StrongName = "fixmatch"
     adaptive: bool = True  # false: the threshold of all classes and agents is tau_f (Table 2)
     sure_above: Share = 0.95  # tau_f
     learned_weight: Amount = 1.0  # w_a
@@ -35,7 +32,3 @@ class FL2Config(LocalTrainingSettings):
     perturbation: Literal["asam", "sam"] = "asam"  # of weights by their size, or of all alike
     moving_target: bool = True  # false: Q* of Eq. 13 is a constant
     aggregation: Literal["status", "equal"] = "status"  # Eq. 15, or the plain mean (Table 2)
-
-    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
-        return view(self.strong, x, rng, flip=self.flip, under=self.weak)

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from privssl.algorithms.local_ssl import Share
+from privssl.algorithms.local_ssl import Share, StrongName, StrongViews
 from privssl.data.augmentations import view
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 
@@ -46,7 +46,7 @@ PROFILES: Mapping[Profile, Reading] = {
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class SemiFLConfig:
+class SemiFLConfig(StrongViews):
     """Section ``algorithm`` for SemiFL. Numbers are the paper's (CIFAR-10) unless marked."""
 
     name: Literal["semifl"] = "semifl"
@@ -77,7 +77,7 @@ class SemiFLConfig:
     pseudo_labels: Literal["global", "training"] = "global"  # training: FixMatch, without MIX
     statistics: Literal["everyone", "labelled"] = "everyone"  # whose rows, for norm: static
     weak: Literal["none", "weak", "mid", "crop"] = "crop"
-    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fixmatch"
+    strong: StrongName = "fixmatch"
     flip: bool = False  # mirror images left to right: CIFAR yes (authors' code); digits no
 
     @property
@@ -118,7 +118,3 @@ class SemiFLConfig:
     def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A weak view of rows (B, *shape) in [-1, 1]."""
         return view(self.weak, x, rng, flip=self.flip)
-
-    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
-        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
