@@ -31,29 +31,31 @@ that its released code never adds (``weight_decay``).
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import pydantic.dataclasses
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from accounting.errors import BudgetExhausted
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.baselines import dp_classifier
+from privssl.algorithms.baselines.local_settings import Federated as Federated
+from privssl.algorithms.baselines.local_settings import (
+    LocalTrainingSettings as LocalTrainingSettings,
+)
+from privssl.algorithms.baselines.local_settings import Proximal as Proximal
+from privssl.algorithms.baselines.local_settings import Streamed as Streamed
 from privssl.algorithms.local_ssl import (
     Amount,
     ModelState,
     ModelUpdate,
-    Share,
     TrainRequest,
     average_over,
     can_learn_from,
     first_of,
     model_update,
-    stream_slice,
     train_alone,
 )
 from privssl.algorithms.static_statistics import Statistics, gather_statistics, with_statistics
@@ -61,9 +63,8 @@ from privssl.core.agents import LabelledRows, SupportAgent
 from privssl.core.federation import Federation, Roster
 from privssl.core.messages import BUDGET_EXHAUSTED, Declined, StateDict
 from privssl.core.task import Context, on_agent
-from privssl.data.augmentations import view
 from privssl.runtime import randomness
-from privssl.settings.schema import Positive, Problem, Rate, strict
+from privssl.settings.schema import Problem, strict
 from privssl.training import local_training, optim
 from privssl.training.batched.deferred import batched_call
 from privssl.training.losses import hard_label_loss
@@ -84,100 +85,6 @@ class ProximalRequest(TrainRequest):
 
 
 # Config -------------------------------------------------------------------------------------
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class LocalTrainingSettings:
-    """Training on a party's own rows, the same for every baseline. Numbers are ours; the
-    published ones are in docs/baselines.md."""
-
-    rounds: Positive = 100
-    local_epochs: Positive = 5  # of every visit, the server's included; FedMatch: 1
-    batch_size: Positive = 32  # a last short batch is kept
-    learning_rate: Rate = 0.01  # SGD, fresh at every visit; in round 1
-    learning_rate_decay: Annotated[float, Field(gt=0, le=1)] = 1.0  # factor per round
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    weight_decay: Share = 0.0
-    # View of rows with given labels
-    weak: Literal["none", "crop", "weak", "mid", "fedtrinet"] = "weak"
-    flip: bool = False  # mirror images left to right: objects yes, digits no
-    # of the rate: a factor per round, or half a cosine over all rounds (SemiFL)
-    schedule: Literal["factor", "cosine"] = "factor"
-    nesterov: bool = False  # SemiFL: true
-    clip_gradients: Rate | None = None  # norm of a whole gradient at most; SemiFL's code: 1
-
-    def problems(self) -> Iterator[Problem]:
-        """Settings that contradict each other."""
-        if self.schedule == "cosine" and self.learning_rate_decay != 1:
-            text = f"{self.learning_rate_decay:g} has no effect with schedule cosine. Leave it out"
-            yield Problem("learning_rate_decay", text)
-        if self.nesterov and not self.momentum:
-            yield Problem("nesterov", "true, but momentum is 0. Give momentum, or set false")
-
-    def rate(self, round_number: int) -> float:
-        """Learning rate in a round, counted from 1."""
-        before = max(0, round_number - 1)  # what trains before round 1 has its rate
-        if self.schedule == "cosine":
-            return self.learning_rate * (1 + math.cos(math.pi * before / self.rounds)) / 2
-        return self.learning_rate * self.learning_rate_decay**before
-
-    def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A weak view of rows (B, *shape) in [-1, 1]."""
-        return view(self.weak, x, rng, flip=self.flip)
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Federated(LocalTrainingSettings):
-    """Training at several agents, and the average of what they send."""
-
-    agents_per_round: Positive | None = None  # drawn from the agents averaged; null: all
-    weights: Literal["rows", "equal"] = "rows"  # in the average; FedMatch: rows, FedProx equal
-
-    def weigh(self, rows: int, ctx: Context) -> None:
-        """Weigh the reply by its rows; no count leaves the agent under "equal"."""
-        if self.weights == "rows":
-            ctx.weight = float(rows)
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Proximal(Federated):
-    """A method that may be federated as FedProx: ``weights: equal``, ``proximal: 0.01``."""
-
-    proximal: Amount = 0.0  # mu; FedMatch's FedProx rows: 0.01. 0: FedAvg
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Streamed(Federated):
-    """A method of which an agent may be alone, or see its rows as a stream (FedMatch's Table 2)."""
-
-    aggregation: Literal["mean", "none"] = "mean"  # none: each agent alone (FedMatch's Local-SL)
-    stream_slices: Positive = 1  # above 1: agents see one slice of their rows after the other
-
-    def current_slice(self, held: int, ctx: Context) -> Tensor:
-        """Numbers of the rows of this round, out of ``held``, as stored."""
-        return stream_slice(held, self.stream_slices, ctx.round, self.rounds)
-
-    def problems(self) -> Iterator[Problem]:
-        """Rows that are never used, and what an agent alone has no use for."""
-        yield from super().problems()
-        if self.aggregation == "none":
-            usual = {spec.name: spec.default for spec in dataclasses.fields(self)}["weights"]
-            if self.weights != usual:
-                text = f"{self.weights}, but with aggregation none there is no average. Leave it"
-                yield Problem("weights", f"{text} out, or set {usual}")
-            if mu := getattr(self, "proximal", 0.0):
-                text = f"{mu:g}, but with aggregation none an agent has nothing to be pulled to"
-                yield Problem("proximal", f"{text}. Set 0")
-        if self.stream_slices > self.rounds:
-            yield Problem(
-                "stream_slices",
-                f"{self.stream_slices}, but there are {self.rounds} rounds: some rows would never "
-                "be used. Give at most that many",
-            )
-
-    def weigh(self, rows: int, ctx: Context) -> None:
-        if self.aggregation == "mean":
-            super().weigh(rows, ctx)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
