@@ -14,7 +14,14 @@ from torch.testing import assert_close
 from privssl.algorithms.baselines import heterofl
 from privssl.algorithms.baselines.feddyn import FedDyn, server_step
 from privssl.algorithms.baselines.fedrgd import FedRGD, group_average
-from privssl.algorithms.baselines.heterofl import HeteroFL, cut_out, masked_loss, put_together
+from privssl.algorithms.baselines.heterofl import (
+    HeteroFL,
+    HeteroFLConfig,
+    cut_out,
+    layers_without_norm,
+    masked_loss,
+    put_together,
+)
 from privssl.algorithms.baselines.lg_fedavg import LGFedAvg, LGRequest, LGUpdate, split_layers
 from privssl.algorithms.baselines.supervised import (
     LocalTrainingSettings,
@@ -24,11 +31,13 @@ from privssl.algorithms.baselines.supervised import (
 from privssl.algorithms.local_ssl import ModelUpdate
 from privssl.core.agents import Agent, LabelledRows
 from privssl.core.messages import Declined, MessageError
-from privssl.core.task import Context
+from privssl.core.task import Context, Task
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
+from privssl.models import build_classifier
 from privssl.models.static_norm import collect, statistics_of
 from privssl.runtime.randomness import seeded
+from privssl.settings.schema import ModelSettings
 from privssl.training.local_training import network_input
 from tests.support.toy_worlds import (
     TOY,
@@ -282,13 +291,36 @@ def test_each_entry_is_the_mean_over_the_agents_that_have_it() -> None:
     assert same_bits(put_together(F, [(0, wide), (0, narrow)]), F)
 
 
-def test_the_masked_loss_leaves_out_classes_that_an_agent_lacks() -> None:
+def test_the_masked_loss_sets_logits_of_absent_classes_to_0() -> None:
     logits = torch.tensor([[3.0, 1.0, 5.0]]).log()
     batch = {"x": torch.zeros(1), "y": torch.tensor([0]), "held": torch.tensor([1.0, 1.0, 0.0])}
     # the third logit becomes 0: 3 / (3 + 1 + 1)
     assert float(masked_loss(batch, F=lambda _: logits)) == pytest.approx(-math.log(3 / 5))
-    batch["held"] = torch.ones(3)
+    learned = logits.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(masked_loss(batch, F=lambda _: learned), [learned])
+    assert_close(slope, torch.tensor([[3 / 5 - 1, 1 / 5, 0.0]]))  # none for the third
+    batch["held"] = torch.ones(3)  # the control
     assert float(masked_loss(batch, F=lambda _: logits)) == pytest.approx(-math.log(3 / 9))
+
+
+@pytest.mark.parametrize(("name", "layers"), [
+    ("fedavg_cnn", ["head.0"]), ("lenet", ["head.0", "head.2"]), ("small_cnn", []),
+    ("wresnet28x2", []), ("resnet9", []), ("resnet18", []),
+])  # fmt: skip
+def test_a_hidden_linear_layer_without_a_norm_is_refused_but_at_one_level(
+    name: str, layers: list[str]
+) -> None:
+    def network(share: float = 1.0) -> nn.Module:
+        return build_classifier(ModelSettings(name, round(share * 4), "group"), (3, 32, 32), 10)
+
+    assert layers_without_norm(network()) == layers
+    task = Task(10, (3, 32, 32), network, "float32", network)
+    HeteroFL(HeteroFLConfig(levels=1), task)
+    if not layers:
+        HeteroFL(HeteroFLConfig(levels=2), task)
+        return
+    with pytest.raises(ConfigError, match=f"no norm follows the layer {layers[0]} "):
+        HeteroFL(HeteroFLConfig(levels=2), task)
 
 
 def test_agents_of_a_lower_level_get_and_send_half_of_the_channels() -> None:

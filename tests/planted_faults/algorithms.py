@@ -28,7 +28,7 @@ FEDDYN = "privssl/algorithms/baselines/feddyn.py"
 LG = "privssl/algorithms/baselines/lg_fedavg.py"
 HETEROFL = "privssl/algorithms/baselines/heterofl.py"
 FEDRGD = "privssl/algorithms/baselines/fedrgd.py"
-SUPERVISED = "privssl/algorithms/baselines/supervised.py"
+LOCAL_SETTINGS = "privssl/algorithms/baselines/local_settings.py"
 
 IN_FEDSSL = "tests/algorithms/test_fedssl.py::test_"
 IN_BASELINES = "tests/algorithms/test_fedssl_baselines.py::test_"
@@ -59,7 +59,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an agent alone sends the number of its rows",
-        ((SUPERVISED, 'if self.aggregation == "mean":', "if True:"),),
+        ((LOCAL_SETTINGS, 'if self.aggregation == "mean":', "if True:"),),
         (IN_LOCAL + "an_agent_alone_goes_on_from_its_own_network",),
     ),
     Fault(
@@ -412,6 +412,16 @@ FAULTS: tuple[Fault, ...] = (
         "LG-FedAvg: the whole model goes down",
         ((LG, "LGRequest(self._part(state.F, shared=True))", "LGRequest(state.F)"),),
         (IN_COMPARATORS + "after_the_warm_up_the_head_alone_goes_down_and_is_averaged",),
+    ),
+    Fault(
+        "HeteroFL: absent classes keep their logits",
+        ((HETEROFL, 'F(batch["x"]) * batch["held"]', 'F(batch["x"])'),),
+        (IN_COMPARATORS + "the_masked_loss_sets_logits_of_absent_classes_to_0",),
+    ),
+    Fault(
+        "HeteroFL: a narrow network may have a hidden layer that only the scaler would keep",
+        ((HETEROFL, "if config.levels > 1 and (hidden", "if False and (hidden"),),
+        (IN_COMPARATORS + "a_hidden_linear_layer_without_a_norm_is_refused_but_at_one_level",),
     ),
     Fault(
         "HeteroFL: agents without an entry count for it",

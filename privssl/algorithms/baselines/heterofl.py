@@ -7,18 +7,23 @@ Heterogeneous Clients" (ICLR 2021; arXiv:2010.01264). Agents hold labels, as in 
     level l: a share 2^-l of all channels                     HeteroFL.networks, levels
     W_l: the first channels of each parameter                 cut_out
     each entry: the mean over the agents that have it         put_together
-    masked cross-entropy: logits of absent classes are 0      masked_loss
+    masked cross-entropy                                      masked_loss
     static batch norm: statistics of all agents, at the end   Averaged.with_statistics
     scaler: activations / share in training                   not needed, see below
 
 Differs from the paper: agent i has level i mod ``levels`` (the paper's fixed assignment, evenly
-shared). The scaler precedes a norm, which removes a factor, so with a norm (``static`` in the
-paper) it has no effect and is left out; without one HeteroFL is refused. The authors' code also
-averages a row of the last layer over the agents that hold its class alone; here over all, as in the
-paper. One level: FedAvg with static norm and masks, HeteroFL's row in SemiFL's Table 3.
+shared). The scaler is left out. Before a norm (``static`` in the paper) it has no effect, as a norm
+removes a factor. A network without norms is refused, and so is, from two levels on, one with a
+hidden linear layer that no norm follows. The authors' code averages a row of the last layer over
+the agents that hold its class; here over all, as in the paper. One level: FedAvg with static norm
+and masks, HeteroFL's row in SemiFL's Table 3.
+
+The mask is that of the authors' code: logits of classes that an agent has no row of are set to 0.
+They stay in the softmax, as exp(0) = 1 in its sum, and get no gradient.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, final
 
@@ -27,6 +32,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from privssl.algorithms.base import MissingReplyPolicy
 from privssl.algorithms.baselines.supervised import (
@@ -43,6 +49,7 @@ from privssl.core.aggregation import average, uniform_weight
 from privssl.core.federation import Federation
 from privssl.core.messages import MessageError, StateDict
 from privssl.core.task import Context, on_agent
+from privssl.errors import ConfigError
 from privssl.settings.schema import Problem, strict
 from privssl.training import local_training
 
@@ -61,7 +68,7 @@ class HeteroFLConfig(Federated):
     name: Literal["heterofl"] = "heterofl"
     weights: Literal["equal"] = "equal"  # in the average: the paper's
     levels: Annotated[int, Field(ge=1, le=5)] = 2  # of widths: 1, 1/2, ..., 1/16; paper: 1 to 5
-    masked: bool = True  # an agent's loss leaves out the classes that it has no row of
+    masked: bool = True  # logits of classes that an agent has no row of are set to 0
 
 
 @final
@@ -90,6 +97,12 @@ class HeteroFL(Averaged):
 
     def __init__(self, config: Any, *of_task: Any) -> None:
         super().__init__(config, *of_task)
+        if config.levels > 1 and (hidden := layers_without_norm(self._F)):
+            raise ConfigError(
+                f"algorithm.levels is {config.levels}, but no norm follows the layer {hidden[0]} "
+                "of the network, whose outputs would shrink with its width. Set levels: 1, or "
+                "model.name: small_cnn"
+            )
         self._networks = [self._F]
         for level in range(1, config.levels):
             assert self.task.narrow_classifier is not None, "problems refuses other networks"
@@ -128,6 +141,15 @@ class HeteroFL(Averaged):
             F, agent.labelled, self.cfg, ctx, loss, held=held.float().to(ctx.device)
         )
         return run_sgd(F, losses, self.cfg, msg, ctx)
+
+
+def layers_without_norm(network: nn.Module) -> list[str]:
+    """Names of linear layers that are followed by another one, in the order of definition."""
+    kinds = (nn.Linear, nn.GroupNorm, _BatchNorm)
+    layers = [
+        (n, isinstance(m, nn.Linear)) for n, m in network.named_modules() if isinstance(m, kinds)
+    ]
+    return [name for (name, one), (_, next_one) in itertools.pairwise(layers) if one and next_one]
 
 
 def masked_loss(batch: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Tensor:
