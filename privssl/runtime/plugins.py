@@ -3,9 +3,9 @@
 A plug-in is ``package.module:Name``, or the name of an entry point of an installed package in the
 group ``privssl.KIND``: algorithms, models, datasets, encoders, partitions, trackers.
 
-Nothing is imported unless whoever runs the process allowed it (:func:`imports_allowed`): training
-allows what its config names, a site what SITE.yaml names, and what reads a run folder nothing but
-the names among its arguments. No message of a coordinator leads here.
+Nothing is imported unless whoever runs the process allowed it (:func:`imports_allowed`). Training
+allows what its config names, a site what SITE.yaml names. What reads a run folder allows nothing
+but the names among its arguments. No message of a coordinator leads here.
 """
 
 import difflib

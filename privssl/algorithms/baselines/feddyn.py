@@ -9,9 +9,9 @@ Regularization" (ICLR 2021; arXiv:2111.04263). Agents hold labels, as in FedAvg.
     h = h - a / m sum_k (theta_k - theta^t), m: all agents         server_step
     theta^(t+1) = mean_k theta_k - h / a                           server_step
 
-Differs from the paper: the argmin is a few epochs of SGD, as in the authors' code, which also gives
-an agent with more rows a smaller a; here a is the same for all. The code's curves are of the mean
-of the agents' weights, ``released: averaged``.
+Differs from the paper: the argmin is a few epochs of SGD, as in the authors' code. That code also
+gives an agent with more rows a smaller a; here a is the same for all. The code's curves are of the
+mean of the agents' weights, ``released: averaged``.
 """
 
 import dataclasses

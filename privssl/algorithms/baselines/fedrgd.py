@@ -11,9 +11,9 @@ the Gradient Diversity of Models" (2020; arXiv:2008.11364). Labels are at the se
       mean over groups                                           round, FedRGDState.groups
     group norm in place of batch norm                            model.norm: group
 
-Differs from the authors' code: their users and server exchange weights every T steps of a stream of
-batches, here a visit is epochs over an agent's rows; each group has a copy of the server, which
-trains on its own, here the server trains once for all groups; agent i is in group i mod ``groups``.
+Agent i is in group i mod ``groups``. Differs from the authors' code: (1) A visit is epochs over an
+agent's rows. There, users and server exchange weights every T steps of a stream of batches. (2) The
+server trains once for all groups. There, each group has a copy of it, which trains on its own.
 SemiFL's code has this method as ``start_from: average``: every user goes on from the mean over
 groups.
 """

@@ -16,7 +16,7 @@ Rounds, and where labels may be: algorithms/baselines/pseudo_labeling.py.
 Differs from the papers: (1) A clean view is predicted by the network in training, without dropout
 or batch statistics. (2) No paper gives UDA's sharpening, masking and clock in a federation:
 ``temperature`` (none by default), ``threshold`` and rounds. (3) FixMatch has seven unlabelled rows
-to a labelled one; here an agent's unlabelled batches follow from its labelled ones, as in FedMatch
+to a labelled one. Here an agent's unlabelled batches follow from its labelled ones, as in FedMatch
 (``steps_of``).
 """
 

@@ -11,15 +11,15 @@ compare themselves with these. FixMatch and UDA: algorithms/baselines/fixmatch_u
       FedAvg on labels and pseudo-labels, mixed          FedSem.losses
 
 Where labels may be: at the server (FedMatch, FedSEAL), at mixed agents (FedMatch, FedTriNet), and
-at support agents (ours): each trains as the server would, and query agents start from the mean of
-their weights. With labels at clients all train at once, in one average; an agent that lacks one
+at support agents (ours). Each of these trains as the server would, and query agents start from the
+mean of their weights. With labels at clients all train at once, in one average; an agent that lacks one
 kind of rows has the other term alone.
 
 Local training: ``supervised.LocalTrainingSettings``. Differs from the papers, beside what
-supervised.py says: an agent with nothing to learn sends its weights back unchanged, so that the
-share of the others does not grow. FedSem labels in evaluation mode, and its last round counts; the
-authors of FedTriNet label with dropout and choose a round on test rows. Their paper lets the local
-model label (``labelled_by``).
+supervised.py says: (1) An agent with nothing to learn sends its weights back unchanged. So the
+share of the others does not grow. (2) FedSem labels in evaluation mode, and its last round counts.
+The authors of FedTriNet label with dropout and choose a round on test rows; their paper lets the
+local model label (``labelled_by``).
 """
 
 import dataclasses

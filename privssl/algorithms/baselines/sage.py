@@ -14,9 +14,9 @@ and more often wrong. SAGE is a local loss in FixMatch's place; rounds are FedAv
 Where labels may be: at mixed agents (the paper); elsewhere as in pseudo_labeling.py, whose rounds
 these are.
 
-Differs from the code: weak views are predicted in evaluation mode, by the local model too; SGD is
-fresh at every visit (the code has one for all agents); a short last batch is kept. Kappa is the
-code's, log(2) / 0.05: half of each label at a difference of 0.05.
+Differs from the code: (1) Weak views are predicted in evaluation mode, by the local model too.
+(2) SGD is fresh at every visit; the code has one for all agents. (3) A short last batch is kept.
+Kappa is the code's, log(2) / 0.05: half of each label at a difference of 0.05.
 """
 
 import math

@@ -16,8 +16,8 @@ learns from labelled rows and psi from unlabelled ones, each while the other is 
     Alg. 1 labels at clients                           round -> learn_both
     Alg. 2 labels at the server                        round -> learn_sigma, learn_psi
 
-Where labels may be: at the server (Alg. 2), at mixed agents (Alg. 1), and at support agents (ours:
-each does what the server does, and the mean of their sigma is taken).
+Where labels may be: at the server (Alg. 2), at mixed agents (Alg. 1), and at support agents (ours).
+Each of these does what the server does, and the mean of their sigma is taken.
 
 Where paper and authors' code differ we do as the code does; ``profile: fedmatch-paper`` does as the
 paper (settings.py). Differs from both: (1) The server computes the loss of an agent's network on

@@ -1,7 +1,7 @@
 """What travels in FedMatch: the messages, dense or sparse, and both ends that read and write them.
 
-With ``sparse_messages`` (Jeong et al., section 3.2) an agent remembers its weights as they were at
-the end of its last visit, as the server does, and either side sends what differs from them. A first
+With ``sparse_messages`` (Jeong et al., section 3.2) agent and server both remember the agent's
+weights as they were at the end of its last visit. Either side sends what differs from them. A first
 visit is dense.
 """
 

@@ -5,8 +5,8 @@ Jeong et al. (ICLR 2021), section 3.2, in the form of the authors' code, with tw
     w 1[|w| > negligible]   entries of psi that small count as 0 (``l1_thres`` of the code)
     d 1[|d| > change]       a difference that small is not sent (``delta`` of the code)
 
-A cost is the number of entries sent, divided by the entries of one dense model: 1.0 is what FedAvg
-sends in one direction, the unit (100%) of the paper's tables. ``comm/up_bytes`` and
+A cost is the number of entries sent, divided by the entries of one dense model. So 1.0 is what
+FedAvg sends in one direction, the unit (100%) of the paper's tables. ``comm/up_bytes`` and
 ``comm/down_bytes`` are the bytes of the messages: dense by default, and with ``sparse_messages``
 those of ``core/sparse_tensors.py``.
 

@@ -16,8 +16,8 @@ The server keeps ``validation_rows`` of its labelled rows for Eq. 5, at most hal
 same ones for the whole run.
 
 Where labels may be: at the server (the paper). At support or mixed agents (ours) each does what
-the server does with its own labelled rows; w^t is the plain mean of their weights, and a class has
-the mean of the thresholds of the agents with validation rows of it.
+the server does with its own labelled rows. Then w^t is the plain mean of their weights, and a class
+has the mean of the thresholds of the agents with validation rows of it.
 
 Differs from the paper: (1) lambda grows from the printed value to 1 (``weight_schedule``). (2) A
 class without validation rows, for which Eq. 5 divides by 0, is never positive. (3) Rows are in

@@ -137,10 +137,15 @@ def sign_weights(
     """Weights of the positive loss (lambda) and of the negative one in Eq. 13.
 
     In the paper lambda grows, from a printed value with a "decay rate (until round 100)". With
-    d = rate ^ rounds: complement, 1 - (1 - first) d, agrees with all of this and ends at 1;
-    inverse, first / d, has no bound; inverse_capped stops at 1; decay, first d, is the table
-    without the text; rampup is decay reversed; constant is first; decay_negative has the ratio of
-    inverse, with weight d on the negative loss.
+    d = rate ^ rounds:
+
+        complement      1 - (1 - first) d: agrees with all of this, and ends at 1
+        inverse         first / d: has no bound
+        inverse_capped  the same, up to 1
+        decay           first d: the table without the text
+        rampup          decay reversed
+        constant        first
+        decay_negative  the ratio of inverse, with weight d on the negative loss
 
     Args:
         first: lambda in the first round, in (0, 1].

@@ -16,15 +16,15 @@ G the conditional generator, D the conditional discriminator.
     Eq. 2           pseudo-labels                query_pass -> guess
     Eq. 3           lambda, p'                   training/mixup.py
 
-Differs from the paper: (1) one joint step takes the place of G-Reg and then G-MixUp, for the same
-gradients up to simultaneity at two thirds of the cost (``updates``). (2) F also learns from real
+Differs from the paper: (1) One joint step takes the place of G-Reg and then G-MixUp (``updates``):
+the same gradients up to simultaneity, at two thirds of the cost. (2) F also learns from real
 rows, augmented (``real_rows``); read literally Algorithm 1 trains F on G's images alone.
 (3) Mixes train F only once F recognises them (``gate``). (4) D judges a mix against its mixed
 label p'; Eq. 6 prints p2, which contradicts Eq. 7 at lambda 1 (``judge``). (5) A moving
 average of F predicts pseudo-labels and is released (``teacher_decay``). (6) Query agents
 do not train F in the first rounds (``warm_up``). (7) In Algorithm 2 every support agent has its
-own budget, tested before its rows are read; the paper adds all agents up, and its test
-comes after and can overshoot. Each is a setting but the last; reasons and numbers: docs/fedssl.md.
+own budget, tested before its rows are read. The paper adds all agents up; its test comes after and
+can overshoot. Each is a setting but the last. Reasons and numbers: docs/fedssl.md.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """G-MixUp and G-Reg: FedSSL's losses of each row.
 
-Fan, Hu, Huang (IJCAI 2022), section 3.4. G mixes a row with any class of the global label space; F
-and G minimise the cross-entropy of mixes (Eq. 4, 5); D and G are adversaries (Eq. 6); at lambda 1 G
+Fan, Hu, Huang (IJCAI 2022), section 3.4. G mixes a row with any class of the global label space. F
+and G minimise the cross-entropy of mixes (Eq. 4, 5). D and G are adversaries (Eq. 6). At lambda 1 G
 reconstructs its row (Eq. 7). Support agents use labels, query agents pseudo-labels.
 """
 

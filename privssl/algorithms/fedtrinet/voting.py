@@ -147,8 +147,9 @@ def steps(
     """Rows and loss weights of each step of one visit; labelled rows come first in the numbering.
 
     two_streams: Eq. 6, a batch of each kind in every step, reusing the smaller kind. mixed: all
-    rows alike. ramp: the authors' code, mixed until a visit admitted ``PROFILED`` rows, then half
-    of it plus ``ramp`` / 2 of a batch of admitted rows, for as many steps as those make.
+    rows alike. ramp: the authors' code. It is mixed until a visit admitted ``PROFILED`` rows. Then
+    it is half of that plus ``ramp`` / 2 of a batch of admitted rows, for as many steps as those
+    make.
 
     Args:
         labelled, pseudo: rows of each kind, >= 0.

@@ -16,9 +16,9 @@ a visit and the server fine-tunes the average, and replaces its fixed threshold.
 Where labels may be: at the server (the paper). At support or mixed agents (ours) all of them
 fine-tune the average at the same time; the mean of their weights, by rows, is taken.
 
-Readings, where the paper is open: the consistency term is over the rows above tau_f (its text; Eq.
-13 has no indicator), KL(Q* || Q), and its gradient goes through both (``moving_target``). Differs
-from the paper: group norm (the paper: static batch norm); an agent's momentum starts anew.
+Readings, where the paper is open: The consistency term is over the rows above tau_f, as its text
+says; Eq. 13 has no indicator. It is KL(Q* || Q), and its gradient goes through both
+(``moving_target``). Differs from the paper: group norm (the paper: static batch norm); an agent's momentum starts anew.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 
 Diao, Ding, Tarokh: "SemiFL: Semi-Supervised Federated Learning for Unlabeled Clients with
 Alternate Training" (NeurIPS 2022; arXiv:2106.01432). A server holds few labelled rows, agents many
-without labels. *Alternate training*: (1) agents take pseudo-labels from the global model, once per
-visit, not from the model that they train; (2) the server fine-tunes the average on its labels.
+without labels. *Alternate training*: (1) Agents take pseudo-labels from the global model, once per
+visit, not from the model that they train. (2) The server fine-tunes the average on its labels.
 
     paper, authors' code                              here
     agents drawn for the round                        round -> federation.sample

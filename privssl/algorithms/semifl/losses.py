@@ -28,8 +28,9 @@ def pair_rows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """For each epoch the rows of D+ and those of D- that they are mixed with (B,): Eq. 3 and 4.
 
-    D- is drawn with replacement: from all rows or, as printed, from unsure ones (from all, where
-    none is unsure); in every epoch or, as printed, once, and then shuffled in every epoch.
+    D- is drawn with replacement, by ``mix_rows`` from all rows or, as printed, from unsure ones
+    (from all, where none is unsure). By ``mix_drawn`` it is drawn in every epoch or, as printed,
+    once, and then shuffled in every epoch.
 
     Args:
         confident: which rows (N,) have a label of probability tau or more; at least one has.
