@@ -42,6 +42,7 @@ IN_FEDTRINET = "tests/algorithms/test_fedtrinet.py::test_"
 IN_CENSUS = "tests/algorithms/test_label_census.py::test_"
 IN_HISTOGRAM = "tests/privacy/test_label_histogram.py::test_"
 IN_UDA = "tests/algorithms/test_baselines.py::test_"
+IN_SETTINGS = "tests/algorithms/test_settings_without_effect.py::test_"
 IN_LOCAL = "tests/algorithms/test_local_baselines.py::test_"
 IN_NEWER = "tests/algorithms/test_fl2_and_sage.py::test_"
 IN_LOSSES = "tests/training/test_pseudo_mixup_losses.py::test_"
@@ -56,6 +57,22 @@ FAULTS: tuple[Fault, ...] = (
         "(FL)^2, Eq. 9: a class's threshold is not scaled to the agent's",
         ((FL2, "p / p.max() * tau", "p * tau"),),
         (IN_NEWER + "thresholds_are_the_mean_confidence_scaled_by_the_mean_prediction_of_a_class",),
+    ),
+    Fault(
+        "FedMatch with L-MixUp: helpers that nobody learns from are sent",
+        ((MIXUP, "self.cfg.helpers if self.cfg.divergence_weight else 0", "self.cfg.helpers"),),
+        (IN_SETTINGS + "without_a_weight_no_agent_is_sent_helpers",),
+    ),
+    Fault(
+        "FedRGD: a reply is weighted by its number of rows",
+        (
+            (
+                FEDRGD,
+                'weights: Literal["equal"] = "equal"',
+                'weights: Literal["rows", "equal"] = "rows"',
+            ),
+        ),
+        (IN_SETTINGS + "users_and_servers_of_fedrgd_send_no_count_of_rows",),
     ),
     Fault(
         "an agent alone sends the number of its rows",
@@ -122,6 +139,17 @@ FAULTS: tuple[Fault, ...] = (
             "tests/algorithms/test_fedmatch_mixup.py::test_the_divergence_is_the_mean_over_helpers_of_"
             "kl_from_the_helper_to_the_agent",
         ),
+    ),
+    Fault(
+        "ReMixMatch: a mix is nearer to the other row",
+        (
+            (
+                "privssl/training/mixup.py",
+                "torch.maximum(lam, 1 - lam) if towards_first",
+                "torch.minimum(lam, 1 - lam) if towards_first",
+            ),
+        ),
+        ("tests/algorithms/test_centralised.py::test_a_mix_has_most_of_its_own_row",),
     ),
     Fault(
         "ReMixMatch: guesses move away from the labels' frequencies",

@@ -114,6 +114,14 @@ class NoReply(Own):
         return ModelState(moved(super().round(state, federation).F, 1e-3))
 
 
+class Momentum(Own):
+    """Goes on moving when nobody replies, but not in the first round."""
+
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        F = super().round(state, federation).F
+        return ModelState(moved(F, 1e-3 * (federation.round.number - 1)))
+
+
 class Metrics(Own):
     def also(self, x: Tensor, ctx: Context) -> StateDict:
         ctx.log_metric("Mean of my rows!", float(x.float().mean()))

@@ -14,6 +14,7 @@ from tests.testing import own_method
 BROKEN = {
     "Learns": ("learns", "has the bits of the first state"),
     "NoReply": ("no_reply", "moved although no agent replied in round 1"),
+    "Momentum": ("no_reply", "moved although no agent replied in round 2"),
     "Metrics": ("metrics", "a site does not send Mean of my rows!"),
     "Determinism": ("determinism", "two runs of one seed differ"),
     "Kept": ("determinism", "the algorithm object keeps something between visits"),

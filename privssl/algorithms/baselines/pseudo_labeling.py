@@ -12,8 +12,8 @@ compare themselves with these. FixMatch and UDA: algorithms/baselines/fixmatch_u
 
 Where labels may be: at the server (FedMatch, FedSEAL), at mixed agents (FedMatch, FedTriNet), and
 at support agents (ours). Each of these trains as the server would, and query agents start from the
-mean of their weights. With labels at clients all train at once, in one average; an agent that lacks one
-kind of rows has the other term alone.
+mean of their weights. With labels at clients all train at once, in one average; an agent that lacks
+one kind of rows has the other term alone.
 
 Local training: ``supervised.LocalTrainingSettings``. Differs from the papers, beside what
 supervised.py says: (1) An agent with nothing to learn sends its weights back unchanged. So the

@@ -18,7 +18,8 @@ fine-tune the average at the same time; the mean of their weights, by rows, is t
 
 Readings, where the paper is open: The consistency term is over the rows above tau_f, as its text
 says; Eq. 13 has no indicator. It is KL(Q* || Q), and its gradient goes through both
-(``moving_target``). Differs from the paper: group norm (the paper: static batch norm); an agent's momentum starts anew.
+(``moving_target``). Differs from the paper: group norm (the paper: static batch norm); an agent's
+momentum starts anew.
 """
 
 import dataclasses
