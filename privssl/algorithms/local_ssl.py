@@ -4,7 +4,7 @@ config checks.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -17,7 +17,7 @@ from privssl.core.aggregation import WeightedMean, average
 from privssl.core.federation import Federation, Roster
 from privssl.core.messages import Message, Reply, StateDict
 from privssl.core.task import Context
-from privssl.data.augmentations import View, view
+from privssl.data.augmentations import View
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 from privssl.training import local_training
 from privssl.training.pseudo_labels import guess_labels
@@ -62,27 +62,6 @@ def model_update(F: nn.Module) -> ModelUpdate:
 
 
 # Settings -----------------------------------------------------------------------------------
-
-
-#: Names of strong views (``data/augmentations.py``).
-StrongName: TypeAlias = Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"]
-
-
-class _Views(Protocol):
-    @property
-    def weak(self) -> str: ...
-    @property
-    def strong(self) -> str: ...
-    @property
-    def flip(self) -> bool: ...
-
-
-class StrongViews:
-    """For settings with ``weak``, ``strong`` and ``flip``."""
-
-    def strong_view(self: _Views, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
-        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
 
 
 @dataclass(frozen=True, config=strict)
@@ -216,19 +195,6 @@ def predict(F: nn.Module, x: Tensor, device: torch.device) -> Tensor:
     return torch.cat(parts)
 
 
-@torch.no_grad()
-def view_probabilities(F: nn.Module, x: Tensor, classes: int) -> Tensor:
-    """Class probabilities (B, C) of views (B, *shape) in evaluation mode; B may be 0.
-
-    F is in training mode afterwards.
-    """
-    if not len(x):
-        return torch.empty(0, classes, device=x.device)
-    p: Tensor = F.eval()(x).softmax(dim=1)
-    F.train()
-    return p
-
-
 def stream_slice(held: int, slices: int, round_number: int, rounds: int) -> Tensor:
     """Numbers of the rows (n,) of a round, of ``held`` in the order of the stream: equal slices
     (within one row) for equally many rounds (within one)."""
@@ -236,12 +202,7 @@ def stream_slice(held: int, slices: int, round_number: int, rounds: int) -> Tens
     return torch.tensor_split(torch.arange(held), slices)[number]
 
 
-# Agents and averages ------------------------------------------------------------------------
-
-
-def having(roster: Roster, *roles: str) -> Roster:
-    """The agents of a roster that have one of the roles; a labelled server's is ``server``."""
-    return tuple(agent for agent in roster if agent.role in roles)
+# Averages -----------------------------------------------------------------------------------
 
 
 def average_over(
@@ -262,17 +223,6 @@ def average_over(
     mean = WeightedMean("F", weight)
     federation.call_all(agents, step, message, aggregator=mean)
     return mean.value_or(otherwise)
-
-
-def momentum_step(
-    F: StateDict, velocity: StateDict, mean: StateDict, momentum: float
-) -> tuple[StateDict, StateDict]:
-    """g = F - mean; v = momentum v + g; F - v: SGD of rate 1 on a pseudo-gradient (FedAvgM).
-
-    Names that ``mean`` lacks are kept from F. Returns the new weights and the new v.
-    """
-    v = {name: momentum * velocity[name] + (F[name] - value) for name, value in mean.items()}
-    return {**F, **{name: F[name] - step for name, step in v.items()}}, v
 
 
 def train_alone(

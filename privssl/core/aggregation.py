@@ -197,3 +197,14 @@ def _form(weights: StateDict, key: str) -> str:
     if key not in weights:
         return "absent"
     return f"{str(weights[key].dtype).removeprefix('torch.')} {list(weights[key].shape)}"
+
+
+def momentum_step(
+    F: StateDict, velocity: StateDict, mean: StateDict, momentum: float
+) -> tuple[StateDict, StateDict]:
+    """g = F - mean; v = momentum v + g; F - v: SGD of rate 1 on a pseudo-gradient (FedAvgM).
+
+    Names that ``mean`` lacks are kept from F. Returns the new weights and the new v.
+    """
+    v = {name: momentum * velocity[name] + (F[name] - value) for name, value in mean.items()}
+    return {**F, **{name: F[name] - step for name, step in v.items()}}, v

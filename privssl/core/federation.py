@@ -163,3 +163,8 @@ def _are_equal(one: StateDict, other: StateDict) -> bool:
 def _travels(other: AgentRef) -> bool:
     """Whether messages to and from this agent leave the server."""
     return other.location is not AgentLocation.SERVER
+
+
+def having(roster: Roster, *roles: str) -> Roster:
+    """The agents of a roster that have one of the roles; a labelled server's is ``server``."""
+    return tuple(agent for agent in roster if agent.role in roles)

@@ -7,6 +7,7 @@ fixmatch, fedmatch, fedseal    of images: RandAugment of another view (rand_augm
 """
 
 from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from privssl.data.affine_augment import AUGMENTATIONS, Augmentation
 from privssl.data.feature_views import SEQUENCE_VIEWS, VECTOR_VIEWS
 from privssl.data.rand_augment import RANDAUGMENTS
 
+#: Names that ``strong`` takes in the settings of algorithms.
+StrongName: TypeAlias = Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"]
 #: Up to an eighth of the side each way: 4 of 32 pixels (FixMatch, SemiFL).
 CROP = Augmentation(crop=1 / 8)
 _PLAIN = {**AUGMENTATIONS, "crop": CROP, "shift": CROP}
@@ -71,3 +74,20 @@ def contrast_and_grey(x: Tensor, rng: torch.Generator) -> Tensor:
 def view(name: str, x: Tensor, rng: torch.Generator, *, flip: bool, under: str = "crop") -> Tensor:
     """One view of each row (B, *shape), see :class:`View`."""
     return View(name, flip, under)(x, rng)
+
+
+class _Views(Protocol):
+    @property
+    def weak(self) -> str: ...
+    @property
+    def strong(self) -> str: ...
+    @property
+    def flip(self) -> bool: ...
+
+
+class StrongViews:
+    """For settings with ``weak``, ``strong`` and ``flip``."""
+
+    def strong_view(self: _Views, x: Tensor, rng: torch.Generator) -> Tensor:
+        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
+        return view(self.strong, x, rng, flip=self.flip, under=self.weak)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def sharpen(probs: Tensor, sharpness: float) -> Tensor:
@@ -41,3 +41,16 @@ def guess_labels(
         predictions = [classify(augment(part, rng)).softmax(dim=1) for _ in range(views)]
         guesses.append(torch.stack(predictions).mean(dim=0))
     return sharpen(torch.cat(guesses), sharpness)
+
+
+@torch.no_grad()
+def view_probabilities(F: nn.Module, x: Tensor, classes: int) -> Tensor:
+    """Class probabilities (B, C) of views (B, *shape) in evaluation mode; B may be 0.
+
+    F is in training mode afterwards.
+    """
+    if not len(x):
+        return torch.empty(0, classes, device=x.device)
+    p: Tensor = F.eval()(x).softmax(dim=1)
+    F.train()
+    return p

@@ -15,7 +15,10 @@ from torch.testing import assert_close
 
 from privssl import models
 from privssl.algorithms import static_statistics
-from privssl.algorithms.local_ssl import ModelUpdate, TrainRequest, momentum_step
+from privssl.algorithms.local_ssl import (
+    ModelUpdate,
+    TrainRequest,
+)
 from privssl.algorithms.semifl import algorithm as semifl
 from privssl.algorithms.semifl import losses
 from privssl.algorithms.semifl.algorithm import SemiFL
@@ -23,6 +26,7 @@ from privssl.algorithms.semifl.losses import fix_and_mix_loss, mix_loss, pair_ro
 from privssl.algorithms.semifl.settings import SemiFLConfig
 from privssl.algorithms.static_statistics import Statistics
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
+from privssl.core.aggregation import momentum_step
 from privssl.core.messages import Declined, Reply
 from privssl.core.task import Context, Task
 from privssl.data.affine_augment import AUGMENTATIONS, Augmentation

@@ -24,6 +24,7 @@ FL2 = "privssl/algorithms/fl2/thresholds.py"
 FL2_ROUNDS = "privssl/algorithms/fl2/algorithm.py"
 SAGE = "privssl/algorithms/baselines/sage.py"
 LOCAL = "privssl/algorithms/local_ssl.py"
+AGGREGATION = "privssl/core/aggregation.py"
 FEDDYN = "privssl/algorithms/baselines/feddyn.py"
 LG = "privssl/algorithms/baselines/lg_fedavg.py"
 HETEROFL = "privssl/algorithms/baselines/heterofl.py"
@@ -407,7 +408,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "SemiFL: the server's momentum is forgotten",
-        ((LOCAL, "momentum * velocity[name] + (F[name] - value)", "F[name] - value"),),
+        ((AGGREGATION, "momentum * velocity[name] + (F[name] - value)", "F[name] - value"),),
         (IN_SEMIFL + "a_constant_pull_is_followed_in_growing_steps",),
     ),
     Fault(

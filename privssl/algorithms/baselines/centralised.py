@@ -27,7 +27,6 @@ from privssl.algorithms.baselines.supervised import (
 from privssl.algorithms.local_ssl import (
     Share,
     TeacherState,
-    having,
     needs_unlabelled,
     no_labelled,
     no_statistics,
@@ -41,7 +40,7 @@ from privssl.core.agents import (
     UnlabelledRows,
 )
 from privssl.core.aggregation import average
-from privssl.core.federation import Federation
+from privssl.core.federation import Federation, having
 from privssl.core.messages import Message, Reply, StateDict
 from privssl.core.task import Context, Task, on_agent
 from privssl.privacy.plan import Plan

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from privssl.algorithms.base import MissingReplyPolicy
-from privssl.algorithms.baselines.fedssl_baselines import FedSSLBaseline, TeacherRequest
+from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest, _FedSSLBaseline
 from privssl.algorithms.fedmatch.helper_agents import bundle, draw_probe, nearest_agents, unbundle
 from privssl.algorithms.local_ssl import (
     Amount,
@@ -84,7 +84,7 @@ class FedMatchMixupConfig(ClassifierTraining):
 
 
 @final
-class FedMatchMixup(FedSSLBaseline):
+class FedMatchMixup(_FedSSLBaseline):
     """MixMatch whose agents are drawn to the predictions of their helpers."""
 
     Config = FedMatchMixupConfig

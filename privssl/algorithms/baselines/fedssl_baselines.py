@@ -70,7 +70,7 @@ class MixMatchConfig(ClassifierTraining):
     mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3
 
 
-class FedSSLBaseline(Algorithm[TeacherState]):
+class _FedSSLBaseline(Algorithm[TeacherState]):
     """The shared rounds and steps; a subclass sets the switches and nothing else."""
 
     StateType = TeacherState
@@ -152,7 +152,7 @@ class FedSSLBaseline(Algorithm[TeacherState]):
 
 
 @final
-class Supervise(FedSSLBaseline):
+class Supervise(_FedSSLBaseline):
     """FedAvg over the agents that hold labels."""
 
     Config = SuperviseConfig
@@ -160,7 +160,7 @@ class Supervise(FedSSLBaseline):
 
 
 @final
-class Pseudo(FedSSLBaseline):
+class Pseudo(_FedSSLBaseline):
     """FedAvg over all agents, with pseudo-labels at query agents."""
 
     Config = PseudoConfig
@@ -168,7 +168,7 @@ class Pseudo(FedSSLBaseline):
 
 
 @final
-class MixMatch(FedSSLBaseline):
+class MixMatch(_FedSSLBaseline):
     """Pseudo with L-MixUp at every agent."""
 
     Config = MixMatchConfig

@@ -36,18 +36,16 @@ from privssl.algorithms.baselines.supervised import Streamed
 from privssl.algorithms.local_ssl import (
     Amount,
     Share,
-    StrongName,
-    StrongViews,
     can_learn_from,
     predict,
-    view_probabilities,
 )
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
+from privssl.data.augmentations import StrongName, StrongViews
 from privssl.settings.schema import Rate, strict
 from privssl.training import local_training
 from privssl.training.losses import divergence
-from privssl.training.pseudo_labels import sharpen
+from privssl.training.pseudo_labels import sharpen, view_probabilities
 
 # Config -------------------------------------------------------------------------------------
 

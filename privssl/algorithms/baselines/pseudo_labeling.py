@@ -44,7 +44,6 @@ from privssl.algorithms.local_ssl import (
     ModelUpdate,
     average_over,
     first_of,
-    having,
     needs_unlabelled,
     no_labelled,
     no_statistics,
@@ -62,7 +61,7 @@ from privssl.core.agents import (
     UnlabelledRows,
 )
 from privssl.core.aggregation import WeightedMean
-from privssl.core.federation import Federation
+from privssl.core.federation import Federation, having
 from privssl.core.messages import Ack, StateDict
 from privssl.core.task import Context, Phase, on_agent
 from privssl.settings.schema import Count, Problem, strict

@@ -29,18 +29,16 @@ from torch.nn.functional import one_hot
 from privssl.algorithms.baselines.centralised import Centralised, CentralisedSettings
 from privssl.algorithms.local_ssl import (
     Amount,
-    StrongName,
-    StrongViews,
     can_learn_from,
-    view_probabilities,
 )
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
+from privssl.data.augmentations import StrongName, StrongViews
 from privssl.settings.schema import Positive, Rate, strict
 from privssl.training import local_training
 from privssl.training.losses import soft_cross_entropy
 from privssl.training.mixup import local_mixup
-from privssl.training.pseudo_labels import sharpen
+from privssl.training.pseudo_labels import sharpen, view_probabilities
 
 KEPT = 128  # batches whose predictions are averaged; paper
 

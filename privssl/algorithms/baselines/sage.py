@@ -33,17 +33,16 @@ from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelle
 from privssl.algorithms.local_ssl import (
     Amount,
     Share,
-    StrongName,
-    StrongViews,
     can_learn_from,
-    view_probabilities,
 )
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context, Task
+from privssl.data.augmentations import StrongName, StrongViews
 from privssl.privacy.plan import Plan
 from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training
 from privssl.training.losses import divergence
+from privssl.training.pseudo_labels import view_probabilities
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)

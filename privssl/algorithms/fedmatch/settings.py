@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from privssl.algorithms.fedmatch.sparse_updates import SparsityThresholds
-from privssl.algorithms.local_ssl import Amount, Share, StrongName
-from privssl.data.augmentations import view
+from privssl.algorithms.local_ssl import (
+    Amount,
+    Share,
+)
+from privssl.data.augmentations import StrongName, view
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 
 Form: TypeAlias = Literal["clamped", "exact"]

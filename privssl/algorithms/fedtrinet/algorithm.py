@@ -43,7 +43,6 @@ from privssl.algorithms.local_ssl import (
     ModelUpdate,
     TrainRequest,
     can_learn_from,
-    having,
     needs_unlabelled,
     no_labelled,
     no_unlabelled,
@@ -57,7 +56,7 @@ from privssl.core.agents import (
     UnlabelledRows,
 )
 from privssl.core.aggregation import WeightedMean
-from privssl.core.federation import Federation, Roster
+from privssl.core.federation import Federation, Roster, having
 from privssl.core.messages import Ack, Declined, Message, StateDict
 from privssl.core.task import Context, Phase, Task, on_agent
 from privssl.data.affine_augment import NONE

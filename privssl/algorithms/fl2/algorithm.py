@@ -39,12 +39,11 @@ from privssl.algorithms.local_ssl import (
     ModelState,
     TrainRequest,
     average_over,
-    momentum_step,
     needs_unlabelled,
     no_statistics,
 )
 from privssl.core.agents import QueryAgent, SupportAgent
-from privssl.core.aggregation import WeightedMean, uniform_weight
+from privssl.core.aggregation import WeightedMean, momentum_step, uniform_weight
 from privssl.core.federation import Federation
 from privssl.core.messages import Message, StateDict
 from privssl.core.task import Context, on_agent

@@ -5,7 +5,11 @@ from typing import Literal
 import pydantic.dataclasses
 
 from privssl.algorithms.baselines.supervised import LocalTrainingSettings
-from privssl.algorithms.local_ssl import Amount, Share, StrongName, StrongViews
+from privssl.algorithms.local_ssl import (
+    Amount,
+    Share,
+)
+from privssl.data.augmentations import StrongName, StrongViews
 from privssl.settings.schema import Positive, Rate, strict
 
 

@@ -39,7 +39,6 @@ from privssl.algorithms.local_ssl import (
     ModelUpdate,
     TrainRequest,
     average_over,
-    momentum_step,
     needs_unlabelled,
 )
 from privssl.algorithms.semifl.losses import fix_and_mix_loss, pair_rows, passes
@@ -51,7 +50,7 @@ from privssl.algorithms.static_statistics import (
     with_statistics,
 )
 from privssl.core.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
-from privssl.core.aggregation import WeightedMean, uniform_weight
+from privssl.core.aggregation import WeightedMean, momentum_step, uniform_weight
 from privssl.core.federation import Federation, Roster
 from privssl.core.messages import Declined, StateDict
 from privssl.core.task import Context, on_agent

@@ -10,8 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from privssl.algorithms.local_ssl import Share, StrongName, StrongViews
-from privssl.data.augmentations import view
+from privssl.algorithms.local_ssl import (
+    Share,
+)
+from privssl.data.augmentations import StrongName, StrongViews, view
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
