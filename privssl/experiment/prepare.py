@@ -295,7 +295,7 @@ def task_of(
         narrow = dataclasses.replace(config.model, width=round(share * config.model.width))
         return models.build_classifier(narrow, shape, classes, precision)
 
-    own = network is not None or ":" in config.model.name
+    own = network is not None or is_outside(config.model.name)
     return Task(classes, shape, new_classifier, precision, None if own else narrow_classifier)
 
 
