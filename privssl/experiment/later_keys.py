@@ -7,7 +7,7 @@ from typing import Any
 _LATER: Mapping[str, Mapping[str, Any]] = {
     "data": {
         "checksum": "", "encoder": "", "encoder_weights": "", "label": "label", "text": "",
-        "columns": "", "test": None, "order": "stored",
+        "columns": "", "test": None, "order": "stored", "server_labelled": None,
     },
     "model": {"options": {}, "weights": ""},
     "algorithm": {

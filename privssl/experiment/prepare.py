@@ -236,6 +236,10 @@ def _federated_data(config: Config, dataset: data.Dataset | None) -> data.Federa
         )
     privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
     for key, wrong, why in (
+        (
+            "data.labels: labels-at-both", config.data.labels == "labels-at-both",
+            "the server's rows are drawn from those of the agents",
+        ),
         ("data.test", config.data.test, "each site has its own rows"),
         (
             "data.validation", config.data.validation and not at_server,

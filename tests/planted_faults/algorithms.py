@@ -26,6 +26,7 @@ LOCAL = "privssl/algorithms/local_ssl.py"
 FEDDYN = "privssl/algorithms/baselines/feddyn.py"
 LG = "privssl/algorithms/baselines/lg_fedavg.py"
 HETEROFL = "privssl/algorithms/baselines/heterofl.py"
+SUPERVISED = "privssl/algorithms/baselines/supervised.py"
 FEDRGD = "privssl/algorithms/baselines/fedrgd.py"
 
 IN_FEDSSL = "tests/algorithms/test_fedssl.py::test_"
@@ -40,6 +41,7 @@ IN_FEDTRINET = "tests/algorithms/test_fedtrinet.py::test_"
 IN_CENSUS = "tests/algorithms/test_label_census.py::test_"
 IN_HISTOGRAM = "tests/privacy/test_label_histogram.py::test_"
 IN_UDA = "tests/algorithms/test_baselines.py::test_"
+AT_BOTH = "tests/algorithms/test_labels_at_both.py::test_"
 IN_NEWER = "tests/algorithms/test_fl2_and_sage.py::test_"
 IN_LOSSES = "tests/training/test_pseudo_mixup_losses.py::test_"
 
@@ -68,6 +70,11 @@ FAULTS: tuple[Fault, ...] = (
         "SAGE: the global label counts where both agree in confidence",
         ((SAGE, "l * mine + (1 - l) * theirs", "(1 - l) * mine + l * theirs"),),
         (IN_NEWER + "sure_local_labels_are_halved_at_a_difference_of_confidences_of_five_percent",),
+    ),
+    Fault(
+        "labels at the server and agents: agents start from where the server started",
+        ((SUPERVISED, "            state = SupervisedState(F)\n        return", "        return"),),
+        (AT_BOTH + "the_server_trains_first_and_agents_go_on_from_its_weights",),
     ),
     Fault(
         "FedSem, local labels: the global model labels",
