@@ -344,9 +344,9 @@ whether the algorithm accepts a `privacy` section.
 
 {table}
 
-`labels-at-both` is FedMatch's upper bound with labels at the server, which has
-`data.server_labelled` rows, trains first in every round, and agents start from its weights. Other methods have no such round, and it is refused
-with privacy and over sites.
+`labels-at-both` is FedMatch's upper bound with labels at the server: it has `data.server_labelled`
+of the rows, trains first in every round, and agents start from its weights. Other methods have no
+such round, and it is refused with privacy and over sites.
 
 Reasons of other refusals, and what to set instead:
 
