@@ -34,7 +34,7 @@ def test_the_server_holds_its_number_of_rows_of_all_classes_and_agents_the_other
     assert len(set(everywhere)) == len(everywhere) == 50
     classes = {agent: found.true_labels[list(rows)] for agent, rows in held.items()}
     assert torch.bincount(classes["server"]).tolist() == [2] * 10  # the rule is for agents
-    assert len(classes["s0"].unique()) == 5
+    assert int((torch.bincount(classes["s0"]) > 0).sum()) == 5
     # Which rows have labels is as it is elsewhere.
     elsewhere = federated_data(labelled=50, query=0, unlabelled=None).manifest.agents.values()
     assert sorted(everywhere) == sorted(row for rows in elsewhere for row in rows.labelled)

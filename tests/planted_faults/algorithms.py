@@ -72,6 +72,20 @@ FAULTS: tuple[Fault, ...] = (
         (IN_NEWER + "sure_local_labels_are_halved_at_a_difference_of_confidences_of_five_percent",),
     ),
     Fault(
+        "ReMixMatch: the head of the rotation loss does not learn",
+        (
+            (
+                "privssl/algorithms/baselines/remixmatch.py",
+                "(head - rate * gradient)",
+                "(head - 0 * rate * gradient)",
+            ),
+        ),
+        (
+            "tests/algorithms/test_centralised.py::test_remixmatch_reads_from_features_how_a_view_"
+            "is_turned_and_its_head_learns_that",
+        ),
+    ),
+    Fault(
         "labels at the server and agents: agents start from where the server started",
         ((SUPERVISED, "            state = SupervisedState(F)\n        return", "        return"),),
         (AT_BOTH + "the_server_trains_first_and_agents_go_on_from_its_weights",),
