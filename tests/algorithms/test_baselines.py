@@ -472,7 +472,7 @@ def test_fedprox_without_its_pull_is_fedavg_of_equals() -> None:
 
 
 def test_fedavg_of_one_agent_is_server_sl() -> None:
-    parties = federated_data(support=1)
+    parties = at_server()
     fedavg = play(make("fedavg"), parties).state
     assert same_bits(fedavg, play(make("server_sl"), parties).state)
 

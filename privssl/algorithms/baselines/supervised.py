@@ -259,7 +259,7 @@ class Averaged(_Supervised):
     cfg: Federated
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
-        if (server := federation.server) is not None:  # trains first; agents go on from its F
+        if len(federation.support) > 1 and (server := federation.server) is not None:
             request = ProximalRequest(state.F)
             F = average_over(federation, (server,), self.server_pass, request, state.F)
             state = SupervisedState(F)
@@ -267,7 +267,7 @@ class Averaged(_Supervised):
 
     def learners(self, federation: Federation) -> Roster:
         agents = tuple(agent for agent in federation.support if agent != federation.server)
-        return federation.sample(agents, self.cfg.agents_per_round)
+        return federation.sample(agents or federation.support, self.cfg.agents_per_round)
 
     @on_agent
     def server_pass(self, agent: SupportAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
