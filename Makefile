@@ -86,6 +86,7 @@ gpu-report:  ## measure a GPU in eight minutes (results/gpu); installs nothing, 
 docs: $(VENV)/.installed-docs  ## write the generated pages of docs/, and the site (build/site)
 	$(RUN) docs/generate_reference.py
 	$(RUN) docs/generate_python_reference.py
+	$(RUN) docs/generate_networks.py
 	$(RUN) -m privssl.reproduce --render
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 

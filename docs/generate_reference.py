@@ -70,6 +70,7 @@ AGENTS: dict[str, dict[str, int]] = {
     "support": {"support": 2, "query": 6},
     "labels-at-server": {"query": 6},
     "labels-at-client": {"mixed": 6},
+    "labels-at-both": {"support": 6},
 }
 PARTITIONS: dict[str, dict[str, float]] = {
     "iid": {},
@@ -207,6 +208,7 @@ def algorithms_page(title: str, families: tuple[tuple[str, ...], ...]) -> str:
 def refusal(algorithm: str, labels: str, partition: str, folder: Path, **more: Any) -> str:
     """``key: text`` of the first problem of a pair's config; empty if it is accepted."""
     data = {"name": "digits", "labelled": 300, "labels": labels, "partition": partition}
+    data |= {"server_labelled": 100} if labels == "labels-at-both" else {}
     config = {
         "data": data | PARTITIONS[partition],
         "agents": AGENTS[labels],
@@ -238,7 +240,7 @@ def placement_rows(folder: Path) -> Iterator[tuple[str, list[str], bool, str]]:
                 raise ValueError(f"{name}, {labels}: partitions differ: {sorted(found)}")
             [text] = found
             cells.append("no" if text else "yes")
-            if text:
+            if text and labels != "labels-at-both":  # one reason for all
                 reasons.append(f"- `{name}`, `{labels}`: {text.partition(', but ')[2]}.")
         yield name, cells, algorithm.can_be_private, "\n".join(reasons)
 
@@ -297,7 +299,8 @@ SECTION_TEXTS = {
     "run": "How a run is carried out. Only `seed`, `precision`, `device` and `batched_agents` "
     "affect results, the last three only by rounding.\n\n",
     "data": "Which rows there are and who holds them.\n\n",
-    "agents": "How many agents of each kind. `labels-at-server` adds a labelled server.\n\n",
+    "agents": "How many agents of each kind. `labels-at-server` and `labels-at-both` add the "
+    "server.\n\n",
     "model": "The classifier F. Generator and discriminator belong to the algorithm.\n\n",
     "privacy": "The privacy guarantee of each labelled row of a support agent. Without this "
     "section a run is not private. If `noise_multiplier` is absent, it is calibrated so that all "
@@ -332,6 +335,7 @@ page from the code, and a test compares both, so do not edit it by hand.
 | `support` | support agents | query agents | `agents.support`, `agents.query` |
 | `labels-at-server` | the server | query agents | `agents.query` |
 | `labels-at-client` | mixed agents | mixed and query agents | `agents.mixed`, `agents.query` |
+| `labels-at-both` | the server and support agents | nobody | `agents.support` |
 
 ## The table
 
@@ -340,7 +344,11 @@ whether the algorithm accepts a `privacy` section.
 
 {table}
 
-Reasons of refusals, and what to set instead:
+`labels-at-both` is FedMatch's upper bound with labels at the server: it has `data.server_labelled`
+of the rows, trains first in every round, and agents start from its weights. Other methods have no
+such round, and it is refused with privacy and over sites.
+
+Reasons of other refusals, and what to set instead:
 
 {reasons}
 

@@ -39,6 +39,7 @@ def role_problems(labels: str, agents: AgentSettings) -> Iterator[Problem]:
         "support": ("support", ("mixed",)),
         "labels-at-server": ("", ("support", "mixed")),
         "labels-at-client": ("mixed", ("support",)),
+        "labels-at-both": ("support", ("query", "mixed")),
     }[labels]
     if needed and not getattr(agents, needed):
         text = f"data.labels is {labels}, but agents.{needed} is 0, so no agent would hold labels. "
@@ -61,6 +62,7 @@ def holders(labels: str, agents: AgentSettings) -> RoleAssignment:
         "support": RoleAssignment(support, query),
         "labels-at-server": RoleAssignment((SERVER,), query),
         "labels-at-client": RoleAssignment(mixed, (*mixed, *query)),
+        "labels-at-both": RoleAssignment((SERVER, *support), ()),
     }[labels]
 
 
@@ -87,7 +89,14 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
         unlabelled = _pick(unlabelled, labels, data.unlabelled, False, _rng(seed, "unlabelled"))
     if data.labelled_partition is not None:
         labelled_rule = from_settings(data.labelled_partition, data.labelled_alpha, data.labelled_k)
-    with_labels = _hand_out("labelled", labelled_rule, who.labelled, labelled, labels, seed)
+    with_labels = {}
+    if data.server_labelled is not None:
+        rng = _rng(seed, "server")
+        own = np.sort(_pick(labelled, labels, data.server_labelled, data.stratified, rng))
+        with_labels = {SERVER: tuple(own.tolist())}
+        labelled = np.setdiff1d(labelled, own)
+    others = tuple(agent for agent in who.labelled if agent not in with_labels)
+    with_labels |= _hand_out("labelled", labelled_rule, others, labelled, labels, seed)
     without = _hand_out("unlabelled", rule, who.unlabelled, unlabelled, labels, seed)
     if data.order == "by-class":
         with_labels, without = (
@@ -104,7 +113,7 @@ _NOT_OF_SPLIT = (
     "root", "split", "checksum", "encoder", "encoder_weights", "label", "text", "columns",
 )  # fmt: skip
 #: Settings of later versions, which a split names only where they are used: hashes stay the same.
-_LATER = {"test": None, "order": "stored"}
+_LATER = {"test": None, "order": "stored", "server_labelled": None}
 
 
 def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:

@@ -29,7 +29,7 @@ from privssl.experiment.number_checks import count_labelled_rows, number_problem
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings.error_messages import either, problem_report, show
-from privssl.settings.names import DATA_SETS, IMAGE_ENCODERS, is_outside
+from privssl.settings.names import DATA_SETS, IMAGE_ENCODERS, LABELS_AT_BOTH, is_outside
 from privssl.settings.schema import (
     DP_SGD_KEYS,
     AgentSettings,
@@ -248,6 +248,15 @@ def _delta_for(rows: float) -> str:
 def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     name = config.algorithm.name
     yield from algorithms[name].problems(config)
+    if config.data.labels == "labels-at-both":
+        if name not in LABELS_AT_BOTH:
+            yield Problem(
+                "data.labels",
+                f"labels-at-both, but {name} has no round in which a server and agents learn from "
+                f"labels. Set algorithm.name: {either(LABELS_AT_BOTH)}, or another data.labels",
+            )
+        if config.privacy is not None:
+            yield Problem("data.labels", "labels-at-both is not offered with privacy. Set support")
     if config.privacy is not None and not algorithms[name].can_be_private:
         private = [known for known, algorithm in algorithms.items() if algorithm.can_be_private]
         yield Problem(

@@ -7,7 +7,7 @@ from typing import Any
 _LATER: Mapping[str, Mapping[str, Any]] = {
     "data": {
         "checksum": "", "encoder": "", "encoder_weights": "", "label": "label", "text": "",
-        "columns": "", "test": None, "order": "stored",
+        "columns": "", "test": None, "order": "stored", "server_labelled": None,
     },
     "model": {"options": {}, "weights": ""},
     "algorithm": {
@@ -20,6 +20,7 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "decay_on": None, "inter_client_rows": None, "decomposition": True,
         "measure_labelled": False, "refresh_helpers": None, "sparse_messages": None,
         "slices_of": None, "evaluate_parts": False, "aggregation": "mean", "stream_slices": 1,
+        "rotation_weight": 0.0,
     },
 }  # fmt: skip
 #: FedMatch's settings that now may be null, and what they were then. Not with the paper's profile,

@@ -65,5 +65,7 @@ def count_labelled_rows(config: Any) -> float:
         "support": config.agents.support,
         "labels-at-client": config.agents.mixed,
         "labels-at-server": 1,
+        "labels-at-both": config.agents.support,
     }[config.data.labels]
-    return config.data.labelled / holders if holders else 0.0
+    labelled = config.data.labelled - (config.data.server_labelled or 0)
+    return labelled / holders if holders else 0.0

@@ -236,6 +236,10 @@ def _federated_data(config: Config, dataset: data.Dataset | None) -> data.Federa
         )
     privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
     for key, wrong, why in (
+        (
+            "data.labels: labels-at-both", config.data.labels == "labels-at-both",
+            "the server's rows are drawn from those of the agents",
+        ),
         ("data.test", config.data.test, "each site has its own rows"),
         (
             "data.validation", config.data.validation and not at_server,
@@ -295,7 +299,7 @@ def task_of(
         narrow = dataclasses.replace(config.model, width=round(share * config.model.width))
         return models.build_classifier(narrow, shape, classes, precision)
 
-    own = network is not None or ":" in config.model.name
+    own = network is not None or is_outside(config.model.name)
     return Task(classes, shape, new_classifier, precision, None if own else narrow_classifier)
 
 

@@ -14,6 +14,7 @@ ALGORITHMS = (
     "fedsem", "pi_model", "mean_teacher", "remixmatch", "feddyn", "lg_fedavg", "heterofl",
     "fedrgd", "fl2", "sage",
 )  # fmt: skip
+LABELS_AT_BOTH = ("fedavg", "fedprox")  # take data.labels: labels-at-both
 NETWORKS = (
     "small_cnn", "lenet", "lenet32", "fedavg_cnn", "alexnet", "trinet_cnn", "trinet_svhn",
     "resnet9", "resnet18", "resnet18_3x3", "wresnet28x2", "linear", "mlp", "text_cnn", "gru",

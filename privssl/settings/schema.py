@@ -140,10 +140,13 @@ class DataSettings:
     """Folder of the data; `npz`: the file. Empty: $PRIVSSL_DATA, else ~/.cache/privssl/data."""
     checksum: str = ""
     """SHA-256 of the rows of `arrays`. A run without privacy writes it; other rows are refused."""
-    labels: Literal["support", "labels-at-server", "labels-at-client"] = "support"
-    """Who holds labels: support agents, the server, or agents that hold both kinds of rows."""
+    labels: Literal["support", "labels-at-server", "labels-at-client", "labels-at-both"] = "support"
+    """Who holds labels: support agents, the server, agents that hold both kinds of rows, or
+    (`labels-at-both`: FedAvg and FedProx) the server and support agents."""
     labelled: Positive = 100
     """Labelled rows, over all agents that hold labels."""
+    server_labelled: Positive | None = None
+    """How many of them are the server's, with `labels-at-both`."""
     unlabelled: Positive | None = None
     """Unlabelled rows, over all agents. Absent: all remaining training rows."""
     stratified: bool = True
@@ -200,6 +203,13 @@ class DataSettings:
                 if not own and rule not in names and value is not None:
                     text = f"has no effect: it belongs to {' and '.join(names)}"
                     yield Problem(f"{kind}{number}", text)
+        if self.labels != "labels-at-both" and self.server_labelled is not None:
+            yield Problem("server_labelled", "has no effect: it belongs to labels-at-both")
+        elif self.labels == "labels-at-both" and self.server_labelled is None:
+            yield Problem("server_labelled", "missing: labels-at-both needs it")
+        elif (self.server_labelled or 0) >= self.labelled:
+            text = f"{self.server_labelled}: give less than data.labelled, {self.labelled}"
+            yield Problem("server_labelled", text)
         for key in ("encoder", "split"):
             if self.test is not None and getattr(self, key):
                 yield Problem("test", f"draws other training rows, which data.{key} cannot have")
@@ -241,7 +251,7 @@ class DataSettings:
 
 @dataclass(frozen=True, config=strict)
 class AgentSettings:
-    """How many agents of each kind. A labelled server is added by labels-at-server."""
+    """How many agents of each kind. labels-at-server and labels-at-both add the server."""
 
     support: Count = 0
     """Agents with labelled rows only."""

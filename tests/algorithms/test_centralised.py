@@ -18,8 +18,10 @@ from privssl.algorithms.baselines.mean_teacher import (
 from privssl.algorithms.baselines.remixmatch import align
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
+from privssl.errors import ConfigError
 from privssl.runtime.randomness import stream
 from privssl.training.mixup import local_mixup
+from privssl.training.rotation import rotate
 from tests.support.toy_worlds import at_clients, make, play, same_bits
 
 # Equations -----------------------------------------------------------------------------------
@@ -124,6 +126,54 @@ def test_remixmatch_adds_up_mixed_rows_and_the_first_strong_view() -> None:
     of_mixed = -(q * p[1].log()).sum()  # of the strong and the weak view, which are equal
     expected = -math.log(float(p[0, 3])) + 1.5 * float(of_mixed) + 0.5 * float(of_mixed)
     assert first_loss("remixmatch", 0.0, **settings) == pytest.approx(expected, rel=1e-4)
+
+
+class Corner(nn.Module):
+    """Logits by a linear layer of the four pixels of a 2x2 image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x.flatten(1))
+        return logits
+
+
+def test_rows_are_turned_by_quarters() -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).expand(4, 1, 2, 2)
+    turned = rotate(x, torch.arange(4)).flatten(1).tolist()
+    assert turned == [[1, 2, 3, 4], [2, 4, 1, 3], [4, 3, 2, 1], [3, 1, 4, 2]]
+
+
+def test_remixmatch_reads_from_features_how_a_view_is_turned_and_its_head_learns_that() -> None:
+    method: Any = make("remixmatch", rotation_weight=0.5)
+    x, memory = torch.linspace(-1, 1, 12).view(3, 1, 2, 2), dict[str, Tensor]()
+    F, turns = Corner(), torch.randint(4, (3,), generator=stream(0, 0, "world", "turns"))
+
+    def loss() -> float:
+        found = method._turned(F, x, memory, stream(0, 0, "world", "turns"), 0.1)
+        return float(found.detach())
+
+    assert loss() == pytest.approx(math.log(4))  # the head is zero
+    # Gradient of the mean cross-entropy at zero: (1/4 - one-hot) outer features.
+    seen = rotate(x, turns).flatten(1)
+    by_hand = (0.25 - torch.eye(4)[turns]).T @ seen / 3
+    assert_close(memory["rotation head"], -0.1 * by_hand)
+    assert loss() < math.log(4)  # of the same turns
+
+
+def test_the_rotation_loss_changes_the_features_and_is_refused_for_rows_without_an_up() -> None:
+    def played(weight: float) -> Any:
+        quick: dict[str, Any] = {"local_epochs": 1, "strong": "strong", "steps_of": "labelled"}
+        return play(make("remixmatch", rotation_weight=weight, **quick), at_clients(), 2)
+
+    with_it, without = played(0.5), played(0.0)
+    assert not same_bits(with_it.state.F, without.state.F)
+    assert with_it.engine.memories()["m0"]["rotation head"].shape[0] == 4
+    assert "rotation head" not in without.engine.memories()["m0"]
+    with pytest.raises(ConfigError, match="needs square images"):
+        make("remixmatch", rows="vector", rotation_weight=0.5)
 
 
 # Rounds --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from privssl.core.messages import StateDict
 from privssl.errors import ConfigError
 from privssl.experiment.config import config_hash, load_config
 from privssl.experiment.prepare import prepare
+from privssl.training import local_training
 from privssl.training.evaluation import MOST_AGENTS, Evaluator
 from tests.support.fedmatch import Ear, context
 from tests.support.toy_worlds import Overheard, at_clients, federated_data, make, play, same_bits
@@ -68,6 +69,22 @@ def test_a_stream_shows_every_row_once(name: str) -> None:
     held = parties.agents[0].unlabelled.ids.tolist()
     assert seen[0] == seen[1] and seen[2] == seen[3]
     assert (seen[0], seen[2]) == (sorted(held[:8]), sorted(held[8:]))  # as stored
+
+
+@pytest.mark.parametrize("name", ["fixmatch", "uda"])
+def test_accuracy_on_the_labelled_rows_is_measured_after_each_step(name: str) -> None:
+    agent, ctx, quiet = at_clients().agents[0], context(), context()
+    once: dict[str, Any] = {"local_epochs": 1, "batch_size": 100}  # one step
+    algorithm = cast(Any, make(name, measure_labelled=True, **once))
+    F = {n: w.clone() for n, w in algorithm.task.new_classifier().state_dict().items()}
+    reply = algorithm.mixed_pass(agent, ProximalRequest(F), ctx)
+    network = algorithm.task.new_classifier().eval()
+    network.load_state_dict(reply.F)
+    shown = network(local_training.network_input(agent.labelled.x, ctx.device))
+    right = (shown.argmax(dim=1) == agent.labelled.y).float().mean().item()
+    assert ctx.metrics["train/labelled_accuracy"] == pytest.approx(right)
+    cast(Any, make(name, **once)).mixed_pass(agent, ProximalRequest(F), quiet)
+    assert "train/labelled_accuracy" not in quiet.metrics
 
 
 @pytest.mark.parametrize(("config", "settings", "key"), [

@@ -43,6 +43,16 @@ def test_the_python_reference_is_what_the_docstrings_say() -> None:
     assert generator["prose"](documented) == text
 
 
+def test_the_sizes_of_networks_are_what_arithmetic_says() -> None:
+    generator = runpy.run_path(str(DOCS / "generate_networks.py"))
+    expected = (DOCS / generator["PAGE"]).read_text(encoding="utf-8")
+    assert generator["page"]() == expected, "run: python docs/generate_networks.py"
+    # LeNet: 5x5 convolutions to 6x28x28 and 16x10x10, then 400 -> 120 -> 84 -> 10.
+    products = 25 * 6 * 28**2 + 25 * 6 * 16 * 10**2 + 400 * 120 + 120 * 84 + 84 * 10
+    row = next(line for line in expected.splitlines() if line.startswith("| `lenet` |"))
+    assert row.split(" | ")[3] == f"{2 * products:,}"
+
+
 def test_every_key_of_every_section_has_a_description() -> None:
     sections = [*GENERATOR["SECTIONS"].values(), *GENERATOR["SITE_SECTIONS"].values()]
     sections += [algorithm.Config for algorithm in ALGORITHMS.values()]

@@ -25,6 +25,7 @@ AGENTS: dict[str, dict[str, int]] = {
     "support": {"support": 2, "query": 6},
     "labels-at-server": {"query": 6},
     "labels-at-client": {"mixed": 6},
+    "labels-at-both": {"support": 6},
 }
 NUMBERS = {"dirichlet": {"alpha": 0.5}, "dirichlet_equal": {"alpha": 0.5}}
 NUMBERS |= {"classes_per_agent": {"k": 5}, "shards": {"k": 5}}
@@ -34,6 +35,11 @@ REFUSED = {
     ("server_sl", "support"): f"data.labels support, but {AT_SERVER}",
     ("server_sl", "labels-at-client"): f"data.labels labels-at-client, but {AT_SERVER}",
     ("fedavg", "labels-at-server"): f"data.labels labels-at-server, but fedavg {AVERAGES}",
+    **{
+        (name, "labels-at-both"): f"data.labels labels-at-both, but {name} has no round in which"
+        for name in ALGORITHMS
+        if name not in ("fedavg", "fedprox")
+    },
     **{
         (name, "labels-at-server"): f"data.labels labels-at-server, but {name} {AVERAGES}"
         for name in ("fedprox", "feddyn", "lg_fedavg", "heterofl")
@@ -45,6 +51,7 @@ CAN_BE_PRIVATE = {"fedssl", "label_census", "fedavg"}
 def sections(labels: str, partition: str) -> dict[str, Any]:
     """The data and agents sections of a pair."""
     data = {"name": "digits", "labelled": 300, "labels": labels, "partition": partition}
+    data |= {"server_labelled": 100} if labels == "labels-at-both" else {}
     return {"data": data | NUMBERS.get(partition, {}), "agents": AGENTS[labels]}
 
 
@@ -77,8 +84,9 @@ def test_each_pair_runs_or_is_refused_for_its_reason(name: str, tmp_path: Path) 
 
 def test_a_refusal_too_few_too_many_or_for_another_reason_is_found(tmp_path: Path) -> None:
     count = len(PARTITIONS)
-    assert len(wrong("server_sl", {}, tmp_path)) == 2 * count
-    assert len(wrong("fedssl", {("fedssl", "support"): "it rains"}, tmp_path)) == count
+    assert len(wrong("server_sl", {}, tmp_path)) == 3 * count
+    fedssl = {pair: text for pair, text in REFUSED.items() if pair[0] == "fedssl"}
+    assert len(wrong("fedssl", fedssl | {("fedssl", "support"): "it rains"}, tmp_path)) == count
     assert len(wrong("fedavg", {("fedavg", "labels-at-server"): "it rains"}, tmp_path)) == count
 
 

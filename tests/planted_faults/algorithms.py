@@ -28,6 +28,7 @@ AGGREGATION = "privssl/core/aggregation.py"
 FEDDYN = "privssl/algorithms/baselines/feddyn.py"
 LG = "privssl/algorithms/baselines/lg_fedavg.py"
 HETEROFL = "privssl/algorithms/baselines/heterofl.py"
+SUPERVISED = "privssl/algorithms/baselines/supervised.py"
 FEDRGD = "privssl/algorithms/baselines/fedrgd.py"
 LOCAL_SETTINGS = "privssl/algorithms/baselines/local_settings.py"
 
@@ -45,6 +46,7 @@ IN_HISTOGRAM = "tests/privacy/test_label_histogram.py::test_"
 IN_UDA = "tests/algorithms/test_baselines.py::test_"
 IN_SETTINGS = "tests/algorithms/test_settings_without_effect.py::test_"
 IN_LOCAL = "tests/algorithms/test_local_baselines.py::test_"
+AT_BOTH = "tests/algorithms/test_labels_at_both.py::test_"
 IN_NEWER = "tests/algorithms/test_fl2_and_sage.py::test_"
 IN_LOSSES = "tests/training/test_pseudo_mixup_losses.py::test_"
 
@@ -102,6 +104,25 @@ FAULTS: tuple[Fault, ...] = (
         "SAGE: the global label counts where both agree in confidence",
         ((SAGE, "l * mine + (1 - l) * theirs", "(1 - l) * mine + l * theirs"),),
         (IN_NEWER + "sure_local_labels_are_halved_at_a_difference_of_confidences_of_five_percent",),
+    ),
+    Fault(
+        "ReMixMatch: the head of the rotation loss does not learn",
+        (
+            (
+                "privssl/algorithms/baselines/remixmatch.py",
+                "(head - rate * gradient)",
+                "(head - 0 * rate * gradient)",
+            ),
+        ),
+        (
+            "tests/algorithms/test_centralised.py::test_remixmatch_reads_from_features_how_a_view_"
+            "is_turned_and_its_head_learns_that",
+        ),
+    ),
+    Fault(
+        "labels at the server and agents: agents start from where the server started",
+        ((SUPERVISED, "            state = SupervisedState(F)\n        return", "        return"),),
+        (AT_BOTH + "the_server_trains_first_and_agents_go_on_from_its_weights",),
     ),
     Fault(
         "FedSem, local labels: the global model labels",

@@ -42,6 +42,14 @@ FAULTS: tuple[Fault, ...] = (
         (IN_FEDERATION + "no_agent_shares_memory_with_the_data_set_or_another_agent",),
     ),
     Fault(
+        "labels at the server and agents: agents hold the server's rows too",
+        ((SPLIT, "        labelled = np.setdiff1d(labelled, own)\n", ""),),
+        (
+            "tests/algorithms/test_labels_at_both.py::test_the_server_holds_its_number_of_rows_"
+            "of_all_classes_and_agents_the_others",
+        ),
+    ),
+    Fault(
         "every seed has one split",
         ((SPLIT, 'randomness.stream(seed, 0, "world"', 'randomness.stream(0, 0, "world"'),),
         (IN_FEDERATION + "one_seed_gives_one_split_and_another_seed_another",),

@@ -1,22 +1,18 @@
 """FedMatch as FedSSL's paper compares with it: L-MixUp, and agents that agree with each other.
 
-Fan, Hu, Huang (IJCAI 2022), section 5.3: "Fed-Match [Jeong et al., 2020] performs both L-MixUp and
-divergence minimization across all agents, which forms the strongest baseline". That is all they
-say. Read here as MixMatch with FedMatch's inter-client consistency (Jeong et al., ICLR 2021):
+Fan, Hu, Huang (IJCAI 2022), section 5.3, say no more than: "Fed-Match performs both L-MixUp and
+divergence minimization across all agents, which forms the strongest baseline". Read here as
+MixMatch with FedMatch's inter-client consistency (Jeong et al., ICLR 2021):
 
     FedSSL's paper                            here
     L-MixUp, Eq. 3, at every agent            local_mixup, as MixMatch
     divergence minimization ...               helper_divergence: Jeong et al., Eq. 1
     ... across all agents                     FedMatchMixup._train, at support and query agents
+    Jeong et al., 3.1: helpers                round, fedmatch/helper_agents.py
+    Eq. 1: 1/H sum_j KL[p_j(y|u) || p(y|u)]   of rows that are neither mixed nor augmented
 
-    Jeong et al.
-    3.1     helpers: the H agents whose models predict most alike for a row of noise
-            FedMatchMixup.round, fedmatch/helper_agents.py
-    Eq. 1   1/H sum_j KL[p_j(y|u) || p(y|u)], of rows that are neither mixed nor augmented
-
-Everything else is as in MixMatch: network, views, steps, teacher, averages. Pseudo-labels are the
-teacher's (Eq. 2), not votes. Differs from Jeong et al.: (1) no sigma and psi: one set of weights;
-(2) helpers are chosen anew in every round (their Alg. 1 l. 6; section 3.1 has every ten).
+Everything else is as in MixMatch. Pseudo-labels are the teacher's (Eq. 2), not votes. Differs from
+Jeong et al.: (1) no sigma and psi: one set of weights; (2) helpers are chosen anew in every round.
 """
 
 import dataclasses
@@ -192,8 +188,8 @@ class FedMatchMixup(_FedSSLBaseline):
 
 
 def agreement_loss(fields: Mapping[str, Tensor], weight: float, *, F: FunctionalModule) -> Tensor:
-    """Cross-entropy of mixes ``x`` with labels ``p``, and ``weight`` times the divergence of the
-    rows ``plain`` from ``helpers``: a mean over rows, in one forward pass."""
+    """Cross-entropy of mixes ``x`` with labels ``p``, and ``weight`` times the divergence of rows
+    ``plain`` from ``helpers``: a mean over rows, in one forward pass."""
     mixed, plain = F(torch.cat([fields["x"], fields["plain"]])).chunk(2)
     apart = helper_divergence(fields["helpers"], plain)
     return (soft_cross_entropy(mixed, fields["p"]) + weight * apart).mean()
@@ -202,8 +198,6 @@ def agreement_loss(fields: Mapping[str, Tensor], weight: float, *, F: Functional
 def helper_divergence(helpers: Tensor, logits: Tensor) -> Tensor:
     """1/H sum_j KL[h_j || softmax(logits)] of each row (B,): Jeong et al., Eq. 1.
 
-    Args:
-        helpers: probabilities h_j (B, H, C), H >= 1.
-        logits: of the agent that learns (B, C).
+    Probabilities h_j (B, H, C) of H >= 1 helpers, logits (B, C) of the agent that learns.
     """
     return divergence(helpers, logits[:, None]).mean(dim=1)

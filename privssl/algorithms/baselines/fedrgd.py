@@ -53,6 +53,7 @@ class FedRGDConfig(Consistency):
     groups: Positive = 2  # authors' code, CIFAR-10 and SVHN; 1: FedAvg
     start_from: Literal["group", "average"] = "group"  # what a user goes on from
     threshold: Share = 0.95  # tau: authors' code
+    guess_on: Literal["raw", "weak"] = "weak"  # the clean view: authors' code
     mean_over: Literal["kept", "batch"] = "batch"  # authors' code
     released: Literal["labelled", "averaged"] = "averaged"  # the mean over groups, or the server's
 

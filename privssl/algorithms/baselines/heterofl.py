@@ -50,6 +50,7 @@ from privssl.core.federation import Federation
 from privssl.core.messages import MessageError, StateDict
 from privssl.core.task import Context, on_agent
 from privssl.errors import ConfigError
+from privssl.settings.names import is_outside
 from privssl.settings.schema import Problem, strict
 from privssl.training import local_training
 
@@ -88,7 +89,7 @@ class HeteroFL(Averaged):
         if config.model.norm in ("none", "batch"):
             text = f"{config.model.norm}, but heterofl needs static (paper) or group"
             yield Problem("model.norm", text)
-        if ":" in config.model.name and levels > 1:
+        if is_outside(config.model.name) and levels > 1:
             text = f"{levels}, but a network from outside has no width. Set 1"
             yield Problem("algorithm.levels", text)
         if width % 2 ** (levels - 1):

@@ -10,15 +10,17 @@ SemiFL (Diao et al., Table 1) compares with. Rounds: centralised.py.
     Alg. 1 l. 6   sharpen, T                                    sharpen
     Alg. 1 l. 9-17 mixing with lambda' = max(lambda, 1-lambda)  training/mixup.py
     Eq. 3, 4      cross-entropies of X', U' and the first view  losses
+    3.3, Eq. 4    which way the first view is turned            _turned
 
-Weights, T, alpha and K are the paper's. Differs from it, beside what centralised.py says: (1) No
-rotation loss: it needs a second head, which the classifiers do not have. (2) RandAugment in place
-of CTAugment. (3) Guesses are made in evaluation mode.
+Weights, T, alpha and K are the paper's. Differs from it, beside what centralised.py says: (1) The
+rotation loss is off by default. Its head of four classes stays with the agent, and learns by SGD
+without momentum and bias. (2) RandAugment in place of CTAugment. (3) Guesses are made in evaluation
+mode.
 """
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Literal, final
+from typing import Annotated, Any, Literal, final
 
 import pydantic.dataclasses
 import torch
@@ -34,11 +36,13 @@ from privssl.algorithms.local_ssl import (
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
 from privssl.data.augmentations import StrongName, StrongViews
+from privssl.errors import ConfigError
 from privssl.settings.schema import Positive, Rate, strict
 from privssl.training import local_training
 from privssl.training.losses import soft_cross_entropy
 from privssl.training.mixup import local_mixup
 from privssl.training.pseudo_labels import sharpen, view_probabilities
+from privssl.training.rotation import TURNS, features_of, last_linear, rotate, rotation_loss
 
 KEPT = 128  # batches whose predictions are averaged; paper
 
@@ -54,6 +58,7 @@ class ReMixMatchConfig(CentralisedSettings, StrongViews):
     mix_alpha: Rate = 0.75  # of lambda ~ Beta(alpha, alpha); paper
     mixed_weight: Amount = 1.5  # lambda_U; paper
     anchor_weight: Amount = 0.5  # lambda_U1, of the first strong view, not mixed; paper
+    rotation_weight: Amount = 0.0  # lambda_r, of naming how that view is turned; paper: 0.5
 
 
 @final
@@ -63,13 +68,22 @@ class ReMixMatch(Centralised):
     Config = ReMixMatchConfig
     cfg: ReMixMatchConfig
 
+    def __init__(self, config: Any, *of_task: Any) -> None:
+        super().__init__(config, *of_task)
+        shape = self.task.shape
+        if config.rotation_weight and (len(shape) != 3 or shape[1] != shape[2]):
+            raise ConfigError("algorithm.rotation_weight needs square images. Leave it out")
+        if config.rotation_weight and last_linear(self._F) is None:
+            raise ConfigError("algorithm.rotation_weight needs a linear last layer. Leave it out")
+
     def losses(
         self, F: nn.Module, teacher: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
         memory: dict[str, Tensor], ctx: Context,
     ) -> Iterator[Tensor]:  # fmt: skip
         """Cross-entropies of mixed labelled rows, mixed others, and the first strong view."""
         cfg, classes = self.cfg, self.task.classes
-        order, mixing = ctx.rng("order"), ctx.rng("mixup")
+        order, mixing, turning = (ctx.rng(name) for name in ("order", "mixup", "rotation"))
+        rate = cfg.rate(ctx.round)
         weak = partial(cfg.weak_view, rng=ctx.rng("weak view"))
         strong = partial(cfg.strong_view, rng=ctx.rng("strong view"))
         held, views = (len(labelled), len(unlabelled)), cfg.strong_views
@@ -98,11 +112,29 @@ class ReMixMatch(Centralised):
                 logits = F(torch.cat([mixed, x_strong[: len(u)]]))
                 of_mixed = soft_cross_entropy(logits[: len(rows)], targets)
                 of_first = soft_cross_entropy(logits[len(rows) :], q)
-                yield (
+                loss = (
                     _mean(of_mixed[: len(known)])
                     + grown * cfg.mixed_weight * _mean(of_mixed[len(known) :])
                     + grown * cfg.anchor_weight * _mean(of_first)
                 )
+                if cfg.rotation_weight and len(u):
+                    turned = self._turned(F, x_strong[: len(u)], memory, turning, rate)
+                    loss = loss + cfg.rotation_weight * turned
+                yield loss
+
+    def _turned(
+        self, F: nn.Module, x: Tensor, memory: dict[str, Tensor], rng: torch.Generator, rate: float
+    ) -> Tensor:
+        """The rotation loss of views (B, *shape); its head (4, D) takes its step at once."""
+        turns = torch.randint(TURNS, (len(x),), generator=rng).to(x.device)
+        with features_of(F) as features:
+            F(rotate(x, turns))
+        zero = torch.zeros(TURNS, features[0].shape[1])
+        head = memory.get("rotation head", zero).to(x.device).requires_grad_()
+        loss = rotation_loss(head, features[0], turns)
+        [gradient] = torch.autograd.grad(loss, head, retain_graph=True)
+        memory["rotation head"] = (head - rate * gradient).detach().cpu()
+        return loss
 
     @torch.no_grad()
     def _guess(

@@ -6,28 +6,20 @@
 
     papers                                            here
     local training: epochs of SGD, cross-entropy      labelled_pass -> labelled_losses, run_sgd
-    FedAvg: the mean, by rows held                    _Supervised.round, Federated.weigh
-    FedAvg under a plan: DP-SGD at agents             FedAvg, dp_classifier
+    FedAvg: the mean, by rows held; under a plan      _Supervised.round, Federated.weigh; FedAvg
     FedProx: + mu / 2 |theta - theta_global|^2        run_sgd, squared_distance
     SemiFL's recipe: cosine, Nesterov, clipping       LocalTrainingSettings, run_sgd
     static batch norm: statistics of labelled rows    _Supervised.round, labelled_statistics
 
-``LocalTrainingSettings`` is the one set of settings for these, FixMatch, UDA and FedSem
-(pseudo_labeling.py, fixmatch_uda.py): a difference in a table is the effect of the method.
-Supervise (fedssl_baselines.py) is FedAvg with FedSSL's training: Adam, strong views, a teacher.
+``LocalTrainingSettings`` is the one set of settings for these, FixMatch, UDA and FedSem: a
+difference in a table is the effect of the method. With a ``privacy`` section FedAvg's agents train
+by DP-SGD (Abadi et al., CCS 2016) under their own accounts; the section sets the local training.
 
-FedAvg can be private: with a ``privacy`` section each agent trains by DP-SGD (Abadi et al., CCS
-2016) under its own account. The section sets the local training, and all agents count the same.
+Where labels may be: docs/placements.md. With ``labels-at-both`` the server trains first in a round,
+and agents start from its weights. No unlabelled row is read.
 
-Where labels may be: Server-SL needs ``labels-at-server``, the other two ``support`` or
-``labels-at-client``. No unlabelled row is read. The upper bound "all rows labelled" is a split in
-which every row has its label (``data.labelled``: all rows, ``agents.query: 0``; docs/baselines.md).
-
-Differs from the papers: (1) Rows are in [-1, 1]; FedMatch has [0, 1], the others standardise.
-(2) A network starts from its own initial weights; FedMatch starts baselines from 1.2 times these.
-(3) The learning rate falls by a factor per round, FedSEAL's rule; FedMatch's falls with the loss
-on labelled validation rows that no agent has here. (4) No weight decay: FedMatch declares one
-that its released code never adds (``weight_decay``).
+Differs from the papers: (1) Rows are in [-1, 1]. (2) A network starts from its own initial weights.
+(3) The learning rate falls by a factor per round (FedSEAL); FedMatch's by the validation loss.
 """
 
 import dataclasses
@@ -84,9 +76,6 @@ class ProximalRequest(TrainRequest):
     proximal: float = 0.0
 
 
-# Config -------------------------------------------------------------------------------------
-
-
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class ServerSLConfig(LocalTrainingSettings):
     """Section ``algorithm`` for Server-SL: labels at the server and nothing else."""
@@ -108,9 +97,6 @@ class FedProxConfig(Proximal, Streamed):
     name: Literal["fedprox"] = "fedprox"
     weights: Literal["rows", "equal"] = "equal"  # in the average; FedMatch: equal
     proximal: Amount = 0.01  # mu; FedMatch
-
-
-# The algorithms -----------------------------------------------------------------------------
 
 
 class _Supervised(Algorithm[ModelState]):
@@ -142,8 +128,7 @@ class _Supervised(Algorithm[ModelState]):
 
     def learners(self, federation: Federation) -> Roster:
         """The agents that train in this round."""
-        drawn = self.cfg.agents_per_round if isinstance(self.cfg, Federated) else None
-        return federation.sample(federation.support, drawn)
+        return federation.support
 
     def classifier(self, state: ModelState) -> StateDict:
         return first_of(self.own_classifiers(state), state.F)
@@ -162,6 +147,9 @@ class _Supervised(Algorithm[ModelState]):
             rows = LabelledRows(rows.x[some], rows.y[some], rows.ids[some])
         if isinstance(self.cfg, Federated):
             self.cfg.weigh(len(rows), ctx)
+        return self._learn(rows, msg, ctx)
+
+    def _learn(self, rows: LabelledRows, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         F = self.load_classifier(msg.F, ctx)
         return run_sgd(F, labelled_losses(F, rows, self.cfg, ctx), self.cfg, msg, ctx)
 
@@ -185,39 +173,51 @@ class ServerSL(_Supervised):
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         if config.data.labels != "labels-at-server":
-            yield Problem(
-                "data.labels",
-                f"{config.data.labels}, but server_sl learns at a server that holds all labels. "
-                "Set data.labels: labels-at-server, or algorithm.name: fedavg",
-            )
+            text = f"{config.data.labels}, but server_sl learns at a server that holds all labels. "
+            advice = "Set data.labels: labels-at-server, or algorithm.name: fedavg"
+            yield Problem("data.labels", text + advice)
 
 
 class Averaged(_Supervised):
-    """Several agents hold labels."""
+    """Several agents hold labels, and with ``labels-at-both`` the server too."""
+
+    cfg: Federated
+
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        if len(federation.support) > 1 and (server := federation.server) is not None:
+            request = ProximalRequest(state.F)
+            F = average_over(federation, (server,), self.server_pass, request, state.F)
+            state = SupervisedState(F)
+        return super().round(state, federation)
+
+    def learners(self, federation: Federation) -> Roster:
+        agents = tuple(agent for agent in federation.support if agent != federation.server)
+        return federation.sample(agents or federation.support, self.cfg.agents_per_round)
+
+    @on_agent
+    def server_pass(self, agent: SupportAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
+        """Epochs on all of the server's rows, which come in no slices."""
+        return self._learn(agent.labelled, msg, ctx)
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         if config.data.labels == "labels-at-server":
             name = config.algorithm.name
-            yield Problem(
-                "data.labels",
-                f"labels-at-server, but {name} averages agents that learn from labels, and the "
-                "server alone would have any. Set algorithm.name: server_sl, or data.labels: "
-                "support or labels-at-client",
-            )
+            text = f"labels-at-server, but {name} averages agents that learn from labels, and the "
+            advice = "Set algorithm.name: server_sl, or data.labels: support or labels-at-client"
+            yield Problem("data.labels", f"{text}server alone would have any. {advice}")
         cfg = config.algorithm
         if not isinstance(cfg, Streamed):
             return
+        if cfg.aggregation == "none" and config.data.labels == "labels-at-both":
+            text = "none, but agents go on from the server's weights. Set data.labels: support"
+            yield Problem("algorithm.aggregation", text)
         if cfg.aggregation == "none" and config.model.norm == "static":
-            yield Problem(
-                "model.norm",
-                "static needs statistics of all agents, and aggregation none has none. Set group",
-            )
-        if config.privacy is not None and cfg.aggregation == "none":
-            yield Problem(
-                "algorithm.aggregation",
-                "none releases a network of each agent, which no privacy plan covers. Set mean",
-            )
+            text = "static needs statistics of all agents, and aggregation none has none. Set group"
+            yield Problem("model.norm", text)
+        if cfg.aggregation == "none" and config.privacy is not None:
+            text = "none releases a network of each agent, which no privacy plan covers. Set mean"
+            yield Problem("algorithm.aggregation", text)
         if config.privacy is not None and cfg.stream_slices > 1:
             yield Problem("algorithm.stream_slices", "not with privacy, whose steps draw all rows")
 
@@ -265,9 +265,6 @@ class FedProx(Averaged):
     """FedAvg whose agents are pulled towards the global weights."""
 
     Config = FedProxConfig
-
-
-# Local training -----------------------------------------------------------------------------
 
 
 def labelled_losses(

@@ -1,0 +1,40 @@
+"""Which way up is a row: a self-supervised task (Gidaris, Singh, Komodakis, ICLR 2018)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+TURNS = 4  # by 0, 90, 180 and 270 degrees
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Square images (B, C, S, S), each turned by its number (B,) of quarters."""
+    turned = torch.stack([torch.rot90(x, k, (2, 3)) for k in range(TURNS)])
+    return turned[turns, torch.arange(len(x), device=x.device)]
+
+
+def last_linear(F: nn.Module) -> nn.Linear | None:
+    """The layer whose input are the features of a row; None: there is none."""
+    layers = [layer for layer in F.modules() if isinstance(layer, nn.Linear)]
+    return layers[-1] if layers else None
+
+
+@contextmanager
+def features_of(F: nn.Module) -> Iterator[list[Tensor]]:
+    """What the last linear layer gets (B, D), of each forward pass in the block."""
+    found: list[Tensor] = []
+    layer = last_linear(F)
+    assert layer is not None
+    hook = layer.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def rotation_loss(head: Tensor, features: Tensor, turns: Tensor) -> Tensor:
+    """Cross-entropy of turns (B,) that a head (4, D) reads from features (B, D)."""
+    return cross_entropy(linear(features.float(), head), turns)
