@@ -6,10 +6,11 @@ ends the run:
 * labelled rows with an account are readable only from the step's charge to its end;
 * a step is charged once, with the event of the account's plan, and sends only the fields that the
   plan names: no other field, weight, metric, refusal or memory;
+* these fields have the bits that a private mechanism made, once, under that event;
 * memory is replaced, never mutated, so results do not depend on the worker process or on resuming.
 
 This guards against mistakes, not against a malicious author, whose step runs in the same process.
-The step itself must protect the named fields (``local_dp_sgd``, ``label_histogram``).
+The mechanisms are ``local_dp_sgd`` and ``label_histogram``.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from accounting.account_plan import AccountPlan
 from accounting.events import Event
 from privssl.core.agents import Agent, LabelledRows, Memory
 from privssl.core.messages import Declined, Message
+from privssl.core.private_release import Made, is_release, watch_mechanisms
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
 
@@ -70,7 +72,8 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     )  # fmt: skip
     written = _versions(before)
     try:
-        content = step(seen, message, ctx)
+        with watch_mechanisms() as made:
+            content = step(seen, message, ctx)
         charged = () if account is None else account.events[visits:]
     finally:
         here = False
@@ -84,7 +87,7 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
         )
     memory_changed = seen.memory is not lent
     if account is not None and charged:
-        _refuse_unplanned_release(who, account.plan, charged, content, ctx, memory_changed)
+        _refuse_unplanned_release(who, account.plan, charged, content, ctx, memory_changed, made)
     if memory_changed:
         held = seen.memory if isinstance(seen.memory, dict) else {}  # tensors in files are not read
         if strange := [name for name, value in held.items() if not isinstance(value, Tensor)]:
@@ -102,15 +105,18 @@ def _versions(memory: Memory) -> dict[str, int]:
 
 def _refuse_unplanned_release(
     who: str, plan: AccountPlan, charged: Sequence[Event], content: Message, ctx: Context,
-    memory_changed: bool,
+    memory_changed: bool, made: Made,
 ) -> None:  # fmt: skip
     """Raise PrivacyError if a charged step sends more than its plan names."""
     sent = [name for name, value in vars(content).items() if value is not None]
+    protected = [name for name in sent if name in plan.protect]
+    bare = [n for n in protected if not is_release(made, plan.event, n, vars(content)[n])]
     found = [
         what
         for what, wrong in (
             ("it declines", isinstance(content, Declined)),
             (f"it sends {', '.join(sent)}", not set(sent) <= set(plan.update)),
+            (f"no private mechanism made its {', '.join(bare)}", bool(bare)),
             ("its weight is not 1", ctx.weight != 1.0),
             ("its charge is not the planned one", tuple(charged) != (plan.event,)),
             (f"it logs {', '.join(ctx.metrics)}", bool(ctx.metrics)),
@@ -121,5 +127,6 @@ def _refuse_unplanned_release(
     if found:
         raise PrivacyError(
             f"{who} read rows with an account, and {' and '.join(found)}. The claim covers only "
-            f"{', '.join(plan.update)}, with weight 1. Nothing was sent; the step stays charged"
+            f"{', '.join(plan.update)}, as private training or a census made it, with weight 1. "
+            "Nothing was sent; the step stays charged"
         )
