@@ -362,6 +362,9 @@ def without_paths(config: Config) -> dict[str, Any]:
     for name, keys in {**_PATHS, "run": (*_PATHS["run"], "output")}.items():
         for key in keys:
             (sections[name] or {}).pop(key, None)
+    prefix, colon, folder = config.data.encoder.partition("huggingface:")
+    if colon and not prefix and sections["data"]:
+        sections["data"]["encoder"] = colon + Path(folder).name
     return sections
 
 

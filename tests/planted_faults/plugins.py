@@ -91,6 +91,20 @@ FAULTS: tuple[Fault, ...] = (
         (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-drifting]",),
     ),
     Fault(
+        "a folder of a text encoder chooses code",
+        (
+            (
+                "privssl/encoders/text_encoders.py",
+                "    if chosen or (path.parent",
+                "    if chosen is None or (path.parent",
+            ),
+        ),
+        (
+            "tests/rows/test_encoders.py::"
+            "test_no_file_of_a_folder_chooses_code_that_transformers_would_load",
+        ),
+    ),
+    Fault(
         "an encoder of one's own is tried on few rows",
         (("privssl/encoders/own_encoders.py", "MOST_TRIED = 64", "MOST_TRIED = 3"),),
         (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-mixing_many]",),
