@@ -1,5 +1,5 @@
-"""What private mechanisms made in the step that runs: all that its message may say of labelled
-rows. The mechanisms write it down, the step runner compares it with what is sent."""
+"""What private mechanisms read and made in the step that runs: all that its message may say of
+labelled rows. The mechanisms say so, the step runner compares it with what is read and sent."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +16,22 @@ from privssl.errors import PrivacyError
 Made = dict[str, tuple[Event, dict[str, Tensor]]]
 
 _made: ContextVar[Made | None] = ContextVar("made", default=None)
+_reads: ContextVar[bool] = ContextVar("reads", default=False)
+
+
+@contextmanager
+def mechanism_reads() -> Iterator[None]:
+    """Let labelled rows be read under a plan that leaves this to its mechanism."""
+    token = _reads.set(True)
+    try:
+        yield
+    finally:
+        _reads.reset(token)
+
+
+def mechanism_is_reading() -> bool:
+    """Whether :func:`mechanism_reads` is open."""
+    return _reads.get()
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 Engines and sites run every step through here, so a user's step keeps the framework's promises or
 ends the run:
 
-* labelled rows with an account are readable only from the step's charge to its end;
+* labelled rows with an account are readable only from the step's charge to its end; under DP-SGD
+  by private training alone, as a number that follows from several rows is bounded by no clipping;
 * a step is charged once, with the event of the account's plan, and sends only the fields that the
   plan names: no other field, weight, metric, refusal or memory;
 * these fields have the bits that a private mechanism made, once, under that event;
@@ -20,10 +21,15 @@ from typing import Any
 from torch import Tensor
 
 from accounting.account_plan import AccountPlan
-from accounting.events import Event
+from accounting.events import Event, PoissonSampledGaussianEvent
 from privssl.core.agents import Agent, LabelledRows, Memory
 from privssl.core.messages import Declined, Message
-from privssl.core.private_release import Made, is_release, watch_mechanisms
+from privssl.core.private_release import (
+    Made,
+    is_release,
+    mechanism_is_reading,
+    watch_mechanisms,
+)
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
 
@@ -33,8 +39,9 @@ Step = Callable[[Any, Any, Context], Message]
 class ChargedRows(LabelledRows):
     """Labelled rows with an account: readable from the current step's charge to its end."""
 
-    def __init__(self, rows: LabelledRows, paid: Callable[[], bool]) -> None:
-        for name, value in (("_rows", rows), ("_paid", paid)):
+    def __init__(self, rows: LabelledRows, paid: Callable[[], bool], *, sealed: bool) -> None:
+        """``sealed``: whether rows and labels are for the private mechanism alone."""
+        for name, value in (("_rows", rows), ("_paid", paid), ("_sealed", sealed)):
             object.__setattr__(self, name, value)
 
     def __getattribute__(self, name: str) -> Any:
@@ -44,6 +51,13 @@ class ChargedRows(LabelledRows):
             raise PrivacyError(
                 "labelled rows were read before their account was charged, or after the step. Read "
                 "them and their number within account.spend only"
+            )
+        if name != "ids" and self._sealed and not mechanism_is_reading():
+            raise PrivacyError(
+                "labelled rows were read outside of private training, so one row could reach the "
+                "gradients of others (by a class's share, a mean), which clipping does not bound. "
+                "Give agent.labelled to train_classifier or train_rows_privately; draws and losses "
+                "get single rows"
             )
         return getattr(self._rows, name)
 
@@ -64,7 +78,8 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
 
     labelled = agent.held_labelled
     if account is not None and labelled is not None:
-        labelled = ChargedRows(labelled, paid)
+        sealed = isinstance(account.plan.event, PoissonSampledGaussianEvent)
+        labelled = ChargedRows(labelled, paid, sealed=sealed)
     lent: Memory = MappingProxyType(before)
     seen = Agent(
         id=agent.id, location=agent.location, held_labelled=labelled,

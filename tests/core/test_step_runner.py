@@ -16,7 +16,7 @@ from accounting.ledger import Account, read_journal
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.engine import Call
 from privssl.core.messages import Declined, Message, MessageError, StateDict
-from privssl.core.private_release import record_release
+from privssl.core.private_release import mechanism_reads, record_release
 from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError
 
@@ -71,7 +71,8 @@ def paying(inside: Visit) -> Visit:
     def step(agent: Any, message: Sent, ctx: Any) -> Any:
         with agent.account.spend(EVENT, ctx.charge_id):
             record_release(MECHANISM, "F", torch.ones(2))
-            return inside(agent, message, ctx)
+            with mechanism_reads():
+                return inside(agent, message, ctx)
 
     return step
 
@@ -187,7 +188,8 @@ def test_a_visit_that_lets_go_of_more_than_its_plan_names_is_refused_and_stays_c
 
 def test_a_visit_is_charged_once_and_as_planned(there: LocalEngine) -> None:
     def cheaply(agent: Any, message: Sent, ctx: Any) -> Sent:
-        with agent.account.spend(PoissonSampledGaussianEvent(4.0, 0.5, 1), ctx.charge_id):
+        event = PoissonSampledGaussianEvent(4.0, 0.5, 1)
+        with agent.account.spend(event, ctx.charge_id), mechanism_reads():
             return as_it_should_be(agent, message, ctx)
 
     def twice(agent: Any, message: Sent, ctx: Any) -> Sent:
@@ -212,6 +214,27 @@ def test_rows_that_were_kept_are_out_of_reach_when_their_visit_is_over(there: Lo
     for look in (len, lambda rows: rows.x, lambda rows: rows.y, lambda rows: rows.ids):
         with pytest.raises(PrivacyError, match="after the step"):
             look(kept[0])
+
+
+# What it reads of them ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda rows: rows.y.bincount(), lambda rows: rows.x.mean(dim=0)],
+    ids=["the share of a class", "the mean of all rows"],
+)
+def test_under_dp_sgd_private_training_alone_reads_rows(
+    there: LocalEngine, look: Callable[[Any], Any]
+) -> None:
+    def balances(agent: Any, message: Sent, ctx: Any) -> Sent:
+        with agent.account.spend(EVENT, ctx.charge_id):
+            assert len(agent.labelled) == 4  # a public number
+            look(agent.labelled)
+            return Sent(F=torch.ones(2))
+
+    with pytest.raises(PrivacyError, match="read outside of private training"):
+        ask(there, balances)
 
 
 # What it sends of them ------------------------------------------------------------------------

@@ -367,6 +367,12 @@ FAULTS: tuple[Fault, ...] = (
         False,
     ),
     Fault(
+        "a step looks at all labelled rows beside private training",
+        ((VISITS, "and self._sealed and not mechanism_is_reading()", "and not self._sealed"),),
+        (IN_VISITS + "test_under_dp_sgd_private_training_alone_reads_rows",),
+        False,
+    ),
+    Fault(
         "one charge pays for a mechanism twice",
         (("privssl/core/private_release.py", "    if name in made:\n", "    if name in ():\n"),),
         (IN_VISITS + "test_a_charged_step_sends_the_bits_that_a_private_mechanism_made",),
