@@ -105,6 +105,14 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "a guess of private labels is measured",
+        (("privssl/data/__init__.py", "        if not private:\n", "        if True:\n"),),
+        (
+            "tests/data/test_unlabelled_rows.py::"
+            "test_in_a_private_run_no_guess_is_compared_with_a_label_that_an_agent_holds",
+        ),
+    ),
+    Fault(
         "an encoder of one's own is tried on few rows",
         (("privssl/encoders/own_encoders.py", "MOST_TRIED = 64", "MOST_TRIED = 3"),),
         (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-mixing_many]",),
