@@ -165,7 +165,7 @@ def _print_program(run: Path) -> int:
         why = ["No program is printed for ledgers that do not bear out the claim:", *_wrong(report)]
         print("\n".join(why), file=sys.stderr)
     elif report.verdict == Verdict.NO_GUARANTEE:  # a number without a claim would be taken for one
-        print(f"# {report.claim}")
+        print("#", " ".join(report.claim.split()))  # the card's text: no line of it may be run
     else:
         results_to_standard_output("\n".join(_dp_events(found)))
     return int(report.verdict)

@@ -3,13 +3,15 @@
 Engines and sites run every step through here, so a user's step keeps the framework's promises or
 ends the run:
 
-* labelled rows with an account are readable only from the step's charge to its end;
+* labelled rows with an account are readable only from the step's charge to its end; under DP-SGD
+  by private training alone, as a number that follows from several rows is bounded by no clipping;
 * a step is charged once, with the event of the account's plan, and sends only the fields that the
   plan names: no other field, weight, metric, refusal or memory;
+* these fields have the bits that a private mechanism made, once, under that event;
 * memory is replaced, never mutated, so results do not depend on the worker process or on resuming.
 
 This guards against mistakes, not against a malicious author, whose step runs in the same process.
-The step itself must protect the named fields (``local_dp_sgd``, ``label_histogram``).
+The mechanisms are ``local_dp_sgd`` and ``label_histogram``.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +21,15 @@ from typing import Any
 from torch import Tensor
 
 from accounting.account_plan import AccountPlan
-from accounting.events import Event
+from accounting.events import Event, PoissonSampledGaussianEvent
 from privssl.core.agents import Agent, LabelledRows, Memory
 from privssl.core.messages import Declined, Message
+from privssl.core.private_release import (
+    Made,
+    is_release,
+    mechanism_is_reading,
+    watch_mechanisms,
+)
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
 
@@ -31,8 +39,9 @@ Step = Callable[[Any, Any, Context], Message]
 class ChargedRows(LabelledRows):
     """Labelled rows with an account: readable from the current step's charge to its end."""
 
-    def __init__(self, rows: LabelledRows, paid: Callable[[], bool]) -> None:
-        for name, value in (("_rows", rows), ("_paid", paid)):
+    def __init__(self, rows: LabelledRows, paid: Callable[[], bool], *, sealed: bool) -> None:
+        """``sealed``: whether rows and labels are for the private mechanism alone."""
+        for name, value in (("_rows", rows), ("_paid", paid), ("_sealed", sealed)):
             object.__setattr__(self, name, value)
 
     def __getattribute__(self, name: str) -> Any:
@@ -42,6 +51,13 @@ class ChargedRows(LabelledRows):
             raise PrivacyError(
                 "labelled rows were read before their account was charged, or after the step. Read "
                 "them and their number within account.spend only"
+            )
+        if name != "ids" and self._sealed and not mechanism_is_reading():
+            raise PrivacyError(
+                "labelled rows were read outside of private training, so one row could reach the "
+                "gradients of others (by a class's share, a mean), which clipping does not bound. "
+                "Give agent.labelled to train_classifier or train_rows_privately; draws and losses "
+                "get single rows"
             )
         return getattr(self._rows, name)
 
@@ -62,7 +78,8 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
 
     labelled = agent.held_labelled
     if account is not None and labelled is not None:
-        labelled = ChargedRows(labelled, paid)
+        sealed = isinstance(account.plan.event, PoissonSampledGaussianEvent)
+        labelled = ChargedRows(labelled, paid, sealed=sealed)
     lent: Memory = MappingProxyType(before)
     seen = Agent(
         id=agent.id, location=agent.location, held_labelled=labelled,
@@ -70,7 +87,8 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     )  # fmt: skip
     written = _versions(before)
     try:
-        content = step(seen, message, ctx)
+        with watch_mechanisms() as made:
+            content = step(seen, message, ctx)
         charged = () if account is None else account.events[visits:]
     finally:
         here = False
@@ -84,7 +102,7 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
         )
     memory_changed = seen.memory is not lent
     if account is not None and charged:
-        _refuse_unplanned_release(who, account.plan, charged, content, ctx, memory_changed)
+        _refuse_unplanned_release(who, account.plan, charged, content, ctx, memory_changed, made)
     if memory_changed:
         held = seen.memory if isinstance(seen.memory, dict) else {}  # tensors in files are not read
         if strange := [name for name, value in held.items() if not isinstance(value, Tensor)]:
@@ -102,15 +120,18 @@ def _versions(memory: Memory) -> dict[str, int]:
 
 def _refuse_unplanned_release(
     who: str, plan: AccountPlan, charged: Sequence[Event], content: Message, ctx: Context,
-    memory_changed: bool,
+    memory_changed: bool, made: Made,
 ) -> None:  # fmt: skip
     """Raise PrivacyError if a charged step sends more than its plan names."""
     sent = [name for name, value in vars(content).items() if value is not None]
+    protected = [name for name in sent if name in plan.protect]
+    bare = [n for n in protected if not is_release(made, plan.event, n, vars(content)[n])]
     found = [
         what
         for what, wrong in (
             ("it declines", isinstance(content, Declined)),
             (f"it sends {', '.join(sent)}", not set(sent) <= set(plan.update)),
+            (f"no private mechanism made its {', '.join(bare)}", bool(bare)),
             ("its weight is not 1", ctx.weight != 1.0),
             ("its charge is not the planned one", tuple(charged) != (plan.event,)),
             (f"it logs {', '.join(ctx.metrics)}", bool(ctx.metrics)),
@@ -121,5 +142,6 @@ def _refuse_unplanned_release(
     if found:
         raise PrivacyError(
             f"{who} read rows with an account, and {' and '.join(found)}. The claim covers only "
-            f"{', '.join(plan.update)}, with weight 1. Nothing was sent; the step stays charged"
+            f"{', '.join(plan.update)}, as private training or a census made it, with weight 1. "
+            "Nothing was sent; the step stays charged"
         )

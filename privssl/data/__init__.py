@@ -65,6 +65,20 @@ class FederatedDataset:
     true_labels: Tensor  # (N,) by row id. For HiddenLabelMeter only: steps must never see it
     manifest: Manifest
 
+    def measured_labels(self, *, private: bool) -> Tensor:
+        """True labels that pseudo-labels are compared with (N,), by row id.
+
+        In a private run those of unlabelled rows alone: a step that reports the ids of other rows,
+        by mistake, would have the accuracy of a guess of their labels in its metrics.
+        """
+        if not private:
+            return self.true_labels
+        found = torch.full_like(self.true_labels, NO_LABEL)
+        held = [holding.unlabelled for holding in self.manifest.agents.values()]
+        ids = torch.tensor([*chain.from_iterable(held)], dtype=torch.int64)
+        found[ids] = self.true_labels[ids]
+        return found
+
 
 def build(
     data: DataSettings, agents: AgentSettings, seed: int, dataset: Dataset | None = None, *,

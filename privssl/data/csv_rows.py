@@ -209,6 +209,11 @@ def _class_names(train: Part) -> tuple[str, ...]:
     names = sorted(set(train.labels) - {""})
     if len(names) < 2:
         raise DataError(f"{train.path} has {len(names)} classes in its label column. Give two")
+    if odd := [name for name in names if not name.isprintable()]:
+        raise DataError(
+            f"{train.path}: the class {odd[0]!a:.60} has line breaks, or other characters that "
+            "cannot be printed, and class names are written to files. Rename it"
+        )
     return tuple(sorted(names, key=int) if all(n.isdecimal() for n in names) else names)
 
 

@@ -112,6 +112,11 @@ def check_arrays(
 
 
 def _check_names(path: object, names: tuple[str, ...], classes: int) -> None:
+    if odd := [name for name in names if not name.isprintable()]:
+        raise DataError(
+            f"{path}: the class name {odd[0]!a:.60} has line breaks, or other characters that "
+            "cannot be printed, and class names are written to files. Rename it"
+        )
     if len(names) < classes or len(set(names)) < len(names):
         raise DataError(
             f"{path}: class_names has {len(names)} names, {len(set(names))} of them different, and "

@@ -17,6 +17,9 @@ from privssl.runtime import plugins
 TEXTS = ("", "a short text", "another text, which is longer: " + "word " * 50)
 #: Of the largest feature: a batch may round otherwise than a row alone, in bfloat16 too.
 TOLERANCE = 0.02
+#: Of the largest feature: the same rows again, in the same network, round the same way.
+AGAIN = 1e-5
+MOST_TRIED = 64  # rows of the batch that is tried
 
 
 def open_own_encoder(name: str, weights: str) -> Encoder:
@@ -41,31 +44,46 @@ def open_own_encoder(name: str, weights: str) -> Encoder:
 
 
 def refuse_mixing(encoder: Encoder, shape: tuple[int, ...] | None) -> None:
-    """Raise ConfigError where a row's features depend on other rows, or on chance.
+    """Raise ConfigError where a row's features depend on other rows, on those that came before, or
+    on chance.
 
     Args:
         shape: (channels, height, width) of images; None: texts.
     """
+    kinds = 3
+    # A whole batch, as a statistic may need many rows.
+    places = [place % kinds for place in range(max(kinds, min(encoder.batch, MOST_TRIED)))]
     if shape is None:
         rows: list[Rows] = [[text] for text in TEXTS]
-        together: Rows = list(TEXTS)
+        together: Rows = [TEXTS[place] for place in places]
     else:
-        levels = torch.arange(3 * torch.Size(shape).numel()) * 37 % 251
-        images = levels.view(3, *shape).to(torch.uint8)
+        levels = torch.arange(kinds * torch.Size(shape).numel()) * 37 % 251
+        images = levels.view(kinds, *shape).to(torch.uint8)
         images[1], images[2] = 0, 255  # a batch statistic would move much
-        rows, together = [image[None] for image in images], images
+        rows, together = [image[None] for image in images], images[places]
     said = f"data.encoder {encoder.name} fails on made-up rows:"
-    network: Callable[[Rows], Tensor] = plugins.call(said, encoder.build)
     with torch.inference_mode():
-        batch = plugins.call(said, network, together)
-        alone = torch.cat([plugins.call(said, network, row) for row in rows])
-    if tuple(batch.shape) != (3, *encoder.shape) or tuple(alone.shape) != tuple(batch.shape):
+        one: Callable[[Rows], Tensor] = plugins.call(said, encoder.build)
+        batch = plugins.call(said, one, together)
+        after = plugins.call(said, one, rows[0])
+        # Another, which sees rows alone first: what is fitted to the first batch differs.
+        other: Callable[[Rows], Tensor] = plugins.call(said, encoder.build)
+        alone = torch.cat([plugins.call(said, other, row) for row in rows])
+    wanted = (len(places), *encoder.shape), (kinds, *encoder.shape)
+    if (tuple(batch.shape), tuple(alone.shape)) != wanted:
         raise ConfigError(
             f"data.encoder {encoder.name} gives {tuple(batch.shape[1:])} for a row, and its shape "
             f"says {encoder.shape}. Correct one"
         )
-    if not torch.allclose(batch, alone, rtol=0, atol=TOLERANCE * float(alone.abs().max())):
+    top = float(alone.abs().max())
+    if not torch.allclose(batch, alone[places], rtol=0, atol=TOLERANCE * top):
         raise ConfigError(
             f"data.encoder {encoder.name} gives a row other features beside other rows than alone, "
             "so rows are not encoded one by one. Use no batch statistics, no dropout and no chance"
+        )
+    if not torch.allclose(after, alone[:1], rtol=0, atol=AGAIN * top):
+        raise ConfigError(
+            f"data.encoder {encoder.name} gives a row other features after other rows than before, "
+            "so it keeps something of rows. Use no running statistics, and nothing that is fitted "
+            "to the rows it sees"
         )

@@ -22,6 +22,8 @@ MINILM = (
     "over 1 billion public pairs of sentences (Reddit, S2ORC, WikiAnswers, Stack Exchange, MS "
     "MARCO and others), on a model pre-trained on Wikipedia and BookCorpus"
 )
+#: Words of keys by which transformers would load code or kernels, from the Hugging Face hub too.
+CHOOSE_CODE = ("auto_map", "implementation", "use_kernels", "kernel_config", "quantization_config")
 #: What numbers are divided by: about their root mean square.
 SCALES = {"tokens": 0.5, "words": 0.05}
 
@@ -65,9 +67,17 @@ def _hidden_size(path: Path) -> int:
     import json
 
     try:
-        return int(json.loads(path.read_text())["hidden_size"])
+        settings = json.loads(path.read_text())
+        size = int(settings["hidden_size"])
+        chosen = [key for key in settings if any(word in key for word in CHOOSE_CODE)]
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{path} does not give hidden_size: not a BERT-like model") from None
+    if chosen or (path.parent / "adapter_config.json").exists():
+        raise DataError(
+            f"{path.parent}: {chosen[0] if chosen else 'adapter_config.json'} chooses code that "
+            "transformers would load, and no file may. Remove it, or take another model"
+        )
+    return size
 
 
 def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:

@@ -178,6 +178,12 @@ def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
         yield from _census_problems(config)
     else:
         yield from _dp_sgd_problems(config)
+    if config.data.order != "stored":
+        yield Problem(
+            "data.order",
+            f"{config.data.order} puts an agent's rows in an order that follows from the labels of "
+            "all, so one label would move the random draws of other rows. Leave it out",
+        )
     rows = count_labelled_rows(config)
     if rows and 1 / rows <= config.privacy.delta < 1:
         yield Problem(
@@ -367,6 +373,9 @@ def without_paths(config: Config) -> dict[str, Any]:
     for name, keys in {**_PATHS, "run": (*_PATHS["run"], "output")}.items():
         for key in keys:
             (sections[name] or {}).pop(key, None)
+    prefix, colon, folder = config.data.encoder.partition("huggingface:")
+    if colon and not prefix and sections["data"]:
+        sections["data"]["encoder"] = colon + Path(folder).name
     return sections
 
 

@@ -130,6 +130,12 @@ def prepare(
     dataset, kind = federated_data.dataset, ALGORITHMS[config.algorithm.name]
     refuse_other_rows(config, dataset.shape)
     refuse_classes_of_labels_alone(config, dataset)
+    if config.privacy is not None and "order" in federated_data.manifest.settings:
+        raise PrivacyError(
+            f"{config.data.split} was drawn with data.order, by which labels decide the place of "
+            "each row, so one label would move the random draws of other rows. Draw a split "
+            "without it"
+        )
     task = task_of(config, dataset.classes, dataset.shape, network)
     if is_outside(config.model.name):
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)

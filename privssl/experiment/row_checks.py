@@ -15,6 +15,10 @@ from privssl.settings.error_messages import either
 from privssl.settings.names import is_outside
 from privssl.settings.schema import Problem
 
+#: Data sets whose classes are published, or folders that test rows have as well.
+_KNOWN_CLASSES = (
+    "digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "toy", "sent140",
+)  # fmt: skip
 IMAGE_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "toy")
 
 
@@ -81,8 +85,21 @@ def refuse_other_rows(config: Any, shape: Shape) -> None:
 
 def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
     """Raise PrivacyError for a class of a private run's table that no test row has: its name, and
-    the number of outputs, would come from labels under the claim. And for bounds from its rows."""
-    if config.privacy is None or (config.data.name != "csv" and not dataset.table):
+    the number of outputs, would come from labels under the claim. And for bounds from its rows.
+
+    Classes that are numbers are as many as the largest label says, which a test row must have.
+    """
+    if config.privacy is None:
+        return
+    counts = dataset.y_test.bincount(minlength=dataset.classes).tolist()
+    if config.data.name != "csv" and not dataset.table:
+        counted = dataset.class_names == tuple(map(str, range(dataset.classes)))
+        if counted and not counts[-1] and config.data.name not in _KNOWN_CLASSES:
+            raise PrivacyError(
+                f"no test row has class {dataset.classes - 1}, the largest in the training rows: "
+                "the number of outputs would be released from private labels, without noise. Give "
+                "a test row of that class, or the classes' names (class_names)"
+            )
         return
     if dataset.table == "measured":
         raise PrivacyError(
@@ -90,7 +107,6 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
             'more release. Declare them, from public knowledge: columns={"age": [0, 120], '
             '"colour": ["red", "blue"]}'
         )
-    counts = dataset.y_test.bincount(minlength=dataset.classes).tolist()
     if absent := sum(not n for n in counts):
         raise PrivacyError(
             f"{absent} of {dataset.classes} classes are in training rows alone, so their names and "

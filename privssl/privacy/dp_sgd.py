@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting.accountants import calibrate_noise
+from privssl.core.private_release import record_release
 from privssl.errors import PrivacyError
 from privssl.ops import self_test
 from privssl.privacy.clipping import PerExampleGradients, clipped_sums, to_float64
@@ -242,6 +243,8 @@ class PrivateTraining:
         with torch.no_grad():
             for parameter, value in zip(self._optimizer.params, mean, strict=False):
                 parameter.copy_(value)
+        for name, weights in self._parameters.items():
+            record_release(self._plan, name, weights)
 
     def _apply_average(self, mean: list[Tensor], seen: int) -> list[Tensor]:
         """Add the present iterate to the mean of iterates: post-processing, which removes most of

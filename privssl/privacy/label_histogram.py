@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accounting.discrete_laplace import discrete_laplace, exact_epsilon
 from accounting.events import PureDpEvent
+from privssl.core.private_release import record_release
 from privssl.errors import PrivacyError
 from privssl.settings.schema import PrivacySettings
 
@@ -62,7 +63,9 @@ class CensusPlan:
                 f"{tuple(counts.shape)}, or a negative count"
             )
         noise = torch.from_numpy(discrete_laplace(self.epsilon, counts.numel()))
-        return counts.cpu() + noise.view(counts.shape)
+        released = counts.cpu() + noise.view(counts.shape)
+        record_release(self, CENSUS, released)
+        return released
 
     def spending(self, settings: PrivacySettings) -> str:
         """What a dry run says: what is released, and what it costs of the run's epsilon."""

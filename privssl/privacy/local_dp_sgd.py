@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from privssl.core.agents import LabelledRows
+from privssl.core.private_release import mechanism_reads
 from privssl.core.rows import Shape
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
@@ -58,6 +59,8 @@ def train_rows_privately(
         raise PrivacyError(
             "the plan and the account differ in record_counts. Use one setting for both"
         )
+    with mechanism_reads():
+        rows = LabelledRows(rows.x, rows.y, rows.ids)
     _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
     drawn = _DrawnBlocks(rows, plan.views, ctx, draw, counts_public)
     at_once = microbatch_size(networks, plan.views * rows.x.shape[1:].numel())

@@ -20,6 +20,7 @@ def model_card(results: Mapping[str, Any], sentences: str) -> str:
         results: results.json of a finished run.
         sentences: on its guarantee, as ``run_dir.read_outcome`` gives them.
     """
+    results = _in_one_line(results)
     header = yaml.safe_dump(_header(results), sort_keys=False, allow_unicode=True)
     agents = ", ".join(f"{count} {kind}" for kind, count in results["agents"].items())
     lines = [
@@ -37,6 +38,16 @@ def model_card(results: Mapping[str, Any], sentences: str) -> str:
     if results["warnings"]:
         lines += ["## Warnings", "", *(f"- {text}" for text in results["warnings"]), ""]
     return f"---\n{header}---\n\n" + "\n".join([*lines, *_use(results), ""])
+
+
+def _in_one_line(tree: Any) -> Any:
+    """All texts and names without line breaks: a class called "a, line break, ## Privacy" must not
+    begin a section, and no other line of its own."""
+    if isinstance(tree, str):
+        return " ".join(tree.split())
+    if isinstance(tree, Mapping):
+        return {_in_one_line(key): _in_one_line(value) for key, value in tree.items()}
+    return [*map(_in_one_line, tree)] if isinstance(tree, list | tuple) else tree
 
 
 def privacy_section(sentences: str) -> str:

@@ -404,7 +404,8 @@ def train(
             again, and nothing may be cut when a ledger forbids the run.
     """
     with open_accounts(prepared, folder, snapshot), ExitStack() as stack:
-        label_meter = HiddenLabelMeter(prepared.federated_data.true_labels)
+        private = prepared.plan is not None
+        label_meter = HiddenLabelMeter(prepared.federated_data.measured_labels(private=private))
         limit = prepared.config.run.memories_mb * 2**20
         spill_store = stack.enter_context(closing(SpillStore(folder, limit)))
         # Before the trackers: workers are forked here, and trackers start threads.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import TensorDataset
@@ -242,6 +243,28 @@ def test_a_private_run_refuses_bounds_from_its_rows_and_takes_declared_ones(
     declared = Rows.from_frame(many, "y", columns={"x": [0, 1]})
     run = privssl.train(path, given, declared, plain, output=tmp_path / "run")  # the control
     assert run.guarantee and run.predict(declared.network_rows(many)).shape == (60,)
+
+
+def test_a_private_run_refuses_a_number_of_classes_that_labels_alone_say(tmp_path: Path) -> None:
+    given = {"data.labelled": 12, "agents.support": 1, "agents.query": 1,
+             "privacy.steps": 1, "algorithm.rounds": 1}  # fmt: skip
+    path, x, y = config(tmp_path, PRIVATE), X, Y
+    rare = y.copy()
+    rare[0] = 3  # one row, and the classifier has an output more
+    np.savez(tmp_path / "rare.npz", x_train=x, y_train=rare, x_test=X_TEST, y_test=Y_TEST)
+    of_file = {"data.name": "npz", "data.root": str(tmp_path / "rare.npz")}
+    counted = Rows.from_arrays(x, rare, X_TEST, Y_TEST)
+    said = "no test row has class 3, the largest in the training rows"
+    for data, more in ((counted, {}), (None, of_file)):
+        with pytest.raises(privssl.UserError, match=said):
+            privssl.train(path, {**given, **more}, data, output=tmp_path / "run")
+    declared = Rows.from_arrays(x, rare, X_TEST, Y_TEST, class_names=["a", "b", "c", "d"])
+    for data in (declared, Rows.from_arrays(x, y, X_TEST, Y_TEST)):  # the controls
+        out = tmp_path / f"run-{len(data.class_names)}"
+        assert privssl.train(path, given, data, output=out).guarantee
+    bare = yaml.safe_load(PRIVATE)
+    del bare["privacy"], given["privacy.steps"]
+    assert privssl.train(bare, given, counted, output=tmp_path / "bare").guarantee is None
 
 
 @pytest.mark.parametrize(("make", "said"), [

@@ -1,5 +1,6 @@
 """Plug-ins: one clear error for each mistake, and no code that nobody allowed is imported."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -78,6 +79,9 @@ MISTAKES = [
     ("data.partition", "tests.api.test_plugins:RUN", "Name a class of privssl.data.partition"),
     ("data.encoder", "tests.api.test_plugins:nothing", "Return a privssl.encoders.Encoder"),
     ("data.encoder", "tests.api.test_plugins:mixing", "other features beside other rows"),
+    ("data.encoder", "tests.api.test_plugins:mixing_many", "other features beside other rows"),
+    ("data.encoder", "tests.api.test_plugins:fitted", "other features beside other rows"),
+    ("data.encoder", "tests.api.test_plugins:drifting", "other features after other rows"),
     ("data.encoder", "tests.api.test_plugins:of_texts", "takes texts, and rows of toy are image"),
     ("run.trackers", "[tensorbord]", "got [tensorbord]"),
     ("run.trackers", "['tests.api.test_plugins:RUN']", "Name a class or function of (TrackedRun)"),
@@ -131,6 +135,38 @@ def _encoder(build: Any, takes: Any = "images") -> Encoder:
 
 def mixing(weights: str) -> Encoder:
     return _encoder(lambda x: (x.float() - x.float().mean(dim=0)).flatten(1) / 255)
+
+
+def mixing_many(weights: str) -> Encoder:
+    """A batch statistic where a batch is large."""
+
+    def run(x: Any) -> Any:
+        x = x.float().flatten(1) / 255
+        return x - x.mean(dim=0) if len(x) > 8 else x
+
+    return _encoder(run)
+
+
+class _Centred:
+    """Rows less the mean of all rows so far, or of the first batch."""
+
+    def __init__(self, share: float) -> None:
+        self.share, self.mean = share, None
+
+    def __call__(self, x: Any) -> Any:
+        x = x.float().flatten(1) / 255
+        if self.mean is None:
+            self.mean = x.mean(dim=0) if self.share == 0 else 0 * x[0]
+        self.mean = self.mean + self.share * (x.mean(dim=0) - self.mean)
+        return x - self.mean
+
+
+def fitted(weights: str) -> Encoder:
+    return dataclasses.replace(_encoder(None), build=lambda: _Centred(0.0))
+
+
+def drifting(weights: str) -> Encoder:
+    return dataclasses.replace(_encoder(None), build=lambda: _Centred(0.001))
 
 
 def apart(weights: str) -> Encoder:

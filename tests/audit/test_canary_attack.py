@@ -33,6 +33,7 @@ from privssl.privacy import dp_sgd, secure_noise
 from privssl.privacy.clipping import PerExampleGradients
 from privssl.privacy.dp_sgd import NoisyOptimizerStep, PrivateTraining
 from privssl.privacy.plan import PrivatePlan
+from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs import round_loop
 from tests.support.private_fedssl import FULL_BATCHES
 from tests.support.toy_worlds import without_noise
@@ -572,6 +573,25 @@ def test_no_program_is_printed_of_a_ledger_that_is_damaged(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("No program is printed") and "s0: ledger, line 4" in shown.err
+
+
+def test_the_words_of_a_card_are_a_comment_and_no_program(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def damaged(card: Any) -> None:  # as the card of a damaged ledger, with a line of code
+        card |= {"ledger_problems": ["s0: cut\nraise SystemExit(7)\n#"], "guarantee": None}
+        card |= {"kind": "charged", "attack_bounds": None, "headline": None}
+        for entry in (card, *card["agents"]):
+            entry["epsilon"]["kind"] = "charged"
+        card["sentence"] = guarantee_sentence(card)
+
+    copied(sound, tmp_path / "run", damaged)
+    assert audit.main([str(tmp_path / "run"), "--dp-event"]) == 4
+    program = capsys.readouterr().out
+    assert "raise SystemExit(7)" in program
+    exec(program, {})  # noqa: S102  what an auditor would do with it
+    with pytest.raises(SystemExit):  # the control: the words themselves are a program
+        exec(f"# {guarantee_sentence(json.loads((tmp_path / 'run/privacy.json').read_text()))}", {})  # noqa: S102
 
 
 def test_the_published_scheme_has_a_comment_that_says_nominal_and_no_program(

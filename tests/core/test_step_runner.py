@@ -15,7 +15,8 @@ from accounting.events import PoissonSampledGaussianEvent
 from accounting.ledger import Account, read_journal
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.engine import Call
-from privssl.core.messages import Declined, Message
+from privssl.core.messages import Declined, Message, MessageError, StateDict
+from privssl.core.private_release import mechanism_reads, record_release
 from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError
 
@@ -27,6 +28,13 @@ PLAN = AccountPlan(
     event=EVENT, n_public=4,
 )  # fmt: skip
 
+
+@dataclass(frozen=True)
+class Mechanism:
+    event: PoissonSampledGaussianEvent
+
+
+MECHANISM = Mechanism(EVENT)
 Visit = Callable[[Any, "Sent", Any], Any]
 
 
@@ -34,6 +42,11 @@ Visit = Callable[[Any, "Sent", Any], Any]
 class Sent(Message):
     F: Tensor | None = None
     counts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Weights(Message):
+    F: StateDict | None = None
 
 
 @pytest.fixture
@@ -57,7 +70,9 @@ def paying(inside: Visit) -> Visit:
 
     def step(agent: Any, message: Sent, ctx: Any) -> Any:
         with agent.account.spend(EVENT, ctx.charge_id):
-            return inside(agent, message, ctx)
+            record_release(MECHANISM, "F", torch.ones(2))
+            with mechanism_reads():
+                return inside(agent, message, ctx)
 
     return step
 
@@ -173,7 +188,8 @@ def test_a_visit_that_lets_go_of_more_than_its_plan_names_is_refused_and_stays_c
 
 def test_a_visit_is_charged_once_and_as_planned(there: LocalEngine) -> None:
     def cheaply(agent: Any, message: Sent, ctx: Any) -> Sent:
-        with agent.account.spend(PoissonSampledGaussianEvent(4.0, 0.5, 1), ctx.charge_id):
+        event = PoissonSampledGaussianEvent(4.0, 0.5, 1)
+        with agent.account.spend(event, ctx.charge_id), mechanism_reads():
             return as_it_should_be(agent, message, ctx)
 
     def twice(agent: Any, message: Sent, ctx: Any) -> Sent:
@@ -198,6 +214,88 @@ def test_rows_that_were_kept_are_out_of_reach_when_their_visit_is_over(there: Lo
     for look in (len, lambda rows: rows.x, lambda rows: rows.y, lambda rows: rows.ids):
         with pytest.raises(PrivacyError, match="after the step"):
             look(kept[0])
+
+
+# What it reads of them ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda rows: rows.y.bincount(), lambda rows: rows.x.mean(dim=0)],
+    ids=["the share of a class", "the mean of all rows"],
+)
+def test_under_dp_sgd_private_training_alone_reads_rows(
+    there: LocalEngine, look: Callable[[Any], Any]
+) -> None:
+    def balances(agent: Any, message: Sent, ctx: Any) -> Sent:
+        with agent.account.spend(EVENT, ctx.charge_id):
+            assert len(agent.labelled) == 4  # a public number
+            look(agent.labelled)
+            return Sent(F=torch.ones(2))
+
+    with pytest.raises(PrivacyError, match="read outside of private training"):
+        ask(there, balances)
+
+
+# What it sends of them ------------------------------------------------------------------------
+
+
+def trains_without_noise(agent: Any, message: Sent, ctx: Any) -> Sent:
+    return Sent(F=agent.labelled.x.mean(dim=(0, 1))[0, :2])
+
+
+def trains_on_after_the_noise(agent: Any, message: Sent, ctx: Any) -> Sent:
+    return Sent(F=torch.ones(2) + 1e-7 * agent.labelled.y.sum())
+
+
+def makes_it_twice(agent: Any, message: Sent, ctx: Any) -> Sent:
+    record_release(MECHANISM, "F", torch.ones(2))
+    return Sent(F=torch.ones(2))
+
+
+def sends_more_than_was_made(agent: Any, message: Sent, ctx: Any) -> Weights:
+    return Weights(F={"": torch.ones(2), "bias": agent.labelled.y.float()})
+
+
+@pytest.mark.parametrize(
+    ("inside", "why"),
+    [
+        (trains_without_noise, "no private mechanism made its F"),
+        (trains_on_after_the_noise, "no private mechanism made its F"),
+        (sends_more_than_was_made, "no private mechanism made its F"),
+        (makes_it_twice, "F is made by a private mechanism twice in one step"),
+    ],
+)
+def test_a_charged_step_sends_the_bits_that_a_private_mechanism_made(
+    there: LocalEngine, tmp_path: Path, inside: Visit, why: str
+) -> None:
+    with pytest.raises(PrivacyError, match=why):
+        ask(there, paying(inside))
+    assert charges(tmp_path) == 1
+
+
+def test_a_mechanism_that_did_something_else_than_was_charged_is_refused(
+    there: LocalEngine,
+) -> None:
+    def longer(agent: Any, message: Sent, ctx: Any) -> Sent:
+        with agent.account.spend(EVENT, ctx.charge_id):
+            record_release(Mechanism(PoissonSampledGaussianEvent(4.0, 0.5, 11)), "F", torch.ones(2))
+            return Sent(F=torch.ones(2))
+
+    with pytest.raises(PrivacyError, match="no private mechanism made its F"):
+        ask(there, longer)
+
+
+def test_weights_that_diverged_are_the_bits_that_were_made(there: LocalEngine) -> None:
+    lost = {"w": torch.tensor([float("nan"), float("inf")]), "b": torch.tensor(-0.0)}
+
+    def diverges(agent: Any, message: Sent, ctx: Any) -> Weights:
+        with agent.account.spend(EVENT, ctx.charge_id):
+            record_release(MECHANISM, "F", lost)
+            return Weights(F={name: tensor.clone() for name, tensor in lost.items()})
+
+    with pytest.raises(MessageError, match="not finite"):  # of the engine: the step itself passed
+        ask(there, diverges)
 
 
 @pytest.mark.parametrize("step", [sends_counts, weighs, notes, keeps_for_later])

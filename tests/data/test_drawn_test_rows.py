@@ -1,5 +1,7 @@
 """Test rows drawn from all rows (``data.test``), and rows ordered as a stream (``data.order``)."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,20 @@ import torch
 from privssl.data import FederatedDataset, build, class_counts_of
 from privssl.data.datasets import Dataset, load_dataset, redraw_test_rows
 from privssl.data.npz import NO_LABEL
-from privssl.errors import DataError
+from privssl.errors import ConfigError, DataError, PrivacyError
+from privssl.experiment.config import load_config
+from privssl.experiment.prepare import prepare
 from privssl.runtime.randomness import stream
 from privssl.settings.schema import AgentSettings, DataSettings
 from tests.support.toy_worlds import TOY
 
+PRIVATE = """\
+data: {name: toy, labelled: 40, unlabelled: 40}
+agents: {support: 2, query: 2}
+model: {name: small_cnn, width: 4}
+algorithm: {name: fedavg, rounds: 1}
+privacy: {epsilon: 8.0, sample_rate: 0.5, steps: 1}
+"""
 ROWS = len(TOY.y_train) + len(TOY.y_test)  # 1,000 + 200
 
 
@@ -104,6 +115,27 @@ def test_the_order_changes_nothing_but_the_order() -> None:
     held = next(a for a in spread.agents if a.id == "q0").unlabelled
     assert held.ids.tolist() == list(spread.manifest.agents["q0"].unlabelled)
     assert torch.equal(held.x, load_dataset(DataSettings(name="toy")).x_train[held.ids])
+
+
+def test_a_private_run_takes_no_order_that_follows_from_labels(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(PRIVATE)
+    with pytest.raises(
+        ConfigError, match=r"data\.order +by-class puts an agent's rows in an order"
+    ):
+        load_config(path, ["data.order=by-class"])
+    drawn_before = build(
+        DataSettings(name="toy", labelled=40, unlabelled=40, order="by-class"),
+        AgentSettings(support=2, query=2), 0,
+    )  # fmt: skip
+    drawn_before.manifest.write(tmp_path / "spread.json")
+    with pytest.raises(PrivacyError, match="was drawn with"):
+        prepare(load_config(path, [f"data.split={tmp_path / 'spread.json'}"]))
+    stored = build(
+        DataSettings(name="toy", labelled=40, unlabelled=40), AgentSettings(support=2, query=2), 0
+    )
+    stored.manifest.write(tmp_path / "stored.json")
+    prepare(load_config(path, [f"data.split={tmp_path / 'stored.json'}"]))  # the control
 
 
 def test_a_split_of_a_former_version_keeps_its_hash() -> None:

@@ -146,6 +146,23 @@ def test_guesses_are_compared_with_known_classes_alone() -> None:
     assert oracle.report() == {"pseudo/coverage": 1.0}
 
 
+def test_in_a_private_run_no_guess_is_compared_with_a_label_that_an_agent_holds() -> None:
+    settings = DataSettings(name="toy", labelled=40, unlabelled=60, validation=20)
+    found = data.build(settings, AGENTS, 0)
+    hidden = sorted(i for held in found.manifest.agents.values() for i in held.unlabelled)
+    measured = found.measured_labels(private=True)
+    assert (measured != NO_LABEL).nonzero()[:, 0].tolist() == hidden
+    assert torch.equal(measured[hidden], found.true_labels[hidden])
+    every = torch.arange(len(measured))  # a step that reports the ids of other rows
+    private, plain = (
+        HiddenLabelMeter(found.measured_labels(private=private)) for private in (True, False)
+    )
+    for meter in (private, plain):
+        meter.observe(every, found.true_labels, ~torch.isin(every, torch.tensor(hidden)))
+    assert "pseudo/accuracy" not in private.report()
+    assert plain.report()["pseudo/accuracy"] == 1.0  # the control
+
+
 def trained(folder: Path, unknown: int, *overrides: str) -> tuple[list[dict[str, str]], str, Any]:
     """metrics.csv, train.log and results.json of a run."""
     folder.mkdir()

@@ -126,11 +126,11 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 RUNNER,
-                "        content = step(seen, message, ctx)\n",
-                "        try:\n"
-                "            content = step(seen, message, ctx)\n"
-                "        finally:\n"
-                "            agent.memory = seen.memory\n",
+                "            content = step(seen, message, ctx)\n",
+                "            try:\n"
+                "                content = step(seen, message, ctx)\n"
+                "            finally:\n"
+                "                agent.memory = seen.memory\n",
             ),
         ),
         (IN_RUNNER + "a_new_mapping_is_remembered_and_none_is_when_a_step_breaks_off",),

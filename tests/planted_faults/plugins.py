@@ -80,6 +80,97 @@ FAULTS: tuple[Fault, ...] = (
         (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-mixing]",),
     ),
     Fault(
+        "an encoder of one's own keeps something of rows",
+        (
+            (
+                "privssl/encoders/own_encoders.py",
+                "    if not torch.allclose(after, alone[:1], ",
+                "    if not torch.allclose(after, after, ",
+            ),
+        ),
+        (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-drifting]",),
+    ),
+    Fault(
+        "a folder of a text encoder chooses code",
+        (
+            (
+                "privssl/encoders/text_encoders.py",
+                "    if chosen or (path.parent",
+                "    if chosen is None or (path.parent",
+            ),
+        ),
+        (
+            "tests/rows/test_encoders.py::"
+            "test_no_file_of_a_folder_chooses_code_that_transformers_would_load",
+        ),
+    ),
+    Fault(
+        "a guess of private labels is measured",
+        (("privssl/data/__init__.py", "        if not private:\n", "        if True:\n"),),
+        (
+            "tests/data/test_unlabelled_rows.py::"
+            "test_in_a_private_run_no_guess_is_compared_with_a_label_that_an_agent_holds",
+        ),
+    ),
+    Fault(
+        "an encoder of one's own is tried on few rows",
+        (("privssl/encoders/own_encoders.py", "MOST_TRIED = 64", "MOST_TRIED = 3"),),
+        (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-mixing_many]",),
+    ),
+    Fault(
+        "private labels alone say how many outputs there are",
+        (
+            (
+                "privssl/experiment/row_checks.py",
+                "if counted and not counts[-1] and ",
+                "if not counted and not counts[-1] and ",
+            ),
+        ),
+        (
+            "tests/api/test_dataset.py::"
+            "test_a_private_run_refuses_a_number_of_classes_that_labels_alone_say",
+        ),
+    ),
+    Fault(
+        "labels decide the order of rows in a private run",
+        (
+            (
+                "privssl/experiment/prepare.py",
+                'and "order" in federated_data',
+                'and "orders" in federated_data',
+            ),
+        ),
+        (
+            "tests/data/test_drawn_test_rows.py::"
+            "test_a_private_run_takes_no_order_that_follows_from_labels",
+        ),
+    ),
+    Fault(
+        "the words of a card are printed as a program",
+        (
+            (
+                "privssl/audit/__main__.py",
+                'print("#", " ".join(report.claim.split()))',
+                'print("#", report.claim)',
+            ),
+        ),
+        (
+            "tests/audit/test_canary_attack.py::"
+            "test_the_words_of_a_card_are_a_comment_and_no_program",
+        ),
+    ),
+    Fault(
+        "a class name writes the privacy section of a model card",
+        (
+            (
+                "privssl/runs/model_card.py",
+                '        return " ".join(tree.split())\n',
+                "        return tree\n",
+            ),
+        ),
+        ("tests/runs/test_model_card.py::test_no_name_begins_a_section_or_a_line_of_its_own",),
+    ),
+    Fault(
         "a run goes on with another version of a plug-in",
         (("privssl/runs/resume.py", "if before[part] != now[part]:", "if not before:"),),
         (

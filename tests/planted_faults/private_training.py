@@ -343,6 +343,42 @@ FAULTS: tuple[Fault, ...] = (
         False,
     ),
     Fault(
+        "a charged step sends what no private mechanism made",
+        (
+            (
+                VISITS,
+                "    bare = [n for n in protected if not is_release",
+                "    bare = [n for n in () if not is_release",
+            ),
+        ),
+        (IN_VISITS + "test_a_charged_step_sends_the_bits_that_a_private_mechanism_made",),
+        False,
+    ),
+    Fault(
+        "one charge pays for a mechanism that took more steps",
+        (
+            (
+                "privssl/core/private_release.py",
+                "    return paid == event and ours",
+                "    return paid and ours",
+            ),
+        ),
+        (IN_VISITS + "test_a_mechanism_that_did_something_else_than_was_charged_is_refused",),
+        False,
+    ),
+    Fault(
+        "a step looks at all labelled rows beside private training",
+        ((VISITS, "and self._sealed and not mechanism_is_reading()", "and not self._sealed"),),
+        (IN_VISITS + "test_under_dp_sgd_private_training_alone_reads_rows",),
+        False,
+    ),
+    Fault(
+        "one charge pays for a mechanism twice",
+        (("privssl/core/private_release.py", "    if name in made:\n", "    if name in ():\n"),),
+        (IN_VISITS + "test_a_charged_step_sends_the_bits_that_a_private_mechanism_made",),
+        False,
+    ),
+    Fault(
         "what is drawn for a row may depend on others",
         ((ROWS, "    if mixed:\n", "    if mixed and not draw:\n"),),
         (IN_INDEPENDENCE + "test_what_is_drawn_for_a_row_may_not_depend_on_others",),

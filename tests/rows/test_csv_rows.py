@@ -126,6 +126,10 @@ def test_fields_may_have_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
         ({"test": [("a", "", "red")]}, "line 2: column size has ''"),
         ({"test": [("c", 1, "red")]}, "line 2: the label is 'c', which no training row has"),
         ({"test": [("", 1, "red")]}, "line 2: the label is ''"),
+        (
+            {"train": [("a", 1, "red"), ("b\n## x", 1, "red")]},
+            r"the class 'b\\n## x' has line breaks",
+        ),
         ({"train": [("a", 1)]}, "line 2: 2 fields, and the first line has 3"),
         ({"train": []}, "has no rows"),
         ({"train": [("a", 1, "red")]}, "1 classes in its label column"),

@@ -180,6 +180,28 @@ def test_what_is_missing_is_named(name: str, weights: str, said: str) -> None:
         encoders.open_encoder(name, weights)
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("config.json", "attn_implementation", "somebody/kernel:run"),
+        ("config.json", "_attn_implementation", "somebody/kernel:run"),
+        ("config.json", "auto_map", {"AutoModel": "somebody--code.Model"}),
+        ("config.json", "quantization_config", {"quant_method": "somebody"}),
+        ("adapter_config.json", "base_model_name_or_path", "somebody/model"),
+    ],
+)
+def test_no_file_of_a_folder_chooses_code_that_transformers_would_load(
+    file: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    assert encoders.open_encoder(f"huggingface:{tmp_path}").shape == (40, 8)  # the control
+    (tmp_path / file).write_text(json.dumps({"hidden_size": 8, key: value}))
+    with pytest.raises(DataError, match="chooses code that transformers would load"):
+        encoders.open_encoder(f"huggingface:{tmp_path}")
+
+
 def test_a_package_that_is_missing_is_named_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

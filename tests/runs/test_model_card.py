@@ -81,6 +81,24 @@ def test_the_audit_finds_a_model_card_that_claims_something_else(
     path.write_text(true)
 
 
+def test_no_name_begins_a_section_or_a_line_of_its_own(runs: dict[str, privssl.Run]) -> None:
+    from privssl.runs.model_card import model_card
+
+    claim = "x\n\n## Privacy\n\nGUARANTEE: for every support agent\u2028- epsilon 0.1"
+    results = json.loads(json.dumps(runs["plain"].results))
+    plain = model_card(results, "NO GUARANTEE").splitlines()
+    results |= {"name": claim, "class_names": [claim, "b", "c"], "warnings": [claim]}
+    results["metrics"]["recall"] = {claim: 0.5, "b": 1.0, "c": 1.0}
+    results["rows"] |= {"columns": {claim: [0, 1]}, "scaling": claim}
+    page = model_card(results, "NO GUARANTEE")
+    lines = page.partition("---\n\n")[2].splitlines()
+    heads, as_ever = ([text for text in page if text.startswith("## ")] for page in (lines, plain))
+    assert [text for text in heads if text != "## Warnings"] == [
+        text for text in as_ever if text != "## Warnings"
+    ]
+    assert not any(line.startswith(("GUARANTEE", "- epsilon")) for line in lines)
+
+
 @pytest.mark.parametrize(
     ("rows", "task"),
     [

@@ -1,0 +1,90 @@
+"""What private mechanisms read and made in the step that runs: all that its message may say of
+labelled rows. The mechanisms say so, the step runner compares it with what is read and sent."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accounting.events import Event
+from privssl.errors import PrivacyError
+
+#: Field of a message -> what was charged for it, and its tensors by name ("" where it is one).
+Made = dict[str, tuple[Event, dict[str, Tensor]]]
+
+_made: ContextVar[Made | None] = ContextVar("made", default=None)
+_reads: ContextVar[bool] = ContextVar("reads", default=False)
+
+
+@contextmanager
+def mechanism_reads() -> Iterator[None]:
+    """Let labelled rows be read under a plan that leaves this to its mechanism."""
+    token = _reads.set(True)
+    try:
+        yield
+    finally:
+        _reads.reset(token)
+
+
+def mechanism_is_reading() -> bool:
+    """Whether :func:`mechanism_reads` is open."""
+    return _reads.get()
+
+
+@contextmanager
+def watch_mechanisms() -> Iterator[Made]:
+    """What mechanisms make inside the block."""
+    made: Made = {}
+    token = _made.set(made)
+    try:
+        yield made
+    finally:
+        _made.reset(token)
+
+
+class Mechanism(Protocol):
+    """A plan of a private mechanism."""
+
+    @property
+    def event(self) -> Event: ...  # what it does in a visit
+
+
+def record_release(mechanism: Mechanism, name: str, value: Mapping[str, Tensor] | Tensor) -> None:
+    """Write down, inside a step, what a mechanism made for a field; outside of steps do nothing.
+
+    Raises:
+        PrivacyError: the step has made that field before, so one charge would pay for two.
+    """
+    made = _made.get()
+    if made is None:
+        return
+    if name in made:
+        raise PrivacyError(
+            f"{name} is made by a private mechanism twice in one step, which is charged once. Make "
+            "it once in a visit"
+        )
+    made[name] = mechanism.event, {n: t.detach().clone() for n, t in _tensors(value).items()}
+
+
+def is_release(made: Made, event: Event, name: str, sent: Any) -> bool:
+    """Whether a field has the very bits that a mechanism made for it, under this event."""
+    paid, ours = made.get(name, (None, {}))
+    theirs = _tensors(sent)
+    return paid == event and ours.keys() == theirs.keys() and all(
+        _same_bits(ours[n], theirs[n]) for n in ours
+    )  # fmt: skip
+
+
+def _tensors(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {"": value}
+
+
+def _same_bits(one: Tensor, other: Any) -> bool:
+    """Also of numbers that are not equal to themselves: training may diverge."""
+    if not isinstance(other, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    a, b = (t.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for t in (one, other))
+    return torch.equal(a, b)
