@@ -10,10 +10,10 @@
     FedAvg under a plan: DP-SGD at agents             FedAvg, dp_classifier
     FedProx: + mu / 2 |theta - theta_global|^2        run_sgd, squared_distance
     SemiFL's recipe: cosine, Nesterov, clipping       LocalTrainingSettings, run_sgd
-    static batch norm: statistics of labelled rows    _Supervised.round, labelled_statistics
+    static batch norm: statistics of labelled rows    with_statistics, labelled_statistics
 
-``LocalTrainingSettings`` is the one set of settings for these, FixMatch, UDA and FedSem
-(pseudo_labeling.py, fixmatch_uda.py): a difference in a table is the effect of the method.
+``LocalTrainingSettings`` is the one set of settings for these, for FixMatch, UDA and FedSem, and
+for all methods of docs/comparators.md: a difference in a table is the effect of the method.
 Supervise (fedssl_baselines.py) is FedAvg with FedSSL's training: Adam, strong views, a teacher.
 
 FedAvg can be private: with a ``privacy`` section each agent trains by DP-SGD (Abadi et al., CCS
