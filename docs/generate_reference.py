@@ -348,8 +348,8 @@ Reasons of refusals, and what to set instead:
 
 Every algorithm takes images. Vectors take `model.name` `linear` or `mlp`, sequences also
 `text_cnn` and `gru`; views of them are `none`, `weak`, `mid` and `strong`. RandAugment, `crop`,
-`shift` and `flip` are refused there, and so is `model.norm: static`. The label census learns an encoder of
-images; the features of vectors and the means of sequences are clustered as they are.
+`shift` and `flip` are refused there, and so is `model.norm: static`. The label census learns an
+encoder of images; the features of vectors and the means of sequences are clustered as they are.
 
 | algorithm | vectors and sequences | what to set, or the reason |
 |---|---|---|
