@@ -78,8 +78,8 @@ def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[
         return []
     return [
         f"{len(idle)} of {len(roster)} agents took no training step in this run "
-        f"({list_names(idle)}), so their rows had no effect. They were not drawn, had no budget, "
-        "no rows, or no batch large enough"
+        f"({list_names(idle)}), so their rows had no effect. They were not drawn, or had no "
+        "budget, no rows, no batch large enough or no pseudo-label sure enough"
     ]
 
 

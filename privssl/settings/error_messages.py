@@ -140,6 +140,8 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
     if number is not None and "number" in needed:
         return f"'{value}' is text to YAML. Write {number}"
     text = f"needs {needed}, got {show(value)}"
+    if value is None and needed == "text":
+        return f"{text}. Write '' for none"
     if isinstance(value, int | float) and schema.get("type") == "string":
         return f"{text}. Put it in quotes"
     if value in schema.get("items", {}).get("enum", []):

@@ -247,7 +247,7 @@ def _read_text(path: Path) -> str:
         if len(data) > yaml_reader.MAX_BYTES:
             raise ConfigError(f"{path}: larger than 1 MiB, so this is no config file")
         return data.decode("utf-8-sig")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path}: no such file. {_nearby(path)}") from None
     except IsADirectoryError:
         text = f"{path}: a folder, not a config file. {_nearby(path / 'any')}"

@@ -376,6 +376,7 @@ def test_a_file_that_cannot_be_read_is_named_with_what_lies_near(write: Any) -> 
 
     assert text("fedsl.yaml") == "fedsl.yaml: no such file. Did you mean fedssl.yaml?"
     assert text("zzz") == "zzz: no such file. In . there is fedssl.yaml"
+    assert text("fedssl.yaml/config.yaml").startswith("fedssl.yaml/config.yaml: no such file")
     assert text("no/a.yaml") == "no/a.yaml: no such file. There is no folder no"
     assert text(".") == ".: a folder, not a config file. In . there is fedssl.yaml"
     assert text("a\0b") == "'a\\x00b': cannot be read: embedded null byte"

@@ -98,6 +98,8 @@ def test_what_cannot_be_lengthened_is_refused_with_the_reason(tmp_path: Path) ->
         refused = command("--resume", folder, "algorithm.rounds=3", "--quiet")
         assert_refused(refused, "algorithm.rounds is 3 here, but 2 there", said)
         assert tree(folder) == before
+    other = command("--resume", private, "algorithm.rounds=3", "run.seed=9", "--quiet")
+    assert_refused(other, "belongs to another config: run.seed is 9 here")
 
 
 def test_fewer_rounds_and_other_changes_are_refused_as_ever(tmp_path: Path) -> None:
