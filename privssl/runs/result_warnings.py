@@ -49,8 +49,8 @@ def score_warnings(scores: Scores, names: Sequence[str]) -> Iterator[str]:
     ]  # fmt: skip
     if missed and bad < rows:
         yield (
-            f"{len(missed)} of {len(names)} classes are never predicted on test rows "
-            f"({list_names(missed)}): their recall is 0"
+            f"recall is 0 for {len(missed)} of {len(names)} classes, which are never predicted on "
+            f"test rows ({list_names(missed)})"
         )
     most = int(held.argmax())
     share = int(held[most]) / rows
