@@ -1,6 +1,7 @@
 """``--resume RUN algorithm.rounds=N``: the bits of a run of N rounds, or a reason."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.experiment import config as configs
 from privssl.runs import round_loop
 from tests.support.command_line import PLAIN, assert_refused, command, tree
+from tests.support.product import ROOT
 
 FEDAVG = """\
 data: {name: toy, labelled: 40}
@@ -124,3 +126,10 @@ def test_methods_whose_rounds_know_their_number_cannot_be_lengthened() -> None:
         *("fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "server_sl", "fedavg"),
         *("fedprox", "feddyn", "lg_fedavg", "heterofl"),
     }
+
+
+def test_the_page_names_the_methods_that_can_be_lengthened() -> None:
+    page = (ROOT / "docs" / "run_folder.md").read_text(encoding="utf-8")
+    [sentence] = re.findall(r"^- Runs of (.*?) can be lengthened", page, re.MULTILINE | re.DOTALL)
+    able = {name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened}
+    assert set(re.findall(r"`(\w+)`", sentence)) == able
