@@ -355,9 +355,9 @@ Reasons of other refusals, and what to set instead:
 ## Which kinds of rows
 
 Every algorithm takes images. Vectors take `model.name` `linear` or `mlp`, sequences also
-`text_cnn`; views of them are `none`, `weak`, `mid` and `strong`. RandAugment, `crop`, `shift` and
-`flip` are refused there, and so is `model.norm: static`. The label census learns an encoder of
-images; the features of vectors and the means of sequences are clustered as they are.
+`text_cnn` and `gru`; views of them are `none`, `weak`, `mid` and `strong`. RandAugment, `crop`,
+`shift` and `flip` are refused there, and so is `model.norm: static`. The label census learns an
+encoder of images; the features of vectors and the means of sequences are clustered as they are.
 
 | algorithm | vectors and sequences | what to set, or the reason |
 |---|---|---|

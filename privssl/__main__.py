@@ -11,7 +11,7 @@ from importlib import metadata
 COMMANDS = {
     "train": "train one classifier from a config file",
     "compare": "run several configs on the same splits and seeds; one table, one plot",
-    "predict": "classify pictures and arrays with a finished run",
+    "predict": "classify new rows with a finished run",
     "evaluate": "measure a finished run on labelled rows",
     "export": "write the classifier of a finished run as ONNX or torch.export",
     "reproduce": "run cells of published tables and keep what was measured",
@@ -22,7 +22,7 @@ COMMANDS = {
     "doctor": "check the installation",
 }
 USAGE = "usage: privssl COMMAND [ARGUMENT ...]\n\ncommands:\n{}\n\n{}".format(
-    "\n".join(f"  {name}  {text}" for name, text in COMMANDS.items()),
+    "\n".join(f"  {name:<9}  {text}" for name, text in COMMANDS.items()),
     "`privssl COMMAND --help` says more about one command.",
 )
 
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return doctor(rest)
         case ["-h" | "--help", *_]:
-            print(USAGE)
+            sys.stdout.write(f"{USAGE}\n")  # at once: `| head` closes the pipe after a few lines
             return 0
         case ["--version", *_]:
             print(f"privssl {metadata.version('privssl')}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from privssl.predict import add_run_arguments
 from privssl.runtime.command import run_command
@@ -60,8 +60,11 @@ def _evaluate(options: argparse.Namespace, console: Console, stack: ExitStack) -
 
 def _table(classes: Sequence[str], found: dict[str, Any]) -> Table:
     """Recall of each class, and as what its rows were classified."""
+    digits = len(str(max(max(row) for row in found["confusion"])))
+    counted = classes if len(classes) <= MOST_COLUMNS else ()
     table = Table(
-        "class", "recall", *(map(escape, classes) if len(classes) <= MOST_COLUMNS else ())
+        *(Column(name, no_wrap=True) for name in ("class", "recall")),  # narrow screens fold names
+        *(Column(escape(name), overflow="fold", min_width=digits) for name in counted),
     )
     for name, row in zip(classes, found["confusion"], strict=True):
         recall = found["recall"][name]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from privssl.errors import UserError
-from privssl.runtime.command import add_usual_flags, run_command
+from privssl.runtime.command import ConfigParser, add_usual_flags, run_command
 from privssl.runtime.console import results_to_standard_output
 from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import (
@@ -79,9 +79,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     options = parser.parse_intermixed_args(argv)
     first = options.config
-    if options.resume is not None and first and "=" in first and not Path(first).exists():
-        options.overrides.insert(0, first)  # it was no file, but the first of the values
-        options.config = None
+    if first and "=" in first and not Path(first).exists():  # no file, but the first of the values
+        options.config = next((one for one in options.overrides if "=" not in one), None)
+        options.overrides = [first, *(one for one in options.overrides if one != options.config)]
     if options.config is None and options.resume is None:
         parser.error("which config? Give a YAML file, for example configs/fedssl.yaml")
     options.config = Path(options.config or options.resume / "config.yaml")
@@ -89,9 +89,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ConfigParser(
         prog="python -m privssl.train",
-        description="Train one classifier from many parties and say what it leaked.",
+        description="Train one classifier from the data of many parties, and state the guarantee.",
     )
     parser.add_argument(
         "config", nargs="?",

@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from privssl.errors import ConfigError, RunFolderError
-from privssl.runtime.command import add_usual_flags, run_command
+from privssl.runtime.command import ConfigParser, add_usual_flags, run_command
 from privssl.runtime.console import results_to_standard_output
 from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import (
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ConfigParser(
         prog="python -m privssl.compare",
         description="Run several configs on the same splits and seeds; one table, one plot.",
     )

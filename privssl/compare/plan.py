@@ -76,7 +76,7 @@ def load_configs(arguments: Sequence[str], vary: Sequence[str] = ()) -> list[Con
         except ConfigError as problem:
             problems.append(str(problem))
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
     seen: dict[str, Config] = {}
     for config in loaded:
         # Some file systems ignore case.

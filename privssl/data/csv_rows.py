@@ -296,8 +296,8 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
         low, high = float(scale[0]), float(scale[1])
         x = np.array([_number(part, name, v, at) for at, v in enumerate(values)])
         if beyond := int(((x < low) | (x > high)).sum()):
-            log.warning("%s: %d values of column %s are beyond its bounds, and are set to them.",
-                        part.path, beyond, name)  # fmt: skip
+            log.warning("%s: column %s has values beyond its bounds (%d), which are set to them.",
+                        part.path, name, beyond)  # fmt: skip
         return (2 * (x.clip(low, high)[:, None] - low) / (high - low) - 1).astype(np.float32)
     if new := sum(value not in scale for value in values):
         log.warning("%s: %d values of column %s are no category of it, and count as none.",

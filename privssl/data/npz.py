@@ -174,11 +174,12 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
         except _DAMAGE as error:
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"{path} cannot be read as an NPY file: {reason}") from None
-    found = _open(path, (), {name for names in choices for name in names}, others_matter=False)
+    wanted = ", or ".join(" and ".join(names) for names in choices)
+    every = {name for names in choices for name in names}
+    found = _open(path, (), every, others_matter=False, wanted=wanted)
     for names in choices:
         if set(names) <= found.keys():
             return [found[name] for name in names]
-    wanted = ", or ".join(" and ".join(names) for names in choices)
     raise DataError(
         f"{path} has no {wanted}. Save it with numpy.savez_compressed, under such names"
     )
@@ -224,7 +225,7 @@ def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
 
 def _open(
     path: Path, names: Sequence[str], optional: Collection[str] | None = None, *,
-    others_matter: bool = True,
+    others_matter: bool = True, wanted: str = "",
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Arrays of an NPZ file.
 
@@ -232,13 +233,15 @@ def _open(
         names: required ones.
         optional: read if present; others are warned of. None: others are ignored.
         others_matter: whether others are warned of.
+        wanted: what a single array should be instead, where no name is required.
     """
     try:
         with path.open("rb") as stream:  # NumPy leaves a damaged file open
             file = np.load(stream, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise DataError(
-                    f"{path} is a single array. Save {', '.join(names)}: numpy.savez_compressed"
+                    f"{path} is a single array. Save {wanted or ', '.join(names)} with "
+                    "numpy.savez_compressed"
                 )
             missing = [name for name in names if name not in file.files]
             if missing:

@@ -18,14 +18,14 @@ SHEET = "contact_sheet.png"
 
 
 def check_free(output: Path) -> None:
-    """Raise RunFolderError where the output, or the sheet beside an NPZ file, exists."""
+    """Raise RunFolderError where the output or its contact sheet exists."""
     for path in (output, _sheet_of(output)):
         if path.exists() or path.is_symlink():
             raise RunFolderError(f"{path} exists. Choose another --output")
 
 
 def write_rows(made: SyntheticRows, output: Path) -> None:
-    """Write the rows, and ``contact_sheet.png``.
+    """Write the rows and a contact sheet.
 
     Args:
         output: ``FILE.npz`` with ``x``, ``y`` and ``class_names``, or a folder of
@@ -68,5 +68,6 @@ def _png(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def _sheet_of(output: Path) -> Path:
-    """The sheet lies in the folder of pictures, or beside an NPZ file."""
-    return (output.parent if output.suffix == ".npz" else output) / SHEET
+    """``contact_sheet.png`` in the folder of pictures; ``FILE.contact_sheet.png`` beside an NPZ
+    file."""
+    return output.with_suffix(f".{SHEET}") if output.suffix == ".npz" else output / SHEET

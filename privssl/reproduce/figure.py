@@ -83,7 +83,7 @@ def draw(shown: Panels, rows: Sequence[str]) -> bytes:
     wide = 0.5 + 0.075 * max(map(len, named), default=0)
     columns = max(1, min(4, len(named), int(3.6 * across / wide)))
     height = 2.8 * down + 0.4 + 0.2 * -(-len(named) // columns)
-    drawing = Figure(figsize=(3.6 * across, height), dpi=80, layout="constrained")
+    drawing = Figure(figsize=(max(3.6 * across, wide), height), dpi=80, layout="constrained")
     FigureCanvasAgg(drawing)
     grid = drawing.subplots(down, across, sharey=True, squeeze=False).flatten()
     handles, free = {}, {kind: number * each * across for number, kind in enumerate(kinds)}

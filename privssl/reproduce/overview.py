@@ -13,7 +13,7 @@ from privssl.reproduce.tables import Cell
 
 
 def print_states(wanted: Sequence[Wanted], store: Store, console: Console) -> None:
-    """A table of cells for each table, and a line with the sum of the minutes that are left."""
+    """A table of cells for each table, the hours that are left, and what the states mean."""
     left = 0.0
     for of in wanted:
         file = of.table.file
@@ -25,7 +25,12 @@ def print_states(wanted: Sequence[Wanted], store: Store, console: Console) -> No
             left += missing * cell.minutes
             drawn.add_row(cell.title, state, cell.size, f"{cell.minutes:g}")
         console.print(drawn, markup=False)
-    console.print(f"Left: about {left / 60:.1f} hours on one core.")
+    console.print(
+        f"Left: about {left / 60:.1f} hours on one core.\n"
+        "State: seeds measured; old: the method's code or config has changed since; missing: not "
+        "measured; absent: the data are not at hand. Minutes: of one seed.",
+        markup=False,
+    )
 
 
 def _state(store: Store, cell: Cell, seeds: Sequence[int]) -> tuple[str, int]:

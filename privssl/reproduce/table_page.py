@@ -64,7 +64,8 @@ def markdown(of: Measurements) -> str:
         *("## Each cell", "", *_details(of), ""),
     ]
     if of.verdicts:
-        lines += ["## What the paper claims", "", *_claims(of.verdicts), ""]
+        who = "we expected" if of.table.file.paper == "own" else "the paper claims"
+        lines += [f"## What {who}", "", *_claims(of.verdicts), ""]
     lines += ["## Notes", ""]
     for note, points in notes(of):
         lines += [filled(note, "- "), *(filled(point, "  - ") for point in points)]

@@ -111,7 +111,7 @@ def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
     for agent, holding in federated_data.manifest.agents.items():
         parts = [] if private else [f"with labels {_by_class(federated_data, holding.labelled)}"]
         rest = holding.unlabelled
-        parts.append(f"without {len(rest) if private else _by_class(federated_data, rest)}")
+        parts.append(f"without labels {len(rest) if private else _by_class(federated_data, rest)}")
         text = f"Rows of {agent}: {'; '.join(parts)}"
         yield log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
 

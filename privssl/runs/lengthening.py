@@ -16,6 +16,7 @@ from privssl.errors import ConfigError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
 from privssl.runs import run_dir
+from privssl.runs.resume import check_resumable
 
 
 def asks_for_more(folder: Path, config: Config) -> bool:
@@ -34,6 +35,7 @@ def asks_for_more(folder: Path, config: Config) -> bool:
     if now <= then:
         return False
     if reason := _refusal(folder, former):
+        check_resumable(folder, config, longer=True)  # another difference is said first
         raise ConfigError(
             f"algorithm.rounds is {now} here, but {then} there, and {folder} cannot be lengthened: "
             f"{reason}"

@@ -49,8 +49,8 @@ def score_warnings(scores: Scores, names: Sequence[str]) -> Iterator[str]:
     ]  # fmt: skip
     if missed and bad < rows:
         yield (
-            f"{len(missed)} of {len(names)} classes are never predicted on test rows "
-            f"({list_names(missed)}): their recall is 0"
+            f"recall is 0 for {len(missed)} of {len(names)} classes, which are never predicted on "
+            f"test rows ({list_names(missed)})"
         )
     most = int(held.argmax())
     share = int(held[most]) / rows
@@ -78,8 +78,8 @@ def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[
         return []
     return [
         f"{len(idle)} of {len(roster)} agents took no training step in this run "
-        f"({list_names(idle)}), so their rows had no effect. They were not drawn, had no budget, "
-        "no rows, or no batch large enough"
+        f"({list_names(idle)}), so their rows had no effect. They were not drawn, or had no "
+        "budget, no rows, no batch large enough or no pseudo-label sure enough"
     ]
 
 

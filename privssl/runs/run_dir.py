@@ -193,7 +193,7 @@ def read_card(folder: Path) -> dict[str, Any] | None:
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise RunFolderError(

@@ -7,6 +7,7 @@ import argparse
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import NoReturn
 
 from accounting.errors import AccountingError
 from privssl.errors import UserError
@@ -14,6 +15,15 @@ from privssl.runtime.console import Screen, Terminal, open_standard_streams
 from privssl.runtime.process import INTERRUPTED, STOPPING, interrupt_on_signals, logging_to
 
 log = logging.getLogger("privssl")
+
+
+class ConfigParser(argparse.ArgumentParser):
+    """Of a command that reads configs: an unknown flag may be meant for a key."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += ". A value of the config is section.key=value, such as algorithm.rounds=5"
+        super().error(message)
 
 
 def add_usual_flags(parser: argparse.ArgumentParser, *, dry_run: str, json: str) -> None:

@@ -5,7 +5,7 @@ pydantic reports a wrong value; the JSON schema of its dataclass says what would
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,19 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
     >>> unknown("key", "epsilonn", ["delta", "epsilon"])
     'unknown key. Did you mean epsilon?'
     """
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"unknown {what}. " + (f"Did you mean {near[0]}?" if near else f"Known: {either(known)}")
+    near = nearest(name, known)
+    return f"unknown {what}. " + (f"Did you mean {near}?" if near else f"Known: {either(known)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant, in capitals or not; None: none is near.
+
+    >>> nearest("MNIST", ["digits", "mnist"])
+    'mnist'
+    """
+    folded = {one.casefold(): one for one in known}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return folded[near[0]] if near else None
 
 
 def either(names: Sequence[str]) -> str:
@@ -129,13 +140,14 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
     if number is not None and "number" in needed:
         return f"'{value}' is text to YAML. Write {number}"
     text = f"needs {needed}, got {show(value)}"
+    if value is None and needed == "text":
+        return f"{text}. Write '' for none"
     if isinstance(value, int | float) and schema.get("type") == "string":
         return f"{text}. Put it in quotes"
     if value in schema.get("items", {}).get("enum", []):
         return f"{text}. Write [{value}]"
-    names = list(_enumerated(schema))
-    near = difflib.get_close_matches(str(value), names, n=1)
-    return f"{text}. Did you mean {near[0]}?" if near else text
+    near = nearest(str(value), _enumerated(schema))
+    return f"{text}. Did you mean {near}?" if near else text
 
 
 def _enumerated(schema: Mapping[str, Any]) -> Iterator[str]:

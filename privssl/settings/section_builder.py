@@ -17,6 +17,7 @@ from privssl.settings import yaml_reader
 from privssl.settings.error_messages import (
     describe_errors,
     either,
+    nearest,
     problem_report,
     read_exponents,
     show,
@@ -180,10 +181,10 @@ class ConfigBuilder:
         prefix = f"{section}."
         known = [spec.name for spec in dataclasses.fields(kind)]
         for name in (name for name in given if name not in known):
-            self.add(prefix + name, unknown("key", name, known))
+            self.add(prefix + name, self._unknown_key(section, name, known))
             # The key that was meant would only seem to be missing, or to have its default.
-            meant = difflib.get_close_matches(name, known, n=1)
-            self.bad |= {prefix + near for near in meant if near not in given}
+            meant = nearest(name, known)
+            self.bad |= {prefix + meant} if meant and meant not in given else set()
         for name, value in given.items():
             if isinstance(value, str) and not value.isprintable():
                 self.add(prefix + name, f"{show(value)} has characters that cannot be printed")
@@ -203,6 +204,13 @@ class ConfigBuilder:
         if section not in self.bad:
             self.check(prefix, getattr(result, "problems", tuple)())
         return result
+
+    def _unknown_key(self, section: str, name: str, known: list[str]) -> str:
+        place = self._places.get("algorithm.name", 0)
+        if section == "algorithm" and place is None and self._places.get(f"{section}.{name}"):
+            other = self._values[section]["name"]  # of an argument; the file is for another
+            return f"{other} has no such key. Remove it, or start from a config of {other}"
+        return unknown("key", name, known)
 
     def check(self, prefix: str, problems: Iterable[Problem]) -> None:
         """Record the problems of a check, until it accesses a wrong value."""
@@ -247,8 +255,11 @@ def _read_text(path: Path) -> str:
         if len(data) > yaml_reader.MAX_BYTES:
             raise ConfigError(f"{path}: larger than 1 MiB, so this is no config file")
         return data.decode("utf-8-sig")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path}: no such file. {_nearby(path)}") from None
+    except IsADirectoryError:
+        text = f"{path}: a folder, not a config file. {_nearby(path / 'any')}"
+        raise ConfigError(text) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path

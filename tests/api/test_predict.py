@@ -217,7 +217,7 @@ def test_inputs_that_cannot_be_read_are_one_error(
     (tmp_path / "bad.npy").write_text("x")
     np.savez(tmp_path / "other.npz", rows=X_TEST)
     for name, message in (
-        ("absent.png", "absent.png"),
+        ("absent.png", "absent.png: no such file"),
         ("absent.npz", "no such file"),
         ("absent", "no such file"),
         ("empty", "holds no image"),
@@ -231,3 +231,8 @@ def test_inputs_that_cannot_be_read_are_one_error(
         assert "Traceback" not in text
     text = called(evaluate.main, capfd, run.folder, tmp_path / "other.npz", status=2)
     assert "has no x and y, or x_test and y_test" in text
+    np.save(tmp_path / "rows.npy", X_TEST)
+    text = called(evaluate.main, capfd, run.folder, tmp_path / "rows.npy", status=2)
+    assert "single array. Save x and y, or x_test and y_test with numpy.savez_compressed" in text
+    text = called(predict.main, capfd, tmp_path / "rows.npy", tmp_path / "rows.npy", status=2)
+    assert "rows.npy has no results.json: it is no run" in text  # a file is no run folder

@@ -39,3 +39,10 @@ def test_no_command_is_a_mistake_and_help_is_not(capsys: pytest.CaptureFixture[s
     out, err = capsys.readouterr()
     assert out == err  # the same usage, on the stream where it belongs
     assert all(f"  {name}  " in out for name in COMMANDS)
+
+
+def test_an_unknown_flag_gets_the_form_of_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "compare"):
+        with pytest.raises(SystemExit):
+            main([command, "x.yaml", "--rounds", "5"])
+        assert "section.key=value, such as algorithm.rounds=5" in capsys.readouterr().err

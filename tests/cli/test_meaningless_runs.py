@@ -318,7 +318,7 @@ def test_what_predictions_say_of_a_classifier(
 def test_classes_that_are_never_predicted_are_named() -> None:
     counts = np.array([[5, 0, 0, 0], [0, 5, 0, 0], [3, 2, 0, 0]])
     [text] = score_warnings(Scores(counts, None, None), ["a", "b", "c"])
-    assert text == "1 of 3 classes are never predicted on test rows (c): their recall is 0"
+    assert text == "recall is 0 for 1 of 3 classes, which are never predicted on test rows (c)"
     counts[2] = 0  # the control: the class has no rows
     assert not list(score_warnings(Scores(counts, None, None), ["a", "b", "c"]))
 

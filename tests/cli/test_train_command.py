@@ -110,6 +110,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         (PLAIN, ["data.labelled=950"], ["data.labelled 950", "1000 training rows"]),
         (PLAIN, ["agents.support=0"], ["agents.support", "at least 1"]),
         (PLAIN, ["run.device=warp9"], ["run.device", "'warp9'", "cpu", "auto"]),
+        (PLAIN, ["algorithm.name=fedavg"], ["line", "fedavg has no such key", "config of fedavg"]),
         (PLAIN, ["not an override"], ["not an override", "section.key=value"]),
     ],
 )
@@ -142,7 +143,7 @@ def test_a_config_that_is_not_there_is_named(
     Path("configs").mkdir()
 
     assert_refused(command("absent.yaml"), "absent.yaml: no such file")
-    assert_refused(command("configs"), "configs", "Is a directory")
+    assert_refused(command("configs"), "configs: a folder, not a config file", "no YAML file")
 
 
 def test_data_that_is_missing_without_a_network_comes_with_the_command_that_gets_it(
@@ -214,6 +215,12 @@ def test_images_whose_size_no_network_takes_are_refused(
 
     assert_refused(outcome, f"{sides[0]}x{sides[1]} pixels", needs, "data.image_size")
     assert not (tmp_path / "run").exists()
+
+
+def test_values_may_come_before_the_file(tmp_path: Path) -> None:
+    outcome = command("run.seed=x", written(tmp_path, PLAIN))
+
+    assert_refused(outcome, "tiny.yaml", "run.seed", "whole number")
 
 
 # The run folder is never harmed --------------------------------------------------------------

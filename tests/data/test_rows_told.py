@@ -65,7 +65,7 @@ def test_what_was_not_read_and_who_holds_what_is_kept(pictures: Path, tmp_path: 
     split = json.loads((tmp_path / "run/split.json").read_text())
     labels = np.repeat(range(4), 6)
     for line, agent in zip(lines, ("s0", "s1", "q0"), strict=True):
-        for kind, words in (("labelled", "with labels"), ("unlabelled", "without")):
+        for kind, words in (("labelled", "with labels"), ("unlabelled", "without labels")):
             held = labels[split["agents"][agent][kind]]
             each = ", ".join(f"{CLASSES[c]} {(held == c).sum()}" for c in range(4) if c in held)
             assert f"{words} {len(held)}" + (f" ({each})" if each else "") in line
@@ -90,7 +90,7 @@ def test_a_private_runs_folder_has_no_count_of_rows_by_class(
     assert "not read" not in log and "training rows" not in log
     assert results["warnings"] == []
     assert [line.split("Rows of ")[1] for line in log.splitlines() if "Rows of" in line] == [
-        "s0: without 0", "s1: without 0", "q0: without 12",
+        "s0: without labels 0", "s1: without labels 0", "q0: without labels 12",
     ]  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def test_a_run_on_such_rows_has_no_metric_that_needs_their_classes(tmp_path: Pat
     assert results["status"] == "finished" and results["test_accuracy"]["final"] > 0
     assert {line.get("pseudo/accuracy", "") for line in lines} == {""}
     assert any(line["pseudo/coverage"] for line in lines)
-    assert "Rows of q0: with labels 0; without 12 (12 of unknown class)" in log
+    assert "Rows of q0: with labels 0; without labels 12 (12 of unknown class)" in log
     # The control: where classes are known, the metric is there.
     lines, log, _ = trained(tmp_path / "known", 0)
     assert any(line["pseudo/accuracy"] for line in lines)

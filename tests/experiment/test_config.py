@@ -270,6 +270,10 @@ def test_a_mistake_on_the_command_line_is_placed_there(
             "algorithm: {name: fedsl}",
             "line 1 algorithm.name unknown algorithm. Did you mean fedssl?",
         ),
+        (
+            "algorithm: {name: FedSSL}",
+            "line 1 algorithm.name unknown algorithm. Did you mean fedssl?",
+        ),
         ("algorithm: {name: other}", "line 1 algorithm.name unknown algorithm. Known: fedssl"),
     ],
 )
@@ -372,8 +376,9 @@ def test_a_file_that_cannot_be_read_is_named_with_what_lies_near(write: Any) -> 
 
     assert text("fedsl.yaml") == "fedsl.yaml: no such file. Did you mean fedssl.yaml?"
     assert text("zzz") == "zzz: no such file. In . there is fedssl.yaml"
+    assert text("fedssl.yaml/config.yaml").startswith("fedssl.yaml/config.yaml: no such file")
     assert text("no/a.yaml") == "no/a.yaml: no such file. There is no folder no"
-    assert text(".") == "'.': cannot be read: Is a directory"
+    assert text(".") == ".: a folder, not a config file. In . there is fedssl.yaml"
     assert text("a\0b") == "'a\\x00b': cannot be read: embedded null byte"
     Path("big.yaml").write_bytes(b"#" * (2**20 + 1))
     assert text("big.yaml") == "big.yaml: larger than 1 MiB, so this is no config file"

@@ -67,7 +67,7 @@ def test_an_npz_file_has_rows_of_each_class_in_the_form_of_the_data(
     assert x.min() >= 0 and x.max() <= 255 and x.std() > 1
     assert np.bincount(y, minlength=10).tolist() == [3, 3, 3, *[2] * 7]  # as even as 23 rows can be
     assert tuple(names) == TOY.class_names
-    assert _pixels(tmp_path / "contact_sheet.png").shape[1] > 8 * 10
+    assert _pixels(tmp_path / "made.contact_sheet.png").shape[1] > 8 * 10
     assert made.out.splitlines()[-1].startswith(NO_GUARANTEE)
 
 
@@ -115,7 +115,7 @@ def test_a_mistake_in_the_command_is_said_and_nothing_is_written(
 
 
 def test_what_exists_is_not_replaced(runs: Callable[[str], Path], tmp_path: Path) -> None:
-    for taken in ("x.npz", "contact_sheet.png"):
+    for taken in ("x.npz", "x.contact_sheet.png"):
         (tmp_path / taken).write_text("mine")
         refused = command(runs(PLAIN), "--count", 2, "--output", tmp_path / "x.npz")
         assert_refused(refused, taken, "exists", "another --output")

@@ -1,10 +1,13 @@
 """Pages say what the store has, and nothing else. Entries here are made up."""
 
+import io
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from privssl.errors import ConfigError
 from privssl.reproduce import figure
@@ -242,6 +245,14 @@ def test_a_figure_is_drawn_again_when_a_curve_changes(clone: Clone) -> None:
     assert Path("docs/results/small.png") not in render(clone.tables, clone.store, clone.root)
     clone.put("Supervise", FORTY, 0, 0.6)
     assert Path("docs/results/small.png") in render(clone.tables, clone.store, clone.root)
+
+
+@pytest.mark.parametrize(("name", "width"), [("short", 288), ("a long name of a row " * 4, 544)])
+def test_the_legend_of_a_figure_is_not_cut_off(name: str, width: int) -> None:
+    line = ((1.0, 2.0), (0.5, 0.6))
+    picture = Image.open(io.BytesIO(figure.draw({("round", "column"): {name: line}}, [name])))
+    assert picture.width == width  # 80 dots an inch: 3.6 inches, or 0.075 a letter and 0.5
+    assert np.asarray(picture.convert("L"))[:, [0, -1]].min() == 255  # nothing at either edge
 
 
 # What is committed ------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_columns_become_numbers_by_bounds_and_categories_of_training_rows(
     wanted = [[-1.0, -1, -1, 1], [1, 1, -1, -1], [0, -1, -1, 1], [-0.5, -1, 1, -1]]
     assert_allclose(found.x_train, np.array(wanted))
     assert_allclose(found.x_test, [[1, -1, -1, 1], [0, -1, -1, -1]])
-    assert "1 values of column size are beyond its bounds" in caplog.text
+    assert "column size has values beyond its bounds (1)" in caplog.text
     assert "1 values of column colour are no category of it" in caplog.text
 
 

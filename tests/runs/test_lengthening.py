@@ -1,6 +1,7 @@
 """``--resume RUN algorithm.rounds=N``: the bits of a run of N rounds, or a reason."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.experiment import config as configs
 from privssl.runs import round_loop
 from tests.support.command_line import PLAIN, assert_refused, command, tree
+from tests.support.product import ROOT
 
 FEDAVG = """\
 data: {name: toy, labelled: 40}
@@ -98,6 +100,8 @@ def test_what_cannot_be_lengthened_is_refused_with_the_reason(tmp_path: Path) ->
         refused = command("--resume", folder, "algorithm.rounds=3", "--quiet")
         assert_refused(refused, "algorithm.rounds is 3 here, but 2 there", said)
         assert tree(folder) == before
+    other = command("--resume", private, "algorithm.rounds=3", "run.seed=9", "--quiet")
+    assert_refused(other, "belongs to another config: run.seed is 9 here")
 
 
 def test_fewer_rounds_and_other_changes_are_refused_as_ever(tmp_path: Path) -> None:
@@ -122,3 +126,10 @@ def test_methods_whose_rounds_know_their_number_cannot_be_lengthened() -> None:
         *("fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "server_sl", "fedavg"),
         *("fedprox", "feddyn", "lg_fedavg", "heterofl"),
     }
+
+
+def test_the_page_names_the_methods_that_can_be_lengthened() -> None:
+    page = (ROOT / "docs" / "run_folder.md").read_text(encoding="utf-8")
+    [sentence] = re.findall(r"^- Runs of (.*?) can be lengthened", page, re.MULTILINE | re.DOTALL)
+    able = {name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened}
+    assert set(re.findall(r"`(\w+)`", sentence)) == able

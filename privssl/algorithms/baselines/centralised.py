@@ -58,7 +58,7 @@ class TeacherUpdate(Message):
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class CentralisedSettings(LocalTrainingSettings):
-    """Settings of every method here and of ReMixMatch."""
+    """Settings of Pi-Model, Mean Teacher and ReMixMatch."""
 
     teacher_decay: Share = 0.999  # alpha, per step; of the average that is released
     ramp_up: Count = 80  # rounds until the losses of unlabelled rows have their weight; Laine, Aila

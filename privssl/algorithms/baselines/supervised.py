@@ -9,11 +9,12 @@
     FedAvg: the mean, by rows held; under a plan      _Supervised.round, Federated.weigh; FedAvg
     FedProx: + mu / 2 |theta - theta_global|^2        run_sgd, squared_distance
     SemiFL's recipe: cosine, Nesterov, clipping       LocalTrainingSettings, run_sgd
-    static batch norm: statistics of labelled rows    _Supervised.round, labelled_statistics
+    static batch norm: statistics of labelled rows    with_statistics, labelled_statistics
 
-``LocalTrainingSettings`` is the one set of settings for these, FixMatch, UDA and FedSem: a
-difference in a table is the effect of the method. With a ``privacy`` section FedAvg's agents train
-by DP-SGD (Abadi et al., CCS 2016) under their own accounts; the section sets the local training.
+``LocalTrainingSettings`` is the one set of settings for these, for FixMatch, UDA and FedSem, and
+for all methods of docs/comparators.md: a difference in a table is the effect of the method. With a
+``privacy`` section FedAvg's agents train by DP-SGD (Abadi et al., CCS 2016) under their own
+accounts; the section sets the local training.
 
 Where labels may be: docs/placements.md. With ``labels-at-both`` the server trains first in a round,
 and agents start from its weights. No unlabelled row is read.
