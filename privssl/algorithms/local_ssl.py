@@ -3,6 +3,7 @@ config checks.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -74,7 +75,8 @@ class SelfTraining:
     local_steps: Positive = 20  # of every agent in every round
     batch_size: Positive = 32
     learning_rate: Rate = 2e-3  # of F; Adam's
-    augment: Literal["none", "weak", "mid", "strong"] = "strong"  # of the rows that F learns from
+    # Of the rows that F learns from. Images of things: crop, or fixmatch (RandAugment)
+    augment: Literal["none", "weak", "mid", "strong", "crop", "fixmatch"] = "strong"
     flip: bool = False  # mirror images left to right: objects yes, digits no
     sharpness: Annotated[float, Field(gt=1)] = 2.0  # Z of Eq. 2
     views: Positive = 2  # K: augmented views whose mean prediction is the pseudo-label
@@ -84,6 +86,10 @@ class SelfTraining:
     def augmentation(self, name: str = "") -> View:
         """The named augmentation (default: of F's rows), with mirroring as configured."""
         return View(name or self.augment, self.flip)
+
+    def mild_view(self, usual: str) -> View:
+        """``usual``, which turns an image as digits may be turned; of images of things a shift."""
+        return self.augmentation("crop" if self.augment in ("crop", "fixmatch") else usual)
 
     def decay(self, round_number: int) -> float:
         """Decay of the teacher after a round: small at first, when F is nearly untrained."""
@@ -102,7 +108,7 @@ class SelfTraining:
     ) -> Tensor:
         """The same of rows (N, *shape) in [-1, 1] on the device of a step."""
         return guess_labels(
-            teacher.eval(), x, augment=self.augmentation("weak"), views=self.views,
+            teacher.eval(), x, augment=self.mild_view("weak"), views=self.views,
             sharpness=self.sharpness, rng=ctx.rng(purpose),
         )  # fmt: skip
 
@@ -118,12 +124,16 @@ class ClassifierTraining(SelfTraining):
     # further apart than under sgd (docs/fedssl.md). Its learning_rate is about ten times as large
     optimiser: Literal["adam", "sgd"] = "adam"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd; starts anew at every visit
+    schedule: Literal["constant", "cosine"] = "constant"  # cosine: half of one over all rounds
 
-    def stepping(self, F: nn.Module) -> local_training.Group:
-        """The optimiser of F at an agent."""
+    def stepping(self, F: nn.Module, round_number: int) -> local_training.Group:
+        """The optimiser of F at an agent in a round, counted from 1."""
+        rate = self.learning_rate
+        if self.schedule == "cosine":
+            rate *= (1 + math.cos(math.pi * (round_number - 1) / self.rounds)) / 2
         if self.optimiser == "sgd":
-            return local_training.SGDGroup(F, self.learning_rate, self.momentum)
-        return local_training.AdamGroup(F, self.learning_rate, (0.9, 0.99))
+            return local_training.SGDGroup(F, rate, self.momentum)
+        return local_training.AdamGroup(F, rate, (0.9, 0.99))
 
 
 # Config checks ------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
         "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
         "soft_labels": None, "mix_rows": None, "mix_drawn": None, "mix_view": None,
-        "server_first": None, "schedule": "factor", "nesterov": False, "clip_gradients": None,
+        "server_first": None, "schedule": ("factor", "constant"), "nesterov": False,
+        "clip_gradients": None,
         "trains": "drawn", "local_player": "remembered", "labelled_by": "global",
         "decay_on": None, "inter_client_rows": None, "decomposition": True,
         "measure_labelled": False, "refresh_helpers": None, "sparse_messages": None,
@@ -40,7 +41,7 @@ def forget_later_keys(sections: Mapping[str, dict[str, Any] | None]) -> None:
     for name, keys in _LATER.items():
         for key, usual in keys.items():
             section = sections[name] or {}
-            if key in section and section[key] == usual:
+            if key in section and section[key] in (usual if isinstance(usual, tuple) else (usual,)):
                 del section[key]
     algorithm = sections["algorithm"]
     if algorithm and algorithm.get("profile") == "fedmatch-release":

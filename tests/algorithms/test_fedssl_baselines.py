@@ -12,6 +12,7 @@ from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest
 from privssl.algorithms.local_ssl import ClassifierTraining, ModelUpdate, average_groups, one_hot
 from privssl.core.agents import AgentRef, LabelledRows
 from privssl.core.messages import Declined, Reply
+from privssl.data.augmentations import View
 from tests.support.toy_worlds import Overheard, federated_data, make, play, same_bits
 
 # Line 9 of Algorithm 1 ----------------------------------------------------------------------
@@ -72,6 +73,28 @@ def test_the_teacher_forgets_the_untrained_classifier_within_a_few_rounds() -> N
     # (1 + r) / (5 + r): 2/6, 3/7, ... until it passes 0.8 at r = 15
     decays = [training.decay(number) for number in (1, 2, 14, 15, 100)]
     assert decays == pytest.approx([2 / 6, 3 / 7, 15 / 19, 0.8, 0.8])
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "sgd"])
+def test_a_cosine_takes_the_rate_down_over_all_rounds(optimiser: Literal["adam", "sgd"]) -> None:
+    def rates(schedule: Literal["constant", "cosine"]) -> list[float]:
+        training = ClassifierTraining(
+            rounds=4, learning_rate=0.1, optimiser=optimiser, schedule=schedule
+        )
+        return [training.stepping(torch.nn.Linear(1, 1), number).learning_rate for number in (1, 3)]
+
+    assert rates("constant") == [0.1, 0.1]
+    assert rates("cosine") == pytest.approx([0.1, 0.05])  # (1 + cos 0) / 2, (1 + cos 90) / 2
+
+
+@pytest.mark.parametrize(
+    ("augment", "mild"),
+    [("strong", "mid"), ("weak", "mid"), ("crop", "crop"), ("fixmatch", "crop")],
+)
+def test_images_of_things_are_shifted_and_not_turned(
+    augment: Literal["strong", "weak", "crop", "fixmatch"], mild: str
+) -> None:
+    assert ClassifierTraining(augment=augment, flip=True).mild_view("mid") == View(mild, True)
 
 
 # The three ----------------------------------------------------------------------------------

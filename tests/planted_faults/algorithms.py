@@ -327,6 +327,11 @@ FAULTS: tuple[Fault, ...] = (
         (IN_BASELINES + "the_two_groups_are_averaged_as_configured",),
     ),
     Fault(
+        "FedSSL and its baselines: a cosine that takes the rate down twice as fast",
+        ((LOCAL, "math.cos(math.pi * (round_number", "math.cos(2 * math.pi * (round_number"),),
+        (IN_BASELINES + "a_cosine_takes_the_rate_down_over_all_rounds",),
+    ),
+    Fault(
         "FedSSL, Eq. 2: guesses are made less decided",
         (
             (

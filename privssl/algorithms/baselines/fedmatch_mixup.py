@@ -165,7 +165,9 @@ class FedMatchMixup(_FedSSLBaseline):
         if not helpers:
             return super()._train(x, p, agent, msg, ctx, group)
         F = self.load_classifier(msg.F, ctx)
-        optimiser = local_training.LocalOptimiser({"F": self.cfg.stepping(F)}, agent.memory, group)
+        optimiser = local_training.LocalOptimiser(
+            {"F": self.cfg.stepping(F, ctx.round)}, agent.memory, group
+        )
         plain, rng = local_training.network_input(x, ctx.device), ctx.rng("mixup")
         seen = self.cfg.augmentation()(plain, ctx.rng("augment F"))
 

@@ -130,7 +130,9 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
         ctx: Context, group: str,
     ) -> ModelUpdate:  # fmt: skip
         F = self.load_classifier(msg.F, ctx)
-        optimiser = local_training.LocalOptimiser({"F": self.cfg.stepping(F)}, agent.memory, group)
+        optimiser = local_training.LocalOptimiser(
+            {"F": self.cfg.stepping(F, ctx.round)}, agent.memory, group
+        )
         real, rng = local_training.network_input(x, ctx.device), ctx.rng("mixup")
         seen = self.cfg.augmentation()(real, ctx.rng("augment F"))
 

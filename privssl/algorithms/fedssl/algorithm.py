@@ -329,7 +329,7 @@ class FedSSL(Algorithm[FedSSLState]):
         nets = self._load_networks(msg, ctx)
         rates = self.cfg.generator_learning_rate, self.cfg.discriminator_learning_rate
         how: dict[str, local_training.Group] = {
-            "F": self.cfg.stepping(nets["F"]),
+            "F": self.cfg.stepping(nets["F"], ctx.round),
             "G": local_training.AdamGroup(nets["G"], rates[0], (0.5, 0.99)),
             "D": local_training.AdamGroup(nets["D"], rates[1], (0.5, 0.99)),
         }

@@ -106,7 +106,7 @@ def draw_mixing(
         learned, p_strong = real.clone(), p1.clone()
         learned[places], p_strong[places] = synthetic.rows, synthetic.labels
     target = torch.randint(classes, (rows,), generator=ctx.rng("classes"))
-    mild = cfg.augmentation("none" if cfg.augment == "none" else "mid")
+    mild = cfg.mild_view("none" if cfg.augment == "none" else "mid")
     return Mixing(
         strong=cfg.augmentation()(learned, ctx.rng("augment F")),
         mild=mild(real, ctx.rng("augment G")),
