@@ -176,7 +176,7 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
             raise DataError(f"{path} cannot be read as an NPY file: {reason}") from None
     wanted = ", or ".join(" and ".join(names) for names in choices)
     every = {name for names in choices for name in names}
-    found = _open(path, (), every, others_matter=False, wanted=wanted)
+    found = _open(path, (), every, others_matter=False, instead=wanted)
     for names in choices:
         if set(names) <= found.keys():
             return [found[name] for name in names]
@@ -225,7 +225,7 @@ def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
 
 def _open(
     path: Path, names: Sequence[str], optional: Collection[str] | None = None, *,
-    others_matter: bool = True, wanted: str = "",
+    others_matter: bool = True, instead: str = "",
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Arrays of an NPZ file.
 
@@ -233,14 +233,14 @@ def _open(
         names: required ones.
         optional: read if present; others are warned of. None: others are ignored.
         others_matter: whether others are warned of.
-        wanted: what a single array should be instead, where no name is required.
+        instead: what a single array should be instead, where no name is required.
     """
     try:
         with path.open("rb") as stream:  # NumPy leaves a damaged file open
             file = np.load(stream, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise DataError(
-                    f"{path} is a single array. Save {wanted or ', '.join(names)} with "
+                    f"{path} is a single array. Save {instead or ', '.join(names)} with "
                     "numpy.savez_compressed"
                 )
             missing = [name for name in names if name not in file.files]
