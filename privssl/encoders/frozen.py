@@ -75,6 +75,8 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
     known = cache.read(set(names), found.shape[1:])
     missing = list({name: place for place, name in enumerate(names) if name not in known}.values())
     if missing:
+        if not isinstance(rows, Tensor):  # texts of one length have little padding
+            missing.sort(key=lambda place: len(rows[place]))
         log.info("%s encodes %d of %d rows, once", encoder.name, len(missing), len(rows))
         per_block = max(1, BLOCK_BYTES // (2 * math.prod(encoder.shape)))
         with _progress() as bar:

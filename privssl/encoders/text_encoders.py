@@ -1,15 +1,18 @@
 """Encoders of texts: MiniLM and other BERT-like models, as sequences of 40 tokens.
 
 A text has a vector for each of its first 40 tokens, and zeros after its last. MiniLM's are divided
-by a constant, so that their numbers are of about 1.
+by a constant, so that their numbers are of about 1. ``minilm_tweets`` is one vector: the means of a
+text's tokens in three layers. Inner layers of a network that compares meanings say more of tone.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from privssl.core.rows import pooled
 from privssl.encoders.frozen import Encoder, Rows, checksum_of
@@ -26,13 +29,16 @@ MINILM = (
 CHOOSE_CODE = ("auto_map", "implementation", "use_kernels", "kernel_config", "quantization_config")
 #: What numbers are divided by: about their root mean square.
 SCALES = {"tokens": 0.5, "words": 0.05}
+FORMS = {"minilm_mean": "mean", "minilm_words": "words", "minilm_tweets": "tweets"}
+#: Of ``minilm_tweets``: embeddings, the fourth and the last of six layers. Chosen on training rows.
+LAYERS = (0, 4, 6)
 
 
 def open_text_encoder(name: str) -> Encoder:
     """An encoder of texts, see ``encoders.open_encoder``."""
     prefix, _, rest = name.partition(":")
     folder = Path(rest).expanduser() if prefix == "huggingface" else _minilm_folder(name)
-    form = {"minilm_mean": "mean", "minilm_words": "words"}.get(name, "tokens")
+    form = FORMS.get(name, "tokens")
     files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
     if absent := [file.name for file in files if not file.is_file()]:
         raise DataError(
@@ -40,13 +46,16 @@ def open_text_encoder(name: str) -> Encoder:
             "Hugging Face model that was saved with safetensors and a fast tokenizer"
         )
     features = _hidden_size(files[0])
-    shape = (features,) if form == "mean" else (LENGTH, features)
+    vectors = {"mean": (features,), "tweets": (len(LAYERS) * features,)}
+    shape = vectors.get(form, (LENGTH, features))
     about = MINILM if prefix != "huggingface" else f"the data of {folder.name}, see its publisher"
 
     def build() -> Callable[[Rows], Tensor]:
         return _build(name, folder, form)
 
-    steps = {"form": form, "length": LENGTH, "scales": SCALES, "version": 1}
+    steps: dict[str, object] = {"form": form, "length": LENGTH, "scales": SCALES, "version": 1}
+    if form == "tweets":
+        steps["layers"] = LAYERS
     checksum = checksum_of(files, steps)
     cached = form != "words"
     return Encoder(name, shape, checksum, about, 32, build, cached=cached, takes="texts")
@@ -105,20 +114,41 @@ def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
 
     def run(texts: Any) -> Tensor:
         special = form != "words"
-        found = tokenizer.encode_batch(
-            [text[:LONGEST] for text in texts], add_special_tokens=special
-        )
+        texts = [text[:LONGEST] for text in texts]
+        if form == "tweets":
+            texts = [plain_tweet(text) for text in texts]
+        found = tokenizer.encode_batch(texts, add_special_tokens=special)
         tokens = [one.ids for one in found]
         if not special:
             return torch.stack([padded(words[ids] / SCALES["words"]) for ids in tokens])
-        rows = _contextual(network, tokens, narrow)
+        states, there = _hidden_states(network, tokens, narrow)
+        if form == "tweets":
+            means = [(states[layer] * there).sum(dim=1) / there.sum(dim=1) for layer in LAYERS]
+            return torch.cat([layer_norm(mean, mean.shape[1:]) for mean in means], dim=1)
+        last = states[-1] * there / SCALES["tokens"]
+        rows = torch.stack([padded(one) for one in last])
         return pooled(rows) if form == "mean" else rows
 
     return run
 
 
-def _contextual(network: Any, tokens: Sequence[Sequence[int]], narrow: bool) -> Tensor:
-    """The last hidden states of texts (B, 40, features), zeros after a text's last token."""
+def plain_tweet(text: str) -> str:
+    """A tweet without names of users and links; letters come at most twice in a row.
+
+    Go, Bhayani and Huang 2009, section 3.2. Differs from it: names and links have no token.
+
+    >>> plain_tweet("@ann sooooo good http://t.co/x me@home")
+    'soo good me@home'
+    """
+    text = re.sub(r"(?<!\w)@\w+|(?<!\w)(?:https?://|www\.)\S+", " ", text)
+    return " ".join(re.sub(r"([^\W\d])\1{2,}", r"\1\1", text).split())
+
+
+def _hidden_states(
+    network: Any, tokens: Sequence[Sequence[int]], narrow: bool
+) -> tuple[list[Tensor], Tensor]:
+    """The states of texts in all layers, (B, longest, features) each, and 1 at places of tokens,
+    0 after a text's last (B, longest, 1)."""
     longest = max(map(len, tokens))
     ids = torch.zeros(len(tokens), longest, dtype=torch.long)
     there = torch.zeros_like(ids)
@@ -126,9 +156,8 @@ def _contextual(network: Any, tokens: Sequence[Sequence[int]], narrow: bool) -> 
         ids[row, : len(one)] = torch.tensor(one)
         there[row, : len(one)] = 1
     with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-        states = network(input_ids=ids, attention_mask=there).last_hidden_state.float()
-    states = states * there[:, :, None] / SCALES["tokens"]
-    return torch.stack([padded(one) for one in states])
+        found = network(input_ids=ids, attention_mask=there, output_hidden_states=True)
+    return [state.float() for state in found.hidden_states], there[:, :, None].float()
 
 
 def padded(row: Tensor) -> Tensor:

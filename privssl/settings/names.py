@@ -28,7 +28,8 @@ PARTITIONS = (
     "imbalanced",
 )  # fmt: skip
 IMAGE_ENCODERS = ("efficientnet_lite0",)
-TEXT_ENCODERS = ("minilm", "minilm_mean", "minilm_words")
+TEXT_VECTORS = ("minilm_mean", "minilm_tweets")  # the others give sequences
+TEXT_ENCODERS = ("minilm", "minilm_words", *TEXT_VECTORS)
 ENCODER_PREFIXES = ("torchvision", "timm", "huggingface")
 TRACKERS = ("wandb", "mlflow")
 

