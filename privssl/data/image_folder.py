@@ -244,7 +244,7 @@ def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and not path.is_symlink():
         return DataError(f"{path}: no such file")
     return DataError(f"{path} cannot be read as an image: {error}. Replace or remove it")
 

@@ -256,11 +256,9 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
     yield from algorithms[name].problems(config)
     if config.data.labels == "labels-at-both":
         if name not in LABELS_AT_BOTH:
-            yield Problem(
-                "data.labels",
-                f"labels-at-both, but {name} has no round in which a server and agents learn from "
-                f"labels. Set algorithm.name: {either(LABELS_AT_BOTH)}, or another data.labels",
-            )
+            text = f"labels-at-both, but {name} has no round in which a server and agents learn "
+            advice = f"from labels. Set algorithm.name: {either(LABELS_AT_BOTH)}, or data.labels"
+            yield Problem("data.labels", text + advice)
         if config.privacy is not None:
             yield Problem("data.labels", "labels-at-both is not offered with privacy. Set support")
     if config.privacy is not None and not algorithms[name].can_be_private:

@@ -98,7 +98,7 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
             raise PrivacyError(
                 f"no test row has class {dataset.classes - 1}, the largest in the training rows: "
                 "the number of outputs would be released from private labels, without noise. Give "
-                "a test row of that class, or the classes' names (class_names)"
+                "a test row of that class (with Dataset.from_arrays: or class_names)"
             )
         return
     if dataset.table == "measured":

@@ -71,12 +71,12 @@ def said(words: str, texts: list[str]) -> bool:
 
 HALF = np.random.default_rng(1).random((20, 8, 8))
 TEST_ROWS: dict[str, tuple[dict[str, Any], str]] = {
-    "a single test row": ({"x_test": HALF[:1], "y_test": [0]}, "there is a single test row"),
+    "a single test row": ({"x_test": HALF[:1], "y_test": [1]}, "there is a single test row"),
     "equal test rows": ({"x_test": np.tile(HALF[:1], (20, 1, 1))}, "all 20 test rows are equal"),
-    "one class": ({"y_test": np.zeros(20, int)}, "all 20 test rows are of class 0"),
+    "one class": ({"y_test": np.ones(20, int)}, "all 20 test rows are of class 1"),
     "a class without test rows": (
-        {"y_train": np.arange(40) % 3},
-        "1 of 3 classes have no test row (2)",
+        {"y_train": np.arange(40) % 3, "y_test": np.arange(20) % 2 * 2},
+        "1 of 3 classes have no test row (1)",
     ),
 }
 

@@ -55,6 +55,7 @@ def without(case: str) -> MissingReplyPolicy:
 STEPS = [(name, step) for name, kind in ALGORITHMS.items() for step in sorted(steps_of(kind))]
 # server_sl asks nobody but the labelled server, which is no site, and supervise no query agent.
 NOBODY = [("server_sl", "labelled_pass"), ("supervise", "query_pass")]
+NOBODY += [pair for pair in STEPS if pair[1] == "server_pass"]
 WALKED = [pair for pair in STEPS if pair not in NOBODY] + [
     ("fedssl, one after the other", "support_pass")
 ]

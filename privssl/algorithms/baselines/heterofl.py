@@ -78,7 +78,9 @@ class HeteroFL(Averaged):
 
     Config = HeteroFLConfig
     missing_reply_policy = MissingReplyPolicy(
-        quorum=(*Averaged.missing_reply_policy.quorum, "level_pass")
+        quorum=(*Averaged.missing_reply_policy.quorum, "level_pass"),
+        needed=Averaged.missing_reply_policy.needed,
+        needed_because=Averaged.missing_reply_policy.needed_because,
     )
     cfg: HeteroFLConfig
 

@@ -80,7 +80,9 @@ class LGFedAvg(Averaged):
 
     Config = LGFedAvgConfig
     missing_reply_policy = MissingReplyPolicy(
-        quorum=(*Averaged.missing_reply_policy.quorum, "keep_pass", "local_pass")
+        quorum=(*Averaged.missing_reply_policy.quorum, "keep_pass", "local_pass"),
+        needed=Averaged.missing_reply_policy.needed,
+        needed_because=Averaged.missing_reply_policy.needed_because,
     )
     cfg: LGFedAvgConfig
 

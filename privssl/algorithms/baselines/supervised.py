@@ -182,6 +182,10 @@ class ServerSL(_Supervised):
 class Averaged(_Supervised):
     """Several agents hold labels, and with ``labels-at-both`` the server too."""
 
+    missing_reply_policy = MissingReplyPolicy(
+        quorum=("labelled_pass", "labelled_statistics"),
+        needed=("server_pass",), needed_because="The server is always there",
+    )  # fmt: skip
     cfg: Federated
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
