@@ -279,7 +279,7 @@ def test_the_committed_pages_are_those_of_the_committed_store() -> None:
 
 
 def test_the_control_a_changed_entry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = next((ROOT / "results").glob("*/*/*.json"))
+    first = min((ROOT / "results").glob("*/*/0.json"))
     real = Store.read
 
     def read(self: Store, cell: Any, seed: int) -> Any:
