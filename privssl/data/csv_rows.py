@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from privssl.data.npz import NO_LABEL, Arrays, Scale
+from privssl.data.npz import NO_LABEL, Arrays, Scale, refuse_unprintable
 from privssl.errors import DataError
 
 log = logging.getLogger("privssl")
@@ -209,11 +209,7 @@ def _class_names(train: Part) -> tuple[str, ...]:
     names = sorted(set(train.labels) - {""})
     if len(names) < 2:
         raise DataError(f"{train.path} has {len(names)} classes in its label column. Give two")
-    if odd := [name for name in names if not name.isprintable()]:
-        raise DataError(
-            f"{train.path}: the class {odd[0]!a:.60} has line breaks, or other characters that "
-            "cannot be printed, and class names are written to files. Rename it"
-        )
+    refuse_unprintable(train.path, names)
     return tuple(sorted(names, key=int) if all(n.isdecimal() for n in names) else names)
 
 

@@ -111,12 +111,17 @@ def check_arrays(
     return with_unlabelled(arrays, parts[UNLABELLED]) if UNLABELLED in parts else arrays
 
 
-def _check_names(path: object, names: tuple[str, ...], classes: int) -> None:
+def refuse_unprintable(path: object, names: Sequence[str]) -> None:
+    """Raise DataError for a class name that could begin a line of its own in a file."""
     if odd := [name for name in names if not name.isprintable()]:
         raise DataError(
             f"{path}: the class name {odd[0]!a:.60} has line breaks, or other characters that "
             "cannot be printed, and class names are written to files. Rename it"
         )
+
+
+def _check_names(path: object, names: tuple[str, ...], classes: int) -> None:
+    refuse_unprintable(path, names)
     if len(names) < classes or len(set(names)) < len(names):
         raise DataError(
             f"{path}: class_names has {len(names)} names, {len(set(names))} of them different, and "

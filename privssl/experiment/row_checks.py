@@ -15,11 +15,9 @@ from privssl.settings.error_messages import either
 from privssl.settings.names import is_outside
 from privssl.settings.schema import Problem
 
-#: Data sets whose classes are published, or folders that test rows have as well.
-_KNOWN_CLASSES = (
-    "digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "toy", "sent140",
-)  # fmt: skip
 IMAGE_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "toy")
+#: Their classes are published, or folders that test rows have as well.
+_KNOWN_CLASSES = (*IMAGE_SETS, "sent140")
 
 
 def kind_in(config: Any) -> RowKind | None:

@@ -17,12 +17,8 @@ from torch.testing import assert_close
 
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.baselines.fixmatch_uda import UDAConfig, training_signal_annealing
-from privssl.algorithms.baselines.supervised import (
-    LocalTrainingSettings,
-    ProximalRequest,
-    run_sgd,
-    squared_distance,
-)
+from privssl.algorithms.baselines.local_settings import LocalTrainingSettings
+from privssl.algorithms.baselines.supervised import ProximalRequest, run_sgd, squared_distance
 from privssl.algorithms.local_ssl import can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.messages import Ack

@@ -23,11 +23,8 @@ from privssl.algorithms.baselines.heterofl import (
     put_together,
 )
 from privssl.algorithms.baselines.lg_fedavg import LGFedAvg, LGRequest, LGUpdate, split_layers
-from privssl.algorithms.baselines.supervised import (
-    LocalTrainingSettings,
-    ProximalRequest,
-    run_sgd,
-)
+from privssl.algorithms.baselines.local_settings import LocalTrainingSettings
+from privssl.algorithms.baselines.supervised import ProximalRequest, run_sgd
 from privssl.algorithms.local_ssl import ModelUpdate
 from privssl.core.agents import Agent, LabelledRows
 from privssl.core.messages import Declined, MessageError

@@ -4,7 +4,7 @@ Their papers train where labelled and unlabelled rows are together, as upper bou
 methods do: one mixed agent (``data.labels: labels-at-client``, ``agents.mixed: 1``). Several agents
 train side by side, each on the rows that it has, and are averaged by their number of rows.
 
-Training: ``supervised.LocalTrainingSettings``, the same as FixMatch's and UDA's. Differs from the
+Training: ``LocalTrainingSettings``, the same as FixMatch's and UDA's. Differs from the
 papers: SGD, whose momentum starts anew in every round, for Adam.
 """
 
@@ -19,11 +19,8 @@ from torch import Tensor, nn
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest
-from privssl.algorithms.baselines.supervised import (
-    LocalTrainingSettings,
-    ProximalRequest,
-    run_sgd,
-)
+from privssl.algorithms.baselines.local_settings import LocalTrainingSettings
+from privssl.algorithms.baselines.supervised import ProximalRequest, run_sgd
 from privssl.algorithms.local_ssl import (
     Share,
     TeacherState,

@@ -22,9 +22,9 @@ import pydantic.dataclasses
 import torch
 from torch import Tensor
 
+from privssl.algorithms.baselines.local_settings import Federated
 from privssl.algorithms.baselines.supervised import (
     Averaged,
-    Federated,
     ProximalRequest,
     labelled_losses,
     run_sgd,

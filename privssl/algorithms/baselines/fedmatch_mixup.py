@@ -1,15 +1,12 @@
 """FedMatch as FedSSL's paper compares with it: L-MixUp, and agents that agree with each other.
 
-Fan, Hu, Huang (IJCAI 2022), section 5.3, say no more than: "Fed-Match performs both L-MixUp and
-divergence minimization across all agents, which forms the strongest baseline". Read here as
-MixMatch with FedMatch's inter-client consistency (Jeong et al., ICLR 2021):
+Fan, Hu, Huang (IJCAI 2022), section 5.3: it "performs both L-MixUp and divergence minimization
+across all agents". Read here as MixMatch with Jeong et al.'s (ICLR 2021) inter-client consistency:
 
-    FedSSL's paper                            here
-    L-MixUp, Eq. 3, at every agent            local_mixup, as MixMatch
-    divergence minimization ...               helper_divergence: Jeong et al., Eq. 1
-    ... across all agents                     FedMatchMixup._train, at support and query agents
-    Jeong et al., 3.1: helpers                round, fedmatch/helper_agents.py
-    Eq. 1: 1/H sum_j KL[p_j(y|u) || p(y|u)]   of rows that are neither mixed nor augmented
+    L-MixUp, Eq. 3, at every agent              local_mixup, as MixMatch
+    divergence minimization, at every agent     FedMatchMixup._train, of rows as they are
+    Jeong et al., 3.1: helpers                  round, fedmatch/helper_agents.py
+    Eq. 1: 1/H sum_j KL[p_j(y|u) || p(y|u)]     helper_divergence
 
 Everything else is as in MixMatch. Pseudo-labels are the teacher's (Eq. 2), not votes. Differs from
 Jeong et al.: (1) no sigma and psi: one set of weights; (2) helpers are chosen anew in every round.
@@ -190,16 +187,12 @@ class FedMatchMixup(_FedSSLBaseline):
 
 
 def agreement_loss(fields: Mapping[str, Tensor], weight: float, *, F: FunctionalModule) -> Tensor:
-    """Cross-entropy of mixes ``x`` with labels ``p``, and ``weight`` times the divergence of rows
-    ``plain`` from ``helpers``: a mean over rows, in one forward pass."""
+    """Mean over rows: cross-entropy of mixes ``x``, ``p``, and ``weight`` times the divergence."""
     mixed, plain = F(torch.cat([fields["x"], fields["plain"]])).chunk(2)
     apart = helper_divergence(fields["helpers"], plain)
     return (soft_cross_entropy(mixed, fields["p"]) + weight * apart).mean()
 
 
 def helper_divergence(helpers: Tensor, logits: Tensor) -> Tensor:
-    """1/H sum_j KL[h_j || softmax(logits)] of each row (B,): Jeong et al., Eq. 1.
-
-    Probabilities h_j (B, H, C) of H >= 1 helpers, logits (B, C) of the agent that learns.
-    """
+    """1/H sum_j KL[h_j || softmax(logits)] (B,): helpers' h (B, H, C), logits (B, C); Eq. 1."""
     return divergence(helpers, logits[:, None]).mean(dim=1)

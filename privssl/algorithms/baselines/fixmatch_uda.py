@@ -31,14 +31,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from privssl.algorithms.baselines.local_settings import Streamed
 from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
-from privssl.algorithms.baselines.supervised import Streamed
-from privssl.algorithms.local_ssl import (
-    Amount,
-    Share,
-    can_learn_from,
-    predict,
-)
+from privssl.algorithms.local_ssl import Amount, Share, can_learn_from, predict
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
 from privssl.data.augmentations import StrongName, StrongViews

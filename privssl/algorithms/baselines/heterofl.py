@@ -34,10 +34,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from privssl.algorithms.base import MissingReplyPolicy
+from privssl.algorithms.baselines.local_settings import Federated
 from privssl.algorithms.baselines.supervised import (
     Averaged,
-    Federated,
     ProximalRequest,
     SupervisedState,
     labelled_losses,
@@ -77,10 +76,9 @@ class HeteroFL(Averaged):
     """FedAvg of networks of several widths."""
 
     Config = HeteroFLConfig
-    missing_reply_policy = MissingReplyPolicy(
+    missing_reply_policy = dataclasses.replace(
+        Averaged.missing_reply_policy,
         quorum=(*Averaged.missing_reply_policy.quorum, "level_pass"),
-        needed=Averaged.missing_reply_policy.needed,
-        needed_because=Averaged.missing_reply_policy.needed_because,
     )
     cfg: HeteroFLConfig
 

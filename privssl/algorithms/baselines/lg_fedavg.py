@@ -23,10 +23,9 @@ from typing import Any, Literal, final
 
 import pydantic.dataclasses
 
-from privssl.algorithms.base import MissingReplyPolicy
+from privssl.algorithms.baselines.local_settings import Federated
 from privssl.algorithms.baselines.supervised import (
     Averaged,
-    Federated,
     ProximalRequest,
     SupervisedState,
     labelled_losses,
@@ -79,10 +78,9 @@ class LGFedAvg(Averaged):
     """FedAvg of some layers; the others stay."""
 
     Config = LGFedAvgConfig
-    missing_reply_policy = MissingReplyPolicy(
+    missing_reply_policy = dataclasses.replace(
+        Averaged.missing_reply_policy,
         quorum=(*Averaged.missing_reply_policy.quorum, "keep_pass", "local_pass"),
-        needed=Averaged.missing_reply_policy.needed,
-        needed_because=Averaged.missing_reply_policy.needed_because,
     )
     cfg: LGFedAvgConfig
 

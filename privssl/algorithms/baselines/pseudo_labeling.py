@@ -15,7 +15,7 @@ at support agents (ours). Each of these trains as the server would, and query ag
 mean of their weights. With labels at clients all train at once, in one average; an agent that lacks
 one kind of rows has the other term alone.
 
-Local training: ``supervised.LocalTrainingSettings``. Differs from the papers, beside what
+Local training: ``LocalTrainingSettings``. Differs from the papers, beside what
 supervised.py says: (1) An agent with nothing to learn sends its weights back unchanged. So the
 share of the others does not grow. (2) FedSem labels in evaluation mode, and its last round counts.
 The authors of FedTriNet label with dropout and choose a round on test rows; their paper lets the
@@ -33,13 +33,8 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
-from privssl.algorithms.baselines.supervised import (
-    Proximal,
-    ProximalRequest,
-    Streamed,
-    labelled_losses,
-    run_sgd,
-)
+from privssl.algorithms.baselines.local_settings import Proximal, Streamed
+from privssl.algorithms.baselines.supervised import ProximalRequest, labelled_losses, run_sgd
 from privssl.algorithms.local_ssl import (
     ModelUpdate,
     average_over,

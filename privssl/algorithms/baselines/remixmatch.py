@@ -29,10 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from privssl.algorithms.baselines.centralised import Centralised, CentralisedSettings
-from privssl.algorithms.local_ssl import (
-    Amount,
-    can_learn_from,
-)
+from privssl.algorithms.local_ssl import Amount, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
 from privssl.data.augmentations import StrongName, StrongViews

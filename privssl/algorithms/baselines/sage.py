@@ -30,11 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
-from privssl.algorithms.local_ssl import (
-    Amount,
-    Share,
-    can_learn_from,
-)
+from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context, Task
 from privssl.data.augmentations import StrongName, StrongViews

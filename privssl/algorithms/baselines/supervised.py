@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from accounting.errors import BudgetExhausted
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.baselines import dp_classifier
-from privssl.algorithms.baselines.local_settings import Federated as Federated
 from privssl.algorithms.baselines.local_settings import (
-    LocalTrainingSettings as LocalTrainingSettings,
+    Federated,
+    LocalTrainingSettings,
+    Proximal,
+    Streamed,
 )
-from privssl.algorithms.baselines.local_settings import Proximal as Proximal
-from privssl.algorithms.baselines.local_settings import Streamed as Streamed
 from privssl.algorithms.local_ssl import (
     Amount,
     ModelState,

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from privssl.algorithms.fedmatch.sparse_updates import SparsityThresholds
-from privssl.algorithms.local_ssl import (
-    Amount,
-    Share,
-)
+from privssl.algorithms.local_ssl import Amount, Share
 from privssl.data.augmentations import StrongName, view
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 

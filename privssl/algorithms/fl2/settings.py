@@ -4,11 +4,8 @@ from typing import Literal
 
 import pydantic.dataclasses
 
-from privssl.algorithms.baselines.supervised import LocalTrainingSettings
-from privssl.algorithms.local_ssl import (
-    Amount,
-    Share,
-)
+from privssl.algorithms.baselines.local_settings import LocalTrainingSettings
+from privssl.algorithms.local_ssl import Amount, Share
 from privssl.data.augmentations import StrongName, StrongViews
 from privssl.settings.schema import Positive, Rate, strict
 
