@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import MissingReplyPolicy
 from privssl.errors import ConfigError
-from privssl.experiment.config import Config, config_hash, load_config, to_yaml
+from privssl.experiment.config import Config, config_hash, load_config, to_yaml, without_paths
 from privssl.settings.schema import Positive, Problem, Rate, strict
 
 
@@ -437,6 +437,19 @@ def test_paths_are_absolute_so_that_they_mean_the_same_elsewhere(
     assert load_config(run / "config.yaml", (), TABLE) == config
     # The control: a relative path is taken from where the command is.
     assert load_config(tmp_path / "a.yaml", (), TABLE).data.root == "/rows/my.npz"
+
+
+def test_what_trackers_get_of_a_config_names_no_folder_of_this_machine(write: Any) -> None:
+    text = SOUND + (
+        "data: {name: csv, root: /secret/rows, label: y, text: t,"
+        " encoder: 'huggingface:/secret/models/bert'}\n"
+        "model: {name: linear}\nrun: {output: /secret/run}\n"
+    )
+    config = load_config(write(text), (), TABLE)
+    assert "/secret/models" in to_yaml(config)  # the control
+    told = without_paths(config)
+    assert "secret" not in str(told)
+    assert told["data"]["encoder"] == "huggingface:bert"
 
 
 def test_the_config_of_a_run_of_an_older_version_keeps_its_checksum(write: Any) -> None:

@@ -36,6 +36,13 @@ FAULTS: tuple[Fault, ...] = (
         (IN_NETWORKS + "no_option_of_a_library_reads_or_downloads_a_file",),
     ),
     Fault(
+        "trackers get the folder of a text encoder",
+        (("privssl/experiment/config.py", "colon + Path(folder).name", "colon + folder"),),
+        (
+            "tests/experiment/test_config.py::test_what_trackers_get_of_a_config_names_no_folder_of_this_machine",
+        ),
+    ),
+    Fault(
         "config.yaml of a private run has a hash of its rows",
         (
             (

@@ -128,7 +128,7 @@ def test_fields_may_have_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
         ({"test": [("", 1, "red")]}, "line 2: the label is ''"),
         (
             {"train": [("a", 1, "red"), ("b\n## x", 1, "red")]},
-            r"the class 'b\\n## x' has line breaks",
+            r"the class name 'b\\n## x' has line breaks",
         ),
         ({"train": [("a", 1)]}, "line 2: 2 fields, and the first line has 3"),
         ({"train": []}, "has no rows"),
