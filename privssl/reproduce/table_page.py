@@ -208,6 +208,10 @@ def notes(of: Measurements) -> Iterator[Note]:
         )  # fmt: skip
     if any(entry["privacy"]["kind"] == "nominal" for entry in entries):
         yield "NOMINAL: the number of a scheme that guarantees nothing.", ()
+    precise = {entry["config"]["run"].get("precision", "float32") for entry in entries}
+    if "bfloat16" in precise:
+        some = "" if precise == {"bfloat16"} else " in some rows"
+        yield f"Networks compute in bfloat16{some}, of which no paper says anything.", ()
     yield from _splits(of)
     same = {
         f"{entry['column']}, {entry['row']} is {entry['same_run_as']}"

@@ -24,7 +24,7 @@ PRIVATE = FEDAVG.replace(", learning_rate_decay: 0.9, momentum: 0.9", "") + (
 )
 TEXTS = {"fedssl": PLAIN, "pseudo": PLAIN.replace("fedssl", "pseudo").replace(
     "  generator_width: 4\n", ""), "fedavg": FEDAVG}  # fmt: skip
-QUIET = ("--quiet", "run.workers=1", "run.images_every=1")  # the last round has pictures
+QUIET = ("--quiet", "run.workers=1", "run.images_every=2")  # the last round has pictures
 
 
 def trained(folder: Path, text: str, rounds: int) -> Path:

@@ -20,8 +20,8 @@ part in every round, beside the agents that are drawn.
 
 Differs from the paper: (1) lambda is 1, as none is given. (2) An agent that never trained has
 W for l, so that c is W. (3) Rows are in [-1, 1] and in their own size; the authors resize digits
-to 32x32. (4) No augmentation, as in the authors' code (``augment``). (5) T1, T2, E, batches and
-rates are the authors' code's. (6) Agents send the trained network. The algorithm box adds up
+to 32x32. (4) No augmentation, as in the authors' code (``augment``). (5) Rates
+and momentum are the authors' code's. (6) Agents send the trained network. The algorithm box adds up
 differences; that equals Eq. 1 only for differences from W, and phase 2 starts from c. Where
 the paper contradicts itself or its code, a setting has both readings: docs/fedtrinet.md.
 """
