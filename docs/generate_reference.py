@@ -293,7 +293,8 @@ with `# yaml-language-server: $schema=privssl.schema.json` as the first line of 
 `null` in the column "values" means that the key may be left out. The `algorithm` section:
 [FedSSL, FedSEAL, SemiFL, FedMatch, FedTriNet](config_algorithms.md);
 [label census and baselines](config_baselines.md); [FedDyn, LG-FedAvg, HeteroFL,
-FedRGD, SAGE, Pi-Model, Mean Teacher, ReMixMatch](config_comparators.md).
+FedRGD, (FL)^2, SAGE, Pi-Model, Mean Teacher, ReMixMatch](config_comparators.md).
+`empty` as a default stands for an empty text, list or mapping.
 """
 SECTION_TEXTS = {
     "run": "How a run is carried out. Only `seed`, `precision`, `device` and `batched_agents` "

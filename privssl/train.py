@@ -103,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--resume", type=Path, metavar="RUN_DIR",
-        help="continue the run in this folder from its last checkpoint, with the same config",
+        help="continue the run in this folder from its last checkpoint, with the same config; only "
+        "algorithm.rounds may be larger",
     )  # fmt: skip
     add_usual_flags(
         parser,

@@ -185,9 +185,9 @@ class AlexNetLike(nn.Module):
 class TriNetCNN(nn.Module):
     """FedTriNet's network for MNIST and Fashion-MNIST (Che et al. 2021, as in their code).
 
-    30,840 parameters at width 16, 1x32x32, 10 classes without norm. The paper names no layers. ``shallow``
-    has the two convolutions, ``deep`` the two linear layers, the halves of ``splice.splice``.
-    ``width`` scales 10/20/50 (16 keeps them).
+    30,840 parameters at width 16, 1x32x32, 10 classes without norm. The paper names no layers.
+    ``shallow`` has the two convolutions, ``deep`` the two linear layers, the halves of
+    ``splice.splice``. ``width`` scales 10/20/50 (16 keeps them).
 
     Dropout (half of the channels, half of the hidden units) draws from torch's global generator:
     train inside ``randomness.seeded``.

@@ -9,10 +9,10 @@ from privssl.reproduce.store import Kept
 from privssl.reproduce.tables import Cell, Order, Table
 
 #: Best first: a claim over several columns is as good as its worst answer.
-ANSWERS = ("holds in every seed", "holds in the mean only", "does not hold")
+ANSWERS = ("holds in every seed", "holds in one seed", "holds in the mean only", "does not hold")
 Answer = Literal[
-    "holds in every seed", "holds in the mean only", "does not hold", "not asked yet",
-    "cannot be asked",
+    "holds in every seed", "holds in one seed", "holds in the mean only", "does not hold",
+    "not tested yet", "cannot be tested",
 ]  # fmt: skip
 Found = Mapping[tuple[str, str], Kept]  # (row, column) -> what was measured
 
@@ -44,8 +44,8 @@ class Verdict:
         """The worst of all columns that were answered."""
         if self.answered:
             return max((one.answer for one in self.answered), key=ANSWERS.index)
-        not_yet = any(one.answer == "not asked yet" for one in self.asked)
-        return "not asked yet" if not_yet else "cannot be asked"
+        not_yet = any(one.answer == "not tested yet" for one in self.asked)
+        return "not tested yet" if not_yet else "cannot be tested"
 
     @property
     def in_short(self) -> str:
@@ -64,7 +64,7 @@ class Verdict:
         >>> Verdict("x", (one, Asked("b", "holds in every seed", "", False, False))).in_words()
         'does not hold in 1, holds in every seed in 1 of 2 columns'
         """
-        counts = dict.fromkeys((*reversed(ANSWERS), "not asked yet", "cannot be asked"), 0)
+        counts = dict.fromkeys((*reversed(ANSWERS), "not tested yet", "cannot be tested"), 0)
         for one in self.asked:
             counts[one.answer] += 1
         parts = [f"{answer} in {count}" for answer, count in counts.items() if count]
@@ -101,8 +101,8 @@ def _ask_column(
             return Asked(column, worst, f"{numbers}; n = {seeds}", reduced, old)
     missing = [row for row in rows if row not in kept and row not in never]
     if never:
-        return Asked(column, "cannot be asked", f"no {', '.join(never)}", reduced, old)
-    return Asked(column, "not asked yet", f"missing: {', '.join(missing)}", reduced, old)
+        return Asked(column, "cannot be tested", f"no {', '.join(never)}", reduced, old)
+    return Asked(column, "not tested yet", f"missing: {', '.join(missing)}", reduced, old)
 
 
 def _shared(of: Sequence[Kept]) -> list[int]:
@@ -117,7 +117,7 @@ def _compare(better: Kept, other: Kept) -> Answer:
         for seed in _shared([better, other])
     ]
     if pairs and all(ours > theirs for ours, theirs in pairs):
-        return "holds in every seed"
+        return "holds in every seed" if len(pairs) > 1 else "holds in one seed"
     means = [fmean(column) for column in zip(*pairs, strict=True)] or [better.mean, other.mean]
     return "holds in the mean only" if means[0] > means[1] else "does not hold"
 

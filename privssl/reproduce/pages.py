@@ -148,15 +148,15 @@ def _summary(of_tables: Sequence[Measurements]) -> dict[Path, str]:
         "[reproduce.md](reproduce.md).",
         *("", "## Cells", "", *_counts(of_tables), ""),
         *("## Tables", "", *_tables(of_tables), ""),
-        *("## Claims that were asked", "", *_claim_lines(answered, "results/"), ""),
+        *("## Claims tested", "", *_claim_lines(answered, "results/"), ""),
         "What the answers mean: [reproduce.md](reproduce.md#the-pages).",
         "",
     ]
-    tail = ["## Claims that were not asked", "", *_claim_lines(still, "results/"), ""]
+    tail = ["## Claims not tested", "", *_claim_lines(still, "results/"), ""]
     if len(head) + len(tail) <= LONGEST_PAGE:
         return {SUMMARY: "\n".join(head + tail)}
-    link = f"Claims that were not asked: [{OPEN_CLAIMS.name}](results/{OPEN_CLAIMS.name})."
-    page = [GENERATED, "", "# Claims that were not asked", "", *_claim_lines(still, ""), ""]
+    link = f"Claims not tested: [{OPEN_CLAIMS.name}](results/{OPEN_CLAIMS.name})."
+    page = [GENERATED, "", "# Claims not tested", "", *_claim_lines(still, ""), ""]
     return {SUMMARY: "\n".join([*head, link, ""]), OPEN_CLAIMS: "\n".join(page)}
 
 

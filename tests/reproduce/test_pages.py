@@ -118,9 +118,9 @@ def answer(clone: Clone, better: list[float], other: list[float]) -> str:
         ([0.6, 0.7], [0.61, 0.5], "holds in the mean only"),
         ([0.6, 0.7], [0.65, 0.7], "does not hold"),
         ([0.6], [0.6], "does not hold"),  # equal is not above
-        ([0.6, 0.1], [0.5], "holds in every seed"),  # on the seeds that both have
-        ([0.6], [], "not asked yet"),
-        ([], [0.6], "not asked yet"),
+        ([0.6, 0.1], [0.5], "holds in one seed"),  # on the seeds that both have
+        ([0.6], [], "not tested yet"),
+        ([], [0.6], "not tested yet"),
     ],
 )
 def test_an_order_is_compared_seed_by_seed(
@@ -129,23 +129,23 @@ def test_an_order_is_compared_seed_by_seed(
     assert answer(clone, better, other) == expected
 
 
-def test_a_claim_about_an_absent_row_cannot_be_asked(clone: Clone) -> None:
+def test_a_claim_about_an_absent_row_cannot_be_tested(clone: Clone) -> None:
     clone.change("supervise}}", "supervise}, size: absent, differs: no data}")
     clone.put(PSEUDO, FORTY, 0, 0.6)
 
     (line,) = lines_with(page(clone), "Pseudo is above Supervise", FORTY)
-    assert "| cannot be asked | no Supervise |" in line
+    assert "| cannot be tested | no Supervise |" in line
 
 
 def test_a_claim_fails_as_soon_as_one_of_several_rows_is_above(clone: Clone) -> None:
     clone.change("columns:\n", "  - {name: Third}\ncolumns:\n")
     clone.change("than: [Supervise]", "than: [Third, Supervise]")
-    assert answer(clone, [0.6], [0.5]) == "not asked yet"
+    assert answer(clone, [0.6], [0.5]) == "not tested yet"
     assert answer(clone, [0.6], [0.7]) == "does not hold"
 
 
 def test_the_summary_has_a_line_for_each_claim_and_table_and_counts_cells(clone: Clone) -> None:
-    assert answer(clone, [0.6], [0.5]) == "holds in every seed"
+    assert answer(clone, [0.6], [0.5]) == "holds in one seed"
     clone.put("Supervise", TWENTY, 0, 0.5)
     clone.put(PSEUDO, TWENTY, 0, 0.4)
     text = page(clone, "results.md")
@@ -153,7 +153,7 @@ def test_the_summary_has_a_line_for_each_claim_and_table_and_counts_cells(clone:
     link = "[fedssl, Table 9](results/small.md)"
     assert (
         f"| {link} | Pseudo is above Supervise | holds in 1 of 2 columns | reduced | "
-        "does not hold in 1, holds in every seed in 1 of 2 columns |" in text
+        "does not hold in 1, holds in one seed in 1 of 2 columns |" in text
     )
     assert f"| {link} | A small table | 4 of 4 | 2 | 0 of 1 |" in text
     # Three numbers are printed: two of them at the paper's size, one reduced.

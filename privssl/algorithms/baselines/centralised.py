@@ -59,7 +59,8 @@ class CentralisedSettings(LocalTrainingSettings):
 
     teacher_decay: Share = 0.999  # alpha, per step; of the average that is released
     ramp_up: Count = 80  # rounds until the losses of unlabelled rows have their weight; Laine, Aila
-    steps_of: Literal["labelled", "unlabelled"] = "unlabelled"  # joint_batches
+    # Steps of an epoch: a pass over the labelled rows, or over the unlabelled ones
+    steps_of: Literal["labelled", "unlabelled"] = "unlabelled"
 
     def decay(self, round_number: int) -> float:
         """The teacher's decay in a round; 0: it is F."""

@@ -55,7 +55,8 @@ class Consistency(Guessing, StrongViews):
     mean_over: Literal["kept", "batch"] = "kept"  # FedMatch's own loss: kept; FedSEAL: batch
     labelled_weight: Rate = 1.0  # of L_s; FedMatch: 10
     unlabelled_weight: Amount = 1.0  # of L_u; both papers
-    steps_of: Literal["labelled", "unlabelled"] = "labelled"  # joint_batches
+    # Steps of a visit: as many as FedAvg on the labelled rows, or one pass over the unlabelled ones
+    steps_of: Literal["labelled", "unlabelled"] = "labelled"
     measure_labelled: bool = False  # accuracy on an agent's labels after each step (Fig. 6c)
 
 

@@ -120,11 +120,12 @@ class FedSEALConfig:
     exclude_likeliest: bool = False  # ours; true: y- is never y+
     hard_labels: bool = True  # false: rows of D+ have the target p-bar (ablation)
     positive_weight: Annotated[float, Field(gt=0, le=1)] = 0.25  # lambda in round 1; CIFAR-10: 0.1
-    # How lambda moves: sign_weights. The paper says that it grows and prints a "decay rate"
+    # How lambda moves: docs/fedseal.md. The paper says that it grows and prints a "decay rate"
     weight_schedule: negative_learning.Schedule = "complement"
     weight_rate: Annotated[float, Field(ge=0.01, le=1)] = 0.95
     weight_rounds: Positive = 100  # e stops here
-    batches: negative_learning.Batching = "union"  # of D+ and D-: signed_batches. Ours
+    # D+ and D- as one set (union, exact), in turn, or side by side
+    batches: negative_learning.Batching = "union"
 
     def problems(self) -> Iterator[Problem]:
         """Settings that overflow, or have no effect."""

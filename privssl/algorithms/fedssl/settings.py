@@ -26,8 +26,8 @@ class GMixupSettings(ClassifierTraining):
     weight_reconstruction: Amount = 0.0125  # of the squared error in [-1, 1], Eq. 7; 0: ablation
     generator: Literal["mixing", "variational"] = "mixing"  # variational: diverse rows, a VAE
     weight_code: Amount = 0.0125  # of a variational generator's cost of a row's code
-    # Rows made by G from nothing (lambda 0), in F's batches; they need no label of their own
-    synthetic_share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of each batch of F
+    # Share of each batch of F that G makes of noise and a class (lambda 0)
+    synthetic_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     synthetic_at: Literal["query", "all"] = "query"  # support agents can keep to their labels
     # teacher: sharpened predictions, as of real rows; condition: the class that G was given
     synthetic_labels: Literal["teacher", "condition"] = "teacher"

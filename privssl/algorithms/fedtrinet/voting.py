@@ -66,7 +66,8 @@ class FedTriNetConfig:
     clock: Rate = 1.0  # rounds of this run per round of the schedules: 0.5 for runs half as long
     first_round: Literal[0, 1] = 1  # t of the first round of phase 2; code: 0
     pseudo_labels: Literal["fresh", "kept", "never"] = "fresh"  # code: kept, for ever
-    retrain: Literal["two_streams", "mixed", "ramp"] = "two_streams"  # see steps; code: ramp
+    # two_streams: a batch of each kind in a step; mixed: all rows alike; code: ramp
+    retrain: Literal["two_streams", "mixed", "ramp"] = "two_streams"
     pseudo_weight: Amount = 1.0  # lambda of Eq. 6, in two streams; ours
     weights: Literal["equal", "rows"] = "equal"  # of agents in the mean; Eq. 1: equal
 
