@@ -26,7 +26,7 @@ from privssl.data.encoded import Unencoded
 from privssl.data.image_folder import read_folder
 from privssl.data.npz import NO_LABEL, Arrays, Scale, read_npz
 from privssl.encoders import Encoder, encode, open_encoder, reads_texts
-from privssl.encoders.own_encoders import refuse_mixing
+from privssl.encoders.own_encoders import refuse_state
 from privssl.errors import ConfigError, DataError
 from privssl.runtime import plugins
 from privssl.settings.names import DATA_SETS, is_own_encoder
@@ -182,7 +182,7 @@ def _encoder(settings: DataSettings, x: Origin) -> Encoder:
         )
     if opened is None:  # after the check: its package may be missing
         return open_encoder(settings.encoder, settings.encoder_weights)
-    refuse_mixing(opened, tuple(x.shape[1:]) if isinstance(x, Tensor) else None)
+    refuse_state(opened, tuple(x.shape[1:]) if isinstance(x, Tensor) else None)
     return opened
 
 

@@ -1,4 +1,7 @@
-"""Encode rows once on all cores, and keep the features on disk.
+"""Encode rows once on all cores, each row alone, and keep the features on disk.
+
+A batch would give a row other bits beside other rows: by rounding, and among texts by padding. Then
+one private row would move the features of others, and no bound on what one row adds would hold.
 
 The cache is ``encoders/NAME-CHECKSUM`` in the folder of data sets, where the checksum covers the
 weights and everything else that decides a feature. It has blocks of rows, each a safetensors file
@@ -33,7 +36,7 @@ log = logging.getLogger("privssl")
 Rows = Tensor | Sequence[str]  # images (N, channels, height, width) as stored, or texts
 
 BLOCK_BYTES = 2**25  # of the features in one file
-FORMAT = "1"
+FORMAT = "2"  # 1: rows were encoded in batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +47,7 @@ class Encoder:
     shape: tuple[int, ...]  # of an encoded row
     checksum: str  # SHA-256 of the weights, and of the steps before and after them
     trained_on: str  # for the privacy card
-    batch: int  # rows of one call
-    build: Callable[[], Callable[[Rows], Tensor]]  # loads the network: rows -> float32 (B, *shape)
+    build: Callable[[], Callable[[Rows], Tensor]]  # loads the network: a row -> float32 (1, *shape)
     cached: bool = True  # whether features are kept on disk
     takes: Literal["images", "texts"] = "images"
 
@@ -71,19 +73,18 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
         _fill(encoder, rows, found, range(len(rows)))
         return found
     names = [digest_of(row) for row in rows]
-    cache = _Cache(folder / "encoders" / f"{_folder_name(encoder.name)}-{encoder.checksum[:16]}")
+    version = f"{encoder.checksum[:16]}-{FORMAT}"
+    cache = _Cache(folder / "encoders" / f"{_folder_name(encoder.name)}-{version}")
     known = cache.read(set(names), found.shape[1:])
     missing = list({name: place for place, name in enumerate(names) if name not in known}.values())
     if missing:
-        if not isinstance(rows, Tensor):  # texts of one length have little padding
-            missing.sort(key=lambda place: len(rows[place]))
         log.info("%s encodes %d of %d rows, once", encoder.name, len(missing), len(rows))
         per_block = max(1, BLOCK_BYTES // (2 * math.prod(encoder.shape)))
         with _progress() as bar:
             task = bar.add_task(f"{encoder.name}: rows encoded", total=len(missing))
             for start in range(0, len(missing), per_block):
                 block = missing[start : start + per_block]
-                _fill(encoder, rows, found, block, lambda n: bar.advance(task, n))
+                _fill(encoder, rows, found, block, lambda: bar.advance(task))
                 cache.write([names[place] for place in block], found[block])
         known |= {names[place]: found[place] for place in missing}
     for place, name in enumerate(names):
@@ -104,39 +105,36 @@ _networks: dict[str, Callable[[Rows], Tensor]] = {}  # by checksum; one process 
 
 def _fill(
     encoder: Encoder, rows: Rows, found: Tensor, places: Sequence[int],
-    done: Callable[[int], object] = lambda _: None,
+    done: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
-    """Encode the rows at some places into ``found``, batches side by side in threads."""
+    """Encode the rows at some places into ``found``, each alone, side by side in threads."""
     if encoder.checksum not in _networks:
         _networks[encoder.checksum] = encoder.build()
     network = _networks[encoder.checksum]
-    batches = [places[at : at + encoder.batch] for at in range(0, len(places), encoder.batch)]
 
-    def one(batch: Sequence[int]) -> int:
-        # Each batch in one thread: torch's own threads would wait for each other.
+    def one(place: int) -> None:
+        # Each row in one thread: torch's own threads would wait for each other.
         with torch.inference_mode():
-            some = rows[list(batch)] if isinstance(rows, Tensor) else [rows[i] for i in batch]
-            features = network(some)
-        if tuple(features.shape) != (len(batch), *encoder.shape):
+            features = network(rows[place : place + 1])
+        if tuple(features.shape) != (1, *encoder.shape):
             raise DataError(
                 f"{encoder.name} gives {tuple(features.shape[1:])} for a row, not {encoder.shape}: "
                 "its weights are of another network"
             )
         if not bool((features.abs() <= torch.finfo(torch.float16).max).all()):  # false for NaN
             raise DataError(
-                f"{encoder.name} gives numbers that are not finite or too large for rows "
-                f"{batch[0]} to {batch[-1]}. Look at these rows, and at the encoder's weights"
+                f"{encoder.name} gives numbers that are not finite or too large for row {place}. "
+                "Look at this row, and at the encoder's weights"
             )
-        found[list(batch)] = features.half()
-        return len(batch)
+        found[place] = features[0].half()
 
     before = torch.get_num_threads()
     workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(workers) as pool:
-            for count in pool.map(one, batches):
-                done(count)
+            for _ in pool.map(one, places):
+                done()
     finally:
         torch.set_num_threads(before)
 

@@ -44,7 +44,7 @@ def open_image_encoder(name: str, weights: str) -> Encoder:
         return _running(net, lambda levels: (levels / 255 - middle) / spread)
 
     about = f"weights of {name}, as their publisher describes them (torchvision: {IMAGENET})"
-    return Encoder(name, shape, checksum_of([path], steps), about, 16, build)
+    return Encoder(name, shape, checksum_of([path], steps), about, build)
 
 
 def _efficientnet_lite0(name: str) -> Encoder:
@@ -66,7 +66,7 @@ def _efficientnet_lite0(name: str) -> Encoder:
         # Its levels are (byte - 127) / 128; ImageNet's usual means cost five points.
         return _running(net, lambda levels: (levels - 127) / 128)
 
-    return Encoder(name, (1280,), checksum_of([path], {**STEPS, "name": name}), IMAGENET, 16, build)
+    return Encoder(name, (1280,), checksum_of([path], {**STEPS, "name": name}), IMAGENET, build)
 
 
 def _weights_path(name: str, prefix: str, network: str, weights: str) -> Path:

@@ -6,7 +6,7 @@ text's tokens in three layers. Inner layers of a network that compares meanings 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def open_text_encoder(name: str) -> Encoder:
         steps["layers"] = LAYERS
     checksum = checksum_of(files, steps)
     cached = form != "words"
-    return Encoder(name, shape, checksum, about, 32, build, cached=cached, takes="texts")
+    return Encoder(name, shape, checksum, about, build, cached=cached, takes="texts")
 
 
 def _minilm_folder(name: str) -> Path:
@@ -113,21 +113,21 @@ def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
     narrow = has_instructions()
 
     def run(texts: Any) -> Tensor:
-        special = form != "words"
-        texts = [text[:LONGEST] for text in texts]
+        (text,) = (one[:LONGEST] for one in texts)
         if form == "tweets":
-            texts = [plain_tweet(text) for text in texts]
-        found = tokenizer.encode_batch(texts, add_special_tokens=special)
-        tokens = [one.ids for one in found]
-        if not special:
-            return torch.stack([padded(words[ids] / SCALES["words"]) for ids in tokens])
-        states, there = _hidden_states(network, tokens, narrow)
+            text = plain_tweet(text)
+        tokens = tokenizer.encode(text, add_special_tokens=form != "words").ids
+        if form == "words":
+            return padded(words[tokens] / SCALES["words"])[None]
+        ids = torch.tensor([tokens])
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            found = network(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+        states = [state[0].float() for state in found.hidden_states]  # (tokens, features) a layer
         if form == "tweets":
-            means = [(states[layer] * there).sum(dim=1) / there.sum(dim=1) for layer in LAYERS]
-            return torch.cat([layer_norm(mean, mean.shape[1:]) for mean in means], dim=1)
-        last = states[-1] * there / SCALES["tokens"]
-        rows = torch.stack([padded(one) for one in last])
-        return pooled(rows) if form == "mean" else rows
+            means = [states[layer].mean(dim=0) for layer in LAYERS]
+            return torch.cat([layer_norm(mean, mean.shape) for mean in means])[None]
+        row = padded(states[-1] / SCALES["tokens"])[None]
+        return pooled(row) if form == "mean" else row
 
     return run
 
@@ -142,22 +142,6 @@ def plain_tweet(text: str) -> str:
     """
     text = re.sub(r"(?<!\w)@\w+|(?<!\w)(?:https?://|www\.)\S+", " ", text)
     return " ".join(re.sub(r"([^\W\d])\1{2,}", r"\1\1", text).split())
-
-
-def _hidden_states(
-    network: Any, tokens: Sequence[Sequence[int]], narrow: bool
-) -> tuple[list[Tensor], Tensor]:
-    """The states of texts in all layers, (B, longest, features) each, and 1 at places of tokens,
-    0 after a text's last (B, longest, 1)."""
-    longest = max(map(len, tokens))
-    ids = torch.zeros(len(tokens), longest, dtype=torch.long)
-    there = torch.zeros_like(ids)
-    for row, one in enumerate(tokens):
-        ids[row, : len(one)] = torch.tensor(one)
-        there[row, : len(one)] = 1
-    with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-        found = network(input_ids=ids, attention_mask=there, output_hidden_states=True)
-    return [state.float() for state in found.hidden_states], there[:, :, None].float()
 
 
 def padded(row: Tensor) -> Tensor:

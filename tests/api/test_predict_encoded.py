@@ -49,8 +49,8 @@ def picture_features(rows: Any) -> Tensor:
     return features
 
 
-TEXT = Encoder("minilm_mean", (4,), "t" * 64, "no data", 8, lambda: text_features)
-PICTURE = Encoder("efficientnet_lite0", (6,), "p" * 64, "no data", 8, lambda: picture_features)
+TEXT = Encoder("minilm_mean", (4,), "t" * 64, "no data", lambda: text_features)
+PICTURE = Encoder("efficientnet_lite0", (6,), "p" * 64, "no data", lambda: picture_features)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -69,23 +69,23 @@ FAULTS: tuple[Fault, ...] = (
         (IN_PLUGINS + "a_mistake_is_one_clear_error[data.partition-Twice]",),
     ),
     Fault(
-        "an encoder of one's own mixes rows",
+        "an encoder of one's own is not tried",
         (
             (
                 "privssl/data/datasets.py",
-                "    refuse_mixing(opened, ",
+                "    refuse_state(opened, ",
                 "    print(opened.name, ",
             ),
         ),
-        (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-mixing]",),
+        (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-fitted]",),
     ),
     Fault(
         "an encoder of one's own keeps something of rows",
         (
             (
                 "privssl/encoders/own_encoders.py",
-                "    if not torch.allclose(after, alone[:1], ",
-                "    if not torch.allclose(after, after, ",
+                "[*again, *zip(first[:3], second[2::-1], strict=True)]",
+                "zip(first[:3], second[2::-1], strict=True)",
             ),
         ),
         (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-drifting]",),
@@ -113,9 +113,15 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        "an encoder of one's own is tried on few rows",
-        (("privssl/encoders/own_encoders.py", "MOST_TRIED = 64", "MOST_TRIED = 3"),),
-        (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-mixing_many]",),
+        "rows are encoded side by side",
+        (
+            (
+                "privssl/encoders/frozen.py",
+                "features = network(rows[place : place + 1])",
+                "features = network(rows)[place : place + 1]",
+            ),
+        ),
+        ("tests/rows/test_encoders.py::test_no_row_has_other_features_beside_other_rows",),
     ),
     Fault(
         "private labels alone say how many outputs there are",

@@ -223,7 +223,7 @@ def fake_encoder() -> Encoder:
 
         return run
 
-    return Encoder("minilm", (5, 4), "fake", "nothing", 16, build)
+    return Encoder("minilm", (5, 4), "fake", "nothing", build)
 
 
 @pytest.mark.parametrize("algorithm", ["fedssl", "pseudo", "mixmatch"])

@@ -11,7 +11,7 @@ def brightness(weights: str) -> Encoder:
     """``weights`` is data.encoder_weights; this encoder has none."""
 
     def encode(images: Rows) -> Tensor:
-        """(B, channels, height, width) as stored -> (B, 4) in [-1, 1]. No row reaches another."""
+        """One row (1, channels, height, width) as stored -> (1, 4) in [-1, 1]."""
         assert isinstance(images, Tensor)  # others take texts
         grey = images.float().mean(dim=1, keepdim=True) / 127.5 - 1
         return adaptive_avg_pool2d(grey, 2).flatten(1)
@@ -21,6 +21,5 @@ def brightness(weights: str) -> Encoder:
         shape=(4,),
         checksum=checksum_of([], {"version": 1}),
         trained_on="nothing",
-        batch=64,
         build=lambda: encode,
     )
