@@ -103,18 +103,18 @@ def test_a_plan_for_networks_that_the_method_has_not_is_refused(
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in which runs/first is a run."""
+    """A folder in which runs/first-0 is a run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     made = runs(tmp_path / "made", command_line.PLAIN)
-    made.rename(tmp_path / "runs" / "first")
+    made.rename(tmp_path / "runs" / "first-0")
     yield tmp_path
 
 
 def test_a_partition_of_ones_own_is_replayed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported("partition_of_the_page", PARTITION, there, monkeypatch)
     drawn, own = (
-        split_manifest.read_manifest(Path("runs/first/split.json")),
+        split_manifest.read_manifest(Path("runs/first-0/split.json")),
         split_manifest.read_manifest(Path("own_split.json")),
     )
     assert len(own.agents["q1"].unlabelled) == 1 and own.hash != drawn.hash
