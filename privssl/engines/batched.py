@@ -111,9 +111,14 @@ class BatchedEngine(LocalEngine):
         ]
 
         def task(call: Call) -> Callable[[Request], Reply[Any]]:
+            account = self._agents[call.to.id].account
+            before = 0 if account is None else account.visits()
+
             def work(submit: Request) -> Reply[Any]:
                 def jointly(one: BatchRequest) -> Any:
-                    return submit(one) if _is_batchable(one) else one.run_single()
+                    charged = account is not None and account.visits() > before
+                    shared = _is_batchable(one) and (not charged or isinstance(one, WHEN_CHARGED))
+                    return submit(one) if shared else one.run_single()
 
                 with request_handler(jointly):  # a task has a thread, and so a context, of its own
                     return self._run_call(call)
@@ -141,6 +146,11 @@ class BatchedEngine(LocalEngine):
             return dict.fromkeys(range(len(requests)))
 
         return run_in_lockstep([task(call) for call in own_calls], answer, self._device)
+
+
+#: What is batched of a step that may read private rows. A stack's size decides bits of all in it:
+#: how often an agent asks for anything else may follow from its number of rows, or its coins.
+WHEN_CHARGED = (ClippedSum, NoisyOptimizerStep)
 
 
 def _is_batchable(one: BatchRequest) -> bool:

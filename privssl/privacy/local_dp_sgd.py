@@ -19,16 +19,10 @@ from privssl.core.private_release import mechanism_reads
 from privssl.core.rows import Shape
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
-from privssl.privacy.dp_sgd import (
-    ClippedSum,
-    NoisyOptimizerStep,
-    PrivateTraining,
-    microbatch_size,
-)
+from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
 from privssl.privacy.per_example_gradients import RowLoss
 from privssl.privacy.plan import PrivatePlan
 from privssl.privacy.row_bits import refuse_batch_dependent_rounding
-from privssl.training.batched.deferred import batch_only
 
 BLOCK = 64  # rows drawn for at once, where record counts are public
 
@@ -67,17 +61,15 @@ def train_rows_privately(
         )
     with mechanism_reads():
         rows = LabelledRows(rows.x, rows.y, rows.ids)
-    # How many views are drawn may be private, and a view has other bits in a stack.
-    with batch_only(ClippedSum, NoisyOptimizerStep):
-        _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
-        drawn = _DrawnBlocks(rows, plan.views, ctx, draw, counts_public)
-        at_once = microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
-        count = len(rows) or plan.declared
-        _, size = plan.parts(count, at_once)
-        refuse_batch_dependent_rounding(
-            networks, row_loss, drawn.made_up(size), by_place=not plan.keeps_places(count)
-        )
-        PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
+    _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
+    drawn = _DrawnBlocks(rows, plan.views, ctx, draw, counts_public)
+    at_once = microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
+    count = len(rows) or plan.declared
+    _, size = plan.parts(count, at_once)
+    refuse_batch_dependent_rounding(
+        networks, row_loss, drawn.made_up(size), by_place=not plan.keeps_places(count)
+    )
+    PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
 
 
 def tried_out(

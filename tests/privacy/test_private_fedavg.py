@@ -8,7 +8,6 @@ where they end alone; and that each of them has noise, coins, rows and a budget 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from privssl.core.agents import LabelledRows
 from privssl.core.engine import Call
 from privssl.core.federation import Federation, Round
 from privssl.core.messages import Declined, Reply, StateDict
+from privssl.engines import batched
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError
@@ -33,13 +33,7 @@ from privssl.experiment import config
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared, prepare
 from privssl.models import build_classifier
-from privssl.privacy import (
-    batched_dp_sgd,
-    local_dp_sgd,
-    noisy_optimizer,
-    per_example_gradients,
-    secure_noise,
-)
+from privssl.privacy import batched_dp_sgd, noisy_optimizer, per_example_gradients, secure_noise
 from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep
 from privssl.privacy.plan import PrivatePlan
 from privssl.settings.schema import ModelSettings
@@ -564,7 +558,7 @@ def test_neither_rows_nor_coins_of_an_agent_change_a_bit_of_what_another_sends(
 ) -> None:  # fmt: skip
     without_noise(monkeypatch)
     if stacked:  # the control: private views in one stack
-        monkeypatch.setattr(local_dp_sgd, "batch_only", lambda *_: nullcontext())
+        monkeypatch.setattr(batched, "WHEN_CHARGED", object)
     assert other_bits_by_a_row(of_28_pixels, tmp_path / "counts") == stacked
     assert other_bits_by_coins(of_28_pixels, tmp_path / "coins", monkeypatch) == stacked
 

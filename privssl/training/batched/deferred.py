@@ -122,18 +122,6 @@ def request_handler(answer: Callable[[BatchRequest], Any]) -> Iterator[None]:
         _answer.reset(before)
 
 
-@contextmanager
-def batch_only(*kinds: type) -> Iterator[None]:
-    """Let the engine batch requests of these kinds alone; all others are this agent's own."""
-    batched = _answer.get()
-
-    def answer(request: BatchRequest) -> Any:
-        return batched(request) if isinstance(request, kinds) else request.run_single()
-
-    with request_handler(answer):
-        yield
-
-
 @dataclass(frozen=True, eq=False)
 class BatchedCall:
     """A call of a function that all agents share."""
