@@ -310,7 +310,7 @@ def test_test_rows_drawn_from_private_rows_make_no_class_public(tmp_path: Path) 
 def test_published_classes_are_public_whatever_rows_are_tested(name: str, known: bool) -> None:
     private: Any = SimpleNamespace(privacy=object(), data=SimpleNamespace(name=name))
     drawn = dataclasses.replace(Rows.from_arrays(X, Y, X_TEST, Y_TEST).rows, tests_drawn=True)
-    with nullcontext() if known else pytest.raises(PrivacyError, match="without data.test$"):
+    with nullcontext() if known else pytest.raises(PrivacyError, match=r"without data\.test$"):
         refuse_classes_of_labels_alone(private, drawn)
     refuse_classes_of_labels_alone(private, dataclasses.replace(drawn, tests_drawn=False))
 

@@ -495,6 +495,7 @@ def sent_by_s1(
     s0, s1, *_ = prepared.federated_data.agents
     assert s0.held_labelled is not None
     s0.held_labelled = change(s0.held_labelled)
+    assert isinstance(prepared.algorithm, FedAvg)
     with accounts(prepared, folder):
         federation = Federation(engine_of(prepared, 2), 0)
         federation.begin(Round(1))
