@@ -108,6 +108,7 @@ class Dataset:
         label: str = "label",
         test: Any = 0.2,
         columns: Mapping[str, Sequence[Any]] | None = None,
+        class_names: Sequence[str] | None = None,
     ) -> "Dataset":
         """A data set from a table: a frame of pandas, or of polars.
 
@@ -122,13 +123,15 @@ class Dataset:
             columns: bounds and categories from public knowledge, ``{"age": [0, 120], "colour":
                 ["red", "blue"]}``; other columns are left out. None: from the training rows, which
                 a private run refuses.
+            class_names: names of the classes, from public knowledge; None: from the training rows.
+                A private run needs them where ``test`` is a share.
 
         Raises:
             privssl.UserError: no such column, a missing number, or a wrong declaration.
         """
         from privssl.api.frames import read_frame
 
-        rows, scales = read_frame(frame, label, test, columns)
+        rows, scales = read_frame(frame, label, test, columns, class_names)
         made = cls(rows)
         made._scales = scales
         return made

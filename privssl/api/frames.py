@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from privssl.data import csv_rows, datasets
 from privssl.data.csv_rows import Part
-from privssl.data.npz import Scale
+from privssl.data.npz import Scale, refuse_unprintable
 from privssl.errors import DataError
 from privssl.runtime.process import logging_to
 
@@ -18,33 +18,55 @@ WHERE = "Dataset.from_frame"
 
 
 def read_frame(
-    frame: Any, label: str, test: Any, columns: Mapping[str, Sequence[Any]] | None
+    frame: Any,
+    label: str,
+    test: Any,
+    columns: Mapping[str, Sequence[Any]] | None,
+    class_names: Sequence[str] | None,
 ) -> tuple[datasets.Dataset, Mapping[str, Scale]]:
     """The rows of a frame, and the scales of its columns; arguments and errors as of
     ``Dataset.from_frame``."""
     declared = None if columns is None else _declared(columns, label)
     wanted = None if declared is None else tuple(declared)
     everything = _columns(WHERE, frame, label, wanted)
-    if isinstance(test, float):
+    drawn = isinstance(test, float)
+    if drawn:
         kept = _drawn(everything[label], test)
         parts = [_part(WHERE, everything, label, rows) for rows in (~kept, kept)]
     else:
         held = _columns(f"{WHERE}: test", test, label, tuple(everything))
         parts = [_part(WHERE, everything, label), _part(f"{WHERE}: test", held, label)]
+    names = None if class_names is None else _names(class_names, parts)
     recorder = BufferingHandler(capacity=10**6)
     with logging_to(recorder):
         scales = declared or csv_rows.scales_of(parts[0])
-        arrays = csv_rows.table_of(parts[0], parts[1], scales)
+        arrays = csv_rows.table_of(parts[0], parts[1], scales, names)
         datasets.warn_of_equal_rows(WHERE, arrays)
     made = datasets.from_arrays("arrays", arrays)
     table: Any = "measured" if declared is None else "declared"
-    return replace(made, said=tuple(recorder.buffer), table=table), scales
+    return replace(
+        made, said=tuple(recorder.buffer), table=table,
+        tests_drawn=drawn, names_declared=names is not None,
+    ), scales  # fmt: skip
 
 
 def frame_rows(frame: Any, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
     """Rows (N, features) by known scales. Raises DataError."""
     found = _columns("network_rows", frame, None, tuple(scales))
     return csv_rows.numbers_of(_part("network_rows", found, ""), scales)
+
+
+def _names(class_names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
+    """Declared class names. Raises DataError where a label is none of them."""
+    if isinstance(class_names, str) or not isinstance(class_names, Sequence):
+        raise DataError(f"{WHERE}: class_names is {class_names!r}. Give a list of names")
+    names = tuple(map(str, class_names))
+    refuse_unprintable(WHERE, names)
+    if len(set(names)) < max(2, len(names)):
+        raise DataError(f"{WHERE}: class_names is {names}. Give two or more, each once")
+    if strange := sorted({text for part in parts for text in part.labels} - {"", *names}):
+        raise DataError(f"{WHERE}: class_names lacks the label {strange[0]!r}. Add it")
+    return names
 
 
 def _declared(columns: Mapping[str, Sequence[Any]], label: str) -> dict[str, Scale]:

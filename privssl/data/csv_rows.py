@@ -114,9 +114,12 @@ def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
     return table_of(train, _read_part(root / "test.csv", label, tuple(scales)), scales)
 
 
-def table_of(train: Part, test: Part, scales: Mapping[str, Scale]) -> Arrays:
-    """The numbers of two parts. Raises DataError."""
-    names = _class_names(train)
+def table_of(
+    train: Part, test: Part, scales: Mapping[str, Scale], names: tuple[str, ...] | None = None
+) -> Arrays:
+    """The numbers of two parts; ``names``: of the classes, None: those of training rows. Raises
+    DataError."""
+    names = names or _class_names(train)
     x_train, x_test = (numbers_of(part, scales) for part in (train, test))
     y_train, y_test = _classes(train, names), _classes(test, names, known=True)
     return Arrays(x_train, y_train, x_test, y_test, names, train.records, scales)

@@ -57,6 +57,8 @@ class Dataset:
     scales: Mapping[str, Scale] | None = None  # of a table's columns
     #: Of a table in memory: whether bounds were declared, or measured on its training rows.
     table: Literal["", "declared", "measured"] = ""
+    tests_drawn: bool = False  # whether test rows were drawn from those that may train
+    names_declared: bool = False  # of a table: whether class names are from no row
 
     @property
     def classes(self) -> int:
@@ -226,7 +228,10 @@ def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Data
         )
     tests = known[torch.randperm(len(known), generator=rng)[:count]].sort().values
     rest = torch.ones(len(y), dtype=torch.bool).index_fill(0, tests, False)
-    return replace(dataset, x_train=x[rest], y_train=y[rest], x_test=x[tests], y_test=y[tests])
+    return replace(
+        dataset, x_train=x[rest], y_train=y[rest], x_test=x[tests], y_test=y[tests],
+        tests_drawn=True,
+    )  # fmt: skip
 
 
 def checksum(dataset: Dataset) -> str:

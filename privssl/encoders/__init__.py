@@ -17,6 +17,7 @@ tensors alone; nothing here runs code that a file brought.
 
 from privssl.core.rows import SEQUENCE, VECTOR, RowKind
 from privssl.encoders.frozen import Encoder as Encoder
+from privssl.encoders.frozen import caches as caches
 from privssl.encoders.frozen import encode as encode
 from privssl.errors import DataError
 from privssl.runtime import plugins

@@ -35,6 +35,7 @@ log = logging.getLogger("privssl")
 
 Rows = Tensor | Sequence[str]  # images (N, channels, height, width) as stored, or texts
 
+CACHES = "encoders"  # folder of the caches, in that of data sets
 BLOCK_BYTES = 2**25  # of the features in one file
 FORMAT = "2"  # 1: rows were encoded in batches
 
@@ -74,7 +75,7 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
         return found
     names = [digest_of(row) for row in rows]
     version = f"{encoder.checksum[:16]}-{FORMAT}"
-    cache = _Cache(folder / "encoders" / f"{_folder_name(encoder.name)}-{version}")
+    cache = _Cache(folder / CACHES / f"{_folder_name(encoder.name)}-{version}")
     known = cache.read(set(names), found.shape[1:])
     missing = list({name: place for place, name in enumerate(names) if name not in known}.values())
     if missing:
@@ -90,6 +91,11 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
     for place, name in enumerate(names):
         found[place] = known[name]
     return found
+
+
+def caches(folder: Path) -> tuple[Path, ...]:
+    """What ``encode`` has kept there: features and digests of rows, private ones among them."""
+    return tuple(sorted(path for path in (folder / CACHES).glob("*") if path.is_dir()))
 
 
 def digest_of(row: Tensor | str) -> bytes:

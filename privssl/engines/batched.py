@@ -19,7 +19,6 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from privssl.engines.local import EngineOptions, LocalEngine
 from privssl.privacy.batched_dp_sgd import can_sum, clipped_sums_batched, noisy_steps_batched
 from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep
 from privssl.training import local_training
+from privssl.training.batched import deferred
 from privssl.training.batched.deferred import BatchedCall, BatchRequest, request_handler
 from privssl.training.batched.scheduler import Request, run_in_lockstep
 from privssl.training.batched.stacking import (
@@ -111,13 +111,16 @@ class BatchedEngine(LocalEngine):
         ]
 
         def task(call: Call) -> Callable[[Request], Reply[Any]]:
+            account = self._agents[call.to.id].account
+            before = 0 if account is None else account.visits()
+
             def work(submit: Request) -> Reply[Any]:
-                _submit.set(submit)  # each task has a thread, and so a context, of its own
-
                 def jointly(one: BatchRequest) -> Any:
-                    return submit(one) if _is_batchable(one) else one.run_single()
+                    charged = account is not None and account.visits() > before
+                    shared = _is_batchable(one) and (not charged or isinstance(one, WHEN_CHARGED))
+                    return submit(one) if shared else one.run_single()
 
-                with request_handler(jointly):
+                with request_handler(jointly):  # a task has a thread, and so a context, of its own
                     return self._run_call(call)
 
             return work
@@ -145,6 +148,11 @@ class BatchedEngine(LocalEngine):
         return run_in_lockstep([task(call) for call in own_calls], answer, self._device)
 
 
+#: What is batched of a step that may read private rows. A stack's size decides bits of all in it:
+#: how often an agent asks for anything else may follow from its number of rows, or its coins.
+WHEN_CHARGED = (ClippedSum, NoisyOptimizerStep)
+
+
 def _is_batchable(one: BatchRequest) -> bool:
     if isinstance(one, BatchedCall):
         return can_compute(one)
@@ -152,9 +160,6 @@ def _is_batchable(one: BatchRequest) -> bool:
 
 
 # Batched networks ----------------------------------------------------------------------------
-
-#: On a step's thread: submits a batched operation.
-_submit: ContextVar[Request | None] = ContextVar("submit", default=None)
 
 
 def _batching_copy(algorithm: Algorithm[Any]) -> Algorithm[Any]:
@@ -184,10 +189,9 @@ def _batch_forward(copy: Stackable) -> None:
     alone = network.forward
 
     def forward(*inputs: Any, **named: Any) -> Any:
-        submit = _submit.get()  # None outside of steps, and where batches are computed
-        if submit is None or named or not can_stack(copy, inputs):
+        if named or not can_stack(copy, inputs):
             return alone(*inputs, **named)
-        return submit(Pass(copy, alone, inputs, torch.is_grad_enabled()))
+        return deferred.submit(Pass(copy, alone, inputs, torch.is_grad_enabled()))
 
     network.forward = forward
     setattr(network, COPY, copy)

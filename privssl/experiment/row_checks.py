@@ -15,9 +15,8 @@ from privssl.settings.error_messages import either
 from privssl.settings.names import is_outside
 from privssl.settings.schema import Problem
 
-IMAGE_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "toy")
-#: Their classes are published, or folders that test rows have as well.
-_KNOWN_CLASSES = (*IMAGE_SETS, "sent140")
+_PUBLISHED = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "toy")
+IMAGE_SETS = (*_PUBLISHED, "image_folder")
 
 
 def kind_in(config: Any) -> RowKind | None:
@@ -82,22 +81,13 @@ def refuse_other_rows(config: Any, shape: Shape) -> None:
 
 
 def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
-    """Raise PrivacyError for a class of a private run's table that no test row has: its name, and
-    the number of outputs, would come from labels under the claim. And for bounds from its rows.
+    """Raise PrivacyError for a class of a private run that labels under the claim alone tell: its
+    name, and the number of outputs. And for bounds that come from rows.
 
-    Classes that are numbers are as many as the largest label says, which a test row must have.
+    A class is known if it is published, declared, a folder, or if a test row has it: one of a test
+    set, not one drawn from the rows that may train.
     """
     if config.privacy is None:
-        return
-    counts = dataset.y_test.bincount(minlength=dataset.classes).tolist()
-    if config.data.name != "csv" and not dataset.table:
-        counted = dataset.class_names == tuple(map(str, range(dataset.classes)))
-        if counted and not counts[-1] and config.data.name not in _KNOWN_CLASSES:
-            raise PrivacyError(
-                f"no test row has class {dataset.classes - 1}, the largest in the training rows: "
-                "the number of outputs would be released from private labels, without noise. Give "
-                "a test row of that class (with Dataset.from_arrays: or class_names)"
-            )
         return
     if dataset.table == "measured":
         raise PrivacyError(
@@ -105,9 +95,36 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
             'more release. Declare them, from public knowledge: columns={"age": [0, 120], '
             '"colour": ["red", "blue"]}'
         )
-    if absent := sum(not n for n in counts):
+    name, classes = config.data.name, dataset.classes
+    table = name == "csv" or bool(dataset.table)
+    counted = dataset.class_names == tuple(map(str, range(classes)))
+    if name in (*_PUBLISHED, "sent140") or dataset.names_declared:
+        return
+    if dataset.tests_drawn and (table or counted or name == "image_folder"):
         raise PrivacyError(
-            f"{absent} of {dataset.classes} classes are in training rows alone, so their names and "
+            "test rows were drawn from the rows that may train, so private labels alone say which "
+            f"classes there are. Give {_test_set(dataset, name)}"
+        )
+    if name == "image_folder":
+        return
+    counts = dataset.y_test.bincount(minlength=classes).tolist()
+    if counted and not table and not counts[-1]:
+        raise PrivacyError(
+            f"no test row has class {classes - 1}, the largest in the training rows: "
+            "the number of outputs would be released from private labels, without noise. Give "
+            "a test row of that class (with Dataset.from_arrays: or class_names)"
+        )
+    if table and (absent := sum(not n for n in counts)):
+        raise PrivacyError(
+            f"{absent} of {classes} classes are in training rows alone, so their names and "
             "the number of outputs would be released from private labels, without noise. Give a "
             "test row of each class"
         )
+
+
+def _test_set(dataset: Dataset, name: str) -> str:
+    """What says the classes in public where test rows are drawn."""
+    if dataset.table:
+        return "another frame (test=), or class_names from public knowledge"
+    beside = "" if name == "image_folder" else ", or class_names in Dataset.from_arrays"
+    return f"a test set of its own, without data.test{beside}"

@@ -108,9 +108,8 @@ class RoundLoop:
         progress = Progress(start=fingerprint_networks(self._algorithm, state), asked="")
         self._kept = CompletedRound(state, self._engine.memories(), progress)
         labelled, unlabelled = data.class_counts(self._prepared.federated_data)
-        if self._prepared.plan is not None:
-            labelled = {}  # labels under a claim are not to be counted in a picture
-        if self._trackers and (labelled or unlabelled):
+        # In a private run none: what an agent has of a class without labels tells of those with.
+        if self._trackers and self._prepared.plan is None and (labelled or unlabelled):
             picture = figures.partition_plot(labelled, unlabelled)
             for tracker in self._trackers:
                 tracker.images(0, "images/partition", picture)

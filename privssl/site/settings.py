@@ -20,6 +20,8 @@ from pydantic.dataclasses import dataclass
 
 from accounting.account_plan import check_agent_id
 from accounting.errors import PlanError
+from privssl.data.downloads import default_root
+from privssl.encoders import caches
 from privssl.errors import ConfigError
 from privssl.settings.error_messages import problem_report
 from privssl.settings.schema import Positive, Problem, strict
@@ -136,9 +138,10 @@ class SiteConfig:
 
     @property
     def secrets(self) -> tuple[Path, ...]:
-        """Files and folders that only the site may read."""
+        """Files and folders that only the site may read, with what encoders have kept of rows."""
         rows = (self.rows.arrays, self.rows.split, self.rows.root)
-        return (self.folder, self.ledger, *(self.path(text) for text in rows if text))
+        own = (self.folder, self.ledger, *(self.path(text) for text in rows if text))
+        return (*own, *caches(default_root()))
 
     @property
     def door(self) -> Path:

@@ -1,7 +1,9 @@
 """``privssl.Dataset``: rows in memory, checked as an NPZ file is, and one clear error each."""
 
+import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,8 @@ from torch.utils.data import TensorDataset
 
 import privssl
 from privssl.data.npz import read_npz
+from privssl.errors import PrivacyError
+from privssl.experiment.row_checks import refuse_classes_of_labels_alone
 from tests.api.digits import PRIVATE, arrays, config, dataset, plain
 
 Rows = privssl.Dataset
@@ -240,7 +244,7 @@ def test_a_private_run_refuses_bounds_from_its_rows_and_takes_declared_ones(
     measured = Rows.from_frame(many, "y")
     with pytest.raises(privssl.UserError, match=r"would be one more release\. Declare them"):
         privssl.train(path, given, measured, plain, output=tmp_path / "run")
-    declared = Rows.from_frame(many, "y", columns={"x": [0, 1]})
+    declared = Rows.from_frame(many, "y", many, columns={"x": [0, 1]})
     run = privssl.train(path, given, declared, plain, output=tmp_path / "run")  # the control
     assert run.guarantee and run.predict(declared.network_rows(many)).shape == (60,)
 
@@ -267,7 +271,54 @@ def test_a_private_run_refuses_a_number_of_classes_that_labels_alone_say(tmp_pat
     assert privssl.train(bare, given, counted, output=tmp_path / "bare").guarantee is None
 
 
+def test_test_rows_drawn_from_private_rows_make_no_class_public(tmp_path: Path) -> None:
+    given = {"data.labelled": 12, "agents.support": 1, "agents.query": 1,
+             "privacy.steps": 1, "algorithm.rounds": 1}  # fmt: skip
+    rare = Frame(x=np.linspace(0, 1, 60), y=["a", "b", "rare disease"] * 20)
+    columns: Any = {"x": [0, 1]}
+    np.savez(tmp_path / "rows.npz", x_train=X, y_train=Y, x_test=X_TEST, y_test=Y_TEST)
+    of_file = {"data.name": "npz", "data.root": str(tmp_path / "rows.npz")}
+    drawn, path = {"data.test": 12}, config(tmp_path, PRIVATE)
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (Rows.from_frame(rare, "y", columns=columns), {}, "another frame .test=., or class_names"),
+        (Rows.from_arrays(X, Y, X_TEST, Y_TEST), drawn, "without data.test, or class_names in"),
+        (None, {**of_file, **drawn}, "a test set of its own, without data.test"),
+    ]
+
+    def network(data: Any) -> Any:
+        return plain if data is not None and data.rows.table else None
+
+    for data, more, said in refused:
+        with pytest.raises(privssl.UserError, match=said) as refusal:
+            privssl.train(path, given | more, data, network(data), output=tmp_path / "run")
+        assert "rare" not in str(refusal.value)
+    names = ["a", "b", "rare disease"]
+    allowed: list[tuple[Any, dict[str, Any]]] = [
+        (Rows.from_frame(rare, "y", columns=columns, class_names=[*names, "healthy"]), {}),
+        (Rows.from_frame(rare, "y", rare, columns=columns), {}),
+        (Rows.from_arrays(X, Y, X_TEST, Y_TEST, class_names=names), drawn),
+        (None, of_file),
+    ]
+    for number, (data, more) in enumerate(allowed):
+        output = tmp_path / f"run-{number}"
+        run = privssl.train(path, given | more, data, network(data), output=output)
+        assert run.guarantee
+        assert number != 0 or run.class_names == [*names, "healthy"]
+
+
+@pytest.mark.parametrize(("name", "known"), [("image_folder", False), ("toy", True)])
+def test_published_classes_are_public_whatever_rows_are_tested(name: str, known: bool) -> None:
+    private: Any = SimpleNamespace(privacy=object(), data=SimpleNamespace(name=name))
+    drawn = dataclasses.replace(Rows.from_arrays(X, Y, X_TEST, Y_TEST).rows, tests_drawn=True)
+    with nullcontext() if known else pytest.raises(PrivacyError, match=r"without data\.test$"):
+        refuse_classes_of_labels_alone(private, drawn)
+    refuse_classes_of_labels_alone(private, dataclasses.replace(drawn, tests_drawn=False))
+
+
 @pytest.mark.parametrize(("make", "said"), [
+    (lambda: Rows.from_frame(FRAME, "target", class_names=["no"]), "Give two or more"),
+    (lambda: Rows.from_frame(FRAME, "target", class_names="no"), "Give a list of names"),
+    (lambda: Rows.from_frame(FRAME, "target", class_names=["no", "so"]), "lacks the label 'yes'"),
     (lambda: Rows.from_frame(FRAME), "has no label; it has age, colour, target"),
     (lambda: Rows.from_frame([1, 2]), "a list without columns"),
     (lambda: Rows.from_frame(FRAME, "target", test=1.5), r"a share in \(0, 1\)"),

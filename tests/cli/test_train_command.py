@@ -736,7 +736,8 @@ def test_tensorboard_has_the_tags_of_the_contract(plain: Finished, private: Fini
     }
     assert {"gen/right_by_judge", "gen/nearest_training_row"} <= tags["scalars"]
     assert "gen/right_by_judge" in private_tags["scalars"]
-    # Training rows of a private run are read by no metric.
+    # Training rows of a private run are read by no metric, and counted in no picture.
+    assert "images/partition" not in private_tags["images"]
     assert "gen/nearest_training_row" not in private_tags["scalars"]
     budgets = {f"dp/{what}/s{n}" for what in ("epsilon", "budget_left") for n in (0, 1)}
     assert budgets <= private_tags["scalars"]

@@ -209,6 +209,32 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # Sites ---------------------------------------------------------------------------------------
     Fault(
+        "views of a private step are stacked with other agents'",
+        (
+            (
+                BATCHED,
+                "WHEN_CHARGED = (ClippedSum, NoisyOptimizerStep)",
+                "WHEN_CHARGED = object",
+            ),
+        ),
+        (
+            IN_BATCHED + "nothing_that_an_agent_computes_once_it_is_charged_is_in_anothers_stack",
+            "tests/privacy/test_private_fedavg.py::"
+            "test_neither_rows_nor_coins_of_an_agent_change_a_bit_of_what_another_sends",
+        ),
+    ),
+    Fault(
+        "networks of a private step are stacked with other agents'",
+        (
+            (
+                BATCHED,
+                "charged = account is not None and account.visits() > before",
+                "charged = account is not None and isinstance(one, BatchedCall)",
+            ),
+        ),
+        (IN_BATCHED + "nothing_that_an_agent_computes_once_it_is_charged_is_in_anothers_stack",),
+    ),
+    Fault(
         "a letter that comes twice is done twice",
         (
             (

@@ -71,6 +71,31 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "drawn test rows make classes of private rows public",
+        (
+            (
+                "privssl/experiment/row_checks.py",
+                "    if dataset.tests_drawn and (",
+                "    if dataset.tests_drawn and not (",
+            ),
+        ),
+        ("tests/api/test_dataset.py::test_test_rows_drawn_from_private_rows_make_no_class_public",),
+    ),
+    Fault(
+        "features that an encoder keeps are no secret of a site",
+        (
+            (
+                "privssl/site/settings.py",
+                "        return (*own, *caches(default_root()))\n",
+                "        return own\n",
+            ),
+        ),
+        (
+            "tests/site/test_site.py::"
+            "test_features_that_an_encoder_has_kept_are_a_secret_of_the_site",
+        ),
+    ),
+    Fault(
         "an audit does not look for what a claim takes as public",
         (
             (

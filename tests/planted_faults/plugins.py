@@ -128,8 +128,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/row_checks.py",
-                "if counted and not counts[-1] and ",
-                "if not counted and not counts[-1] and ",
+                "if counted and not table and not counts[-1]:",
+                "if counted and not table and not counts:",
             ),
         ),
         (

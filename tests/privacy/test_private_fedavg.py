@@ -7,7 +7,7 @@ where they end alone; and that each of them has noise, coins, rows and a budget 
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from privssl.audit import __main__ as audit
 from privssl.core.agents import LabelledRows
 from privssl.core.engine import Call
 from privssl.core.federation import Federation, Round
-from privssl.core.messages import Declined, Reply
+from privssl.core.messages import Declined, Reply, StateDict
+from privssl.engines import batched
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError
@@ -481,6 +482,86 @@ def test_gradients_and_noise_are_made_for_all_agents_as_one(
     carry_out(chosen, tmp_path / "run")
     assert times == [True] * 9  # three rounds of three steps
     assert agents == [3] * 9
+
+
+# What a stack would show -------------------------------------------------------------------------
+
+
+def sent_by_s1(
+    chosen: Config, folder: Path, change: Callable[[LabelledRows], LabelledRows]
+) -> StateDict:
+    """What s1 sends, in lockstep with s0, whose rows are changed."""
+    prepared = prepare(chosen)
+    s0, s1, *_ = prepared.federated_data.agents
+    assert s0.held_labelled is not None
+    s0.held_labelled = change(s0.held_labelled)
+    assert isinstance(prepared.algorithm, FedAvg)
+    with accounts(prepared, folder):
+        federation = Federation(engine_of(prepared, 2), 0)
+        federation.begin(Round(1))
+        F, step = prepared.algorithm.start(federation).F, prepared.algorithm.labelled_pass
+        replies = federation.call_all((s0.ref, s1.ref), step, ProximalRequest(F))
+    sent = replies[1].payload
+    assert replies[1].sender == s1.ref and isinstance(sent, ModelUpdate)
+    return sent.F
+
+
+def one_less(rows: LabelledRows) -> LabelledRows:
+    return LabelledRows(rows.x[:-1], rows.y[:-1], rows.ids[:-1])
+
+
+@pytest.fixture
+def of_28_pixels(configured: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
+    """Two support agents and their views. Views of 8x8 pixels have equal bits in any stack."""
+
+    def load(rows: int, *overrides: str) -> Config:
+        drawn, y = np.random.default_rng(0), np.arange(2 * rows + 20) % 10
+        x = drawn.integers(0, 256, (len(y), 28, 28)).astype(np.uint8)
+        np.savez(tmp_path / "rows.npz", x_train=x[20:], y_train=y[20:], x_test=x[:20],
+                 y_test=y[:20])  # fmt: skip
+        return configured(
+            "data.name=npz", f"data.root={tmp_path / 'rows.npz'}", f"data.labelled={2 * rows - 20}",
+            "data.unlabelled=20", "agents.support=2", "privacy.augment=strong", "privacy.steps=1",
+            "run.batched_agents=2", *overrides,
+        )  # fmt: skip
+
+    return load
+
+
+def other_bits_by_a_row(load: Callable[..., Config], folder: Path) -> bool:
+    """Whether s1 sends other bits if s0 has a row less, their number being private."""
+    chosen = load(20, "privacy.record_counts=private", "privacy.sample_rate=1.0")
+    everybody = sent_by_s1(chosen, folder / "all", lambda rows: rows)
+    return not same_bits(everybody, sent_by_s1(chosen, folder / "fewer", one_less))
+
+
+def other_bits_by_coins(
+    load: Callable[..., Config], folder: Path, patch: pytest.MonkeyPatch
+) -> bool:
+    """Whether s1 sends other bits if s0 draws other rows of 257, their number being public. Rows
+    are viewed in blocks of 64; the last, a block by itself, has other bits in a stack."""
+    chosen, found = load(267, "privacy.sample_rate=0.05"), []
+    for first_of_s0 in (0, 250):
+        firsts = iter((first_of_s0, 250))  # of ten rows that s0 draws, and of s1's
+
+        def coins(self: PrivatePlan, rows: int, firsts: Iterator[int] = firsts) -> Tensor:
+            return (torch.arange(rows) - next(firsts)) // 10 == 0
+
+        patch.setattr(PrivatePlan, "draw_batch", coins)
+        found.append(sent_by_s1(chosen, folder / str(first_of_s0), lambda rows: rows))
+    return not same_bits(*found)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_neither_rows_nor_coins_of_an_agent_change_a_bit_of_what_another_sends(
+    stacked: bool, of_28_pixels: Callable[..., Config], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    without_noise(monkeypatch)
+    if stacked:  # the control: private views in one stack
+        monkeypatch.setattr(batched, "WHEN_CHARGED", object)
+    assert other_bits_by_a_row(of_28_pixels, tmp_path / "counts") == stacked
+    assert other_bits_by_coins(of_28_pixels, tmp_path / "coins", monkeypatch) == stacked
 
 
 # Noise --------------------------------------------------------------------------------------------

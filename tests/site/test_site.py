@@ -35,6 +35,7 @@ from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLRequest
 from privssl.core import step_runner
 from privssl.core.federation import Federation, Round
 from privssl.core.messages import Ack, Declined, deserialize, serialize
+from privssl.encoders import Encoder, caches, encode
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError, UserError
 from privssl.experiment import config as configs
@@ -902,8 +903,9 @@ def open_above(place: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("open_above")
 def test_files_that_other_users_could_read_are_told_of(
-    place: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PRIVSSL_DATA", str(place / "nothing"))
     assert main([str(place / "site.yaml")]) == 0  # which makes the site's folder
     told = {}
     for mode, above in ((0o644, 0o711), (0o600, 0o711), (0o644, 0o700), (0o640, 0o710)):
@@ -915,6 +917,27 @@ def test_files_that_other_users_could_read_are_told_of(
     (place / "kept").chmod(0o755)
     assert main([str(place / "site.yaml")]) == 0
     assert f"can read {place / 'kept'}. Remove" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("open_above")
+def test_features_that_an_encoder_has_kept_are_a_secret_of_the_site(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVSSL_DATA", str(place))
+    site = settings.load_site_config(place / "site.yaml")
+    assert caches(place) == ()
+    rows = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+    ones = Encoder("ones", (1,), "0" * 64, "nothing", 8, lambda: lambda x: torch.ones(len(x), 1))
+    encode(ones, rows, place)
+    kept = place / "encoders" / f"ones-{'0' * 16}"
+    assert list(kept.glob("*.safetensors")) and kept in site.secrets
+    place.chmod(0o711)
+    told = {}
+    for mode in (0o755, 0o700):
+        kept.chmod(mode)
+        assert main([str(place / "site.yaml")]) == 0
+        told[mode] = f"can read {kept}. Remove" in capsys.readouterr().err
+    assert told == {0o755: True, 0o700: False}
 
 
 @pytest.mark.parametrize(

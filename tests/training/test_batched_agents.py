@@ -791,6 +791,11 @@ class Steps:
     def ask(self, agent: Agent, message: Told, ctx: Any) -> Told:
         return Told(t=self.F(torch.ones(1, 3)).detach()[0])
 
+    def pay(self, agent: Agent, message: Told, ctx: Any) -> Told:
+        if agent.account is not None:
+            agent.account.pay()  # type: ignore[attr-defined]
+        return self.ask(agent, message, ctx)
+
     def uneven(self, agent: Agent, message: Told, ctx: Any) -> Told:
         """Three steps, the first agent's after two passes each; the last agent skips one."""
         F = local_training.load_weights(self.F, {"weight": torch.eye(3), "bias": torch.zeros(3)})
@@ -874,6 +879,26 @@ def test_an_agent_with_a_privacy_account_meets_the_others() -> None:
     there._agents["q1"].account = SimpleNamespace(visits=lambda: 0, events=())
     replies = asked(there, steps.where, ["q0", "q1", "q2"])
     assert HERE not in {reply.payload.text for reply in replies}
+
+
+@pytest.mark.parametrize("charged", [False, True])
+def test_nothing_that_an_agent_computes_once_it_is_charged_is_in_anothers_stack(
+    charged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacks, paid, steps = list[int](), list[str](), Steps()
+
+    def counted(passes: Sequence[Pass]) -> list[Any]:
+        stacks.append(len(passes))
+        return run_passes_batched(passes)
+
+    monkeypatch.setattr(batched, "run_passes_batched", counted)
+    there = engine_of(steps)
+    for name in ("q0", "q1"):
+        there._agents[name].account = SimpleNamespace(
+            visits=lambda: len(paid), events=(), pay=lambda: paid.append("") if charged else None
+        )
+    asked(there, steps.pay, ["q0", "q1", "q2"])
+    assert stacks == ([1] if charged else [3])
 
 
 def test_what_has_no_company_or_is_somebody_elses_works_alone() -> None:

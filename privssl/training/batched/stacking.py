@@ -113,6 +113,9 @@ class Pass:
     inputs: tuple[Tensor, ...]  # (B, ...) each, one B >= 1
     derivatives: bool  # whether the agent wants any
 
+    def run_single(self) -> Any:
+        return self.forward(*self.inputs)
+
     def kind(self) -> Hashable:
         """Passes of one kind can be stacked."""
         rows = len(self.inputs[0]) if self.copy.couples() else None
@@ -149,7 +152,7 @@ def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
     """Outputs of passes of one kind."""
     first = passes[0]
     if len(passes) == 1:
-        return [first.forward(*first.inputs)]
+        return [first.run_single()]
     names, buffer_names = first.copy.names()
     parameters = dict(zip(names, _by_agent(p.copy.parameters() for p in passes), strict=True))
     buffers = dict(zip(buffer_names, _by_agent(p.copy.buffers() for p in passes), strict=True))
