@@ -2,7 +2,7 @@
 
 Enforcement uses Renyi DP from Opacus: one vector of orders per event, added up, converted once. It
 is valid when later releases depend on earlier ones (arXiv:1605.08294, arXiv:2103.01379); where
-their noise or rate does, too, see ``Cost.account_epsilon``.
+their noise does, see ``Cost.account_epsilon``.
 
     Poisson-sampled Gaussian            Opacus compute_rdp; arXiv:1908.10530
     pure epsilon-DP release             min(order * eps^2 / 2, eps); arXiv:1605.02065, Prop. 1.4
@@ -47,7 +47,7 @@ ORDERS: tuple[float, ...] = (
 )
 _ORDERS = np.array(ORDERS)
 
-#: The leaves of a visit with counts in lowest terms. All costs of one kind are multiples of one.
+#: The leaves of a visit, counts in lowest terms: costs of one kind are multiples of one cost.
 Kind = tuple[tuple[LeafEvent, int], ...]
 
 _PRV_LIMIT = 40.0  # above this RDP epsilon the numeric accountant needs gigabytes
@@ -78,9 +78,8 @@ class Cost:
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
             self.rdp + other.rdp, self.mu_squared + other.mu_squared, self.pure + other.pure,
-            sampled=self.sampled or other.sampled,
-            kinds=tuple(dict.fromkeys((*self.kinds, *other.kinds))),
-            as_full=self.as_full + other.as_full,
+            self.sampled or other.sampled, tuple(dict.fromkeys((*self.kinds, *other.kinds))),
+            self.as_full + other.as_full,
         )  # fmt: skip
 
     def times(self, count: int) -> "Cost":
@@ -143,8 +142,7 @@ class Cost:
             return self.epsilon(delta)
         first = _cost_of_kind(self.kinds[0])
         if first.is_pure:
-            by_sum = self.pure if self.is_pure else math.inf
-            return min(by_sum, rdp_to_epsilon(self.rdp, delta / len(ORDERS)))
+            return self.pure if self.is_pure else rdp_to_epsilon(self.rdp, delta / len(ORDERS))
         if first.sampled or first.pure:
             at = _best_order(self.kinds[0], delta, budget)
             return max(0.0, float(self.rdp[at] + _conversion(delta, _ORDERS)[at]))
@@ -163,8 +161,7 @@ def cost_of(events: Iterable[Event]) -> Cost:
 def epsilon(events: Iterable[Event], delta: float) -> float:
     """The epsilon of all these events together, for one row that each may have read; 0 of none.
 
-    They were fixed beforehand; accounts use :meth:`Cost.account_epsilon`.
-    Raises PlanError unless 0 < delta < 1; inf when an event is unprotected.
+    They were fixed beforehand. Raises PlanError unless 0 < delta < 1; inf when one is unprotected.
 
     >>> round(epsilon([PoissonSampledGaussianEvent(4.0, 1.0, steps=20)], 1e-5), 4)
     4.9833
@@ -347,8 +344,7 @@ def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: 
 def max_repeats(
     once: Cost, *, budget: float, delta: float, spent: Cost = ZERO_COST, began: float | None = None
 ) -> int:
-    """How often a cost still fits a budget (``began`` at first) of which ``spent`` is gone; at most
-    10,000,000."""
+    """How often a cost fits a budget (``began`` at first) beside ``spent``; at most 10,000,000."""
     check_real("epsilon", budget)
 
     def exceeds(count: int) -> bool:
