@@ -101,9 +101,14 @@ class AccountPlan:
         pure = self.scope == "sound" and self.visit_cost.is_pure and spent.is_pure
         return 0.0 if pure else self.budget.delta
 
-    def epsilon(self, spent: Cost) -> float:
-        """Epsilon of what was spent, at :meth:`delta_of` it."""
-        return spent.epsilon(self.delta_of(spent))
+    def epsilon(self, spent: Cost, promised: float | None = None) -> float:
+        """Epsilon of what was spent, at :meth:`delta_of` it.
+
+        promised: the budget that the account began with, where it has fallen since.
+        """
+        if self.scope == "sound" and spent.is_pure:
+            return spent.pure  # also where a later plan is not pure: it holds on every path
+        return spent.account_epsilon(self.delta_of(spent), promised or self.budget.epsilon)
 
     def _check_scope(self) -> None:
         for name, networks in (("update", self.update), ("protect", self.protect)):

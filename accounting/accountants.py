@@ -1,7 +1,8 @@
 """The epsilon of a list of releases, and the noise that a budget needs.
 
 Enforcement uses Renyi DP from Opacus: one vector of orders per event, added up, converted once. It
-is valid when later releases depend on earlier ones (arXiv:1605.08294, arXiv:2103.01379).
+is valid when later releases depend on earlier ones (arXiv:1605.08294, arXiv:2103.01379); where
+their noise does, see ``Cost.account_epsilon``.
 
     Poisson-sampled Gaussian            Opacus compute_rdp; arXiv:1908.10530
     pure epsilon-DP release             min(order * eps^2 / 2, eps); arXiv:1605.02065, Prop. 1.4
@@ -15,8 +16,9 @@ and is not used. Opacus and scipy.optimize load slowly and are imported where th
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -45,6 +47,9 @@ ORDERS: tuple[float, ...] = (
 )
 _ORDERS = np.array(ORDERS)
 
+#: The leaves of a visit, counts in lowest terms: costs of one kind are multiples of one cost.
+Kind = tuple[tuple[LeafEvent, int], ...]
+
 _PRV_LIMIT = 40.0  # above this RDP epsilon the numeric accountant needs gigabytes
 _PRV_MIN_DELTA = 1e-10
 _CALIBRATION_RANGE = (0.3, 1000.0)  # noise multipliers that calibration tries
@@ -60,20 +65,27 @@ class Cost:
     ``rdp`` is the Renyi divergence at each of ``ORDERS`` (inf where a read was unprotected),
     ``mu_squared`` the sum of sigma^-2 over full-batch Gaussian steps, ``pure`` that of epsilon over
     pure releases; ``sampled``: a Gaussian step was on a sample (q < 1), or a read unprotected.
+    ``kinds``: of the events, in order; ``as_full``: mu^2 of full-batch steps that cost no less.
     """
 
     rdp: NDArray[np.float64]
     mu_squared: float
     pure: float
     sampled: bool
+    kinds: tuple[Kind, ...] = ()
+    as_full: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
-        sampled, mu_squared = self.sampled or other.sampled, self.mu_squared + other.mu_squared
-        return Cost(self.rdp + other.rdp, mu_squared, self.pure + other.pure, sampled)
+        return Cost(
+            self.rdp + other.rdp, self.mu_squared + other.mu_squared, self.pure + other.pure,
+            self.sampled or other.sampled, tuple(dict.fromkeys((*self.kinds, *other.kinds))),
+            self.as_full + other.as_full,
+        )  # fmt: skip
 
     def times(self, count: int) -> "Cost":
         """The cost of doing all of it ``count`` >= 1 times."""
-        return Cost(count * self.rdp, count * self.mu_squared, count * self.pure, self.sampled)
+        rdp, mu_squared, pure = count * self.rdp, count * self.mu_squared, count * self.pure
+        return Cost(rdp, mu_squared, pure, self.sampled, self.kinds, count * self.as_full)
 
     def at_most(self, other: "Cost") -> bool:
         """Whether this costs no more than the other at any order."""
@@ -99,7 +111,8 @@ class Cost:
     def epsilon(self, delta: float) -> float:
         """Epsilon at this delta, >= 0; inf when a read was unprotected.
 
-        At delta 0 it is the sum over pure releases, and inf if there are others.
+        Of releases that were fixed beforehand. At delta 0 it is the sum over pure releases, and inf
+        if there are others.
         """
         if delta == 0:
             return self.pure if self.is_pure else math.inf
@@ -115,6 +128,27 @@ class Cost:
             return min(by_rdp, gaussian_epsilon(math.sqrt(self.mu_squared), delta))
         return by_rdp
 
+    def account_epsilon(self, delta: float, budget: float) -> float:
+        """Epsilon as an account counts that never lets it exceed ``budget``.
+
+        Noise may be chosen by what was seen. So the first kind fixes one rule for every path:
+
+        - One kind: the order that fits at the largest count that fits, fits on every path.
+        - Others too: that order of the first kind counts (Renyi filter, arXiv:2103.01379).
+        - First kind full batches: all as full batches (Gaussian filter, arXiv:2210.17520).
+        - First kind pure, so that its sum holds: every order at delta / number of orders.
+        """
+        if delta == 0 or len(self.kinds) < 2:
+            return self.epsilon(delta)
+        first = _cost_of_kind(self.kinds[0])
+        if first.is_pure:
+            return self.pure if self.is_pure else rdp_to_epsilon(self.rdp, delta / len(ORDERS))
+        if first.sampled or first.pure:
+            at = _best_order(self.kinds[0], delta, budget)
+            return max(0.0, float(self.rdp[at] + _conversion(delta, _ORDERS)[at]))
+        exact = math.isfinite(self.as_full)
+        return gaussian_epsilon(math.sqrt(self.as_full), delta) if exact else math.inf
+
 
 ZERO_COST = Cost(np.zeros(len(ORDERS)), 0.0, 0.0, False)
 
@@ -127,7 +161,7 @@ def cost_of(events: Iterable[Event]) -> Cost:
 def epsilon(events: Iterable[Event], delta: float) -> float:
     """The epsilon of all these events together, for one row that each may have read; 0 of none.
 
-    Raises PlanError unless 0 < delta < 1; inf when an event is unprotected.
+    They were fixed beforehand. Raises PlanError unless 0 < delta < 1; inf when one is unprotected.
 
     >>> round(epsilon([PoissonSampledGaussianEvent(4.0, 1.0, steps=20)], 1e-5), 4)
     4.9833
@@ -307,30 +341,63 @@ def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: 
     return fitting
 
 
-def max_repeats(once: Cost, *, budget: float, delta: float, spent: Cost = ZERO_COST) -> int:
-    """How often a cost still fits a budget of which ``spent`` is gone; at most 10,000,000."""
+def max_repeats(
+    once: Cost, *, budget: float, delta: float, spent: Cost = ZERO_COST, began: float | None = None
+) -> int:
+    """How often a cost fits a budget (``began`` at first) beside ``spent``; at most 10,000,000."""
     check_real("epsilon", budget)
 
     def exceeds(count: int) -> bool:
-        return budget <= 0 or not (spent + once.times(count)).epsilon(delta) <= budget
+        after = spent + once.times(count)
+        return budget <= 0 or not after.account_epsilon(delta, began or budget) <= budget
 
     return _least_that_fits(exceeds, 1, 1, MAX_COUNT + 1) - 1
 
 
 @lru_cache(maxsize=256)
 def _cost(event: Event) -> Cost:
-    return sum((_leaf_cost(leaf) for leaf in leaf_events(event)), ZERO_COST)
+    total = sum((_leaf_cost(leaf) for leaf in leaf_events(event)), ZERO_COST)
+    return replace(total, kinds=(_kind(event),))
+
+
+def _kind(event: Event) -> Kind:
+    counted: Counter[LeafEvent] = Counter()
+    for leaf in leaf_events(event):
+        match leaf:
+            case PoissonSampledGaussianEvent(steps=steps):
+                counted[replace(leaf, steps=1)] += steps
+            case PureDpEvent(count=count):
+                counted[replace(leaf, count=1)] += count
+            case NonPrivateEvent():
+                counted[leaf] += 1
+    common = math.gcd(*counted.values())
+    return tuple(sorted(((leaf, n // common) for leaf, n in counted.items()), key=repr))
+
+
+def _cost_of_kind(kind: Kind) -> Cost:
+    return sum((_leaf_cost(leaf).times(count) for leaf, count in kind), ZERO_COST)
+
+
+@lru_cache(maxsize=256)
+def _best_order(kind: Kind, delta: float, budget: float) -> int:
+    """Place in ``ORDERS`` of the one that fits whenever as much of one kind fits as may."""
+    once = _cost_of_kind(kind)
+    most = max(1, max_repeats(once, budget=budget, delta=delta))
+    return int((most * once.rdp + _conversion(delta, _ORDERS)).argmin())
 
 
 def _leaf_cost(leaf: LeafEvent) -> Cost:
     rdp = _rdp(leaf, ORDERS)
     match leaf:
         case PoissonSampledGaussianEvent(sigma, 1.0, steps):
-            return Cost(rdp, steps / sigma**2, 0.0, sampled=False)
-        case PureDpEvent(each, count):
-            return Cost(rdp, 0.0, each * count, sampled=False)
-        case _:
-            return Cost(rdp, 0.0, 0.0, sampled=True)
+            return Cost(rdp, steps / sigma**2, 0.0, sampled=False, as_full=steps / sigma**2)
+        case PoissonSampledGaussianEvent(sigma, _, steps):  # sampling only helps
+            return Cost(rdp, 0.0, 0.0, sampled=True, as_full=steps / sigma**2)
+        case PureDpEvent(each, count):  # mu = each sqrt(pi / 2): Phi(-mu / 2) <= 1 / (1 + e^each)
+            as_full = count * each**2 * math.pi / 2
+            return Cost(rdp, 0.0, each * count, sampled=False, as_full=as_full)
+        case NonPrivateEvent():
+            return Cost(rdp, 0.0, 0.0, sampled=True, as_full=math.inf)
 
 
 def _rdp(leaf: LeafEvent, orders: tuple[float, ...]) -> NDArray[np.float64]:

@@ -216,7 +216,7 @@ class Account:
             raise PlanError("the visit costs more than the plan says one visit costs at most")
         after = self._journal.cost + cost
         own = self._journal.by_run.get(self.run, ZERO_COST) + cost
-        return self.plan.epsilon(after), self.plan.epsilon(own)
+        return self._journal.epsilon_at(after), self._journal.epsilon_at(own)
 
     def _within_budget(self, after: float) -> bool:
         # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.

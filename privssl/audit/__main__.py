@@ -179,9 +179,12 @@ def _wrong(report: Report) -> Iterator[str]:
 
 
 def _dp_events(found: "ClaimCheck") -> Iterator[str]:
+    fixed_agents = {agent.agent for agent in found.agents if agent.fixed}
     for name, journal in found.journals.items():
         if journal.plans:
             yield f"# agent {name}, ledger ending in {journal.head}"
+            fixed = name in fixed_agents or journal.plan.delta_of(journal.cost) == 0
+            yield from () if fixed else _NOT_FIXED
             yield dp_event_source(is_protected(journal.events), journal.plan.budget.delta)
 
 
@@ -220,7 +223,9 @@ def _ledger_table(report: Report) -> Table:
     for column in ("agent", *numbers, "by", "PLD bounds", "visits", "ledger"):
         table.add_column(column)
     for agent in report.agents:
-        bounds = "-" if agent.pld_lower is None else f"{agent.pld_lower:.4f}..{agent.pld_upper:.4f}"
+        bounds = "-" if agent.pld_lower is None else f"at least {agent.pld_lower:.4f}"
+        if agent.pld_upper is not None:
+            bounds = f"{agent.pld_lower:.4f}..{agent.pld_upper:.4f}"
         shown = ["-" if (n := getattr(agent, name)) is None else round_up(n) for name in numbers]
         whole = "broken" if agent.problems else f"verified, {agent.head[:8]}"
         table.add_row(escape(agent.agent), *shown, agent.method, bounds, str(agent.visits), whole)
@@ -261,6 +266,10 @@ def _attack_table(attack: "AttackReport") -> Table:
     return table
 
 
+_NOT_FIXED = (
+    "# Visits were not exactly those fixed beforehand, so the claim is the budget of the accounts.",
+    "# What follows would be the bound of a plan that had fixed these visits.",
+)
 _MEANING = {
     Verdict.CONSISTENT: "the ledgers bear out the claim",
     Verdict.VIOLATED: "do not rely on the claim",

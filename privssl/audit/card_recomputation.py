@@ -16,6 +16,7 @@ from accounting.journal_reader import Journal
 from privssl.audit.run_files import RunFiles
 from privssl.errors import PrivacyError
 from privssl.experiment.config import Config
+from privssl.privacy.card_numbers import NOT_FIXED
 from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.former_ledgers import former_ledgers
 from privssl.privacy.privacy_card import privacy_card
@@ -64,12 +65,15 @@ def card_problems(
             task=card["task"], encoder=card.get("encoder"),
             network=card.get("network"),
             this_run=card["this_run"], planned=card["planned_visits"],
+            promised={e["agent"]: j.promised for e, j in zip(card["agents"], found, strict=True)},
             former=card["former_ledgers"], ledger_problems=card["ledger_problems"],
             weights=card.get("weights"), clip_norm=card.get("clip_norm"),
         )  # fmt: skip
     except PrivacyError as error:
         yield f"no true card follows from the ledgers: {error}"
         return
+    if made["agents"][0]["epsilon"]["why_no_bounds"] == NOT_FIXED:
+        yield from _stopped_card_problems(card, made)
     ours: Mapping[str, Any] = json.loads(json.dumps(made))
     theirs: Mapping[str, Any] = {**card}
     for name in _DERIVED:
@@ -77,6 +81,19 @@ def card_problems(
             yield f"the card's {where} is not what follows from the ledgers"
     if not _same_headline(card, made):
         yield "the card's headline is not what follows from the ledgers"
+
+
+def _stopped_card_problems(card: PrivacyCard, made: PrivacyCard) -> Iterator[str]:
+    """What only visits that were fixed beforehand allow; former versions claimed it of all."""
+    claim, true = card["guarantee"], made["guarantee"]
+    if claim and true and claim["epsilon"] < true["epsilon"] * (1 - _TOLERANCE):
+        yield (
+            f"the card claims epsilon {claim['epsilon']:.6f}, but {NOT_FIXED}, so its accounts "
+            f"guarantee their budget, {true['epsilon']:.6f}. (Former versions claimed what was "
+            "charged; --resume writes the card anew.)"
+        )
+    if _has_bounds(card):
+        yield f"the card has numeric bounds, but {NOT_FIXED}"
 
 
 def _difference(where: str, stated: Any, true: Any) -> str | None:

@@ -19,7 +19,7 @@ from accounting.journal_reader import Journal, journal_until
 from privssl.audit import card_recomputation, cross_checks, witnesses
 from privssl.audit.run_files import Findings, RunFiles, read_run
 from privssl.errors import RunFolderError
-from privssl.privacy.card_numbers import BRACKET_LIMIT
+from privssl.privacy.card_numbers import BRACKET_LIMIT, fixed_beforehand
 from privssl.privacy.card_schema import AgentEntry, PrivacyCard
 from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs.accounts import check_metrics
@@ -44,7 +44,8 @@ class AgentReport:
     spent: float | None = None
     method: str = ""
     pld_lower: float | None = None
-    pld_upper: float | None = None
+    pld_upper: float | None = None  # only of visits that were fixed beforehand
+    fixed: bool = False  # whether exactly the planned visits took place
     visits: int = 0
     head: str = ""
     open: bool = False
@@ -189,6 +190,10 @@ def _check_agent(
     report.method = "exact" if events and full else "RDP"
     if events and at_card.plan.delta_of(at_card.cost) == 0:
         report.method = "sum"
+    card, spent = files.card, [(at_card.plan, at_card.events)]
+    planned = None if card is None else card["planned_visits"]
+    shared = card is not None and card["this_run"] is not None
+    report.fixed = fixed_beforehand(spent, planned, shared=shared)
     _check_second_library(report, at_card)
     if files.card is not None:
         report.problems += _claim_problems(report, at_card, entry, files.card)
@@ -196,7 +201,11 @@ def _check_agent(
 
 
 def _check_second_library(report: AgentReport, journal: Journal) -> None:
-    """Recompute with dp-accounting: equal on integer orders, and a certified bracket."""
+    """Recompute with dp-accounting: equal on integer orders, and a certified bracket.
+
+    Both count the visits as if they had been fixed beforehand. No claim may be below the lower
+    bound of that either, but only where they were is the upper bound one.
+    """
     if not verify.available() or (report.recomputed or 0.0) > BRACKET_LIMIT:
         return
     delta, events = journal.plan.budget.delta, is_protected(journal.events)
@@ -205,7 +214,8 @@ def _check_second_library(report: AgentReport, journal: Journal) -> None:
     if theirs is not None and abs(ours - theirs) > _TOLERANCE * max(1.0, theirs):
         report.problems.append(f"RDP is {ours:.6f} by Opacus but {theirs:.6f} by dp-accounting")
     try:
-        report.pld_lower, report.pld_upper = verify.pld_bracket(events, delta)
+        report.pld_lower, upper = verify.pld_bracket(events, delta)
+        report.pld_upper = upper if report.fixed else None
     except AccountingError as error:
         report.notes.append(str(error))
 

@@ -205,7 +205,7 @@ def _course(journal: Journal) -> list[float]:
     spent, course = journal.plan.cost(()), [0.0]
     for event in journal.events:
         spent = spent + journal.plan.charge(event)
-        course.append(journal.plan.epsilon(spent))
+        course.append(journal.epsilon_at(spent))
     return course
 
 

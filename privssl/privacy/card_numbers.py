@@ -12,25 +12,45 @@ from accounting.events import Event, event_to_json, is_protected
 from privssl.privacy.card_schema import AgentEntry, Kind, NumericBounds
 
 BRACKET_LIMIT = 40.0  # above this epsilon numeric composition takes many seconds
+NOT_FIXED = "visits were not exactly those that the plan had fixed beforehand"
+
+
+def fixed_beforehand(
+    accounts: Iterable[tuple[AccountPlan, Sequence[Event]]], planned: int | None, *, shared: bool
+) -> bool:
+    """Whether every account was charged exactly the planned visits.
+
+    Otherwise who saw results may have chosen when to stop. Then what was charged is no bound (an
+    odometer needs more delta), but the budget is (a filter): arXiv:1605.08294.
+
+    Args:
+        planned: visits of each; None where the run was stopped. shared: accounts outlive runs.
+    """
+    return not shared and all(
+        len(spent) == planned and all(event == plan.event for event in spent)
+        for plan, spent in accounts
+    )
 
 
 def agent_entry(
-    agent: str, plan: AccountPlan, events: Sequence[Event], head: str, kind: Kind
-) -> AgentEntry:
+    agent: str, plan: AccountPlan, events: Sequence[Event], head: str, kind: Kind,
+    *, fixed: bool, promised: float,
+) -> AgentEntry:  # fmt: skip
     """The card's row of one agent.
 
     Args:
-        events: one per charged visit. head: hash of its ledger's last line.
+        events: one per charged visit. head: hash of its ledger's last line. fixed: whether
+        :func:`fixed_beforehand`. promised: the budget that its account began with.
     """
     budget, cost = plan.budget, plan.cost(events)
-    delta = plan.delta_of(cost)
-    value = cost.epsilon(delta)
-    left = max_repeats(plan.visit_cost, budget=budget.epsilon, delta=delta, spent=cost)
+    delta, value = plan.delta_of(cost), plan.epsilon(cost, promised)
+    once, most = plan.visit_cost, budget.epsilon
+    left = max_repeats(once, budget=most, delta=delta, spent=cost, began=promised)
     return {
         "agent": agent,
         "epsilon": {
             "kind": kind, "value": value,
-            **_numeric_bounds(tuple(is_protected(events)), delta, value),
+            **(_numeric_bounds(tuple(is_protected(events)), delta, value) if fixed else _NO_BOUNDS),
         },
         "budget": {"epsilon": budget.epsilon, "delta": budget.delta},
         "visit": event_to_json(plan.event),
@@ -39,6 +59,11 @@ def agent_entry(
         "rows": plan.n_public,
         "ledger_head": head,
     }  # fmt: skip
+
+
+_NO_BOUNDS: NumericBounds = {
+    "pld_lower": None, "pld_upper": None, "prv": None, "why_no_bounds": NOT_FIXED,
+}  # fmt: skip
 
 
 @lru_cache(maxsize=64)  # agents often spend the same
@@ -57,11 +82,23 @@ def _numeric_bounds(events: tuple[Event, ...], delta: float, value: float) -> Nu
     return {"pld_lower": lower, "pld_upper": upper, "prv": prv, "why_no_bounds": why}
 
 
-def paper_sum(spent: Iterable[tuple[AccountPlan, Sequence[Event]]], delta: float) -> float:
+def paper_sum(
+    spent: Iterable[tuple[AccountPlan, Sequence[Event]]],
+    entries: Iterable[AgentEntry],
+    delta: float,
+) -> float:
     """Epsilon of each visit on its own, added up over visits and agents: the paper's total.
 
     By the moments accountant, whose values may be added up: never below the composed epsilons.
+
+    Args:
+        entries: of the same agents. With several kinds of visits an account may count more than
+        their sum, and then that.
     """
-    return math.fsum(
-        plan.charge(event).summable_epsilon(delta) for plan, events in spent for event in events
-    )
+    terms = []
+    for (plan, events), entry in zip(spent, entries, strict=True):
+        visits = [plan.charge(event).summable_epsilon(delta) for event in events]
+        terms += visits
+        if len(plan.cost(events).kinds) > 1:
+            terms.append(max(0.0, entry["epsilon"]["value"] - math.fsum(visits)))
+    return math.fsum(terms)

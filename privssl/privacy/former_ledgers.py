@@ -68,6 +68,7 @@ def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:
         spending.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")
     return [
         f"Not counted: a run that this one replaced, whose ledger is in {ledger}: "
-        f"{', '.join(spent)}. For a row that both runs used, epsilons and deltas add up."
+        f"{', '.join(spent)}. For a row that both runs used, epsilons and deltas add up; of a run "
+        "that was stopped, the budget counts."
         for ledger, spent in spending.items()
     ]

@@ -16,7 +16,7 @@ from accounting.accountants import ZERO_COST
 from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, Span, round_up
 from accounting.events import Event
 from privssl.errors import PrivacyError
-from privssl.privacy.card_numbers import agent_entry, paper_sum
+from privssl.privacy.card_numbers import agent_entry, fixed_beforehand, paper_sum
 from privssl.privacy.card_schema import (
     AgentEntry,
     Claim,
@@ -64,6 +64,10 @@ _NOT_SENT_IN_CENSUS = (
 _AS_PUBLISHED = (
     "Every labelled record: networks trained on it without noise leave its agent in every round.",
 )
+_CHARGED = (
+    "- The claim is the budget: visits were not exactly those fixed beforehand, so who saw results "
+    "may have chosen when to stop, and what was charged is no bound."
+)
 _OWN_ALGORITHM = (
     "Mistakes of the algorithm {} that privssl cannot see: its code is not of privssl, and its "
     "author is trusted."
@@ -83,6 +87,7 @@ def privacy_card(
     network: Mapping[Literal["name", "weights"], str] | None = None,
     this_run: Mapping[str, float] | None = None,
     planned: int | None = None,
+    promised: Mapping[str, float] | None = None,
     former: Sequence[FormerLedger] = (),
     ledger_problems: Sequence[str] = (),
     weights: Mapping[Literal["file", "sha256"], str] | None = None,
@@ -101,6 +106,7 @@ def privacy_card(
         this_run: agent -> epsilon of this run alone, where accounts outlive runs.
         planned: visits that the plan had fixed for each agent; None when the run was stopped: who
             saw its accuracy may have chosen the moment.
+        promised: agent -> the budget that its account began with, where it has fallen since.
         former: what replaced runs of the same folder spent; see ``privacy/former_ledgers.py``.
         ledger_problems: what forbids a claim: damage to ledgers, each with its agent.
         weights: what the run releases; None when it was stopped.
@@ -112,22 +118,23 @@ def privacy_card(
     _check(accounts, scope, delta, releases)
     claims = scope == "sound" and not ledger_problems
     kind: Kind = "guaranteed" if claims else "nominal" if scope == "as_published" else "charged"
-    agents = [agent_entry(*account, kind) for account in accounts]
+    spent = [(p, events) for _, p, events, _ in accounts]
+    shared = this_run is not None
+    fixed = not ledger_problems and fixed_beforehand(spent, planned, shared=shared)
+    began = {name: p.budget.epsilon for name, p, _, _ in accounts} | dict(promised or {})
+    agents = [agent_entry(*a, kind, fixed=fixed, promised=began[a[0]]) for a in accounts]
     overall = max(entry["epsilon"]["value"] for entry in agents)
-    plan, total = accounts[0][1], sum((p.cost(spent) for _, p, spent, _ in accounts), ZERO_COST)
+    plan, total = accounts[0][1], sum((p.cost(events) for p, events in spent), ZERO_COST)
     # A claim is pure where that of each agent is.
-    claimed = max(p.delta_of(p.cost(spent)) for _, p, spent, _ in accounts)
+    claimed = max(p.delta_of(p.cost(events)) for p, events in spent)
+    # A pure sum bounds every path; another sum only where who saw results could choose nothing.
+    bound = overall if fixed or claimed == 0 else max(overall, *began.values())
     census = plan.update == (CENSUS,)
-    # The visits were fixed beforehand, so that numeric composition is valid.
-    fixed = this_run is None and not ledger_problems and all(
-        len(spent) == planned and all(event == p.event for event in spent)
-        for _, p, spent, _ in accounts
-    )  # fmt: skip
     span: Span = "this run and the earlier runs of its account"
     guarantee: Claim = {
-        "epsilon": overall, "delta": claimed, "unit": plan.unit, "neighbours": plan.adjacency,
+        "epsilon": bound, "delta": claimed, "unit": plan.unit, "neighbours": plan.adjacency,
         "covers": [name for name, status, _ in releases if status == "covered"],
-        "rule": "largest agent", "span": "this run" if this_run is None else span,
+        "rule": "largest agent", "span": span if shared else "this run",
     }  # fmt: skip
     card: PrivacyCard = {
         "schema": 2,
@@ -156,8 +163,8 @@ def privacy_card(
         "epsilon": {
             "kind": kind,
             "overall": overall,
-            "person_across_agents": total.epsilon(claimed),
-            "paper_sum": paper_sum([(p, spent) for _, p, spent, _ in accounts], claimed),
+            "person_across_agents": max(overall, total.epsilon(claimed)),
+            "paper_sum": paper_sum(spent, agents, claimed),
         },
         "releases": [{"name": n, "status": status, "why": why} for n, status, why in releases],
         "not_sent": list(_NOT_SENT_IN_CENSUS if census else _NOT_SENT),
@@ -169,7 +176,7 @@ def privacy_card(
             *(() if algorithm in ALGORITHMS else (_OWN_ALGORITHM.format(algorithm),)),
             *(_IDEAL_BITS if census and claimed == 0 else _ROUNDING),
         ],
-        "attack_bounds": attack_bounds(overall, claimed) if claims else None,
+        "attack_bounds": attack_bounds(bound, claimed) if claims else None,
         "versions": {name: _version(name) for name in ("privssl", "opacus", "torch", "scipy")},
         "headline": _headline(agents, kind) if fixed else None,
         "sentence": "",
@@ -266,7 +273,9 @@ def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
 
 def render_markdown(card: Mapping[str, Any]) -> str:
     """The card as a page for people: ``privacy.md``."""
-    number, sums = _number(card), card["epsilon"]
+    number, sums, looser = _number(card), card["epsilon"], "bound"
+    if card["guarantee"] and card["guarantee"]["epsilon"] > sums["overall"]:
+        number, looser = "charged epsilon", "number"
     trained = f"Trained on labelled rows: {_names(card['update'])}; with noise: "
     if card["update"] == [CENSUS]:
         trained = "No network is trained on labelled rows. Released about them, with noise: "
@@ -287,10 +296,11 @@ def render_markdown(card: Mapping[str, Any]) -> str:
         *([] if clip_norm is None else [f"- Clip norm of one row's gradient: {clip_norm:g}."]),
         f"- Overall, the agent that spent most (records are disjoint): {number} "
         f"{round_up(sums['overall'])}.",
+        *([_CHARGED] if number == "charged epsilon" else []),
         f"- Someone with one record at every agent, composed: {number} "
         f"{round_up(sums['person_across_agents'])}.",
         *_this_run_lines(card["this_run"], number),
-        f"- The paper's running sum over visits and agents, a looser bound: {number} "
+        f"- The paper's running sum over visits and agents, a looser {looser}: {number} "
         f"{round_up(sums['paper_sum'])}.",
         *(f"- {sentence}" for sentence in former_sentences(card["former_ledgers"])),
         "",

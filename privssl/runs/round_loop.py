@@ -384,6 +384,7 @@ class RoundLoop:
             encoder=self._prepared.about_rows["rows"]["encoder"],
             network=self._prepared.network,
             planned=plan.visits if over and not problems else None,
+            promised={name: j.promised for name, j in journals.items()},
             this_run=this_run, former=former_ledgers(self._folder, journals),
             ledger_problems=problems, weights=released,
             clip_norm=None if plan.update == (CENSUS,) else privacy.clip_norm,

@@ -83,15 +83,22 @@ def write_traces(run: Path, card: dict[str, Any], status: str = "finished") -> N
 
 
 def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
+    short = replace(VISIT, steps=1)
     card = card_of(
-        [("s0", plan("s0"), [VISIT] * 3, "a" * 64), ("s1", plan("s1"), [VISIT], "b" * 64)]
+        [
+            ("s0", plan("s0"), [VISIT] * 3, "a" * 64),
+            ("s1", plan("s1", event=short), [short] * 3, "b" * 64),
+        ],
+        planned=3,
     )
-    three, one = epsilon([VISIT] * 3, 1e-5), epsilon([VISIT], 1e-5)
-    assert [entry["epsilon"]["value"] for entry in card["agents"]] == pytest.approx([three, one])
-    assert card["guarantee"]["epsilon"] == card["epsilon"]["overall"] == pytest.approx(three)
+    more, less = epsilon([VISIT] * 3, 1e-5), epsilon([short] * 3, 1e-5)
+    assert [entry["epsilon"]["value"] for entry in card["agents"]] == pytest.approx([more, less])
+    assert card["guarantee"]["epsilon"] == card["epsilon"]["overall"] == pytest.approx(more)
     assert card["guarantee"]["covers"] == ["F"]  # what needs no cover is not named
-    assert card["epsilon"]["person_across_agents"] == pytest.approx(epsilon([VISIT] * 4, 1e-5))
-    assert card["epsilon"]["paper_sum"] == pytest.approx(4 * rdp_epsilon([VISIT], 1e-5))
+    all_of_them = epsilon([VISIT, short] * 3, 1e-5)
+    assert card["epsilon"]["person_across_agents"] == pytest.approx(all_of_them)
+    each = [rdp_epsilon([event], 1e-5) for event in (VISIT, short)]
+    assert card["epsilon"]["paper_sum"] == pytest.approx(3 * sum(each))
     assert card["nominal_epsilon"] is None
     assert card["agents"][0]["visits"] == 3
     json.dumps(card, allow_nan=False)
@@ -128,7 +135,8 @@ def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
         [
             (a, plan(a, event=event, budget=generous), [event] * 20, "a" * 64)
             for a in ("s0", "s1", "s2")
-        ]
+        ],
+        planned=20,
     )
     assert 8.21 < card["guarantee"]["epsilon"] < 8.95
     assert 16.1 < card["epsilon"]["person_across_agents"] < 17.8
@@ -139,7 +147,8 @@ def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
 
 
 def test_the_sentence_of_a_guarantee_names_unit_neighbours_observer_and_exclusions() -> None:
-    sentence = guarantee_sentence(card_of([("s0", plan("s0"), [VISIT] * 3, "a" * 64)]))
+    accounts = [("s0", plan("s0"), [VISIT] * 3, "a" * 64)]
+    sentence = guarantee_sentence(card_of(accounts, planned=3))
     three = epsilon([VISIT] * 3, 1e-5)
     assert f"({round_up(three)}, 1e-05)-DP" in sentence
     for words in (
@@ -234,7 +243,7 @@ def test_without_the_second_library_the_card_says_why_there_are_no_bounds(
 ) -> None:
     monkeypatch.setattr(verify, "available", lambda: False)
     event = PoissonSampledGaussianEvent(noise_multiplier=2.0, sample_rate=16 / 34, steps=1)
-    card = card_of([("s0", plan("s0", event=event), [event], "a" * 64)])
+    card = card_of([("s0", plan("s0", event=event), [event], "a" * 64)], planned=1)
     numbers = card["agents"][0]["epsilon"]
     assert numbers["pld_lower"] is None
     assert "pip install dp-accounting" in numbers["why_no_bounds"]
@@ -279,6 +288,11 @@ def test_the_json_report_is_for_machines(
     assert agent["method"] == "exact"
     assert agent["problems"] == []
     if verify.available():
+        assert agent["pld_lower"] <= agent["recomputed"]
+        assert agent["pld_upper"] is None  # nobody says that the visits were fixed beforehand
+        planned_run(tmp_path / "planned", s0=3)
+        main([str(tmp_path / "planned"), "--json"])
+        [agent] = json.loads(capsys.readouterr().out)["agents"]
         assert agent["pld_lower"] <= agent["recomputed"] <= agent["pld_upper"] + 1e-3
 
 

@@ -9,6 +9,8 @@ CARD = "privssl/privacy/privacy_card.py"
 HISTOGRAM = "privssl/privacy/label_histogram.py"
 
 IN_ACCOUNTANTS = "tests/accounting/test_accountants.py::test_"
+IN_FILTERS = "tests/accounting/test_filters.py::test_"
+IN_STOPPED = "tests/audit/test_stopped_runs.py::test_"
 IN_LEDGER = "tests/accounting/test_ledger.py::test_"
 IN_LAPLACE = "tests/accounting/test_discrete_laplace.py::test_"
 IN_CARD = "tests/audit/test_card_and_audit.py::test_"
@@ -89,6 +91,22 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (IN_CARD + "no_list_of_releases_adds_up_to_less_than_it_costs",),
     ),
+    Fault(
+        "visits of several kinds count at the best order",
+        ((ACCOUNTANTS, "if delta == 0 or len(self.kinds) < 2:", "if self.kinds:"),),
+        (
+            IN_FILTERS + "an_account_of_several_kinds_stops_before_the_best_order_would",
+            IN_FILTERS + "beside_a_sampled_kind_others_count_at_the_order_that_it_fixed",
+        ),
+    ),
+    Fault(
+        "samples after full batches count as samples",
+        ((ACCOUNTANTS, "sampled=True, as_full=steps / sigma**2", "sampled=True, as_full=0.0"),),
+        (
+            IN_FILTERS
+            + "full_batches_of_any_noise_are_exact_and_what_comes_after_counts_as_full_batches",
+        ),
+    ),
     # What is claimed -----------------------------------------------------------------------------
     Fault(
         "a printed epsilon is rounded to the nearest",
@@ -100,6 +118,16 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (IN_CARD + "a_printed_epsilon_is_never_rounded_down",),
+    ),
+    Fault(
+        "a stopped run claims what it was charged",
+        ((CARD, "overall if fixed or claimed == 0 else", "overall if agents else"),),
+        (IN_STOPPED + "a_stopped_run_guarantees_the_budget_and_tells_what_was_charged",),
+    ),
+    Fault(
+        "a claim falls with the budget",
+        ((CARD, "} | dict(promised or {})", "}"),),
+        (IN_STOPPED + "a_budget_that_fell_is_not_what_is_guaranteed",),
     ),
     Fault(
         "the budget of an account may rise",

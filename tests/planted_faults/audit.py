@@ -73,6 +73,14 @@ FAULTS: tuple[Fault, ...] = (
         (IN_CARD + "a_card_that_lies_is_violated",),
     ),
     Fault(
+        "numeric bounds of a stopped run are believed",
+        ((CARD, "    if _has_bounds(card):\n        yield", "    if not card:\n        yield"),),
+        (
+            "tests/audit/test_stopped_runs.py::"
+            "test_numeric_bounds_on_the_card_of_a_stopped_run_are_violated",
+        ),
+    ),
+    Fault(
         "a ledger's noise is not held against the config",
         (
             (

@@ -171,7 +171,9 @@ def test_pure_releases_are_told_as_their_sum_at_delta_zero() -> None:
 def test_beside_other_releases_a_pure_one_is_told_with_delta() -> None:
     pure, mixed = cost_of([PureDpEvent(1.0, 1)]), cost_of([PureDpEvent(1.0, 1), GAUSSIAN])
     plan = promise(PureDpEvent(1.0, 1))
-    assert (plan.delta_of(mixed), plan.epsilon(mixed)) == (1e-3, mixed.epsilon(1e-3))
+    assert plan.delta_of(mixed) == 1e-3
+    # What came after the pure one may have been chosen by it: tests/accounting/test_filters.py.
+    assert plan.epsilon(mixed) > mixed.epsilon(1e-3)
     assert mixed.epsilon(0.0) == float("inf")  # a Gaussian is pure at no epsilon
     assert promise(GAUSSIAN).delta_of(pure) == 1e-3  # a plan of noisy gradients claims as ever
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from accounting.accountants import epsilon
+from accounting.budget import round_up
 from accounting.errors import LedgerError
 from accounting.events import PoissonSampledGaussianEvent
 from accounting.ledger import read_journal
@@ -107,6 +108,23 @@ def after_one(_once: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     return place
 
 
+Audit = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def audited(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Audit:
+    from accounting import verify
+
+    monkeypatch.setattr(verify, "available", lambda: False)  # it takes a second
+
+    def run_it(run: Path) -> tuple[int, str]:
+        capsys.readouterr()
+        status = audit.main([str(run)])
+        return status, " ".join(capsys.readouterr().out.split())
+
+    return run_it
+
+
 # One budget for all runs ------------------------------------------------------------------------
 
 
@@ -116,11 +134,13 @@ def test_a_second_run_draws_from_the_same_account_and_its_card_counts_both(
     first = after_one.card("one")
     assert first["this_run"] == pytest.approx({"s0": cost(2), "s1": cost(2)})
     card = after_one.trained("two", "run.seed=7")
-    assert card["guarantee"]["epsilon"] == pytest.approx(cost(4))
+    assert card["epsilon"]["overall"] == pytest.approx(cost(4))
+    assert card["guarantee"]["epsilon"] == 8.0  # who planned the second run had seen the first
     assert [entry["visits"] for entry in card["agents"]] == [4, 4]
     assert card["this_run"] == pytest.approx({"s0": cost(2), "s1": cost(2)})
     page = (after_one.run("two") / "privacy.md").read_text()
     assert "The accounts outlive this run" in page
+    assert f"charged epsilon {round_up(cost(4))}" in page and "(8.0000, 1e-05)-DP" in page
     assert not list(after_one.run("two").glob("ledger/registry"))  # it stays with the rows
 
 
@@ -140,8 +160,8 @@ def test_the_accounts_budget_ends_the_visits_of_a_later_run(work: Workplace) -> 
     card = work.trained("three", small, total=total)
     assert work.status("three") == "budget_exhausted"
     assert work.visits() == 5
-    assert card["guarantee"]["epsilon"] == pytest.approx(cost(5))
-    assert card["guarantee"]["epsilon"] <= total
+    assert card["epsilon"]["overall"] == pytest.approx(cost(5))
+    assert card["guarantee"]["epsilon"] == pytest.approx(total)
     assert card["this_run"]["s0"] == pytest.approx(cost(1))
 
 
@@ -219,8 +239,17 @@ def test_what_would_break_the_accounts_promise_is_refused(
     untouched(after_one, "two", override, words=words, **given)
 
 
-def test_a_smaller_budget_is_no_broken_promise(after_one: Workplace) -> None:
-    after_one.trained("two", total=7.0)
+def test_a_smaller_budget_is_no_broken_promise(after_one: Workplace, audited: Audit) -> None:
+    card = after_one.trained("two", total=7.0)
+    assert card["agents"][0]["budget"]["epsilon"] == 7.0
+    # Who lowered it had seen a run: what holds whatever was seen is what the account began with.
+    assert card["guarantee"]["epsilon"] == 8.0
+    assert audited(after_one.run("two"))[0] == 0
+    card["guarantee"]["epsilon"] = 7.0
+    (after_one.run("two") / "privacy.json").write_text(json.dumps(card))
+    status, shown = audited(after_one.run("two"))
+    assert status == 1
+    assert "the card claims epsilon 7.000000" in shown
 
 
 def test_a_sound_run_after_the_published_scheme_is_refused(work: Workplace) -> None:
@@ -390,22 +419,6 @@ def test_rows_that_two_agents_share_are_refused_in_a_private_run(tmp_path: Path)
 
 
 # The audit --------------------------------------------------------------------------------------
-
-Audit = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def audited(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Audit:
-    from accounting import verify
-
-    monkeypatch.setattr(verify, "available", lambda: False)  # it takes a second
-
-    def run_it(run: Path) -> tuple[int, str]:
-        capsys.readouterr()
-        status = audit.main([str(run)])
-        return status, " ".join(capsys.readouterr().out.split())
-
-    return run_it
 
 
 def test_the_run_folder_holds_a_copy_of_the_journals(after_one: Workplace) -> None:

@@ -1,0 +1,179 @@
+"""A run whose visits were not exactly those fixed beforehand guarantees its budget, not its cost.
+
+Who may stop when the charges look small and go on otherwise would be promised too little. The
+controls: a run that did what it had planned claims what that cost, and pure releases their sum.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accounting import verify
+from accounting.accountants import epsilon, gaussian_epsilon
+from accounting.budget import Budget, round_up
+from accounting.events import PoissonSampledGaussianEvent, PureDpEvent
+from accounting.ledger import Account, read_journal
+from privssl.audit.__main__ import main
+from privssl.privacy.card_numbers import NOT_FIXED
+from privssl.privacy.privacy_card import attack_bounds, guarantee_sentence, render_markdown
+from tests.support.card_and_audit import VISIT, card_of, plan, write_card, write_run
+
+THREE = epsilon([VISIT] * 3, 1e-5)
+UNREFUTED = 3  # ledgers and card agree, and no witness is there
+
+
+@pytest.fixture(autouse=True)
+def without_the_second_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "available", lambda: False)  # it takes a second
+
+
+def stopped(**changes: Any) -> dict[str, Any]:
+    return card_of([("s0", plan("s0"), [VISIT] * 3, "a" * 64)], **changes)
+
+
+def test_stopping_by_what_was_seen_leaks_more_than_what_was_charged() -> None:
+    # Why: full batches with mu 0.15 each, and somebody who stops as soon as the privacy loss is
+    # above epsilon of what was charged. Losses are drawn from a law shifted towards large ones.
+    mu, steps, delta, margin, shift, runs = 0.15, 100, 1e-5, 0.2, 0.05, 20_000
+    charged = [gaussian_epsilon(mu * math.sqrt(t), delta) for t in range(1, steps + 1)]
+    rng, mean, variance = np.random.default_rng(1), mu**2 / 2, mu**2
+    loss, alive, exceeds = np.zeros(runs), np.ones(runs, bool), {"charged": 0.0, "budget": 0.0}
+    for t, now in enumerate(charged, 1):
+        loss += mean + shift + mu * rng.standard_normal(runs)
+        stops = alive & (loss > now + margin)
+        at = loss[stops]
+        weight = np.exp(-(shift / variance) * (at - mean * t) + shift**2 * t / (2 * variance))
+        for what, bound in (("charged", now), ("budget", charged[-1])):
+            exceeds[what] += float((np.maximum(1 - np.exp(bound - at), 0) * weight).sum()) / runs
+        alive &= ~stops
+    assert exceeds["charged"] > 3 * delta
+    assert exceeds["budget"] <= delta  # the filter
+
+
+def test_a_stopped_run_guarantees_the_budget_and_tells_what_was_charged() -> None:
+    card = stopped()
+    assert card["guarantee"]["epsilon"] == 8.0
+    assert card["epsilon"]["overall"] == card["agents"][0]["epsilon"]["value"] == THREE
+    assert "(8.0000, 1e-05)-DP" in card["sentence"]
+    assert card["attack_bounds"] == attack_bounds(8.0, 1e-5)
+    assert card["headline"] is None
+    page = render_markdown(card)
+    assert f"charged epsilon {round_up(THREE)}" in page
+    assert "The claim is the budget: visits were not exactly those fixed beforehand" in page
+    assert f" epsilon {round_up(THREE)}" not in page.replace("charged epsilon", "")
+
+
+def test_a_run_that_did_what_it_planned_guarantees_what_that_cost() -> None:
+    card = stopped(planned=3)  # the control of the one above
+    assert card["guarantee"]["epsilon"] == THREE
+    page = render_markdown(card)
+    assert "charged" not in page and "The claim is the budget" not in page
+
+
+@pytest.mark.parametrize(
+    "changes", [{"planned": 4}, {"planned": 3, "this_run": {"s0": 1.0}}], ids=["resumed", "shared"]
+)
+def test_fewer_visits_than_planned_or_other_runs_make_it_the_budget(changes: Any) -> None:
+    assert stopped(**changes)["guarantee"]["epsilon"] == 8.0
+
+
+def test_the_claim_is_the_largest_budget_and_never_less_than_what_was_charged() -> None:
+    less = plan("s1", budget=Budget(5.0, 1e-5))
+    accounts = [("s0", plan("s0"), [VISIT], "a" * 64), ("s1", less, [VISIT] * 2, "b" * 64)]
+    assert card_of(accounts)["guarantee"]["epsilon"] == 8.0
+    assert card_of(accounts, promised={"s1": 9.0})["guarantee"]["epsilon"] == 9.0
+    # A torn line is charged, and may bring an account above its budget.
+    torn = plan("s0", budget=Budget(THREE - 0.1, 1e-5))
+    card = card_of([("s0", torn, [VISIT] * 3, "a" * 64)])
+    assert card["guarantee"]["epsilon"] == THREE
+
+
+def test_pure_releases_guarantee_their_sum_whenever_they_stop() -> None:
+    pure = plan("s0", event=PureDpEvent(0.5, 1), update=("F",))
+    card = card_of([("s0", pure, [PureDpEvent(0.5, 1)] * 3, "a" * 64)])
+    assert (card["guarantee"]["epsilon"], card["guarantee"]["delta"]) == (1.5, 0.0)
+    assert "charged" not in render_markdown(card)
+
+
+def test_numeric_bounds_are_only_told_of_visits_that_were_fixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verify, "available", lambda: True)
+    monkeypatch.setattr(verify, "pld_bracket", lambda *_: (1.0, 2.0))
+    event = PoissonSampledGaussianEvent(2.0, 0.25, 7)  # of no other test: bounds are kept
+    for planned, upper in ((2, 2.0), (3, None)):
+        card = card_of([("s0", plan("s0", event=event), [event] * 2, "a" * 64)], planned=planned)
+        numbers = card["agents"][0]["epsilon"]
+        assert numbers["pld_upper"] == upper
+        assert (numbers["why_no_bounds"] == NOT_FIXED) == (upper is None)
+
+
+# --- the audit ----------------------------------------------------------------------------------
+
+
+def claim(card: dict[str, Any], number: float) -> None:
+    card["guarantee"]["epsilon"] = number
+    card["attack_bounds"] = attack_bounds(number, 1e-5)
+    card["sentence"] = guarantee_sentence(card)
+
+
+def test_an_audit_of_a_stopped_run_refutes_the_charges_as_a_claim_and_not_the_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = write_run(tmp_path, {"s0": 3})
+    assert main([str(tmp_path)]) == UNREFUTED
+    assert "(8.0000, 1e-05)-DP" in capsys.readouterr().out
+    for number in (THREE, 7.99):  # the first is what former versions wrote
+        claim(card, number)
+        write_card(tmp_path, card)
+        assert main([str(tmp_path)]) == 1
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"the card claims epsilon {number:.6f}, but visits were not exactly" in shown
+        assert "guarantee their budget, 8.000000" in shown
+    card["planned_visits"] = 3  # the control: visits that were planned cost that
+    claim(card, THREE)
+    write_card(tmp_path, card)
+    assert main([str(tmp_path)]) == UNREFUTED
+
+
+def test_numeric_bounds_on_the_card_of_a_stopped_run_are_violated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = write_run(tmp_path, {"s0": 3})
+    card["agents"][0]["epsilon"] |= {"pld_lower": 1.0, "pld_upper": 2.0}
+    write_card(tmp_path, card)
+    assert main([str(tmp_path)]) == 1
+    assert "the card has numeric bounds, but visits" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_budget_that_fell_is_not_what_is_guaranteed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 2})
+    path = tmp_path / "ledger/s0.jsonl"
+    fallen = plan("s0", budget=Budget(4.0, 1e-5))
+    account = Account.open(path, fallen, resume=True)
+    account.close()
+    journal = read_journal(path)
+    spent = [("s0", journal.plan, journal.events, journal.head)]
+    for promised, status in ((8.0, UNREFUTED), (4.0, 1)):
+        write_card(tmp_path, card_of(spent, promised={"s0": promised}))
+        assert main([str(tmp_path)]) == status
+    assert "their budget, 8.000000" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_program_for_auditors_says_that_its_number_is_no_bound_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = write_run(tmp_path, {"s0": 3})
+    words = "# Visits were not exactly those fixed beforehand, so the claim is the budget"
+    main([str(tmp_path), "--dp-event"])
+    assert words in capsys.readouterr().out
+    card = card_of([("s0", plan("s0"), [VISIT] * 3, card["agents"][0]["ledger_head"])], planned=3)
+    write_card(tmp_path, json.loads(json.dumps(card)))
+    main([str(tmp_path), "--dp-event"])
+    assert words not in capsys.readouterr().out
