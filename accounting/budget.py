@@ -56,8 +56,9 @@ class Guarantee:
     """A claim that holds for every support agent. ``str()`` is the whole claim.
 
     Args:
-        epsilon, delta: of the agent that spent most. delta 0: pure epsilon-DP, for ideal random
-        bits. unit: what one neighbour differs in: "record".
+        epsilon, delta: of the agent that spent most; the largest budget where visits were not
+        exactly those fixed beforehand. delta 0: pure epsilon-DP, for ideal random bits.
+        unit: what one neighbour differs in: "record".
         neighbours: relation between neighbouring data sets.
         covers: names of everything covered that leaves an agent.
         rule: "largest agent": one number holds for all because their records are disjoint.

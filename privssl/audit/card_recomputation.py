@@ -90,7 +90,7 @@ def _stopped_card_problems(card: PrivacyCard, made: PrivacyCard) -> Iterator[str
         yield (
             f"the card claims epsilon {claim['epsilon']:.6f}, but {NOT_FIXED}, so its accounts "
             f"guarantee their budget, {true['epsilon']:.6f}. (Former versions claimed what was "
-            "charged; --resume writes the card anew.)"
+            "charged: remove privacy.json and results.json, and --resume writes them anew.)"
         )
     if _has_bounds(card):
         yield f"the card has numeric bounds, but {NOT_FIXED}"

@@ -490,6 +490,22 @@ def test_a_card_that_says_too_little_of_this_run_is_violated(
     assert "s1: the card says that this run alone spent" in shown
 
 
+def test_a_card_that_claims_what_was_charged_is_violated_until_it_is_written_anew(
+    after_one: Workplace, audited: Audit
+) -> None:
+    # As former versions claimed of accounts that outlive a run.
+    card = after_one.card("one")
+    card["guarantee"]["epsilon"] = card["epsilon"]["overall"]
+    (after_one.run("one") / "privacy.json").write_text(json.dumps(card))
+    status, shown = audited(after_one.run("one"))
+    assert status == 1
+    assert "so its accounts guarantee their budget, 8.000000" in shown
+    for name in ("privacy.json", "results.json"):  # or --resume finds that the run is finished
+        (after_one.run("one") / name).unlink()
+    assert after_one.train("one", resume=after_one.run("one")).status == 0
+    assert audited(after_one.run("one"))[0] == 0
+
+
 def test_a_stopped_run_whose_account_it_charged_again_is_inconclusive(
     work: Workplace, audited: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
