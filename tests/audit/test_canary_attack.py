@@ -33,6 +33,7 @@ from privssl.privacy import dp_sgd, secure_noise
 from privssl.privacy.clipping import PerExampleGradients
 from privssl.privacy.dp_sgd import NoisyOptimizerStep, PrivateTraining
 from privssl.privacy.plan import PrivatePlan
+from privssl.privacy.card_numbers import NOT_FIXED
 from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs import round_loop
 from tests.support.private_fedssl import FULL_BATCHES
@@ -583,6 +584,9 @@ def test_the_words_of_a_card_are_a_comment_and_no_program(
         card |= {"kind": "charged", "attack_bounds": None, "headline": None}
         for entry in (card, *card["agents"]):
             entry["epsilon"]["kind"] = "charged"
+        for entry in card["agents"]:
+            entry["epsilon"] |= {"pld_lower": None, "pld_upper": None, "prv": None}
+            entry["epsilon"]["why_no_bounds"] = NOT_FIXED
         card["sentence"] = guarantee_sentence(card)
 
     copied(sound, tmp_path / "run", damaged)
