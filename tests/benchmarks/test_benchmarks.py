@@ -16,13 +16,16 @@ from benchmarks import (
     ledger_cost,
     rounds,
     sites_memory,
+    synthetic_classifier,
     uneven_split,
 )
 from benchmarks.epsilon_figure import Point, points_of
+from privssl.data.datasets import load_dataset
 from privssl.data.split_manifest import Manifest
 from privssl.errors import UserError
 from privssl.experiment.config import load_config
 from privssl.experiment.prepare import prepare
+from tests.api.digits import PLAIN
 from tests.support.command_line import command
 from tests.support.resume import PRIVATE
 
@@ -220,3 +223,25 @@ def test_the_benchmark_refuses_a_run_that_has_no_account(
     assert ledger_cost.main([str(config), "privacy=null"]) == 2
 
     assert "no account to measure" in capsys.readouterr().err
+
+
+def test_a_network_that_learned_synthetic_rows_is_measured_on_the_test_rows_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(PLAIN)
+    trained = command(config, f"run.output={tmp_path / 'run'}", "--quiet")
+    assert trained.status == 0, trained.err
+    shares = []
+    for steps in ("0", "1"):
+        asked = [str(tmp_path / "run"), "--count", "30", "--steps", steps]
+        assert synthetic_classifier.main(asked) == 0
+        line = capsys.readouterr().out.splitlines()[-1]
+        shares.append([float(share) for share in line.strip("| ").split(" | ")])
+    tests = len(load_dataset(load_config(config).data).y_test)
+    final = json.loads((tmp_path / "run" / "results.json").read_text())["test_accuracy"]["final"]
+    for count, named, right, released in shares:
+        assert count == 30 and named * 30 == pytest.approx(round(named * 30), abs=0.01)
+        assert right * tests == pytest.approx(round(right * tests), abs=tests * 1e-4)
+        assert released == pytest.approx(final, abs=1e-4)
+    assert shares[0][2] != shares[1][2]  # the control: it does learn
