@@ -77,7 +77,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a ledger's own sum is believed",
-        ((READER, "if abs(written - true) >", "if abs(written - true) < 0 *"),),
+        ((READER, "if not any(abs(written - e) <=", "if not any(abs(written - e) >= 0 *"),),
         (IN_LEDGER + "a_rebuilt_chain_is_given_away_by_its_meaning",),
     ),
     Fault(
