@@ -92,7 +92,7 @@ def _stopped_card_problems(card: PrivacyCard, made: PrivacyCard) -> Iterator[str
             f"guarantee their budget, {true['epsilon']:.6f}. (Former versions claimed what was "
             "charged: remove privacy.json and results.json, and --resume writes them anew.)"
         )
-    if _has_bounds(card):
+    if claim and _has_bounds(card):
         yield f"the card has numeric bounds, but {NOT_FIXED}"
 
 

@@ -66,12 +66,13 @@ def order_that_fits_every_count(unit: Event, budget: float) -> tuple[float, int]
 
 
 ORDERED = tuple(enumerate(ORDERS))
-UNITS = {QUIET: replace(QUIET, steps=1), BOTH: BOTH}
+UNITS: dict[Event, Event] = {QUIET: replace(QUIET, steps=1), BOTH: BOTH}
 
 
 @pytest.mark.parametrize("first", UNITS, ids=str)
 def test_beside_a_sampled_kind_others_count_at_the_order_that_it_fixed(first: Event) -> None:
-    budget, then = 8.0, [LOUD, FULL]
+    budget = 8.0
+    then: list[Event] = [LOUD, FULL]
     order, most = order_that_fits_every_count(UNITS[first], budget)
     spent = cost_of([first, first, *then])
     assert spent.account_epsilon(DELTA, budget) == pytest.approx(
@@ -107,7 +108,7 @@ def test_a_pure_release_is_as_private_as_the_full_batch_that_it_counts_as() -> N
 
 
 def test_after_pure_releases_every_order_counts_at_its_share_of_delta() -> None:
-    events = [PURE, PURE, QUIET]
+    events: list[Event] = [PURE, PURE, QUIET]
     shared = rdp_epsilon(events, DELTA / len(ORDERS))
     assert cost_of(events).account_epsilon(DELTA, 8.0) == pytest.approx(shared, rel=1e-12)
     assert shared > rdp_epsilon(events, DELTA)
@@ -198,13 +199,13 @@ def test_ledgers_of_former_versions_are_read_and_counted_anew(tmp_path: Path) ->
 
 
 def test_the_papers_sum_is_never_below_what_an_account_counted() -> None:
-    events = [*[QUIET] * 5, PureDpEvent(0.001, 1), FULL]
+    events: list[Event] = [*[QUIET] * 5, PureDpEvent(0.001, 1), FULL]
     plan = promise(QUIET, 50.0)
     entry = agent_entry("s0", plan, events, "", "guaranteed", fixed=False, promised=50.0)
     counted = entry["epsilon"]["value"]
     assert counted == cost_of(events).account_epsilon(DELTA, 50.0)
     assert paper_sum([(plan, events)], [entry], DELTA) >= counted
-    tiny = [PureDpEvent(0.001, 1), QUIET]
+    tiny: list[Event] = [PureDpEvent(0.001, 1), QUIET]
     entry = agent_entry("s0", plan, tiny, "", "guaranteed", fixed=False, promised=50.0)
     added = sum(cost_of([e]).summable_epsilon(DELTA) for e in tiny)
     assert added < entry["epsilon"]["value"]  # the control: the sum alone would be

@@ -74,7 +74,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "numeric bounds of a stopped run are believed",
-        ((CARD, "    if _has_bounds(card):\n        yield", "    if not card:\n        yield"),),
+        (
+            (
+                CARD,
+                "    if claim and _has_bounds(card):\n        yield",
+                "    if not card:\n        yield",
+            ),
+        ),
         (
             "tests/audit/test_stopped_runs.py::"
             "test_numeric_bounds_on_the_card_of_a_stopped_run_are_violated",

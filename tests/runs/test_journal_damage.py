@@ -127,7 +127,7 @@ def test_without_damage_the_same_run_has_its_guarantee(prepared: Prepared, tmp_p
     assert set(ended.results["privacy"]) == {"guarantee", "nominal_epsilon", "scope"}
 
 
-def test_control_a_file_that_is_believed_ends_in_numbers_below_what_was_spent(
+def test_control_a_file_that_is_believed_tells_less_than_what_was_spent(
     prepared: Prepared, tmp_path: Path
 ) -> None:
     false = set()
