@@ -55,21 +55,19 @@ def refuse_state(encoder: Encoder, shape: tuple[int, ...] | None) -> None:
         rows = [image[None] for image in images]
     said = f"data.encoder {encoder.name} fails on made-up rows:"
     with torch.inference_mode():
-        # Of two networks each sees another row first: what is fitted to the first one differs.
-        found = [
+        # Two networks see the rows in opposite order: what is kept of rows differs.
+        first, second = (
             [plugins.call(said, network, row).clone() for row in order]
-            for order in ([*rows, rows[0]], [*rows[::-1], rows[2]])
+            for order in (rows, rows[::-1])
             for network in [plugins.call(said, encoder.build)]
-        ]
-    shapes = {tuple(features.shape) for some in found for features in some}
+        )
+    shapes = {tuple(features.shape) for features in (*first, *second)}
     if shapes != {(1, *encoder.shape)}:
         raise ConfigError(
             f"data.encoder {encoder.name} gives {shapes.pop()} for one row, and its shape says "
             f"{(1, *encoder.shape)}. Correct one"
         )
-    first, second = found
-    again = [(first[0], first[3]), (second[0], second[3])]
-    if not all(torch.equal(a, b) for a, b in [*again, *zip(first[:3], second[2::-1], strict=True)]):
+    if not all(map(torch.equal, first, reversed(second))):
         raise ConfigError(
             f"data.encoder {encoder.name} gives a row other features after other rows than before, "
             "so it keeps something of rows, or draws numbers. Use no running statistics, nothing "
