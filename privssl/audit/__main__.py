@@ -220,7 +220,9 @@ def _print(report: Report) -> None:
 def _ledger_table(report: Report) -> Table:
     table = Table(title=f"audit of {escape(report.run)}")
     numbers = ("budget", "claimed", "recomputed")
-    for column in ("agent", *numbers, "by", "PLD bounds", "visits", "ledger"):
+    # What a card tells of an agent is what it was charged; the claim is the sentence below.
+    headings = ("agent", "budget", "charged", "recomputed", "by", "PLD bounds", "visits", "ledger")
+    for column in headings:
         table.add_column(column)
     for agent in report.agents:
         bounds = "-" if agent.pld_lower is None else f"at least {agent.pld_lower:.4f}"
