@@ -26,7 +26,7 @@ from privssl.engines.local import LocalEngine
 from privssl.experiment import prepare
 from privssl.privacy import secure_noise
 from privssl.training import local_training
-from tests.support.algorithm_contract import CASES, algorithm
+from tests.support.algorithm_contract import CASES, algorithm, rows_of
 from tests.support.toy_worlds import federated_data, play, same_bits
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def rounds(case: str, device: torch.device, *, together: bool, seed: int = 0) ->
             return BatchedEngine(agents, algorithm=ours, at_once=8, **how)
         return LocalEngine(agents, **how)
 
-    after = play(ours, federated_data(), engine=engine, seed=seed)
+    after = play(ours, federated_data(dataset=rows_of(case)), engine=engine, seed=seed)
     return {"state": vars(after.state), "memories": after.engine.memories()}
 
 

@@ -66,7 +66,7 @@ from privssl.training.batched.stacking import (
 )
 from privssl.training.evaluation import HiddenLabelMeter
 from privssl.training.losses import hard_label_loss
-from tests.support.algorithm_contract import CASES
+from tests.support.algorithm_contract import CASES, rows_of
 from tests.support.toy_worlds import (
     Played,
     apart,
@@ -508,12 +508,12 @@ def of_case(case: str) -> Algorithm[Any]:
     return make(name, width=8, **own)
 
 
-def three_each() -> Any:
+def three_each(**rows: Any) -> Any:
     """33, 33 and 34 unlabelled rows, so that batches differ in length."""
-    return federated_data(support=3, query=3, labelled=30, unlabelled=100)
+    return federated_data(support=3, query=3, labelled=30, unlabelled=100, **rows)
 
 
-PLACES: dict[str, Callable[[], Any]] = {
+PLACES: dict[str, Callable[..., Any]] = {
     "support": three_each,
     "server": functools.partial(at_server, query=3, unlabelled=100),
     "client": functools.partial(at_clients, labelled=40, unlabelled=100),
@@ -521,14 +521,18 @@ PLACES: dict[str, Callable[[], Any]] = {
 
 
 def within_for(case: str) -> float:
-    """Largest difference that rounding makes: G and D against each other carry it on, on one kind
-    of processor to 1.4e-3 (moments of the last layers of G), on others to 2e-5."""
-    return 30 * APART if case.startswith("fedssl") else APART
+    """Largest difference that rounding makes. G and D against each other, a teacher that follows,
+    and pseudo-labels near a threshold carry it on, on one kind of processor to 1.4e-3 (moments of
+    the last layers of G), on others to 2e-5. In float64, below, none is that large."""
+    carried_on = ("fedssl", "mean_teacher", "fedtrinet, all clients train")
+    return 30 * APART if case.startswith(carried_on) else APART
 
 
-def assert_equal_in_lockstep(algorithm: Algorithm[Any], place: str, within: float = APART) -> None:
-    alone = play(algorithm, PLACES[place]())
-    together = play(algorithm, PLACES[place](), engine=lockstepped(algorithm))
+def assert_equal_in_lockstep(
+    algorithm: Algorithm[Any], place: str, within: float = APART, **rows: Any
+) -> None:
+    alone = play(algorithm, PLACES[place](**rows))
+    together = play(algorithm, PLACES[place](**rows), engine=lockstepped(algorithm))
     assert apart(alone.state, together.state) < within
     mine, theirs = alone.engine.memories(), together.engine.memories()
     assert flat(mine).keys() == flat(theirs).keys()
@@ -562,16 +566,20 @@ GROWING = {("semifl", "support"), ("fedtrinet", "client"), ("fedtrinet", "suppor
 def test_results_are_those_of_one_agent_after_the_other(case: str, place: str) -> None:
     if (case, place) in GROWING and torch.__version__ < "2.7":
         pytest.skip("a rounding grows")
-    assert_equal_in_lockstep(of_case(case), place, within_for(case))
+    assert_equal_in_lockstep(of_case(case), place, within_for(case), dataset=rows_of(case))
 
 
 # Those left out have numbers of float32, or of bfloat16, whatever torch's default is.
-@cases_but("label_census", "fedssl, as printed", "fedssl, bfloat16", "fedmatch, bfloat16")
+@cases_but(
+    "label_census", "fedssl, as printed", "fedssl, bfloat16", "fedmatch, bfloat16",
+    "semifl, static norm", "heterofl, static norm",
+)  # fmt: skip
 @pytest.mark.usefixtures("in_float64")
 def test_in_float64_they_are_so_to_eleven_digits(case: str, place: str) -> None:
     # What is left between the two ways is rounding, then, and not a mistake that is small.
     without_effect = case == "pseudo, batch norm"
-    assert_equal_in_lockstep(of_case(case), place, 1e-8 if without_effect else 1e-11)
+    within = 1e-8 if without_effect else 1e-11
+    assert_equal_in_lockstep(of_case(case), place, within, dataset=rows_of(case))
 
 
 @pytest.mark.usefixtures("in_float64")
