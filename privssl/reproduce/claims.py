@@ -18,7 +18,7 @@ Found = Mapping[tuple[str, str], Kept]  # (row, column) -> what was measured
 
 
 @dataclass(frozen=True)
-class Asked:
+class Tested:
     """A claim in one column."""
 
     column: str
@@ -33,18 +33,18 @@ class Verdict:
     """A claim over all its columns."""
 
     claim: str
-    asked: tuple[Asked, ...]
+    tested: tuple[Tested, ...]
 
     @property
-    def answered(self) -> tuple[Asked, ...]:
-        return tuple(one for one in self.asked if one.answer in ANSWERS)
+    def answered(self) -> tuple[Tested, ...]:
+        return tuple(one for one in self.tested if one.answer in ANSWERS)
 
     @property
     def answer(self) -> Answer:
         """The worst of all columns that were answered."""
         if self.answered:
             return max((one.answer for one in self.answered), key=ANSWERS.index)
-        not_yet = any(one.answer == "not tested yet" for one in self.asked)
+        not_yet = any(one.answer == "not tested yet" for one in self.tested)
         return "not tested yet" if not_yet else "cannot be tested"
 
     @property
@@ -60,33 +60,33 @@ class Verdict:
 
     def in_words(self) -> str:
         """
-        >>> one = Asked("a", "does not hold", "", False, False)
-        >>> Verdict("x", (one, Asked("b", "holds in every seed", "", False, False))).in_words()
+        >>> one = Tested("a", "does not hold", "", False, False)
+        >>> Verdict("x", (one, Tested("b", "holds in every seed", "", False, False))).in_words()
         'does not hold in 1, holds in every seed in 1 of 2 columns'
         """
         counts = dict.fromkeys((*reversed(ANSWERS), "not tested yet", "cannot be tested"), 0)
-        for one in self.asked:
+        for one in self.tested:
             counts[one.answer] += 1
         parts = [f"{answer} in {count}" for answer, count in counts.items() if count]
-        columns = f"{len(self.asked)} column{'s' if len(self.asked) > 1 else ''}"
-        return f"{', '.join(parts)} of {columns}" if len(self.asked) > 1 else self.answer
+        columns = f"{len(self.tested)} column{'s' if len(self.tested) > 1 else ''}"
+        return f"{', '.join(parts)} of {columns}" if len(self.tested) > 1 else self.answer
 
 
 def verdicts(table: Table, found: Found) -> list[Verdict]:
     """An answer to each claim of a table."""
-    return [Verdict(order.claim, tuple(_ask(table, order, found))) for order in table.file.orders]
+    return [Verdict(order.claim, tuple(_test(table, order, found))) for order in table.file.orders]
 
 
-def _ask(table: Table, order: Order, found: Found) -> Iterator[Asked]:
+def _test(table: Table, order: Order, found: Found) -> Iterator[Tested]:
     named = [column.name for column in table.file.columns]
     for column in named if order.columns == "all" else order.columns:
         rows = (order.better, *order.than)
-        yield _ask_column(column, rows, {row: table.cell(row, column) for row in rows}, found)
+        yield _test_column(column, rows, {row: table.cell(row, column) for row in rows}, found)
 
 
-def _ask_column(
+def _test_column(
     column: str, rows: Sequence[str], cells: Mapping[str, Cell | None], found: Found
-) -> Asked:
+) -> Tested:
     better, *others = rows
     kept = {row: found[row, column] for row in rows if found.get((row, column))}
     reduced = any(cell is not None and cell.size == "reduced" for cell in cells.values())
@@ -98,11 +98,11 @@ def _ask_column(
             worst = max(answers.values(), key=ANSWERS.index)
             seeds = len(_shared([kept[better], *(kept[row] for row in answers)]))
             numbers = _numbers(better, kept, answers)
-            return Asked(column, worst, f"{numbers}; n = {seeds}", reduced, old)
+            return Tested(column, worst, f"{numbers}; n = {seeds}", reduced, old)
     missing = [row for row in rows if row not in kept and row not in never]
     if never:
-        return Asked(column, "cannot be tested", f"no {', '.join(never)}", reduced, old)
-    return Asked(column, "not tested yet", f"missing: {', '.join(missing)}", reduced, old)
+        return Tested(column, "cannot be tested", f"no {', '.join(never)}", reduced, old)
+    return Tested(column, "not tested yet", f"missing: {', '.join(missing)}", reduced, old)
 
 
 def _shared(of: Sequence[Kept]) -> list[int]:

@@ -178,7 +178,7 @@ def _epsilon(kept: Kept) -> str:
 def _claims(of: Sequence[Verdict]) -> list[str]:
     lines = [["claim", "column", "answer", "numbers"]]
     for verdict in of:
-        for one in verdict.asked:
+        for one in verdict.tested:
             mark = (REDUCED if one.reduced else "") + (OLD if one.old else "")
             lines.append([verdict.claim, one.column, one.answer + mark, one.numbers])
     return rows_of(lines)
@@ -211,7 +211,7 @@ def notes(of: Measurements) -> Iterator[Note]:
     precise = {entry["config"]["run"].get("precision", "float32") for entry in entries}
     if "bfloat16" in precise:
         some = "" if precise == {"bfloat16"} else " in some rows"
-        yield f"Networks compute in bfloat16{some}, of which no paper says anything.", ()
+        yield f"Networks compute in bfloat16{some}.", ()
     yield from _splits(of)
     same = {
         f"{entry['column']}, {entry['row']} is {entry['same_run_as']}"
