@@ -18,7 +18,7 @@ Found = Mapping[tuple[str, str], Kept]  # (row, column) -> what was measured
 
 
 @dataclass(frozen=True)
-class Tested:
+class ColumnAnswer:
     """A claim in one column."""
 
     column: str
@@ -33,10 +33,10 @@ class Verdict:
     """A claim over all its columns."""
 
     claim: str
-    tested: tuple[Tested, ...]
+    tested: tuple[ColumnAnswer, ...]
 
     @property
-    def answered(self) -> tuple[Tested, ...]:
+    def answered(self) -> tuple[ColumnAnswer, ...]:
         return tuple(one for one in self.tested if one.answer in ANSWERS)
 
     @property
@@ -60,8 +60,8 @@ class Verdict:
 
     def in_words(self) -> str:
         """
-        >>> one = Tested("a", "does not hold", "", False, False)
-        >>> Verdict("x", (one, Tested("b", "holds in every seed", "", False, False))).in_words()
+        >>> one = ColumnAnswer("a", "does not hold", "", False, False)
+        >>> Verdict("x", (one, ColumnAnswer("b", "holds in every seed", "", False, False))).in_words()
         'does not hold in 1, holds in every seed in 1 of 2 columns'
         """
         counts = dict.fromkeys((*reversed(ANSWERS), "not tested yet", "cannot be tested"), 0)
@@ -77,7 +77,7 @@ def verdicts(table: Table, found: Found) -> list[Verdict]:
     return [Verdict(order.claim, tuple(_test(table, order, found))) for order in table.file.orders]
 
 
-def _test(table: Table, order: Order, found: Found) -> Iterator[Tested]:
+def _test(table: Table, order: Order, found: Found) -> Iterator[ColumnAnswer]:
     named = [column.name for column in table.file.columns]
     for column in named if order.columns == "all" else order.columns:
         rows = (order.better, *order.than)
@@ -86,7 +86,7 @@ def _test(table: Table, order: Order, found: Found) -> Iterator[Tested]:
 
 def _test_column(
     column: str, rows: Sequence[str], cells: Mapping[str, Cell | None], found: Found
-) -> Tested:
+) -> ColumnAnswer:
     better, *others = rows
     kept = {row: found[row, column] for row in rows if found.get((row, column))}
     reduced = any(cell is not None and cell.size == "reduced" for cell in cells.values())
@@ -98,11 +98,11 @@ def _test_column(
             worst = max(answers.values(), key=ANSWERS.index)
             seeds = len(_shared([kept[better], *(kept[row] for row in answers)]))
             numbers = _numbers(better, kept, answers)
-            return Tested(column, worst, f"{numbers}; n = {seeds}", reduced, old)
+            return ColumnAnswer(column, worst, f"{numbers}; n = {seeds}", reduced, old)
     missing = [row for row in rows if row not in kept and row not in never]
     if never:
-        return Tested(column, "cannot be tested", f"no {', '.join(never)}", reduced, old)
-    return Tested(column, "not tested yet", f"missing: {', '.join(missing)}", reduced, old)
+        return ColumnAnswer(column, "cannot be tested", f"no {', '.join(never)}", reduced, old)
+    return ColumnAnswer(column, "not tested yet", f"missing: {', '.join(missing)}", reduced, old)
 
 
 def _shared(of: Sequence[Kept]) -> list[int]:
