@@ -61,7 +61,8 @@ class Verdict:
     def in_words(self) -> str:
         """
         >>> one = ColumnAnswer("a", "does not hold", "", False, False)
-        >>> Verdict("x", (one, ColumnAnswer("b", "holds in every seed", "", False, False))).in_words()
+        >>> other = ColumnAnswer("b", "holds in every seed", "", False, False)
+        >>> Verdict("x", (one, other)).in_words()
         'does not hold in 1, holds in every seed in 1 of 2 columns'
         """
         counts = dict.fromkeys((*reversed(ANSWERS), "not tested yet", "cannot be tested"), 0)
