@@ -33,8 +33,13 @@ ONLY_WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("semifl", "support_statistics"): {"norm": "static"},
     ("semifl", "query_statistics"): {"norm": "static"},
     ("fedseal", "remember_prediction"): {"history_from_start": True},
+    ("fedsem", "label_locally"): {"labelled_by": "local"},
+    **{
+        (name, "labelled_statistics"): {"norm": "static"}
+        for name in ("fedavg", "fedprox", "feddyn", "lg_fedavg", "heterofl")
+    },
 }
-WITH_BOTH_KINDS_OF_ROWS = ("mixed_pass", "learn_both")
+WITH_BOTH_KINDS_OF_ROWS = ("mixed_pass", "learn_both", "label_locally")
 
 
 def steps_of(kind: type[Any]) -> set[str]:
@@ -54,7 +59,9 @@ def without(case: str) -> MissingReplyPolicy:
 
 STEPS = [(name, step) for name, kind in ALGORITHMS.items() for step in sorted(steps_of(kind))]
 # server_sl asks nobody but the labelled server, which is no site, and supervise no query agent.
-NOBODY = [("server_sl", "labelled_pass"), ("supervise", "query_pass")]
+NOBODY = [("server_sl", "labelled_pass"), ("server_sl", "labelled_statistics")]
+# Of what others inherit, some ask a step of their own in its place.
+NOBODY += [("supervise", "query_pass"), ("heterofl", "labelled_pass"), ("fedrgd", "mixed_pass")]
 NOBODY += [pair for pair in STEPS if pair[1] == "server_pass"]
 WALKED = [pair for pair in STEPS if pair not in NOBODY] + [
     ("fedssl, one after the other", "support_pass")

@@ -24,7 +24,7 @@ from privssl.core.engine import Call
 from privssl.core.messages import Declined, Message, MessageError, Reply
 from privssl.engines.local import LocalEngine
 from privssl.engines.process_pool import unsupported_reason
-from tests.support.algorithm_contract import CASES, algorithm
+from tests.support.algorithm_contract import CASES, algorithm, rows_of
 from tests.support.engine_conformance import (
     CPU,
     ENGINES,
@@ -130,7 +130,7 @@ def test_randomness_follows_from_seed_round_agent_step_and_visit(name: str) -> N
 @functools.cache
 def alone(case: str) -> Played:
     """Rounds of an algorithm in one process."""
-    return play(algorithm(case), federated_data())
+    return play(algorithm(case), federated_data(dataset=rows_of(case)))
 
 
 def among(name: str, case: str, parties: Any = None) -> tuple[Any, Mapping[str, Any]]:
@@ -140,7 +140,7 @@ def among(name: str, case: str, parties: Any = None) -> tuple[Any, Mapping[str, 
         how: Any = lambda a, *, seed, device, check_wire: ENGINES[name].make(  # noqa: E731
             a, recipe, seed, Path(folder)
         )
-        after = play(recipe, parties or federated_data(), engine=how)
+        after = play(recipe, parties or federated_data(dataset=rows_of(case)), engine=how)
         with contextlib.closing(after.engine):
             return after.state, after.engine.memories()
 
