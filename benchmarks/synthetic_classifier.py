@@ -1,10 +1,12 @@
-"""How well a classifier does on real test rows that learned synthetic rows alone.
+"""How good a generator's rows are, and a classifier that learned them alone on real test rows.
 
-    python -m benchmarks.synthetic_classifier RUN [--count 20000] [--steps 2500] [section.key=value]
+    python -m benchmarks.synthetic_classifier RUN [--confidence 0.9] [--count 20000]
+        [--steps 2500] [section.key=value]
 
-The generator of a finished run makes the rows, and its released classifier names them. A network of
-the run's kind, with weights of its own, learns them in batches of 64 by Adam, whose rate falls to
-0, in the views that the generator saw. It sees no real row. One Markdown table.
+The generator of a finished run makes the rows, and its released classifier names them. A network
+of the run's kind, with weights of its own, learns them in batches of 64 by Adam, whose rate falls
+to 0, in the views that the generator saw. It sees no real row. The judge of ``gen/*``, which learns
+test rows and never sees G, says what share of the rows is what was asked. One Markdown table.
 """
 
 import argparse
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import privssl
@@ -20,6 +23,7 @@ from privssl import models
 from privssl.data.affine_augment import AUGMENTATIONS
 from privssl.data.datasets import load_dataset
 from privssl.experiment.config import load_config
+from privssl.reporting.generator_quality import TRAINED_ON, train_judge
 from privssl.runtime import randomness
 from privssl.training.local_training import network_input
 
@@ -30,13 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.synthetic_classifier")
     parser.add_argument("run", type=Path, help="a folder that train wrote, of images")
     parser.add_argument("--count", type=int, default=20_000, help="synthetic rows")
+    parser.add_argument("--confidence", type=float, default=0.0, help="as of privssl generate")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("overrides", nargs="*", help="section.key=value, such as data.root")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     run = privssl.open_run(options.run)
     config = load_config(options.run / "config.yaml", options.overrides)
-    x, asked = run.generate(options.count)
+    x, asked = run.generate(options.count, confidence=options.confidence)
     names = torch.from_numpy(run.predict(x, probabilities=True)).argmax(dim=1)
     rows = network_input(torch.from_numpy(x))
     with randomness.seeded(randomness.stream(0, 0, "world", "synthetic classifier")):
@@ -51,18 +56,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         optimiser.param_groups[0]["lr"] = RATE * (1 - step / options.steps)
         optimiser.step()
     tests = load_dataset(config.data)
-    network.eval()
-    with torch.no_grad():
-        found = [
-            network(network_input(part)).argmax(dim=1) for part in torch.split(tests.x_test, 1000)
-        ]
-    right = float((torch.cat(found) == tests.y_test).float().mean())
-    named = float((names == torch.from_numpy(asked)).float().mean())
-    released = run.results["test_accuracy"]["final"]
-    print("| rows | named as asked | on real test rows | the run's classifier |")
-    print("|---|---|---|---|")
-    print(f"| {options.count} | {named:.4f} | {right:.4f} | {released:.4f} |")
+    judge = train_judge(
+        network_input(tests.x_test[:TRAINED_ON]), tests.y_test[:TRAINED_ON], len(run.class_names)
+    )
+    shares = [
+        _share_right(names, torch.from_numpy(asked)),
+        _share_right(_classes(judge, torch.from_numpy(x)), torch.from_numpy(asked)),
+        _share_right(_classes(judge, tests.x_test[TRAINED_ON:]), tests.y_test[TRAINED_ON:]),
+        _share_right(_classes(network.eval(), tests.x_test), tests.y_test),
+        run.results["test_accuracy"]["final"],
+    ]
+    print(
+        "| rows | confidence | named as asked | right by the judge | the judge on real rows | "
+        "on real test rows | the run's classifier |"
+    )
+    print("|---" * 7 + "|")
+    print(
+        " | ".join([f"| {options.count}", f"{options.confidence}", *(f"{v:.4f}" for v in shares)])
+        + " |"
+    )
     return 0
+
+
+@torch.no_grad()
+def _classes(network: nn.Module, x: Tensor) -> Tensor:
+    """What the network calls stored rows (N, *shape): (N,)."""
+    parts = torch.split(x, 1000)
+    return torch.cat([network(network_input(part)).argmax(dim=1) for part in parts])
+
+
+def _share_right(found: Tensor, true: Tensor) -> float:
+    return float((found == true).float().mean())
 
 
 if __name__ == "__main__":

@@ -34,6 +34,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train wrote")
     parser.add_argument("--count", type=int, required=True, metavar="N", help="how many rows")
     parser.add_argument("--classes", metavar="A,B", help="names of classes; absent: all")
+    parser.add_argument(
+        "--confidence", type=float, default=0.0, metavar="P",
+        help="only rows to whose class the run's classifier gives at least this probability",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same rows")
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE.npz|FOLDER",
@@ -50,15 +54,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     with gc_paused():  # here, so that --help and a typo in the command need no torch
+        from privssl.api.run import open_run
         from privssl.generation.files import check_free, write_rows
         from privssl.generation.rows import generate_rows
 
     in_one_thread()
     stack.enter_context(imports_allowed(options.plugin, ALLOWED_BY_FLAG))
     check_free(options.output)
+    classify = None
+    if options.confidence:
+        run = open_run(options.run, plugins=options.plugin)
+        classify = lambda x: run.predict(x, probabilities=True)  # noqa: E731
     made = generate_rows(
         options.run, options.count, options.classes.split(",") if options.classes else None,
         options.seed, acknowledge_query_rows=options.acknowledge_query_rows,
+        confidence=options.confidence, classify=classify,
     )  # fmt: skip
     write_rows(made, options.output)
     counts = {made.class_names[c]: int((made.y == c).sum()) for c in sorted(set(made.y.tolist()))}

@@ -262,6 +262,7 @@ class Run:
         classes: Sequence[str] | None = None,
         seed: int = 0,
         acknowledge_query_rows: bool = False,
+        confidence: float = 0.0,
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Labelled synthetic rows of the run's generator, equally many of each class.
 
@@ -271,12 +272,15 @@ class Run:
             seed: the same seed gives the same rows.
             acknowledge_query_rows: needed in a private run, whose claim does not cover the
                 unlabelled rows that the generator learned from.
+            confidence: in [0, 1): only rows to whose class the run's classifier gives at least
+                this probability.
 
         Returns:
             x (count, channels, height, width) in 0..255, and y (count,): places in ``class_names``.
 
         Raises:
-            privssl.UserError: the run has no generator, or a class or number is none.
+            privssl.UserError: the run has no generator, a class or number is none, or the
+                classifier is not as confident of enough rows.
             PrivacyError: the run is private, and what is not covered is not acknowledged.
         """
         from privssl.generation.rows import generate_rows
@@ -285,8 +289,9 @@ class Run:
         # Networks are made before weights are loaded.
         with torch.random.fork_rng(devices=[]), imports_allowed(self._plugins, ALLOW):
             made = generate_rows(
-                self.folder, count, names, seed, acknowledge_query_rows=acknowledge_query_rows
-            )
+                self.folder, count, names, seed, acknowledge_query_rows=acknowledge_query_rows,
+                confidence=confidence, classify=lambda x: self.predict(x, probabilities=True),
+            )  # fmt: skip
         return made.x, made.y
 
     def audit(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Labelled rows that the generator of a finished run makes of nothing, and what covers them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from accounting.budget import NO_GUARANTEE
+from generators.base import ConditionalGenerator
 from generators.sampling import draw_samples
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
@@ -21,6 +22,11 @@ from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs import checkpoint, run_dir
 from privssl.runtime import randomness
 from privssl.settings.error_messages import unknown
+
+DRAWS = 50  # of a row, until the classifier is confident of it
+
+#: Probabilities (N, C) of rows (N, channels, height, width) uint8.
+Classify = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 
 NOT_PROTECTED = (
     "Unlabelled rows are not protected: query agents trained the generator on them without noise, "
@@ -46,6 +52,8 @@ def generate_rows(
     seed: int = 0,
     *,
     acknowledge_query_rows: bool = False,
+    confidence: float = 0.0,
+    classify: Classify | None = None,
 ) -> SyntheticRows:
     """Rows of a run's generator at lambda 0, equally many of each class.
 
@@ -56,15 +64,20 @@ def generate_rows(
         seed: the same seed gives the same rows.
         acknowledge_query_rows: needed in a private run, whose claim does not cover the unlabelled
             rows that the generator learned from.
+        confidence: in [0, 1): rows are drawn anew until ``classify`` gives their class as much.
+        classify: the run's released classifier; needed with ``confidence``.
 
     Raises:
-        UserError: no finished run with a generator, an unknown class, or ``count`` below 1.
+        UserError: no finished run with a generator, an unknown class, ``count`` below 1, or a row
+            of which the classifier was not confident in ``DRAWS`` draws.
         PrivacyError: the run is private, and nobody acknowledged what is not covered.
     """
     if count < 1:
         raise UserError(f"--count is {count}: give 1 or more")
     if seed < 0:
         raise UserError(f"--seed is {seed}: give 0 or more")
+    if not 0 <= confidence < 1:
+        raise UserError(f"--confidence is {confidence}: give a probability, 0 or more and below 1")
     config, results, card = _finished_run(folder)
     names = tuple(results["class_names"])
     for name in classes or ():
@@ -93,10 +106,39 @@ def generate_rows(
     assert generator is not None
     wanted = torch.tensor([names.index(name) for name in dict.fromkeys(classes or names)])
     labels = wanted[torch.arange(count) % len(wanted)]
-    rng = randomness.stream(seed, 0, "world", "generate")
-    rows = draw_samples(generator, labels, len(names), shape, rng).nan_to_num(0.0)
-    levels = ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    levels = _draw(generator, labels, names, shape, seed)
+    for draw in range(1, DRAWS):
+        again = _unsure(levels, labels, confidence, classify)
+        if not len(again):
+            break
+        levels[again] = _draw(generator, labels[again], names, shape, seed, draw)
+    again = _unsure(levels, labels, confidence, classify)
+    if len(again):
+        name = names[int(labels[again[0]])]
+        raise UserError(
+            f"--confidence {confidence}: {len(again)} of {count} rows stay below it after {DRAWS} "
+            f"draws, one of class {name}. Give less, or classes that the generator shows well"
+        )
     return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by)
+
+
+def _draw(
+    generator: ConditionalGenerator, labels: Tensor, names: Sequence[str], shape: Sequence[int],
+    seed: int, draw: int = 0,
+) -> Tensor:  # fmt: skip
+    """A row of each label as uint8; another ``draw`` gives others."""
+    rng = randomness.stream(seed, draw, "world", "generate")
+    rows = draw_samples(generator, labels, len(names), shape, rng).nan_to_num(0.0)
+    return ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def _unsure(x: Tensor, labels: Tensor, confidence: float, classify: Classify | None) -> Tensor:
+    """Places of the rows to whose label the classifier gives less than ``confidence``."""
+    if not confidence:
+        return torch.empty(0, dtype=torch.int64)
+    assert classify is not None
+    given = torch.from_numpy(classify(x.numpy())).gather(1, labels[:, None])[:, 0]
+    return (~(given >= confidence)).nonzero()[:, 0]  # not a number is unsure
 
 
 def coverage_sentence(card: Mapping[str, Any] | None) -> str:

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from accounting.budget import NO_GUARANTEE
-from privssl import generate
-from privssl.errors import PrivacyError
+from privssl import generate, open_run
+from privssl.errors import PrivacyError, UserError
 from privssl.generation import files, rows
 from tests.support.command_line import PLAIN, Outcome, assert_refused
 from tests.support.command_line import command as train
@@ -102,6 +102,8 @@ def test_pictures_lie_in_folders_of_their_classes(
         (("--count", -3), ("--count is -3",)),
         (("--count", 2, "--classes", "3,x"), ("--classes", "unknown class")),
         (("--count", 2, "--seed", -1), ("--seed is -1",)),
+        (("--count", 2, "--confidence", 1), ("--confidence is 1.0", "below 1")),
+        (("--count", 2, "--confidence", "nan"), ("--confidence is nan",)),
     ],
 )
 def test_a_mistake_in_the_command_is_said_and_nothing_is_written(
@@ -174,3 +176,47 @@ def test_a_class_that_cannot_name_a_folder_needs_an_npz_file(
         files.write_rows(odd, tmp_path / "pictures")
     assert not (tmp_path / "pictures").exists()
     files.write_rows(odd, tmp_path / "x.npz")
+
+
+def _made_up(x: Any) -> Any:
+    """A classifier that is confident of rows with an even sum, as of any class."""
+    even = x.reshape(len(x), -1).sum(axis=1, dtype=np.int64) % 2 == 0
+    return np.where(even, 0.9, 0.1)[:, None].repeat(10, axis=1).astype(np.float32)
+
+
+def test_with_a_confidence_rows_are_drawn_until_the_classifier_has_it(
+    runs: Callable[[str], Path],
+) -> None:
+    plain = rows.generate_rows(runs(PLAIN), 40)
+    sure = rows.generate_rows(runs(PLAIN), 40, confidence=0.9, classify=_made_up)
+    kept = _made_up(plain.x)[:, 0] >= 0.9
+    assert 0 < kept.sum() < 40  # otherwise this asks nothing
+    assert (_made_up(sure.x) >= 0.9).all() and np.array_equal(sure.y, plain.y)
+    assert np.array_equal(sure.x[kept], plain.x[kept])  # a row that was good is not drawn anew
+    assert all(not np.array_equal(a, b) for a, b in zip(sure.x[~kept], plain.x[~kept], strict=True))
+
+
+@pytest.mark.parametrize("given", [0.5, np.nan])
+def test_a_confidence_that_no_row_reaches_is_said(
+    given: float, runs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "DRAWS", 3)
+    never = lambda x: np.full((len(x), 10), given, dtype=np.float32)  # noqa: E731
+    with pytest.raises(UserError, match=r"--confidence 0.6: 4 of 4 rows stay below it after 3"):
+        rows.generate_rows(runs(PLAIN), 4, confidence=0.6, classify=never)
+
+
+def test_the_command_and_python_ask_the_classifier_of_the_run(
+    runs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run = open_run(runs(PLAIN))
+    usual = run.predict(run.generate(60)[0], probabilities=True)[np.arange(60), np.arange(60) % 10]
+    wanted = float(
+        np.median(usual.reshape(6, 10), axis=0).min()
+    )  # half the rows of a class reach it
+    out = ("--count", 60, "--output", tmp_path / "x.npz", "--confidence", wanted)
+    assert command(runs(PLAIN), *out).status == 0
+    with np.load(tmp_path / "x.npz", allow_pickle=False) as file:
+        x, y = file["x"], file["y"]
+    assert (run.predict(x, probabilities=True)[np.arange(60), y] >= np.float32(wanted)).all()
+    assert np.array_equal(run.generate(60, confidence=wanted)[0], x)
