@@ -96,6 +96,17 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "a site takes a split whose order follows from labels",
+        (
+            (
+                "privssl/site/startup.py",
+                "        refuse_order_by_labels(config, split, site.path(site.rows.split))\n",
+                "",
+            ),
+        ),
+        ("tests/site/test_site.py::test_a_site_takes_no_split_whose_order_follows_from_labels",),
+    ),
+    Fault(
         "an export has paths of the machine that made it",
         (("privssl/export.py", '        node.meta.pop("stack_trace", None)\n', "        pass\n"),),
         ("tests/cli/test_export.py::test_a_file_names_no_path_and_has_no_line_of_source",),
