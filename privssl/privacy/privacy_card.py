@@ -50,8 +50,7 @@ _NOT_PROTECTED = (
     "People with more than one record: the bound is for one record and grows with their number.",
     "Timing, memory use and other side channels, and files on an agent's own disk.",
     "Validation and test rows: metrics on them have no noise.",
-    "Choices made by looking at the labelled rows before the run: settings, classes, and who holds "
-    "which rows, where a split is drawn by class.",
+    "Choices made by looking at labelled rows before the run: settings, classes, a split by class.",
 )
 _NOT_SENT = (
     "losses, accuracies or gradient norms of labelled rows",
@@ -106,8 +105,7 @@ def privacy_card(
         encoder: the frozen public network that mapped every row; None: there is none.
         network: a classifier from outside of privssl, or with initial weights; None: neither.
         this_run: agent -> epsilon of this run alone, where accounts outlive runs.
-        planned: visits that the plan had fixed for each agent; None when the run was stopped: who
-            saw its accuracy may have chosen the moment.
+        planned: visits that the plan had fixed for each agent; None when the run was stopped.
         promised: agent -> the budget that its account began with, where it has fallen since.
         former: what replaced runs of the same folder spent; see ``privacy/former_ledgers.py``.
         ledger_problems: what forbids a claim: damage to ledgers, each with its agent.
@@ -121,8 +119,7 @@ def privacy_card(
     claims = scope == "sound" and not ledger_problems
     kind: Kind = "guaranteed" if claims else "nominal" if scope == "as_published" else "charged"
     spent = [(p, events) for _, p, events, _ in accounts]
-    shared = this_run is not None
-    fixed = not ledger_problems and fixed_beforehand(spent, planned, shared=shared)
+    fixed = fixed_beforehand(spent, planned, shared=this_run is not None) and not ledger_problems
     began = {name: p.budget.epsilon for name, p, _, _ in accounts} | dict(promised or {})
     plan, total = accounts[0][1], sum((p.cost(events) for p, events in spent), ZERO_COST)
     # A claim is pure where that of each agent is.
@@ -138,7 +135,7 @@ def privacy_card(
     guarantee: Claim = {
         "epsilon": bound, "delta": claimed, "unit": plan.unit, "neighbours": plan.adjacency,
         "covers": [name for name, status, _ in releases if status == "covered"],
-        "rule": "largest agent", "span": span if shared else "this run",
+        "rule": "largest agent", "span": "this run" if this_run is None else span,
     }  # fmt: skip
     card: PrivacyCard = {
         "schema": 2,
@@ -244,9 +241,8 @@ def guarantee_sentence(card: Mapping[str, Any] | None) -> str:
         return (
             f"NO GUARANTEE: the ledger is not the one that this run wrote "
             f"({'; '.join(card['ledger_problems'])}). The run was charged {_number(card)} "
-            f"{round_up(card['epsilon']['overall'])} (delta {delta_up(card['delta'])}), and "
-            "nothing is guaranteed for any record. Put the true ledger back and end the run with "
-            "--resume."
+            f"{round_up(card['epsilon']['overall'])} (delta {delta_up(card['delta'])}). Nothing is "
+            f"guaranteed for any record. Put the true ledger back and end the run with --resume."
         )
     if card["guarantee"] is None:
         bare = tuple(name for name in card["update"] if name not in card["protect"])

@@ -179,7 +179,7 @@ def test_a_printed_delta_is_never_rounded_down() -> None:
 def test_a_card_names_held_out_rows_and_the_split_among_what_is_not_protected() -> None:
     listed = " ".join(card_of([("s0", plan("s0"), [VISIT], "a" * 64)])["not_protected"])
     assert "Validation and test rows: metrics on them have no noise." in listed
-    assert "who holds which rows, where a split is drawn by class" in listed
+    assert "before the run: settings, classes, a split by class." in listed
 
 
 def test_the_published_scheme_gets_a_nominal_number_and_no_guarantee() -> None:
