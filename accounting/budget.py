@@ -74,7 +74,7 @@ class Guarantee:
     span: Span = "this run"
 
     def __str__(self) -> str:
-        number = f"({round_up(self.epsilon)}, {self.delta:g})-DP"
+        number = f"({round_up(self.epsilon)}, {delta_up(self.delta)})-DP"
         if self.delta == 0:
             short = round_up(self.epsilon).rstrip("0").removesuffix(".")
             number = f"{short}-DP (pure epsilon, delta 0 for ideal random bits)"
@@ -104,8 +104,9 @@ class Nominal:
 
     def __str__(self) -> str:
         noisy, bare = " and ".join(self.protect), " and ".join(self.unprotected)
+        delta = delta_up(self.delta)
         return (
-            f"NOMINAL epsilon = {round_up(self.epsilon)} (delta {self.delta:g}): this counts "
+            f"NOMINAL epsilon = {round_up(self.epsilon)} (delta {delta}): this counts "
             f"the noise on the labelled-data gradients of {noisy} as if {bare} were fixed public "
             f"networks. {bare} are trained on the labelled records without noise and leave the "
             f"agent; the gradients of {noisy} flow through them. There is no "
@@ -123,3 +124,13 @@ def round_up(number: float) -> str:
         return str(number)
     text = f"{number:.4f}"
     return text if float(text) >= number else f"{math.nextafter(number + 5e-5, math.inf):.4f}"
+
+
+def delta_up(delta: float) -> str:
+    """Six digits, or all of them where six are less than the number.
+
+    >>> delta_up(1e-5), delta_up(1.0000004e-5)
+    ('1e-05', '1.0000004e-05')
+    """
+    text = f"{delta:g}"
+    return text if float(text) >= delta else repr(delta)

@@ -153,14 +153,18 @@ def as_onnx(network: "nn.Module", shape: tuple[int, ...], about: dict[str, str])
 
 
 def _traced(network: "nn.Module", shape: tuple[int, ...]) -> Any:
-    """The network as a graph for any number of rows."""
+    """The network as a graph for any number of rows, without paths and source of this machine."""
     import torch
 
     from privssl.models.static_norm import as_batch_norms
 
     network = as_batch_norms(network).to(memory_format=torch.contiguous_format)
     rows = torch.zeros(3, *shape)
-    return torch.export.export(network, (rows,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    dynamic = ({0: torch.export.Dim("rows")},)
+    program = torch.export.export(network, (rows,), dynamic_shapes=dynamic)
+    for node in program.graph.nodes:  # of each, which lines of which files made it
+        node.meta.pop("stack_trace", None)
+    return program
 
 
 if __name__ == "__main__":

@@ -118,8 +118,8 @@ class Dataset:
         Args:
             frame: an object with ``columns`` and ``frame[column]``.
             label: column of the classes.
-            test: share of the labelled rows of each class that are test rows, in (0, 1), the same
-                ones each time; or another frame.
+            test: share of the labelled rows that are test rows, in (0, 1), the same ones each
+                time; of each class, unless class_names are given. Or another frame.
             columns: bounds and categories from public knowledge, ``{"age": [0, 120], "colour":
                 ["red", "blue"]}``; other columns are left out. None: from the training rows, which
                 a private run refuses.

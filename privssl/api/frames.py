@@ -31,7 +31,7 @@ def read_frame(
     everything = _columns(WHERE, frame, label, wanted)
     drawn = isinstance(test, float)
     if drawn:
-        kept = _drawn(everything[label], test)
+        kept = _drawn(everything[label], test, by_class=class_names is None)
         parts = [_part(WHERE, everything, label, rows) for rows in (~kept, kept)]
     else:
         held = _columns(f"{WHERE}: test", test, label, tuple(everything))
@@ -110,14 +110,16 @@ def _text(value: Any) -> str:
     return repr(float(value)) if isinstance(value, float | np.floating) else str(value)
 
 
-def _drawn(labels: Sequence[str], share: float) -> NDArray[np.bool_]:
-    """Which rows are test rows: a share of each class, the same ones each time."""
+def _drawn(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np.bool_]:
+    """Which rows are test rows: a share of each class, or of all rows with a label, the same ones
+    each time. By class, a training row's label decides how many test rows its class has."""
     if not 0 < share < 1:
         raise DataError(f"{WHERE}: test is {share}. Give a share in (0, 1), or a frame")
     y, kept = np.array([text.strip() for text in labels]), np.zeros(len(labels), dtype=bool)
     order = np.random.RandomState(0).permutation(len(y))  # whose numbers NumPy guarantees
-    for name in sorted(set(y.tolist()) - {""}):
-        rows = order[y[order] == name]
+    known = order[y[order] != ""]
+    parts = [order[y[order] == name] for name in sorted(set(y.tolist()) - {""})]
+    for rows in parts if by_class else [known]:
         kept[rows[: round(share * len(rows))]] = True
     if not kept.any():
         raise DataError(f"{WHERE}: test {share} of {len(y)} rows is none. Give a larger share")

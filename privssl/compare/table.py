@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from accounting.budget import round_up
+from accounting.budget import delta_up, round_up
 
 Results: TypeAlias = Mapping[str, Any]  # results.json of a finished run
 
@@ -83,7 +83,7 @@ class Epsilon:
         if self.value is None:
             return "none"
         runs = ", all runs of the account so far" if self.lasting else ""
-        number = f"{round_up(self.value)} (delta {self.delta:g}{runs})"
+        number = f"{round_up(self.value)} (delta {delta_up(self.delta or 0.0)}{runs})"
         if self.kind == "nominal":
             return f"NOMINAL {number}, no guarantee"
         return f"guarantee {number} for {' '.join(self.covers)}"

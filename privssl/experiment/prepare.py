@@ -33,7 +33,11 @@ from privssl.errors import ConfigError, PrivacyError
 from privssl.experiment.config import Config
 from privssl.experiment.devices import check_side_by_side, device_of
 from privssl.experiment.plugin_names import describe_plugins, refuse_taken_names
-from privssl.experiment.row_checks import refuse_classes_of_labels_alone, refuse_other_rows
+from privssl.experiment.row_checks import (
+    refuse_classes_of_labels_alone,
+    refuse_order_by_labels,
+    refuse_other_rows,
+)
 from privssl.models.own_networks import NetworkSource, check_network, describe_exchange
 from privssl.privacy.independence import refuse_memory
 from privssl.privacy.plan import Plan
@@ -130,12 +134,7 @@ def prepare(
     dataset, kind = federated_data.dataset, ALGORITHMS[config.algorithm.name]
     refuse_other_rows(config, dataset.shape)
     refuse_classes_of_labels_alone(config, dataset)
-    if config.privacy is not None and "order" in federated_data.manifest.settings:
-        raise PrivacyError(
-            f"{config.data.split} was drawn with data.order, by which labels decide the place of "
-            "each row, so one label would move the random draws of other rows. Draw a split "
-            "without it"
-        )
+    refuse_order_by_labels(config, federated_data.manifest, config.data.split)
     task = task_of(config, dataset.classes, dataset.shape, network)
     if is_outside(config.model.name):
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)

@@ -9,6 +9,7 @@ from typing import Any
 from privssl.algorithms import ALGORITHMS
 from privssl.core.rows import IMAGE, KINDS, VECTOR, RowKind, Shape, describe, kind_of
 from privssl.data.datasets import Dataset
+from privssl.data.split_manifest import Manifest
 from privssl.encoders import kind_of_output
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.settings.error_messages import either
@@ -77,6 +78,15 @@ def refuse_other_rows(config: Any, shape: Shape) -> None:
         raise DataError(
             f"rows are {shape[1]}x{shape[2]} pixels, and {config.algorithm.name} needs sides that "
             f"are multiples of {divisor}. Resize or pad the images (image_folder: data.image_size)"
+        )
+
+
+def refuse_order_by_labels(config: Any, manifest: Manifest, path: object) -> None:
+    """Raise PrivacyError for a split of a private run that was drawn with ``data.order``."""
+    if config.privacy is not None and "order" in manifest.settings:
+        raise PrivacyError(
+            f"{path} was drawn with data.order, by which labels decide the place of each row, so "
+            "one label would move the random draws of other rows. Draw a split without it"
         )
 
 

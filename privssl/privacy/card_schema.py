@@ -12,7 +12,8 @@ from accounting.canonical_json import decode_strictly
 SCHEMA = 2
 
 Status = Literal["covered", "post-processing", "not covered"]
-#: What an epsilon is: covered by a claim, nominal, or only charged to damaged ledgers.
+#: What an epsilon is: covered by a claim, nominal, or only charged: to damaged ledgers, or for
+#: visits that were not exactly those fixed beforehand.
 Kind = Literal["guaranteed", "nominal", "charged"]
 
 
@@ -46,7 +47,7 @@ class AgentEntry(TypedDict):
 
 
 class FormerLedger(TypedDict):
-    """What one agent spent in a replaced run; epsilon and delta are None if it is damaged.
+    """What one agent spent in a replaced run, of which budget; numbers are None if it is damaged.
 
     ``ledger`` is the name of its folder.
     """
@@ -56,6 +57,7 @@ class FormerLedger(TypedDict):
     kind: Literal["guaranteed", "nominal"]
     epsilon: float | None
     delta: float | None
+    budget: NotRequired[float | None]
 
 
 class Claim(TypedDict):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accounting.budget import round_up
+from accounting.budget import delta_up, round_up
 from accounting.errors import LedgerError
 from accounting.journal_reader import Journal, read_journal
 from privssl.errors import RunFolderError
@@ -45,13 +45,13 @@ def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLed
                 journal = Journal()
             entry: FormerLedger = {
                 "ledger": name, "agent": path.stem,
-                "kind": "guaranteed", "epsilon": None, "delta": None,
+                "kind": "guaranteed", "epsilon": None, "delta": None, "budget": None,
             }  # fmt: skip
             if journal.plans and not journal.problems:
                 if not journal.events or journal.head in known.get(path.stem, Journal()).hashes:
                     continue
                 entry["kind"] = "guaranteed" if journal.plan.scope == "sound" else "nominal"
-                entry["epsilon"] = journal.epsilon
+                entry["epsilon"], entry["budget"] = journal.epsilon, journal.promised
                 entry["delta"] = journal.plan.delta_of(journal.cost)
             found.append(entry)
     return found
@@ -64,11 +64,13 @@ def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:
         spent = "damaged, so what it spent is unknown"
         if entry["epsilon"] is not None:
             nominal = "nominal " if entry["kind"] == "nominal" else ""
-            spent = f"{nominal}epsilon {round_up(entry['epsilon'])} at delta {entry['delta']:g}"
+            budget = "" if entry.get("budget") is None else f" of {entry['budget']:g}"
+            at = delta_up(entry["delta"])
+            spent = f"{nominal}epsilon {round_up(entry['epsilon'])}{budget} at delta {at}"
         spending.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")
     return [
         f"Not counted: a run that this one replaced, whose ledger is in {ledger}: "
         f"{', '.join(spent)}. For a row that both runs used, epsilons and deltas add up; of a run "
-        "that was stopped, the budget counts."
+        "that was stopped, its budget counts."
         for ledger, spent in spending.items()
     ]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from accounting.account_plan import AccountPlan, Scope
 from accounting.accountants import ZERO_COST
-from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, Span, round_up
+from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, Span, delta_up, round_up
 from accounting.events import Event
 from privssl.errors import PrivacyError
 from privssl.privacy.card_numbers import agent_entry, fixed_beforehand, paper_sum
@@ -49,7 +49,8 @@ _NOT_PROTECTED = (
     "Unlabelled rows: query agents train on them without noise.",
     "People with more than one record: the bound is for one record and grows with their number.",
     "Timing, memory use and other side channels, and files on an agent's own disk.",
-    "Choices made by looking at the labelled rows before the run (settings, classes).",
+    "Validation and test rows: metrics on them have no noise.",
+    "Choices made by looking at labelled rows before the run: settings, classes, a split by class.",
 )
 _NOT_SENT = (
     "losses, accuracies or gradient norms of labelled rows",
@@ -104,8 +105,7 @@ def privacy_card(
         encoder: the frozen public network that mapped every row; None: there is none.
         network: a classifier from outside of privssl, or with initial weights; None: neither.
         this_run: agent -> epsilon of this run alone, where accounts outlive runs.
-        planned: visits that the plan had fixed for each agent; None when the run was stopped: who
-            saw its accuracy may have chosen the moment.
+        planned: visits that the plan had fixed for each agent; None when the run was stopped.
         promised: agent -> the budget that its account began with, where it has fallen since.
         former: what replaced runs of the same folder spent; see ``privacy/former_ledgers.py``.
         ledger_problems: what forbids a claim: damage to ledgers, each with its agent.
@@ -119,22 +119,23 @@ def privacy_card(
     claims = scope == "sound" and not ledger_problems
     kind: Kind = "guaranteed" if claims else "nominal" if scope == "as_published" else "charged"
     spent = [(p, events) for _, p, events, _ in accounts]
-    shared = this_run is not None
-    fixed = not ledger_problems and fixed_beforehand(spent, planned, shared=shared)
+    fixed = fixed_beforehand(spent, planned, shared=this_run is not None) and not ledger_problems
     began = {name: p.budget.epsilon for name, p, _, _ in accounts} | dict(promised or {})
-    agents = [agent_entry(*a, kind, fixed=fixed, promised=began[a[0]]) for a in accounts]
-    overall = max(entry["epsilon"]["value"] for entry in agents)
     plan, total = accounts[0][1], sum((p.cost(events) for p, events in spent), ZERO_COST)
     # A claim is pure where that of each agent is.
     claimed = max(p.delta_of(p.cost(events)) for p, events in spent)
     # A pure sum bounds every path; another sum only where who saw results could choose nothing.
-    bound = overall if fixed or claimed == 0 else max(overall, *began.values())
+    bounds = fixed or claimed == 0
+    of_sums: Kind = "charged" if kind == "guaranteed" and not bounds else kind
+    agents = [agent_entry(*a, of_sums, fixed=fixed, promised=began[a[0]]) for a in accounts]
+    overall = max(entry["epsilon"]["value"] for entry in agents)
+    bound = overall if bounds else max(overall, *began.values())
     census = plan.update == (CENSUS,)
     span: Span = "this run and the earlier runs of its account"
     guarantee: Claim = {
         "epsilon": bound, "delta": claimed, "unit": plan.unit, "neighbours": plan.adjacency,
         "covers": [name for name, status, _ in releases if status == "covered"],
-        "rule": "largest agent", "span": span if shared else "this run",
+        "rule": "largest agent", "span": "this run" if this_run is None else span,
     }  # fmt: skip
     card: PrivacyCard = {
         "schema": 2,
@@ -161,7 +162,7 @@ def privacy_card(
         "ledger_problems": list(ledger_problems),
         "weights": None if weights is None else dict(weights),
         "epsilon": {
-            "kind": kind,
+            "kind": of_sums,
             "overall": overall,
             "person_across_agents": max(overall, total.epsilon(claimed)),
             "paper_sum": paper_sum(spent, agents, claimed),
@@ -240,7 +241,7 @@ def guarantee_sentence(card: Mapping[str, Any] | None) -> str:
         return (
             f"NO GUARANTEE: the ledger is not the one that this run wrote "
             f"({'; '.join(card['ledger_problems'])}). The run was charged {_number(card)} "
-            f"{round_up(card['epsilon']['overall'])} (delta {card['delta']:g}), and nothing is "
+            f"{round_up(card['epsilon']['overall'])} (delta {delta_up(card['delta'])}). Nothing is "
             f"guaranteed for any record. Put the true ledger back and end the run with --resume."
         )
     if card["guarantee"] is None:
@@ -274,12 +275,12 @@ def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
 def render_markdown(card: Mapping[str, Any]) -> str:
     """The card as a page for people: ``privacy.md``."""
     number, sums, looser = _number(card), card["epsilon"], "bound"
-    if card["guarantee"] and card["guarantee"]["epsilon"] > sums["overall"]:
+    if card["guarantee"] and sums["kind"] == "charged":
         number, looser = "charged epsilon", "number"
     trained = f"Trained on labelled rows: {_names(card['update'])}; with noise: "
     if card["update"] == [CENSUS]:
         trained = "No network is trained on labelled rows. Released about them, with noise: "
-    delta = f"{card['delta']:g}"
+    delta = delta_up(card["delta"])
     if (card["guarantee"] or {}).get("delta") == 0:
         delta = f"0 (pure epsilon; {delta} in the accounts)"
     clip_norm = card.get("clip_norm")

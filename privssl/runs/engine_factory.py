@@ -118,7 +118,7 @@ def log_traffic(engine: Engine, absences: int) -> dict[str, float]:
         "comm/letters": now.frames,
         "comm/letters_again": now.again,
         "sites/absent": absences,
-        "comm/visit_s": statistics.median(now.seconds) if now.seconds else 0.0,
+        "time/visit_s": statistics.median(now.seconds) if now.seconds else 0.0,
     }
 
 

@@ -120,13 +120,16 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, float | None]]) -> lis
 
 def _use(results: Mapping[str, Any]) -> list[str]:
     versions = results["versions"]
+    # In a private run time may tell of rows, and this page is for others.
+    private = results["privacy"]["scope"] != "none"
+    took = "" if private else f" for {results['seconds']['total']:.0f} seconds"
     return [
         *("## Use", "", "```python", "import privssl", ""),
         'run = privssl.open_run("FOLDER")  # the run folder',
         *("print(run.predict(x))  # class names", "```", ""),
         "`classifier.safetensors` is a plain state dict; `privssl export` writes ONNX.",
         "",
-        f"Trained for {results['seconds']['total']:.0f} seconds, "
+        f"Trained{took} with "
         f"{results['bytes']['up'] + results['bytes']['down']:,} bytes between server and agents. "
         f"privssl {versions['privssl']}, torch {versions['torch']}. Split hash: "
         f"{results['split_hash']}.",

@@ -38,7 +38,11 @@ from privssl.experiment.prepare import (
     claim_rows,
     task_of,
 )
-from privssl.experiment.row_checks import refuse_classes_of_labels_alone, refuse_other_rows
+from privssl.experiment.row_checks import (
+    refuse_classes_of_labels_alone,
+    refuse_order_by_labels,
+    refuse_other_rows,
+)
 from privssl.models.own_networks import check_network
 from privssl.privacy.plan import Plan
 from privssl.runtime import plugins
@@ -173,6 +177,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     ids: dict[bool, tuple[int, ...]] = {True: known, False: everything}
     if site.rows.split:
         split = split_manifest.read_manifest(site.path(site.rows.split))
+        refuse_order_by_labels(config, split, site.path(site.rows.split))
         split.check(dataset, datasets.checksum(dataset))
         holding = split.agents.get(site.site.agent, split_manifest.AgentRows((), ()))
         ids = {True: holding.labelled, False: holding.unlabelled}

@@ -234,6 +234,24 @@ def test_a_row_without_a_label_trains_and_is_no_test_row() -> None:
     assert found.rows.y_train.tolist().count(-1) == 2 and -1 not in found.rows.y_test.tolist()
 
 
+@pytest.mark.parametrize("names", [["ill", "well"], None], ids=["declared", "measured"])
+def test_with_declared_classes_no_training_label_decides_which_rows_test(
+    names: list[str] | None,
+) -> None:
+    labels = ["ill"] * 13 + ["well"] * 27
+
+    def drawn(y: list[str]) -> Rows:
+        return Rows.from_frame(Frame(x=np.arange(40.0), y=y), "y", 0.2, {"x": [0, 40]}, names)
+
+    before = drawn(labels).rows
+    trains = round((float(before.x_train[0, 0]) + 1) * 20)  # a row that is no test row
+    assert labels[trains] == "ill" and len(before.y_test) == 8
+    after = drawn([*labels[:trains], "well", *labels[trains + 1 :]]).rows
+    same = torch.equal(before.x_test, after.x_test) and torch.equal(before.y_test, after.y_test)
+    # The control: without names, 12 rows of a class have two test rows, and 13 have three.
+    assert same == (names is not None)
+
+
 def test_a_private_run_refuses_bounds_from_its_rows_and_takes_declared_ones(
     tmp_path: Path,
 ) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from accounting import verify
 from accounting.accountants import ZERO_COST, cost_of, epsilon, rdp_epsilon
-from accounting.budget import Budget, Guarantee, round_up
+from accounting.budget import Budget, Guarantee, Nominal, round_up
 from accounting.canonical_json import encode, real
 from accounting.events import (
     ComposedEvent,
@@ -164,6 +164,22 @@ def test_the_sentence_of_a_guarantee_names_unit_neighbours_observer_and_exclusio
 def test_a_printed_epsilon_is_never_rounded_down() -> None:
     for number in (0.0, 1e-9, 7.61231, 7.6123, 1.00005, 12.99995, 1 / 3):
         assert number <= float(round_up(number)) <= number + 1e-4 + 1e-9
+
+
+def test_a_printed_delta_is_never_rounded_down() -> None:
+    claim = Guarantee(8.0, 1e-5, "record", "zero_out", ("F",), "largest agent")
+    for delta in (1e-5, 1.0000004e-5, 9.9999951e-6, 1 / 3e5):
+        stated = str(replace(claim, delta=delta)).split("(8.0000, ")[1].split(")-DP")[0]
+        nominal = str(Nominal(8.0, delta, ("G",), ("F",))).split("(delta ")[1].split(")")[0]
+        assert delta <= float(stated) == float(nominal) <= delta * (1 + 1e-5)
+    assert "(8.0000, 1e-05)-DP" in str(claim)
+    assert float(f"{1.0000004e-5:g}") < 1.0000004e-5  # the control: six digits are too few
+
+
+def test_a_card_names_held_out_rows_and_the_split_among_what_is_not_protected() -> None:
+    listed = " ".join(card_of([("s0", plan("s0"), [VISIT], "a" * 64)])["not_protected"])
+    assert "Validation and test rows: metrics on them have no noise." in listed
+    assert "before the run: settings, classes, a split by class." in listed
 
 
 def test_the_published_scheme_gets_a_nominal_number_and_no_guarantee() -> None:
@@ -879,7 +895,8 @@ def test_the_card_names_former_ledgers_with_what_they_spent(replacing: Path) -> 
     }
     page = (replacing / "privacy.md").read_text()
     three = round_up(epsilon([VISIT] * 3, 1e-5))
-    assert f"run.ledger-001: s0 epsilon {three} at delta 1e-05" in page
+    assert f"run.ledger-001: s0 epsilon {three} of 8 at delta 1e-05" in page
+    assert [entry["budget"] for entry in card["former_ledgers"]] == [8.0, 8.0]
     assert "epsilons and deltas add up" in page
     assert "all it sends in this run (F)" in card["sentence"]
     assert audit(replacing).problems == []
@@ -917,7 +934,7 @@ def test_a_damaged_former_ledger_has_no_number(tmp_path: Path) -> None:
     path = ledger_beside(tmp_path / "run", 1, "s0", 2)
     path.write_bytes(path.read_bytes().replace(b"round 0", b"round 7"))
     [entry] = former_ledgers(tmp_path / "run", {})
-    assert entry["epsilon"] is entry["delta"] is None
+    assert entry["epsilon"] is entry["delta"] is entry["budget"] is None
     card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], former=[entry])
     assert "s0 damaged, so what it spent is unknown" in render_markdown(card)
 

@@ -35,6 +35,10 @@ def stopped(**changes: Any) -> dict[str, Any]:
     return card_of([("s0", plan("s0"), [VISIT] * 3, "a" * 64)], **changes)
 
 
+def kinds_of(card: dict[str, Any]) -> set[str]:
+    return {card["epsilon"]["kind"], *(entry["epsilon"]["kind"] for entry in card["agents"])}
+
+
 def test_stopping_by_what_was_seen_leaks_more_than_what_was_charged() -> None:
     # Why: full batches with mu 0.15 each, and somebody who stops as soon as the privacy loss is
     # above epsilon of what was charged. Losses are drawn from a law shifted towards large ones.
@@ -70,6 +74,7 @@ def test_a_stopped_run_guarantees_the_budget_and_tells_what_was_charged() -> Non
 def test_a_run_that_did_what_it_planned_guarantees_what_that_cost() -> None:
     card = stopped(planned=3)  # the control of the one above
     assert card["guarantee"]["epsilon"] == THREE
+    assert kinds_of(card) == {"guaranteed"}
     page = render_markdown(card)
     assert "charged" not in page and "The claim is the budget" not in page
 
@@ -78,7 +83,17 @@ def test_a_run_that_did_what_it_planned_guarantees_what_that_cost() -> None:
     "changes", [{"planned": 4}, {"planned": 3, "this_run": {"s0": 1.0}}], ids=["resumed", "shared"]
 )
 def test_fewer_visits_than_planned_or_other_runs_make_it_the_budget(changes: Any) -> None:
-    assert stopped(**changes)["guarantee"]["epsilon"] == 8.0
+    card = stopped(**changes)
+    assert card["guarantee"]["epsilon"] == 8.0
+    assert kinds_of(card) == {"charged"}  # no smaller number is called guaranteed
+
+
+def test_what_was_charged_is_called_so_even_where_it_is_the_whole_budget() -> None:
+    whole = plan("s0", budget=Budget(THREE, 1e-5))
+    card = card_of([("s0", whole, [VISIT] * 3, "a" * 64)])
+    assert card["guarantee"]["epsilon"] == card["epsilon"]["overall"] == THREE
+    assert kinds_of(card) == {"charged"}  # of somebody with a record at every agent it is no bound
+    assert "composed: charged epsilon" in render_markdown(card)
 
 
 def test_the_claim_is_the_largest_budget_and_never_less_than_what_was_charged() -> None:
@@ -96,6 +111,7 @@ def test_pure_releases_guarantee_their_sum_whenever_they_stop() -> None:
     pure = plan("s0", event=PureDpEvent(0.5, 1), update=("F",))
     card = card_of([("s0", pure, [PureDpEvent(0.5, 1)] * 3, "a" * 64)])
     assert (card["guarantee"]["epsilon"], card["guarantee"]["delta"]) == (1.5, 0.0)
+    assert kinds_of(card) == {"guaranteed"}
     assert "charged" not in render_markdown(card)
 
 
@@ -135,6 +151,8 @@ def test_an_audit_of_a_stopped_run_refutes_the_charges_as_a_claim_and_not_the_bu
         assert f"the card claims epsilon {number:.6f}, but visits were not exactly" in shown
         assert "guarantee their budget, 8.000000" in shown
     card["planned_visits"] = 3  # the control: visits that were planned cost that
+    for numbers in (card["epsilon"], *(entry["epsilon"] for entry in card["agents"])):
+        numbers["kind"] = "guaranteed"
     claim(card, THREE)
     write_card(tmp_path, card)
     assert main([str(tmp_path)]) == UNREFUTED

@@ -65,6 +65,20 @@ def test_static_norms_are_exported_with_the_statistics_that_were_collected() -> 
         export.checked(export.as_torch_export, bare.eval(), SHAPES["small_cnn"], ABOUT)
 
 
+def test_a_file_names_no_path_and_has_no_line_of_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, here = classifier("mlp"), str(Path(models.__file__).parents[1]).encode()
+
+    def traces() -> list[int]:
+        written, _ = export.checked(export.as_torch_export, network, SHAPES["mlp"], ABOUT)
+        return [written.count(text) for text in (here, b".py", b"self.")]
+
+    assert traces() == [0, 0, 0]
+    rows = ({0: torch.export.Dim("rows")},)
+    plain = torch.export.export(network, (torch.zeros(3, 5),), dynamic_shapes=rows)
+    monkeypatch.setattr(export, "_traced", lambda *_: plain)
+    assert min(traces()) > 0  # the control: what torch writes by itself
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["group", "batch", "static", "none"])
 @pytest.mark.parametrize("form", FORMS)
@@ -115,6 +129,7 @@ def test_onnx_says_its_classes_and_gives_the_logits_of_any_number_of_rows(
     pytest.importorskip("onnxscript")
     path = tmp_path / "net.onnx"
     assert called(run.folder, "--onnx", path) == 0
+    assert b".py" not in path.read_bytes()  # no path of this machine
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     found = session.get_modelmeta().custom_metadata_map
     assert found["class_names"].split("\n") == run.class_names

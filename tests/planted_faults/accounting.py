@@ -121,7 +121,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a stopped run claims what it was charged",
-        ((CARD, "overall if fixed or claimed == 0 else", "overall if agents else"),),
+        ((CARD, "bounds = fixed or claimed == 0", "bounds = bool(accounts)"),),
         (IN_STOPPED + "a_stopped_run_guarantees_the_budget_and_tells_what_was_charged",),
     ),
     Fault(

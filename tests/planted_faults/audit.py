@@ -157,4 +157,42 @@ FAULTS: tuple[Fault, ...] = (
             "test_the_audit_finds_a_model_card_that_claims_something_else",
         ),
     ),
+    Fault(
+        "what a stopped run was charged is called guaranteed",
+        (
+            (
+                "privssl/privacy/privacy_card.py",
+                '"charged" if kind == "guaranteed" and not bounds else kind',
+                "kind",
+            ),
+        ),
+        (
+            "tests/audit/test_stopped_runs.py::test_"
+            "fewer_visits_than_planned_or_other_runs_make_it_the_budget[resumed]",
+            "tests/audit/test_stopped_runs.py::test_"
+            "what_was_charged_is_called_so_even_where_it_is_the_whole_budget",
+        ),
+    ),
+    Fault(
+        "a claim states a smaller delta than it has",
+        (
+            (
+                "accounting/budget.py",
+                "return text if float(text) >= delta else repr(delta)",
+                "return text",
+            ),
+        ),
+        (IN_CARD + "a_printed_delta_is_never_rounded_down",),
+    ),
+    Fault(
+        "the model card of a private run has its time",
+        (
+            (
+                "privssl/runs/model_card.py",
+                'took = "" if private else f" for',
+                'took = f" for',
+            ),
+        ),
+        ("tests/runs/test_model_card.py::test_the_page_of_a_private_run_has_no_time",),
+    ),
 )

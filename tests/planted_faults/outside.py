@@ -82,6 +82,44 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/api/test_dataset.py::test_test_rows_drawn_from_private_rows_make_no_class_public",),
     ),
     Fault(
+        "labels of private rows decide how many test rows a class has",
+        (
+            (
+                "privssl/api/frames.py",
+                "for rows in parts if by_class else [known]:",
+                "for rows in parts:",
+            ),
+        ),
+        (
+            "tests/api/test_dataset.py::"
+            "test_with_declared_classes_no_training_label_decides_which_rows_test[declared]",
+        ),
+    ),
+    Fault(
+        "a site takes a split whose order follows from labels",
+        (
+            (
+                "privssl/site/startup.py",
+                "        refuse_order_by_labels(config, split, site.path(site.rows.split))\n",
+                "",
+            ),
+        ),
+        ("tests/site/test_site.py::test_a_site_takes_no_split_whose_order_follows_from_labels",),
+    ),
+    Fault(
+        "how long a site takes is in metrics.csv",
+        (("privssl/runs/engine_factory.py", '"time/visit_s"', '"comm/visit_s"'),),
+        (
+            "tests/reporting/test_outside_trackers.py::"
+            "test_how_long_sites_take_is_a_time_that_no_tracker_of_a_private_run_gets",
+        ),
+    ),
+    Fault(
+        "an export has paths of the machine that made it",
+        (("privssl/export.py", '        node.meta.pop("stack_trace", None)\n', "        pass\n"),),
+        ("tests/cli/test_export.py::test_a_file_names_no_path_and_has_no_line_of_source",),
+    ),
+    Fault(
         "features that an encoder keeps are no secret of a site",
         (
             (

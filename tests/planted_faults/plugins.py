@@ -141,9 +141,9 @@ FAULTS: tuple[Fault, ...] = (
         "labels decide the order of rows in a private run",
         (
             (
-                "privssl/experiment/prepare.py",
-                'and "order" in federated_data',
-                'and "orders" in federated_data',
+                "privssl/experiment/row_checks.py",
+                'and "order" in manifest.settings',
+                'and "orders" in manifest.settings',
             ),
         ),
         (

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import privssl
+from privssl.engines.remote import RemoteTraffic, SitesEngine
 from privssl.errors import ConfigError
 from privssl.reporting import outside_trackers
 from privssl.reporting.outside_trackers import TrackedRun, check_trackers, open_trackers
 from privssl.reporting.trackers import RoundRecord, Tracker
+from privssl.runs.engine_factory import log_traffic
 from privssl.runtime import plugins
 from tests.support.command_line import PLAIN, command
 
@@ -94,6 +96,16 @@ def test_of_a_private_run_a_tracker_gets_neither_pictures_nor_times(
     assert not private or names == set(header[1:])
     assert seen.run.private == private and seen.run.config["algorithm"]["name"] == "fedssl"
     assert not [key for key in ("root", "split", "columns") if key in seen.run.config["data"]]
+
+
+def test_how_long_sites_take_is_a_time_that_no_tracker_of_a_private_run_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = RemoteTraffic(up=10, down=20, frames=3, seconds=[0.25, 0.75])
+    monkeypatch.setattr(SitesEngine, "take_traffic", lambda self: now)
+    values = log_traffic(SitesEngine.__new__(SitesEngine), absences=0)
+    assert [name for name, value in values.items() if value == 0.5] == ["time/visit_s"]
+    assert values["comm/letters"] == 3  # the control: counts have another name
 
 
 def test_a_tracker_that_fails_is_left_out_with_one_warning(config: Path, tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def test_the_header_has_the_metrics_of_results_json_in_the_form_of_a_hub(
     assert ("differential-privacy" in header["tags"]) == (name == "private")
 
 
+def test_the_page_of_a_private_run_has_no_time(runs: dict[str, privssl.Run]) -> None:
+    assert " seconds" in read(runs["plain"])[1]  # the control
+    assert " seconds" not in read(runs["private"])[1]
+
+
 @pytest.mark.parametrize("name", ["plain", "private"])
 def test_the_page_repeats_the_last_line_of_the_run_and_nothing_stronger(
     name: str, runs: dict[str, privssl.Run]

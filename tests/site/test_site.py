@@ -31,6 +31,7 @@ from accounting import journal as journals
 from accounting.errors import AccountingError
 from accounting.journal_reader import replay
 from accounting.ledger import Account, read_journal
+from privssl import data
 from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLRequest
 from privssl.core import step_runner
 from privssl.core.federation import Federation, Round
@@ -44,6 +45,7 @@ from privssl.privacy import dp_sgd, secure_noise
 from privssl.privacy.noisy_optimizer import SecureNoise
 from privssl.remote import framing, protocol
 from privssl.remote.protocol import EndOfRun, IdentifyRequest, Identity, StepRequest, StepResponse
+from privssl.settings.schema import AgentSettings
 from privssl.site import settings, socket_server, startup
 from privssl.site.__main__ import main
 from privssl.site.request_handler import SiteRequestHandler
@@ -151,6 +153,15 @@ def watched() -> Iterator[dict[str, int]]:
         at_moment(FedSSL, "_train_privately", counted("read")),
     ):
         yield seen
+
+
+def test_a_site_takes_no_split_whose_order_follows_from_labels(place: Path) -> None:
+    assert opened(place).agent.id == "s0"  # the control: rows as they are stored
+    spread = dataclasses.replace(configs.load_config(place / "c.yaml").data, order="by-class")
+    found = data.build(spread, AgentSettings(support=2, query=1), 0)
+    found.manifest.write(place / "split.json")
+    with pytest.raises(PrivacyError, match=r"split\.json was drawn with data\.order"):
+        opened(place)
 
 
 # Once -----------------------------------------------------------------------------------------
