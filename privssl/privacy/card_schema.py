@@ -9,7 +9,7 @@ from accounting.account_plan import Scope
 from accounting.budget import Adjacency, Span
 from accounting.canonical_json import decode_strictly
 
-SCHEMA = 2
+SCHEMA = 3
 
 Status = Literal["covered", "post-processing", "not covered"]
 #: What an epsilon is: covered by a claim, nominal, or only charged: to damaged ledgers, or for
@@ -118,7 +118,7 @@ class ReleaseEntry(TypedDict):
 class PrivacyCard(TypedDict):
     """The contents of ``privacy.json``; see :func:`privacy_card`."""
 
-    schema: Literal[2]
+    schema: Literal[3]
     algorithm: str
     dataset: str
     task: TaskEntry | None
@@ -168,7 +168,8 @@ def parse_card(content: bytes) -> tuple[PrivacyCard, list[str]]:
         by = versions.get("privssl") if isinstance(versions, dict) else "another version"
         raise ValueError(
             f"schema {schema!r:.20} of privssl {by!s:.40}; this version reads {SCHEMA}. "
-            "Audit it with that version"
+            "Audit it with that version, or remove privacy.json and results.json: --resume writes "
+            "them anew"
         )
     unknown = []
     try:

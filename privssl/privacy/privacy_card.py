@@ -18,6 +18,7 @@ from accounting.events import Event
 from privssl.errors import PrivacyError
 from privssl.privacy.card_numbers import agent_entry, fixed_beforehand, paper_sum
 from privssl.privacy.card_schema import (
+    SCHEMA,
     AgentEntry,
     Claim,
     EncoderEntry,
@@ -138,7 +139,7 @@ def privacy_card(
         "rule": "largest agent", "span": "this run" if this_run is None else span,
     }  # fmt: skip
     card: PrivacyCard = {
-        "schema": 2,
+        "schema": SCHEMA,
         "algorithm": algorithm,
         "dataset": dataset,
         "task": task,
