@@ -9,7 +9,7 @@ visit, not from the model that they train. (2) The server fine-tunes the average
     agents drawn for the round                        round -> federation.sample
     Eq. 2, 3  pseudo-labels, those with max P >= tau  query_pass -> _fixed_label_losses
     Eq. 4     D-: rows to mix with                    losses.pair_rows
-    Eq. 5-7   mixes; L_fix + lambda L_mix             _fixed_label_losses, fix_and_mix_loss, mix_loss
+    Eq. 5-7   mixes; L_fix + lambda L_mix             _fixed_label_losses, fix_and_mix_loss
     Eq. 8     steps of an agent                       local_descent
     Eq. 9     average of active agents, momentum 0.5  _aggregate, momentum_step
     Eq. 1     server trains E epochs on its labels    support_pass -> _true_label_losses
