@@ -21,6 +21,8 @@ from rich.console import Console
 from privssl.runtime.command import run_command
 from privssl.runtime.console import results_to_standard_output
 
+EARLIER = (b"row,class", b'[\n  {\n    "row"', b"[]")  # how predictions begin, as CSV and as JSON
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
@@ -54,6 +56,8 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     from privssl.runtime.process import in_one_thread
 
     in_one_thread()
+    if options.output is not None:
+        _check_free(options.output)
     run = open_run(options.run, options.model)
     names: list[str] = []
     rows: list[list[float]] = []
@@ -70,6 +74,17 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
         write_text(options.output, text)
         console.print(f"{len(names)} rows: {options.output}", markup=False)
     return 0
+
+
+def _check_free(output: Path) -> None:
+    """Refuse to replace what no earlier call wrote, such as the rows or a file of the run."""
+    from privssl.errors import RunFolderError
+    from privssl.storage import atomic_files
+
+    with atomic_files.writing(output):
+        begin = output.read_bytes()[:100] if output.exists() else EARLIER[0]
+    if not begin.startswith(EARLIER):
+        raise RunFolderError(f"{output} exists and holds no predictions. Choose another --output")
 
 
 def _best(classes: Sequence[str], row: Sequence[float]) -> str:

@@ -191,10 +191,14 @@ class Dataset:
             held[name] = tuple(ids[known].tolist()), tuple(ids[~known].tolist())
             x.append(rows)
             y.append(labels)
+        if not isinstance(test, tuple | list) or len(test) != 2:
+            raise DataError(f"{where}: test is {type(test).__name__}. Give (x, y) of the test rows")
+        _agents_of(where, held)
         if len({rows.shape[1:] for rows in x}) != 1 or len({rows.dtype for rows in x}) != 1:
             forms = {name: (r.dtype.name, r.shape[1:]) for name, r in zip(held, x, strict=True)}
-            raise DataError(f"{where}: agents have rows of different forms or types: {forms}")
-        _agents_of(where, held)
+            raise DataError(
+                f"{where}: agents have rows of different forms or types: {forms}. Make them alike"
+            )
         arrays = dict(zip(NAMES, (np.concatenate(x), np.concatenate(y), *test), strict=True))
         return _checked(where, arrays, class_names, held)
 

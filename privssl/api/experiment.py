@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -64,23 +64,8 @@ class Experiment:
         progress: bool = False,
     ) -> Run:
         """Train; arguments and errors as of :func:`train`."""
-        more: dict[str, Any] = {}
-        folder = self.source if self.text is None and self.source.is_dir() else None
-        if data is not None:
-            more |= data.settings
-        if model is not None:
-            more["model.name"] = model if isinstance(model, str) else reference_of(model)
-            more["model.width"] = 16
-        if output is not None:
-            if folder is not None:
-                raise RunFolderError(
-                    f"{folder} is a run to continue, in its own folder. Leave output out, or "
-                    f"give {folder / 'config.yaml'} for a new run"
-                )
-            more["run.output"] = str(output)
-        config = _load(self.source, (*self.overrides, *_as_arguments(more)), self.text)
-        source = None if isinstance(model, str) else model
-        return _train(_with_rows(config, data, folder), data, source, folder, progress)
+        asked = _Asked(self.source, self.overrides, self.text)
+        return _run(asked, data, model, output, progress)
 
 
 def load(config: str | Path | Sections, overrides: Overrides | None = None) -> Experiment:
@@ -91,13 +76,14 @@ def load(config: str | Path | Sections, overrides: Overrides | None = None) -> E
             a run, which running continues.
         overrides: ``{"section.key": value}``, or a list of "section.key=value".
 
+    Checked are the file and the overrides alone: a config whose keys need ``data`` or ``model`` of
+    :func:`train` is for that.
+
     Raises:
         privssl.UserError: with all problems of the file and the overrides.
     """
-    text = _as_yaml("config", config) if isinstance(config, Mapping) else None
-    source = Path("config" if isinstance(config, Mapping) else config)
-    given = _as_arguments(overrides) if isinstance(overrides, Mapping) else tuple(overrides or ())
-    return Experiment(source, given, _load(source, given, text), text)
+    asked = _asked(config, overrides)
+    return Experiment(asked.source, asked.overrides, _load(*asked), asked.text)
 
 
 def train(
@@ -128,7 +114,49 @@ def train(
         privssl.UserError: a mistake, with the text that the command prints.
         KeyboardInterrupt: a checkpoint was written; train its folder to go on.
     """
-    return load(config, overrides).run(data, model, output, progress)
+    return _run(_asked(config, overrides), data, model, output, progress)
+
+
+class _Asked(NamedTuple):
+    """A config that is not checked yet: some keys need the rows and the network."""
+
+    source: Path
+    overrides: tuple[str, ...]
+    text: str | None  # the YAML of a config that is no file
+
+
+def _asked(config: str | Path | Sections, overrides: Overrides | None) -> _Asked:
+    given = _as_arguments(overrides) if isinstance(overrides, Mapping) else tuple(overrides or ())
+    if isinstance(config, Mapping):
+        return _Asked(Path("config"), given, _as_yaml("config", config))
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(
+            f"config is {repr(config)[:60]}. Give a YAML file, its sections, or the folder of a run"
+        )
+    return _Asked(Path(config), given, None)
+
+
+def _run(
+    asked: _Asked, data: Dataset | None, model: NetworkSource | str | None,
+    output: str | Path | None, progress: bool,
+) -> Run:  # fmt: skip
+    more: dict[str, Any] = {}
+    folder = asked.source if asked.text is None and asked.source.is_dir() else None
+    if data is not None:
+        more |= data.settings
+    if model is not None:
+        more["model.name"] = model if isinstance(model, str) else reference_of(model)
+        more["model.width"] = 16
+    if output is not None:
+        if folder is not None:
+            raise RunFolderError(
+                f"{folder} is a run to continue, in its own folder. Leave output out, or "
+                f"give {folder / 'config.yaml'} for a new run"
+            )
+        more["run.output"] = str(output)
+    config = _load(asked.source, (*asked.overrides, *_as_arguments(more)), asked.text)
+    source = None if isinstance(model, str) else model
+    return _train(_with_rows(config, data, folder), data, source, folder, progress)
 
 
 def _load(source: Path, arguments: Sequence[str], text: str | None) -> Config:

@@ -253,7 +253,7 @@ class Run:
             )
         if found.size and not 0 <= found.min() <= found.max() < len(names):
             raise DataError(f"evaluate: labels go from {found.min()} to {found.max()}, and classes "
-                            f"from 0 to {len(names) - 1}")  # fmt: skip
+                            f"from 0 to {len(names) - 1}. Number them as in training")  # fmt: skip
         return found.astype(np.int64)
 
     def generate(

@@ -26,6 +26,7 @@ from privssl.errors import DataError
 log = logging.getLogger("privssl")
 
 MOST_CATEGORIES = 1000  # of a column
+COLUMNS = "Set data.label to the column of the classes"  # advice
 TWEET_CLASSES = ("negative", "positive")  # 0 and 1 in the files of Sentiment140
 
 
@@ -109,9 +110,10 @@ def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
     """
     declared = None if columns is None else _declared(columns, label)
     wanted = None if declared is None else tuple(declared)
-    train = _read_part(root / "train.csv", label, wanted)
+    advice = COLUMNS if columns is None else f"{COLUMNS}, and correct the columns in {columns}"
+    train = _read_part(root / "train.csv", label, wanted, advice)
     scales = declared or scales_of(train)
-    return table_of(train, _read_part(root / "test.csv", label, tuple(scales)), scales)
+    return table_of(train, _read_part(root / "test.csv", label, tuple(scales), advice), scales)
 
 
 def table_of(
@@ -163,7 +165,7 @@ def read_new(path: Path, columns: Sequence[str], label: str | None) -> Part:
 
 def _read_part(
     path: Path, label: str | None, wanted: Sequence[str] | None,
-    advice: str = "Set data.label to the column of the classes, and data.text to that of texts",
+    advice: str = f"{COLUMNS}, and data.text to that of texts",
 ) -> Part:  # fmt: skip
     """One file; ``wanted``: its columns, all but the label if None. Raises DataError.
 
@@ -173,6 +175,10 @@ def _read_part(
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
+            if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+                raise DataError(
+                    f"{path}: the first line is {header[0]!r}. Separate columns by commas"
+                )
             rows, lines = [], []
             for row in reader:
                 if len(row) != len(header) and row:
@@ -188,6 +194,8 @@ def _read_part(
                         "data.root") from None  # fmt: skip
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path} is no CSV file in UTF-8: {error}. Save it again") from None
+    if not header:
+        raise DataError(f"{path} is empty. Give a line of column names, then a line for each row")
     if twice := sorted({name for name in header if header.count(name) > 1}):
         raise DataError(f"{path} has the column {twice[0]} twice. Rename one")
     names = [name for name in header if name != label] if wanted is None else [*wanted]
@@ -236,7 +244,9 @@ def _declared(path: Path, label: str) -> dict[str, Scale]:
     categories in quotes. Raises DataError."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}. Correct data.columns") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise DataError(f"{path} cannot be read as YAML: {error}") from None
     return check_scales(path, found, label)
 
@@ -265,7 +275,12 @@ def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
 
 
 def scales_of(train: Part) -> dict[str, Scale]:
-    """Bounds and categories of the training rows: a column is numeric if all its values are."""
+    """Bounds and categories of the training rows: a column is numeric if all its values are.
+
+    Raises:
+        DataError: too many categories, or a column of numbers with a few values that are none:
+            as a category it would have one number for each number in it.
+    """
     scales: dict[str, Scale] = {}
     for name, values in train.columns.items():
         if all(_is_number(value) for value in values):
@@ -276,6 +291,14 @@ def scales_of(train: Part) -> dict[str, Scale]:
                 high = low + 1
             scales[name] = (low, high)
             continue
+        strange = [at for at, value in enumerate(values) if not _is_number(value)]
+        if 2 * len(strange) < len(values):
+            at = strange[0]
+            raise DataError(
+                f"{train.path}, {train.unit} {train.lines[at]}: column {name} has {values[at]!r}, "
+                "and most of its values are numbers. Correct it, or declare categories in "
+                "data.columns (Python: columns=)"
+            )
         categories = tuple(sorted(set(values)))
         if len(categories) > MOST_CATEGORIES:
             raise DataError(

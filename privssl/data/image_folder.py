@@ -85,7 +85,10 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
     if classes != others:
         # ascii: names that look alike can differ in how an accent is written, or in spaces
         differing = ", ".join(ascii(name) for name in sorted(set(classes) ^ set(others)))
-        raise DataError(f"{root}: train and test differ in the classes {differing}")
+        raise DataError(
+            f"{root}: train and test differ in the classes {differing}. "
+            "Give each class images in both, or remove its folders"
+        )
     if odd := [ascii(name) for name in classes if not name.isprintable()]:
         raise DataError(
             f"{root}: the class folder {odd[0]} has characters that cannot be printed, and class "

@@ -177,7 +177,7 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
         try:
             return [np.load(path, allow_pickle=False)]
         except _DAMAGE as error:
-            reason = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or _reason(error)
             raise DataError(f"{path} cannot be read as an NPY file: {reason}") from None
     wanted = ", or ".join(" and ".join(names) for names in choices)
     every = {name for names in choices for name in names}
@@ -268,7 +268,7 @@ def _open(
                     "%s: not read: %s. Read are %s.",
                     path, ", ".join(extra), ", ".join((*names, *optional)),
                 )  # fmt: skip
-            found = {name: file[name] for name in wanted}
+            found = {name: _plain(path, name, file) for name in wanted}
             if not all(isinstance(array, np.ndarray) for array in found.values()):
                 raise ValueError("an entry is no array")  # NumPy returns such bytes
             return found
@@ -279,9 +279,27 @@ def _open(
         raise DataError(f"{path}: {error.strerror}. Change the permissions") from None
     except _DAMAGE as error:
         raise DataError(
-            f"{path} cannot be read as an NPZ file of plain numbers: {error}. "
+            f"{path} cannot be read as an NPZ file of plain numbers: {_reason(error)}. "
             "Save it again with numpy.savez_compressed"
         ) from None
+
+
+def _plain(path: Path, name: str, file: np.lib.npyio.NpzFile) -> NDArray[Any]:
+    """One array. Raises DataError if it has Python objects, which are never unpickled."""
+    try:
+        array: NDArray[Any] = file[name]
+    except ValueError as error:
+        if "Object arrays" not in str(error):
+            raise
+        raise DataError(
+            f"{path}: {name} has Python objects. Give an array of numbers, all rows of one shape"
+        ) from None
+    return array
+
+
+def _reason(error: BaseException) -> str:
+    """NumPy's words, but for its advice to unpickle what is no file of arrays."""
+    return "it is no file of arrays" if "pickle" in str(error) else str(error).rstrip(".")
 
 
 def _rows(

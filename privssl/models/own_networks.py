@@ -200,6 +200,11 @@ def _fit_ends(network: nn.Module, channels: int, classes: int) -> None:
 
     The new first layer sums, or repeats, the old one's channels; the new last layer is drawn.
     """
+    if isinstance(network, nn.Linear | nn.Conv2d):
+        raise ConfigError(
+            f"model is a single {type(network).__name__}. Put it into a torch.nn.Sequential, with "
+            "torch.nn.Flatten() before it where rows are images"
+        )
     layers = list(network.named_modules())
     convolutions = [(n, layer) for n, layer in layers if isinstance(layer, nn.Conv2d)]
     if convolutions and convolutions[0][1].in_channels != channels:
@@ -370,8 +375,13 @@ def _check_output(name: str, network: nn.Module, x: Tensor, classes: int) -> Non
             f"model.name {name} gives {got} for {len(x)} {rows}, where one output for each of the "
             f"{classes} classes is needed: ({len(x)}, {classes})"
         )
-    if out.dtype != torch.float32 or not out.isfinite().all():
-        raise ConfigError(f"model.name {name} gives {out.dtype}, or numbers that are not finite")
+    if out.dtype != torch.float32:
+        raise ConfigError(f"model.name {name} gives {out.dtype}. Make it give float32")
+    if not out.isfinite().all():
+        raise ConfigError(
+            f"model.name {name} gives outputs that are not finite for {rows}, in [-1, 1]. Check "
+            "its initial weights, logarithms and divisions"
+        )
 
 
 def describe_exchange(

@@ -20,6 +20,17 @@ _PLAIN_FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]
 #: YAML 1.1 needs a dot and a sign in the exponent; YAML 1.2 and users do not.
 _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 _TAG = "tag:yaml.org,2002:"
+#: What to do about PyYAML's problems, by their beginnings.
+_ADVICE = {
+    "found character '\\t'": "Indent with spaces, not with tabs",
+    "found character": "Put the text in quotes",
+    "mapping values are not": "Begin the keys of a section in one column; quote text with a colon",
+    "expected <block end>": "Begin the keys of a section in one column",
+    "expected ',' or": "Close the bracket, and separate values by commas",
+    "could not find expected ':'": "Write key: value",
+    "but found another document": "Leave out the line of three dashes",
+    "found unexpected end of stream": "Close the quotes",
+}  # fmt: skip
 
 
 class ConfigProblem(NamedTuple):
@@ -93,13 +104,17 @@ def read_document(text: str) -> Document:
         root = composer.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise YamlError(mark.line + 1 if mark else 1, str(error.problem)) from None
+        raise YamlError(mark.line + 1 if mark else 1, _with_advice(str(error.problem))) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(line, f"character {error.character:#x} is not text") from None
     reader = _Reader()
     value = None if root is None else reader.plain(root, "")
     return Document(value, reader.lines, tuple(reader.findings), frozenset(reader.empty))
+
+
+def _with_advice(problem: str) -> str:
+    return next((f"{problem}. {do}" for said, do in _ADVICE.items() if said in problem), problem)
 
 
 class _Reader:

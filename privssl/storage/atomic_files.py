@@ -20,6 +20,10 @@ def writing(path: Path) -> Iterator[None]:
     """Turn an OSError into a RunFolderError that names the file."""
     try:
         yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        raise RunFolderError(
+            f"{path}: cannot be written: {error.strerror}. Name a file in a folder that exists"
+        ) from error
     except OSError as error:
         raise RunFolderError(
             f"{path}: cannot be written: {error.strerror or error}. Free disk space or change the "

@@ -163,13 +163,24 @@ def test_mixed_agents_and_a_server_hold_what_they_are_given() -> None:
     assert (server.settings["agents.support"], server.settings["agents.query"]) == (0, 1)
 
 
+def test_the_agents_of_a_run_come_from_its_rows(tmp_path: Path) -> None:
+    sections = {"algorithm": {"name": "pseudo", "rounds": 1}}  # needs a query agent
+    data = Rows.federated(AGENTS, (X_TEST, Y_TEST))
+    run = privssl.train(sections, {"run.workers": 1}, data, output=tmp_path / "run")
+    assert run.results["agents"] == {"support": 2, "query": 1}
+
+
 FEDERATED: dict[str, tuple[dict[str, Any], str]] = {
     "gap": ({"s0": (X, Y), "s2": (X, Y)}, "s0, s2, where a run would have s0, s1"),
     "no labels": ({"q0": X}, "agents.support is 0"),
+    "none": ({}, "no agent would hold labels"),
     "rows alone": ({"s0": X}, r"s0 is .*Give \(x, y\)"),
     "lengths": ({"s0": (X, Y[:3])}, r"s0 has 120 rows and labels of shape \(3,\)"),
     "hidden labels": ({"s0": (X, Y - 1)}, "s0 has rows without a label"),
-    "forms": ({"s0": (X, Y), "q0": X[:, :4]}, "rows of different forms"),
+    "forms": (
+        {"s0": (X, Y), "q0": X[:, :4]},
+        "rows of different forms or types: .* Make them alike",
+    ),
     "kinds": ({"s0": (X, Y), "m0": (X, Y)}, "agents.support is 1"),
 }
 
@@ -178,6 +189,11 @@ FEDERATED: dict[str, tuple[dict[str, Any], str]] = {
 def test_agents_that_no_run_has_are_one_error(agents: dict[str, Any], message: str) -> None:
     with pytest.raises(privssl.UserError, match=message):
         Rows.federated(agents, (X_TEST, Y_TEST))
+
+
+def test_test_rows_of_agents_need_labels() -> None:
+    with pytest.raises(privssl.UserError, match=r"test is ndarray. Give \(x, y\)"):
+        Rows.federated(AGENTS, X_TEST)
 
 
 def test_settings_that_would_divide_given_rows_are_refused(tmp_path: Path) -> None:

@@ -61,6 +61,13 @@ def test_a_network_is_a_class_a_function_a_name_or_a_module(model: Any, tmp_path
     assert again.predict(x, probabilities=True).shape == (30, 3)
 
 
+def test_a_network_from_python_takes_the_options_of_the_config(tmp_path: Path) -> None:
+    given = {"algorithm.rounds": 1, "model.options": {"hidden": 6}}
+    run = privssl.train(config(tmp_path), given, dataset(), own_module.Net, tmp_path / "run")
+    weights = safetensors.torch.load_file(run.folder / "classifier.safetensors")
+    assert weights["conv.weight"].shape == (6, 1, 3, 3)
+
+
 def test_rows_of_a_table_have_networks_of_their_own_too(tmp_path: Path) -> None:
     data, given = dataset(shape=(12,)), {"privacy.steps": 1}
     run = privssl.train(config(tmp_path, PRIVATE), given, data, plain, tmp_path / "run")
@@ -186,6 +193,21 @@ def test_a_private_run_refuses_by_name_what_clipping_does_not_bound(
     model = getattr(own_module, name)
     with pytest.raises(privssl.UserError, match=message):
         privssl.train(config(tmp_path, PRIVATE), None, dataset(), model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_layer_alone_and_outputs_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    class Infinite(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) / 0
+
+    for model, message in (
+        (nn.Linear(64, 10), r"a single Linear. Put it into a torch\.nn\.Sequential"),
+        (Infinite, "outputs that are not finite"),
+        (lambda shape, classes: plain(shape, classes).double(), "Float and Double"),
+    ):
+        with pytest.raises(privssl.UserError, match=message):
+            privssl.train(config(tmp_path), None, dataset(), model, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -118,6 +118,26 @@ def test_json_and_csv_files_have_the_same_rows(
     assert found[0]["probabilities"]["1"] == pytest.approx(float(written[0]["1"]), abs=1e-6)
 
 
+def test_predictions_replace_predictions_and_no_other_file(
+    npz: tuple[privssl.Run, Path], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run, _ = npz
+    np.save(tmp_path / "x.npy", X_TEST)
+    given = (run.folder, tmp_path / "x.npy")
+    for kind in ([], ["--json"]):
+        for _ in range(2):
+            called(predict.main, capfd, *given, *kind, "--output", tmp_path / "out.csv")
+    for path, said in (
+        (tmp_path / "x.npy", "exists and holds no predictions. Choose another --output"),
+        (run.folder / "config.yaml", "exists and holds no predictions"),
+        (tmp_path, "cannot be written: Is a directory. Name a file in a folder that exists"),
+        (tmp_path / "a" / "b.csv", "cannot be written: No such file or directory. Name a file"),
+    ):
+        before = path.read_bytes() if path.is_file() else None
+        assert said in called(predict.main, capfd, *given, "--output", path, status=2)
+        assert before == (path.read_bytes() if path.is_file() else None)
+
+
 def test_rows_are_arrays_tensors_or_lists_of_pictures(npz: tuple[privssl.Run, Path]) -> None:
     run, _ = npz
     x = bytes_of(X_TEST)

@@ -221,6 +221,11 @@ def test_mistakes_raise_the_text_that_the_command_prints(tmp_path: Path) -> None
         privssl.load(tmp_path / "absent.yaml")
 
 
+def test_a_config_that_is_no_file_and_no_mapping_is_one_error() -> None:
+    with pytest.raises(privssl.UserError, match=r"config is 3\. Give a YAML file, its sections"):
+        privssl.train(3)  # type: ignore[arg-type]
+
+
 def test_a_private_run_tells_no_hash_of_its_rows_and_goes_on_with_them_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -348,9 +348,28 @@ def billion_laughs() -> str:
         ),
         ("run: " + "[" * 500_000, "line 1 not a config: nested deeper than 8 levels"),
         ("run: " + "{a: " * 500, "line 1 not a config: nested deeper than 8 levels"),
-        ("run: {seed: 1\n", "line 2 not a config: expected ',' or '}', but got '<stream end>'"),
+        (
+            "run: {seed: 1\n",
+            "line 2 not a config: expected ',' or '}', but got '<stream end>'. Close the",
+        ),
         ("run: {}\n---\nrun: {}\n", "line 2 not a config: but found another document"),
-        ("run:\n\tseed: 1\n", "line 2 not a config: found character '\\t' that cannot start"),
+        (
+            "run:\n\tseed: 1\n",
+            "line 2 not a config: found character '\\t' that cannot start any token. Indent with "
+            "spaces, not with tabs",
+        ),
+        (
+            "run:\n  seed: 1\n   name: x\n",
+            "line 3 not a config: mapping values are not allowed here. Begin the keys of a section",
+        ),
+        (
+            "run:\n  name: @x\n",
+            "line 2 not a config: found character '@' that cannot start any token. Put",
+        ),
+        (
+            "run: {name: 'x}\n",
+            "line 2 not a config: found unexpected end of stream. Close the quotes",
+        ),
         ("run: \x00", "line 1 not a config: character 0x0 is not text"),
     ],
 )

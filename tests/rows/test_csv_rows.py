@@ -130,6 +130,11 @@ def test_fields_may_have_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
             {"train": [("a", 1, "red"), ("b\n## x", 1, "red")]},
             r"the class name 'b\\n## x' has line breaks",
         ),
+        (
+            {"train": [("a", 1, "red"), ("b", "", "red"), ("a", 2, "red")]},
+            "line 3: column size has '', and most of its values are numbers. Correct it",
+        ),
+        ({"head": ("label;size;colour",)}, "'label;size;colour'. Separate columns by commas"),
         ({"train": [("a", 1)]}, "line 2: 2 fields, and the first line has 3"),
         ({"train": []}, "has no rows"),
         ({"train": [("a", 1, "red")]}, "1 classes in its label column"),
@@ -162,7 +167,7 @@ def test_a_column_that_the_test_rows_lack_is_named(tmp_path: Path) -> None:
         ("label: [a, b]\nsize: [0, 1]", "declares label"),
         ("[", "cannot be read as YAML"),
         ("", "give a line for each column"),
-        ("width: [0, 1]", "has no column width"),
+        ("width: [0, 1]", "has no column width; .* and correct the columns in .*columns.yaml"),
     ],
 )
 def test_what_is_wrong_with_declared_columns_is_said(
@@ -172,6 +177,21 @@ def test_what_is_wrong_with_declared_columns_is_said(
     (tmp_path / "columns.yaml").write_text(content)
     with pytest.raises(DataError, match=said):
         read_table(tmp_path, label="label", columns=tmp_path / "columns.yaml")
+
+
+def test_a_column_with_as_many_words_as_numbers_is_a_category(tmp_path: Path) -> None:
+    rows = [("ab"[i % 2], i, ("1", "2", "X", "Y")[i % 4]) for i in range(8)]
+    found = read_table(table(tmp_path, train=rows, test=rows), label="label", columns=None)
+    assert found.x_train.shape == (8, 5)
+
+
+def test_a_file_that_is_empty_or_absent_is_named(tmp_path: Path) -> None:
+    table(tmp_path)
+    with pytest.raises(DataError, match=r"no\.yaml: No such file .* Correct data"):
+        read_table(tmp_path, label="label", columns=tmp_path / "no.yaml")
+    (tmp_path / "train.csv").write_text("")
+    with pytest.raises(DataError, match=r"train\.csv is empty\. Give a line of column names"):
+        read_table(tmp_path, label="label", columns=None)
 
 
 def test_files_that_are_no_csv_in_utf8_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ G the conditional generator, D the conditional discriminator.
     Alg. 1 l. 10    the networks go to clients   FedSSLRequest
     Alg. 2 l. 2-8   support agents in sequence   round -> support_pass -> _private_pass
     Alg. 2 l. 9-10  query agents in parallel     round -> query_pass
-    Eq. 2           pseudo-labels                query_pass -> guess
+    Eq. 2           pseudo-labels                query_pass -> guess, training/pseudo_labels.py
     Eq. 3           lambda, p'                   training/mixup.py
 
 Differs from the paper: (1) One joint step takes the place of G-Reg and then G-MixUp (``updates``):

@@ -5,12 +5,12 @@ Federated Semi-supervised Learning" (IEEE BigData 2021). W is the global network
 network after its last visit, c the spliced one: the shallow half of W, the deep half of l.
 
     paper                                         here
-    phase 1: FedAvg on labelled rows, T1 rounds   round -> supervised_pass
+    phase 1: FedAvg on labelled rows, T1 rounds   round -> supervised_pass (Eq. 2)
     phase 2: largest confidence of every client   round -> confidence_pass (Eq. 4)
     threshold theta(t)                            voting.shrinkage (Eq. 5)
     third player: splice, then fine-tune          _visit, models.splice
-    vote of three, rows above theta(t)            voting.vote
-    loss on labels + lambda * on pseudo-labels    voting.steps, _learn (Eq. 6)
+    vote of three, rows above theta(t)            _pseudo_labels, voting.vote (Eq. 3)
+    loss on labels + lambda * on pseudo-labels    voting.steps, _learn (Eq. 6, 7)
     mean of what participants trained (Eq. 1)     WeightedMean
 
 Where an agent lacks one kind of rows its term drops out, so labels may be anywhere. The paper has
@@ -262,6 +262,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, agent: SupportAgent | QueryAgent, labelled: LabelledRows,
         unlabelled: UnlabelledRows, msg: VoteRequest, ctx: Context,
     ) -> ModelUpdate | Ack | Declined:  # fmt: skip
+        """Phase 2 at one agent: splice c, fine-tune it, vote (Eq. 3), train c (Eq. 6, 7)."""
         self._weigh(len(labelled) + len(unlabelled), ctx)
         own = from_memory(agent.memory) or msg.F
         with randomness.seeded(ctx.rng("dropout")):

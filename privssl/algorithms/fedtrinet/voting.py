@@ -1,4 +1,4 @@
-"""FedTriNet's settings, votes, threshold and batches: Che et al. 2021, Eq. 4 to 6.
+"""FedTriNet's settings, votes, threshold and batches: Che et al. 2021, Eq. 3 to 6.
 
 The rounds are in ``algorithms/fedtrinet/algorithm.py``. Where the authors' code ("code" below) is
 another method than their paper, a setting has both readings.
@@ -124,7 +124,7 @@ def shrinkage(t: float, schedule: str) -> float:
 
 
 def vote(probs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor]:
-    """The class of the largest summed probability, and whether the row is admitted.
+    """Eq. 3: the class of the largest summed probability, and whether the row is admitted.
 
     Args:
         probs: of each player (N, C), rows sum to 1. The sum of two players is divided by 3 too.

@@ -7,11 +7,12 @@ visit, not from the model that they train. (2) The server fine-tunes the average
 
     paper, authors' code                              here
     agents drawn for the round                        round -> federation.sample
-    pseudo-labels of the global model, max P >= tau   query_pass -> guess_labels
-    FIX: rows with a confident label, MIX: others     _fixed_label_losses, mixes
-    CE(strong view, y) + lambda CE(mix, y1, y2)       fix_and_mix_loss, mix_loss
-    average of active agents, global momentum 0.5     _aggregate, momentum_step
-    server trains E epochs on its labels              support_pass
+    Eq. 2, 3  pseudo-labels, those with max P >= tau  query_pass -> _fixed_label_losses
+    Eq. 4     D-: rows to mix with                    losses.pair_rows
+    Eq. 5-7   mixes; L_fix + lambda L_mix             _fixed_label_losses, fix_and_mix_loss
+    Eq. 8     steps of an agent                       local_descent
+    Eq. 9     average of active agents, momentum 0.5  _aggregate, momentum_step
+    Eq. 1     server trains E epochs on its labels    support_pass -> _true_label_losses
     static batch norm: statistics of all rows         _with_statistics, *_statistics
     learning rate: cosine over the rounds             SemiFLConfig.rate
     FedAvg + FixMatch, "parallel" (ablation)          fine_tune: false, pseudo_labels: training
