@@ -9,7 +9,7 @@ from accounting.account_plan import Scope
 from accounting.budget import Adjacency, Span
 from accounting.canonical_json import decode_strictly
 
-SCHEMA = 3
+SCHEMA: Literal[3] = 3
 
 Status = Literal["covered", "post-processing", "not covered"]
 #: What an epsilon is: covered by a claim, nominal, or only charged: to damaged ledgers, or for
