@@ -3,6 +3,7 @@
 The environment is set before torch and matplotlib are imported, because both read it once.
 """
 
+import copy
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["MPLBACKEND"] = "Agg"
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -18,12 +19,14 @@ import pytest
 import torch
 from hypothesis import settings
 from numpy.typing import NDArray
+from torch import Tensor
 
 from privssl.core.agents import Agent
 from privssl.engines.process_pool import resolve_worker_count
 from privssl.ops import dispatch
-from privssl.reporting import figures
-from privssl.runs import engine_factory
+from privssl.privacy import row_bits
+from privssl.reporting import figures, generator_quality
+from privssl.runs import engine_factory, forecast
 from tests.support.kernel_generations import HERE
 
 # Fixtures that several files share.
@@ -73,6 +76,39 @@ def runs_have_as_many_workers_as_they_ask_for() -> Iterator[None]:
         return resolve_worker_count(1 if asked == "auto" else asked, agents, device)
 
     with patch.object(engine_factory, "resolve_worker_count", count_asked):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_judges_are_trained_once() -> Iterator[None]:
+    """Every run with a generator trains one, on test rows that most tests share."""
+    train, trained = generator_quality.train_judge, dict[Any, generator_quality.Judge]()
+
+    def train_once(x: Tensor, y: Tensor, classes: int) -> generator_quality.Judge:
+        key = tuple((t.shape, t.dtype, t.numpy().tobytes()) for t in (x, y)), classes
+        if key not in trained:
+            trained[key] = train(x, y, classes)
+        return copy.deepcopy(trained[key])
+
+    with patch.object(generator_quality, "train_judge", train_once):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_runs_try_few_weights_before_they_start() -> Iterator[None]:
+    """The check of rounding costs each kind of network a second; its own tests try all weights."""
+    with patch.object(row_bits, "TRIES", 1):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def dry_runs_time_few_visits() -> Iterator[None]:
+    """Nobody reads the seconds but tests of the forecast, which time as users do."""
+    with (
+        patch.object(forecast, "SECONDS", 0.0),
+        patch.object(forecast, "LEAST", 0.0),
+        patch.object(forecast, "WARM", 0.0),
+    ):
         yield
 
 

@@ -42,6 +42,15 @@ SHIPPED = [
 ]
 
 
+TRIES = row_bits.TRIES
+
+
+@pytest.fixture(autouse=True)
+def as_many_tries_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests' private runs try fewer (tests/conftest.py)."""
+    monkeypatch.setattr(row_bits, "TRIES", TRIES)
+
+
 @pytest.fixture(params=EACH_WAY)
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_latest", lambda: request.param)

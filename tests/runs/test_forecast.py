@@ -53,6 +53,16 @@ privacy: {epsilon: 4.0, delta: 1.0e-3, sample_rate: 0.5, steps: 4, visits: 2, le
 )
 
 
+USUAL = {name: getattr(forecast, name) for name in ("SECONDS", "LEAST", "WARM")}
+
+
+@pytest.fixture(autouse=True)
+def timed_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests' dry runs are shorter (tests/conftest.py)."""
+    for name, value in USUAL.items():
+        monkeypatch.setattr(forecast, name, value)
+
+
 def prepared(folder: Path, text: str, *overrides: str) -> Prepared:
     """A config in a folder, prepared."""
     path = folder / "tiny.yaml"
