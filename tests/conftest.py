@@ -21,6 +21,7 @@ from hypothesis import settings
 from numpy.typing import NDArray
 from torch import Tensor
 
+from accounting import verify
 from privssl.core.agents import Agent
 from privssl.engines.process_pool import resolve_worker_count
 from privssl.ops import dispatch
@@ -34,6 +35,7 @@ pytest_plugins = (
     "tests.support.batched_agents",
     "tests.support.privacy",
     "tests.support.private_fedssl",
+    "tests.support.small_attacks",
 )
 
 # More threads would change the order of sums, and with it the last bits of a result.
@@ -95,9 +97,23 @@ def equal_judges_are_trained_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def few_synthetic_rows_are_judged() -> Iterator[None]:
+    """A tenth of a short run; tests of the measures take as many rows as users do."""
+    with patch.object(generator_quality, "SAMPLES", 50):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def private_runs_try_few_weights_before_they_start() -> Iterator[None]:
     """The check of rounding costs each kind of network a second; its own tests try all weights."""
     with patch.object(row_bits, "TRIES", 1):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def second_opinions_are_rough() -> Iterator[None]:
+    """Bounds on epsilon by loss distributions, wider than a user's. tests/accounting has theirs."""
+    with patch.object(verify, "_INTERVAL", 1e-3):
         yield
 
 
