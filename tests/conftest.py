@@ -33,6 +33,7 @@ from tests.support.kernel_generations import HERE
 # Fixtures that several files share.
 pytest_plugins = (
     "tests.support.batched_agents",
+    "tests.support.exact_bounds",
     "tests.support.privacy",
     "tests.support.private_fedssl",
     "tests.support.small_attacks",

@@ -531,10 +531,13 @@ def copied(source: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> N
     (to / "privacy.json").write_text(json.dumps(card))
 
 
+@pytest.mark.usefixtures("exact_bounds")
 @pytest.mark.skipif(not verify.available(), reason="dp-accounting is not installed")
 def test_the_printed_program_runs_on_its_own_and_finds_the_same_epsilon(
-    sound: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    sound = finished(tmp_path)
+    capsys.readouterr()
     assert audit.main([str(sound), "--dp-event"]) == 0
     program = capsys.readouterr().out
     assert "privssl" not in program
