@@ -21,19 +21,17 @@ from hypothesis import settings
 from numpy.typing import NDArray
 from torch import Tensor
 
-from accounting import verify
 from privssl.core.agents import Agent
 from privssl.engines.process_pool import resolve_worker_count
 from privssl.ops import dispatch
-from privssl.privacy import row_bits
 from privssl.reporting import figures, generator_quality
-from privssl.runs import engine_factory, forecast
+from privssl.runs import engine_factory
 from tests.support.kernel_generations import HERE
 
 # Fixtures that several files share.
 pytest_plugins = (
     "tests.support.batched_agents",
-    "tests.support.exact_bounds",
+    "tests.support.costs",
     "tests.support.privacy",
     "tests.support.private_fedssl",
     "tests.support.small_attacks",
@@ -94,38 +92,6 @@ def equal_judges_are_trained_once() -> Iterator[None]:
         return copy.deepcopy(trained[key])
 
     with patch.object(generator_quality, "train_judge", train_once):
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def few_synthetic_rows_are_judged() -> Iterator[None]:
-    """A tenth of a short run; tests of the measures take as many rows as users do."""
-    with patch.object(generator_quality, "SAMPLES", 50):
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def private_runs_try_few_weights_before_they_start() -> Iterator[None]:
-    """The check of rounding costs each kind of network a second; its own tests try all weights."""
-    with patch.object(row_bits, "TRIES", 1):
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def second_opinions_are_rough() -> Iterator[None]:
-    """Bounds on epsilon by loss distributions, wider than a user's. tests/accounting has theirs."""
-    with patch.object(verify, "_INTERVAL", 1e-3):
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def dry_runs_time_few_visits() -> Iterator[None]:
-    """Nobody reads the seconds but tests of the forecast, which time as users do."""
-    with (
-        patch.object(forecast, "SECONDS", 0.0),
-        patch.object(forecast, "LEAST", 0.0),
-        patch.object(forecast, "WARM", 0.0),
-    ):
         yield
 
 

@@ -1,13 +1,8 @@
-"""Bounds here are those of users; tests of other packages make rough ones (tests/conftest.py)."""
-
-from collections.abc import Iterator
+"""Bounds on epsilon are those of users here; tests of other packages make rougher ones."""
 
 import pytest
 
-from tests.support.exact_bounds import exact
 
-
-@pytest.fixture(scope="package", autouse=True)
-def bounds_are_exact() -> Iterator[None]:
-    with exact():
-        yield
+@pytest.fixture(scope="module", autouse=True)
+def exact(costs_of_users: None) -> None:
+    """For each file."""

@@ -29,6 +29,8 @@ from privssl.training.batched.deferred import ExampleLoss, request_handler
 from privssl.training.losses import hard_label_loss
 from tests.support.kernel_generations import HERE
 
+pytestmark = pytest.mark.usefixtures("costs_of_users")
+
 SHAPE, CLASSES, AT_ONCE = (1, 8, 8), 10, 64
 #: Rows before and after, by the declared rows of an agent.
 MORE = ((3, 4, 4), (63, 64, 64), (64, 65, 64), (255, 260, 256))
@@ -40,15 +42,6 @@ SHIPPED = [
     for norm in ("group", "none")
     for shape in (((1, 8, 8), (1, 12, 12)) if name in ("small_cnn", "lenet") else ((3, 8, 8),))
 ]
-
-
-TRIES = row_bits.TRIES
-
-
-@pytest.fixture(autouse=True)
-def as_many_tries_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests' private runs try fewer (tests/conftest.py)."""
-    monkeypatch.setattr(row_bits, "TRIES", TRIES)
 
 
 @pytest.fixture(params=EACH_WAY)

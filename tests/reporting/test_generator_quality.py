@@ -1,8 +1,6 @@
 """``gen/*``: each number against arithmetic, and generators whose faults each of them must see."""
 
 import math
-from collections.abc import Iterator
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch import Tensor
 
 from generators.base import ConditionalGenerator
 from generators.sampling import draw_samples
-from privssl.reporting import generator_quality
 from privssl.reporting.generator_quality import (
     _KNOWN,
     FEWEST,
@@ -21,18 +18,10 @@ from privssl.reporting.generator_quality import (
 from privssl.training.local_training import network_input
 from tests.support.toy_worlds import TOY
 
+pytestmark = pytest.mark.usefixtures("costs_of_users")
+
 CLASSES = 10
 PIXELS, LABELS = TOY.x_test, TOY.y_test
-
-
-SAMPLES = generator_quality.SAMPLES
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_many_rows_as_for_users() -> Iterator[None]:
-    """Other tests' runs judge fewer (tests/conftest.py)."""
-    with patch.object(generator_quality, "SAMPLES", SAMPLES):
-        yield
 
 
 class Bank(ConditionalGenerator):

@@ -20,6 +20,8 @@ from privssl.experiment.prepare import Prepared, prepare
 from privssl.runs import dry_run, forecast
 from tests.support.command_line import PLAIN, command, tree
 
+pytestmark = pytest.mark.usefixtures("costs_of_users")
+
 #: Algorithms with unlike traffic: phases, a warm-up, a labelled server, memories.
 RUNS = {
     "fedssl": PLAIN,
@@ -51,16 +53,6 @@ PRIVATE = (
 privacy: {epsilon: 4.0, delta: 1.0e-3, sample_rate: 0.5, steps: 4, visits: 2, learning_rate: 0.1}
 """
 )
-
-
-USUAL = {name: getattr(forecast, name) for name in ("SECONDS", "LEAST", "WARM")}
-
-
-@pytest.fixture(autouse=True)
-def timed_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests' dry runs are shorter (tests/conftest.py)."""
-    for name, value in USUAL.items():
-        monkeypatch.setattr(forecast, name, value)
 
 
 def prepared(folder: Path, text: str, *overrides: str) -> Prepared:

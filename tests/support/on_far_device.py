@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import privssl.train as train
-from accounting import discrete_laplace, verify
+from accounting import discrete_laplace
 from benchmarks import far_device
 from privssl.algorithms import ALGORITHMS
 from privssl.core.agents import Agent
@@ -24,9 +24,10 @@ from privssl.engines import batched
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
 from privssl.experiment import prepare
-from privssl.privacy import row_bits, secure_noise
+from privssl.privacy import secure_noise
 from privssl.training import local_training
 from tests.support.algorithm_contract import CASES, algorithm, rows_of
+from tests.support.costs import SMALL, costs_set_to
 from tests.support.toy_worlds import federated_data, play, same_bits
 
 CPU = torch.device("cpu")
@@ -90,8 +91,7 @@ def run(name: str, device: torch.device, folder: str) -> bytes:
         patch.object(batched, "unsupported_reason", lambda device: None),
         patch.object(secure_noise, "random_uint64", words),
         patch.object(discrete_laplace, "random_uint64", words),
-        patch.object(row_bits, "TRIES", 1),
-        patch.object(verify, "_INTERVAL", 1e-3),
+        costs_set_to(SMALL),
     ):
         status = train.main([*arguments, f"run.output={output}", "run.workers=1"])
     assert status == 0, status
