@@ -315,7 +315,7 @@ def test_a_write_that_is_killed_is_invisible_and_cleaned_up_by_the_next(
 ) -> None:
     save_snapshot(tmp_path, snapshot(10))
 
-    def killed(_: object) -> None:
+    def killed(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def save(_: object) -> int:
