@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def exact(costs_of_users: None) -> None:
+def exact(costs_of_users_in_file: None) -> None:
     """For each file."""

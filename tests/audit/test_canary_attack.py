@@ -531,7 +531,7 @@ def copied(source: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> N
     (to / "privacy.json").write_text(json.dumps(card))
 
 
-@pytest.mark.usefixtures("exact_bounds")
+@pytest.mark.usefixtures("costs_of_users")
 @pytest.mark.skipif(not verify.available(), reason="dp-accounting is not installed")
 def test_the_printed_program_runs_on_its_own_and_finds_the_same_epsilon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -29,7 +29,7 @@ from privssl.training.batched.deferred import ExampleLoss, request_handler
 from privssl.training.losses import hard_label_loss
 from tests.support.kernel_generations import HERE
 
-pytestmark = pytest.mark.usefixtures("costs_of_users")
+pytestmark = pytest.mark.usefixtures("costs_of_users_in_file")
 
 SHAPE, CLASSES, AT_ONCE = (1, 8, 8), 10, 64
 #: Rows before and after, by the declared rows of an agent.

@@ -1,5 +1,5 @@
 """What each run pays for and few tests ask about is small in tests, unless they say
-``usefixtures("costs_of_users")``."""
+``usefixtures("costs_of_users")``, or ``"costs_of_users_in_file"``."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -43,14 +43,13 @@ def small_costs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def costs_of_users() -> Iterator[None]:
+def costs_of_users_in_file() -> Iterator[None]:
     """From the first test of a file that asks, to the last of the file."""
     with costs_set_to(OF_USERS):
         yield
 
 
 @pytest.fixture
-def exact_bounds() -> Iterator[None]:
-    """For one test, bounds on epsilon as users get them."""
+def costs_of_users() -> Iterator[None]:
     with costs_set_to(OF_USERS):
         yield
