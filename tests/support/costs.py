@@ -10,13 +10,15 @@ import pytest
 
 from accounting import verify
 from privssl.privacy import row_bits
-from privssl.reporting import generator_quality
+from privssl.reporting import figures, generator_quality
 from privssl.runs import forecast
 
 Constants = Mapping[tuple[Any, str], float]
 
 SMALL: Constants = {
     (generator_quality, "SAMPLES"): 50,  # rows that are judged: a tenth of a short run
+    (figures, "SAMPLES"): 1,  # of each class on a contact sheet
+    (figures, "TILE"): 8,  # pixels of a row in a picture
     (row_bits, "TRIES"): 1,  # weights with which rounding is checked, of each kind of network
     (verify, "_INTERVAL"): 1e-3,  # of privacy losses: bounds on epsilon are rougher
     (forecast, "SECONDS"): 0.0,  # of timing in a dry run, and what a visit may take
