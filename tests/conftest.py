@@ -3,6 +3,7 @@
 The environment is set before torch and matplotlib are imported, because both read it once.
 """
 
+import copy
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["MPLBACKEND"] = "Agg"
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -18,19 +19,22 @@ import pytest
 import torch
 from hypothesis import settings
 from numpy.typing import NDArray
+from torch import Tensor
 
 from privssl.core.agents import Agent
 from privssl.engines.process_pool import resolve_worker_count
 from privssl.ops import dispatch
-from privssl.reporting import figures
+from privssl.reporting import figures, generator_quality
 from privssl.runs import engine_factory
 from tests.support.kernel_generations import HERE
 
 # Fixtures that several files share.
 pytest_plugins = (
     "tests.support.batched_agents",
+    "tests.support.costs",
     "tests.support.privacy",
     "tests.support.private_fedssl",
+    "tests.support.small_attacks",
 )
 
 # More threads would change the order of sums, and with it the last bits of a result.
@@ -56,7 +60,7 @@ def equal_splits_are_drawn_once() -> Iterator[None]:
     def draw_once(*counts: dict[str, NDArray[np.int64]]) -> figures.Picture:
         key = repr([{agent: each.tolist() for agent, each in kind.items()} for kind in counts])
         if key not in drawn:
-            drawn[key] = draw(*counts)
+            drawn[key] = draw(*counts)[::8, ::8]  # each run writes it as PNG
         return drawn[key].copy()
 
     with patch.object(figures, "partition_plot", draw_once):
@@ -73,6 +77,21 @@ def runs_have_as_many_workers_as_they_ask_for() -> Iterator[None]:
         return resolve_worker_count(1 if asked == "auto" else asked, agents, device)
 
     with patch.object(engine_factory, "resolve_worker_count", count_asked):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_judges_are_trained_once() -> Iterator[None]:
+    """Every run with a generator trains one, on test rows that most tests share."""
+    train, trained = generator_quality.train_judge, dict[Any, generator_quality.Judge]()
+
+    def train_once(x: Tensor, y: Tensor, classes: int) -> generator_quality.Judge:
+        key = tuple((t.shape, t.dtype, t.numpy().tobytes()) for t in (x, y)), classes
+        if key not in trained:
+            trained[key] = train(x, y, classes)
+        return copy.deepcopy(trained[key])
+
+    with patch.object(generator_quality, "train_judge", train_once):
         yield
 
 

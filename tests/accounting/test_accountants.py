@@ -465,7 +465,7 @@ def test_calibrated_noise_is_on_the_safe_side_and_a_tick_less_is_not(
     steps=st.integers(1, 300),
     delta=st.sampled_from([1e-9, 1e-5, 1e-2]),
 )
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 def test_calibrated_noise_of_any_plan_fits_and_a_tick_less_does_not(
     target: float, rate: float, steps: int, delta: float
 ) -> None:

@@ -93,7 +93,7 @@ def test_the_networks_of_torchvision_are_fitted_to_rows_and_classes() -> None:
 def test_resnet18_trains_on_colour_images_with_and_without_privacy(
     text: str, tmp_path: Path
 ) -> None:
-    data = dataset(rows=40, shape=(32, 32, 3))
+    data = dataset(rows=40, shape=(16, 16, 3))
     given = {"algorithm.local_epochs": 1} if "# " in text else {"privacy.steps": 1}
     run = privssl.train(
         config(tmp_path, text), {**given, "data.labelled": 16}, data, "torchvision:resnet18",
@@ -104,7 +104,7 @@ def test_resnet18_trains_on_colour_images_with_and_without_privacy(
     [sentence] = [w for w in run.results["warnings"] if "batch norms" in w]
     assert "20 batch norms were replaced by group norm" in sentence
     # No code of anybody's: the folder is enough.
-    assert privssl.open_run(run.folder).evaluate(*arrays(rows=40, shape=(32, 32, 3))[2:])
+    assert privssl.open_run(run.folder).evaluate(*arrays(rows=40, shape=(16, 16, 3))[2:])
 
 
 def test_a_norm_with_an_activation_keeps_it_and_what_else_a_norm_does_is_not_guessed() -> None:
@@ -272,6 +272,7 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run.folder
 
 
+@pytest.mark.usefixtures("small_attacks")
 def test_a_run_folder_that_is_read_imports_no_code(foreign: Path) -> None:
     from privssl.audit.__main__ import audit
     from privssl.evaluate import main as evaluate

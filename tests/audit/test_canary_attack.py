@@ -24,7 +24,7 @@ from accounting.events import PoissonSampledGaussianEvent
 from accounting.one_run_audit import one_run_ceiling
 from accounting.two_sample_audit import two_sample_ceiling
 from privssl.audit import __main__ as audit
-from privssl.audit import canary_attack, mechanism_attack, witnesses
+from privssl.audit import canary_attack, witnesses
 from privssl.audit.canary_attack import AttackReport, CanaryAttack, attack_messages
 from privssl.audit.mechanism_attack import CANNOT_SEE, MechanismAttack, attack_mechanism
 from privssl.experiment import config
@@ -37,6 +37,7 @@ from privssl.privacy.plan import PrivatePlan
 from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs import round_loop
 from tests.support.private_fedssl import FULL_BATCHES
+from tests.support.small_attacks import CANARIES, GUESSES
 from tests.support.toy_worlds import without_noise
 
 TINY = FULL_BATCHES.replace("local_steps: 1, batch_size: 8", "local_steps: 16, batch_size: 16")
@@ -45,7 +46,6 @@ AS_PUBLISHED = (
     "privacy.acknowledge_unsound=true",
 )  # fmt: skip
 DELTA = 1e-5
-CANARIES, GUESSES = 120, 60
 
 PLAN = PrivatePlan(
     update=("F",), protect=("F",), noise_multiplier=2.0, clip_norm=0.5, sample_rate=0.5, steps=2,
@@ -55,18 +55,7 @@ THREE_NETWORKS = dataclasses.replace(PLAN, update=("F", "D", "G"), protect=("F",
 STEPS = PLAN.visits * PLAN.steps
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer canaries than the command uses, so that an attack takes well under a second."""
-    monkeypatch.setattr(mechanism_attack, "MEMBERS", 300)
-    monkeypatch.setattr(mechanism_attack, "OTHERS", 2000)
-    monkeypatch.setattr(mechanism_attack, "WITH_MEMBERS", (24, 1 / 2))
-    monkeypatch.setattr(mechanism_attack, "WITH_OTHERS", (48, 1 / 48))
-    monkeypatch.setattr(mechanism_attack, "_STEPS_WITHOUT_NOISE", 60)
-    monkeypatch.setattr(mechanism_attack, "_VISITS", 6)
-    monkeypatch.setattr(canary_attack, "CANARIES", CANARIES)
-    monkeypatch.setattr(canary_attack, "GUESSES", GUESSES)
-    monkeypatch.setattr(canary_attack, "FEWEST", CANARIES)
+pytestmark = pytest.mark.usefixtures("small_attacks")
 
 
 def on_mechanism(plan: PrivatePlan = PLAN) -> tuple[MechanismAttack, list[str]]:
@@ -542,10 +531,13 @@ def copied(source: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> N
     (to / "privacy.json").write_text(json.dumps(card))
 
 
+@pytest.mark.usefixtures("costs_of_users")
 @pytest.mark.skipif(not verify.available(), reason="dp-accounting is not installed")
 def test_the_printed_program_runs_on_its_own_and_finds_the_same_epsilon(
-    sound: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    sound = finished(tmp_path)
+    capsys.readouterr()
     assert audit.main([str(sound), "--dp-event"]) == 0
     program = capsys.readouterr().out
     assert "privssl" not in program

@@ -104,6 +104,7 @@ def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
     json.dumps(card, allow_nan=False)
 
 
+@pytest.mark.usefixtures("costs_of_users")
 def test_a_plan_fixed_beforehand_has_a_tighter_headline_and_another_has_none() -> None:
     event = PoissonSampledGaussianEvent(noise_multiplier=2.0, sample_rate=16 / 34, steps=20)
     usual = plan("s0", event=event, budget=Budget(20.0, 1e-5))
@@ -125,6 +126,7 @@ def test_a_plan_fixed_beforehand_has_a_tighter_headline_and_another_has_none() -
     assert headline_sentence(shared) is None
 
 
+@pytest.mark.usefixtures("costs_of_users")
 def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
     # docs/privacy.md: q 16/34, sigma 4, 10 steps, 3 agents, 20 rounds: the paper's sum is
     # 103.4; one agent composed is 8.21 by PLD and 8.95 by RDP at dp-accounting's orders; all

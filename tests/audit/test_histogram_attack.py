@@ -49,7 +49,10 @@ def attacked(epsilon: float, censuses: int = 1) -> tuple[CensusAttack, list[str]
 # The mechanism as it is -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("epsilon", "censuses"), [(0.5, 1), (4.0, 1), (1.0, 2)])
+@pytest.mark.parametrize(
+    ("epsilon", "censuses"),
+    [pytest.param(0.5, 1, marks=pytest.mark.slow), (4.0, 1), (1.0, 2)],
+)
 def test_right_noise_is_not_accused_and_most_of_epsilon_is_seen(
     epsilon: float, censuses: int
 ) -> None:

@@ -40,6 +40,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_census_on_a_shared_map_ends_where_a_whole_run_ends(tmp_path: Path) -> None:
     # Without noise both have the seed alone, so they agree to the last row; the second epsilon is
     # there to show that the first leaves nothing behind, the second case to give other labels.

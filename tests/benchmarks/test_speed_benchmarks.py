@@ -74,6 +74,7 @@ def test_each_command_says_what_it_measures(
     assert "python -m benchmarks." in capsys.readouterr().out
 
 
+@pytest.mark.slow  # each section has a test of its own
 def test_the_report_of_a_gpu_keeps_what_could_be_measured_when_a_section_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def test_the_head_of_a_table_tells_two_processors_of_one_name_apart(
 # Agents in one stream of kernels --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_agents_at_once_are_timed_and_led_to_the_same_classifier(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -23,7 +23,10 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "wresnet28x2": (3, 8, 8), "linear": (5,), "mlp": (5,), "text_cnn": (6, 5), "gru": (2, 5),
 }  # fmt: skip
 #: Made of the layers of others; an export takes seconds.
-SLOWLY = ("lenet32", "alexnet", "trinet_svhn", "resnet18", "resnet18_3x3")
+SLOWLY = (
+    "lenet32", "alexnet", "trinet_svhn", "resnet18", "resnet18_3x3", "fedavg_cnn", "trinet_cnn",
+    "resnet9", "wresnet28x2",
+)  # fmt: skip
 FORMS = {"onnx": export.as_onnx, "torch-export": export.as_torch_export}
 ABOUT = {"class_names": "a\nb"}
 

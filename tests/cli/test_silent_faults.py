@@ -1,16 +1,15 @@
 """What makes a run meaningless is refused before it, or said at its end and in results.json."""
 
+import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import privssl.train as train
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
@@ -183,16 +182,18 @@ def test_the_last_lines_come_whatever_the_encoding_of_the_output(
     )
     folder = tmp_path / "läufe-β"
     folder.mkdir()
-    ended = subprocess.run(
-        [sys.executable, "-m", "privssl.train", written(folder, text), "--quiet",
-         f"run.output={folder / 'run'}"],
-        env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, timeout=120,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.decode(encoding).splitlines()
+    told = io.BytesIO(), io.BytesIO()
+    out = io.TextIOWrapper(told[0], encoding=encoding, write_through=True)
+    err = io.TextIOWrapper(told[1], encoding=encoding, errors="backslashreplace")
+    arguments = [str(written(folder, text)), "--quiet", f"run.output={folder / 'run'}"]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = train.main(arguments)
+    err.flush()
+    assert status == 0, told[1].getvalue()
+    lines = told[0].getvalue().decode(encoding).splitlines()
     assert lines[-1].startswith("NO GUARANTEE")
     assert "\\u03b2" in lines[-2]  # the folder: beta is in neither of them
-    assert b"Traceback" not in ended.stderr
+    assert b"Traceback" not in told[1].getvalue()
 
 
 def test_without_that_care_the_last_lines_would_be_lost(tmp_path: Path) -> None:

@@ -47,7 +47,13 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 
 
 NAMES = {name: pytest.param(name, marks=_marks(name)) for name in ENGINES}
-every_engine = pytest.mark.parametrize("name", NAMES.values())
+#: A fork for each letter takes most of the time, and finds what one process finds, except what
+#: memories and killed processes become.
+every_engine = pytest.mark.parametrize("name", [
+    pytest.param(n, marks=[*_marks(n), *[pytest.mark.slow] * (n == "sites in processes")])
+    for n in ENGINES
+])  # fmt: skip
+every_engine_also_in_processes = pytest.mark.parametrize("name", NAMES.values())
 
 
 # Order and length --------------------------------------------------------------------------
@@ -109,7 +115,7 @@ def test_each_agent_gets_its_own_message_where_they_differ(name: str) -> None:
         assert [reply.payload.number for reply in there.deliver(calls)] == [1.0, 2.0, 3.0]
 
 
-@every_engine
+@every_engine_also_in_processes
 def test_randomness_follows_from_seed_round_agent_step_and_visit(name: str) -> None:
     with made(name) as there:
         q0, q1, _ = there.roster()
@@ -228,7 +234,7 @@ def test_an_engine_whose_agents_share_memory_would_be_noticed() -> None:
     assert [reply.payload.t[0] for reply in ask(shared, STEPS.fill)] == [5, 5, 5]
 
 
-@every_engine
+@every_engine_also_in_processes
 def test_the_server_cannot_write_into_an_agents_memory(name: str) -> None:
     with made(name) as there:
         said = ask(there, STEPS.scribble, whom="q0")[0].payload
@@ -317,7 +323,7 @@ def test_calls_of_one_agent_are_done_one_after_the_other_and_each_sees_the_last(
     assert {reply.payload.text for reply in replies} == {"z n a"}
 
 
-@every_engine
+@every_engine_also_in_processes
 def test_what_was_remembered_stays_as_it_was_when_asked_for_and_can_be_put_back(
     name: str,
 ) -> None:
@@ -332,7 +338,7 @@ def test_what_was_remembered_stays_as_it_was_when_asked_for_and_can_be_put_back(
         assert [r.payload.number for r in ask(there, STEPS.count, number=3)] == [1.0, 2.0, 1.0]
 
 
-@every_engine
+@every_engine_also_in_processes
 def test_a_step_that_remembers_nothing_new_leaves_what_was_remembered(name: str) -> None:
     with made(name) as there:
         ask(there, STEPS.count)

@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import weakref
@@ -27,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import privssl.train as train
 from privssl.algorithms.fedssl.algorithm import FedSSL
 from privssl.core import messages
 from privssl.core.agents import Agent, UnlabelledRows
@@ -41,7 +41,8 @@ from privssl.experiment import config, prepare
 from privssl.runs import engine_factory
 from privssl.storage.tensor_files import PackedTensors
 from tests.support.command_line import assert_refused
-from tests.support.resume import PRIVATE, Place, command, place, same, wait_for
+from tests.support.forked_command import ForkedCommand, wait_for
+from tests.support.resume import PRIVATE, Place, command, place, same
 
 CPU = torch.device("cpu")
 HERE = os.getpid()
@@ -953,11 +954,8 @@ def test_ctrl_c_in_a_terminal_ends_every_process_and_leaves_a_run_that_can_go_on
     here: Place, in_one_process: Place
 ) -> None:
     arguments = [str(here.config), here.output, "run.checkpoint_every=100", "run.workers=2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "privssl.train", *arguments, "--quiet"],
-        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
-    )  # fmt: skip
+    arguments.append("--quiet")
+    process = ForkedCommand(train.main, arguments, here.config.parent, own_session=True)
     wait_for(here.run / "metrics.csv", process)
     group = members(process.pid)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them

@@ -29,6 +29,8 @@ from privssl.training.batched.deferred import ExampleLoss, request_handler
 from privssl.training.losses import hard_label_loss
 from tests.support.kernel_generations import HERE
 
+pytestmark = pytest.mark.usefixtures("costs_of_users_in_file")
+
 SHAPE, CLASSES, AT_ONCE = (1, 8, 8), 10, 64
 #: Rows before and after, by the declared rows of an agent.
 MORE = ((3, 4, 4), (63, 64, 64), (64, 65, 64), (255, 260, 256))
@@ -362,11 +364,20 @@ def looked_at(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SHAPE)
     )
 
 
-@pytest.mark.usefixtures("each_way")
-@pytest.mark.parametrize(("model", "shape"), SHIPPED[::3], ids=str)
+# Each network as this processor computes it, and one as every other does; a run checks its own.
+@pytest.mark.parametrize(
+    ("way", "model", "shape"),
+    [
+        pytest.param(way, *some, marks=() if way == EACH_WAY[-1] or not n else pytest.mark.slow)
+        for way in EACH_WAY
+        for n, some in enumerate(SHIPPED[::3])
+    ],
+    ids=str,
+)
 def test_shipped_networks_give_a_row_the_same_bits_in_any_company(
-    model: ModelSettings, shape: tuple[int, int, int]
+    way: Any, model: ModelSettings, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(dispatch, "_latest", lambda: way)
     looked_at(build_classifier(model, shape, CLASSES).train(), shape=shape)
 
 

@@ -385,7 +385,13 @@ def test_in_float64_agents_side_by_side_end_where_they_end_alone_to_eleven_digit
     assert set(stacks) == (set() if which == "private counts" else {3})
 
 
-@pytest.mark.parametrize("which", SETTINGS)
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param(n, marks=() if n == "momentum, averaged" else pytest.mark.slow)
+        for n in SETTINGS
+    ],
+)  # in float64 each is asked for more digits
 @pytest.mark.usefixtures("alike")
 def test_in_float32_they_do_so_to_four_digits(
     which: str, configured: Callable[..., Config], tmp_path: Path

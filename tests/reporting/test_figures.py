@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from privssl.reporting import figures
-from privssl.reporting.figures import GAP, MARGIN_LEFT, MARGIN_TOP
+from privssl.reporting.figures import GAP, MARGIN_LEFT, MARGIN_TOP, partition_plot
+
+pytestmark = pytest.mark.usefixtures("costs_of_users_in_file")
 
 LAMBDAS = [1.0, 0.5, 0.0]
 
@@ -84,19 +86,19 @@ def area(picture: figures.Picture, colour: str) -> int:
 def test_the_partition_shows_both_kinds_in_their_colours() -> None:
     labelled = {"s0": np.array([5, 0, 5])}
     unlabelled = {"q0": np.array([9, 9, 9]), "q10": np.array([0, 0, 9])}
-    both = figures.partition_plot(labelled, unlabelled)
+    both = partition_plot(labelled, unlabelled)
     assert both.dtype == np.uint8
     assert both.shape[2] == 3
     # four equal discs of the one kind, two of the other
     ratio = area(both, figures.UNLABELLED) / area(both, figures.LABELLED)
     assert ratio == pytest.approx(2, rel=0.15)
-    alone = figures.partition_plot({}, unlabelled)
+    alone = partition_plot({}, unlabelled)
     assert area(alone, figures.LABELLED) == 0
 
 
 def test_an_agent_with_both_kinds_shows_both() -> None:
     counts = {"m0": np.array([4, 4])}
-    picture = figures.partition_plot(counts, counts)
+    picture = partition_plot(counts, counts)
     assert area(picture, figures.LABELLED) > 50
     assert area(picture, figures.UNLABELLED) > 50
 
@@ -105,7 +107,7 @@ def test_an_agent_with_both_kinds_shows_both() -> None:
 @settings(max_examples=4, deadline=None)
 def test_any_number_of_agents_and_classes_fits_a_bounded_picture(agents: int, classes: int) -> None:
     counts = {f"q{i}": np.full(classes, i) for i in range(agents)}
-    height, width, _ = figures.partition_plot({}, counts).shape
+    height, width, _ = partition_plot({}, counts).shape
     assert height <= 1400
     assert width <= 2600
 

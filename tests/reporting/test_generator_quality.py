@@ -18,6 +18,8 @@ from privssl.reporting.generator_quality import (
 from privssl.training.local_training import network_input
 from tests.support.toy_worlds import TOY
 
+pytestmark = pytest.mark.usefixtures("costs_of_users_in_file")
+
 CLASSES = 10
 PIXELS, LABELS = TOY.x_test, TOY.y_test
 

@@ -1,8 +1,8 @@
 """Pages say what the store has, and nothing else. Entries here are made up."""
 
-import functools
 import io
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ from privssl.errors import ConfigError
 from privssl.reproduce import figure
 from privssl.reproduce.pages import former_pages, render, rendered_pages
 from privssl.reproduce.store import Store
-from privssl.reproduce.tables import Table, load_tables
 from tests.support.product import ROOT
-from tests.support.table_clone import Clone, make_clone
+from tests.support.table_clone import Clone, make_clone, shipped_tables
 
 FORTY, TWENTY = "40 labels, 2 + 2", "20 labels"
 PSEUDO = "Pseudo (all)"
@@ -261,7 +260,7 @@ def test_the_legend_of_a_figure_is_not_cut_off(name: str, width: int) -> None:
 
 def differences(root: Path, store: Store) -> list[str]:
     """Committed files that the store does not give."""
-    rendered = rendered_pages(load_tables(ROOT), store, root)
+    rendered = rendered_pages(list(shipped_tables()), store, root)
     found = [
         str(path)
         for path, text in rendered.texts.items()
@@ -275,8 +274,14 @@ def differences(root: Path, store: Store) -> list[str]:
     return found + [str(path.relative_to(root)) for path in former_pages(rendered, root)]
 
 
+@cache
+def committed() -> Store:
+    """It remembers what it has computed of code and configs."""
+    return Store(ROOT)
+
+
 def test_the_committed_pages_are_those_of_the_committed_store() -> None:
-    assert differences(ROOT, Store(ROOT)) == [], "run: python -m privssl.reproduce --render"
+    assert differences(ROOT, committed()) == [], "run: python -m privssl.reproduce --render"
 
 
 def test_the_control_a_changed_entry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,21 +294,16 @@ def test_the_control_a_changed_entry_is_seen(monkeypatch: pytest.MonkeyPatch) ->
         return {**entry, "value": 0.123} if same and entry is not None else entry
 
     monkeypatch.setattr(Store, "read", read)
-    assert f"docs/results/{first.parts[-3]}.md" in differences(ROOT, Store(ROOT))
+    assert f"docs/results/{first.parts[-3]}.md" in differences(ROOT, committed())
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@functools.cache
-def committed_tables() -> tuple[Table, ...]:
-    return tuple(load_tables(ROOT))
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_keeps_its_length_when_all_its_tables_are_measured(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    rows = {table.name: len(table.file.rows) for table in committed_tables()}
+    rows = {table.name: len(table.file.rows) for table in shipped_tables()}
     named = re.findall(r"^<!-- results: (\S+) -->$", text, re.MULTILINE)
     around = re.sub(r"^<!-- results: \S+ -->\n.*?^<!-- end -->\n", "", text, flags=re.S | re.M)
     # Two markers, two blank lines inside, the heading's two lines, a blank line and the link.
@@ -315,7 +315,7 @@ def test_every_entry_of_the_store_belongs_to_a_cell_of_a_table() -> None:
     store = Store(ROOT)
     known = {
         store.path(cell, seed)
-        for table in load_tables(ROOT)
+        for table in shipped_tables()
         for cell in table.cells
         for seed in table.file.seeds
     }

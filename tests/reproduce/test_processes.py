@@ -1,17 +1,18 @@
 """The process of a run: what it tells, how it is stopped, and the lock that it keeps."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce.runner import Ended, _locked, _start, train_in_a_process
+from tests.support.forked_command import ForkedCommand
 from tests.support.table_clone import make_clone
 
 
@@ -73,22 +74,23 @@ def test_a_run_that_outlives_its_parent_keeps_the_lock(
         assert lock is not None
 
 
-def test_ctrl_c_reaches_the_run_which_writes_its_checkpoint(tmp_path: Path) -> None:
+def test_ctrl_c_reaches_the_run_which_writes_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clone = make_clone(tmp_path)
     clone.change("name: supervise}", "name: supervise, algorithm.rounds: 400}")
     folder = tmp_path / "runs" / "reproduce" / "small" / "supervise--40-labels-2-2"
     arguments = ["small", "--cells", "Supervise/40*", "--seeds", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "privssl.reproduce", *arguments], cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the run that it starts
+    process = ForkedCommand(
+        partial(reproduce.main, root=tmp_path), arguments, tmp_path, cwd=tmp_path
+    )
     until = time.monotonic() + 120
     while not list(folder.glob("0/checkpoints/round_0*[1-9]*")) and time.monotonic() < until:
         time.sleep(0.05)
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.communicate(1)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=120)
+    out = "".join(process.communicate(timeout=120))
 
     assert process.returncode == 130, out
     assert "nothing is lost" in out and "Traceback" not in out

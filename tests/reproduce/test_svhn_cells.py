@@ -8,12 +8,13 @@ from scipy.io import savemat
 
 from privssl.experiment.config import load_config
 from privssl.experiment.prepare import prepare
-from privssl.reproduce.tables import Cell, load_tables
+from privssl.reproduce.tables import Cell
+from tests.support.table_clone import shipped_tables
 from tests.support.toy_worlds import finite, play, same_bits
 
 ROOT = Path(__file__).parents[2]
 TABLES = [
-    table for table in load_tables(ROOT)
+    table for table in shipped_tables()
     if table.name.startswith(("fedtrinet-table", "fedseal-table-a"))
 ]  # fmt: skip
 CELLS = [

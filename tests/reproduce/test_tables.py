@@ -6,8 +6,7 @@ import pytest
 
 from privssl.errors import ConfigError
 from privssl.reproduce.tables import Cell, Table, load_tables
-from tests.support.product import ROOT
-from tests.support.table_clone import TABLE, Clone, make_clone
+from tests.support.table_clone import TABLE, Clone, make_clone, shipped_tables
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_tables_come_by_priority(clone: Clone) -> None:
 
 # The tables that are shipped --------------------------------------------------------------------
 
-SHIPPED = load_tables(ROOT)
+SHIPPED = shipped_tables()
 
 
 @pytest.mark.parametrize("table", SHIPPED, ids=lambda table: table.name)

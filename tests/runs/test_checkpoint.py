@@ -7,9 +7,6 @@ import logging
 import math
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from privssl.runs.checkpoint import (
 from privssl.runs.state_tree import StateTree
 from privssl.storage import atomic_files
 from privssl.storage.tensor_files import save_weights
+from tests.support.forked_command import ForkedCommand
 
 
 def snapshot(round_number: int, digest: str = "d") -> Snapshot:
@@ -312,22 +310,20 @@ def load_round(folder: Path, number: int) -> Snapshot:
     return load_snapshot(folder, "d")
 
 
-def test_a_write_that_is_killed_is_invisible_and_cleaned_up_by_the_next(tmp_path: Path) -> None:
+def test_a_write_that_is_killed_is_invisible_and_cleaned_up_by_the_next(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     save_snapshot(tmp_path, snapshot(10))
-    program = """
-        import os, signal, sys, torch
-        from pathlib import Path
-        from privssl.storage import atomic_files as durable
-        from privssl.runs.checkpoint import Snapshot, save_snapshot
-        durable.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
-        save_snapshot(Path(sys.argv[1]), Snapshot(20, {"w": torch.ones(3)}, {}, "d"))
-    """
-    child = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert child.returncode == -signal.SIGKILL
+
+    def killed(folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(_: object) -> int:
+        atomic_files.sync_folder = killed
+        save_snapshot(tmp_path, Snapshot(20, {"w": torch.ones(3)}, {}, "d"))
+        return 0
+
+    assert ForkedCommand(save, [], tmp_path_factory.mktemp("printed")).wait(60) == -signal.SIGKILL
     assert any(name.startswith(atomic_files.TEMPORARY) for name in names(tmp_path))
     assert load_snapshot(tmp_path, "d").round == 10
     save_snapshot(tmp_path, snapshot(20))

@@ -100,6 +100,7 @@ def test_sampled_rounds_stand_for_every_round_once(name: str, tmp_path: Path) ->
         assert algorithm.cfg.warm_up + 1 in begins
 
 
+@pytest.mark.usefixtures("costs_of_users")
 def test_times_add_up_over_agents_and_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

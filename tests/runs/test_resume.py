@@ -6,12 +6,10 @@ resume which forgets anything is found out.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +30,7 @@ from privssl.reporting.trackers import CsvTracker
 from privssl.runs import checkpoint, resume, run_dir
 from privssl.runtime.code_version import fingerprint, fingerprint_of
 from tests.support.command_line import Outcome, assert_refused, tree
+from tests.support.forked_command import ForkedCommand, wait_for
 from tests.support.resume import (
     PLAIN,
     PRIVATE,
@@ -42,7 +41,6 @@ from tests.support.resume import (
     replaced,
     same,
     signalled,
-    wait_for,
 )
 
 CALLS_OF_A_ROUND = 2  # of the engine: support agents at once, query agents at once
@@ -188,11 +186,7 @@ def test_signals_are_as_before_when_the_command_has_ended(stopped: Place) -> Non
 
 def test_a_real_process_is_stopped_by_ctrl_c_pressed_twice(here: Place, unbroken: Place) -> None:
     arguments = [str(here.config), here.output, "run.checkpoint_every=100", "--quiet"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "privssl.train", *arguments],
-        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    process = ForkedCommand(train.main, arguments, here.config.parent)
     wait_for(here.run / "metrics.csv", process)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
@@ -210,25 +204,17 @@ def test_a_real_process_is_stopped_by_ctrl_c_pressed_twice(here: Place, unbroken
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_change_nothing(here: Place, unbroken: Place, kills: int) -> None:
-    # Each process is forked from one that has torch loaded, so that most kills hit the run.
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(
-        ["privssl.runs.round_loop", "privssl.train", "privssl.reporting.trackers"]
-    )
     draw, moments = random.Random(), list[float]()
     while len(moments) < kills:
-        process = processes.Process(target=train.main, args=(start_or_go_on(here),))
-        process.start()
-        moment = draw.uniform(0.05, 1.5)
-        process.join(moment)
-        if process.is_alive():
+        process = ForkedCommand(train.main, start_or_go_on(here), here.config.parent)
+        moment = draw.uniform(0.05, 1.0)
+        if process.wait(moment) is None:
             moments.append(moment)
             process.kill()
         else:  # it has ended: once more from the start
             assert same(here, unbroken), moments
             shutil.rmtree(here.run)
-        process.join()
-        process.close()
+        process.wait()
 
     outcome = command(*start_or_go_on(here))
 

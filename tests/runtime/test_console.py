@@ -20,9 +20,15 @@ from privssl.runtime.console import (
     ignore_closed_stream,
     results_to_standard_output,
 )
-from tests.support import command_line
 
 ROOT = Path(__file__).parents[2]
+#: The least that a run can be: processes here start anew, with the streams that they get.
+TINY = """\
+data: {name: toy, labels: labels-at-server, labelled: 20}
+agents: {query: 1}
+model: {name: small_cnn, width: 4}
+algorithm: {name: server_sl, rounds: 1, local_epochs: 1}
+"""
 
 
 class Gone(io.StringIO):
@@ -87,7 +93,7 @@ def test_a_full_disk_under_standard_error_stops_nothing(monkeypatch: pytest.Monk
 
 
 def run(folder: Path, *arguments: str, **how: Any) -> "subprocess.Popen[bytes]":
-    (folder / "tiny.yaml").write_text(command_line.PLAIN)
+    (folder / "tiny.yaml").write_text(TINY)
     return subprocess.Popen(
         [sys.executable, "-m", "privssl.train", str(folder / "tiny.yaml"),
          f"run.output={folder / 'run'}", *arguments],

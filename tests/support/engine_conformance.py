@@ -171,7 +171,7 @@ ENGINES: dict[str, Under] = {
     "2 workers": Under(_workers, survives=True),
     "1 worker": Under(functools.partial(_workers, workers=1), rare=True),
     "4 workers": Under(functools.partial(_workers, workers=4), survives=True, rare=True),
-    "sites": Under(posts.engine, (SiteError,) * 3, rare=True),
+    "sites": Under(posts.engine, (SiteError,) * 3),
     "sites in processes": Under(
         functools.partial(posts.engine, post=posts.Forks), (SiteError,) * 3, survives=True
     ),

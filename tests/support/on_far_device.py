@@ -27,6 +27,7 @@ from privssl.experiment import prepare
 from privssl.privacy import secure_noise
 from privssl.training import local_training
 from tests.support.algorithm_contract import CASES, algorithm, rows_of
+from tests.support.costs import SMALL, costs_set_to
 from tests.support.toy_worlds import federated_data, play, same_bits
 
 CPU = torch.device("cpu")
@@ -90,6 +91,7 @@ def run(name: str, device: torch.device, folder: str) -> bytes:
         patch.object(batched, "unsupported_reason", lambda device: None),
         patch.object(secure_noise, "random_uint64", words),
         patch.object(discrete_laplace, "random_uint64", words),
+        costs_set_to(SMALL),
     ):
         status = train.main([*arguments, f"run.output={output}", "run.workers=1"])
     assert status == 0, status

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import signal
-import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,15 +86,6 @@ def signalled(
 
     with replaced(owner, name, wrapped):
         yield
-
-
-def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
-    for _ in range(6000):
-        if path.exists() or process.poll() is not None:
-            return
-        time.sleep(0.01)
-    process.kill()
-    pytest.fail(f"{path} did not appear")
 
 
 def ledgers(at: Place) -> dict[str, Path]:

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ paper_values:
 orders:
   - {claim: "Pseudo is above Supervise", better: "Pseudo (all)", than: [Supervise]}
 """
+
+
+@cache
+def shipped_tables() -> tuple[Table, ...]:
+    """The tables of the repository, read once: many tests ask, and none changes them."""
+    return tuple(load_tables(ROOT))
 
 
 @dataclass(frozen=True)

@@ -299,8 +299,18 @@ def both_ways(
     return one_by_one, traces(networks, inputs, run_passes_batched(passes))
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", IMAGE.networks)
+# Norms and layers meet in small_cnn; other networks have one norm here, the rest is slow.
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        pytest.param(
+            name, norm,
+            marks=() if name == "small_cnn" or norm == NORMS[n % 2] else pytest.mark.slow,
+        )
+        for n, name in enumerate(IMAGE.networks)
+        for norm in NORMS
+    ],
+)  # fmt: skip
 def test_a_stacked_pass_is_that_of_each_network_on_its_own_rows(name: str, norm: str) -> None:
     drops = name in WITH_DROPOUT
     if drops and norm == "static":
@@ -559,6 +569,10 @@ def cases_but(*without: str, fast: Collection[str] = tuple(ALGORITHMS)) -> pytes
 GROWING = {("semifl", "support"), ("fedtrinet", "client"), ("fedtrinet", "support")}
 
 
+#: Agents take the steps of fedavg, pseudo or fixmatch, and differ in what is sent or averaged.
+SAME_PASSES = {"supervise", "server_sl", "lg_fedavg", "fedsem", "uda"}
+
+
 # Every bias before a batch norm is without effect, so Adam leads those of this case astray. In
 # float64, below, a mistake shows that is a million times as small: here are a few, and those that
 # are not there.
@@ -569,10 +583,11 @@ def test_results_are_those_of_one_agent_after_the_other(case: str, place: str) -
     assert_equal_in_lockstep(of_case(case), place, within_for(case), dataset=rows_of(case))
 
 
-# Those left out have numbers of float32, or of bfloat16, whatever torch's default is.
+# Those left out have numbers of float32, or of bfloat16, whatever torch's default is. Methods that
+# ask for the same passes as another are slow.
 @cases_but(
     "label_census", "fedssl, as printed", "fedssl, bfloat16", "fedmatch, bfloat16",
-    "semifl, static norm", "heterofl, static norm",
+    "semifl, static norm", "heterofl, static norm", fast=[*ALGORITHMS.keys() - SAME_PASSES],
 )  # fmt: skip
 @pytest.mark.usefixtures("in_float64")
 def test_in_float64_they_are_so_to_eleven_digits(case: str, place: str) -> None:

@@ -1,0 +1,92 @@
+"""A command in a process of its own, for tests of signals and of how processes end.
+
+It is a fork of this process, which has torch loaded: a fresh one would take seconds to import it.
+What a fresh process alone has, its imports and its streams, is asked of a fresh one.
+"""
+
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+class ForkedCommand:
+    """``main(arguments)`` in a fork; a ``subprocess.Popen`` as far as tests use one."""
+
+    def __init__(
+        self, main: Callable[[list[str]], int], arguments: Sequence[object], folder: Path,
+        *, cwd: Path | None = None, own_session: bool = False,
+    ) -> None:  # fmt: skip
+        """``folder``: where what it prints is kept."""
+        self._printed = folder / "printed-out", folder / "printed-err"
+        texts = [str(argument) for argument in arguments]
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_live, args=(main, texts, self._printed, cwd, own_session)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, or minus a signal's number; None: it goes on."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for its end, at most so many seconds."""
+        self._process.join(timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for its end: what it printed to standard output and error."""
+        if self.wait(timeout) is None:
+            self.kill()
+            raise TimeoutError(f"it did not end within {timeout} s")
+        out, err = (path.read_text(encoding="utf-8") for path in self._printed)
+        return out, err
+
+
+def wait_for(path: Path, process: ForkedCommand) -> None:
+    """Wait until a file appears, or the process ends."""
+    for _ in range(6000):
+        if path.exists() or process.poll() is not None:
+            return
+        time.sleep(0.01)
+    process.kill()
+    raise AssertionError(f"{path} did not appear")
+
+
+def _live(
+    main: Callable[[list[str]], int], arguments: list[str], printed: Sequence[Path],
+    cwd: Path | None, own_session: bool,
+) -> None:  # fmt: skip
+    if own_session:
+        os.setsid()
+    if cwd is not None:
+        os.chdir(cwd)
+    for number, path in zip((1, 2), printed, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    # pytest holds other streams, and may have other answers to signals, than a program begins with.
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), encoding="utf-8")
+        for number in (1, 2)
+    )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.exit(main(arguments))
