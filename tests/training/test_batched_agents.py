@@ -229,6 +229,7 @@ def test_ctrl_c_while_a_piece_works_ends_it_where_it_asks_next() -> None:
             run_in_lockstep([work, work], no_answer, CPU)
     finally:
         signal.signal(signal.SIGINT, former)
+    pressing.join()
     assert not went_on and threading.active_count() == threads
 
 
