@@ -208,25 +208,28 @@ def test_an_interruption_ends_every_piece() -> None:
 def test_ctrl_c_while_a_piece_works_ends_it_where_it_asks_next() -> None:
     went_on, sent = [], threading.Event()
 
-    def work(ask: scheduler.Request) -> None:
-        sent.wait(60)  # a busy machine may start the timer late
-        time.sleep(0.2)
-        ask(1)
-        went_on.append(1)
-
     def press() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         sent.set()
 
+    pressing = threading.Timer(0.05, press)
+
+    def work(ask: scheduler.Request) -> None:
+        pressing.start()  # not before a piece works, however busy the machine is
+        sent.wait(60)
+        time.sleep(0.2)
+        ask(1)
+        went_on.append(1)
+
     threads = threading.active_count()
     # A shell starts what runs in its background with Ctrl-C ignored.
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.05, press).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             run_in_lockstep([work, work], no_answer, CPU)
     finally:
         signal.signal(signal.SIGINT, former)
+    pressing.join()
     assert not went_on and threading.active_count() == threads
 
 
