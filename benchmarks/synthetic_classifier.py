@@ -56,13 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         optimiser.param_groups[0]["lr"] = RATE * (1 - step / options.steps)
         optimiser.step()
     tests = load_dataset(config.data)
+    learned = min(TRAINED_ON, len(tests.y_test) * 4 // 5)
     judge = train_judge(
-        network_input(tests.x_test[:TRAINED_ON]), tests.y_test[:TRAINED_ON], len(run.class_names)
+        network_input(tests.x_test[:learned]), tests.y_test[:learned], len(run.class_names)
     )
     shares = [
         _share_right(names, torch.from_numpy(asked)),
         _share_right(_classes(judge, torch.from_numpy(x)), torch.from_numpy(asked)),
-        _share_right(_classes(judge, tests.x_test[TRAINED_ON:]), tests.y_test[TRAINED_ON:]),
+        _share_right(_classes(judge, tests.x_test[learned:]), tests.y_test[learned:]),
         _share_right(_classes(network.eval(), tests.x_test), tests.y_test),
         run.results["test_accuracy"]["final"],
     ]

@@ -337,9 +337,8 @@ def _number(card: Mapping[str, Any]) -> str:
     return "nominal epsilon" if card["kind"] == "nominal" else "epsilon"
 
 
-def _check(
-    accounts: Sequence[AgentSpend], scope: Scope, delta: float, releases: Sequence[Release]
-) -> None:
+def _check(accounts: Sequence[AgentSpend], scope: Scope, delta: float,
+           releases: Sequence[Release]) -> None:  # fmt: skip
     """Raise PrivacyError where no true card can follow from the inputs."""
     ids = [agent for agent, _, _, _ in accounts]
     if not ids or len(set(ids)) != len(ids):

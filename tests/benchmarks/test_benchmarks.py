@@ -241,8 +241,9 @@ def test_a_network_that_learned_synthetic_rows_is_measured_on_the_test_rows_of_t
         shares.append([float(share) for share in line.strip("| ").split(" | ")])
     tests = len(load_dataset(load_config(config).data).y_test)
     final = json.loads((tmp_path / "run" / "results.json").read_text())["test_accuracy"]["final"]
-    for count, named, right, released in shares:
-        assert count == 30 and named * 30 == pytest.approx(round(named * 30), abs=0.01)
+    for count, _, named, judged, on_real, right, released in shares:
+        assert count == 30
+        assert all(v * 30 == pytest.approx(round(v * 30), abs=0.01) for v in (named, judged))
         assert right * tests == pytest.approx(round(right * tests), abs=tests * 1e-4)
-        assert released == pytest.approx(final, abs=1e-4)
-    assert shares[0][2] != shares[1][2]  # the control: it does learn
+        assert released == pytest.approx(final, abs=1e-4) and 0 <= on_real <= 1
+    assert shares[0][5] != shares[1][5]  # the control: it does learn
