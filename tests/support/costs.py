@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from accounting import verify
-from privssl.privacy import row_bits
+from privssl.privacy import card_numbers, row_bits
 from privssl.reporting import figures, generator_quality
 from privssl.runs import forecast
 
@@ -31,11 +31,17 @@ OF_USERS: Constants = {(module, name): getattr(module, name) for module, name in
 @contextmanager
 def costs_set_to(constants: Constants) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.callback(verify._compose.cache_clear)  # it does not ask how wide a cell is
+        stack.callback(_forget_bounds)
         for (module, name), value in constants.items():
             stack.enter_context(patch.object(module, name, value))
-        verify._compose.cache_clear()
+        _forget_bounds()
         yield
+
+
+def _forget_bounds() -> None:
+    """Their caches do not ask how wide a cell is."""
+    verify._compose.cache_clear()
+    card_numbers._numeric_bounds.cache_clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
