@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from privssl.predict import add_run_arguments
 from privssl.runtime.command import ALLOWED_BY_FLAG, add_plugin_flag, run_command
 from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import gc_paused, in_one_thread
@@ -31,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m privssl.generate",
         description="Write labelled synthetic rows made by the generator of a finished run.",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train wrote")
+    add_run_arguments(parser)
     parser.add_argument("--count", type=int, required=True, metavar="N", help="how many rows")
     parser.add_argument("--classes", metavar="A,B", help="names of classes; absent: all")
     parser.add_argument(
@@ -63,7 +64,7 @@ def _generate(options: argparse.Namespace, console: Console, stack: ExitStack) -
     check_free(options.output)
     classify = None
     if options.confidence:
-        run = open_run(options.run, plugins=options.plugin)
+        run = open_run(options.run, options.model, options.plugin)
         classify = lambda x: run.predict(x, probabilities=True)  # noqa: E731
     made = generate_rows(
         options.run, options.count, options.classes.split(",") if options.classes else None,

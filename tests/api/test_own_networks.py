@@ -312,6 +312,12 @@ def test_synthetic_rows_of_a_run_need_no_network_that_its_folder_names(
     out = tmp_path / "made.npz"
     assert generate([str(run.folder), "--count", "3", "--output", str(out)]) == 0
     assert out.exists()
+    # The classifier alone needs it, and who names it has it imported.
+    sure = [str(run.folder), "--count", "3", "--output", str(tmp_path / "b.npz")]
+    sure += ["--confidence", "0.001"]
+    assert generate(sure) == 2
+    with pytest.raises(AssertionError, match="was imported"):
+        generate([*sure, "--model", named])
 
 
 @pytest.mark.parametrize("library", ["torchvision", "timm"])
