@@ -21,7 +21,7 @@ from privssl.errors import ConfigError, DataError, RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.devices import device_of
 from privssl.models.own_networks import NetworkSource, check_source, is_imported
-from privssl.privacy.privacy_card import guarantee_sentence
+from privssl.privacy.card_text import guarantee_sentence
 from privssl.runs.run_dir import CLASSIFIER, read_outcome
 from privssl.runtime.plugins import imports_allowed, load
 from privssl.storage.tensor_files import open_lazily

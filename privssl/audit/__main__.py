@@ -84,7 +84,7 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
 
 
 def _build_report(run: Path, found: "ClaimCheck") -> Report:
-    from privssl.privacy.privacy_card import guarantee_sentence
+    from privssl.privacy.card_text import guarantee_sentence
 
     card, config = found.files.card, found.files.config
     claim = "no claim was written" if card is None else card["sentence"]

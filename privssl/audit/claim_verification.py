@@ -21,7 +21,7 @@ from privssl.audit.run_files import Findings, RunFiles, read_run
 from privssl.errors import RunFolderError
 from privssl.privacy.card_numbers import BRACKET_LIMIT, fixed_beforehand
 from privssl.privacy.card_schema import AgentEntry, PrivacyCard
-from privssl.privacy.privacy_card import guarantee_sentence
+from privssl.privacy.card_text import guarantee_sentence
 from privssl.runs.accounts import check_metrics
 
 _TOLERANCE = 1e-6  # relative: a claim this far below its recomputation is still rounding

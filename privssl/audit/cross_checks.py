@@ -20,8 +20,8 @@ from privssl.data.split import holders
 from privssl.errors import UserError
 from privssl.experiment.config import Config
 from privssl.privacy.card_schema import PrivacyCard
+from privssl.privacy.card_text import render_markdown
 from privssl.privacy.plan import Plan
-from privssl.privacy.privacy_card import render_markdown
 from privssl.runs.model_card import privacy_section, read_privacy_section
 from privssl.runs.run_dir import MODEL_CARD, claim_sentences
 from privssl.settings.names import is_outside

@@ -18,7 +18,7 @@ from privssl.algorithms.base import Algorithm
 from privssl.core.task import Task
 from privssl.errors import PrivacyError, RunFolderError, UserError
 from privssl.experiment import config as configs
-from privssl.privacy.privacy_card import guarantee_sentence
+from privssl.privacy.card_text import guarantee_sentence
 from privssl.runs import checkpoint, run_dir
 from privssl.runtime import randomness
 from privssl.settings.error_messages import unknown

@@ -1,19 +1,19 @@
 """The privacy card of a run: what is claimed, for whom, why, and what is not claimed.
 
-``privacy.json`` is for machines and for ``privssl.audit``; ``privacy.md`` says the same to people.
-Every number comes from the agents' ledgers, every sentence from the scope. Under the published
-scheme (scope ``as_published``) there is no guarantee: ``kind`` and every epsilon are nominal.
+``privacy.json`` is for machines and ``privssl.audit``; ``card_text.py`` says it to people. Every
+number comes from the agents' ledgers, every sentence from the scope. Under the published scheme
+(scope ``as_published``) there is no guarantee: ``kind`` and every epsilon are nominal.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Literal
 
 from accounting.account_plan import AccountPlan, Scope
 from accounting.accountants import ZERO_COST
-from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, Span, delta_up, round_up
+from accounting.budget import Span
 from accounting.events import Event
 from privssl.errors import PrivacyError
 from privssl.privacy.card_numbers import agent_entry, fixed_beforehand, paper_sum
@@ -29,9 +29,9 @@ from privssl.privacy.card_schema import (
     Status,
     TaskEntry,
 )
-from privssl.privacy.former_ledgers import former_sentences
+from privssl.privacy.card_text import encoder_sentence, guarantee_sentence, network_sentence
 from privssl.privacy.label_histogram import CENSUS
-from privssl.settings.names import ALGORITHMS, is_outside
+from privssl.settings.names import ALGORITHMS
 
 #: agent id, its plan, one event per charged visit, hash of its ledger's last line
 AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
@@ -65,10 +65,6 @@ _NOT_SENT_IN_CENSUS = (
 )
 _AS_PUBLISHED = (
     "Every labelled record: networks trained on it without noise leave its agent in every round.",
-)
-_CHARGED = (
-    "- The claim is the budget: visits were not exactly those fixed beforehand, so who saw results "
-    "may have chosen when to stop, and what was charged is no bound."
 )
 _OWN_ALGORITHM = (
     "Mistakes of the algorithm {} that privssl cannot see: its code is not of privssl, and its "
@@ -200,58 +196,6 @@ def _headline(agents: Sequence[AgentEntry], kind: Kind) -> Headline | None:
     return {"kind": kind, "epsilon": epsilon, "by": by}
 
 
-def encoder_sentence(encoder: EncoderEntry) -> str:
-    """What the claim says of the data of an encoder: nothing."""
-    return (
-        f"What the frozen encoder {encoder['name']} was trained on, which is taken as public: "
-        f"{encoder['trained_on']}. Fine-tuning it on private rows would be outside of the claim."
-    )
-
-
-def network_sentence(network: Mapping[Literal["name", "weights"], str]) -> str:
-    """What the claim says of a network's code, and of what its initial weights learned from."""
-    file = f" (model.weights, SHA-256 {network['weights']})" if network["weights"] else ""
-    own = is_outside(network["name"])
-    code = " Its code is not of privssl and was tried, not proved." if own else ""
-    return (
-        f"What the initial weights of {network['name']}{file} were trained on: they are taken as "
-        f"public. Weights that have seen the private rows break the claim.{code}"
-    )
-
-
-def headline_sentence(card: Mapping[str, Any] | None) -> str | None:
-    """The tighter number in words, or None where there is none.
-
-    It holds for the same unit, neighbours, observer and exclusions as the card's sentence.
-    """
-    headline = None if card is None else card.get("headline")
-    if headline is None:
-        return None
-    nominal = "" if headline["kind"] == "guaranteed" else "nominal "
-    return (
-        f"By numeric composition ({headline['by']}), valid because every visit was fixed "
-        f"beforehand, {nominal}epsilon is {round_up(headline['epsilon'])} at the same delta."
-    )
-
-
-def guarantee_sentence(card: Mapping[str, Any] | None) -> str:
-    """What the run may claim, in words made from the card's numbers; None: not private."""
-    if card is None:
-        return NO_GUARANTEE
-    if card.get("ledger_problems"):
-        return (
-            f"NO GUARANTEE: the ledger is not the one that this run wrote "
-            f"({'; '.join(card['ledger_problems'])}). The run was charged {_number(card)} "
-            f"{round_up(card['epsilon']['overall'])} (delta {delta_up(card['delta'])}). Nothing is "
-            f"guaranteed for any record. Put the true ledger back and end the run with --resume."
-        )
-    if card["guarantee"] is None:
-        bare = tuple(name for name in card["update"] if name not in card["protect"])
-        return str(Nominal(card["nominal_epsilon"], card["delta"], tuple(card["protect"]), bare))
-    claim = card["guarantee"]
-    return str(Guarantee(**{**claim, "covers": tuple(claim["covers"])}))
-
-
 def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
     """What no attacker can exceed who sees everything and guesses whether a record took part.
 
@@ -273,72 +217,9 @@ def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
     }
 
 
-def render_markdown(card: Mapping[str, Any]) -> str:
-    """The card as a page for people: ``privacy.md``."""
-    number, sums, looser = _number(card), card["epsilon"], "bound"
-    if card["guarantee"] and sums["kind"] == "charged":
-        number, looser = "charged epsilon", "number"
-    trained = f"Trained on labelled rows: {_names(card['update'])}; with noise: "
-    if card["update"] == [CENSUS]:
-        trained = "No network is trained on labelled rows. Released about them, with noise: "
-    delta = delta_up(card["delta"])
-    if (card["guarantee"] or {}).get("delta") == 0:
-        delta = f"0 (pure epsilon; {delta} in the accounts)"
-    clip_norm = card.get("clip_norm")
-    tighter, released, bounds = headline_sentence(card), card.get("weights"), card["attack_bounds"]
-    lines = [
-        f"# Privacy card: {_cell(card['algorithm'])} on {_cell(card['dataset'])}",
-        "",
-        f"**{card['sentence']}**",
-        "",
-        *([f"- {tighter}"] if tighter else []),
-        f"- Scope: {card['scope']}. {trained}{_names(card['protect'])}.",
-        f"- Unit: one {card['unit']}; neighbours: {card['adjacency']}; delta: {delta}; "
-        f"row counts: {card['record_counts']}.",
-        *([] if clip_norm is None else [f"- Clip norm of one row's gradient: {clip_norm:g}."]),
-        f"- Overall, the agent that spent most (records are disjoint): {number} "
-        f"{round_up(sums['overall'])}.",
-        *([_CHARGED] if number == "charged epsilon" else []),
-        f"- Someone with one record at every agent, composed: {number} "
-        f"{round_up(sums['person_across_agents'])}.",
-        *_this_run_lines(card["this_run"], number),
-        f"- The paper's running sum over visits and agents, a looser {looser}: {number} "
-        f"{round_up(sums['paper_sum'])}.",
-        *(f"- {sentence}" for sentence in former_sentences(card["former_ledgers"])),
-        "",
-        f"| agent | {number} | budget | numeric bounds | visits | visits left | ledger |",
-        "|---|---|---|---|---|---|---|",
-        *(_agent_row(entry) for entry in card["agents"]),
-        "",
-        "## What leaves a support agent",
-        "",
-        "| what | claim | why |",
-        "|---|---|---|",
-        *(
-            f"| {_cell(entry['name'])} | {entry['status']} | {_cell(entry['why'])} |"
-            for entry in card["releases"]
-        ),
-        "",
-        f"Not sent: {'; '.join(card['not_sent'])}.",
-        "",
-        "## What is not protected",
-        "",
-        *(f"- {sentence}" for sentence in card["not_protected"]),
-        "",
-        *([] if bounds is None else [_attack_sentence(bounds), ""]),
-        *([f"Released weights: {released['file']}, SHA-256 {released['sha256']}.", ""]
-          if released else []),
-        f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
-
-
-def _number(card: Mapping[str, Any]) -> str:
-    return "nominal epsilon" if card["kind"] == "nominal" else "epsilon"
-
-
-def _check(accounts: Sequence[AgentSpend], scope: Scope, delta: float,
-           releases: Sequence[Release]) -> None:  # fmt: skip
+def _check(
+    accounts: Sequence[AgentSpend], scope: Scope, delta: float, releases: Sequence[Release]
+) -> None:
     """Raise PrivacyError where no true card can follow from the inputs."""
     ids = [agent for agent, _, _, _ in accounts]
     if not ids or len(set(ids)) != len(ids):
@@ -369,52 +250,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _agent_row(entry: AgentEntry) -> str:
-    numbers = entry["epsilon"]
-    if numbers["pld_upper"] is not None:
-        bounds = f"{numbers['pld_lower']:.4f} to {round_up(numbers['pld_upper'])}"
-    else:
-        bounds = "none" if numbers["prv"] is None else f"at most {round_up(numbers['prv'])}"
-    return (
-        f"| {entry['agent']} | {round_up(numbers['value'])} | {entry['budget']['epsilon']:g} | "
-        f"{bounds} | {entry['visits']} | {entry['visits_left']} | {entry['ledger_head'][:12]} |"
-    )
-
-
-def _this_run_lines(spent: Mapping[str, float] | None, number: str) -> list[str]:
-    if spent is None:
-        return []
-    each = ", ".join(f"{agent} {round_up(value)}" for agent, value in spent.items())
-    return [
-        f"- The accounts outlive this run: every number here counts all runs that drew from them. "
-        f"Of this run alone, {number}: {each}."
-    ]
-
-
-def _attack_sentence(bounds: Mapping[str, float]) -> str:
-    return (
-        f"An attacker who sees everything and guesses whether a record took part is right at most "
-        f"{_percent(bounds['balanced_accuracy'])} of the time when half of the records asked about "
-        f"did, and finds at most {_percent(bounds['tpr_at_1_percent_fpr'])} of the members at 1% "
-        f"false alarms."
-    )
-
-
-def _percent(share: float) -> str:
-    """Rounded up, at most all.
-
-    >>> _percent(0.98201)
-    '98.21%'
-    """
-    return f"{min(100.0, math.ceil(1e4 * share - 1e-9) / 100):.2f}%"
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names) or "nothing"
-
-
-def _cell(text: str) -> str:
-    """Text that cannot break out of a table cell or a heading."""
-    return " ".join(text.replace("|", "/").split())

@@ -26,9 +26,10 @@ from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import Prepared
 from privssl.privacy.card_schema import PrivacyCard
+from privssl.privacy.card_text import guarantee_sentence, render_markdown
 from privssl.privacy.former_ledgers import former_ledgers
 from privssl.privacy.label_histogram import CENSUS
-from privssl.privacy.privacy_card import guarantee_sentence, privacy_card, render_markdown
+from privssl.privacy.privacy_card import privacy_card
 from privssl.remote.discovery import SiteError
 from privssl.reporting import figures
 from privssl.reporting.generator_quality import GeneratorQuality

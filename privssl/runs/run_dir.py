@@ -20,8 +20,8 @@ from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared
+from privssl.privacy.card_text import guarantee_sentence, headline_sentence
 from privssl.privacy.former_ledgers import former_sentences
-from privssl.privacy.privacy_card import guarantee_sentence, headline_sentence
 from privssl.runs.accounts import SHIPPED_CODE, check_shared_accounts
 from privssl.storage import atomic_files
 

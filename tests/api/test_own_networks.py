@@ -16,7 +16,7 @@ import privssl
 from privssl import models
 from privssl.models import own_networks
 from privssl.models.own_networks import FittedGroupNorm
-from privssl.privacy.privacy_card import network_sentence
+from privssl.privacy.card_text import network_sentence
 from privssl.runtime import plugins
 from privssl.settings.schema import ModelSettings
 from tests.api import own_module
@@ -345,7 +345,7 @@ def test_the_card_says_that_network_and_initial_weights_are_taken_as_public(
     tmp_path: Path,
 ) -> None:
     from privssl.audit.__main__ import Verdict, audit
-    from privssl.privacy.privacy_card import render_markdown
+    from privssl.privacy.card_text import render_markdown
 
     path = tmp_path / "w.safetensors"
     safetensors.torch.save_file(plain((1, 8, 8), 3).state_dict(), path)

@@ -250,7 +250,7 @@ def test_a_private_run_of_an_own_method_is_audited_only_with_its_name(
 
 
 def test_a_card_that_hides_the_own_method_is_found(tmp_path: Path) -> None:
-    from privssl.privacy.privacy_card import render_markdown
+    from privssl.privacy.card_text import render_markdown
 
     run = privssl.train(config(tmp_path, RUN + PRIVACY), output=tmp_path / "run")
     card = json.loads((run.folder / "privacy.json").read_text())

@@ -28,7 +28,8 @@ from privssl.audit import witnesses
 from privssl.audit.__main__ import Report, Verdict
 from privssl.errors import RunFolderError
 from privssl.experiment import config
-from privssl.privacy.privacy_card import privacy_card, render_markdown
+from privssl.privacy.card_text import render_markdown
+from privssl.privacy.privacy_card import privacy_card
 from privssl.runs import accounts as runs_accounts
 from privssl.runs import checkpoint
 from privssl.runs.accounts import read_metrics

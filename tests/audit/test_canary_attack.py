@@ -31,10 +31,10 @@ from privssl.experiment import config
 from privssl.experiment.prepare import prepare
 from privssl.privacy import dp_sgd, secure_noise
 from privssl.privacy.card_numbers import NOT_FIXED
+from privssl.privacy.card_text import guarantee_sentence
 from privssl.privacy.clipping import PerExampleGradients
 from privssl.privacy.dp_sgd import NoisyOptimizerStep, PrivateTraining
 from privssl.privacy.plan import PrivatePlan
-from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs import round_loop
 from tests.support.private_fedssl import FULL_BATCHES
 from tests.support.small_attacks import CANARIES, GUESSES

@@ -35,15 +35,9 @@ from accounting.ledger import Account, AccountPlan, read_journal
 from privssl.audit import claim_verification
 from privssl.audit.__main__ import audit, main
 from privssl.errors import PrivacyError
+from privssl.privacy.card_text import guarantee_sentence, headline_sentence, render_markdown
 from privssl.privacy.former_ledgers import former_ledgers
-from privssl.privacy.privacy_card import (
-    AgentSpend,
-    Release,
-    attack_bounds,
-    guarantee_sentence,
-    headline_sentence,
-    render_markdown,
-)
+from privssl.privacy.privacy_card import AgentSpend, Release, attack_bounds
 from tests.support.card_and_audit import (
     RELEASES,
     VISIT,

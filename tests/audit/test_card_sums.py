@@ -13,7 +13,7 @@ from accounting.events import (
     NonPrivateEvent,
     PoissonSampledGaussianEvent,
 )
-from privssl.privacy.privacy_card import render_markdown
+from privssl.privacy.card_text import render_markdown
 from tests.support.card_and_audit import VISIT, card_of, plan
 from tests.support.ledger import spend_all
 

@@ -19,7 +19,8 @@ from accounting.events import PoissonSampledGaussianEvent, PureDpEvent
 from accounting.ledger import Account, read_journal
 from privssl.audit.__main__ import main
 from privssl.privacy.card_numbers import NOT_FIXED
-from privssl.privacy.privacy_card import attack_bounds, guarantee_sentence, render_markdown
+from privssl.privacy.card_text import guarantee_sentence, render_markdown
+from privssl.privacy.privacy_card import attack_bounds
 from tests.support.card_and_audit import VISIT, card_of, plan, write_card, write_run
 
 THREE = epsilon([VISIT] * 3, 1e-5)

@@ -34,7 +34,8 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 from accounting.ledger import read_journal
 from privssl.audit import __main__ as audit
 from privssl.ops import dispatch
-from privssl.privacy.privacy_card import privacy_card, render_markdown
+from privssl.privacy.card_text import render_markdown
+from privssl.privacy.privacy_card import privacy_card
 from privssl.runs import checkpoint
 from privssl.storage import atomic_files
 from tests.support.command_line import PLAIN, Outcome, assert_refused, command, tree

@@ -36,9 +36,9 @@ from privssl.errors import PrivacyError
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import prepare
 from privssl.privacy import label_histogram
+from privssl.privacy.card_text import guarantee_sentence
 from privssl.privacy.label_histogram import CensusPlan, make_census_plan
 from privssl.privacy.plan import Plan
-from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs import accounts, checkpoint, round_loop, run_dir
 from privssl.runs.checkpoint import Snapshot
 from privssl.runs.round_plan import planned_rounds

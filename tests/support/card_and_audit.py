@@ -12,11 +12,7 @@ from accounting.events import (
     PoissonSampledGaussianEvent,
 )
 from accounting.ledger import Account, AccountPlan
-from privssl.privacy.privacy_card import (
-    AgentSpend,
-    Release,
-    privacy_card,
-)
+from privssl.privacy.privacy_card import AgentSpend, Release, privacy_card
 
 VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 RELEASES: list[Release] = [
