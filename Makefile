@@ -31,10 +31,12 @@ export PIP_NO_COMPILE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Tests start many processes: what the first one compiles no other should.
 unexport PYTHONDONTWRITEBYTECODE
-# Runs wait for the disk at each charge and checkpoint: tests make theirs in memory, if 4 GB are free.
+# Runs wait for the disk at each charge and checkpoint: tests write theirs in memory, if 4 GB are free.
+# pytest keeps the folders of its last runs; other temporary files go when it ends.
 SHM_KB := $(shell test -w /dev/shm && df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $$4 }')
 ifeq ($(shell test "$(or $(SHM_KB),0)" -gt 4000000 && echo enough),enough)
 export PYTEST_DEBUG_TEMPROOT ?= /dev/shm
+IN_MEMORY = made=$$(mktemp -d -p /dev/shm) && trap 'rm -rf "$$made"' EXIT INT TERM && TMPDIR="$$made"
 endif
 
 .DEFAULT_GOAL := help
@@ -54,7 +56,7 @@ demo-sites: $(VENV)/.installed-flower  ## a coordinator and five sites over Flow
 	$(RUN) -m privssl.site.demo runs/demo-sites-$$(date +%Y%m%d-%H%M%S) $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests that take seconds
-	$(RUN) -m pytest $(PARALLEL) -m "not slow and not flower" $(TESTS)
+	$(IN_MEMORY) $(RUN) -m pytest $(PARALLEL) -m "not slow and not flower" $(TESTS)
 
 test-oldest:  ## the same with the oldest packages that we support, in an environment of its own
 	PIP_CONSTRAINT='$(CURDIR)/tests/oldest.txt' $(MAKE) test VENV=.venv-oldest EXTRA=test
@@ -63,10 +65,10 @@ test-avx512: $(VENV)/.installed-dev  ## test what kernels do with AVX-512, on pr
 	$(RUN) tests/avx512_on_avx2.py $(TESTS)
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
-	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py) tests/docs/test_tutorials.py)
+	$(IN_MEMORY) $(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py) tests/docs/test_tutorials.py)
 
 test-all: $(VENV)/.installed-dev  ## run every test
-	$(RUN) -m pytest $(PARALLEL) --hypothesis-profile thorough $(TESTS)
+	$(IN_MEMORY) $(RUN) -m pytest $(PARALLEL) --hypothesis-profile thorough $(TESTS)
 
 planted-faults: $(VENV)/.installed-dev  ## plant faults one at a time, and see a test catch each
 	$(RUN) -m tests.planted_faults.run --jobs $$(nproc) $(FAULTS)

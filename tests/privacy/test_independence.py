@@ -210,7 +210,7 @@ def test_dropout_is_refused_when_the_config_is_read_and_by_its_layers_name(
 
 
 @pytest.mark.parametrize("model", shipped_classifiers(), ids=lambda m: f"{m.name}-{m.norm}")
-@pytest.mark.parametrize("value", [0.5, 1e30, math.nan])
+@pytest.mark.parametrize("value", [pytest.param(0.5, marks=pytest.mark.slow), 1e30, math.nan])
 def test_in_the_joint_loss_another_row_leaves_a_rows_gradient_bit_equal(
     model: ModelSettings, value: float
 ) -> None:
