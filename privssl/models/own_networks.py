@@ -382,6 +382,11 @@ def _check_output(name: str, network: nn.Module, x: Tensor, classes: int) -> Non
             f"model.name {name} gives outputs that are not finite for {rows}, in [-1, 1]. Check "
             "its initial weights, logarithms and divisions"
         )
+    if (out >= 0).all() and torch.allclose(out.sum(dim=1), torch.ones(len(x)), atol=1e-4):
+        raise ConfigError(
+            f"model.name {name} gives probabilities: outputs of each row add up to 1. The losses "
+            "take logits. Leave out the softmax at its end"
+        )
 
 
 def describe_exchange(

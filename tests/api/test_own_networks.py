@@ -196,19 +196,30 @@ def test_a_private_run_refuses_by_name_what_clipping_does_not_bound(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_layer_alone_and_outputs_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_a_layer_alone_and_outputs_that_are_no_logits_are_refused(tmp_path: Path) -> None:
     class Infinite(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) / 0
 
+    class Probabilities(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).softmax(dim=1)
+
+    class LogProbabilities(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).log_softmax(dim=1)
+
     for model, message in (
         (nn.Linear(64, 10), r"a single Linear. Put it into a torch\.nn\.Sequential"),
         (Infinite, "outputs that are not finite"),
+        (Probabilities, "gives probabilities.*Leave out the softmax"),
         (lambda shape, classes: plain(shape, classes).double(), "Float and Double"),
     ):
         with pytest.raises(privssl.UserError, match=message):
             privssl.train(config(tmp_path), None, dataset(), model, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    # The control: a softmax of logarithms of probabilities gives these probabilities.
+    privssl.train(config(tmp_path), None, dataset(), LogProbabilities, tmp_path / "run")
 
 
 def test_settings_that_have_no_effect_are_refused(tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ FAULTS: tuple[Fault, ...] = (
         (IN_NETWORKS + "no_option_of_a_library_reads_or_downloads_a_file",),
     ),
     Fault(
+        "a network that gives probabilities is trained",
+        (("privssl/models/own_networks.py", "    if (out >= 0).all() and", "    if False and"),),
+        (IN_NETWORKS + "a_layer_alone_and_outputs_that_are_no_logits_are_refused",),
+    ),
+    Fault(
         "trackers get the folder of a text encoder",
         (("privssl/experiment/config.py", "colon + Path(folder).name", "colon + folder"),),
         (
