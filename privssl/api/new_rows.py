@@ -69,10 +69,7 @@ class RowForm:
 
     def read_csv(self, path: Path, labelled: bool) -> tuple[Any, NDArray[np.str_]]:
         """The rows of a CSV file as ``convert`` takes them, and with ``labelled`` their classes.
-
-        Raises:
-            DataError: it cannot be read, lacks a column, or the run had no such rows.
-        """
+        Raises DataError: it cannot be read, lacks a column, or the run had no such rows."""
         label = self.data.label if labelled else None
         if text := self._text_column:
             part = read_new(path, (text,), label)

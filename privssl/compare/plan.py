@@ -126,11 +126,8 @@ def default_output(loaded: Sequence[Config]) -> Path:
 
 
 def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> list[Planned]:
-    """All runs in their order: all configs on one seed, then on the next.
-
-    Raises:
-        UserError, AccountingError: the first problem, with its run.
-    """
+    """All runs in their order: all configs on one seed, then on the next. Raises UserError,
+    AccountingError: the first problem, with its run."""
     planned = []
     for seed in seeds:
         for config in loaded:

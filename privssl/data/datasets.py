@@ -87,11 +87,8 @@ class Dataset:
 
 
 def load_dataset(settings: DataSettings) -> Dataset:
-    """Read the data set that a config names.
-
-    Raises:
-        DataError: it is missing, damaged, or not in its format.
-    """
+    """Read the data set that a config names. Raises DataError: it is missing, damaged, or not in
+    its format."""
     if settings.name not in DATA_SETS:
         found = _own(settings)
         return _to_encode(settings, found) if settings.encoder else found

@@ -139,10 +139,7 @@ def list_images(folder: Path) -> list[Path]:
 
 def list_labelled_images(folder: Path) -> tuple[list[Path], list[str]]:
     """Image files of ``folder/CLASS/**``, and the class of each; ``folder/test`` if there is one.
-
-    Raises:
-        DataError: no folders of classes, or one without images.
-    """
+    Raises DataError: no folders of classes, or one without images."""
     root = folder / "test" if (folder / "test").is_dir() else folder
     classes = _classes(root, Counter())
     files, y = _files(root, classes, Counter())

@@ -59,11 +59,8 @@ class Arrays(NamedTuple):
 
 
 def read_npz(path: Path) -> Arrays:
-    """The four arrays of an NPZ file, checked.
-
-    Raises:
-        DataError: no such file, or not in the format above.
-    """
+    """The four arrays of an NPZ file, checked. Raises DataError: no such file, or not in the format
+    above."""
     return check_arrays(path, _open(path, NAMES, (UNLABELLED,)))
 
 
@@ -169,10 +166,7 @@ def read_rows(
 
 def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[Any]]:
     """The arrays of the first choice whose names an NPZ file all has; or one NPY file's array.
-
-    Raises:
-        DataError: no such file, no NPY or NPZ file, or none of the choices.
-    """
+    Raises DataError: no such file, no NPY or NPZ file, or none of the choices."""
     if path.suffix == ".npy" and all(len(names) == 1 for names in choices):
         try:
             return [np.load(path, allow_pickle=False)]

@@ -59,14 +59,8 @@ class Encoder:
 
 
 def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
-    """The features of rows, float16 (N, *shape).
-
-    Args:
-        folder: of data sets; the cache is in it.
-
-    Raises:
-        DataError: a feature is not finite, or beyond float16.
-    """
+    """The features of rows, float16 (N, *shape). ``folder``: of data sets; the cache is in it.
+    Raises DataError: a feature is not finite, or beyond float16."""
     found = torch.empty(len(rows), *encoder.shape, dtype=torch.float16)
     if not len(rows):
         return found
@@ -236,11 +230,8 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Weights from a safetensors file, or from a torch file that has tensors alone.
-
-    Raises:
-        DataError: it is missing, damaged, or has anything but tensors.
-    """
+    """Weights from a safetensors file, or from a torch file that has tensors alone. Raises
+    DataError: it is missing, damaged, or has anything but tensors."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:

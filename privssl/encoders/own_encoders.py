@@ -17,11 +17,8 @@ TEXTS = ("", "a short text", "another text, which is longer: " + "word " * 50)
 
 
 def open_own_encoder(name: str, weights: str) -> Encoder:
-    """The encoder of a plug-in.
-
-    Raises:
-        ConfigError: it cannot be imported, or returns no Encoder.
-    """
+    """The encoder of a plug-in. Raises ConfigError: it cannot be imported, or returns no
+    Encoder."""
     found = plugins.load("encoders", "data.encoder", name)
     if not callable(found):
         raise ConfigError(

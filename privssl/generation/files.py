@@ -25,12 +25,8 @@ def check_free(output: Path) -> None:
 
 
 def write_rows(made: SyntheticRows, output: Path) -> None:
-    """Write the rows and a contact sheet.
-
-    Args:
-        output: ``FILE.npz`` with ``x``, ``y`` and ``class_names``, or a folder of
-            ``CLASS/00000.png``. Neither may exist.
-    """
+    """Write the rows and a contact sheet. ``output``: ``FILE.npz`` with ``x``, ``y`` and
+    ``class_names``, or a folder of ``CLASS/00000.png``. Neither may exist."""
     check_free(output)
     with atomic_files.writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -231,14 +231,8 @@ class FlowerTransport:
                 log.debug("%s", output)
 
     def _flwr(self, *arguments: str, tolerated: str = "") -> str:
-        """Run Flower's command and return its output.
-
-        Args:
-            tolerated: a failure whose output contains this text is none.
-
-        Raises:
-            SiteError: it fails or takes too long.
-        """
+        """Run Flower's command and return its output. ``tolerated``: a failure whose output
+        contains this text is none. Raises SiteError: it fails or takes too long."""
         try:
             done = subprocess.run(
                 [program("flwr"), *arguments], env=environment(self._folder / "flwr"),

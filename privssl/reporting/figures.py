@@ -183,12 +183,8 @@ def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
 
 
 def confusion_csv(counts: NDArray[np.int64], names: Sequence[str]) -> str:
-    """A confusion matrix as text: a line per true class, a column per predicted class.
-
-    Args:
-        counts: (C, C + 1); the last column, of outputs that are not finite, is written if it has
-            any.
-    """
+    """A confusion matrix as text: a line per true class, a column per predicted class. ``counts``:
+    (C, C + 1); the last column, of outputs that are not finite, is written if it has any."""
     width = len(names) + bool(counts[:, -1].any())
     head = ["true class", *names, "not finite"][: width + 1]
     lines = [[name, *row[:width]] for name, row in zip(names, counts.tolist(), strict=True)]

@@ -191,10 +191,7 @@ def _text(value: float) -> str:
 
 def for_the_log(values: Mapping[str, float], *, nominal: bool) -> str:
     """The line of a round in train.log: accuracies, and epsilon spent. Empty without either.
-
-    Args:
-        nominal: whether epsilons are those of a scheme that guarantees nothing.
-    """
+    ``nominal``: whether epsilons are those of a scheme that guarantees nothing."""
     spent = "NOMINAL dp/epsilon/" if nominal else "dp/epsilon/"
     return ", ".join(
         f"{name.replace('dp/epsilon/', spent)} {value:.4f}"

@@ -77,11 +77,7 @@ def former_pages(rendered: Rendered, root: Path) -> list[Path]:
 
 
 def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendered:
-    """All pages.
-
-    Raises:
-        ConfigError: a page would be too long, or a block names no table.
-    """
+    """All pages. Raises ConfigError: a page would be too long, or a block names no table."""
     of_tables = {table.name: Measurements.of(table, store) for table in tables}
     measured = [of for of in of_tables.values() if of.found]
     texts = {FOLDER / f"{of.table.name}.md": markdown(of) for of in measured}

@@ -56,11 +56,8 @@ Training = Callable[[Sequence[str], Path, int, float], Ended]
 
 
 def train_in_a_process(arguments: Sequence[str], log: Path, lock: int, until: float) -> Ended:
-    """``python -m privssl.train``, stopped in good order at ``until`` (``time.monotonic``).
-
-    Raises:
-        KeyboardInterrupt: after the run has written its checkpoint and ended.
-    """
+    """``python -m privssl.train``, stopped in good order at ``until`` (``time.monotonic``). Raises
+    KeyboardInterrupt: after the run has written its checkpoint and ended."""
     begun, stopped = time.monotonic(), False
     child: subprocess.Popen[bytes] | None = None
     usage: resource.struct_rusage | None = None

@@ -50,11 +50,8 @@ def _node_keys(prepared: Prepared) -> NodeKeys | None:
 def make_engine(
     prepared: Prepared, label_meter: HiddenLabelMeter, spill_store: SpillStore | None = None
 ) -> Engine:
-    """The engine that the config asks for. It forks workers, so make it before threads.
-
-    Raises:
-        privssl.errors.UserError: it cannot be had; where agents are sites, not all are there.
-    """
+    """The engine that the config asks for. It forks workers, so make it before threads. Raises
+    privssl.errors.UserError: it cannot be had; where agents are sites, not all are there."""
     run, agents, device = prepared.config.run, prepared.federated_data.agents, prepared.device
     common: dict[str, Any] = {
         "seed": run.seed, "device": device, "meter": label_meter, "check_wire": run.check_wire,

@@ -75,11 +75,8 @@ class Forecast:
 
 
 def forecast(prepared: Prepared) -> Forecast:
-    """Time one visit of each kind. Nothing stays, and no account of the run is touched.
-
-    Raises:
-        privssl.errors.UserError, accounting.errors.AccountingError, OSError: it cannot be timed.
-    """
+    """Time one visit of each kind. Nothing stays, and no account of the run is touched. Raises
+    privssl.errors.UserError, accounting.errors.AccountingError, OSError: it cannot be timed."""
     with tempfile.TemporaryDirectory(prefix="privssl-") as folder:
         engine = _OneOfEachKind(prepared, Path(folder))
         return _sampled(prepared, engine)

@@ -20,11 +20,8 @@ from privssl.runs.resume import check_resumable
 
 
 def asks_for_more(folder: Path, config: Config) -> bool:
-    """Whether a config has more rounds than that of a run's folder.
-
-    Raises:
-        ConfigError: it has, and the run cannot be lengthened.
-    """
+    """Whether a config has more rounds than that of a run's folder. Raises ConfigError: it has, and
+    the run cannot be lengthened."""
     path = folder / "config.yaml"
     if not path.is_file():
         return False  # ``check_resumable`` says what is missing

@@ -50,11 +50,8 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def create_run_dir(prepared: Prepared) -> Iterator[Path]:
-    """Make the folder of a new run, and lock it.
-
-    Raises:
-        RunFolderError: it exists and may not be replaced, or cannot be made.
-    """
+    """Make the folder of a new run, and lock it. Raises RunFolderError: it exists and may not be
+    replaced, or cannot be made."""
     run = prepared.config.run
     folder = prepared.config.folder
     check_free(prepared.config)

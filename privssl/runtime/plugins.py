@@ -139,14 +139,8 @@ def load(kind: Kind, key: str, name: str) -> Any:
 
 
 def import_object(said: str, reference: str) -> Any:
-    """The object that ``package.module:Name`` names.
-
-    Args:
-        said: the beginning of the sentence of an error.
-
-    Raises:
-        ConfigError: as of :func:`load`.
-    """
+    """The object that ``package.module:Name`` names. ``said``: the beginning of the sentence of an
+    error. Raises ConfigError: as of :func:`load`."""
     module_name, _, path = reference.partition(":")
     if module_name == "__main__" or "<" in path:
         raise ConfigError(

@@ -76,11 +76,8 @@ def demonstrate(
 
 
 def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> list[str]:
-    """Write config, split and a SITE.yaml for each agent. Returns the agents' names.
-
-    Raises:
-        privssl.errors.UserError: the config is invalid, or the folder exists.
-    """
+    """Write config, split and a SITE.yaml for each agent. Returns the agents' names. Raises
+    privssl.errors.UserError: the config is invalid, or the folder exists."""
     from privssl.experiment import config as configs
     from privssl.experiment.plugin_names import names_in
     from privssl.experiment.prepare import prepare

@@ -81,11 +81,8 @@ class SpillStore:
         return self._end
 
     def put(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The same tensors, stored: those that were given, or their bits in the file.
-
-        Raises:
-            RunFolderError: the file cannot be written. Everything stored before is unchanged.
-        """
+        """The same tensors, stored: those that were given, or their bits in the file. Raises
+        RunFolderError: the file cannot be written. Everything stored before is unchanged."""
         if isinstance(tensors, _InRam | _OnDisk) or not tensors:
             return tensors
         self._release()

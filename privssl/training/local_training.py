@@ -247,11 +247,8 @@ def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
 def load_weights(
     network: nn.Module, weights: StateDict, device: torch.device | None = None
 ) -> nn.Module:
-    """Copy weights into a network and set it to training mode.
-
-    Args:
-        device: to move the network to; None: where it is.
-    """
+    """Copy weights into a network and set it to training mode. ``device``: to move the network to;
+    None: where it is."""
     own = network.state_dict()
     if device is not None and any(tensor.device != device for tensor in own.values()):
         own = network.to(device).state_dict()
