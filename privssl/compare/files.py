@@ -54,14 +54,8 @@ def paired_section(found: Sequence[Difference]) -> list[str]:
         return []
     lines = [(one.config, one.interval(), one.p_text()) for one in found]
     headings = ("config", f"difference from {found[0].first} [95% interval]", p_heading(found))
-    return [
-        "## Paired differences",
-        "",
-        *table_lines(headings, lines),
-        "",
-        f"- {explanation(found)}",
-        "",
-    ]
+    table = table_lines(headings, lines)
+    return ["## Paired differences", "", *table, "", f"- {explanation(found)}", ""]
 
 
 def runs_text(rows: Sequence[Row], varied: Mapping[str, Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from statistics import median
 from textwrap import fill
 
 from accounting.budget import round_up
-from privssl.compare.table import MeanStd
+from privssl.compare.table import MeanStd, table_lines
 from privssl.reproduce.claims import Verdict, verdicts
 from privssl.reproduce.store import FINAL, Entry, Kept, Store
 from privssl.reproduce.tables import Cell, Table
@@ -287,5 +287,5 @@ def _machines(entries: Sequence[Entry]) -> str:
 
 def rows_of(lines: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table; the first line is its heading."""
-    whole = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return [f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in whole]
+    heading, *rows = ([text.replace("|", "/") for text in line] for line in lines)
+    return table_lines(heading, rows)
