@@ -140,13 +140,7 @@ def prepare(
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     plan, holders = None, _labelled(federated_data)
     if config.privacy is not None:
-        labelled = sum(agent.role != "query" for agent in roster)
-        plan = kind.make_plan(
-            config.privacy,
-            rounds=config.algorithm.rounds,
-            rows_per_agent=config.data.labelled / labelled,
-            agents=labelled,
-        )
+        plan = plan_of(config, sum(agent.role != "query" for agent in roster))
         if plan.visits:
             _refuse_shared_rows(holders, federated_data)
             _refuse_unaffordable(plan, config.privacy)
@@ -278,6 +272,15 @@ def _own_network_refused(config: Config) -> Iterator[None]:
             f"model.name {config.model.name}: the gradient of a single row cannot be computed "
             f"({text}), so it cannot be trained privately. Use layers that torch.func.vmap knows"
         ) from error
+
+
+def plan_of(config: Config, agents: int) -> Plan:
+    """The plan of a private config, whose labels so many agents hold."""
+    assert config.privacy is not None
+    return ALGORITHMS[config.algorithm.name].make_plan(
+        config.privacy, rounds=config.algorithm.rounds,
+        rows_per_agent=config.data.labelled / agents, agents=agents,
+    )  # fmt: skip
 
 
 def check_private(algorithm: Algorithm[Any], config: Config) -> None:
