@@ -113,7 +113,7 @@ class RowForm:
         found = to_array(HERE, x)
         if not len(found):
             return np.zeros((0, *self.shape), dtype=np.float32)
-        rows, _ = check_rows(HERE, found)
+        rows = check_rows(HERE, found)
         if self.weights is not None and rows.shape[1:] == self.raw_shape:
             return self._encode(torch.from_numpy(rows))
         if rows.shape[1:] == self.shape:  # of an encoder: features

@@ -61,7 +61,7 @@ class Arrays(NamedTuple):
 def read_npz(path: Path) -> Arrays:
     """The four arrays of an NPZ file, checked. Raises DataError: no such file, or not in the format
     above."""
-    return check_arrays(path, _open(path, NAMES, (UNLABELLED,)))
+    return check_arrays(path, _open(path, NAMES, (UNLABELLED,), warn=True))
 
 
 def check_arrays(
@@ -126,13 +126,9 @@ def _check_names(path: object, names: tuple[str, ...], classes: int) -> None:
         )
 
 
-def check_rows(
-    path: object, x: NDArray[Any], y: NDArray[Any] | None = None
-) -> tuple[NDArray[Any], Any]:
-    """Rows in their final layout and type, and their classes if given. Raises DataError."""
-    if y is None:
-        return _numbers(path, "x", _channels_first(path, "x", x)), None
-    return _rows(path, {"x_rows": x, "y_rows": y}, "rows")
+def check_rows(path: object, x: NDArray[Any]) -> NDArray[Any]:
+    """Rows in their final layout and type. Raises DataError."""
+    return _numbers(path, "x", _channels_first(path, "x", x))
 
 
 def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
@@ -175,7 +171,7 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
             raise DataError(f"{path} cannot be read as an NPY file: {reason}") from None
     wanted = ", or ".join(" and ".join(names) for names in choices)
     every = {name for names in choices for name in names}
-    found = _open(path, (), every, others_matter=False, instead=wanted)
+    found = _open(path, (), every, instead=wanted)
     for names in choices:
         if set(names) <= found.keys():
             return [found[name] for name in names]
@@ -185,11 +181,10 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
 
 
 def _unlabelled(path: object, found: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    name = "x_unlabelled"
-    rest = _numbers(path, name, _channels_first(path, name, found[name]))
-    if not len(rest):
-        raise DataError(f"{path}: {name} has no rows. Give at least one, or leave it out")
-    return rest
+    x = _numbers(path, UNLABELLED, _channels_first(path, UNLABELLED, found[UNLABELLED]))
+    if not len(x):
+        raise DataError(f"{path}: {UNLABELLED} has no rows. Give at least one, or leave it out")
+    return x
 
 
 def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
@@ -223,15 +218,14 @@ def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
 
 
 def _open(
-    path: Path, names: Sequence[str], optional: Collection[str] | None = None, *,
-    others_matter: bool = True, instead: str = "",
+    path: Path, names: Sequence[str], optional: Collection[str] = (), *,
+    warn: bool = False, instead: str = "",
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Arrays of an NPZ file.
 
     Args:
-        names: required ones.
-        optional: read if present; others are warned of. None: others are ignored.
-        others_matter: whether others are warned of.
+        names: required ones. optional: read if present.
+        warn: of others.
         instead: what a single array should be instead, where no name is required.
     """
     try:
@@ -252,12 +246,8 @@ def _open(
             for info in file.zip.infolist():  # zipfile never unpacks more than this
                 if info.file_size > MAX_BYTES:
                     raise ValueError(f"{info.filename} has {info.file_size} bytes")
-            wanted = [*names, *(name for name in optional or () if name in file.files)]
-            if (
-                optional is not None
-                and others_matter
-                and (extra := sorted({*file.files} - {*wanted}))
-            ):
+            wanted = [*names, *(name for name in optional if name in file.files)]
+            if warn and (extra := sorted({*file.files} - {*wanted})):
                 log.warning(
                     "%s: not read: %s. Read are %s.",
                     path, ", ".join(extra), ", ".join((*names, *optional)),
