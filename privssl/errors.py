@@ -28,3 +28,8 @@ class PrivacyError(UserError):
 
 class RoleError(UserError):
     """A step accessed rows that the agent's role does not hold."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 200 characters, without its full stop."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:200].rstrip(".")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from privssl import models
 from privssl.algorithms import WITH_UNREAD
 from privssl.api.new_rows import RowForm
-from privssl.errors import ConfigError, DataError, RunFolderError
+from privssl.errors import ConfigError, DataError, RunFolderError, first_line
 from privssl.experiment import config as configs
 from privssl.experiment.devices import device_of
 from privssl.models.own_networks import NetworkSource, check_source, is_imported
@@ -135,10 +135,9 @@ class Run:
                 "(--resume), or give another"
             ) from None
         except (RuntimeError, ValueError, SafetensorError) as error:
-            first = (str(error).strip().splitlines() or [""])[0]
             raise RunFolderError(
-                f"{self.folder / CLASSIFIER} does not fit {name} ({first}). Give the network that "
-                "the run was trained with"
+                f"{self.folder / CLASSIFIER} does not fit {name} ({first_line(error)}). Give the "
+                "network that the run was trained with"
             ) from None
 
     @cached_property

@@ -108,11 +108,8 @@ def load_dataset(settings: DataSettings) -> Dataset:
 def _own(settings: DataSettings) -> Dataset:
     """The data set of a plug-in: a function of (root) that returns a ``privssl.Dataset``."""
     said = f"data.name {settings.name}"
-    found = plugins.load("datasets", "data.name", settings.name)
-    if not callable(found):
-        raise ConfigError(
-            f"{said} is {str(found)[:60]}. Name a function of (root) that returns a privssl.Dataset"
-        )
+    advice = "Name a function of (root) that returns a privssl.Dataset"
+    found = plugins.load_function("datasets", "data.name", settings.name, advice)
     root = expand_path("root", settings.root) if settings.root else default_root()
     made = plugins.call(f"{said} cannot be read:", found, root)
     rows = getattr(made, "rows", None)  # privssl.Dataset is of the Python interface

@@ -29,7 +29,7 @@ from privssl.core.rows import Shape
 from privssl.core.task import Task
 from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.data.datasets import Dataset
-from privssl.errors import ConfigError, PrivacyError
+from privssl.errors import ConfigError, PrivacyError, first_line
 from privssl.experiment.config import Config
 from privssl.experiment.devices import check_side_by_side, device_of
 from privssl.experiment.plugin_names import describe_plugins, refuse_taken_names
@@ -267,10 +267,10 @@ def _own_network_refused(config: Config) -> Iterator[None]:
     except (RuntimeError, NotImplementedError) as error:
         if not is_outside(config.model.name):
             raise
-        text = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
         raise PrivacyError(
             f"model.name {config.model.name}: the gradient of a single row cannot be computed "
-            f"({text}), so it cannot be trained privately. Use layers that torch.func.vmap knows"
+            f"({first_line(error)}), so it cannot be trained privately. Use layers that "
+            "torch.func.vmap knows"
         ) from error
 
 

@@ -34,7 +34,7 @@ def scale_variance(network: nn.Module) -> None:
 
 
 class _TrunkAndHead(nn.Module):
-    trunk: nn.Module
+    trunk: nn.Sequential
     head: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,8 +43,8 @@ class _TrunkAndHead(nn.Module):
 
 
 class _ShallowAndDeep(nn.Module):
-    shallow: nn.Module
-    deep: nn.Module
+    shallow: nn.Sequential
+    deep: nn.Sequential
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.deep(self.shallow(x))
@@ -62,6 +62,8 @@ def _halved(
 class SmallCNN(_TrunkAndHead):
     """Three convolutions, each pooled, normalised, rectified; one linear layer. 29,546 parameters
     at width 16, 28x28, 10 classes. Input (B, *shape), output (B, classes)."""
+
+    head: nn.Linear
 
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()

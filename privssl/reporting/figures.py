@@ -234,7 +234,7 @@ def _label(text: str) -> Image.Image:
 
 
 def as_png(picture: Picture) -> bytes:
-    """A picture as a PNG file."""
+    """A PNG file of pixels (H, W) or (H, W, 3)."""
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "PNG")
     return buffer.getvalue()

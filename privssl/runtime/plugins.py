@@ -21,7 +21,7 @@ from functools import lru_cache, reduce
 from importlib import metadata
 from typing import Any, Literal, NamedTuple, get_args
 
-from privssl.errors import ConfigError, UserError
+from privssl.errors import ConfigError, UserError, first_line
 
 Kind = Literal["algorithms", "models", "datasets", "encoders", "partitions", "trackers"]
 
@@ -138,6 +138,14 @@ def load(kind: Kind, key: str, name: str) -> Any:
     return import_object(f"{key} is {name}, and", name)
 
 
+def load_function(kind: Kind, key: str, name: str, advice: str) -> Callable[..., Any]:
+    """As :func:`load`; ConfigError with ``advice`` where the object cannot be called."""
+    found = load(kind, key, name)
+    if not callable(found):
+        raise ConfigError(f"{key} {name} is {str(found)[:60]}. {advice}")
+    return found  # type: ignore[no-any-return]
+
+
 def import_object(said: str, reference: str) -> Any:
     """The object that ``package.module:Name`` names. ``said``: the beginning of the sentence of an
     error. Raises ConfigError: as of :func:`load`."""
@@ -175,8 +183,7 @@ def call(said: str, build: Callable[..., Any], *arguments: Any, **options: Any) 
     except UserError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or ["no message"])[0][:200].rstrip(".")
-        raise ConfigError(f"{said} {type(error).__name__}: {first}") from error
+        raise ConfigError(f"{said} {type(error).__name__}: {first_line(error)}") from error
 
 
 def describe(kind: Kind, name: str) -> dict[str, str | None]:
