@@ -130,19 +130,6 @@ def calibration_error(confidence: NDArray[np.float64], right: NDArray[np.bool_])
     return float(np.abs(gaps).sum() / len(confidence))
 
 
-def accuracy(
-    network: nn.Module,
-    weights: StateDict,
-    x: Tensor,
-    y: Tensor,
-    *,
-    device: torch.device,
-    chunk: int = CHUNK,
-) -> float:
-    """Share of rows whose most likely class is the true one, in [0, 1]; arguments of ``score``."""
-    return score(network, weights, x, y, device=device, chunk=chunk).accuracy
-
-
 class Evaluator:
     """Scores of classifiers on held-out rows. Unchanged classifiers (the same object) are
     evaluated once: a state is never written to."""
