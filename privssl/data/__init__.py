@@ -65,6 +65,12 @@ class FederatedDataset:
     true_labels: Tensor  # (N,) by row id. For HiddenLabelMeter only: steps must never see it
     manifest: Manifest
 
+    def rows(self) -> list[Tensor]:
+        """The rows of the agents that are here, as stored; sites have theirs."""
+        return [
+            rows.x for a in self.agents for rows in (a.held_labelled, a.held_unlabelled) if rows
+        ]
+
     def measured_labels(self, *, private: bool) -> Tensor:
         """True labels that pseudo-labels are compared with (N,), by row id.
 
