@@ -65,7 +65,7 @@ class RowForm:
 
     @property
     def _text_column(self) -> str:
-        return "text" if self.data.name == "sent140" else self.data.text
+        return "text" if self._tweets else self.data.text
 
     def read_csv(self, path: Path, labelled: bool) -> tuple[Any, NDArray[np.str_]]:
         """The rows of a CSV file as ``convert`` takes them, and with ``labelled`` their classes.

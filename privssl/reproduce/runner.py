@@ -192,9 +192,8 @@ class Runner:
 def _arguments(cell: Cell, seed: int, folder: Path, state: str) -> list[str]:
     """Arguments of ``privssl.train``."""
     fixed = [f"run.seed={seed}", f"run.output={json.dumps(str(folder))}"]
-    if state == "begun":
-        return [str(cell.config), *cell.overrides, *fixed, "--resume", str(folder)]
-    return [str(cell.config), *cell.overrides, *fixed, "run.overwrite=true"]
+    start = ["--resume", str(folder)] if state == "begun" else ["run.overwrite=true"]
+    return [str(cell.config), *cell.overrides, *fixed, *start]
 
 
 def _state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:
