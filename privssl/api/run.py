@@ -33,10 +33,7 @@ class Run:
     """The folder of a run that has ended. ``privssl.train`` and ``privssl.open_run`` make it."""
 
     def __init__(
-        self,
-        folder: str | Path,
-        model: NetworkSource | None = None,
-        plugins: Collection[str] = (),
+        self, folder: str | Path, model: NetworkSource | None = None, plugins: Collection[str] = ()
     ) -> None:
         """Arguments as of :func:`open_run`; ``model``: no name.
 
@@ -306,9 +303,7 @@ ALLOW = 'open the run with it: privssl.open_run(FOLDER, plugins=["{name}"])'
 
 
 def open_run(
-    folder: str | Path,
-    model: NetworkSource | str | None = None,
-    plugins: Collection[str] = (),
+    folder: str | Path, model: NetworkSource | str | None = None, plugins: Collection[str] = ()
 ) -> Run:
     """The run in a folder.
 

@@ -29,13 +29,7 @@ from privssl.core.agents import (
     natural_order,
 )
 from privssl.data import split_manifest as manifests
-from privssl.data.datasets import (
-    Dataset,
-    checksum,
-    expand_path,
-    load_dataset,
-    redraw_test_rows,
-)
+from privssl.data.datasets import Dataset, checksum, expand_path, load_dataset, redraw_test_rows
 from privssl.data.encoded import HeldRows
 from privssl.data.npz import NO_LABEL
 from privssl.data.split import SERVER, RoleAssignment, Split, draw_split, holders, settings_of_split

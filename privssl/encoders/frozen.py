@@ -68,8 +68,8 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
         _fill(encoder, rows, found, range(len(rows)))
         return found
     names = [digest_of(row) for row in rows]
-    version = f"{encoder.checksum[:16]}-{FORMAT}"
-    cache = _Cache(folder / CACHES / f"{_folder_name(encoder.name)}-{version}")
+    plain = "".join(c if c.isalnum() else "_" for c in encoder.name)[-60:]
+    cache = _Cache(folder / CACHES / f"{plain}-{encoder.checksum[:16]}-{FORMAT}")
     known = cache.read(set(names), found.shape[1:])
     missing = list({name: place for place, name in enumerate(names) if name not in known}.values())
     if missing:
@@ -144,10 +144,6 @@ def _progress() -> Progress:
     return Progress(
         console=Terminal(stderr=True), transient=True, disable=not sys.stderr.isatty()
     )  # fmt: skip
-
-
-def _folder_name(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)[-60:]
 
 
 class _Cache:

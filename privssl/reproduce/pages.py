@@ -105,15 +105,11 @@ def _with_blocks(text: str, path: Path, of_tables: Mapping[str, Measurements]) -
             raise ConfigError(f"{path}: {begin.strip()} names no file of configs/tables")
         page = (FOLDER / f"{name}.md").relative_to(path.parent)
         of = of_tables[name]
-        lines = [_state(of, page)] if link else ["", *_block(of, page), ""]
+        table = [*matrix(of), ""] if of.found else []
+        lines = [_state(of, page)] if link else ["", *table, _state(of, page), ""]
         return begin + "\n".join(lines) + "\n" + end
 
     return _BLOCK.sub(fill, text)
-
-
-def _block(of: Measurements, page: Path) -> list[str]:
-    """The table, if any of it is measured, and its state."""
-    return [*matrix(of), "", _state(of, page)] if of.found else [_state(of, page)]
 
 
 def _state(of: Measurements, page: Path) -> str:

@@ -70,16 +70,10 @@ def markdown(of: Measurements) -> str:
     for note, points in notes(of):
         lines += [filled(note, "- "), *(filled(point, "  - ") for point in points)]
     lines.append("")
-    if _has_curves(of):
+    shown = (entry for kept in of.found.values() for entry in kept.shown.values())
+    if any(len(entry["curve"]["round"]) > 1 for entry in shown):
         lines += [f"![Test accuracy against rounds]({of.table.name}.png)", ""]
     return "\n".join(lines)
-
-
-def _has_curves(of: Measurements) -> bool:
-    return any(
-        len(entry["curve"]["round"]) > 1 for kept in of.found.values()
-        for entry in kept.shown.values()
-    )  # fmt: skip
 
 
 def filled(text: str, bullet: str = "") -> str:

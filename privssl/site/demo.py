@@ -138,8 +138,13 @@ def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator
         command += ["--ssl-ca-certfile", str(made / "ca.crt"), "--enable-supernode-auth"]
         command += ["--ssl-certfile", str(made / "link.crt")]
         command += ["--ssl-keyfile", str(made / "link.key")]
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
     with _running(command, folder / "log", environment(folder)) as process:
-        wait_until(lambda: _listens(port), process, folder / "log")
+        wait_until(listens, process, folder / "log")
         yield f"127.0.0.1:{port}"
 
 
@@ -206,11 +211,6 @@ def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log:
             output = log.read_text(errors="replace").strip()[-500:]
             raise UserError(f"{' '.join(map(str, process.args[:4]))} did not start: {output}")  # type: ignore[index]
         time.sleep(0.1)
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def summary(folder: Path, names: Sequence[str]) -> Table:

@@ -135,10 +135,7 @@ class Evaluator:
     evaluated once: a state is never written to."""
 
     def __init__(
-        self,
-        network: nn.Module,
-        sets: Mapping[str, tuple[Tensor, Tensor]],
-        device: torch.device,
+        self, network: nn.Module, sets: Mapping[str, tuple[Tensor, Tensor]], device: torch.device
     ) -> None:
         """``sets``: rows and classes as in ``score``, by name."""
         self._network = network.to(device)

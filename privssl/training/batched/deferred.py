@@ -39,8 +39,7 @@ class FunctionalModule:
         own = {**buffers, **dict(self.network.named_parameters())}
         tensors = own if self.tensors is None else self.tensors
         return FunctionalModule(
-            self.network,
-            {n: t.clone() if n in buffers else t.detach() for n, t in tensors.items()},
+            self.network, {n: t.clone() if n in buffers else t.detach() for n, t in tensors.items()}
         )
 
 
