@@ -83,8 +83,7 @@ def checked(
 
     Args:
         write: ``as_onnx`` or ``as_torch_export``.
-        network: in evaluation mode, on the CPU.
-        shape: of a row.
+        network: in evaluation mode, on the CPU; it takes rows of ``shape``.
         about: texts that the file says of its rows.
 
     Raises:

@@ -90,11 +90,9 @@ class RowForm:
         return self.data.name == "sent140"
 
     def convert(self, x: Any) -> NDArray[Any]:
-        """Rows as the run stored its own (N, *shape).
-
-        Args:
-            x: arrays, tensors, lists of images of Pillow; texts where the run was trained on
-                texts; a data frame or mapping of columns where it was on a table.
+        """Rows as the run stored its own (N, *shape), of arrays, tensors, lists of images of
+        Pillow; texts where the run was trained on texts; a data frame or mapping of columns where
+        it was on a table.
 
         Raises:
             DataError: rows of another form, or the encoder is absent or has other weights.

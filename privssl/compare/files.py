@@ -22,11 +22,8 @@ def write(
     runs: Mapping[str, Sequence[Path]],
     varied: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Write all files, each whole or not at all, the plot last.
-
-    Args:
-        runs: config -> its run folders.
-        varied: config -> the keys of ``--vary`` with its values.
+    """Write all files, each whole or not at all, the plot last. By config: its run folders, and the
+    keys of ``--vary`` with its values.
 
     Raises:
         RunFolderError: a file cannot be written, or the metrics of a run cannot be read.

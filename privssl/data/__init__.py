@@ -84,16 +84,14 @@ def build(
     data: DataSettings, agents: AgentSettings, seed: int, dataset: Dataset | None = None, *,
     labelled_is_declared: bool = False,
 ) -> FederatedDataset:  # fmt: skip
-    """Load the data, draw or replay the split, and create the agents.
+    """Load the data, draw or replay the split, and create the agents. Raises DataError where the
+    data or the split does not fit the settings.
 
     Args:
         seed: ``run.seed``; the split follows from it, the settings and the data.
         dataset: used instead of loading the one that ``data`` names.
         labelled_is_declared: ``data.labelled`` is the declared number, and the split may have
             another one, at an agent 0: an error would reveal the number.
-
-    Raises:
-        DataError: the data or the split does not fit the settings.
     """
     dataset = dataset or load_dataset(data)
     if data.test is not None:

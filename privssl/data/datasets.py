@@ -146,14 +146,8 @@ def encode_rows(settings: DataSettings, x: Tensor) -> tuple[Tensor, Tensor | Non
 
 
 def encode_new(settings: DataSettings, x: Origin, checksum: str) -> Tensor:
-    """Encode rows that a finished run has not seen, float16.
-
-    Args:
-        checksum: of the weights that made the features of the run.
-
-    Raises:
-        DataError: the encoder is absent, has other weights, or takes no such rows.
-    """
+    """Encode rows that a finished run has not seen, float16, by an encoder with the run's
+    ``checksum``. Raises DataError where it is absent, has other weights, or takes no such rows."""
     encoder = _encoder(settings, x)
     if encoder.checksum != checksum:
         raise DataError(
@@ -203,11 +197,8 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
 
 def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Dataset:
     """The data set with ``count`` test rows drawn from training and test rows together; all others
-    are training rows, the former training rows first.
-
-    Raises:
-        DataError: there are not so many rows with a label, or rows that belong to each other.
-    """
+    are training rows, the former training rows first. Raises DataError where there are not so many
+    rows with a label, or rows that belong to each other."""
     if dataset.records is not None or dataset.held is not None or dataset.unencoded is not None:
         raise DataError(
             f"data.test is {count}, but {dataset.name} brings its own test rows. Leave it out"

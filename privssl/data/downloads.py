@@ -58,15 +58,12 @@ class _Published(NamedTuple):
 
 
 def read_published(name: str, root: Path) -> Arrays:
-    """One of the four, from ``root`` or from the network.
+    """One of the four, from ``root`` or from the network. Raises DataError where it cannot be
+    downloaded, or its files are damaged.
 
     Args:
-        name: mnist, fashion_mnist, cifar10 or svhn.
         root: the folder of all data sets, created when absent; or a folder of the set's images,
             train/CLASS/* and test/CLASS/*.
-
-    Raises:
-        DataError: it cannot be downloaded, or its files are damaged.
     """
     published = PUBLISHED[name]
     if not all((root / file).is_file() for file in published.files):

@@ -65,15 +65,12 @@ class _Form(NamedTuple):
 
 
 def read_folder(root: Path, image_size: int | None) -> Arrays:
-    """All images of a folder.
+    """All images of a folder: uint8, one channel when all images are grey, else three.
 
     Args:
         root: holds ``train`` and ``test``, and optionally ``unlabelled`` with training images of
             unknown class, which come after the others.
         image_size: side of the square that each image is resized to, pixels; None: no resizing.
-
-    Returns:
-        uint8, one channel when all images are grey, else three.
 
     Raises:
         DataError: no such folders, classes that differ, a class without images, a file that is
@@ -116,14 +113,8 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Image files as rows (N, *shape), resized where they differ.
-
-    Args:
-        shape: channels (1: grey, 3: RGB), height and width.
-
-    Raises:
-        DataError: a file is no image, or has more than 8 bits per channel.
-    """
+    """Image files as rows (N, *shape) with 1 (grey) or 3 (RGB) channels, resized where they differ.
+    Raises DataError where a file is no image, or has more than 8 bits per channel."""
     channels, height, width = shape
     form = _Form("L" if channels == 1 else "RGB", (width, height), resized=True)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

@@ -67,15 +67,13 @@ def read_npz(path: Path) -> Arrays:
 def check_arrays(
     path: object, found: Mapping[str, NDArray[Any]], class_names: Sequence[str] | None = None
 ) -> Arrays:
-    """The arrays of a file, or in memory, in the layout and type that rows have.
+    """The arrays of a file, or in memory, in the layout and type that rows have. Raises DataError
+    where they are not in the format above.
 
     Args:
         path: where they are from, for errors.
         found: by the names of an NPZ file; ``x_unlabelled`` may be absent.
         class_names: in the order of the class numbers; None: the numbers.
-
-    Raises:
-        DataError: they are not in the format above.
     """
     x_train, y_train = _rows(path, found, "train")
     x_test, y_test = _rows(path, found, "test")
@@ -140,15 +138,12 @@ def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
 def read_rows(
     path: Path, *, labelled: bool, unlabelled: bool, may_be_empty: bool = False
 ) -> NpzRows:
-    """The rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``.
+    """The rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``, as far as it
+    holds them. Raises DataError as :func:`read_npz`.
 
     Args:
-        labelled, unlabelled: which of them it holds; at least one.
         may_be_empty: whether zero labelled rows are allowed: where their number is private, an
             error would reveal it.
-
-    Raises:
-        DataError: as in :func:`read_npz`.
     """
     names = [*(("x_labelled", "y_labelled") if labelled else ()),
              *(("x_unlabelled",) if unlabelled else ())]  # fmt: skip
@@ -221,13 +216,8 @@ def _open(
     path: Path, names: Sequence[str], optional: Collection[str] = (), *,
     warn: bool = False, instead: str = "",
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Arrays of an NPZ file.
-
-    Args:
-        names: required ones. optional: read if present.
-        warn: of others.
-        instead: what a single array should be instead, where no name is required.
-    """
+    """Required and optional arrays of an NPZ file; ``warn`` of others. ``instead``: what a single
+    array should be instead, where no name is required."""
     try:
         with path.open("rb") as stream:  # NumPy leaves a damaged file open
             file = np.load(stream, allow_pickle=False)

@@ -83,10 +83,9 @@ def load_config(
     algorithms: Mapping[str, type[Any]] = ALGORITHMS,
     text: str | None = None,
 ) -> Config:
-    """Read and check a config file.
+    """Read and check a config file of at most 1 MiB.
 
     Args:
-        path: the YAML file, at most 1 MiB.
         overrides: ``section.key=value``, the value as YAML; ``privacy=null`` takes that
             section away.
         algorithms: name -> class with a ``Config`` dataclass and ``problems(config)``.
@@ -387,9 +386,8 @@ def config_hash(config: Config) -> str:
 def compatibility_hash(
     config: Config, classes: Sequence[str], shape: Sequence[int], encoder: str | None = None
 ) -> str:
-    """SHA-256 of everything that all parties of a run must share.
-
-    Like ``config_hash``, without paths and budgets of one machine, and with the task.
+    """SHA-256 of everything that all parties of a run must share: like ``config_hash``, without
+    paths and budgets of one machine, and with the task.
 
     Args:
         classes: names, in the order of the outputs.

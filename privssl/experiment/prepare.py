@@ -115,11 +115,8 @@ class Prepared:
 def prepare(
     config: Config, dataset: data.Dataset | None = None, network: NetworkSource | None = None
 ) -> Prepared:
-    """Load the data, split it, build the algorithm, and refuse what cannot be done.
-
-    Args:
-        dataset: rows in memory, instead of those that ``data.name`` names.
-        network: a network from Python, instead of the one that ``model.name`` names.
+    """Load the data, split it, build the algorithm, and refuse what cannot be done. ``dataset`` and
+    ``network``: instead of those that ``data.name`` and ``model.name`` name.
 
     Raises:
         privssl.errors.UserError: see the head of this module.
@@ -395,12 +392,8 @@ def claim_rows(
     *,
     only_check: bool = False,
 ) -> None:
-    """Register the labelled rows of agents under their accounts.
-
-    Args:
-        ledger: folder of the accounts.
-        bare: the rows that the run uses without protection.
-        only_check: check only.
+    """Register the labelled rows of agents under their accounts in the folder ``ledger``, or only
+    check. ``bare``: the rows that the run uses without protection.
 
     Raises:
         accounting.errors.LedgerError: a row has another account, or is used without protection.

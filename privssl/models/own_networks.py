@@ -70,15 +70,9 @@ def reference_of(source: NetworkSource) -> str:
 def build_network(
     settings: ModelSettings, shape: Shape, classes: int, source: NetworkSource | None = None
 ) -> nn.Module:
-    """An untrained network from outside, fitted (see above).
-
-    Args:
-        settings: the section ``model``; its name has a colon.
-        source: the network itself; None: ``model.name`` is imported.
-
-    Raises:
-        ConfigError: it does not exist, or cannot be built for these rows.
-    """
+    """An untrained network from outside, fitted (see above): ``source``, or else what
+    ``model.name`` imports. Raises ConfigError where it does not exist, or cannot be built for these
+    rows."""
     network = _made(settings, shape, classes, source)
     if any(is_lazy(p) for p in network.parameters()):
         with torch.no_grad():

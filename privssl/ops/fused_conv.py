@@ -202,15 +202,13 @@ def _fitting(rows: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Fo
 
 
 def fused_conv(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> Tensor:
-    """Convolution, 2x2 max pooling, group norm, ReLU; repeated.
+    """Convolution, 2x2 max pooling, group norm, ReLU; repeated: (B, kernels, height, width after
+    pooling), float32.
 
     Args:
         x: (B, channels, height, width); float32, or a bfloat16 layer's output.
         own: parameters of each; gamma and beta of the norm, (kernels,), or None.
         forms: one for each, which fit the rows.
-
-    Returns:
-        (B, kernels, height, width after pooling), float32.
     """
     weights = [each.weight for each in own]
     if has_torch_function_variadic(x, *weights):

@@ -105,10 +105,9 @@ class FlowerTransport:
     """Exchanges messages over Flower. Addresses are Flower's node ids."""
 
     def __init__(self, superlink: str, certificate: str, node_keys: NodeKeys | None = None) -> None:
-        """Start the relay.
+        """Start the relay to a SuperLink (host:port).
 
         Args:
-            superlink: host:port.
             certificate: file of the root certificate; empty on loopback.
             node_keys: keys of sites, which are registered at the SuperLink; None: none are.
 

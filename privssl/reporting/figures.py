@@ -79,12 +79,8 @@ def samples_sheet(generator: ConditionalGenerator, classes: int, shape: Sequence
 
 
 def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
-    """The first rows of each class, a column per class; blank where a class has fewer.
-
-    Args:
-        rows: (N, channels, H, W) in [-1, 1].
-        labels: classes (N,).
-    """
+    """The first rows (N, channels, H, W) in [-1, 1] of each class, a column per class; blank where
+    a class has fewer. ``labels``: (N,)."""
     of_class = [rows[labels == c][:SAMPLES] for c in range(classes)]
     lines = max(len(some) for some in of_class)
     blank = rows.new_full((classes, lines, *rows.shape[1:]), 1.0)
@@ -94,15 +90,12 @@ def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
 
 
 def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
-    """Rows of one class on their way to each other class: ``images/mixes``.
+    """Rows of one class on their way to each other class: ``images/mixes``. Raises ValueError where
+    the shapes do not match.
 
     Args:
         real: (C, channels, H, W) in [-1, 1], the inputs of G; the first line.
         mixes: (L, C, channels, H, W), from lambda 1 to 0; a column per class.
-        lambdas: the L values of lambda.
-
-    Raises:
-        ValueError: the shapes do not match.
     """
     if mixes.shape[1:] != real.shape or len(mixes) != len(lambdas):
         raise ValueError(
@@ -114,15 +107,8 @@ def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
 
 
 def reconstruction_grid(real: Tensor, rebuilt: Tensor) -> Picture:
-    """Rows above their reconstructions by G at lambda 1.
-
-    Args:
-        real: (N, channels, H, W) in [-1, 1].
-        rebuilt: of the same shape.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
+    """Rows (N, channels, H, W) in [-1, 1] above their reconstructions by G at lambda 1. Raises
+    ValueError where the shapes differ."""
     if real.shape != rebuilt.shape:
         raise ValueError(f"real {tuple(real.shape)} and rebuilt {tuple(rebuilt.shape)} differ")
     return _tiles(torch.stack([real, rebuilt]), ["real", "rebuilt"], [""] * len(real))

@@ -113,13 +113,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Runner:
-    """Runs cells in a clone.
-
-    Args:
-        root: the clone.
-        keep: leave the folders of stored runs.
-        train: absent: in a process of its own.
-    """
+    """Runs cells in a clone (``root``), by default each in a process of its own. ``keep``: leave
+    the folders of stored runs."""
 
     def __init__(
         self, root: Path, store: Store, *, keep: bool = False,

@@ -30,13 +30,9 @@ def summarise(
     metrics: Mapping[str, Any],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """The content of results.json.
-
-    Args:
-        durations: seconds of each round of this session.
-        problems: damage to ledgers.
-        metrics: of the last evaluation; empty if this session had none.
-    """
+    """The content of results.json. ``durations``: seconds of each round of this session;
+    ``problems``: damage to ledgers; ``metrics``: of the last evaluation, empty if this session had
+    none."""
     config, p = prepared.config, progress
     # A session that had no round left knows the mean of the others.
     durations = durations or [p.seconds / max(p.round, 1)]

@@ -114,11 +114,8 @@ def _package(point: metadata.EntryPoint) -> str:
 
 
 def load(kind: Kind, key: str, name: str) -> Any:
-    """The object of a plug-in.
-
-    Args:
-        key: where the name was given, for errors, for example "model.name".
-        name: of an entry point, or ``package.module:Name``.
+    """The object of a plug-in: of an entry point, or ``package.module:Name``. ``key``: where the
+    name was given, for errors, for example "model.name".
 
     Raises:
         ConfigError: nobody allowed the import, there is no such module or object, or the module

@@ -117,13 +117,8 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
 
 @contextmanager
 def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator[str]:
-    """Run a SuperLink on loopback; yields its address.
-
-    Args:
-        port: 0 for a free one.
-        made: keys and certificates by ``privssl.site.keys``; None: no encryption, any site may
-            connect.
-    """
+    """Run a SuperLink on loopback, at a free port if it is 0; yields its address. ``made``: keys
+    and certificates by ``privssl.site.keys``; None: no encryption, any site may connect."""
     from privssl.remote.flower_transport import environment, free_port, program
 
     folder.mkdir(exist_ok=True)

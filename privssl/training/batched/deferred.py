@@ -156,7 +156,6 @@ def batched_call(
             mappings.
         fields: tensors of this agent, or mappings of tensors.
         settings: whatever else the result depends on.
-        networks: of this agent.
     """
     return submit(BatchedCall(function, fields, settings, networks))
 
