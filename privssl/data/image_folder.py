@@ -26,7 +26,7 @@ from PIL import Image, ImageOps
 from PIL.ExifTags import Base as Tag
 
 from privssl.core.agents import natural_order
-from privssl.data.npz import Arrays, with_unlabelled
+from privssl.data.npz import Arrays, refuse_unprintable, with_unlabelled
 from privssl.errors import DataError
 
 SUFFIXES = frozenset(
@@ -86,11 +86,7 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
             f"{root}: train and test differ in the classes {differing}. "
             "Give each class images in both, or remove its folders"
         )
-    if odd := [ascii(name) for name in classes if not name.isprintable()]:
-        raise DataError(
-            f"{root}: the class folder {odd[0]} has characters that cannot be printed, and class "
-            "names are written to files. Rename it"
-        )
+    refuse_unprintable(root, classes)
     train, y_train = _files(root / "train", classes, skipped)
     test, y_test = _files(root / "test", classes, skipped)
     beside = root / UNLABELLED

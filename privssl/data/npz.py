@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from privssl.errors import DataError
+from privssl.errors import DataError, first_few
 
 log = logging.getLogger("privssl")
 
@@ -100,7 +100,7 @@ def check_arrays(
         log.warning(
             "%s: no training row has class %s, but the classifier has an output for it. Number the "
             "classes 0, 1, 2, ... without gaps.",
-            path, ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5),
+            path, first_few(empty),
         )  # fmt: skip
     arrays = Arrays(x_train, y_train, x_test, y_test, named or tuple(map(str, range(classes))))
     return with_unlabelled(arrays, parts[UNLABELLED]) if UNLABELLED in parts else arrays

@@ -29,7 +29,7 @@ from privssl.core.rows import Shape
 from privssl.core.task import Task
 from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.data.datasets import Dataset
-from privssl.errors import ConfigError, PrivacyError, first_line
+from privssl.errors import ConfigError, PrivacyError, first_few, first_line
 from privssl.experiment.config import Config
 from privssl.experiment.devices import check_side_by_side, device_of
 from privssl.experiment.plugin_names import describe_plugins, refuse_taken_names
@@ -186,10 +186,9 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
     found = {c for rows in here for c in rows.y.tolist()} if here else set(range(len(classes)))
     absent = [name for number, name in enumerate(classes) if number not in found]
     if absent and config.data.labelled >= len(classes):
-        some = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
         yield (
-            f"{len(absent)} of {len(classes)} classes have no labelled row ({some}) and cannot be "
-            "learned. Give more data.labelled, or data.stratified: true"
+            f"{len(absent)} of {len(classes)} classes have no labelled row ({first_few(absent)}) "
+            "and cannot be learned. Give more data.labelled, or data.stratified: true"
         )
     if len(found) == 1:
         yield f"all labelled rows are of class {classes[found.pop()]}: no other can be learned"
@@ -218,8 +217,8 @@ def _test_row_warnings(dataset: Dataset) -> Iterator[str]:
         )
     elif absent and rows > 1:
         yield (
-            f"{len(absent)} of {dataset.classes} classes have no test row "
-            f"({', '.join(absent[:5])}{', ...' if len(absent) > 5 else ''}): they have no recall"
+            f"{len(absent)} of {dataset.classes} classes have no test row ({first_few(absent)}): "
+            "they have no recall"
         )
 
 
