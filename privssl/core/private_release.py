@@ -54,7 +54,10 @@ class Mechanism(Protocol):
 
 def record_release(mechanism: Mechanism, name: str, value: Mapping[str, Tensor] | Tensor) -> None:
     """Write down, inside a step, what a mechanism made for a field; outside of steps do nothing.
-    Raises PrivacyError: the step has made that field before, so one charge would pay for two."""
+
+    Raises:
+        PrivacyError: the step has made that field before, so one charge would pay for two.
+    """
     made = _made.get()
     if made is None:
         return

@@ -92,23 +92,29 @@ class _PlainComposer(yaml.SafeLoader):
 
 
 def read_document(text: str) -> Document:
-    """The plain values of a YAML text. Raises YamlError: not YAML, too long, or with aliases, tags
-    or deep nesting."""
+    """The plain values of a YAML text.
+
+    Raises:
+        YamlError: not YAML, too long, or with aliases, tags or deep nesting.
+    """
     if len(text) > MAX_BYTES:
         raise YamlError(1, f"longer than {MAX_BYTES} characters")
     try:
         composer = _PlainComposer(text)
         root = composer.get_single_node()
     except yaml.MarkedYAMLError as error:
-        mark, problem = error.problem_mark or error.context_mark, str(error.problem)
-        advice = next((f". {do}" for said, do in _ADVICE.items() if said in problem), "")
-        raise YamlError(mark.line + 1 if mark else 1, problem + advice) from None
+        mark = error.problem_mark or error.context_mark
+        raise YamlError(mark.line + 1 if mark else 1, _with_advice(str(error.problem))) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(line, f"character {error.character:#x} is not text") from None
     reader = _Reader()
     value = None if root is None else reader.plain(root, "")
     return Document(value, reader.lines, tuple(reader.findings), frozenset(reader.empty))
+
+
+def _with_advice(problem: str) -> str:
+    return next((f"{problem}. {do}" for said, do in _ADVICE.items() if said in problem), problem)
 
 
 class _Reader:
