@@ -66,7 +66,7 @@ from privssl.ops.precision import Precision
 from privssl.runtime import randomness
 from privssl.settings.schema import AgentSettings, DataSettings, ModelSettings
 from privssl.training import optim
-from privssl.training.evaluation import accuracy
+from privssl.training.evaluation import score
 from privssl.training.local_training import fresh_weights, minimise, network_input
 
 MOMENTUM, THRESHOLD = 0.9, 0.9
@@ -237,7 +237,7 @@ class Work:
         """On rows that no agent holds, and that are no test rows."""
         rows = self.federated_data.validation
         assert rows is not None
-        return accuracy(self.new(), weights, rows.x, rows.y, device=CPU)
+        return score(self.new(), weights, rows.x, rows.y, device=CPU).accuracy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

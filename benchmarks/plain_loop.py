@@ -64,7 +64,7 @@ from privssl.runtime import randomness
 from privssl.runtime.process import tune_malloc
 from privssl.settings.schema import AgentSettings, DataSettings, ModelSettings
 from privssl.training import optim
-from privssl.training.evaluation import accuracy
+from privssl.training.evaluation import score
 from privssl.training.local_training import fresh_weights
 
 SEED, RATE, MOMENTUM = 0, 0.02, 0.9
@@ -229,7 +229,7 @@ class Work:
     def accuracy(self, weights: dict[str, Tensor]) -> float:
         """On the test rows."""
         dataset, network = self.federated_data.dataset, self.new("float32")
-        return accuracy(network, weights, dataset.x_test, dataset.y_test, device=CPU)
+        return score(network, weights, dataset.x_test, dataset.y_test, device=CPU).accuracy
 
 
 def engine_of(agents: Sequence[Agent], algorithm: Algorithm[Any], workers: int) -> Engine:

@@ -19,16 +19,7 @@ try:
 except metadata.PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0.0.0"
 
-__all__ = [
-    "Dataset",
-    "Experiment",
-    "Run",
-    "UserError",
-    "__version__",
-    "load",
-    "open_run",
-    "train",
-]
+__all__ = ["Dataset", "Experiment", "Run", "UserError", "__version__", "load", "open_run", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,73 +28,47 @@ USAGE = "usage: privssl COMMAND [ARGUMENT ...]\n\ncommands:\n{}\n\n{}".format(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    Args:
-        arguments: command name and its arguments; absent: those of the process.
-
-    Returns:
-        What the command returns; 0 for help and version; 2 if the command is missing or unknown.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    match list(arguments):
-        case ["train", *rest]:
-            from privssl.train import main as train
-
-            return train(rest)
-        case ["compare", *rest]:
-            from privssl.compare.__main__ import main as compare
-
-            return compare(rest)
-        case ["reproduce", *rest]:
-            from privssl.reproduce.__main__ import main as reproduce
-
-            return reproduce(rest)
-        case ["audit", *rest]:
-            from privssl.audit.__main__ import main as audit
-
-            return audit(rest)
-        case ["predict", *rest]:
-            from privssl.predict import main as predict
-
-            return predict(rest)
-        case ["evaluate", *rest]:
-            from privssl.evaluate import main as evaluate
-
-            return evaluate(rest)
-        case ["generate", *rest]:
-            from privssl.generate import main as generate
-
-            return generate(rest)
-        case ["export", *rest]:
-            from privssl.export import main as export
-
-            return export(rest)
-        case ["schema", *rest]:
-            from privssl.schema import main as schema
-
-            return schema(rest)
-        case ["site", *rest]:
-            from privssl.site.__main__ import main as site
-
-            return site(rest)
-        case ["doctor", *rest]:
-            from privssl.doctor import main as doctor
-
-            return doctor(rest)
-        case ["-h" | "--help", *_]:
+    """Run one command; returns its exit status. ``arguments``: the command's name and its own;
+    absent: those of the process."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    match arguments[:1]:
+        case ["train"]:
+            from privssl.train import main as command
+        case ["compare"]:
+            from privssl.compare.__main__ import main as command
+        case ["predict"]:
+            from privssl.predict import main as command
+        case ["evaluate"]:
+            from privssl.evaluate import main as command
+        case ["export"]:
+            from privssl.export import main as command
+        case ["reproduce"]:
+            from privssl.reproduce.__main__ import main as command
+        case ["audit"]:
+            from privssl.audit.__main__ import main as command
+        case ["generate"]:
+            from privssl.generate import main as command
+        case ["schema"]:
+            from privssl.schema import main as command
+        case ["site"]:
+            from privssl.site.__main__ import main as command
+        case ["doctor"]:
+            from privssl.doctor import main as command
+        case ["-h" | "--help"]:
             sys.stdout.write(f"{USAGE}\n")  # at once: `| head` closes the pipe after a few lines
             return 0
-        case ["--version", *_]:
+        case ["--version"]:
             print(f"privssl {metadata.version('privssl')}")
             return 0
-        case [unknown, *_]:
+        case [unknown]:
             near = get_close_matches(unknown, COMMANDS, n=1)
             advice = f" Did you mean {near[0]}?" if near else ""
             print(f"privssl: there is no command {unknown!r}.{advice}\n\n{USAGE}", file=sys.stderr)
+            return 2
         case _:
             print(USAGE, file=sys.stderr)
-    return 2
+            return 2
+    return command(arguments[1:])
 
 
 if __name__ == "__main__":

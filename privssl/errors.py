@@ -3,6 +3,8 @@
 The commands catch :class:`UserError`, print its text and end with its exit status.
 """
 
+from collections.abc import Sequence
+
 
 class UserError(Exception):
     """A mistake that the user can correct. ``str(error)`` says what, where and what to do."""
@@ -28,3 +30,13 @@ class PrivacyError(UserError):
 
 class RoleError(UserError):
     """A step accessed rows that the agent's role does not hold."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 200 characters, without its full stop."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:200].rstrip(".")
+
+
+def first_few(names: Sequence[object]) -> str:
+    """The first five names in a sentence, and dots if there are more."""
+    return ", ".join(map(str, names[:5])) + (", ..." if len(names) > 5 else "")

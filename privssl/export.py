@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 
-from privssl.errors import ConfigError, RunFolderError, UserError
+from privssl.errors import ConfigError, RunFolderError, UserError, first_line
 from privssl.predict import add_run_arguments
 from privssl.runtime.command import run_command
 
@@ -83,8 +83,7 @@ def checked(
 
     Args:
         write: ``as_onnx`` or ``as_torch_export``.
-        network: in evaluation mode, on the CPU.
-        shape: of a row.
+        network: in evaluation mode, on the CPU; it takes rows of ``shape``.
         about: texts that the file says of its rows.
 
     Raises:
@@ -102,10 +101,10 @@ def checked(
         except UserError:
             raise
         except Exception as error:  # of tracing, which has many
-            first = (str(error).strip().splitlines() or [""])[0]
             raise UserError(
-                f"{type(network).__name__} cannot be exported: {type(error).__name__}: {first}. "
-                "Its forward may use tensor operations alone, and no branch on their values"
+                f"{type(network).__name__} cannot be exported: {type(error).__name__}: "
+                f"{first_line(error)}. Its forward may use tensor operations alone, and no branch "
+                "on their values"
             ) from error
     scale = max(1.0, float(expected.abs().max()))
     apart = float((found - expected).abs().max()) / scale if found.shape == expected.shape else 9.9

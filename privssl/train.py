@@ -121,9 +121,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         from privssl.experiment import config as configs
         from privssl.experiment.plugin_names import imports_of
         from privssl.experiment.prepare import prepare
-        from privssl.reporting.trackers import ProgressTracker
-        from privssl.runs import accounts, dry_run, launch, lengthening, resume, run_dir
-        from privssl.runs.round_plan import rounds_of
+        from privssl.runs import accounts, dry_run, launch, lengthening, run_dir
 
         in_one_thread()
         tune_malloc()
@@ -132,10 +130,8 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         config = configs.load_config(options.config, options.overrides)
         stack.enter_context(imports_of(config))
         if options.resume is not None:
-            longer = lengthening.asks_for_more(options.resume, config)
-            resume.check_resumable(options.resume, config, longer=longer)
-            known = run_dir.read_outcome(options.resume)
-            if not longer and known is not None and known[0]["status"] != "interrupted":
+            known = lengthening.finished_outcome(options.resume, config)
+            if known is not None:
                 console.print("This run has finished already; nothing was changed.")
                 return _report(options, *known, options.resume, console)
         prepared = prepare(config)  # it stays, too, and imports Opacus for a private run
@@ -144,31 +140,21 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         estimate = dry_run.describe(prepared, console)
         accounts.check_shared_accounts(prepared)
         if options.resume is None:
-            _warn_of_a_taken_folder(config)
+            try:
+                run_dir.check_free(config)
+            except UserError as problem:
+                log.warning("As things are it would be refused: %s", problem)
         if options.json:
             results_to_standard_output(json.dumps({"estimate": estimate}, indent=2))
         return 0
     stack.enter_context(private_umask())
     stack.enter_context(report_full_disk_once())
 
-    def bar(after: int | None) -> list[ProgressTracker]:
-        total, nominal = rounds_of(prepared.algorithm), prepared.is_nominal
-        return [] if options.quiet else [ProgressTracker(total, after, nominal=nominal)]
-
+    bar = partial(launch.progress_bar, prepared, shown=not options.quiet)
     folder = launch.launch(prepared, options.resume, bar, stack)
     outcome = run_dir.read_outcome(folder)
     assert outcome is not None  # execute has just written it
     return _report(options, *outcome, folder, console, time.perf_counter() - started)
-
-
-def _warn_of_a_taken_folder(config: Any) -> None:
-    """Warn in --dry-run if a run would be refused because of its folder."""
-    from privssl.runs import run_dir as runs_run_dir
-
-    try:
-        runs_run_dir.check_free(config)
-    except UserError as problem:
-        log.warning("As things are it would be refused: %s", problem)
 
 
 def _report(

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +28,7 @@ from privssl.experiment.config import Config
 from privssl.experiment.plugin_names import imports_of, names_in
 from privssl.experiment.prepare import prepare
 from privssl.models.own_networks import NetworkSource, reference_of
-from privssl.reporting.trackers import ProgressTracker
-from privssl.runs import launch, lengthening, resume, run_dir
-from privssl.runs.round_plan import rounds_of
+from privssl.runs import launch, lengthening
 from privssl.runtime.console import Screen
 from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import (
@@ -215,18 +214,10 @@ def _train(
     try:
         with _process(progress) as stack:
             stack.enter_context(imports_of(config))
-            if folder is not None:
-                longer = lengthening.asks_for_more(folder, config)
-                resume.check_resumable(folder, config, longer=longer)
-                known = run_dir.read_outcome(folder)
-                if not longer and known is not None and known[0]["status"] != "interrupted":
-                    return Run(folder, network, names_in(config))
+            if folder is not None and lengthening.finished_outcome(folder, config) is not None:
+                return Run(folder, network, names_in(config))
             prepared = prepare(config, None if data is None else data.rows, network)
-
-            def bar(after: int | None) -> list[ProgressTracker]:
-                total, nominal = rounds_of(prepared.algorithm), prepared.is_nominal
-                return [ProgressTracker(total, after, nominal=nominal)] if progress else []
-
+            bar = partial(launch.progress_bar, prepared, shown=progress)
             run = Run(launch.launch(prepared, folder, bar, stack), network, names_in(config))
     except AccountingError as error:
         raise PrivacyError(str(error)) from error

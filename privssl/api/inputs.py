@@ -18,15 +18,13 @@ CSV = ".csv"
 
 
 def read_rows(inputs: Sequence[Path], form: RowForm) -> list[tuple[list[str], Any]]:
-    """The rows of each input, as (names, rows), pictures together.
+    """The rows of each input, as (names, rows), pictures together. A row's name is its file, and
+    for arrays and CSV files its number too.
 
     Args:
         inputs: pictures, folders of pictures, NPZ files with x, x_test or x_unlabelled, NPY files,
             CSV files.
         form: of the run's rows: pictures are resized to it, and columns scaled.
-
-    Returns:
-        A row's name is its file, and for arrays and CSV files its number too.
 
     Raises:
         DataError: an input is missing or cannot be read.
@@ -55,12 +53,8 @@ def read_rows(inputs: Sequence[Path], form: RowForm) -> list[tuple[list[str], An
 
 
 def read_labelled(path: Path, form: RowForm) -> tuple[Any, NDArray[Any]]:
-    """Rows and labels of an NPZ file (x and y, or x_test and y_test), a CSV file, or a folder of
-    classes.
-
-    Returns:
-        Rows (N, ...), and class numbers (NPZ) or class names (the others) (N,).
-    """
+    """Rows (N, ...) and labels (N,) of an NPZ file (x and y, or x_test and y_test: class numbers),
+    a CSV file, or a folder of classes (class names)."""
     if path.is_dir():
         files, classes = image_folder.list_labelled_images(path)
         return image_folder.read_images(files, form.picture_shape), np.array(classes)

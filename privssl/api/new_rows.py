@@ -65,14 +65,11 @@ class RowForm:
 
     @property
     def _text_column(self) -> str:
-        return "text" if self.data.name == "sent140" else self.data.text
+        return "text" if self._tweets else self.data.text
 
     def read_csv(self, path: Path, labelled: bool) -> tuple[Any, NDArray[np.str_]]:
         """The rows of a CSV file as ``convert`` takes them, and with ``labelled`` their classes.
-
-        Raises:
-            DataError: it cannot be read, lacks a column, or the run had no such rows.
-        """
+        Raises DataError: it cannot be read, lacks a column, or the run had no such rows."""
         label = self.data.label if labelled else None
         if text := self._text_column:
             part = read_new(path, (text,), label)
@@ -93,11 +90,9 @@ class RowForm:
         return self.data.name == "sent140"
 
     def convert(self, x: Any) -> NDArray[Any]:
-        """Rows as the run stored its own (N, *shape).
-
-        Args:
-            x: arrays, tensors, lists of images of Pillow; texts where the run was trained on
-                texts; a data frame or mapping of columns where it was on a table.
+        """Rows as the run stored its own (N, *shape), of arrays, tensors, lists of images of
+        Pillow; texts where the run was trained on texts; a data frame or mapping of columns where
+        it was on a table.
 
         Raises:
             DataError: rows of another form, or the encoder is absent or has other weights.
@@ -116,7 +111,7 @@ class RowForm:
         found = to_array(HERE, x)
         if not len(found):
             return np.zeros((0, *self.shape), dtype=np.float32)
-        rows, _ = check_rows(HERE, found)
+        rows = check_rows(HERE, found)
         if self.weights is not None and rows.shape[1:] == self.raw_shape:
             return self._encode(torch.from_numpy(rows))
         if rows.shape[1:] == self.shape:  # of an encoder: features

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from privssl import models
 from privssl.algorithms import WITH_UNREAD
 from privssl.api.new_rows import RowForm
-from privssl.errors import ConfigError, DataError, RunFolderError
+from privssl.errors import ConfigError, DataError, RunFolderError, first_line
 from privssl.experiment import config as configs
 from privssl.experiment.devices import device_of
 from privssl.models.own_networks import NetworkSource, check_source, is_imported
@@ -33,10 +33,7 @@ class Run:
     """The folder of a run that has ended. ``privssl.train`` and ``privssl.open_run`` make it."""
 
     def __init__(
-        self,
-        folder: str | Path,
-        model: NetworkSource | None = None,
-        plugins: Collection[str] = (),
+        self, folder: str | Path, model: NetworkSource | None = None, plugins: Collection[str] = ()
     ) -> None:
         """Arguments as of :func:`open_run`; ``model``: no name.
 
@@ -135,10 +132,9 @@ class Run:
                 "(--resume), or give another"
             ) from None
         except (RuntimeError, ValueError, SafetensorError) as error:
-            first = (str(error).strip().splitlines() or [""])[0]
             raise RunFolderError(
-                f"{self.folder / CLASSIFIER} does not fit {name} ({first}). Give the network that "
-                "the run was trained with"
+                f"{self.folder / CLASSIFIER} does not fit {name} ({first_line(error)}). Give the "
+                "network that the run was trained with"
             ) from None
 
     @cached_property
@@ -307,9 +303,7 @@ ALLOW = 'open the run with it: privssl.open_run(FOLDER, plugins=["{name}"])'
 
 
 def open_run(
-    folder: str | Path,
-    model: NetworkSource | str | None = None,
-    plugins: Collection[str] = (),
+    folder: str | Path, model: NetworkSource | str | None = None, plugins: Collection[str] = ()
 ) -> Run:
     """The run in a folder.
 

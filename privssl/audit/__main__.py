@@ -97,7 +97,7 @@ def _build_report(run: Path, found: "ClaimCheck") -> Report:
     return report
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     about = "Check the ledgers and the privacy claim of a run."
     parser = argparse.ArgumentParser(prog="python -m privssl.audit", description=about)
@@ -281,4 +281,4 @@ _MEANING = {
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -35,11 +35,8 @@ _DERIVED = (
 def card_problems(
     files: RunFiles, card: PrivacyCard, at_card: Mapping[str, Journal]
 ) -> Iterator[str]:
-    """Where the card is not the one that follows from the ledgers.
-
-    Args:
-        at_card: by agent, the journal up to the line that the card names.
-    """
+    """Where the card is not the one that follows from the ledgers. ``at_card``: by agent, the
+    journal up to the line that the card names."""
     for place in files.unknown_keys:
         yield f"the card has the key {place:.80}, which this version does not know"
     journals = [at_card.get(entry["agent"]) for entry in card["agents"]]

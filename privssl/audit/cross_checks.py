@@ -14,11 +14,11 @@ from accounting.budget import Budget
 from accounting.errors import AccountingError
 from accounting.events import ComposedEvent, Event, PoissonSampledGaussianEvent, leaf_events
 from accounting.journal_reader import Journal
-from privssl.algorithms import ALGORITHMS
 from privssl.audit.run_files import Findings, LedgerRecord, RunFiles
 from privssl.data.split import holders
 from privssl.errors import UserError
 from privssl.experiment.config import Config
+from privssl.experiment.prepare import plan_of
 from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.card_text import render_markdown
 from privssl.privacy.plan import Plan
@@ -170,11 +170,7 @@ def _plan_of(config: Config) -> tuple[Plan, float | None]:
     """The plan that follows from the config, and its noise where that was calibrated."""
     privacy = config.privacy
     assert privacy is not None
-    labelled = len(holders(config.data.labels, config.agents).labelled)
-    plan = ALGORITHMS[config.algorithm.name].make_plan(
-        privacy, rounds=config.algorithm.rounds,
-        rows_per_agent=config.data.labelled / labelled, agents=labelled,
-    )  # fmt: skip
+    plan = plan_of(config, len(holders(config.data.labels, config.agents).labelled))
     return plan, None if privacy.noise_multiplier is not None else _noise_of(plan.event)
 
 

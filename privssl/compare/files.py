@@ -22,11 +22,8 @@ def write(
     runs: Mapping[str, Sequence[Path]],
     varied: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Write all files, each whole or not at all, the plot last.
-
-    Args:
-        runs: config -> its run folders.
-        varied: config -> the keys of ``--vary`` with its values.
+    """Write all files, each whole or not at all, the plot last. By config: its run folders, and the
+    keys of ``--vary`` with its values.
 
     Raises:
         RunFolderError: a file cannot be written, or the metrics of a run cannot be read.
@@ -54,14 +51,8 @@ def paired_section(found: Sequence[Difference]) -> list[str]:
         return []
     lines = [(one.config, one.interval(), one.p_text()) for one in found]
     headings = ("config", f"difference from {found[0].first} [95% interval]", p_heading(found))
-    return [
-        "## Paired differences",
-        "",
-        *table_lines(headings, lines),
-        "",
-        f"- {explanation(found)}",
-        "",
-    ]
+    table = table_lines(headings, lines)
+    return ["## Paired differences", "", *table, "", f"- {explanation(found)}", ""]
 
 
 def runs_text(rows: Sequence[Row], varied: Mapping[str, Mapping[str, Any]]) -> str:

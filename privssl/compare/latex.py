@@ -22,11 +22,7 @@ def escape(text: str) -> str:
 
 def latex(rows: Sequence[Row], found: Sequence[Difference]) -> str:
     """A row per config; the best accuracy, chosen on test rows, is left out. Notes are comments.
-
-    Args:
-        rows: of the comparison.
-        found: differences from the first config, of those that can be paired.
-    """
+    ``found``: differences from the first config, of those that can be paired."""
     headings = ["config", "algorithm", "labels", "rounds", "final test accuracy", "epsilon"]
     paired = {one.config: one for one in found}
     lines = []

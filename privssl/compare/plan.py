@@ -50,11 +50,8 @@ class Planned:
 
 
 def load_configs(arguments: Sequence[str], vary: Sequence[str] = ()) -> list[Config]:
-    """The configs, each with all overrides, and each in all variants.
-
-    Args:
-        arguments: paths of YAML files and ``section.key=value``, in any order.
-        vary: ``section.key=a,b,c``.
+    """The configs, each with all overrides, and each in all variants (``section.key=a,b,c``).
+    ``arguments``: paths of YAML files and ``section.key=value``, in any order.
 
     Raises:
         ConfigError: with the problems of all of them; or two have one name.
@@ -126,11 +123,8 @@ def default_output(loaded: Sequence[Config]) -> Path:
 
 
 def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> list[Planned]:
-    """All runs in their order: all configs on one seed, then on the next.
-
-    Raises:
-        UserError, AccountingError: the first problem, with its run.
-    """
+    """All runs in their order: all configs on one seed, then on the next. Raises UserError,
+    AccountingError: the first problem, with its run."""
     planned = []
     for seed in seeds:
         for config in loaded:

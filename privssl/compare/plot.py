@@ -38,14 +38,8 @@ class Curve:
 
 
 def curve(folder: Path, guaranteed: bool = False) -> Curve:
-    """Read metrics.csv and tensorboard/ of a finished run.
-
-    Args:
-        guaranteed: whether its epsilon is a guarantee, which nominal ones are not.
-
-    Raises:
-        RunFolderError: one of them is missing or damaged.
-    """
+    """Read metrics.csv and tensorboard/ of a finished run; ``guaranteed``: with its epsilon, which
+    is a guarantee. Raises RunFolderError where one of them is missing or damaged."""
     path = folder / "metrics.csv"
     took = _round_seconds(folder / "tensorboard")
     rounds, accuracy, seconds, sent = list[int](), list[float](), list[float](), list[float]()
@@ -85,12 +79,9 @@ def _round_seconds(folder: Path) -> dict[int, float]:
 
 
 def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
-    """Panels with a line per config: the mean over seeds, with a band of one sample standard
-    deviation of the accuracy. One seed has no band. Without a guarantee there is no epsilon.
-
-    Args:
-        curves: config -> its runs, at least one each.
-    """
+    """Panels with a line per config, of at least one run: the mean over seeds, with a band of one
+    sample standard deviation of the accuracy. One seed has no band. Without a guarantee there is no
+    epsilon."""
     private = any(run.epsilon for runs in curves.values() for run in runs)
     axes_names = ("rounds", "seconds", "bytes", *(["epsilon"] if private else []))
     drawing = Figure(figsize=(4.35 * len(axes_names), 4.6), dpi=150, layout="constrained")

@@ -114,15 +114,14 @@ def row(
     lasting: bool = False,
     evaluate_every: Sequence[int] = (),
 ) -> Row:
-    """A config's row.
+    """A config's row. ``differs``, ``evaluate_every``: see ``Row``; without the latter: every
+    round.
 
     Args:
         config: its name, as in its run folders.
         runs: results.json of at least one finished run, of one config and different seeds.
         delta: of its privacy section; None without one.
-        differs: see ``Row``.
         lasting: whether its accounts outlive runs (``privacy.ledger``).
-        evaluate_every: see ``Row``; empty: every round.
     """
     privacy = [run["privacy"] for run in runs]
     guarantees = [claim["guarantee"] for claim in privacy]

@@ -172,16 +172,8 @@ def average(
     otherwise: StateDict,
     weight: Callable[[Reply[Any]], float] = lambda reply: reply.weight,
 ) -> StateDict:
-    """``WeightedMean`` of given replies.
-
-    Args:
-        replies: in any order; they are added in natural order of the senders.
-        name, weight: as in ``WeightedMean``.
-        otherwise: the result if nobody sent it.
-
-    Raises:
-        MessageError: see ``WeightedMean.add``.
-    """
+    """``WeightedMean`` of replies, added in natural order of the senders; ``otherwise`` if nobody
+    sent it. Raises MessageError as ``WeightedMean.add``."""
     mean = WeightedMean(name, weight)
     for reply in sorted(replies, key=lambda reply: natural_order(reply.sender.id)):
         mean.add(reply)

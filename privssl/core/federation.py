@@ -87,14 +87,12 @@ class Federation:
         message: Message | Callable[[AgentRef], Message],
         aggregator: WeightedMean | None = None,
     ) -> list[Reply[M]]:
-        """Run one step at several agents, in parallel if the engine can.
+        """Run one step at several agents, in parallel if the engine can; replies are in the order
+        of ``whom``, including declined and missing ones.
 
         Args:
             message: one for all, or a function from the agent to its own.
             aggregator: consumes each reply; an ``Ack`` replaces its content.
-
-        Returns:
-            Replies in the order of ``whom``, including declined and missing ones.
         """
         calls = []
         for agent in whom:

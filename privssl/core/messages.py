@@ -126,11 +126,8 @@ def serialize(message: Message) -> bytes:
 
 
 def to_parts(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A message's JSON values, and its tensors by name. Inverse of ``from_parts``.
-
-    Raises:
-        TypeError: a field has a type that is not allowed in messages.
-    """
+    """A message's JSON values, and its tensors by name. Inverse of ``from_parts``. Raises
+    TypeError: a field has a type that is not allowed in messages."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for name, value in vars(message).items():

@@ -40,11 +40,8 @@ def to_sparse(weights: StateDict, sent: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def from_sparse(held: StateDict, sparse: StateDict) -> dict[str, Tensor]:
-    """``held`` with the entries of a sparse form in their places.
-
-    Raises:
-        MessageError: it is no sparse form of these weights. Senders are untrusted.
-    """
+    """``held`` with the entries of a sparse form in their places. Raises MessageError: it is no
+    sparse form of these weights. Senders are untrusted."""
     if not held and not sparse:
         return {}
     flat = torch.cat([weight.reshape(-1) for weight in held.values()] or [torch.empty(0)])  # (N,)

@@ -24,12 +24,7 @@ from accounting.account_plan import AccountPlan
 from accounting.events import Event, PoissonSampledGaussianEvent
 from privssl.core.agents import Agent, LabelledRows, Memory
 from privssl.core.messages import Declined, Message
-from privssl.core.private_release import (
-    Made,
-    is_release,
-    mechanism_is_reading,
-    watch_mechanisms,
-)
+from privssl.core.private_release import Made, is_release, mechanism_is_reading, watch_mechanisms
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
 

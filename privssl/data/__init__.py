@@ -29,13 +29,7 @@ from privssl.core.agents import (
     natural_order,
 )
 from privssl.data import split_manifest as manifests
-from privssl.data.datasets import (
-    Dataset,
-    checksum,
-    expand_path,
-    load_dataset,
-    redraw_test_rows,
-)
+from privssl.data.datasets import Dataset, checksum, expand_path, load_dataset, redraw_test_rows
 from privssl.data.encoded import HeldRows
 from privssl.data.npz import NO_LABEL
 from privssl.data.split import SERVER, RoleAssignment, Split, draw_split, holders, settings_of_split
@@ -65,6 +59,12 @@ class FederatedDataset:
     true_labels: Tensor  # (N,) by row id. For HiddenLabelMeter only: steps must never see it
     manifest: Manifest
 
+    def rows(self) -> list[Tensor]:
+        """The rows of the agents that are here, as stored; sites have theirs."""
+        return [
+            rows.x for a in self.agents for rows in (a.held_labelled, a.held_unlabelled) if rows
+        ]
+
     def measured_labels(self, *, private: bool) -> Tensor:
         """True labels that pseudo-labels are compared with (N,), by row id.
 
@@ -84,16 +84,14 @@ def build(
     data: DataSettings, agents: AgentSettings, seed: int, dataset: Dataset | None = None, *,
     labelled_is_declared: bool = False,
 ) -> FederatedDataset:  # fmt: skip
-    """Load the data, draw or replay the split, and create the agents.
+    """Load the data, draw or replay the split, and create the agents. Raises DataError where the
+    data or the split does not fit the settings.
 
     Args:
         seed: ``run.seed``; the split follows from it, the settings and the data.
         dataset: used instead of loading the one that ``data`` names.
         labelled_is_declared: ``data.labelled`` is the declared number, and the split may have
             another one, at an agent 0: an error would reveal the number.
-
-    Raises:
-        DataError: the data or the split does not fit the settings.
     """
     dataset = dataset or load_dataset(data)
     if data.test is not None:

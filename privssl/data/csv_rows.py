@@ -151,11 +151,8 @@ def _records(fields: Sequence[str], columns: Mapping[str, Sequence[str]]) -> tup
 
 
 def read_new(path: Path, columns: Sequence[str], label: str | None) -> Part:
-    """A file of new rows for a finished run, with at least these columns.
-
-    Raises:
-        DataError: it cannot be read, lacks a column, or with ``label`` a row has none.
-    """
+    """A file of new rows for a finished run, with at least these columns. Raises DataError: it
+    cannot be read, lacks a column, or with ``label`` a row has none."""
     part = _read_part(path, label, columns, "The run was trained on them: name yours the same")
     if label is not None and "" in part.labels:
         line = part.lines[part.labels.index("")]

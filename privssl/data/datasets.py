@@ -87,11 +87,8 @@ class Dataset:
 
 
 def load_dataset(settings: DataSettings) -> Dataset:
-    """Read the data set that a config names.
-
-    Raises:
-        DataError: it is missing, damaged, or not in its format.
-    """
+    """Read the data set that a config names. Raises DataError: it is missing, damaged, or not in
+    its format."""
     if settings.name not in DATA_SETS:
         found = _own(settings)
         return _to_encode(settings, found) if settings.encoder else found
@@ -111,11 +108,8 @@ def load_dataset(settings: DataSettings) -> Dataset:
 def _own(settings: DataSettings) -> Dataset:
     """The data set of a plug-in: a function of (root) that returns a ``privssl.Dataset``."""
     said = f"data.name {settings.name}"
-    found = plugins.load("datasets", "data.name", settings.name)
-    if not callable(found):
-        raise ConfigError(
-            f"{said} is {str(found)[:60]}. Name a function of (root) that returns a privssl.Dataset"
-        )
+    advice = "Name a function of (root) that returns a privssl.Dataset"
+    found = plugins.load_function("datasets", "data.name", settings.name, advice)
     root = expand_path("root", settings.root) if settings.root else default_root()
     made = plugins.call(f"{said} cannot be read:", found, root)
     rows = getattr(made, "rows", None)  # privssl.Dataset is of the Python interface
@@ -152,14 +146,8 @@ def encode_rows(settings: DataSettings, x: Tensor) -> tuple[Tensor, Tensor | Non
 
 
 def encode_new(settings: DataSettings, x: Origin, checksum: str) -> Tensor:
-    """Encode rows that a finished run has not seen, float16.
-
-    Args:
-        checksum: of the weights that made the features of the run.
-
-    Raises:
-        DataError: the encoder is absent, has other weights, or takes no such rows.
-    """
+    """Encode rows that a finished run has not seen, float16, by an encoder with the run's
+    ``checksum``. Raises DataError where it is absent, has other weights, or takes no such rows."""
     encoder = _encoder(settings, x)
     if encoder.checksum != checksum:
         raise DataError(
@@ -209,11 +197,8 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
 
 def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Dataset:
     """The data set with ``count`` test rows drawn from training and test rows together; all others
-    are training rows, the former training rows first.
-
-    Raises:
-        DataError: there are not so many rows with a label, or rows that belong to each other.
-    """
+    are training rows, the former training rows first. Raises DataError where there are not so many
+    rows with a label, or rows that belong to each other."""
     if dataset.records is not None or dataset.held is not None or dataset.unencoded is not None:
         raise DataError(
             f"data.test is {count}, but {dataset.name} brings its own test rows. Leave it out"

@@ -14,6 +14,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,15 +58,12 @@ class _Published(NamedTuple):
 
 
 def read_published(name: str, root: Path) -> Arrays:
-    """One of the four, from ``root`` or from the network.
+    """One of the four, from ``root`` or from the network. Raises DataError where it cannot be
+    downloaded, or its files are damaged.
 
     Args:
-        name: mnist, fashion_mnist, cifar10 or svhn.
         root: the folder of all data sets, created when absent; or a folder of the set's images,
             train/CLASS/* and test/CLASS/*.
-
-    Raises:
-        DataError: it cannot be downloaded, or its files are damaged.
     """
     published = PUBLISHED[name]
     if not all((root / file).is_file() for file in published.files):
@@ -154,20 +152,14 @@ def _socket_timeout() -> Iterator[None]:
 # Reading ------------------------------------------------------------------------------------
 
 
-def _idx(folder: str, class_names: tuple[str, ...]) -> Callable[[Path], Arrays]:
-    """A reader of MNIST's four files below ``folder``."""
-
-    def read(root: Path) -> Arrays:
-        (x_train, y_train), (x_test, y_test) = (
-            (
-                _idx_file(root / folder / f"{part}-images-idx3-ubyte", axes=3)[:, None],
-                _idx_file(root / folder / f"{part}-labels-idx1-ubyte", axes=1).astype(np.int64),
-            )
-            for part in ("train", "t10k")
-        )
-        return Arrays(x_train, y_train, x_test, y_test, class_names)
-
-    return read
+def _idx(folder: str, class_names: tuple[str, ...], root: Path) -> Arrays:
+    """MNIST's four files below ``folder``."""
+    train, train_labels, test, test_labels = (root / file for file in _idx_files(folder))
+    x_train, x_test = (_idx_file(path, axes=3)[:, None] for path in (train, test))
+    y_train, y_test = (
+        _idx_file(path, axes=1).astype(np.int64) for path in (train_labels, test_labels)
+    )
+    return Arrays(x_train, y_train, x_test, y_test, class_names)
 
 
 def _idx_file(path: Path, axes: int) -> NDArray[np.uint8]:
@@ -221,13 +213,13 @@ _CIFAR_FILES = tuple(
 
 PUBLISHED = {
     "mnist": _Published(
-        "MNIST", _idx_files("MNIST/raw"), (1, 28, 28), _idx("MNIST/raw", DIGITS), ""
+        "MNIST", _idx_files("MNIST/raw"), (1, 28, 28), partial(_idx, "MNIST/raw", DIGITS), ""
     ),
     "fashion_mnist": _Published(
         "FashionMNIST",
         _idx_files("FashionMNIST/raw"),
         (1, 28, 28),
-        _idx("FashionMNIST/raw", GARMENTS),
+        partial(_idx, "FashionMNIST/raw", GARMENTS),
         "",
     ),
     "cifar10": _Published("CIFAR10", _CIFAR_FILES, (3, 32, 32), _cifar10, ""),

@@ -53,12 +53,7 @@ VECTOR_VIEWS = {
     "mid": FeatureView(masked=0.1, noise=0.1),
     "strong": FeatureView(masked=0.3, noise=0.2),
 }
-SEQUENCE_VIEWS = {
-    "none": FeatureView(),
-    "weak": FeatureView(masked=0.05, noise=0.05),
-    "mid": FeatureView(masked=0.1, noise=0.1),
-    "strong": FeatureView(masked=0.2, noise=0.2),
-}
+SEQUENCE_VIEWS = {**VECTOR_VIEWS, "strong": FeatureView(masked=0.2, noise=0.2)}
 
 
 def _views(fields: Mapping[str, Tensor], how: FeatureView) -> Tensor:

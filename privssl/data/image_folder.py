@@ -26,7 +26,7 @@ from PIL import Image, ImageOps
 from PIL.ExifTags import Base as Tag
 
 from privssl.core.agents import natural_order
-from privssl.data.npz import Arrays, with_unlabelled
+from privssl.data.npz import Arrays, refuse_unprintable, with_unlabelled
 from privssl.errors import DataError
 
 SUFFIXES = frozenset(
@@ -65,15 +65,12 @@ class _Form(NamedTuple):
 
 
 def read_folder(root: Path, image_size: int | None) -> Arrays:
-    """All images of a folder.
+    """All images of a folder: uint8, one channel when all images are grey, else three.
 
     Args:
         root: holds ``train`` and ``test``, and optionally ``unlabelled`` with training images of
             unknown class, which come after the others.
         image_size: side of the square that each image is resized to, pixels; None: no resizing.
-
-    Returns:
-        uint8, one channel when all images are grey, else three.
 
     Raises:
         DataError: no such folders, classes that differ, a class without images, a file that is
@@ -89,11 +86,7 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
             f"{root}: train and test differ in the classes {differing}. "
             "Give each class images in both, or remove its folders"
         )
-    if odd := [ascii(name) for name in classes if not name.isprintable()]:
-        raise DataError(
-            f"{root}: the class folder {odd[0]} has characters that cannot be printed, and class "
-            "names are written to files. Rename it"
-        )
+    refuse_unprintable(root, classes)
     train, y_train = _files(root / "train", classes, skipped)
     test, y_test = _files(root / "test", classes, skipped)
     beside = root / UNLABELLED
@@ -116,14 +109,8 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Image files as rows (N, *shape), resized where they differ.
-
-    Args:
-        shape: channels (1: grey, 3: RGB), height and width.
-
-    Raises:
-        DataError: a file is no image, or has more than 8 bits per channel.
-    """
+    """Image files as rows (N, *shape) with 1 (grey) or 3 (RGB) channels, resized where they differ.
+    Raises DataError where a file is no image, or has more than 8 bits per channel."""
     channels, height, width = shape
     form = _Form("L" if channels == 1 else "RGB", (width, height), resized=True)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -139,10 +126,7 @@ def list_images(folder: Path) -> list[Path]:
 
 def list_labelled_images(folder: Path) -> tuple[list[Path], list[str]]:
     """Image files of ``folder/CLASS/**``, and the class of each; ``folder/test`` if there is one.
-
-    Raises:
-        DataError: no folders of classes, or one without images.
-    """
+    Raises DataError: no folders of classes, or one without images."""
     root = folder / "test" if (folder / "test").is_dir() else folder
     classes = _classes(root, Counter())
     files, y = _files(root, classes, Counter())

@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from privssl.errors import DataError
+from privssl.errors import DataError, first_few
 
 log = logging.getLogger("privssl")
 
@@ -59,26 +59,21 @@ class Arrays(NamedTuple):
 
 
 def read_npz(path: Path) -> Arrays:
-    """The four arrays of an NPZ file, checked.
-
-    Raises:
-        DataError: no such file, or not in the format above.
-    """
-    return check_arrays(path, _open(path, NAMES, (UNLABELLED,)))
+    """The four arrays of an NPZ file, checked. Raises DataError: no such file, or not in the format
+    above."""
+    return check_arrays(path, _open(path, NAMES, (UNLABELLED,), warn=True))
 
 
 def check_arrays(
     path: object, found: Mapping[str, NDArray[Any]], class_names: Sequence[str] | None = None
 ) -> Arrays:
-    """The arrays of a file, or in memory, in the layout and type that rows have.
+    """The arrays of a file, or in memory, in the layout and type that rows have. Raises DataError
+    where they are not in the format above.
 
     Args:
         path: where they are from, for errors.
         found: by the names of an NPZ file; ``x_unlabelled`` may be absent.
         class_names: in the order of the class numbers; None: the numbers.
-
-    Raises:
-        DataError: they are not in the format above.
     """
     x_train, y_train = _rows(path, found, "train")
     x_test, y_test = _rows(path, found, "test")
@@ -105,7 +100,7 @@ def check_arrays(
         log.warning(
             "%s: no training row has class %s, but the classifier has an output for it. Number the "
             "classes 0, 1, 2, ... without gaps.",
-            path, ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5),
+            path, first_few(empty),
         )  # fmt: skip
     arrays = Arrays(x_train, y_train, x_test, y_test, named or tuple(map(str, range(classes))))
     return with_unlabelled(arrays, parts[UNLABELLED]) if UNLABELLED in parts else arrays
@@ -129,13 +124,9 @@ def _check_names(path: object, names: tuple[str, ...], classes: int) -> None:
         )
 
 
-def check_rows(
-    path: object, x: NDArray[Any], y: NDArray[Any] | None = None
-) -> tuple[NDArray[Any], Any]:
-    """Rows in their final layout and type, and their classes if given. Raises DataError."""
-    if y is None:
-        return _numbers(path, "x", _channels_first(path, "x", x)), None
-    return _rows(path, {"x_rows": x, "y_rows": y}, "rows")
+def check_rows(path: object, x: NDArray[Any]) -> NDArray[Any]:
+    """Rows in their final layout and type. Raises DataError."""
+    return _numbers(path, "x", _channels_first(path, "x", x))
 
 
 def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
@@ -147,15 +138,12 @@ def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
 def read_rows(
     path: Path, *, labelled: bool, unlabelled: bool, may_be_empty: bool = False
 ) -> NpzRows:
-    """The rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``.
+    """The rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``, as far as it
+    holds them. Raises DataError as :func:`read_npz`.
 
     Args:
-        labelled, unlabelled: which of them it holds; at least one.
         may_be_empty: whether zero labelled rows are allowed: where their number is private, an
             error would reveal it.
-
-    Raises:
-        DataError: as in :func:`read_npz`.
     """
     names = [*(("x_labelled", "y_labelled") if labelled else ()),
              *(("x_unlabelled",) if unlabelled else ())]  # fmt: skip
@@ -169,10 +157,7 @@ def read_rows(
 
 def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[Any]]:
     """The arrays of the first choice whose names an NPZ file all has; or one NPY file's array.
-
-    Raises:
-        DataError: no such file, no NPY or NPZ file, or none of the choices.
-    """
+    Raises DataError: no such file, no NPY or NPZ file, or none of the choices."""
     if path.suffix == ".npy" and all(len(names) == 1 for names in choices):
         try:
             return [np.load(path, allow_pickle=False)]
@@ -181,7 +166,7 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
             raise DataError(f"{path} cannot be read as an NPY file: {reason}") from None
     wanted = ", or ".join(" and ".join(names) for names in choices)
     every = {name for names in choices for name in names}
-    found = _open(path, (), every, others_matter=False, instead=wanted)
+    found = _open(path, (), every, instead=wanted)
     for names in choices:
         if set(names) <= found.keys():
             return [found[name] for name in names]
@@ -191,11 +176,10 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
 
 
 def _unlabelled(path: object, found: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    name = "x_unlabelled"
-    rest = _numbers(path, name, _channels_first(path, name, found[name]))
-    if not len(rest):
-        raise DataError(f"{path}: {name} has no rows. Give at least one, or leave it out")
-    return rest
+    x = _numbers(path, UNLABELLED, _channels_first(path, UNLABELLED, found[UNLABELLED]))
+    if not len(x):
+        raise DataError(f"{path}: {UNLABELLED} has no rows. Give at least one, or leave it out")
+    return x
 
 
 def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
@@ -229,17 +213,11 @@ def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
 
 
 def _open(
-    path: Path, names: Sequence[str], optional: Collection[str] | None = None, *,
-    others_matter: bool = True, instead: str = "",
+    path: Path, names: Sequence[str], optional: Collection[str] = (), *,
+    warn: bool = False, instead: str = "",
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Arrays of an NPZ file.
-
-    Args:
-        names: required ones.
-        optional: read if present; others are warned of. None: others are ignored.
-        others_matter: whether others are warned of.
-        instead: what a single array should be instead, where no name is required.
-    """
+    """Required and optional arrays of an NPZ file; ``warn`` of others. ``instead``: what a single
+    array should be instead, where no name is required."""
     try:
         with path.open("rb") as stream:  # NumPy leaves a damaged file open
             file = np.load(stream, allow_pickle=False)
@@ -258,12 +236,8 @@ def _open(
             for info in file.zip.infolist():  # zipfile never unpacks more than this
                 if info.file_size > MAX_BYTES:
                     raise ValueError(f"{info.filename} has {info.file_size} bytes")
-            wanted = [*names, *(name for name in optional or () if name in file.files)]
-            if (
-                optional is not None
-                and others_matter
-                and (extra := sorted({*file.files} - {*wanted}))
-            ):
+            wanted = [*names, *(name for name in optional if name in file.files)]
+            if warn and (extra := sorted({*file.files} - {*wanted})):
                 log.warning(
                     "%s: not read: %s. Read are %s.",
                     path, ", ".join(extra), ", ".join((*names, *optional)),

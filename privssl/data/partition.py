@@ -99,10 +99,7 @@ class Dirichlet(Partition):
     alpha: float
 
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        alpha = min(max(self.alpha, 1e-9), 1e9)  # outside, numpy's sampler is inexact
-        classes = int(labels.max()) + 1
-        # All shares before any row, so that they do not depend on how many rows there are.
-        shares = rng.dirichlet(np.full(agents, alpha), size=classes)  # (C, agents)
+        shares = _shares(self.alpha, int(labels.max()) + 1, agents, rng)  # (C, agents)
         hands: list[list[Ints]] = [[] for _ in range(agents)]
         for number, rows in _rows_of_classes(labels, rng).items():
             ends = np.round(np.cumsum(shares[number])[:-1] * len(rows)).astype(np.int64)
@@ -137,10 +134,8 @@ class DirichletEqual(Partition):
 
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         total = self.total(labels)
-        alpha = min(max(self.alpha, 1e-9), 1e9)
         classes = int(labels.max()) + 1
-        # All shares before any row, so that they do not depend on how many rows there are.
-        shares = rng.dirichlet(np.full(classes, alpha), size=agents)  # (agents, C)
+        shares = _shares(self.alpha, agents, classes, rng)  # (agents, C)
         order = rng.permutation(agents)
         sizes, pools = _even_sizes(total, order), _rows_of_classes(labels, rng)
         left = np.bincount(labels, minlength=classes)
@@ -152,6 +147,12 @@ class DirichletEqual(Partition):
             )
             left = left - drawn
         return hands
+
+
+def _shares(alpha: float, draws: int, size: int, rng: np.random.Generator) -> Floats:
+    """Shares (draws, size), all before any row: they do not depend on how many rows there are."""
+    alpha = min(max(alpha, 1e-9), 1e9)  # outside, numpy's sampler is inexact
+    return rng.dirichlet(np.full(size, alpha), size=draws)
 
 
 def _draw_classes(shares: Floats, rows: int, left: Ints, rng: np.random.Generator) -> Ints:

@@ -74,12 +74,8 @@ class Split(NamedTuple):
 
 
 def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Dataset) -> Split:
-    """Draw a split.
-
-    Raises:
-        DataError: more rows are asked for than there are, an agent would get none, or a rule
-            does not fit. See :mod:`privssl.data.partition`.
-    """
+    """Draw a split. Raises DataError: more rows are asked for than there are, an agent would get
+    none, or a rule does not fit. See :mod:`privssl.data.partition`."""
     labels: Ints = dataset.y_train.numpy()
     labelled, validation, unlabelled = _draw_rows(data, labels, seed, wanted=bool(who.unlabelled))
     rule = labelled_rule = from_settings(data.partition, data.alpha, data.k)
@@ -129,11 +125,8 @@ def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool 
 def _draw_rows(
     data: DataSettings, labels: Ints, seed: int, *, wanted: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """Ids of labelled and validation rows, and of possible unlabelled rows; disjoint.
-
-    Args:
-        wanted: whether any agent holds unlabelled rows.
-    """
+    """Ids of labelled and validation rows, and of possible unlabelled rows; disjoint. ``wanted``:
+    whether any agent holds unlabelled rows."""
     rows = len(labels)
     asked = data.labelled + data.validation + (data.unlabelled or 0)
     if asked > rows:

@@ -65,11 +65,7 @@ class Manifest:
         return hashlib.sha256(_canonical(_plain(self)).encode()).hexdigest()
 
     def write(self, path: Path) -> None:
-        """Write the file, replacing one that is there.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Write the file, replacing one that is there. Raises DataError: it cannot be written."""
         try:
             # readable by its owner alone: the file lists the rows that have labels
             content = _canonical({**_plain(self), "hash": self.hash}) + "\n"
@@ -89,12 +85,8 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest, and check it without the data.
-
-    Raises:
-        DataError: no such file, not in this format, changed since it was written, or a row id
-            that is out of range or occurs twice.
-    """
+    """Read a manifest, and check it without the data. Raises DataError: no such file, not in this
+    format, changed since it was written, or a row id that is out of range or occurs twice."""
     found = _parse(path)
     schema, stated = found.pop("schema", None), found.pop("hash", None)
     if schema != SCHEMA:

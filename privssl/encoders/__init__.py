@@ -55,10 +55,8 @@ def kind_of_output(name: str) -> RowKind | None:
 
 
 def open_encoder(name: str, weights: str = "") -> Encoder:
-    """An encoder by name; its network is built when the first row needs it.
-
-    Args:
-        weights: file of the weights, where the encoder takes one.
+    """An encoder by name, and a file of weights where it takes one; its network is built when the
+    first row needs it.
 
     Raises:
         DataError: a package, a file or a folder is missing, which the message names.

@@ -59,14 +59,8 @@ class Encoder:
 
 
 def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
-    """The features of rows, float16 (N, *shape).
-
-    Args:
-        folder: of data sets; the cache is in it.
-
-    Raises:
-        DataError: a feature is not finite, or beyond float16.
-    """
+    """The features of rows, float16 (N, *shape). ``folder``: of data sets; the cache is in it.
+    Raises DataError: a feature is not finite, or beyond float16."""
     found = torch.empty(len(rows), *encoder.shape, dtype=torch.float16)
     if not len(rows):
         return found
@@ -74,8 +68,8 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
         _fill(encoder, rows, found, range(len(rows)))
         return found
     names = [digest_of(row) for row in rows]
-    version = f"{encoder.checksum[:16]}-{FORMAT}"
-    cache = _Cache(folder / CACHES / f"{_folder_name(encoder.name)}-{version}")
+    plain = "".join(c if c.isalnum() else "_" for c in encoder.name)[-60:]
+    cache = _Cache(folder / CACHES / f"{plain}-{encoder.checksum[:16]}-{FORMAT}")
     known = cache.read(set(names), found.shape[1:])
     missing = list({name: place for place, name in enumerate(names) if name not in known}.values())
     if missing:
@@ -150,10 +144,6 @@ def _progress() -> Progress:
     return Progress(
         console=Terminal(stderr=True), transient=True, disable=not sys.stderr.isatty()
     )  # fmt: skip
-
-
-def _folder_name(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)[-60:]
 
 
 class _Cache:
@@ -236,11 +226,8 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Weights from a safetensors file, or from a torch file that has tensors alone.
-
-    Raises:
-        DataError: it is missing, damaged, or has anything but tensors.
-    """
+    """Weights from a safetensors file, or from a torch file that has tensors alone. Raises
+    DataError: it is missing, damaged, or has anything but tensors."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:

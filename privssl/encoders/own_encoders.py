@@ -17,17 +17,10 @@ TEXTS = ("", "a short text", "another text, which is longer: " + "word " * 50)
 
 
 def open_own_encoder(name: str, weights: str) -> Encoder:
-    """The encoder of a plug-in.
-
-    Raises:
-        ConfigError: it cannot be imported, or returns no Encoder.
-    """
-    found = plugins.load("encoders", "data.encoder", name)
-    if not callable(found):
-        raise ConfigError(
-            f"data.encoder {name} is {str(found)[:60]}. Name a function of (weights) that returns "
-            "a privssl.encoders.Encoder"
-        )
+    """The encoder of a plug-in. Raises ConfigError: it cannot be imported, or returns no
+    Encoder."""
+    advice = "Name a function of (weights) that returns a privssl.encoders.Encoder"
+    found = plugins.load_function("encoders", "data.encoder", name, advice)
     made = plugins.call(f"data.encoder {name} cannot be opened:", found, weights)
     if not isinstance(made, Encoder):
         raise ConfigError(

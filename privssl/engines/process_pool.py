@@ -132,11 +132,8 @@ class WorkerEngine(LocalEngine):
         workers: int,
         **options: Unpack[EngineOptions],
     ) -> None:
-        """Fork the workers. ``unsupported_reason`` must be None.
-
-        Args:
-            algorithm: its steps run in workers, all others in this process.
-            workers: >= 1.
+        """Fork ``workers`` >= 1, in which steps of ``algorithm`` run. ``unsupported_reason`` must
+        be None.
 
         Raises:
             WorkerError: the system starts no more processes.

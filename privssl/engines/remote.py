@@ -74,14 +74,11 @@ class SitesEngine:
         timeouts: RemoteTimeouts = DEFAULT_TIMEOUTS,
         key_owner: Callable[[str], str] | None = None,
     ) -> None:
-        """Find the sites.
+        """Find the sites. ``agreement``, ``ledgers`` and ``key_owner``: see ``SiteDirectory``.
 
         Args:
             expected: every agent of the run; those at the server are in ``home``.
-            agreement: ``config.compatibility_hash`` of this run.
             home: engine of the agents at the server.
-            ledgers: agents whose journals are needed at the end.
-            key_owner: see ``SiteDirectory``.
 
         Raises:
             SiteError: a site is missing, ambiguous, or has another config.
@@ -147,10 +144,8 @@ class SitesEngine:
         return now
 
     def end_run(self, *, over: bool) -> Mapping[str, bytes]:
-        """Tell all sites that the run stops. Returns agent -> journal, of those that share one.
-
-        Args:
-            over: whether sites may delete its data. A run that will be resumed still needs it.
+        """Tell all sites that the run stops; ``over``: they may delete its data, which a run that
+        will be resumed still needs. Returns agent -> journal, of those that share one.
 
         Raises:
             SiteError: a journal that is needed was not sent.

@@ -163,15 +163,9 @@ class Worker:
     def fork(
         cls, serve: Callable[[Connection, SharedBuffer], None], shared: Sequence[SharedBuffer]
     ) -> "Worker":
-        """Fork a process that runs ``serve`` and then ends. Call it in ``pending_signals``.
-
-        Args:
-            serve: gets the other end of ``pipe``, and ``shared_buffer``.
-            shared: further buffers that the process reads.
-
-        Raises:
-            OSError: the system gives no process.
-        """
+        """Fork a process that runs ``serve``, with the other end of ``pipe`` and ``shared_buffer``,
+        and then ends. Call it in ``pending_signals``. ``shared``: further buffers that the process
+        reads. Raises OSError where the system gives no process."""
         ours, theirs = Pipe()
         shared_buffer = SharedBuffer()
         try:
@@ -246,13 +240,11 @@ def _end_with_parent(pipe: int) -> None:
 
 
 def pin_to_core(place: int, workers: int) -> None:
-    """Pin this process to one core if the workers divide evenly among the cores.
+    """Pin this process, the worker of a place from 0, to one core if the workers divide evenly
+    among the cores.
 
     Linux may run all workers on one core and another program on the other, which doubles the time.
     With fewer workers than cores, another run would choose the same cores, so they stay free.
-
-    Args:
-        place: of this worker among them, from 0.
     """
     cores = sorted(os.sched_getaffinity(0))
     if workers % len(cores) == 0:

@@ -43,11 +43,6 @@ from privssl.settings.section_builder import ORDER, ConfigBuilder, unless_bad
 from privssl.settings.yaml_reader import as_yaml_number
 
 LONGEST_NAME = 200
-_OF_ONE_MACHINE = {
-    "data": ("root", "split", "encoder_weights", "columns"),
-    "model": ("weights",),
-    "privacy": ("ledger", "ledger_epsilon"),
-}
 _PATHS = {
     "data": ("root", "split", "encoder_weights", "columns"),
     "model": ("weights",),
@@ -88,10 +83,9 @@ def load_config(
     algorithms: Mapping[str, type[Any]] = ALGORITHMS,
     text: str | None = None,
 ) -> Config:
-    """Read and check a config file.
+    """Read and check a config file of at most 1 MiB.
 
     Args:
-        path: the YAML file, at most 1 MiB.
         overrides: ``section.key=value``, the value as YAML; ``privacy=null`` takes that
             section away.
         algorithms: name -> class with a ``Config`` dataclass and ``problems(config)``.
@@ -368,9 +362,7 @@ def to_yaml(config: Config) -> str:
 def without_paths(config: Config) -> dict[str, Any]:
     """All keys by section, without paths of this machine."""
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
-    for name, keys in {**_PATHS, "run": (*_PATHS["run"], "output")}.items():
-        for key in keys:
-            (sections[name] or {}).pop(key, None)
+    _drop(sections, _PATHS | {"run": (*_PATHS["run"], "output")})
     prefix, colon, folder = config.data.encoder.partition("huggingface:")
     if colon and not prefix and sections["data"]:
         sections["data"]["encoder"] = colon + Path(folder).name
@@ -388,15 +380,14 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
 
 def config_hash(config: Config) -> str:
     """SHA-256 of :func:`result_relevant`. Configs with equal hashes can share checkpoints."""
-    return _hash(result_relevant(config))
+    return hash_of(result_relevant(config))
 
 
 def compatibility_hash(
     config: Config, classes: Sequence[str], shape: Sequence[int], encoder: str | None = None
 ) -> str:
-    """SHA-256 of everything that all parties of a run must share.
-
-    Like ``config_hash``, without paths and budgets of one machine, and with the task.
+    """SHA-256 of everything that all parties of a run must share: like ``config_hash``, without
+    paths and budgets of one machine, and with the task.
 
     Args:
         classes: names, in the order of the outputs.
@@ -404,14 +395,19 @@ def compatibility_hash(
         encoder: checksum of its encoder's weights; sites with others would train on other features.
     """
     parts = result_relevant(config)
-    for section, keys in _OF_ONE_MACHINE.items():
-        for key in keys:
-            (parts[section] or {}).pop(key, None)
+    _drop(parts, _PATHS | {"privacy": ("ledger", "ledger_epsilon")})
     task = {"classes": list(classes), "shape": list(shape)}
-    return _hash({**parts, "task": {**task, **({"encoder": encoder} if encoder else {})}})
+    return hash_of({**parts, "task": {**task, **({"encoder": encoder} if encoder else {})}})
 
 
-def _hash(parts: Mapping[str, Any]) -> str:
+def _drop(sections: Mapping[str, dict[str, Any] | None], keys: Mapping[str, Sequence[str]]) -> None:
+    for name, some in keys.items():
+        for key in some:
+            (sections[name] or {}).pop(key, None)
+
+
+def hash_of(parts: Mapping[str, Any]) -> str:
+    """SHA-256 of JSON values, as hex digits."""
     text = json.dumps(parts, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -31,9 +31,7 @@ _NULL_WAS: Mapping[str, Any] = {
     "keep_helpers": False, "stream_slices": 1,  # the last one is later elsewhere
 }  # fmt: skip
 #: Keys that some algorithms no longer have, at the only value that their runs could have.
-FORMER: Mapping[str, Mapping[str, Any]] = {
-    "algorithm": {"aggregation": "mean", "stream_slices": 1},
-}
+FORMER: Mapping[str, Mapping[str, Any]] = {"algorithm": {"aggregation": "mean", "stream_slices": 1}}
 
 
 def forget_later_keys(sections: Mapping[str, dict[str, Any] | None]) -> None:

@@ -30,11 +30,7 @@ _PREFIXES: dict[plugins.Kind, tuple[str, ...]] = {
 
 
 def plugins_of(config: Any) -> Iterator[PluginName]:
-    """Every plug-in that a config names.
-
-    Args:
-        config: a ``privssl.experiment.config.Config``.
-    """
+    """Every plug-in that a config names. ``config``: a ``privssl.experiment.config.Config``."""
     data = config.data
     given: list[tuple[plugins.Kind, str, str | None]] = [
         ("algorithms", "algorithm.name", config.algorithm.name),

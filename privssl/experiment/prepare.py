@@ -29,7 +29,7 @@ from privssl.core.rows import Shape
 from privssl.core.task import Task
 from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.data.datasets import Dataset
-from privssl.errors import ConfigError, PrivacyError
+from privssl.errors import ConfigError, PrivacyError, first_few, first_line
 from privssl.experiment.config import Config
 from privssl.experiment.devices import check_side_by_side, device_of
 from privssl.experiment.plugin_names import describe_plugins, refuse_taken_names
@@ -115,11 +115,8 @@ class Prepared:
 def prepare(
     config: Config, dataset: data.Dataset | None = None, network: NetworkSource | None = None
 ) -> Prepared:
-    """Load the data, split it, build the algorithm, and refuse what cannot be done.
-
-    Args:
-        dataset: rows in memory, instead of those that ``data.name`` names.
-        network: a network from Python, instead of the one that ``model.name`` names.
+    """Load the data, split it, build the algorithm, and refuse what cannot be done. ``dataset`` and
+    ``network``: instead of those that ``data.name`` and ``model.name`` name.
 
     Raises:
         privssl.errors.UserError: see the head of this module.
@@ -140,13 +137,7 @@ def prepare(
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     plan, holders = None, _labelled(federated_data)
     if config.privacy is not None:
-        labelled = sum(agent.role != "query" for agent in roster)
-        plan = kind.make_plan(
-            config.privacy,
-            rounds=config.algorithm.rounds,
-            rows_per_agent=config.data.labelled / labelled,
-            agents=labelled,
-        )
+        plan = plan_of(config, sum(agent.role != "query" for agent in roster))
         if plan.visits:
             _refuse_shared_rows(holders, federated_data)
             _refuse_unaffordable(plan, config.privacy)
@@ -195,10 +186,9 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
     found = {c for rows in here for c in rows.y.tolist()} if here else set(range(len(classes)))
     absent = [name for number, name in enumerate(classes) if number not in found]
     if absent and config.data.labelled >= len(classes):
-        some = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
         yield (
-            f"{len(absent)} of {len(classes)} classes have no labelled row ({some}) and cannot be "
-            "learned. Give more data.labelled, or data.stratified: true"
+            f"{len(absent)} of {len(classes)} classes have no labelled row ({first_few(absent)}) "
+            "and cannot be learned. Give more data.labelled, or data.stratified: true"
         )
     if len(found) == 1:
         yield f"all labelled rows are of class {classes[found.pop()]}: no other can be learned"
@@ -227,8 +217,8 @@ def _test_row_warnings(dataset: Dataset) -> Iterator[str]:
         )
     elif absent and rows > 1:
         yield (
-            f"{len(absent)} of {dataset.classes} classes have no test row "
-            f"({', '.join(absent[:5])}{', ...' if len(absent) > 5 else ''}): they have no recall"
+            f"{len(absent)} of {dataset.classes} classes have no test row ({first_few(absent)}): "
+            "they have no recall"
         )
 
 
@@ -273,11 +263,20 @@ def _own_network_refused(config: Config) -> Iterator[None]:
     except (RuntimeError, NotImplementedError) as error:
         if not is_outside(config.model.name):
             raise
-        text = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
         raise PrivacyError(
             f"model.name {config.model.name}: the gradient of a single row cannot be computed "
-            f"({text}), so it cannot be trained privately. Use layers that torch.func.vmap knows"
+            f"({first_line(error)}), so it cannot be trained privately. Use layers that "
+            "torch.func.vmap knows"
         ) from error
+
+
+def plan_of(config: Config, agents: int) -> Plan:
+    """The plan of a private config, whose labels so many agents hold."""
+    assert config.privacy is not None
+    return ALGORITHMS[config.algorithm.name].make_plan(
+        config.privacy, rounds=config.algorithm.rounds,
+        rows_per_agent=config.data.labelled / agents, agents=agents,
+    )  # fmt: skip
 
 
 def check_private(algorithm: Algorithm[Any], config: Config) -> None:
@@ -392,12 +391,8 @@ def claim_rows(
     *,
     only_check: bool = False,
 ) -> None:
-    """Register the labelled rows of agents under their accounts.
-
-    Args:
-        ledger: folder of the accounts.
-        bare: the rows that the run uses without protection.
-        only_check: check only.
+    """Register the labelled rows of agents under their accounts in the folder ``ledger``, or only
+    check. ``bare``: the rows that the run uses without protection.
 
     Raises:
         accounting.errors.LedgerError: a row has another account, or is used without protection.

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 
 from privssl.errors import RunFolderError, UserError
 from privssl.generation.rows import SyntheticRows
-from privssl.reporting.figures import contact_sheet
+from privssl.reporting.figures import as_png, contact_sheet
 from privssl.storage import atomic_files
 from privssl.training.local_training import network_input
 
@@ -25,12 +23,8 @@ def check_free(output: Path) -> None:
 
 
 def write_rows(made: SyntheticRows, output: Path) -> None:
-    """Write the rows and a contact sheet.
-
-    Args:
-        output: ``FILE.npz`` with ``x``, ``y`` and ``class_names``, or a folder of
-            ``CLASS/00000.png``. Neither may exist.
-    """
+    """Write the rows and a contact sheet. ``output``: ``FILE.npz`` with ``x``, ``y`` and
+    ``class_names``, or a folder of ``CLASS/00000.png``. Neither may exist."""
     check_free(output)
     with atomic_files.writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +36,7 @@ def write_rows(made: SyntheticRows, output: Path) -> None:
             _write_pictures(made, output)
         rows, labels = torch.from_numpy(made.x), torch.from_numpy(made.y)
         sheet = contact_sheet(network_input(rows), labels, len(made.class_names))
-        atomic_files.replace(_sheet_of(output), _png(sheet))
+        atomic_files.replace(_sheet_of(output), as_png(sheet))
 
 
 def _write_pictures(made: SyntheticRows, folder: Path) -> None:
@@ -57,14 +51,7 @@ def _write_pictures(made: SyntheticRows, folder: Path) -> None:
         place = folder / made.class_names[label]
         place.mkdir(exist_ok=True)
         pixels = row[0] if channels == 1 else row.transpose(1, 2, 0)
-        atomic_files.write_new(place / f"{number:05d}.png", _png(pixels))
-
-
-def _png(pixels: NDArray[np.uint8]) -> bytes:
-    """A PNG file of pixels (H, W) or (H, W, 3)."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, format="PNG")
-    return buffer.getvalue()
+        atomic_files.write_new(place / f"{number:05d}.png", as_png(pixels))
 
 
 def _sheet_of(output: Path) -> Path:

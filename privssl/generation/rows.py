@@ -55,17 +55,9 @@ def generate_rows(
     confidence: float = 0.0,
     classify: Classify | None = None,
 ) -> SyntheticRows:
-    """Rows of a run's generator at lambda 0, equally many of each class.
-
-    Args:
-        folder: of a finished run.
-        count: rows, >= 1.
-        classes: their names; None: all.
-        seed: the same seed gives the same rows.
-        acknowledge_query_rows: needed in a private run, whose claim does not cover the unlabelled
-            rows that the generator learned from.
-        confidence: in [0, 1): rows are drawn anew until ``classify`` gives their class as much.
-        classify: the run's released classifier; needed with ``confidence``.
+    """Rows of a run's generator at lambda 0, equally many of each class. Arguments as of
+    ``api.run.Run.generate``; ``classify``: the run's released classifier, needed with
+    ``confidence``.
 
     Raises:
         UserError: no finished run with a generator, an unknown class, ``count`` below 1, or a row

@@ -64,13 +64,11 @@ def build_classifier(
 
     Args:
         settings: the section ``model``; ``row_checks`` has checked that it fits the rows.
-        shape: of a row; height and width of images at least 8.
-        classes: at least 2.
         precision: of multiplications; weights and logits are float32.
         source: a network given from Python, instead of ``model.name``.
 
     Raises:
-        DataError: images are too small to be halved three times.
+        DataError: images have a side below 8 pixels.
         ConfigError: a network from outside cannot be built, or ``model.weights`` do not fit.
     """
     if source is not None or is_outside(settings.name):

@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from privssl.core.rows import Shape
 from privssl.models.static_norm import StaticNorm
 from privssl.ops.group_norm import GroupNorm
 
@@ -32,51 +33,61 @@ def scale_variance(network: nn.Module) -> None:
             nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
-class SmallCNN(nn.Module):
-    """Three convolutions, each pooled, normalised, rectified; one linear layer. 29,546 parameters
-    at width 16, 28x28, 10 classes. Input (B, *shape), output (B, classes)."""
-
-    def __init__(
-        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
-    ) -> None:
-        super().__init__()
-        channels, height, breadth = shape
-        widths = (width, 2 * width, 4 * width)
-        layers: list[nn.Module] = []
-        for out, kernel in zip(widths, (5, 3, 3), strict=True):
-            layers += [
-                nn.Conv2d(channels, out, kernel, padding=kernel // 2),
-                nn.MaxPool2d(2),
-                norm_layer(norm, out),
-                nn.ReLU(),
-            ]
-            channels = out
-        self.trunk = nn.Sequential(*layers, nn.Flatten())
-        self.head = nn.Linear(channels * (height // 8) * (breadth // 8), classes)
+class _TrunkAndHead(nn.Module):
+    trunk: nn.Sequential
+    head: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.trunk(x))
         return logits
 
 
-class FedAvgCNN(nn.Module):
+class _ShallowAndDeep(nn.Module):
+    shallow: nn.Sequential
+    deep: nn.Sequential
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.deep(self.shallow(x))
+        return logits
+
+
+def _halved(
+    channels: int, out: int, kernel: int, padding: int, norm: str, *, bias: bool = True
+) -> list[nn.Module]:
+    """A convolution, halved, normalised, ReLU."""
+    convolution = nn.Conv2d(channels, out, kernel, padding=padding, bias=bias)
+    return [convolution, nn.MaxPool2d(2), norm_layer(norm, out), nn.ReLU()]
+
+
+class SmallCNN(_TrunkAndHead):
+    """Three convolutions, each pooled, normalised, rectified; one linear layer. 29,546 parameters
+    at width 16, 28x28, 10 classes. Input (B, *shape), output (B, classes)."""
+
+    head: nn.Linear
+
+    def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
+        super().__init__()
+        channels, height, breadth = shape
+        widths = (width, 2 * width, 4 * width)
+        layers: list[nn.Module] = []
+        for out, kernel in zip(widths, (5, 3, 3), strict=True):
+            layers += _halved(channels, out, kernel, kernel // 2, norm)
+            channels = out
+        self.trunk = nn.Sequential(*layers, nn.Flatten())
+        self.head = nn.Linear(channels * (height // 8) * (breadth // 8), classes)
+
+
+class FedAvgCNN(_TrunkAndHead):
     """The network of FedAvg (McMahan et al. 2017) for CIFAR-10, as SemiFL's Table 3 and its code
     have it: two 5x5 convolutions, each pooled, and a hidden layer. 2,156,490 parameters at width
     16, 3x32x32, 10 classes without norm. ``width`` scales 32/64/512 (16 keeps them)."""
 
-    def __init__(
-        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
-    ) -> None:
+    def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
         channels, height, breadth = shape
         layers: list[nn.Module] = []
         for out in (2 * width, 4 * width):
-            layers += [
-                nn.Conv2d(channels, out, 5, padding=2),
-                nn.MaxPool2d(2),
-                norm_layer(norm, out),
-                nn.ReLU(),
-            ]
+            layers += _halved(channels, out, 5, 2, norm)
             channels = out
         self.trunk = nn.Sequential(*layers, nn.Flatten())
         features = channels * (height // 4) * (breadth // 4)
@@ -84,21 +95,15 @@ class FedAvgCNN(nn.Module):
             nn.Linear(features, 32 * width), nn.ReLU(), nn.Linear(32 * width, classes)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.trunk(x))
-        return logits
 
-
-class LeNet(nn.Module):
+class LeNet(_TrunkAndHead):
     """LeNet-5 with ReLU and max pooling (LeCun et al. 1998), any input of 8x8 or more. The first
     convolution pads by two, as for 28x28 digits; the second pads only small images. ``width``
     scales 6/16/120/84 (16 keeps them)."""
 
     unpadded_from = math.inf  # the first convolution does not pad images with sides of this or more
 
-    def __init__(
-        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
-    ) -> None:
+    def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
         channels, height, breadth = shape
         side = min(height, breadth)
@@ -106,14 +111,8 @@ class LeNet(nn.Module):
         first_pad = 0 if side >= self.unpadded_from else 2
         second_pad = 0 if side >= 14 else 2
         self.trunk = nn.Sequential(
-            nn.Conv2d(channels, first, 5, padding=first_pad),
-            nn.MaxPool2d(2),
-            norm_layer(norm, first),
-            nn.ReLU(),
-            nn.Conv2d(first, second, 5, padding=second_pad),
-            nn.MaxPool2d(2),
-            norm_layer(norm, second),
-            nn.ReLU(),
+            *_halved(channels, first, 5, first_pad, norm),
+            *_halved(first, second, 5, second_pad, norm),
             nn.Flatten(),
         )
         with torch.no_grad():
@@ -127,10 +126,6 @@ class LeNet(nn.Module):
             nn.Linear(fourth, classes),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.trunk(x))
-        return logits
-
 
 class LeNet32(LeNet):
     """LeNet-5 as its authors feed it, 32x32 without padding: FedSEAL's network for SVHN. 62,006
@@ -139,7 +134,7 @@ class LeNet32(LeNet):
     unpadded_from = 28
 
 
-class AlexNetLike(nn.Module):
+class AlexNetLike(_TrunkAndHead):
     """FedMatch's smaller network (Jeong et al., ICLR 2021, B.4; Serra et al. 2018): convolutions of
     64, 128 and 256 filters with kernels of 4, 3 and 2, each followed by 2x2 max pooling, and two
     linear layers of 2048 units. 6,519,808 parameters at width 16, 3x32x32, 10 classes without norm,
@@ -149,21 +144,14 @@ class AlexNetLike(nn.Module):
     Images with a side below 19 pixels, which would be used up, are padded.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
-    ) -> None:
+    def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
         channels, *sides = shape
         small, bias = min(sides) < 19, norm != "none"
         layers: list[nn.Module] = []
         for out, kernel in ((4 * width, 4), (8 * width, 3), (16 * width, 2)):
             pad = kernel // 2 if small else 0
-            layers += [
-                nn.Conv2d(channels, out, kernel, padding=pad, bias=bias),
-                nn.MaxPool2d(2),
-                norm_layer(norm, out),
-                nn.ReLU(),
-            ]
+            layers += _halved(channels, out, kernel, pad, norm, bias=bias)
             channels, sides = out, [(side + 2 * pad - kernel + 1) // 2 for side in sides]
         units = 128 * width
         self.trunk = nn.Sequential(*layers, nn.Flatten())
@@ -177,12 +165,8 @@ class AlexNetLike(nn.Module):
         if not bias:
             scale_variance(self)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.trunk(x))
-        return logits
 
-
-class TriNetCNN(nn.Module):
+class TriNetCNN(_ShallowAndDeep):
     """FedTriNet's network for MNIST and Fashion-MNIST (Che et al. 2021, as in their code).
 
     30,840 parameters at width 16, 1x32x32, 10 classes without norm. The paper names no layers.
@@ -195,18 +179,13 @@ class TriNetCNN(nn.Module):
     Differs from the paper: images with a side below 16 pixels are padded by two.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
-    ) -> None:
+    def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
         channels, height, breadth = shape
         first, second, hidden = (max(1, n * width // 16) for n in (10, 20, 50))
         pad = 0 if min(height, breadth) >= 16 else 2
         self.shallow = nn.Sequential(
-            nn.Conv2d(channels, first, 5, padding=pad),
-            nn.MaxPool2d(2),
-            norm_layer(norm, first),
-            nn.ReLU(),
+            *_halved(channels, first, 5, pad, norm),
             nn.Conv2d(first, second, 5, padding=pad),
             nn.Dropout2d(0.5),
             nn.MaxPool2d(2),
@@ -222,12 +201,8 @@ class TriNetCNN(nn.Module):
             nn.Linear(hidden, classes),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.deep(self.shallow(x))
-        return logits
 
-
-class TriNetSVHN(nn.Module):
+class TriNetSVHN(_ShallowAndDeep):
     """FedTriNet's network for SVHN, as in the authors' code: six convolutions and three linear
     layers. 5,852,170 parameters at width 16, 3x32x32, 10 classes with a norm, which follows the
     first, third and fifth convolution; the authors' is batch norm.
@@ -237,9 +212,7 @@ class TriNetSVHN(nn.Module):
     ``TriNetCNN``.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
-    ) -> None:
+    def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
         channels, height, breadth = shape
         self.shallow = nn.Sequential(*_pair(channels, 2 * width, 4 * width, norm))
@@ -257,10 +230,6 @@ class TriNetSVHN(nn.Module):
             nn.Dropout(0.1),
             nn.Linear(32 * width, classes),
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.deep(self.shallow(x))
-        return logits
 
 
 def _pair(channels: int, first: int, second: int, norm: str) -> tuple[nn.Module, ...]:

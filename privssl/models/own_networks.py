@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from privssl.core.rows import Shape, network_input
-from privssl.errors import ConfigError
+from privssl.errors import ConfigError, first_line
 from privssl.models.convnets import norm_layer
 from privssl.models.static_norm import StaticNorm
 from privssl.ops.group_norm import GroupNorm
@@ -70,15 +70,9 @@ def reference_of(source: NetworkSource) -> str:
 def build_network(
     settings: ModelSettings, shape: Shape, classes: int, source: NetworkSource | None = None
 ) -> nn.Module:
-    """An untrained network from outside, fitted (see above).
-
-    Args:
-        settings: the section ``model``; its name has a colon.
-        source: the network itself; None: ``model.name`` is imported.
-
-    Raises:
-        ConfigError: it does not exist, or cannot be built for these rows.
-    """
+    """An untrained network from outside, fitted (see above): ``source``, or else what
+    ``model.name`` imports. Raises ConfigError where it does not exist, or cannot be built for these
+    rows."""
     network = _made(settings, shape, classes, source)
     if any(is_lazy(p) for p in network.parameters()):
         with torch.no_grad():
@@ -150,17 +144,12 @@ def _built(name: str, build: Callable[..., Any], options: Any) -> nn.Module:
         raise
     except Exception as error:
         raise ConfigError(
-            f"model.name {name} cannot be built: {type(error).__name__}: {_line(error)}. A network "
-            "is made as Network(shape, classes, **model.options); shape: that of a row"
+            f"model.name {name} cannot be built: {type(error).__name__}: {first_line(error)}. A "
+            "network is made as Network(shape, classes, **model.options); shape: that of a row"
         ) from error
     if not isinstance(network, nn.Module):
         raise ConfigError(f"model.name {name} gives a {type(network).__name__}, no nn.Module")
     return network
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return (str(error).strip().splitlines() or ["no message"])[0][:200].rstrip(".")
 
 
 # Libraries ----------------------------------------------------------------------------------
@@ -305,8 +294,8 @@ def load_initial_weights(network: nn.Module, path: str) -> None:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"model.weights: {file} cannot be read as a safetensors file ({_line(error)}). Save a "
-            "state dict with safetensors.torch.save_file(network.state_dict(), PATH)"
+            f"model.weights: {file} cannot be read as a safetensors file ({first_line(error)}). "
+            "Save a state dict with safetensors.torch.save_file(network.state_dict(), PATH)"
         ) from None
     own = network.state_dict()
     weights = [name.rpartition(".")[0] for name, tensor in own.items() if tensor.dim() > 1]
@@ -367,7 +356,7 @@ def _check_output(name: str, network: nn.Module, x: Tensor, classes: int) -> Non
         out = network(x)
     except Exception as error:
         raise ConfigError(
-            f"model.name {name} cannot take {rows}: {type(error).__name__}: {_line(error)}"
+            f"model.name {name} cannot take {rows}: {type(error).__name__}: {first_line(error)}"
         ) from error
     if not isinstance(out, Tensor) or tuple(out.shape) != (len(x), classes):
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__

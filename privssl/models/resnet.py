@@ -15,6 +15,7 @@ it is always the global maximum, so the head has one size for all images from 8x
 
 from torch import Tensor, nn
 
+from privssl.core.rows import Shape
 from privssl.models.convnets import norm_layer, scale_variance
 
 
@@ -22,9 +23,7 @@ class ResNet9(nn.Module):
     """Input (B, *shape), output (B, classes). ``width`` 16 is full size: 64 to 512 channels. Bare,
     weights start by ``scale_variance``; otherwise by torch's rule."""
 
-    def __init__(
-        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
-    ) -> None:
+    def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
         first, second, third, fourth = (factor * width for factor in (4, 8, 16, 32))
         self.conv1 = _convolution(shape[0], first, norm)

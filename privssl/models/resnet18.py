@@ -11,6 +11,7 @@ Bian et al. (FedSEAL) do not say which they have. Convolutions have no bias.
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from privssl.core.rows import Shape
 from privssl.models.convnets import norm_layer
 
 
@@ -19,9 +20,7 @@ class ResNet18(nn.Module):
 
     large_stem = True
 
-    def __init__(
-        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
-    ) -> None:
+    def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
         channels, sides = 4 * width, list(shape[1:])
         stem = (7, 2, 3) if self.large_stem else (3, 1, 1)

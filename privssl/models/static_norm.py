@@ -71,11 +71,7 @@ class StaticNorm(nn.BatchNorm2d):
 
 def as_batch_norms(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode whose static norms are batch norms of the collected statistics: a
-    graph of it has no branch on whether there are any.
-
-    Raises:
-        UserError: nothing was collected.
-    """
+    graph of it has no branch on whether there are any. Raises UserError: nothing was collected."""
     plain = copy.deepcopy(model).eval()
     for parent in list(plain.modules()):
         for name, layer in list(parent.named_children()):

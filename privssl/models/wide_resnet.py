@@ -11,6 +11,7 @@ its shortcut is a 1x1 convolution of the rectified input; otherwise the input.
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from privssl.core.rows import Shape
 from privssl.models.convnets import norm_layer
 
 BLOCKS = 4  # in each of three groups, of two convolutions; with the stem and three shortcuts 28
@@ -19,9 +20,7 @@ BLOCKS = 4  # in each of three groups, of two convolutions; with the stem and th
 class WideResNet28x2(nn.Module):
     """Input (B, *shape), output (B, classes). ``width`` 16 is full size: 32, 64, 128 channels."""
 
-    def __init__(
-        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
-    ) -> None:
+    def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
         self.stem = nn.Conv2d(shape[0], width, 3, padding=1, bias=False)
         blocks, channels = [], width

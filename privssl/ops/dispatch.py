@@ -30,13 +30,7 @@ import torch
 log = logging.getLogger("privssl")
 
 #: Kernels that setup.py compiles, and the version of each one's interface.
-KERNEL_VERSIONS = {
-    "pooled": 2,
-    "views": 1,
-    "noise": 3,
-    "correlation": 1,
-    "clipping": 2,
-}
+KERNEL_VERSIONS = {"pooled": 2, "views": 1, "noise": 3, "correlation": 1, "clipping": 2}
 #: Instruction sets, the latest first, and whether this processor has them.
 INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
     "avx512": lambda: torch.cpu._is_avx512_supported(),

@@ -16,12 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import (
-    _add_batch_dim,
-    get_unwrapped,
-    maybe_current_level,
-    maybe_get_bdim,
-)
+from torch._C._functorch import _add_batch_dim, get_unwrapped, maybe_current_level, maybe_get_bdim
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
@@ -81,7 +76,7 @@ def _run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
     if pooling is None or not _pools(layers[pooling]):
         return None
     norm, last = _next(layers, pooling), pooling
-    if norm is not None and _norms(layers[norm]):
+    if norm is not None and isinstance(layer := layers[norm], nn.GroupNorm) and layer.affine:
         last = norm
     else:
         norm = None
@@ -120,10 +115,6 @@ def _pools(layer: nn.Module) -> bool:
         and layer.dilation in (1, (1, 1))
         and not (layer.ceil_mode or layer.return_indices)
     )
-
-
-def _norms(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.GroupNorm) and layer.affine
 
 
 @dataclass(frozen=True)
@@ -211,15 +202,13 @@ def _fitting(rows: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Fo
 
 
 def fused_conv(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> Tensor:
-    """Convolution, 2x2 max pooling, group norm, ReLU; repeated.
+    """Convolution, 2x2 max pooling, group norm, ReLU; repeated: (B, kernels, height, width after
+    pooling), float32.
 
     Args:
         x: (B, channels, height, width); float32, or a bfloat16 layer's output.
         own: parameters of each; gamma and beta of the norm, (kernels,), or None.
         forms: one for each, which fit the rows.
-
-    Returns:
-        (B, kernels, height, width after pooling), float32.
     """
     weights = [each.weight for each in own]
     if has_torch_function_variadic(x, *weights):

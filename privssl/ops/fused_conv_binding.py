@@ -76,15 +76,13 @@ class ForwardContext:
 def forward(
     x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]
 ) -> tuple[Tensor, ForwardContext]:
-    """The output of consecutive layers, and what :func:`backward` needs.
+    """The output of consecutive layers, (rows, kernels, height, width after pooling) float32,
+    channels last in memory; and what :func:`backward` needs.
 
     Args:
         x: (rows, channels, height, width) float32 on the CPU, at least one row.
         own: float32 on the CPU.
         forms: one for each; each leaves at least one pooled place.
-
-    Returns:
-        (rows, kernels, height, width after pooling) float32, channels last in memory.
     """
     dense = [p if p is None else dispatch.channels_last(p) for each in own for p in each]
     shapes = tuple(p if p is None else p.shape for p in dense)
@@ -102,17 +100,14 @@ def forward(
 def backward(
     gradient: Tensor, done: ForwardContext, *, inputs: bool, together: int | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of inputs and of parameters.
+    """Gradients of inputs and of parameters, the latter (sums, elements), laid out by
+    ``Plan.parameters``.
 
     Args:
         gradient: of the output.
         done: from :func:`forward`; parameters are unchanged since.
         inputs: whether those of inputs are wanted.
         together: consecutive rows whose gradients of parameters are one sum; None: none are wanted.
-
-    Returns:
-        Gradients of inputs, as inputs; and of parameters, (sums, elements), laid out by
-        ``Plan.parameters``.
     """
     plan = done.plan
     dx = torch.empty_like(done.x) if inputs else None

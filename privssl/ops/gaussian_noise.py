@@ -60,10 +60,7 @@ def _at(sums: Tensor, noisy: Tensor) -> tuple[int, int, int]:
         raise ValueError("sums are to be written to where numbers lie in another order")
     kinds = sums.dtype, noisy.dtype
     known = sums.is_cpu and noisy.is_cpu and kinds == (torch.float64, torch.float32)
-    if not (known and _has_no_gaps(noisy)):
+    dense = noisy.is_contiguous() or torch.empty_like(noisy).stride() == noisy.stride()
+    if not (known and dense):
         raise ValueError("sums are float64, with noise float32, on the CPU, without gaps in memory")
     return sums.numel(), sums.data_ptr(), noisy.data_ptr()
-
-
-def _has_no_gaps(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()

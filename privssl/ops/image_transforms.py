@@ -58,16 +58,8 @@ def available(x: Tensor) -> bool:
 
 
 def shift_and_flip(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
-    """``affine_augment.move_mirrored``, where :func:`available`.
-
-    Args:
-        x: (B, Ch, H, W).
-        shift: (B, 2) int64.
-        flipped: (B,) bool.
-
-    Returns:
-        As x, in its memory format if that is dense.
-    """
+    """``affine_augment.move_mirrored``, where :func:`available`, of x (B, Ch, H, W), shift (B, 2)
+    int64 and flipped (B,) bool; in the memory format of x if that is dense."""
     x, images = _dense(x)
     y, drawn = torch.empty_like(x), (shift.contiguous(), flipped.contiguous())
     _MOVE(dispatch.instruction_set())(images, *map(_at, (*drawn, x, y)))
@@ -77,7 +69,8 @@ def shift_and_flip(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
 def apply_change(
     x: Tensor, kinds: Sequence[Kind], which: Tensor, amount: Tensor, place: Tensor
 ) -> Tensor:
-    """Images, where :func:`available`, each changed by several operations in turn.
+    """Images, where :func:`available`, each changed by several operations in turn, in the memory
+    format of x if that is dense.
 
     Args:
         x: (B, Ch, H, W) in [-1, 1].
@@ -85,9 +78,6 @@ def apply_change(
         which: (B, count) int64 below len(kinds); below 0: none.
         amount: (B, count) float32.
         place: (B, count, 2) float32 in [0, 1).
-
-    Returns:
-        As x, in its memory format if that is dense.
     """
     x, images = _dense(x)
     y = torch.empty_like(x)

@@ -105,10 +105,9 @@ class FlowerTransport:
     """Exchanges messages over Flower. Addresses are Flower's node ids."""
 
     def __init__(self, superlink: str, certificate: str, node_keys: NodeKeys | None = None) -> None:
-        """Start the relay.
+        """Start the relay to a SuperLink (host:port).
 
         Args:
-            superlink: host:port.
             certificate: file of the root certificate; empty on loopback.
             node_keys: keys of sites, which are registered at the SuperLink; None: none are.
 
@@ -231,14 +230,8 @@ class FlowerTransport:
                 log.debug("%s", output)
 
     def _flwr(self, *arguments: str, tolerated: str = "") -> str:
-        """Run Flower's command and return its output.
-
-        Args:
-            tolerated: a failure whose output contains this text is none.
-
-        Raises:
-            SiteError: it fails or takes too long.
-        """
+        """Run Flower's command and return its output. ``tolerated``: a failure whose output
+        contains this text is none. Raises SiteError: it fails or takes too long."""
         try:
             done = subprocess.run(
                 [program("flwr"), *arguments], env=environment(self._folder / "flwr"),

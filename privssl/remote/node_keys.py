@@ -15,11 +15,8 @@ class NodeKeys:
     """Public keys of agents."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
-        """Read ``files``: agent -> its public key in OpenSSH's format.
-
-        Raises:
-            ConfigError: one is missing or not such a key, or two agents have the same.
-        """
+        """Read ``files``: agent -> its public key in OpenSSH's format. Raises ConfigError: one is
+        missing or not such a key, or two agents have the same."""
         self.files = dict(files)
         self._owner: dict[str, str] = {}
         for name, path in self.files.items():

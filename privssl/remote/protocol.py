@@ -173,11 +173,8 @@ def to_bytes(frame: Frame) -> bytes:
 
 
 def from_bytes(data: bytes, *expected: type[Frame]) -> Any:
-    """Parse a message of one of the expected kinds.
-
-    Raises:
-        WireError: it is not one, or of another version of privssl.
-    """
+    """Parse a message of one of the expected kinds. Raises WireError: it is not one, or of another
+    version of privssl."""
     about, body = _read_header(data)
     if about.get("privssl") != __version__:
         other = about.get("privssl")

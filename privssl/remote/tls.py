@@ -27,17 +27,9 @@ _WRONG_ROOT = "Get the root certificate of this SuperLink from whoever runs it"
 
 
 def check_root(path: Path, now: float | None = None) -> str:
-    """Check a root certificate (PEM).
-
-    Args:
-        now: Unix time.
-
-    Returns:
-        A warning if it expires soon, else an empty string.
-
-    Raises:
-        ConfigError: it is unreadable, not of a certificate authority, or not valid now.
-    """
+    """Check a root certificate (PEM) at the Unix time ``now``; returns a warning if it expires
+    soon, else an empty string. Raises ConfigError where it is unreadable, not of a certificate
+    authority, or not valid."""
     now = time.time() if now is None else now
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     advice = "Give the root certificate of the SuperLink (PEM), ca.crt"
@@ -63,12 +55,8 @@ def check_root(path: Path, now: float | None = None) -> str:
 
 
 def probe(superlink: str, certificate: str) -> str:
-    """Why this machine cannot connect to a SuperLink; empty if it can.
-
-    Args:
-        superlink: host:port.
-        certificate: root certificate; empty: without TLS.
-    """
+    """Why this machine cannot connect to a SuperLink (host:port); empty if it can. ``certificate``:
+    the root certificate; empty: without TLS."""
     host, _, port = superlink.rpartition(":")
     host = host.strip("[]")
     try:

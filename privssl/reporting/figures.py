@@ -79,12 +79,8 @@ def samples_sheet(generator: ConditionalGenerator, classes: int, shape: Sequence
 
 
 def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
-    """The first rows of each class, a column per class; blank where a class has fewer.
-
-    Args:
-        rows: (N, channels, H, W) in [-1, 1].
-        labels: classes (N,).
-    """
+    """The first rows (N, channels, H, W) in [-1, 1] of each class, a column per class; blank where
+    a class has fewer. ``labels``: (N,)."""
     of_class = [rows[labels == c][:SAMPLES] for c in range(classes)]
     lines = max(len(some) for some in of_class)
     blank = rows.new_full((classes, lines, *rows.shape[1:]), 1.0)
@@ -94,15 +90,12 @@ def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
 
 
 def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
-    """Rows of one class on their way to each other class: ``images/mixes``.
+    """Rows of one class on their way to each other class: ``images/mixes``. Raises ValueError where
+    the shapes do not match.
 
     Args:
         real: (C, channels, H, W) in [-1, 1], the inputs of G; the first line.
         mixes: (L, C, channels, H, W), from lambda 1 to 0; a column per class.
-        lambdas: the L values of lambda.
-
-    Raises:
-        ValueError: the shapes do not match.
     """
     if mixes.shape[1:] != real.shape or len(mixes) != len(lambdas):
         raise ValueError(
@@ -114,15 +107,8 @@ def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
 
 
 def reconstruction_grid(real: Tensor, rebuilt: Tensor) -> Picture:
-    """Rows above their reconstructions by G at lambda 1.
-
-    Args:
-        real: (N, channels, H, W) in [-1, 1].
-        rebuilt: of the same shape.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
+    """Rows (N, channels, H, W) in [-1, 1] above their reconstructions by G at lambda 1. Raises
+    ValueError where the shapes differ."""
     if real.shape != rebuilt.shape:
         raise ValueError(f"real {tuple(real.shape)} and rebuilt {tuple(rebuilt.shape)} differ")
     return _tiles(torch.stack([real, rebuilt]), ["real", "rebuilt"], [""] * len(real))
@@ -161,13 +147,8 @@ def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
         counts: (K, C), may be negative.
         told: (K,) the class that each cluster got.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     clusters, classes = counts.shape
-    size = (max(4.0, 1.5 + 0.4 * classes), min(1.6 + 0.3 * clusters, LARGEST_FIGURE[1]))
-    figure = Figure(figsize=size, dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = _figure(max(4.0, 1.5 + 0.4 * classes), min(1.6 + 0.3 * clusters, LARGEST_FIGURE[1]))
     axes = figure.add_subplot()
     image = axes.imshow(counts, cmap="Blues", vmin=0, vmax=max(int(counts.max()), 1), aspect="auto")
     axes.scatter(
@@ -179,16 +160,12 @@ def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
         xlabel="class", ylabel="cluster", title="released counts; square: class of the cluster"
     )
     figure.colorbar(image)
-    return _pixels(canvas)
+    return _pixels(figure)
 
 
 def confusion_csv(counts: NDArray[np.int64], names: Sequence[str]) -> str:
-    """A confusion matrix as text: a line per true class, a column per predicted class.
-
-    Args:
-        counts: (C, C + 1); the last column, of outputs that are not finite, is written if it has
-            any.
-    """
+    """A confusion matrix as text: a line per true class, a column per predicted class. ``counts``:
+    (C, C + 1); the last column, of outputs that are not finite, is written if it has any."""
     width = len(names) + bool(counts[:, -1].any())
     head = ["true class", *names, "not finite"][: width + 1]
     lines = [[name, *row[:width]] for name, row in zip(names, counts.tolist(), strict=True)]
@@ -238,7 +215,7 @@ def _label(text: str) -> Image.Image:
 
 
 def as_png(picture: Picture) -> bytes:
-    """A picture as a PNG file."""
+    """A PNG file of pixels (H, W) or (H, W, 3)."""
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "PNG")
     return buffer.getvalue()
@@ -256,17 +233,11 @@ def partition_plot(
         unlabelled: the same for rows without labels, by their true (hidden) classes. At least one
             agent in both together.
     """
-    # Imported here: half a second that a run without pictures does not pay.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     agents = sorted({*labelled, *unlabelled}, key=natural_order)
     classes = max(len(counts) for counts in (*labelled.values(), *unlabelled.values()))
     cell_x = min(0.5, LARGEST_FIGURE[0] / len(agents))  # inches
     cell_y = min(0.35, LARGEST_FIGURE[1] / classes)
-    size = (max(5.0, 1.2 + cell_x * len(agents)), 1.6 + cell_y * classes)
-    figure = Figure(figsize=size, dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = _figure(max(5.0, 1.2 + cell_x * len(agents)), 1.6 + cell_y * classes)
     axes = figure.add_subplot()
     column = {agent: number for number, agent in enumerate(agents)}
     shared = labelled.keys() & unlabelled.keys()
@@ -289,23 +260,30 @@ def partition_plot(
             linewidths=0,
             label=f"{kind}: {int(table.sum())} rows, largest disc {largest}",
         )
-    axes.set_xlim(-0.6, len(agents) - 0.4)
-    axes.set_ylim(classes - 0.4, -0.6)
+    axes.set(
+        xlim=(-0.6, len(agents) - 0.4), ylim=(classes - 0.4, -0.6), xlabel="agent", ylabel="class"
+    )
     every = math.ceil(len(agents) * 0.35 / LARGEST_FIGURE[0])  # room for a name: 0.35 inches
     axes.set_xticks(range(0, len(agents), every), agents[::every])
     axes.set_yticks(range(0, classes, math.ceil(classes / 50)))
-    axes.set_xlabel("agent")
-    axes.set_ylabel("class")
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     legend = figure.legend(loc="outside upper left", ncols=1, frameon=False, fontsize="small")
     for handle in legend.legend_handles:
-        handle.set_sizes([60.0])  # type: ignore[union-attr]
-    return _pixels(canvas)
+        handle.set_sizes([60.0])
+    return _pixels(figure)
 
 
-def _pixels(canvas: Any) -> Picture:
-    """What matplotlib's Agg canvas has drawn."""
-    canvas.draw()
-    pixels: Picture = np.asarray(canvas.buffer_rgba())
+def _figure(width: float, height: float) -> Any:
+    """An empty figure of matplotlib, in inches, with an Agg canvas."""
+    # Imported here: half a second that a run without pictures does not pay.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    return FigureCanvasAgg(Figure(figsize=(width, height), dpi=100, layout="constrained")).figure
+
+
+def _pixels(figure: Any) -> Picture:
+    figure.canvas.draw()
+    pixels: Picture = np.asarray(figure.canvas.buffer_rgba())
     return pixels[..., :3].copy()

@@ -8,7 +8,7 @@ reads training rows, and only runs without privacy ask for it.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,6 +85,19 @@ class GeneratorQuality:
         shape = self._x.shape[1:]
         images = draw_samples(generator, self._labels, self._classes, shape, rng)
         return images.nan_to_num(0.0)  # of a generator that diverged
+
+    def measure_all(
+        self, generator: ConditionalGenerator, predict: Callable[[Tensor], Tensor],
+        training: Sequence[Tensor], *, taught: bool,
+    ) -> dict[str, float]:  # fmt: skip
+        """:meth:`measure`, and the nearest of training rows, if any are given. ``taught``: train a
+        classifier on synthetic rows too, which takes seconds."""
+        values = self.measure(generator, predict)
+        if values and taught:
+            values |= self.accuracy_from_synthetic_rows(generator)
+        if values and training:
+            values |= self.nearest_ratio(generator, training)
+        return values
 
     def measure(
         self, generator: ConditionalGenerator, predict: Callable[[Tensor], Tensor]

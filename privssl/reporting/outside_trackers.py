@@ -67,14 +67,10 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
 def _maker(name: str) -> Callable[[TrackedRun], Any]:
     if name in TRACKERS:
         return {"wandb": WandbTracker, "mlflow": MLflowTracker}[name]
-    found = plugins.load("trackers", "run.trackers", name)
-    if not callable(found):
-        raise ConfigError(
-            f"run.trackers {name} is {str(found)[:60]}. Name a class or function of (TrackedRun) "
-            "that gives a privssl.reporting.trackers.Tracker"
-        )
-    maker: Callable[[TrackedRun], Any] = found
-    return maker
+    advice = (
+        "Name a class or function of (TrackedRun) that gives a privssl.reporting.trackers.Tracker"
+    )
+    return plugins.load_function("trackers", "run.trackers", name, advice)
 
 
 class _Guarded(Tracker):

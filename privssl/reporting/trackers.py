@@ -60,14 +60,10 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker(Tracker):
-    """Event files in a folder; the x-axis is the round.
+    """Event files in a folder; the x-axis is the round. Points after round ``resume_after`` vanish.
 
     Interrupts are deferred in each call: TensorBoard writes in a thread, and a Ctrl-C in between
     would leave its queue locked.
-
-    Args:
-        folder: ``tensorboard`` of the run.
-        resume_after: the last round that stays when a run is resumed; later points vanish.
     """
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
@@ -102,11 +98,7 @@ class TensorBoardTracker(Tracker):
 
 class CsvTracker(Tracker):
     """A line per round, written at once. A value that appears later gets a new column at the right.
-
-    Args:
-        path: ``metrics.csv`` of the run.
-        resume_after: the last round that stays when a run is resumed; absent: replace the file.
-    """
+    ``resume_after``: the last round that stays when a run is resumed; absent: replace the file."""
 
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
         self._path = path
@@ -191,10 +183,7 @@ def _text(value: float) -> str:
 
 def for_the_log(values: Mapping[str, float], *, nominal: bool) -> str:
     """The line of a round in train.log: accuracies, and epsilon spent. Empty without either.
-
-    Args:
-        nominal: whether epsilons are those of a scheme that guarantees nothing.
-    """
+    ``nominal``: whether epsilons are those of a scheme that guarantees nothing."""
     spent = "NOMINAL dp/epsilon/" if nominal else "dp/epsilon/"
     return ", ".join(
         f"{name.replace('dp/epsilon/', spent)} {value:.4f}"

@@ -77,11 +77,7 @@ def former_pages(rendered: Rendered, root: Path) -> list[Path]:
 
 
 def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendered:
-    """All pages.
-
-    Raises:
-        ConfigError: a page would be too long, or a block names no table.
-    """
+    """All pages. Raises ConfigError: a page would be too long, or a block names no table."""
     of_tables = {table.name: Measurements.of(table, store) for table in tables}
     measured = [of for of in of_tables.values() if of.found]
     texts = {FOLDER / f"{of.table.name}.md": markdown(of) for of in measured}
@@ -109,15 +105,11 @@ def _with_blocks(text: str, path: Path, of_tables: Mapping[str, Measurements]) -
             raise ConfigError(f"{path}: {begin.strip()} names no file of configs/tables")
         page = (FOLDER / f"{name}.md").relative_to(path.parent)
         of = of_tables[name]
-        lines = [_state(of, page)] if link else ["", *_block(of, page), ""]
+        table = [*matrix(of), ""] if of.found else []
+        lines = [_state(of, page)] if link else ["", *table, _state(of, page), ""]
         return begin + "\n".join(lines) + "\n" + end
 
     return _BLOCK.sub(fill, text)
-
-
-def _block(of: Measurements, page: Path) -> list[str]:
-    """The table, if any of it is measured, and its state."""
-    return [*matrix(of), "", _state(of, page)] if of.found else [_state(of, page)]
 
 
 def _state(of: Measurements, page: Path) -> str:

@@ -56,11 +56,8 @@ Training = Callable[[Sequence[str], Path, int, float], Ended]
 
 
 def train_in_a_process(arguments: Sequence[str], log: Path, lock: int, until: float) -> Ended:
-    """``python -m privssl.train``, stopped in good order at ``until`` (``time.monotonic``).
-
-    Raises:
-        KeyboardInterrupt: after the run has written its checkpoint and ended.
-    """
+    """``python -m privssl.train``, stopped in good order at ``until`` (``time.monotonic``). Raises
+    KeyboardInterrupt: after the run has written its checkpoint and ended."""
     begun, stopped = time.monotonic(), False
     child: subprocess.Popen[bytes] | None = None
     usage: resource.struct_rusage | None = None
@@ -116,13 +113,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Runner:
-    """Runs cells in a clone.
-
-    Args:
-        root: the clone.
-        keep: leave the folders of stored runs.
-        train: absent: in a process of its own.
-    """
+    """Runs cells in a clone (``root``), by default each in a process of its own. ``keep``: leave
+    the folders of stored runs."""
 
     def __init__(
         self, root: Path, store: Store, *, keep: bool = False,
@@ -195,9 +187,8 @@ class Runner:
 def _arguments(cell: Cell, seed: int, folder: Path, state: str) -> list[str]:
     """Arguments of ``privssl.train``."""
     fixed = [f"run.seed={seed}", f"run.output={json.dumps(str(folder))}"]
-    if state == "begun":
-        return [str(cell.config), *cell.overrides, *fixed, "--resume", str(folder)]
-    return [str(cell.config), *cell.overrides, *fixed, "run.overwrite=true"]
+    start = ["--resume", str(folder)] if state == "begun" else ["run.overwrite=true"]
+    return [str(cell.config), *cell.overrides, *fixed, *start]
 
 
 def _state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:

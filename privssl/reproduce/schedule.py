@@ -22,11 +22,8 @@ class Wanted:
 
 
 def select(tables: Sequence[Table], pattern: str | None, seeds: int | None) -> list[Wanted]:
-    """The cells that match a pattern, with the first seeds of their tables.
-
-    Raises:
-        ConfigError: nothing matches.
-    """
+    """The cells that match a pattern, with the first seeds of their tables. Raises ConfigError:
+    nothing matches."""
     found = []
     for table in tables:
         cells = table.cells if pattern is None else matching(table.cells, pattern)

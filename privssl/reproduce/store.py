@@ -5,7 +5,6 @@ its cell has changed since.
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import re
@@ -186,12 +185,7 @@ class Kept:
 
 def config_hash(config: Config) -> str:
     """Of everything that may change a trained bit, without the places of one machine."""
-    return _hash(configs.result_relevant(config))
-
-
-def _hash(parts: Mapping[str, Any]) -> str:
-    text = json.dumps(_without_places(parts), sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return configs.hash_of(_without_places(configs.result_relevant(config)))
 
 
 def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +262,7 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
         "peak_mb": round(measured.peak_mb),
         "curve": curve,
         "split_hash": split_manifest.read_manifest(folder / "split.json").hash,
-        "config_hash": _hash(relevant),
+        "config_hash": configs.hash_of(_without_places(relevant)),
         **measured.origin,
         "versions": results["versions"],
         "config": _without_places(recorded),

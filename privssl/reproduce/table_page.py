@@ -7,7 +7,7 @@ from statistics import median
 from textwrap import fill
 
 from accounting.budget import round_up
-from privssl.compare.table import MeanStd
+from privssl.compare.table import MeanStd, table_lines
 from privssl.reproduce.claims import Verdict, verdicts
 from privssl.reproduce.store import FINAL, Entry, Kept, Store
 from privssl.reproduce.tables import Cell, Table
@@ -70,16 +70,10 @@ def markdown(of: Measurements) -> str:
     for note, points in notes(of):
         lines += [filled(note, "- "), *(filled(point, "  - ") for point in points)]
     lines.append("")
-    if _has_curves(of):
+    shown = (entry for kept in of.found.values() for entry in kept.shown.values())
+    if any(len(entry["curve"]["round"]) > 1 for entry in shown):
         lines += [f"![Test accuracy against rounds]({of.table.name}.png)", ""]
     return "\n".join(lines)
-
-
-def _has_curves(of: Measurements) -> bool:
-    return any(
-        len(entry["curve"]["round"]) > 1 for kept in of.found.values()
-        for entry in kept.shown.values()
-    )  # fmt: skip
 
 
 def filled(text: str, bullet: str = "") -> str:
@@ -287,5 +281,5 @@ def _machines(entries: Sequence[Entry]) -> str:
 
 def rows_of(lines: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table; the first line is its heading."""
-    whole = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return [f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in whole]
+    heading, *rows = ([text.replace("|", "/") for text in line] for line in lines)
+    return table_lines(heading, rows)

@@ -142,15 +142,8 @@ def slug(text: str) -> str:
 
 
 def load_tables(root: Path, names: Sequence[str] = ()) -> list[Table]:
-    """The tables of a clone, by priority and name.
-
-    Args:
-        root: the folder of the clone.
-        names: of the tables wanted; empty: all.
-
-    Raises:
-        ConfigError: no clone, no such table, or a file is wrong.
-    """
+    """The tables of a clone, by priority and name; ``names``: of those wanted, empty: all. Raises
+    ConfigError where there is no clone, no such table, or a file is wrong."""
     folder = root / "configs" / "tables"
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if not known:

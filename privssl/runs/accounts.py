@@ -9,10 +9,9 @@ from pathlib import Path
 
 from accounting import row_registry
 from accounting.account_plan import AccountPlan, refuse_change
-from accounting.errors import LedgerError
 from accounting.journal import read_content
 from accounting.journal_reader import Journal
-from accounting.ledger import Account, read_journal
+from accounting.ledger import Account, read_journal, refuse_problems
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import RunFolderError
 from privssl.experiment.config import Config
@@ -54,8 +53,7 @@ def check_shared_accounts(prepared: Prepared) -> None:
         path = ledger / f"{name}.jsonl"
         if path.exists():
             journal = read_journal(path)
-            if journal.problems:
-                raise LedgerError(f"{path}: {journal.problems[0]}. Put the true journal back.")
+            refuse_problems(path, journal)
             refuse_change(journal.plan, promise)
     _claim_rows(prepared, ledger, only_check=True)
 

@@ -95,11 +95,8 @@ class _Damaged(Exception):  # noqa: N818  (another snapshot may be intact)
 
 
 def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
-    """Write a snapshot, point ``latest`` at it, and delete old ones; returns its folder.
-
-    Args:
-        folder: ``checkpoints`` of the run; made when absent.
-        keep: how many snapshots stay, >= 1, besides the one that ``best`` names.
+    """Write a snapshot, point ``latest`` at it, and delete all others but the newest ``keep`` >= 1
+    and the one that ``best`` names; returns its folder.
 
     Raises:
         RunFolderError: the disk is full or not writable, or there are more tensors or agents than
@@ -157,7 +154,6 @@ def load_snapshot(
     """The latest intact snapshot; a damaged one is passed over with a warning.
 
     Args:
-        folder: ``checkpoints`` of the run.
         expected_digest: ``config.config_hash`` of the config to resume.
         fewer: that of the same config with as many rounds as the snapshot has, where such a run
             can be lengthened.

@@ -50,11 +50,8 @@ def _node_keys(prepared: Prepared) -> NodeKeys | None:
 def make_engine(
     prepared: Prepared, label_meter: HiddenLabelMeter, spill_store: SpillStore | None = None
 ) -> Engine:
-    """The engine that the config asks for. It forks workers, so make it before threads.
-
-    Raises:
-        privssl.errors.UserError: it cannot be had; where agents are sites, not all are there.
-    """
+    """The engine that the config asks for. It forks workers, so make it before threads. Raises
+    privssl.errors.UserError: it cannot be had; where agents are sites, not all are there."""
     run, agents, device = prepared.config.run, prepared.federated_data.agents, prepared.device
     common: dict[str, Any] = {
         "seed": run.seed, "device": device, "meter": label_meter, "check_wire": run.check_wire,
@@ -153,13 +150,8 @@ def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Sp
 def journals_to_report(
     engine: Engine, folder: Path, *, over: bool
 ) -> dict[str, tuple[Journal, float]] | None:
-    """The journals of sites, copied to ``folder/ledger``, and this run's epsilon in each.
-
-    Args:
-        over: whether the run is, so that sites may forget it.
-
-    Returns:
-        agent -> its journal and epsilon; None where accounts are here.
+    """The journals of sites by agent, copied to ``folder/ledger``, and this run's epsilon in each;
+    None where accounts are here. ``over``: whether the run is, so that sites may forget it.
 
     Raises:
         SiteError: one is missing, or is not a journal of that agent without a fault.

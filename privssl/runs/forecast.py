@@ -36,6 +36,7 @@ SECONDS = 15.0  # of timing, about
 SHARE = 0.15  # of the time that is left, for one visit
 LEAST = 0.2  # seconds that a visit may always take
 FEW_ROWS, FEW_STEPS = 128, 2  # of a first try
+TESTED = 512  # test rows of an evaluation
 WARM = 1.0  # seconds from which a first try is not repeated
 SNAPSHOTS = 3  # two stay while the next is written
 
@@ -75,11 +76,8 @@ class Forecast:
 
 
 def forecast(prepared: Prepared) -> Forecast:
-    """Time one visit of each kind. Nothing stays, and no account of the run is touched.
-
-    Raises:
-        privssl.errors.UserError, accounting.errors.AccountingError, OSError: it cannot be timed.
-    """
+    """Time one visit of each kind. Nothing stays, and no account of the run is touched. Raises
+    privssl.errors.UserError, accounting.errors.AccountingError, OSError: it cannot be timed."""
     with tempfile.TemporaryDirectory(prefix="privssl-") as folder:
         engine = _OneOfEachKind(prepared, Path(folder))
         return _sampled(prepared, engine)
@@ -301,10 +299,10 @@ def _count(agent: Agent) -> int:
     return max((len(rows) for rows in held if rows is not None), default=0)
 
 
-def _evaluation_seconds(prepared: Prepared, state: Any, rows: int = 512) -> float:
+def _evaluation_seconds(prepared: Prepared, state: Any) -> float:
     """Seconds of one evaluation, from a part of the test rows."""
     algorithm, data = prepared.algorithm, prepared.federated_data
-    x, y = data.dataset.x_test[:rows], data.dataset.y_test[:rows]
+    x, y = data.dataset.x_test[:TESTED], data.dataset.y_test[:TESTED]
     weights = [algorithm.classifier(state), *algorithm.also_evaluated(state).values()]
     evaluator = Evaluator(algorithm.task.new_classifier(), {"test": (x, y)}, prepared.device)
     seconds = 0.0

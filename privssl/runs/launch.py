@@ -13,10 +13,11 @@ from privssl.experiment import config as configs
 from privssl.experiment.prepare import Prepared
 from privssl.ops import dispatch
 from privssl.reporting.outside_trackers import TrackedRun, open_trackers
-from privssl.reporting.trackers import CsvTracker, TensorBoardTracker, Tracker
+from privssl.reporting.trackers import CsvTracker, ProgressTracker, TensorBoardTracker, Tracker
 from privssl.runs import checkpoint, lengthening, round_loop, run_dir
 from privssl.runs import resume as runs_resume
 from privssl.runs.engine_factory import refuse_unreachable
+from privssl.runs.round_plan import rounds_of
 from privssl.runtime.process import LogFile, logging_to
 
 log = logging.getLogger("privssl")
@@ -71,6 +72,12 @@ def launch(
 
     round_loop.train(prepared, folder, trackers, snapshot)
     return folder
+
+
+def progress_bar(prepared: Prepared, after: int | None, *, shown: bool) -> list[ProgressTracker]:
+    """The bar of one run, as ``watchers`` of :func:`launch`."""
+    total, nominal = rounds_of(prepared.algorithm), prepared.is_nominal
+    return [ProgressTracker(total, after, nominal=nominal)] if shown else []
 
 
 def _tracked(prepared: Prepared, folder: Path, after: int | None) -> TrackedRun:

@@ -10,6 +10,7 @@ the new number, and the checkpoint of the former last round counts as one of the
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from privssl.algorithms import ALGORITHMS, WITH_UNREAD
 from privssl.errors import ConfigError
@@ -20,11 +21,8 @@ from privssl.runs.resume import check_resumable
 
 
 def asks_for_more(folder: Path, config: Config) -> bool:
-    """Whether a config has more rounds than that of a run's folder.
-
-    Raises:
-        ConfigError: it has, and the run cannot be lengthened.
-    """
+    """Whether a config has more rounds than that of a run's folder. Raises ConfigError: it has, and
+    the run cannot be lengthened."""
     path = folder / "config.yaml"
     if not path.is_file():
         return False  # ``check_resumable`` says what is missing
@@ -41,6 +39,16 @@ def asks_for_more(folder: Path, config: Config) -> bool:
             f"{reason}"
         )
     return True
+
+
+def finished_outcome(folder: Path, config: Config) -> tuple[dict[str, Any], str] | None:
+    """The outcome (``run_dir.read_outcome``) of a run that is over; None: it goes on. Raises as
+    ``asks_for_more`` and ``check_resumable``."""
+    longer = asks_for_more(folder, config)
+    check_resumable(folder, config, longer=longer)
+    known = run_dir.read_outcome(folder)
+    over = not longer and known is not None and known[0]["status"] != "interrupted"
+    return known if over else None
 
 
 def _refusal(folder: Path, former: Config) -> str:

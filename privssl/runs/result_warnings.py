@@ -7,10 +7,10 @@ server, numbers of the config) and from test rows, which belong to no agent.
 from collections.abc import Iterator, Sequence
 
 from privssl.core.federation import Roster
+from privssl.errors import first_few
 from privssl.runs.checkpoint import UNKNOWN
 from privssl.training.evaluation import Scores
 
-SHOWN = 5  # names in a sentence
 NOT_FINITE = "are not finite (NaN or infinite)"
 
 
@@ -50,7 +50,7 @@ def score_warnings(scores: Scores, names: Sequence[str]) -> Iterator[str]:
     if missed and bad < rows:
         yield (
             f"recall is 0 for {len(missed)} of {len(names)} classes, which are never predicted on "
-            f"test rows ({list_names(missed)})"
+            f"test rows ({first_few(missed)})"
         )
     most = int(held.argmax())
     share = int(held[most]) / rows
@@ -78,11 +78,6 @@ def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[
         return []
     return [
         f"{len(idle)} of {len(roster)} agents took no training step in this run "
-        f"({list_names(idle)}), so their rows had no effect. They were not drawn, or had no "
+        f"({first_few(idle)}), so their rows had no effect. They were not drawn, or had no "
         "budget, no rows, no batch large enough or no pseudo-label sure enough"
     ]
-
-
-def list_names(names: Sequence[str]) -> str:
-    """The first few names."""
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

@@ -145,14 +145,9 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
 
 
 def check_same_plugins(folder: Path, prepared: Prepared, snapshot: Snapshot) -> list[str]:
-    """Check that plug-ins have the versions that the checkpoint was made with.
-
-    Returns:
-        A sentence for each plug-in whose file was changed.
-
-    Raises:
-        RunFolderError: a package has another version, or is another one.
-    """
+    """Check that plug-ins have the versions that the checkpoint was made with; returns a sentence
+    for each whose file was changed. Raises RunFolderError where a package has another version, or
+    is another one."""
     said = []
     then = json.loads(str(snapshot.extra.get(PLUGINS, "{}")))
     for key, now in prepared.plugins.items():

@@ -45,7 +45,6 @@ from privssl.runs.accounts import (
 )
 from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
-from privssl.runs.generator_metrics import measure_generator
 from privssl.runs.result_warnings import (
     NOT_FINITE,
     idle_agent_warnings,
@@ -240,11 +239,10 @@ class RoundLoop:
             predict = partial(self._evaluator.classes_of, self._algorithm.classifier(state))
             generator = self._algorithm.generator(state)
             if generator is not None and kind_of(self._algorithm.task.shape).drawn:
-                values |= measure_generator(
-                    self._quality, generator, predict, self._prepared,
-                    closely=self._draws(now, last),
-                    taught=now.number % self._config.run.images_every == 0,
-                )  # fmt: skip
+                closely = self._draws(now, last) and self._prepared.plan is None
+                training = self._prepared.federated_data.rows() if closely else ()
+                taught = now.number % self._config.run.images_every == 0
+                values |= self._quality.measure_all(generator, predict, training, taught=taught)
         return values
 
     def _evaluate(self, state: Any, now: Round) -> dict[str, float]:

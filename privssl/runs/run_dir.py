@@ -50,11 +50,8 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def create_run_dir(prepared: Prepared) -> Iterator[Path]:
-    """Make the folder of a new run, and lock it.
-
-    Raises:
-        RunFolderError: it exists and may not be replaced, or cannot be made.
-    """
+    """Make the folder of a new run, and lock it. Raises RunFolderError: it exists and may not be
+    replaced, or cannot be made."""
     run = prepared.config.run
     folder = prepared.config.folder
     check_free(prepared.config)
@@ -209,16 +206,12 @@ def damaged(prepared: Prepared) -> bool:
 
 
 def remove_claim(folder: Path) -> None:
-    """Remove the card of an earlier session, where no new one can be made."""
-    _unlink(folder, "privacy.json", "privacy.md", MODEL_CARD)
+    """Remove the cards of an earlier session, where no new ones can be made."""
+    remove(folder, "privacy.json", "privacy.md", MODEL_CARD)
 
 
-def remove_model_card(folder: Path) -> None:
-    """Remove the model card of an earlier session, where the run is not finished."""
-    _unlink(folder, MODEL_CARD)
-
-
-def _unlink(folder: Path, *names: str) -> None:
+def remove(folder: Path, *names: str) -> None:
+    """Remove files of an earlier session, if they are there. Raises RunFolderError."""
     with atomic_files.writing(folder):
         for name in names:
             (folder / name).unlink(missing_ok=True)

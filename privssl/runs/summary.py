@@ -13,13 +13,7 @@ from privssl.ops import dispatch
 from privssl.reporting import figures
 from privssl.runs.checkpoint import Progress
 from privssl.runs.model_card import model_card
-from privssl.runs.run_dir import (
-    CONFUSION,
-    MODEL_CARD,
-    claim_sentences,
-    remove_model_card,
-    write_text,
-)
+from privssl.runs.run_dir import CONFUSION, MODEL_CARD, claim_sentences, remove, write_text
 from privssl.runtime.code_version import fingerprint
 from privssl.storage import atomic_files
 from privssl.training.evaluation import Scores
@@ -36,13 +30,9 @@ def summarise(
     metrics: Mapping[str, Any],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """The content of results.json.
-
-    Args:
-        durations: seconds of each round of this session.
-        problems: damage to ledgers.
-        metrics: of the last evaluation; empty if this session had none.
-    """
+    """The content of results.json. ``durations``: seconds of each round of this session;
+    ``problems``: damage to ledgers; ``metrics``: of the last evaluation, empty if this session had
+    none."""
     config, p = prepared.config, progress
     # A session that had no round left knows the mean of the others.
     durations = durations or [p.seconds / max(p.round, 1)]
@@ -85,7 +75,7 @@ def summarise(
 def write_summary(folder: Path, results: Mapping[str, Any], card: Mapping[str, Any] | None) -> None:
     """Write the model card of a run that is over, and results.json; ``card``: of privacy."""
     if results["status"] == "interrupted":
-        remove_model_card(folder)
+        remove(folder, MODEL_CARD)
     else:
         write_text(folder / MODEL_CARD, model_card(results, claim_sentences(card)))
     write_text(folder / "results.json", json.dumps(results, indent=2) + "\n")

@@ -31,11 +31,8 @@ def _hash(weights: StateDict) -> str:
 
 
 def untrained_warnings(before: str, after: str) -> list[str]:
-    """A sentence on the networks that did not change, by their fingerprints.
-
-    Args:
-        before: of the state before round 1; empty if an older version began the run.
-    """
+    """A sentence on the networks that did not change, by their fingerprints. ``before``: of the
+    state before round 1; empty if an older version began the run."""
     start, end = json.loads(before or "{}"), json.loads(after)
     same = [name for name in end if start.get(name) == end[name]]
     if not same:

@@ -55,11 +55,8 @@ class Screen(logging.Handler):
 
 @contextmanager
 def ignore_closed_stream(stream: Any) -> Iterator[None]:
-    """Ignore broken-pipe errors on a stream; afterwards it is redirected to /dev/null.
-
-    Raises:
-        UserError: standard output cannot be written for another reason, such as a full disk.
-    """
+    """Ignore broken-pipe errors on a stream; afterwards it is redirected to /dev/null. Raises
+    UserError: standard output cannot be written for another reason, such as a full disk."""
     try:
         yield
         stream.flush()

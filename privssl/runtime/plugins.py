@@ -21,7 +21,7 @@ from functools import lru_cache, reduce
 from importlib import metadata
 from typing import Any, Literal, NamedTuple, get_args
 
-from privssl.errors import ConfigError, UserError
+from privssl.errors import ConfigError, UserError, first_line
 
 Kind = Literal["algorithms", "models", "datasets", "encoders", "partitions", "trackers"]
 
@@ -114,11 +114,8 @@ def _package(point: metadata.EntryPoint) -> str:
 
 
 def load(kind: Kind, key: str, name: str) -> Any:
-    """The object of a plug-in.
-
-    Args:
-        key: where the name was given, for errors, for example "model.name".
-        name: of an entry point, or ``package.module:Name``.
+    """The object of a plug-in: of an entry point, or ``package.module:Name``. ``key``: where the
+    name was given, for errors, for example "model.name".
 
     Raises:
         ConfigError: nobody allowed the import, there is no such module or object, or the module
@@ -138,15 +135,17 @@ def load(kind: Kind, key: str, name: str) -> Any:
     return import_object(f"{key} is {name}, and", name)
 
 
+def load_function(kind: Kind, key: str, name: str, advice: str) -> Callable[..., Any]:
+    """As :func:`load`; ConfigError with ``advice`` where the object cannot be called."""
+    found = load(kind, key, name)
+    if not callable(found):
+        raise ConfigError(f"{key} {name} is {str(found)[:60]}. {advice}")
+    return found  # type: ignore[no-any-return]
+
+
 def import_object(said: str, reference: str) -> Any:
-    """The object that ``package.module:Name`` names.
-
-    Args:
-        said: the beginning of the sentence of an error.
-
-    Raises:
-        ConfigError: as of :func:`load`.
-    """
+    """The object that ``package.module:Name`` names. ``said``: the beginning of the sentence of an
+    error. Raises ConfigError: as of :func:`load`."""
     module_name, _, path = reference.partition(":")
     if module_name == "__main__" or "<" in path:
         raise ConfigError(
@@ -181,8 +180,7 @@ def call(said: str, build: Callable[..., Any], *arguments: Any, **options: Any) 
     except UserError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or ["no message"])[0][:200].rstrip(".")
-        raise ConfigError(f"{said} {type(error).__name__}: {first}") from error
+        raise ConfigError(f"{said} {type(error).__name__}: {first_line(error)}") from error
 
 
 def describe(kind: Kind, name: str) -> dict[str, str | None]:

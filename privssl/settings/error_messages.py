@@ -87,11 +87,8 @@ def show(value: object) -> str:
 def describe_errors(
     error: ValidationError, kind: type[Any], values: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """One (key, text) for each field that pydantic refused; an empty key is the section.
-
-    Args:
-        error: raised by ``kind(**values)``.
-    """
+    """One (key, text) for each field that pydantic refused; an empty key is the section. ``error``:
+    raised by ``kind(**values)``."""
     schema = TypeAdapter(kind).json_schema()["properties"]
     seen = set()
     for detail in error.errors():

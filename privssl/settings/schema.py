@@ -127,6 +127,11 @@ class RunSettings:
 
 BUILT_IN = ("digits", "toy", "arrays")  # data sets that need no file
 MAX_SIDE = 4096  # pixels of an image, as in ``data.image_folder.MAX_PIXELS``
+#: Keys of the data section with their defaults, and the data set that has them.
+_OF_ONE_DATA_SET = (
+    ("checksum", "", "arrays"), ("label", "label", "csv"), ("text", "", "csv"),
+    ("columns", "", "csv"), ("image_size", None, "image_folder"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, config=strict)
@@ -222,25 +227,21 @@ class DataSettings:
                 f"has no effect: {self.name} {where}. Give data.name of what lies there "
                 "(npz, image_folder, ...)",
             )
-        if self.checksum and self.name != "arrays":
-            yield Problem("checksum", "has no effect: it belongs to arrays")
+        for key, usual, name in _OF_ONE_DATA_SET:
+            if getattr(self, key) != usual and self.name != name:
+                yield Problem(key, f"has no effect: it belongs to {name}")
         yield from self._problems_of_csv()
         libraries = self.encoder.startswith(("torchvision:", "timm:"))
         if self.encoder_weights and not (libraries or is_own_encoder(self.encoder)):
             text = "has no effect: torchvision:NAME, timm:NAME and plug-ins have it"
             yield Problem("encoder_weights", text)
-        if self.image_size is not None and self.name != "image_folder":
-            yield Problem("image_size", "has no effect: it belongs to image_folder")
-        elif self.image_size is not None and self.image_size > MAX_SIDE:
+        if self.name == "image_folder" and (self.image_size or 0) > MAX_SIDE:
             yield Problem("image_size", f"{self.image_size}: give at most {MAX_SIDE}")
 
     def _problems_of_csv(self) -> Iterator[Problem]:
-        """Keys of CSV files elsewhere, and texts without an encoder."""
+        """CSV files without a folder, and texts without an encoder."""
         if self.name == "csv" and not self.root:
             yield Problem("root", "missing: csv reads train.csv and test.csv in it")
-        for key, usual in (("label", "label"), ("text", ""), ("columns", "")):
-            if getattr(self, key) != usual and self.name != "csv":
-                yield Problem(key, "has no effect: it belongs to csv")
         if self.text and self.text == self.label:
             yield Problem("text", f"{self.text} is data.label: rows would contain their labels")
         if self.text and self.columns:

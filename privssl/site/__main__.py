@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING
 
 from privssl.runtime.command import run_command
 from privssl.runtime.console import Terminal
-from privssl.runtime.process import (
-    LogFile,
-    in_one_thread,
-    logging_to,
-    private_umask,
-    tune_malloc,
-)
+from privssl.runtime.process import LogFile, in_one_thread, logging_to, private_umask, tune_malloc
 
 if TYPE_CHECKING:
     from privssl.site.request_handler import SiteRequestHandler

@@ -76,11 +76,8 @@ def demonstrate(
 
 
 def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> list[str]:
-    """Write config, split and a SITE.yaml for each agent. Returns the agents' names.
-
-    Raises:
-        privssl.errors.UserError: the config is invalid, or the folder exists.
-    """
+    """Write config, split and a SITE.yaml for each agent. Returns the agents' names. Raises
+    privssl.errors.UserError: the config is invalid, or the folder exists."""
     from privssl.experiment import config as configs
     from privssl.experiment.plugin_names import names_in
     from privssl.experiment.prepare import prepare
@@ -120,13 +117,8 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
 
 @contextmanager
 def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator[str]:
-    """Run a SuperLink on loopback; yields its address.
-
-    Args:
-        port: 0 for a free one.
-        made: keys and certificates by ``privssl.site.keys``; None: no encryption, any site may
-            connect.
-    """
+    """Run a SuperLink on loopback, at a free port if it is 0; yields its address. ``made``: keys
+    and certificates by ``privssl.site.keys``; None: no encryption, any site may connect."""
     from privssl.remote.flower_transport import environment, free_port, program
 
     folder.mkdir(exist_ok=True)
@@ -141,8 +133,13 @@ def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator
         command += ["--ssl-ca-certfile", str(made / "ca.crt"), "--enable-supernode-auth"]
         command += ["--ssl-certfile", str(made / "link.crt")]
         command += ["--ssl-keyfile", str(made / "link.key")]
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
     with _running(command, folder / "log", environment(folder)) as process:
-        wait_until(lambda: _listens(port), process, folder / "log")
+        wait_until(listens, process, folder / "log")
         yield f"127.0.0.1:{port}"
 
 
@@ -209,11 +206,6 @@ def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log:
             output = log.read_text(errors="replace").strip()[-500:]
             raise UserError(f"{' '.join(map(str, process.args[:4]))} did not start: {output}")  # type: ignore[index]
         time.sleep(0.1)
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def summary(folder: Path, names: Sequence[str]) -> Table:

@@ -87,7 +87,9 @@ class SiteRequestHandler:
             frame = protocol.from_bytes(data, IdentifyRequest, StepRequest, EndOfRun)
             match frame:
                 case IdentifyRequest():
-                    return protocol.to_bytes(self._identity())
+                    shown, agent = self.journal is not None, self.agent
+                    found = Identity(agent.id, agent.role, self.agreement, shows_ledger=shown)
+                    return protocol.to_bytes(found)
                 case EndOfRun():
                     return protocol.to_bytes(self._end_run(frame))
                 case StepRequest():
@@ -97,12 +99,6 @@ class SiteRequestHandler:
             code = error_code_for(error)
             log.error("Answers %s: %s", code, error, exc_info=code == "failed")
             return protocol.to_bytes(StepResponse(request_id, error=code))
-
-    def _identity(self) -> Identity:
-        return Identity(
-            self.agent.id, self.agent.role, self.agreement,
-            shows_ledger=self.journal is not None,
-        )  # fmt: skip
 
     def _end_run(self, frame: EndOfRun) -> protocol.LedgerResponse:
         self._check_agreement(frame)

@@ -51,11 +51,8 @@ def readable() -> list[Path]:
 
 
 def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
-    """Restrict this process and its descendants to these files, for good.
-
-    Raises:
-        OSError: the kernel has no Landlock, or a path does not exist.
-    """
+    """Restrict this process and its descendants to these files, for good. Raises OSError: the
+    kernel has no Landlock, or a path does not exist."""
     abi = version()
     if not abi:
         raise OSError("this kernel has no Landlock")

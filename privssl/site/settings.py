@@ -168,11 +168,7 @@ class _SiteConfigBuilder(ConfigBuilder):
 
 
 def load_site_config(path: Path) -> SiteConfig:
-    """Read and check a SITE.yaml.
-
-    Raises:
-        ConfigError: with all problems, sorted by line.
-    """
+    """Read and check a SITE.yaml. Raises ConfigError: with all problems, sorted by line."""
     builder = _SiteConfigBuilder(path, {})
     builder.read_file()
     values: dict[str, Any] = {name: builder.section(name) for name in builder.order}

@@ -31,11 +31,8 @@ log = logging.getLogger("privssl")
 
 
 def serve(door: Path, handle: Callable[[bytes], bytes]) -> None:
-    """Answer messages on the socket ``door`` until KeyboardInterrupt, which passes on.
-
-    Raises:
-        UserError: the socket cannot be made, or another process serves this site.
-    """
+    """Answer messages on the socket ``door`` until KeyboardInterrupt, which passes on. Raises
+    UserError: the socket cannot be made, or another process serves this site."""
     with _hold_socket(door), _Server(str(door), handle) as server:
         door.chmod(stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IWGRP)
         try:

@@ -15,7 +15,6 @@ import torch
 from accounting import row_registry
 from accounting.account_plan import refuse_change
 from accounting.budget import Budget
-from accounting.errors import LedgerError
 from accounting.journal import read_content, split_lines
 from accounting.journal_reader import replay
 from accounting.ledger import Account, read_journal, refuse_problems
@@ -23,7 +22,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.rows import Shape
-from privssl.data import datasets, split_manifest
+from privssl.data import agent_refs, datasets, split_manifest
 from privssl.data.encoded import HeldRows
 from privssl.data.npz import NO_LABEL, read_rows
 from privssl.data.split import RoleAssignment, holders
@@ -36,6 +35,7 @@ from privssl.experiment.prepare import (
     check_plan_networks,
     check_private,
     claim_rows,
+    plan_of,
     task_of,
 )
 from privssl.experiment.row_checks import (
@@ -44,7 +44,6 @@ from privssl.experiment.row_checks import (
     refuse_other_rows,
 )
 from privssl.models.own_networks import check_network
-from privssl.privacy.plan import Plan
 from privssl.runtime import plugins
 from privssl.settings.names import is_outside
 from privssl.settings.schema import BUILT_IN
@@ -81,7 +80,7 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
     config = configs.load_config(site.path(site.site.config))
     who = holders(config.data.labels, config.agents)
     _check_network(site, config)
-    _check_role(site, who, config)
+    _check_role(site, config)
     _check_budget(site, config)
     held = _rows(site, config)
     agent = Agent(id=site.site.agent, held_labelled=held.labelled, held_unlabelled=held.unlabelled)
@@ -115,17 +114,15 @@ def _check_network(site: SiteConfig, config: Config) -> None:
         )
 
 
-def _check_role(site: SiteConfig, who: RoleAssignment, config: Config) -> None:
+def _check_role(site: SiteConfig, config: Config) -> None:
     name, role = site.site.agent, site.site.role
-    if name not in who.everyone:
+    roles = {agent.id: agent.role for agent in agent_refs(config.data.labels, config.agents)}
+    if name not in roles:
         raise ConfigError(
-            f"{site.source}: site.agent is {name}, but {config.source} has "
-            f"{', '.join(who.everyone)}"
+            f"{site.source}: site.agent is {name}, but {config.source} has {', '.join(roles)}"
         )
-    kinds = (name in who.labelled, name in who.unlabelled)
-    theirs = {(True, False): "support", (False, True): "query", (True, True): "mixed"}[kinds]
-    if name == "server" or role != theirs:
-        what = "at the coordinator" if name == "server" else theirs
+    if role != roles[name]:
+        what = "at the coordinator" if name == "server" else roles[name]
         raise ConfigError(
             f"{site.source}: site.role is {role}, but in {config.source} {name} is {what}"
         )
@@ -252,13 +249,7 @@ def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[An
     """Build the algorithm as ``prepare.prepare`` does."""
     kind = ALGORITHMS[config.algorithm.name]
     refuse_other_rows(config, held.shape)
-    plan: Plan | None = None
-    if config.privacy is not None:
-        agents = len(who.labelled)
-        plan = kind.make_plan(
-            config.privacy, rounds=config.algorithm.rounds,
-            rows_per_agent=config.data.labelled / agents, agents=agents,
-        )  # fmt: skip
+    plan = None if config.privacy is None else plan_of(config, len(who.labelled))
     # Initial weights come from the coordinator.
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=""))
     task = task_of(config, len(held.classes), held.shape)
@@ -292,8 +283,7 @@ def _account(
     claim_rows(ledger, [agent], bare)
     if path.exists():  # report now what every step would be refused for
         journal = read_journal(path)
-        if journal.problems:
-            raise LedgerError(f"{path}: {journal.problems[0]}. Restore the original ledger")
+        refuse_problems(path, journal)
         refuse_change(journal.plan, plan)
     else:
         Account.open(path, plan, resume=store.mark is not None).close()

@@ -153,11 +153,8 @@ class SuperNode:
 
 
 def check_files(certificate: str, key: str) -> None:
-    """Check the operator's certificate and key; log if the certificate expires soon.
-
-    Raises:
-        ConfigError: one is invalid.
-    """
+    """Check the operator's certificate and key; log if the certificate expires soon. Raises
+    ConfigError: one is invalid."""
     if certificate and (warning := tls.check_root(Path(certificate))):
         log.warning("%s", warning)
     if not key:

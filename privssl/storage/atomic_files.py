@@ -39,11 +39,8 @@ def write(path: Path, data: bytes | str) -> None:
 
 
 def write_new(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Write a new file that only its owner can read, and force it to the disk.
-
-    Args:
-        data: all of it, or an iterable of its pieces.
-    """
+    """Write a new file that only its owner can read, and force it to the disk. ``data``: all of it,
+    or an iterable of its pieces."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
         for piece in [data] if isinstance(data, bytes) else data:

@@ -69,23 +69,9 @@ class SpillStore:
         self._returned: deque[_Lease] = deque()
         self._layouts: dict[tuple[object, ...], Mapping[str, TensorSlice]] = {}
 
-    @property
-    def in_ram(self) -> int:
-        """Bytes of stored tensors in RAM."""
-        self._release()
-        return self._in_ram
-
-    @property
-    def on_disk(self) -> int:
-        """Bytes of the file, free slots included."""
-        return self._end
-
     def put(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The same tensors, stored: those that were given, or their bits in the file.
-
-        Raises:
-            RunFolderError: the file cannot be written. Everything stored before is unchanged.
-        """
+        """The same tensors, stored: those that were given, or their bits in the file. Raises
+        RunFolderError: the file cannot be written. Everything stored before is unchanged."""
         if isinstance(tensors, _InRam | _OnDisk) or not tensors:
             return tensors
         self._release()

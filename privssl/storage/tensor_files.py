@@ -136,11 +136,8 @@ class PackedTensors(NamedTuple):
 
 
 def places_in(form: Mapping[str, Any]) -> dict[str, TensorSlice]:
-    """The inverse of ``PackedTensors.form``.
-
-    Raises:
-        LookupError, TypeError, ValueError: it is no such form.
-    """
+    """The inverse of ``PackedTensors.form``. Raises LookupError, TypeError, ValueError: it is no
+    such form."""
     found: dict[str, TensorSlice] = {}
     at = 0
     for name, (dtype, shape) in form.items():
@@ -159,11 +156,8 @@ Item: TypeAlias = Tensor | LazyTensor | PackedTensors  # of a file
 def save_weights(
     path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a plain state dict, loadable by safetensors alone. Raises RunFolderError.
-
-    Args:
-        about: what a user of the weights must know, for the file's metadata.
-    """
+    """Write a plain state dict, loadable by safetensors alone. Raises RunFolderError. ``about``:
+    what a user of the weights must know, for the file's metadata."""
     # One key: the order of several is random in safetensors, and equal runs have equal files.
     metadata = {"privssl": json.dumps(about)} if about else None
     # safetensors refuses tensors that share memory; a state may have one under two names

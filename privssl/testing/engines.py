@@ -80,11 +80,7 @@ class _Carrier:
 
 def sites_engine(agents: Sequence[Agent], algorithm: Any, seed: int, folder: Path) -> SitesEngine:
     """An engine over a site for each agent, in this process; a labelled server has none. Each visit
-    is of an algorithm that did nothing before.
-
-    Args:
-        folder: where sites keep what they remember.
-    """
+    is of an algorithm that did nothing before. ``folder``: where sites keep what they remember."""
 
     def site(agent: Agent) -> Callable[[bytes], bytes | None]:
         handler = SiteRequestHandler(

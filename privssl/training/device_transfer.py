@@ -29,11 +29,8 @@ def move_to(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 
 @torch.no_grad()
 def put(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Write numbers into tensors of one device, which keep their strides.
-
-    Args:
-        values: from any device, under the same names.
-    """
+    """Write numbers into tensors of one device, which keep their strides. ``values``: from any
+    device, under the same names."""
     if into:
         there = move_to(values, next(iter(into.values())).device)
         torch._foreach_copy_(list(into.values()), [there[name] for name in into])

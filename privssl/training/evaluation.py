@@ -88,13 +88,8 @@ def score(
     device: torch.device,
     chunk: int = CHUNK,
 ) -> Scores:
-    """Evaluate a classifier in one pass.
-
-    Args:
-        network: of the right architecture; its weights are replaced.
-        x: rows (N, *shape) as stored: uint8 or float32 in [0, 1].
-        y: classes (N,).
-    """
+    """Evaluate a classifier, with these weights in ``network``, in one pass over rows (N, *shape)
+    as stored and classes (N,)."""
     load_weights(network, weights).eval()
     parts: list[tuple[Tensor, ...]] = []
     for rows, classes in zip(torch.split(x, chunk), torch.split(y, chunk), strict=True):
@@ -119,28 +114,11 @@ def score(
 
 def calibration_error(confidence: NDArray[np.float64], right: NDArray[np.bool_]) -> float:
     """Expected calibration error (Guo et al. 2017, Eq. 3), with ``BINS`` bins of equal width: the
-    gap between share of right rows and mean confidence in each, weighted by its rows.
-
-    Args:
-        confidence: largest predicted probability of each row (N,), in (0, 1].
-        right: whether its class is the true one (N,).
-    """
+    gap between share of right rows and mean confidence in each, weighted by its rows. Of each row
+    (N,): its largest predicted probability, in (0, 1], and whether its class is the true one."""
     bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
     gaps = np.bincount(bins, weights=right - confidence, minlength=BINS)
     return float(np.abs(gaps).sum() / len(confidence))
-
-
-def accuracy(
-    network: nn.Module,
-    weights: StateDict,
-    x: Tensor,
-    y: Tensor,
-    *,
-    device: torch.device,
-    chunk: int = CHUNK,
-) -> float:
-    """Share of rows whose most likely class is the true one, in [0, 1]; arguments of ``score``."""
-    return score(network, weights, x, y, device=device, chunk=chunk).accuracy
 
 
 class Evaluator:
@@ -148,10 +126,7 @@ class Evaluator:
     evaluated once: a state is never written to."""
 
     def __init__(
-        self,
-        network: nn.Module,
-        sets: Mapping[str, tuple[Tensor, Tensor]],
-        device: torch.device,
+        self, network: nn.Module, sets: Mapping[str, tuple[Tensor, Tensor]], device: torch.device
     ) -> None:
         """``sets``: rows and classes as in ``score``, by name."""
         self._network = network.to(device)

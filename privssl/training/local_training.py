@@ -24,12 +24,8 @@ SEEN_AT_ONCE = 3 * 2**19
 
 
 def draw_rows(held: int, count: int, rng: torch.Generator) -> Tensor:
-    """Row numbers for one local step (count,): every row once before any row twice.
-
-    Args:
-        held: rows that the agent has, >= 1.
-        count: rows to use, optimiser steps times batch size.
-    """
+    """``count`` row numbers for one local step, of ``held`` >= 1 rows: every row once before any
+    twice."""
     passes = -(-count // held)
     return torch.cat([torch.randperm(held, generator=rng) for _ in range(passes)])[:count]
 
@@ -44,15 +40,13 @@ def joint_batches(
     labelled: int, unlabelled: int, size: int, steps_of: Literal["labelled", "unlabelled"],
     rng: torch.Generator,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Row numbers of the steps of one epoch: labelled (B,) and unlabelled (B',).
+    """Row numbers of the steps of one epoch, ``size`` in a batch: labelled (B,) and unlabelled
+    (B',).
 
     labelled: as many steps as FedAvg on the labelled rows takes; the unlabelled rows are divided
     among them, so that each row of both kinds is used once (FedMatch with labels at clients).
-    unlabelled: batches of ``size`` of both kinds; labelled rows are reused.
-
-    Args:
-        labelled, unlabelled: rows held, >= 0. Of a kind that is absent all batches are empty.
-        size: rows of a batch.
+    unlabelled: batches of ``size`` of both kinds; labelled rows are reused. Of a kind of which no
+    row is held all batches are empty.
     """
     none = torch.empty(0, dtype=torch.int64)
     mine: Sequence[Tensor] = list(epoch_batches(labelled, size, rng))
@@ -67,15 +61,11 @@ def joint_batches(
 def in_blocks(
     batches: Iterable[Tensor], seen: Callable[[Tensor], Tensor], at_once: int = 512
 ) -> Iterator[Tensor]:
-    """Views of batches, one after the other, made for many batches at once.
+    """Views of batches of row numbers (B,), B >= 0, made for many batches at once.
 
     RandAugment's cost is per call, not per row: batch by batch it took a quarter of FedSEAL's
-    training.
-
-    Args:
-        batches: row numbers, each (B,); B may be 0.
-        seen: row numbers (N,) -> views (N, ...). Called for whole batches, of about ``at_once``
-            rows.
+    training. ``seen``: row numbers (N,) -> views (N, ...); called for whole batches, of about
+    ``at_once`` rows.
     """
     waiting: list[Tensor] = []
     for batch in batches:
@@ -93,12 +83,8 @@ def views_of(
     view: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Iterator[Tensor]:
-    """Views of batches of stored rows (N, *shape), made :func:`in_blocks`.
-
-    Args:
-        batches: row numbers, each (B,); B may be 0.
-        view: network inputs (n, *shape) -> views (n, ...).
-    """
+    """Views of batches of stored rows (N, *shape), made :func:`in_blocks`. ``view``: network inputs
+    (n, *shape) -> views (n, ...)."""
     return in_blocks(
         batches, lambda rows: view(network_input(stored[rows], device)), rows_per_pass(stored)
     )
@@ -141,13 +127,11 @@ def minimise(
     clip_norm: float | None = None,
 ) -> Tensor:
     """One step of one or several optimisers down a scalar loss; returns the loss, detached.
+    ``clip_norm``: largest norm of the joint gradient; None: unlimited.
 
     Only the optimisers' parameters get gradients; one that the loss does not reach stays. All
     training goes through here, so that an engine can batch several agents' steps
     (``deferred.submit``).
-
-    Args:
-        clip_norm: largest norm of the joint gradient; None: unlimited.
     """
     several = (optimiser,) if isinstance(optimiser, torch.optim.Optimizer) else tuple(optimiser)
     deferred.submit(OptimizerStep(several, loss, clip_norm))
@@ -247,11 +231,8 @@ def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
 def load_weights(
     network: nn.Module, weights: StateDict, device: torch.device | None = None
 ) -> nn.Module:
-    """Copy weights into a network and set it to training mode.
-
-    Args:
-        device: to move the network to; None: where it is.
-    """
+    """Copy weights into a network and set it to training mode. ``device``: to move the network to;
+    None: where it is."""
     own = network.state_dict()
     if device is not None and any(tensor.device != device for tensor in own.values()):
         own = network.to(device).state_dict()

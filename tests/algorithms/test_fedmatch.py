@@ -48,7 +48,7 @@ from privssl.data import FederatedDataset
 from privssl.errors import ConfigError
 from privssl.experiment import config
 from privssl.runtime.randomness import stream
-from privssl.training.evaluation import accuracy
+from privssl.training.evaluation import score
 from tests.support.fedmatch import (
     EAGER,
     HELPERS,
@@ -645,10 +645,10 @@ def test_rounds_learn_the_toy_rows() -> None:
     after = play(fedmatch(**settings), at_server(labelled=100, unlabelled=40), 8)
     judge = after.algorithm.task.new_classifier()
     at = torch.device("cpu")
-    before = accuracy(
+    before = score(
         judge, after.algorithm.classifier(after.begun), TOY.x_test, TOY.y_test, device=at
-    )
-    reached = accuracy(judge, after.classifier, TOY.x_test, TOY.y_test, device=at)
+    ).accuracy
+    reached = score(judge, after.classifier, TOY.x_test, TOY.y_test, device=at).accuracy
     assert reached > 0.7 > before + 0.3
 
 

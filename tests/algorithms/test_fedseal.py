@@ -32,7 +32,7 @@ from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
 from privssl.runtime.randomness import stream
 from privssl.settings.schema import ModelSettings
-from privssl.training.evaluation import accuracy
+from privssl.training.evaluation import score
 from tests.support.toy_worlds import (
     TOY,
     Backwards,
@@ -680,7 +680,7 @@ def test_toy_rows_are_learned() -> None:
     device = torch.device("cpu")
     judge = algorithm.task.new_classifier()
     reached, untrained = (
-        accuracy(judge, weights, TOY.x_test, TOY.y_test, device=device)
+        score(judge, weights, TOY.x_test, TOY.y_test, device=device).accuracy
         for weights in (after.classifier, algorithm.task.new_classifier().state_dict())
     )
     assert reached > 0.5 > 0.3 > untrained  # by seed and rounding 0.62 to 0.97

@@ -20,7 +20,7 @@ from privssl.core.aggregation import average
 from privssl.core.messages import Reply
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
-from privssl.training.evaluation import accuracy
+from privssl.training.evaluation import score
 from tests.support.toy_worlds import (
     TOY,
     Mute,
@@ -239,5 +239,5 @@ def test_toy_rows_are_learned(name: str, settings: dict[str, Any], parties: Any)
     )
     after = play(algorithm, parties(labelled=100), 6)
     network = algorithm.task.new_classifier()
-    reached = accuracy(network, after.classifier, TOY.x_test, TOY.y_test, device=CPU)
+    reached = score(network, after.classifier, TOY.x_test, TOY.y_test, device=CPU).accuracy
     assert reached > 0.6  # chance is 0.1

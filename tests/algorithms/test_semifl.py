@@ -36,7 +36,7 @@ from privssl.experiment import config
 from privssl.models.static_norm import collect, statistics_of
 from privssl.runtime.randomness import seeded, stream
 from privssl.settings.schema import ModelSettings
-from privssl.training.evaluation import accuracy
+from privssl.training.evaluation import score
 from privssl.training.local_training import network_input, weights_of
 from tests.support.algorithm_contract import relabelled
 from tests.support.toy_worlds import (
@@ -746,7 +746,7 @@ def test_a_toy_run_learns_and_its_agents_become_sure() -> None:
     after = play(new(**settings), at_server(labelled=20, unlabelled=100), 8)
     network = after.algorithm.task.new_classifier()
     before, reached = (
-        accuracy(network, state.F, TOY.x_test, TOY.y_test, device=torch.device("cpu"))
+        score(network, state.F, TOY.x_test, TOY.y_test, device=torch.device("cpu")).accuracy
         for state in (after.begun, after.state)
     )
     assert after.state.active == 2 and after.algorithm.metrics(after.state) == {"train/active": 2.0}

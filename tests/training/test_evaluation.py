@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privssl.training.evaluation import Evaluator, HiddenLabelMeter, accuracy
+from privssl.training.evaluation import Evaluator, HiddenLabelMeter, score
 
 CPU = torch.device("cpu")
 
@@ -30,10 +30,10 @@ def pictures(*brightest: int) -> Tensor:
 def test_accuracy_is_the_share_of_rows_called_by_their_name(chunk: int) -> None:
     x, y = pictures(0, 1, 2, 2), torch.tensor([0, 1, 2, 1])
     net, upright = Brightest(), {"weight": torch.ones(3)}
-    assert accuracy(net, upright, x, y, device=CPU, chunk=chunk) == 0.75
+    assert score(net, upright, x, y, device=CPU, chunk=chunk).accuracy == 0.75
     # the control: with the weights turned round the brightest pixel is called last
     upside_down = {"weight": -torch.ones(3)}
-    assert accuracy(net, upside_down, x, y, device=CPU, chunk=chunk) == 0.0
+    assert score(net, upside_down, x, y, device=CPU, chunk=chunk).accuracy == 0.0
 
 
 class Counting(Brightest):

@@ -39,8 +39,7 @@ class FunctionalModule:
         own = {**buffers, **dict(self.network.named_parameters())}
         tensors = own if self.tensors is None else self.tensors
         return FunctionalModule(
-            self.network,
-            {n: t.clone() if n in buffers else t.detach() for n, t in tensors.items()},
+            self.network, {n: t.clone() if n in buffers else t.detach() for n, t in tensors.items()}
         )
 
 
@@ -157,7 +156,6 @@ def batched_call(
             mappings.
         fields: tensors of this agent, or mappings of tensors.
         settings: whatever else the result depends on.
-        networks: of this agent.
     """
     return submit(BatchedCall(function, fields, settings, networks))
 

@@ -18,7 +18,7 @@ their last row, whose output is dropped; otherwise only batches of one length ar
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,9 @@ class Pass:
         return self.copy.name, self.copy.modes(), self.derivatives, forms, rows
 
 
+StackedT = TypeVar("StackedT", Pass, BatchedCall)
+
+
 def can_stack(copy: Stackable, inputs: Sequence[Any]) -> bool:
     """Whether a call with these positional arguments can be part of a stacked pass."""
     if copy.is_single() or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
@@ -134,18 +137,24 @@ def can_stack(copy: Stackable, inputs: Sequence[Any]) -> bool:
 
 def run_passes_batched(passes: Sequence[Pass]) -> list[Any]:
     """The outputs, in the order of the passes."""
-    kinds: dict[Hashable, list[int]] = {}
-    for place, one in enumerate(passes):
-        kinds.setdefault(one.kind(), []).append(place)
-    outputs: dict[int, Any] = {}
-    for places in kinds.values():
-        longest = max(len(passes[place].inputs[0]) for place in places)
-        at_once = max(1, ROWS_AT_ONCE // longest)
+    kinds = [one.kind() for one in passes]
+    return _in_kinds(passes, kinds, lambda one: len(one.inputs[0]), _run_stacked)
+
+
+def _in_kinds(
+    wanted: Sequence[StackedT], kinds: Sequence[Hashable], rows: Callable[[StackedT], int],
+    run: Callable[[Sequence[StackedT]], Sequence[Any]],
+) -> list[Any]:  # fmt: skip
+    """What ``run`` makes of those of one kind, as many of them as memory allows; in their order."""
+    found: dict[int, Any] = {}
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, of in enumerate(kinds) if of == kind]
+        at_once = max(1, ROWS_AT_ONCE // max(1, *(rows(wanted[place]) for place in places)))
         for start in range(0, len(places), at_once):
             some = places[start : start + at_once]
-            with torch.set_grad_enabled(passes[some[0]].derivatives):
-                outputs |= zip(some, _run_stacked([passes[place] for place in some]), strict=True)
-    return [outputs[place] for place in range(len(passes))]
+            with torch.set_grad_enabled(wanted[some[0]].derivatives):
+                found |= zip(some, run([wanted[place] for place in some]), strict=True)
+    return [found[place] for place in range(len(wanted))]
 
 
 def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
@@ -187,19 +196,11 @@ def pad_to(x: Tensor, rows: int) -> Tensor:
 
 def run_calls_batched(wanted: Sequence[BatchedCall]) -> list[Any]:
     """Results of calls, in their order; ``can_compute`` is true of each."""
-    kinds: dict[Hashable, list[int]] = {}
-    for place, one in enumerate(wanted):
-        kinds.setdefault(_kind_of(one), []).append(place)
-    found: dict[int, Any] = {}
-    for places in kinds.values():
-        leaves, _ = tree_flatten(wanted[places[0]].fields)
-        rows = max((len(x) for x in leaves if x.dim()), default=1)
-        at_once = max(1, ROWS_AT_ONCE // max(1, rows))
-        for start in range(0, len(places), at_once):
-            some = places[start : start + at_once]
-            with torch.set_grad_enabled(wanted[some[0]].derivatives):
-                found |= zip(some, _run_calls([wanted[place] for place in some]), strict=True)
-    return [found[place] for place in range(len(wanted))]
+
+    def rows(one: BatchedCall) -> int:
+        return max((len(x) for x in tree_flatten(one.fields)[0] if x.dim()), default=1)
+
+    return _in_kinds(wanted, [_kind_of(one) for one in wanted], rows, _run_calls)
 
 
 def can_compute(one: BatchedCall) -> bool:
