@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accounting.discrete_laplace import discrete_laplace, exact_epsilon
 from accounting.events import PureDpEvent
-from privssl.core.private_release import record_release
+from privssl.core.private_release import begin_release, record_release
 from privssl.errors import PrivacyError
 from privssl.settings.schema import PrivacySettings
 
@@ -49,7 +49,7 @@ class CensusPlan:
             (K, C) int64 on the CPU; may be negative.
 
         Raises:
-            PrivacyError: these are no counts.
+            PrivacyError: these are no counts, or the step has released some before.
             accounting.errors.PlanError: the plan has no epsilon to add noise for.
         """
         if counts.dtype != torch.int64:
@@ -62,6 +62,7 @@ class CensusPlan:
                 f"a census is a table of clusters by classes of counts >= 0; this one has shape "
                 f"{tuple(counts.shape)}, or a negative count"
             )
+        begin_release()
         noise = torch.from_numpy(discrete_laplace(self.epsilon, counts.numel()))
         released = counts.cpu() + noise.view(counts.shape)
         record_release(self, CENSUS, released)
