@@ -427,6 +427,22 @@ FAULTS: tuple[Fault, ...] = (
         (IN_COUNTS + "test_a_batch_beyond_its_public_size_has_more_parts_of_that_size",),
         False,
     ),
+    # The claim -----------------------------------------------------------------------------------
+    Fault(
+        "a server may hold labelled rows under a claim against itself",
+        (
+            (
+                "privssl/experiment/config.py",
+                'config.data.labels in ("labels-at-server", "labels-at-both"):',
+                'config.data.labels == "labels-at-both":',
+            ),
+        ),
+        (
+            IN_FEDSSL + "test_a_server_with_labels_is_refused_a_budget_as_no_claim_holds_against_"
+            "who_controls_it",
+        ),
+        False,
+    ),
     # The account ---------------------------------------------------------------------------------
     Fault(
         "rows are in reach before they are paid for",
