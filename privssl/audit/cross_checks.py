@@ -32,7 +32,8 @@ _RESUME = "; if the run was killed while it wrote them, resume it: it writes the
 def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
     """Check that each ledger still has the lines that checkpoints recorded.
 
-    Where an account outlives the run and is on this machine, the account itself is compared.
+    Where an account outlives the run and is on this machine, the account itself is compared, and of
+    a run that has ended the copy too: it was made after the last checkpoint, and the card from it.
     """
     copied = files.accounts is not None and files.shared is None
     for agent in sorted({record.agent for record in files.records}):
@@ -46,9 +47,11 @@ def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findi
                 f"the ledger of {agent} is missing: {last.checkpoint} records entry {last.seq}"
             )
         else:
-            lost = [record for record in records if not _holds(journal, record)]
+            whole = [journal, files.own.get(agent, journal)] if files.ended else [journal]
+            lost = [r for r in records if not all(_holds(one, r) for one in whole)]
             # A copy may be older than the checkpoint of a later session that was killed.
-            wrong = [record for record in lost if not (copied and record.seq > journal.seq)]
+            older = copied and not files.ended
+            wrong = [record for record in lost if not (older and record.seq > journal.seq)]
             if wrong:
                 first = min(wrong, key=lambda record: record.seq)
                 found.problems.append(
