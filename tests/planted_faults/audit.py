@@ -65,6 +65,14 @@ FAULTS: tuple[Fault, ...] = (
         (IN_CARD + "a_card_that_does_not_follow_from_its_ledgers_is_violated",),
     ),
     Fault(
+        "a numeric bound that is another method's is not compared",
+        ((CARD, "if any(bound < least for bound in _upper_bounds(stated)):", "if least < -1:"),),
+        (
+            IN_CARD + "a_card_that_does_not_follow_from_its_ledgers_is_violated[has a numeric "
+            "bound below its costs]",
+        ),
+    ),
+    Fault(
         "a card's claim is not recomputed",
         (
             (
