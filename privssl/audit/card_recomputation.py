@@ -79,10 +79,10 @@ def card_problems(
     for name in _DERIVED:
         if where := _difference(name, theirs[name], ours[name]):
             yield f"the card's {where} is not what follows from the ledgers"
-    for stated, true in zip(card["agents"], made["agents"], strict=True):
+    for entry, true in zip(card["agents"], made["agents"], strict=True):
         least = min(_upper_bounds(true), default=0.0) - _BETWEEN_METHODS
-        if any(bound < least for bound in _upper_bounds(stated)):
-            yield f"the card's numeric bound of {stated['agent']} is below what its visits cost"
+        if any(bound < least for bound in _upper_bounds(entry)):
+            yield f"the card's numeric bound of {entry['agent']} is below what its visits cost"
     if not _same_headline(card, made):
         yield "the card's headline is not what follows from the ledgers"
 

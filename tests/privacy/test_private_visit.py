@@ -193,6 +193,7 @@ def test_networks_that_are_trained_one_after_the_other_are_two_mechanisms_under_
 
     monkeypatch.setattr(losses, "train_networks_privately", in_turn)
     with accounts(prepared, tmp_path) as agents:
+        assert isinstance(prepared.algorithm, FedSSL)
         call = Call(agents["s0"].ref, prepared.algorithm.support_pass, lesson(prepared), 1)
         engine = LocalEngine([agents["s0"]], seed=0, device=prepared.device)
         if refused:
