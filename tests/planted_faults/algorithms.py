@@ -55,6 +55,20 @@ OPEN_GATE = (
 )
 
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a census may count rows by what follows from all of them",
+        (
+            (
+                "privssl/core/step_runner.py",
+                'sealed=account.plan.scope == "sound")',
+                "sealed=not account.plan.visit_cost.is_pure)",
+            ),
+        ),
+        (
+            IN_HISTOGRAM + "a_census_counts_single_rows_as_one_row_would_move_the_clusters_of_"
+            "others[above_the_mean_of_all-True]",
+        ),
+    ),
     # (FL)^2 and SAGE -----------------------------------------------------------------------------
     Fault(
         "(FL)^2, Eq. 9: a class's threshold is not scaled to the agent's",
