@@ -657,7 +657,13 @@ FAULTS: tuple[Fault, ...] = (
     # The label census ----------------------------------------------------------------------------
     Fault(
         "label census: one record is two counts",
-        ((CENSUS, "msg, ctx)), label] += 1", "msg, ctx)), : label + 1] += 1"),),
+        (
+            (
+                "privssl/privacy/label_histogram.py",
+                "counts[int(cluster_of(row[None])), label] += 1",
+                "counts[int(cluster_of(row[None])), : label + 1] += 1",
+            ),
+        ),
         (IN_CENSUS + "each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in",),
     ),
     Fault(
