@@ -347,7 +347,8 @@ whether the algorithm accepts a `privacy` section.
 
 `labels-at-both` is FedMatch's upper bound with labels at the server: it has `data.server_labelled`
 of the rows, trains first in every round, and agents start from its weights. Other methods have no
-such round, and it is refused with privacy and over sites.
+such round, and it is refused over sites. With privacy both it and `labels-at-server` are refused: a
+claim is against whoever controls the server, which would hold labelled rows.
 
 Reasons of other refusals, and what to set instead:
 

@@ -17,7 +17,7 @@ from privssl.audit.run_files import RunFiles
 from privssl.errors import PrivacyError
 from privssl.experiment.config import Config
 from privssl.privacy.card_numbers import NOT_FIXED
-from privssl.privacy.card_schema import PrivacyCard
+from privssl.privacy.card_schema import AgentEntry, PrivacyCard
 from privssl.privacy.former_ledgers import former_ledgers
 from privssl.privacy.privacy_card import privacy_card
 from privssl.runs.accounts import releases
@@ -76,6 +76,10 @@ def card_problems(
     for name in _DERIVED:
         if where := _difference(name, theirs[name], ours[name]):
             yield f"the card's {where} is not what follows from the ledgers"
+    for entry, true in zip(card["agents"], made["agents"], strict=True):
+        least = min(_upper_bounds(true), default=0.0) - _BETWEEN_METHODS
+        if any(bound < least for bound in _upper_bounds(entry)):
+            yield f"the card's numeric bound of {entry['agent']} is below what its visits cost"
     if not _same_headline(card, made):
         yield "the card's headline is not what follows from the ledgers"
 
@@ -129,8 +133,13 @@ def _same_headline(card: PrivacyCard, made: PrivacyCard) -> bool:
 
 def _has_bounds(card: PrivacyCard) -> bool:
     """Whether every agent has an upper bound by numeric composition."""
-    sums = [entry["epsilon"] for entry in card["agents"]]
-    return all(each["pld_upper"] is not None or each["prv"] is not None for each in sums)
+    return all(map(_upper_bounds, card["agents"]))
+
+
+def _upper_bounds(entry: AgentEntry) -> list[float]:
+    """Of an agent's epsilon, by numeric composition."""
+    found = (entry["epsilon"]["pld_upper"], entry["epsilon"]["prv"])
+    return [bound for bound in found if bound is not None]
 
 
 def _stated_releases(card: PrivacyCard) -> list[Any]:

@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from accounting.account_plan import AccountPlan
+from accounting.accountants import ZERO_COST
 from accounting.budget import Budget
 from accounting.errors import AccountingError
 from accounting.events import ComposedEvent, Event, PoissonSampledGaussianEvent, leaf_events
 from accounting.journal_reader import Journal
 from privssl.audit.run_files import Findings, LedgerRecord, RunFiles
 from privssl.data.split import holders
+from privssl.engines.remote import charge_ids
 from privssl.errors import UserError
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import plan_of
@@ -32,7 +34,8 @@ _RESUME = "; if the run was killed while it wrote them, resume it: it writes the
 def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
     """Check that each ledger still has the lines that checkpoints recorded.
 
-    Where an account outlives the run and is on this machine, the account itself is compared.
+    Where an account outlives the run and is on this machine, the account itself is compared, and of
+    a run that has ended the copy too: it was made after the last checkpoint, and the card from it.
     """
     copied = files.accounts is not None and files.shared is None
     for agent in sorted({record.agent for record in files.records}):
@@ -46,9 +49,11 @@ def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findi
                 f"the ledger of {agent} is missing: {last.checkpoint} records entry {last.seq}"
             )
         else:
-            lost = [record for record in records if not _holds(journal, record)]
+            whole = [journal, files.own.get(agent, journal)] if files.ended else [journal]
+            lost = [r for r in records if not all(_holds(one, r) for one in whole)]
             # A copy may be older than the checkpoint of a later session that was killed.
-            wrong = [record for record in lost if not (copied and record.seq > journal.seq)]
+            older = copied and not files.ended
+            wrong = [record for record in lost if not (older and record.seq > journal.seq)]
             if wrong:
                 first = min(wrong, key=lambda record: record.seq)
                 found.problems.append(
@@ -99,7 +104,8 @@ def check_results(files: RunFiles, found: Findings) -> None:
 def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
     """Check that ledgers and card are those that config.yaml asks for.
 
-    Sites have accounts of their own, which outlive runs: of them only the card is checked.
+    Sites have accounts of their own, with budgets of their own, for several runs: one of the plans
+    in them must be this run's.
     """
     config, card = files.config, files.card
     if config is None:
@@ -132,10 +138,16 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
     except (UserError, AccountingError) as error:
         found.doubts.append(f"config.yaml was not compared with the ledgers: {error}")
         return
-    for agent, journal in own.items() if local else ():
-        if journal.plans:
-            found.problems += _plan_differences(agent, journal.plan, config, plan, noise)
-            found.doubts += _rounding_difference(agent, journal.plan, noise)
+    for agent, journal in own.items():
+        of = [
+            (list(_plan_differences(agent, one, config, plan, noise)), one)
+            for one in (journal.plans[-1:] if local else journal.plans)
+        ]
+        if of:
+            differences, nearest = min(of, key=lambda found: len(found[0]))
+            found.problems += differences
+            found.doubts += _rounding_difference(agent, nearest, noise)
+            found.problems += _unpaid(agent, journal, nearest, files)
     if card is None:
         return
     if card["planned_visits"] not in (None, plan.visits):
@@ -150,6 +162,15 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
         found.problems.append(
             f"config.yaml says clip_norm {config.privacy.clip_norm:g}, the card {clip_norm:g}"
         )
+
+
+def _unpaid(agent: str, journal: Journal, plan: AccountPlan, files: RunFiles) -> Iterator[str]:
+    """Where a site's ledger has not paid for what checkpoints record as charged, by this plan."""
+    run, ids = files.charged.get(agent, ("", set()))
+    if lost := ids - charge_ids(journal.visits):
+        yield f"the ledger of {agent} lacks {len(lost)} visits that checkpoints record as charged"
+    elif ids and not plan.visit_cost.times(len(ids)).at_most(journal.by_run.get(run, ZERO_COST)):
+        yield f"the ledger of {agent} has charged this run less than its {len(ids)} visits cost"
 
 
 def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]:
@@ -186,12 +207,14 @@ def _plan_differences(
     """Where a ledger's plan is not the one that follows from the config."""
     privacy = config.privacy
     assert privacy is not None
-    charged = plan.event
+    charged, budget = plan.event, Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
+    if config.run.engine != "local":
+        budget = Budget(plan.budget.epsilon, privacy.delta)  # the site's own
     if _is_next_to(_noise_of(charged), noise):
         charged = _with_noise(charged, noise or 0.0)  # a doubt, see below
     for name, expected, found in (
         ("a visit", true.event, charged),
-        ("a budget", Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta), plan.budget),
+        ("a budget", budget, plan.budget),
         ("the networks", true.update, plan.update),
         ("protection", true.protect, plan.protect),
         ("row counts", privacy.record_counts, plan.record_counts),

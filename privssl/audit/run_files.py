@@ -47,6 +47,7 @@ class RunFiles:
         metrics: a mapping for each line of metrics.csv.
         snapshots: snapshot.json of intact checkpoints, by round. damaged: what is wrong with the
             others. records: what any of them recorded of the ledgers.
+        charged: of each site its name for the run, and ids of charges, that any of them recorded.
         accounts: folder of accounts that outlive the run; None where they are the run's own.
         own: journals in the run folder. shared: those in ``accounts``, None without that folder.
     """
@@ -60,6 +61,7 @@ class RunFiles:
     snapshots: dict[int, dict[str, Any]]
     damaged: list[str]
     records: list[LedgerRecord]
+    charged: dict[str, tuple[str, set[str]]]
     accounts: Path | None
     own: dict[str, Journal]
     shared: dict[str, Journal] | None
@@ -93,7 +95,8 @@ def read_run(run: Path) -> RunFiles:
         shared = {p.stem: read_journal(p) for p in paths if not own or p.stem in wanted}
     return RunFiles(
         run, config, card, unknown_keys, _read_results(run / "results.json"), read_metrics(run),
-        snapshots, damaged, records, accounts, own, shared,
+        snapshots, damaged, records, _charged_at_sites(run, config, snapshots),
+        accounts, own, shared,
     )  # fmt: skip
 
 
@@ -147,6 +150,22 @@ def _read_checkpoints(
         if content is not None:
             records += _records(f"checkpoint {path.name}", content["extra"]["mapping"])
     return intact, damaged, records
+
+
+def _charged_at_sites(
+    run: Path, config: Config | None, snapshots: Mapping[int, dict[str, Any]]
+) -> dict[str, tuple[str, set[str]]]:
+    found: dict[str, tuple[str, set[str]]] = {}
+    if config is None or config.run.engine == "local":
+        return found
+    from privssl.engines.remote import charges_in  # of few runs
+
+    for number, content in snapshots.items():
+        folder = run / "checkpoints" / f"round_{number:05d}"
+        for agent, memory in checkpoint.memories_of(folder, content).items():
+            name, ids = charges_in(memory)
+            found[agent] = name, ids | found.get(agent, ("", set()))[1]
+    return found
 
 
 def _records(name: str, extra: Mapping[str, Any]) -> Iterable[LedgerRecord]:

@@ -12,8 +12,15 @@ from torch import Tensor
 from accounting.events import Event
 from privssl.errors import PrivacyError
 
-#: Field of a message -> what was charged for it, and its tensors by name ("" where it is one).
-Made = dict[str, tuple[Event, dict[str, Tensor]]]
+
+class Made(dict[str, tuple[Event, dict[str, Tensor]]]):
+    """Field of a message -> what was charged for it, and its tensors by name ("" where it is one).
+
+    ``begun``: whether a mechanism has begun to use rows.
+    """
+
+    begun = False
+
 
 _made: ContextVar[Made | None] = ContextVar("made", default=None)
 _reads: ContextVar[bool] = ContextVar("reads", default=False)
@@ -37,7 +44,7 @@ def mechanism_is_reading() -> bool:
 @contextmanager
 def watch_mechanisms() -> Iterator[Made]:
     """What mechanisms make inside the block."""
-    made: Made = {}
+    made = Made()
     token = _made.set(made)
     try:
         yield made
@@ -52,21 +59,27 @@ class Mechanism(Protocol):
     def event(self) -> Event: ...  # what it does in a visit
 
 
-def record_release(mechanism: Mechanism, name: str, value: Mapping[str, Tensor] | Tensor) -> None:
-    """Write down, inside a step, what a mechanism made for a field; outside of steps do nothing.
+def begin_release() -> None:
+    """Say, inside a step, that a mechanism begins to use rows; outside of steps do nothing.
 
     Raises:
-        PrivacyError: the step has made that field before, so one charge would pay for two.
+        PrivacyError: it is the second of the step, so one charge would pay for two.
     """
     made = _made.get()
     if made is None:
         return
-    if name in made:
+    if made.begun:
         raise PrivacyError(
-            f"{name} is made by a private mechanism twice in one step, which is charged once. Make "
-            "it once in a visit"
+            "a private mechanism uses rows twice in one step, which is charged once. Train all "
+            "protected networks in one call, or in two visits"
         )
-    made[name] = mechanism.event, {n: t.detach().clone() for n, t in _tensors(value).items()}
+    made.begun = True
+
+
+def record_release(mechanism: Mechanism, name: str, value: Mapping[str, Tensor] | Tensor) -> None:
+    """Write down, inside a step, what a mechanism made for a field; outside of steps do nothing."""
+    if (made := _made.get()) is not None:
+        made[name] = mechanism.event, {n: t.detach().clone() for n, t in _tensors(value).items()}
 
 
 def is_release(made: Made, event: Event, name: str, sent: Any) -> bool:

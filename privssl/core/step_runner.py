@@ -3,8 +3,9 @@
 Engines and sites run every step through here, so a user's step keeps the framework's promises or
 ends the run:
 
-* labelled rows with an account are readable only from the step's charge to its end; under DP-SGD
-  by private training alone, as a number that follows from several rows is bounded by no clipping;
+* labelled rows with an account are readable only from the step's charge to its end, and by the
+  private mechanism alone: no clipping bounds a number that follows from several rows, and a census
+  is of single rows;
 * a step is charged once, with the event of the account's plan, and sends only the fields that the
   plan names: no other field, weight, metric, refusal or memory;
 * these fields have the bits that a private mechanism made, once, under that event;
@@ -21,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from accounting.account_plan import AccountPlan
-from accounting.events import Event, PoissonSampledGaussianEvent
+from accounting.events import Event
 from privssl.core.agents import Agent, LabelledRows, Memory
 from privssl.core.messages import Declined, Message
 from privssl.core.private_release import Made, is_release, mechanism_is_reading, watch_mechanisms
@@ -50,9 +51,9 @@ class ChargedRows(LabelledRows):
         if name != "ids" and self._sealed and not mechanism_is_reading():
             raise PrivacyError(
                 "labelled rows were read outside of private training, so one row could reach the "
-                "gradients of others (by a class's share, a mean), which clipping does not bound. "
-                "Give agent.labelled to train_classifier or train_rows_privately; draws and losses "
-                "get single rows"
+                "gradients of others (by a class's share, a mean), which clipping does not bound, "
+                "or their counts. Give agent.labelled to train_classifier, train_rows_privately or "
+                "count_rows, where draws, losses and clusters get single rows"
             )
         return getattr(self._rows, name)
 
@@ -73,8 +74,7 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
 
     labelled = agent.held_labelled
     if account is not None and labelled is not None:
-        sealed = isinstance(account.plan.event, PoissonSampledGaussianEvent)
-        labelled = ChargedRows(labelled, paid, sealed=sealed)
+        labelled = ChargedRows(labelled, paid, sealed=account.plan.scope == "sound")
     lent: Memory = MappingProxyType(before)
     seen = Agent(
         id=agent.id, location=agent.location, held_labelled=labelled,

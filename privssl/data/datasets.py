@@ -59,6 +59,8 @@ class Dataset:
     table: Literal["", "declared", "measured"] = ""
     tests_drawn: bool = False  # whether test rows were drawn from those that may train
     names_declared: bool = False  # of a table: whether class names are from no row
+    #: Whether all rows have three channels because of training images alone.
+    coloured_by_train: bool = False
 
     @property
     def classes(self) -> int:
@@ -133,7 +135,8 @@ def _to_encode(settings: DataSettings, found: Arrays | Texts | Dataset) -> Datas
     none = torch.empty(0, *encoder.shape, dtype=torch.float16)
     y_train, y_test = torch.as_tensor(found.y_train), torch.as_tensor(found.y_test)
     return Dataset(
-        settings.name, none, y_train, none, y_test, found.class_names, unencoded=raw
+        settings.name, none, y_train, none, y_test, found.class_names, unencoded=raw,
+        coloured_by_train=getattr(found, "coloured_by_train", False),
     )  # fmt: skip
 
 
@@ -191,7 +194,7 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
     )
     return Dataset(
         name, x_train, y_train, x_test, y_test, arrays.class_names,
-        records=arrays.records, scales=arrays.scales,
+        records=arrays.records, scales=arrays.scales, coloured_by_train=arrays.coloured_by_train,
     )  # fmt: skip
 
 

@@ -104,7 +104,11 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
         log.info("%s: %d training images without a label", beside, len(rest))
     _log_changes(root, heads, laid_train + laid_test + laid_rest)
     _log_skipped(root, skipped)
-    arrays = Arrays(x_train, y_train, x_test, y_test, classes)
+    others_grey = all(head.mode in GREY for head in heads[len(train) :])
+    arrays = Arrays(
+        x_train, y_train, x_test, y_test, classes,
+        coloured_by_train=others_grey and form.mode == "RGB",
+    )  # fmt: skip
     return with_unlabelled(arrays, x_rest) if rest else arrays
 
 

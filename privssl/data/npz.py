@@ -56,6 +56,7 @@ class Arrays(NamedTuple):
     class_names: tuple[str, ...]
     records: tuple[str, ...] | None = None  # what names training rows to an account; None: x
     scales: Mapping[str, Scale] | None = None  # of a table's columns, in their order
+    coloured_by_train: bool = False  # whether all have three channels as a training image has
 
 
 def read_npz(path: Path) -> Arrays:

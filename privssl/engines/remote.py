@@ -132,11 +132,7 @@ class SitesEngine:
 
     def missing_charges(self, agent: str, visits: Iterable[str]) -> int:
         """How many charged replies of an agent are not among the visits of its ledger."""
-        known, ids = {visit.rpartition("@")[2] for visit in visits}, self._charges[agent]
-        return sum(
-            ids[at : at + CHARGE_ID_DIGITS] not in known
-            for at in range(0, len(ids), CHARGE_ID_DIGITS)
-        )
+        return len(_ids(self._charges[agent]) - charge_ids(visits))
 
     def take_traffic(self) -> RemoteTraffic:
         """Return the traffic since the last call, and start counting anew."""
@@ -300,6 +296,23 @@ class SitesEngine:
 def is_name(memory: Memory) -> bool:
     """Whether this identifies a memory that is stored at a site."""
     return set(memory) == {"run", "visit", "charged"}
+
+
+def charges_in(memory: Memory) -> tuple[str, set[str]]:
+    """The run, and the ids of charged replies, that a checkpoint records of a site; "" and none of
+    other memories."""
+    if not is_name(memory):
+        return "", set()
+    return _to_text(memory["run"]), _ids(_to_text(memory["charged"]))
+
+
+def charge_ids(visits: Iterable[str]) -> set[str]:
+    """The same of the visits of a ledger."""
+    return {visit.rpartition("@")[2] for visit in visits}
+
+
+def _ids(text: str) -> set[str]:
+    return {text[at : at + CHARGE_ID_DIGITS] for at in range(0, len(text), CHARGE_ID_DIGITS)}
 
 
 def _parse_response(data: bytes, request: StepRequest) -> StepResponse:

@@ -248,13 +248,13 @@ def _delta_for(rows: float) -> str:
 def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     name = config.algorithm.name
     yield from algorithms[name].problems(config)
-    if config.data.labels == "labels-at-both":
-        if name not in LABELS_AT_BOTH:
-            text = f"labels-at-both, but {name} has no round in which a server and agents learn "
-            advice = f"from labels. Set algorithm.name: {either(LABELS_AT_BOTH)}, or data.labels"
-            yield Problem("data.labels", text + advice)
-        if config.privacy is not None:
-            yield Problem("data.labels", "labels-at-both is not offered with privacy. Set support")
+    if config.data.labels == "labels-at-both" and name not in LABELS_AT_BOTH:
+        text = f"labels-at-both, but {name} has no round in which a server and agents learn "
+        advice = f"from labels. Set algorithm.name: {either(LABELS_AT_BOTH)}, or data.labels"
+        yield Problem("data.labels", text + advice)
+    if config.privacy is not None and config.data.labels in ("labels-at-server", "labels-at-both"):
+        text = f"{config.data.labels}, but a claim is against whoever controls the server, and the "
+        yield Problem("data.labels", f"{text}server would hold labelled rows. Set support")
     if config.privacy is not None and not algorithms[name].can_be_private:
         private = [known for known, algorithm in algorithms.items() if algorithm.can_be_private]
         yield Problem(

@@ -241,7 +241,6 @@ def _federated_data(config: Config, dataset: data.Dataset | None) -> data.Federa
             "rows that no agent holds are at no site",
         ),
         ("privacy.ledger", privacy is not None and privacy.ledger, "each site has its own"),
-        ("privacy", privacy is not None and at_server, "a labelled server has no site"),
     ):  # fmt: skip
         if wrong:
             raise ConfigError(f"{key} has no meaning with run.engine flower: {why}. Leave it out")

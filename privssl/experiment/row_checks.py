@@ -92,7 +92,7 @@ def refuse_order_by_labels(config: Any, manifest: Manifest, path: object) -> Non
 
 def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
     """Raise PrivacyError for a class of a private run that labels under the claim alone tell: its
-    name, and the number of outputs. And for bounds that come from rows.
+    name, and the number of outputs. And for bounds and channels that come from rows.
 
     A class is known if it is published, declared, a folder, or if a test row has it: one of a test
     set, not one drawn from the rows that may train.
@@ -104,6 +104,11 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
             "Dataset.from_frame took bounds and categories from training rows, which would be one "
             'more release. Declare them, from public knowledge: columns={"age": [0, 120], '
             '"colour": ["red", "blue"]}'
+        )
+    if dataset.coloured_by_train:
+        raise PrivacyError(
+            "training images alone have colour, so that one private image would give all rows, and "
+            "the network, three channels. Save all images in grey, or a test image in colour"
         )
     name, classes = config.data.name, dataset.classes
     table = name == "csv" or bool(dataset.table)

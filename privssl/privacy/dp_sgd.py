@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting.accountants import calibrate_noise
-from privssl.core.private_release import record_release
+from privssl.core.private_release import begin_release, record_release
 from privssl.errors import PrivacyError
 from privssl.ops import self_test
 from privssl.privacy.clipping import PerExampleGradients, clipped_sums, to_float64
@@ -219,7 +219,11 @@ class PrivateTraining:
             fields_of: (row numbers (B,), step) -> tensors (B, ...), one row's fields each.
             row_loss: the loss of one row.
             at_once: rows of one pass: :func:`microbatch_size`.
+
+        Raises:
+            PrivacyError: the step has trained privately before, under the same charge.
         """
+        begin_release()
         mean: list[Tensor] = []
         parts, size = self._plan.parts(rows, at_once)
         kept = round(self._plan.average_last * self._plan.steps)

@@ -7,6 +7,7 @@ epsilon for k records; not claimed). The number of records is public. The caller
 cluster of a record depends on nothing but this record and what is public.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from accounting.discrete_laplace import discrete_laplace, exact_epsilon
 from accounting.events import PureDpEvent
-from privssl.core.private_release import record_release
+from privssl.core.agents import LabelledRows
+from privssl.core.private_release import begin_release, mechanism_reads, record_release
 from privssl.errors import PrivacyError
 from privssl.settings.schema import PrivacySettings
 
@@ -49,7 +51,7 @@ class CensusPlan:
             (K, C) int64 on the CPU; may be negative.
 
         Raises:
-            PrivacyError: these are no counts.
+            PrivacyError: these are no counts, or the step has released some before.
             accounting.errors.PlanError: the plan has no epsilon to add noise for.
         """
         if counts.dtype != torch.int64:
@@ -62,6 +64,7 @@ class CensusPlan:
                 f"a census is a table of clusters by classes of counts >= 0; this one has shape "
                 f"{tuple(counts.shape)}, or a negative count"
             )
+        begin_release()
         noise = torch.from_numpy(discrete_laplace(self.epsilon, counts.numel()))
         released = counts.cpu() + noise.view(counts.shape)
         record_release(self, CENSUS, released)
@@ -76,6 +79,25 @@ class CensusPlan:
             f"and class, with discrete Laplace noise on every count: pure epsilon "
             f"{self.epsilon:g} of {settings.epsilon:g} (delta 0)."
         )
+
+
+def count_rows(
+    rows: LabelledRows, cluster_of: Callable[[Tensor], Tensor], clusters: int, classes: int
+) -> Tensor:
+    """Labelled rows by cluster and class (K, C), int64, exact: what a census releases with noise.
+
+    Row by row: a row's features differ in their last bits with the batch size, so its cluster
+    could depend on the number of other rows.
+
+    Args:
+        cluster_of: a stored row (1, *shape) -> its cluster (1,), by what is public.
+    """
+    with mechanism_reads():
+        x, y = rows.x, rows.y
+    counts = torch.zeros(clusters, classes, dtype=torch.int64)
+    for row, label in zip(x, y.tolist(), strict=True):
+        counts[int(cluster_of(row[None])), label] += 1
+    return counts
 
 
 def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:

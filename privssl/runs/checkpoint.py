@@ -279,6 +279,15 @@ def inspect_snapshot(folder: Path) -> tuple[dict[str, Any] | None, str]:
     return content, ""
 
 
+def memories_of(folder: Path, content: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
+    """The memories of agents in a checkpoint that :func:`inspect_snapshot` found intact."""
+    forms = list(map(tensor_files.places_in, content["forms"]))
+    memories: Mapping[str, Mapping[str, Tensor]] = _to_tree(
+        folder / "memories.safetensors", content["memories"], forms
+    )
+    return memories
+
+
 def _check_manifest(about: dict[str, Any], name: str) -> None:
     """Raise _Damaged unless snapshot.json has a known format, its own checksum and the round of its
     folder. Removes the checksum."""

@@ -88,7 +88,7 @@ def test_agents_are_drawn_beside_the_server_and_see_slices_which_it_does_not() -
     ("fedavg", ["data.server_labelled=20", "data.labels=support"], "belongs to labels-at-both"),
     ("fedavg", ["data.server_labelled=20", "algorithm.aggregation=none"], "server's weights"),
     ("feddyn", ["data.server_labelled=20"], "Set algorithm.name: fedavg or fedprox"),
-    ("fedavg_dp", ["data.server_labelled=20", "agents.query=0"], "not offered with privacy"),
+    ("fedavg_dp", ["data.server_labelled=20", "agents.query=0"], "server would hold labelled rows"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(config: str, settings: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -521,6 +521,13 @@ def entry_twice(card: dict[str, Any]) -> None:
     card["agents"].append(dict(card["agents"][0]))
 
 
+def small_bound(card: dict[str, Any]) -> None:
+    """By the method that the audit has no number of: then there is nothing equal to compare."""
+    for entry in card["agents"]:
+        entry["epsilon"].update(prv=None if entry["epsilon"]["prv"] else 0.1, pld_lower=None)
+        entry["epsilon"]["pld_upper"] = None if entry["epsilon"]["prv"] else 0.1
+
+
 def another_headline(card: dict[str, Any]) -> None:
     truth = max(entry["epsilon"]["value"] for entry in card["agents"])
     card["headline"] = {"kind": "guaranteed", "epsilon": 1.5 * truth, "by": "PLD"}
@@ -579,6 +586,7 @@ FALSE_CARDS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "hides row counts": (within("record_counts", value="private"), "record_counts"),
     "names an agent twice": (entry_twice, "needs every account once"),
     "has a headline that is not its own": (another_headline, "headline"),
+    "has a numeric bound below its costs": (small_bound, "numeric bound of s0 is below"),
     "has a headline of visits that nobody planned": (
         within("planned_visits", value=None),
         "headline",

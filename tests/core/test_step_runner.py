@@ -16,7 +16,7 @@ from accounting.ledger import Account, read_journal
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.engine import Call
 from privssl.core.messages import Declined, Message, MessageError, StateDict
-from privssl.core.private_release import mechanism_reads, record_release
+from privssl.core.private_release import begin_release, mechanism_reads, record_release
 from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError
 
@@ -70,6 +70,7 @@ def paying(inside: Visit) -> Visit:
 
     def step(agent: Any, message: Sent, ctx: Any) -> Any:
         with agent.account.spend(EVENT, ctx.charge_id):
+            begin_release()
             record_release(MECHANISM, "F", torch.ones(2))
             with mechanism_reads():
                 return inside(agent, message, ctx)
@@ -248,8 +249,8 @@ def trains_on_after_the_noise(agent: Any, message: Sent, ctx: Any) -> Sent:
     return Sent(F=torch.ones(2) + 1e-7 * agent.labelled.y.sum())
 
 
-def makes_it_twice(agent: Any, message: Sent, ctx: Any) -> Sent:
-    record_release(MECHANISM, "F", torch.ones(2))
+def uses_rows_again(agent: Any, message: Sent, ctx: Any) -> Sent:
+    begin_release()  # as every mechanism does, for whatever network
     return Sent(F=torch.ones(2))
 
 
@@ -263,7 +264,7 @@ def sends_more_than_was_made(agent: Any, message: Sent, ctx: Any) -> Weights:
         (trains_without_noise, "no private mechanism made its F"),
         (trains_on_after_the_noise, "no private mechanism made its F"),
         (sends_more_than_was_made, "no private mechanism made its F"),
-        (makes_it_twice, "F is made by a private mechanism twice in one step"),
+        (uses_rows_again, "a private mechanism uses rows twice in one step"),
     ],
 )
 def test_a_charged_step_sends_the_bits_that_a_private_mechanism_made(

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from PIL import Image
 
 from privssl.data import image_folder
 from privssl.data.datasets import Dataset, load_dataset
-from privssl.errors import DataError
+from privssl.errors import DataError, PrivacyError
+from privssl.experiment.row_checks import refuse_classes_of_labels_alone
 from privssl.settings.schema import DataSettings
 
 Save = Callable[[Path, NDArray[np.uint8]], None]
@@ -239,3 +242,31 @@ def test_every_file_that_is_not_read_is_counted_by_its_reason(
         f"{tmp_path}: not read: 2 .heic, 1 .txt, 1 folder val, 1 hidden, 1 linked folders, 1 "
         "outside of the folders of classes, 1 without a suffix. Images are "
     )
+
+
+# Colour in private runs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("coloured", "refused"),
+    [
+        (("train/a/1",), True),
+        ((), False),
+        (("train/a/1", "test/b/0"), False),
+        (("unlabelled/0",), False),  # the claim is about labelled rows
+    ],
+)
+def test_one_training_picture_in_colour_decides_no_private_run_and_any_other_run(
+    coloured: tuple[str, ...], refused: bool, tmp_path: Path
+) -> None:
+    root = write(tmp_path, plainly)
+    (root / "unlabelled").mkdir()
+    plainly(root / "unlabelled/0.png", SHADES[0])
+    for name in coloured:
+        Image.open(root / f"{name}.png").convert("RGB").save(root / f"{name}.png")
+    found = read(root)
+    assert found.shape[0] == (3 if coloured else 1)  # of every row: one picture reaches all others
+    of = SimpleNamespace(name="image_folder")
+    refuse_classes_of_labels_alone(SimpleNamespace(privacy=None, data=of), found)
+    with pytest.raises(PrivacyError, match="would give all rows") if refused else nullcontext():
+        refuse_classes_of_labels_alone(SimpleNamespace(privacy=object(), data=of), found)

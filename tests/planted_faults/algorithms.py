@@ -55,6 +55,20 @@ OPEN_GATE = (
 )
 
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a census may count rows by what follows from all of them",
+        (
+            (
+                "privssl/core/step_runner.py",
+                'sealed=account.plan.scope == "sound")',
+                "sealed=not account.plan.visit_cost.is_pure)",
+            ),
+        ),
+        (
+            IN_HISTOGRAM + "a_census_counts_single_rows_as_one_row_would_move_the_clusters_of_"
+            "others[above_the_mean_of_all-True]",
+        ),
+    ),
     # (FL)^2 and SAGE -----------------------------------------------------------------------------
     Fault(
         "(FL)^2, Eq. 9: a class's threshold is not scaled to the agent's",
@@ -643,7 +657,13 @@ FAULTS: tuple[Fault, ...] = (
     # The label census ----------------------------------------------------------------------------
     Fault(
         "label census: one record is two counts",
-        ((CENSUS, "msg, ctx)), label] += 1", "msg, ctx)), : label + 1] += 1"),),
+        (
+            (
+                "privssl/privacy/label_histogram.py",
+                "counts[int(cluster_of(row[None])), label] += 1",
+                "counts[int(cluster_of(row[None])), : label + 1] += 1",
+            ),
+        ),
         (IN_CENSUS + "each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in",),
     ),
     Fault(

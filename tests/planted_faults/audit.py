@@ -9,9 +9,34 @@ CROSS = "privssl/audit/cross_checks.py"
 ATTACK = "privssl/audit/mechanism_attack.py"
 
 IN_TAMPERING = "tests/audit/test_audit_tampering.py::test_"
+IN_SITES = "tests/site/test_run_over_sites.py::test_"
 IN_CARD = "tests/audit/test_card_and_audit.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "the ledgers of sites are not compared with config.yaml",
+        (
+            (
+                CROSS,
+                "(journal.plans[-1:] if local else journal.plans)",
+                "journal.plans[: -1 * local]",
+            ),
+        ),
+        (IN_SITES + "a_sites_ledger_that_is_written_anew_in_the_run_folder_is_violated",),
+    ),
+    Fault(
+        "the ledgers of sites are not compared with what checkpoints record as charged",
+        ((CROSS, "found.problems += _unpaid(agent, journal, nearest, files)", "pass"),),
+        (IN_SITES + "a_sites_ledger_that_is_written_anew_in_the_run_folder_is_violated",),
+    ),
+    Fault(
+        "the copy of an account is not compared with the run's checkpoints",
+        ((CROSS, "(agent, journal)] if files.ended else [journal]", "(agent, journal)][:1]"),),
+        (
+            "tests/runs/test_shared_accounts.py::test_a_finished_runs_copy_has_every_line_that_"
+            "its_checkpoints_record[the account is here]",
+        ),
+    ),
     Fault(
         "absent checkpoints are no doubt",
         (
@@ -55,6 +80,14 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (IN_CARD + "a_card_that_does_not_follow_from_its_ledgers_is_violated",),
+    ),
+    Fault(
+        "a numeric bound that is another method's is not compared",
+        ((CARD, "if any(bound < least for bound in _upper_bounds(entry)):", "if least < -1:"),),
+        (
+            IN_CARD + "a_card_that_does_not_follow_from_its_ledgers_is_violated[has a numeric "
+            "bound below its costs]",
+        ),
     ),
     Fault(
         "a card's claim is not recomputed",

@@ -76,6 +76,21 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "one private image in colour gives all rows three channels",
+        (
+            (
+                "privssl/experiment/row_checks.py",
+                "    if dataset.coloured_by_train:\n",
+                "    if ():\n",
+            ),
+        ),
+        (
+            "tests/data/test_image_files.py::"
+            "test_one_training_picture_in_colour_decides_no_private_run_and_any_other_run"
+            "[coloured0-True]",
+        ),
+    ),
+    Fault(
         "drawn test rows make classes of private rows public",
         (
             (

@@ -374,8 +374,12 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "one charge pays for a mechanism twice",
-        (("privssl/core/private_release.py", "    if name in made:\n", "    if name in ():\n"),),
-        (IN_VISITS + "test_a_charged_step_sends_the_bits_that_a_private_mechanism_made",),
+        (("privssl/core/private_release.py", "    if made.begun:\n", "    if made is None:\n"),),
+        (
+            IN_VISITS + "test_a_charged_step_sends_the_bits_that_a_private_mechanism_made",
+            IN_VISIT + "test_networks_that_are_trained_one_after_the_other_are_two_mechanisms_under"
+            "_one_charge",
+        ),
         False,
     ),
     Fault(
@@ -421,6 +425,22 @@ FAULTS: tuple[Fault, ...] = (
         "parts whose rows change places may have a remainder of a vector",
         ((PLAN, "whole = 4 if self.keeps_places(rows) else 32", "whole = 4"),),
         (IN_COUNTS + "test_a_batch_beyond_its_public_size_has_more_parts_of_that_size",),
+        False,
+    ),
+    # The claim -----------------------------------------------------------------------------------
+    Fault(
+        "a server may hold labelled rows under a claim against itself",
+        (
+            (
+                "privssl/experiment/config.py",
+                'config.data.labels in ("labels-at-server", "labels-at-both"):',
+                'config.data.labels == "labels-at-both":',
+            ),
+        ),
+        (
+            IN_FEDSSL + "test_a_server_with_labels_is_refused_a_budget_as_no_claim_holds_against_"
+            "who_controls_it",
+        ),
         False,
     ),
     # The account ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,17 @@ from accounting.ledger import Account, AccountPlan, read_journal
 from privssl.algorithms import ALGORITHMS
 from privssl.audit import __main__ as audit
 from privssl.compare import table
-from privssl.core.agents import LabelledRows
+from privssl.core.agents import Agent, LabelledRows
+from privssl.core.engine import Call
 from privssl.core.federation import Federation
+from privssl.core.messages import Ack, Message
 from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import prepare
 from privssl.privacy import label_histogram
 from privssl.privacy.card_text import guarantee_sentence
-from privssl.privacy.label_histogram import CensusPlan, make_census_plan
+from privssl.privacy.label_histogram import CensusPlan, count_rows, make_census_plan
 from privssl.privacy.plan import Plan
 from privssl.runs import accounts, checkpoint, round_loop, run_dir
 from privssl.runs.checkpoint import Snapshot
@@ -510,3 +513,49 @@ def test_a_checkpoint_follows_the_census_at_once(
     assert train(tmp_path / "run", "run.checkpoint_every=1000").status == 0
     before = 3 + 3  # rounds of encoder and clusters
     assert saved == [0, before + 1, before + 1 + 2]  # begin, census, the last of votes and after
+
+
+# What it counts -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    census: Tensor
+
+
+def above_the_mean_of_all(rows: Any) -> Tensor:
+    cluster = (rows.x.flatten() > rows.x.mean()).long()
+    counts = torch.zeros(2, 2, dtype=torch.int64)
+    return counts.index_put((cluster, rows.y), torch.tensor(1), accumulate=True)
+
+
+def above_one_half(rows: Any) -> Tensor:
+    return count_rows(rows, lambda row: (row.flatten() > 0.5).long(), 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("counted", "refused"), [(above_the_mean_of_all, True), (above_one_half, False)]
+)
+def test_a_census_counts_single_rows_as_one_row_would_move_the_clusters_of_others(
+    counted: Callable[[Any], Tensor], refused: bool, tmp_path: Path
+) -> None:
+    rows = LabelledRows(torch.linspace(0, 1, 6).view(6, 1), torch.arange(6) % 2, torch.arange(6))
+
+    def answer(agent: Any, message: Ack, ctx: Any) -> Answer:
+        with agent.account.spend(PLAN.event, ctx.charge_id):
+            return Answer(PLAN.release(counted(agent.labelled)))
+
+    promise = AccountPlan(
+        agent="s0", budget=Budget(2.0, 1e-5), scope="sound", update=PLAN.update,
+        protect=PLAN.protect, event=PLAN.event, n_public=6,
+    )  # fmt: skip
+    account = Account.open(tmp_path / "s0.jsonl", promise, resume=False)
+    engine = LocalEngine(
+        [Agent(id="s0", held_labelled=rows, account=account)], seed=0, device=torch.device("cpu")
+    )
+    asked = Call(engine.roster()[0], answer, Ack(), 1)
+    with pytest.raises(PrivacyError, match="count_rows") if refused else contextlib.nullcontext():
+        [reply] = engine.deliver([asked])
+        assert reply.payload.census.shape == (2, 2)
+    assert counted(rows).tolist() == [[2, 1], [1, 2]]  # without an account, and the same here
+    engine.close()

@@ -91,6 +91,16 @@ def test_an_algorithm_without_a_private_pass_is_refused_a_budget(name: str, tmp_
         config.load_config(path, [*fitting, "privacy.epsilon=4.0"])
 
 
+def test_a_server_with_labels_is_refused_a_budget_as_no_claim_holds_against_who_controls_it(
+    configured: Callable[..., Config],
+) -> None:
+    at_server = ("data.labels=labels-at-server", "agents.support=0", "agents.query=2")
+    configured(*at_server, private=False)  # nothing else is wrong with it
+    with pytest.raises(ConfigError, match="a claim is against whoever controls the server"):
+        configured(*at_server)
+    configured("data.labels=labels-at-client", "agents.support=0", "agents.mixed=2")
+
+
 def test_batch_norm_is_refused_when_the_config_is_read(configured: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError, match="batch norm couples the rows"):
         configured("model.norm=batch")

@@ -25,12 +25,13 @@ from accounting.events import (
 )
 from accounting.ledger import read_journal
 from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.fedssl import losses
 from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLUpdate
 from privssl.core.agents import LabelledRows
 from privssl.core.engine import Call
 from privssl.core.messages import Declined
 from privssl.engines.local import LocalEngine
-from privssl.errors import DataError
+from privssl.errors import DataError, PrivacyError
 from privssl.experiment import config
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import prepare
@@ -175,6 +176,32 @@ def test_an_agent_with_one_row_or_none_takes_its_steps_like_any_other(
     assert all(bool(value.isfinite().all()) for value in sent.values())
     assert all(not torch.equal(value, came.F[key[2:]]) for key, value in sent.items())
     assert len(read_journal(tmp_path / "visit/s0.jsonl").visits) == 1
+
+
+@pytest.mark.parametrize(("parts", "refused"), [(("FG",), False), (("F", "G"), True)])
+def test_networks_that_are_trained_one_after_the_other_are_two_mechanisms_under_one_charge(
+    parts: tuple[str, ...], refused: bool, configured: Callable[..., config.Config],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    both = ("privacy.update_at_support=[F, G]", "privacy.protect=[F, G]", "privacy.steps=1")
+    prepared = prepare(configured(*both))
+    trained = losses.train_networks_privately
+
+    def in_turn(plan: PrivatePlan, *given: Any, **named: Any) -> None:
+        for nets in map(tuple, parts):
+            trained(replace(plan, update=nets, protect=nets), *given, **named)
+
+    monkeypatch.setattr(losses, "train_networks_privately", in_turn)
+    with accounts(prepared, tmp_path) as agents:
+        assert isinstance(prepared.algorithm, FedSSL)
+        call = Call(agents["s0"].ref, prepared.algorithm.support_pass, lesson(prepared), 1)
+        engine = LocalEngine([agents["s0"]], seed=0, device=prepared.device)
+        if refused:
+            with pytest.raises(PrivacyError, match="uses rows twice in one step"):
+                list(engine.deliver([call]))
+        else:
+            [reply] = engine.deliver([call])
+            assert reply.payload.F and reply.payload.G
 
 
 def test_who_holds_no_labelled_row_has_no_account_and_is_never_visited(

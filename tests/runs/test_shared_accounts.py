@@ -144,6 +144,20 @@ def test_a_second_run_draws_from_the_same_account_and_its_card_counts_both(
     assert not list(after_one.run("two").glob("ledger/registry"))  # it stays with the rows
 
 
+@pytest.mark.parametrize("here", [True, False], ids=["the account is here", "it is elsewhere"])
+def test_a_finished_runs_copy_has_every_line_that_its_checkpoints_record(
+    here: bool, after_one: Workplace, audited: Audit
+) -> None:
+    after_one.trained("two", "run.seed=7")
+    if not here:
+        after_one.ledger.rename(after_one.folder / "elsewhere")
+    assert audited(after_one.run("two"))[0] == 0
+    for copy in after_one.run("two").glob("ledger/*.jsonl"):  # the first run's: it spent less
+        shutil.copy(after_one.run("one") / "ledger" / copy.name, copy)
+    status, said = audited(after_one.run("two"))
+    assert status == 1 and "was cut or replaced: checkpoint" in said
+
+
 def test_without_a_common_account_each_run_counts_its_own(after_one: Workplace) -> None:
     # The control: the same second run with accounts of its own says nothing of the first.
     card = after_one.trained("two", "run.seed=7", "privacy.ledger=", "privacy.ledger_epsilon=")

@@ -11,12 +11,14 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accounting.ledger import read_journal
+from accounting import verify
+from accounting.ledger import Account, read_journal
 from privssl.algorithms.fedssl.algorithm import FedSSL
 from privssl.audit import __main__ as audit
 from privssl.remote import flower_transport
@@ -151,6 +153,32 @@ def test_a_private_run_is_claimed_and_audited_by_the_ledgers_that_its_sites_show
         "budget_exhausted"
     )
     assert private.journal("s0").epsilon <= 4.0
+
+
+def test_a_sites_ledger_that_is_written_anew_in_the_run_folder_is_violated(
+    private: Over, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its owner has the ledger: the folder's copy is all that an auditor of the folder sees.
+    monkeypatch.setattr(verify, "available", lambda: False)  # it takes a second
+    assert private.train().status == 0
+    assert audit.audit(private.place.run).verdict == audit.Verdict.CONSISTENT  # the control
+    path = private.place.run / "ledger" / "s0.jsonl"
+    true = read_journal(path)
+    cheap = replace(true.plan, event=replace(true.plan.event, noise_multiplier=50.0))  # type: ignore[arg-type]
+    forged: list[tuple[list[Any], Any, str]] = [
+        ([cheap], list(true.visits), "config.yaml asks for a visit of"),
+        ([true.plan, cheap], list(true.visits), "has charged this run less than its"),
+        ([true.plan], list(true.visits)[1:], "lacks 1 visits that checkpoints record"),
+    ]
+    for plans, visits, why in forged:
+        path.unlink()
+        for number, plan in enumerate(plans):
+            account = Account.open(path, plan, resume=number > 0, run=true.runs[-1])
+            for visit in visits if plan is plans[-1] else ():
+                with account.spend(plan.event, visit):
+                    pass
+            account.close()
+        assert why in " ".join(audit.audit(private.place.run).problems)
 
 
 def test_a_site_that_would_not_show_its_ledger_is_told_of_before_the_first_round(

@@ -53,7 +53,7 @@ from privssl.core.agents import QueryAgent, SupportAgent
 from privssl.core.federation import Federation
 from privssl.core.messages import BUDGET_EXHAUSTED, Ack, Declined, Message, MessageError, StateDict
 from privssl.core.task import Context, Phase, on_agent
-from privssl.privacy.label_histogram import CensusPlan
+from privssl.privacy.label_histogram import CensusPlan, count_rows
 from privssl.reporting.figures import census_plot
 from privssl.settings.schema import Positive, Problem, strict
 from privssl.training import local_training
@@ -343,13 +343,6 @@ class LabelCensus(FeatureMapRounds):
             return BUDGET_EXHAUSTED
 
     def _count(self, agent: SupportAgent, msg: Map, ctx: Context) -> Tensor:
-        """Labelled rows by cluster and class (K, C), int64, exact.
-
-        Row by row: a row's features differ in their last bits with the batch size, so its cluster
-        could depend on the number of other rows.
-        """
-        rows, classes = agent.labelled, self.task.classes
-        counts = torch.zeros(self.k, classes, dtype=torch.int64)
-        for row, label in zip(rows.x, rows.y.tolist(), strict=True):
-            counts[int(self.cluster_of(row[None], msg, ctx)), label] += 1
-        return counts
+        """Labelled rows by cluster and class (K, C), int64, exact."""
+        cluster_of = partial(self.cluster_of, msg=msg, ctx=ctx)
+        return count_rows(agent.labelled, cluster_of, self.k, self.task.classes)
