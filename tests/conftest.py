@@ -4,6 +4,7 @@ The environment is set before torch and matplotlib are imported, because both re
 """
 
 import copy
+import functools
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +27,7 @@ from privssl.engines.process_pool import resolve_worker_count
 from privssl.ops import dispatch
 from privssl.reporting import figures, generator_quality
 from privssl.runs import engine_factory
+from privssl.settings import yaml_reader
 from tests.support.kernel_generations import HERE
 
 # Fixtures that several files share.
@@ -86,12 +88,22 @@ def equal_judges_are_trained_once() -> Iterator[None]:
     train, trained = generator_quality.train_judge, dict[Any, generator_quality.Judge]()
 
     def train_once(x: Tensor, y: Tensor, classes: int) -> generator_quality.Judge:
-        key = tuple((t.shape, t.dtype, t.numpy().tobytes()) for t in (x, y)), classes
+        key = (
+            generator_quality.LEAST_STEPS, classes,
+            *((t.shape, t.dtype, t.numpy().tobytes()) for t in (x, y)),
+        )  # fmt: skip
         if key not in trained:
             trained[key] = train(x, y, classes)
         return copy.deepcopy(trained[key])
 
     with patch.object(generator_quality, "train_judge", train_once):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_configs_are_parsed_once() -> Iterator[None]:
+    """Every run reads a few, several times; nobody changes what was parsed."""
+    with patch.object(yaml_reader, "_root", functools.cache(yaml_reader._root)):
         yield
 
 

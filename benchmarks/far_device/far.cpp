@@ -7,7 +7,6 @@
 // counted by its name.
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_cpu_dispatch.h>
@@ -20,6 +19,12 @@
 #include <torch/library.h>
 
 #include <mutex>
+
+// Of <ATen/autocast_mode.h>, which takes as long to compile as all the rest.
+namespace at::autocast {
+TORCH_API ScalarType get_autocast_dtype(DeviceType device);
+TORCH_API Tensor cached_cast(ScalarType to, const Tensor& tensor, c10::DeviceType device);
+}  // namespace at::autocast
 
 namespace {
 
@@ -271,17 +276,25 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(boxed()); }
 
 // Under autocast, products round what they read; what else there is in torch's lists is not used here.
+void rounded(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard once(c10::DispatchKey::AutocastPrivateUse1);
+  const auto type = at::autocast::get_autocast_dtype(FAR);
+  const size_t arguments = op.schema().arguments().size();
+  for (size_t i = stack->size() - arguments; i < stack->size(); ++i) {
+    auto& value = (*stack)[i];
+    if (value.isTensor()) value = at::autocast::cached_cast(type, value.toTensor(), FAR);
+  }
+  op.callBoxed(stack);
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(conv_transpose2d, input, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  for (const char* name :
+       {"conv2d", "conv_transpose2d.input", "linear", "matmul", "mm", "bmm", "addmm"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&rounded>());
+  }
 }
 
 TORCH_LIBRARY(far_device, m) { m.def("take_counts", take_counts); }

@@ -29,6 +29,7 @@ from accounting.discrete_laplace import log_pmf
 from accounting.two_sample_audit import two_sample_bound_from_scores
 from privssl.privacy.label_histogram import CensusPlan
 from privssl.privacy.secure_noise import secure_uniform
+from privssl.runtime.randomness import seeded
 
 ALARM = 1e-6  # level of each test
 
@@ -135,8 +136,7 @@ def _release(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
 def _seeded() -> Iterator[None]:
     """Seed alike the generators that noise must not come from."""
     python, legacy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(torch.Generator().manual_seed(0)):
         random.seed(0)
         np.random.seed(0)
         try:

@@ -29,6 +29,7 @@ SAMPLES = 500  # synthetic rows that are judged, at most; at least two of each c
 REAL = 2000  # test rows that they are compared with, at most
 TRAINED_ON = 8000  # test rows that the judge learns, at most
 BATCH = 64
+LEAST_STEPS, MOST_STEPS = 400, 1000  # of the judge's training; 20 epochs in between
 FEWEST = 20  # test rows without which nothing is measured
 TINY = 1e-9
 
@@ -54,7 +55,7 @@ class Judge(nn.Module):
 
 def train_judge(x: Tensor, y: Tensor, classes: int) -> Judge:
     """A judge trained on rows (N, *shape) in [-1, 1], classes (N,): the same ones every time."""
-    steps = max(400, min(1000, 20 * len(x) // BATCH))
+    steps = max(LEAST_STEPS, min(MOST_STEPS, 20 * len(x) // BATCH))
     with randomness.seeded(randomness.stream(0, 0, "world", "judge")):
         judge = Judge(tuple(x.shape[1:]), classes)  # type: ignore[arg-type]
     rng = randomness.stream(0, 0, "world", "judge's rows")

@@ -123,10 +123,16 @@ def read_exponents(kind: type[Any], values: Mapping[str, object]) -> dict[str, o
         types = {option.get("type") for option in options}
         return float(value) if "number" in types and "string" not in types else str(value)
 
-    if not any(isinstance(value, ExponentText | tuple | dict) for value in values.values()):
-        return dict(values)
+    if not any(map(_has_exponent, values.values())):
+        return dict(values)  # most sections: a schema takes milliseconds
     schema = TypeAdapter(kind).json_schema()["properties"]
     return {key: read(value, schema[key]) for key, value in values.items()}
+
+
+def _has_exponent(value: object) -> bool:
+    if isinstance(value, dict | tuple):
+        return any(map(_has_exponent, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, ExponentText)
 
 
 def _refused(value: object, schema: Mapping[str, Any]) -> str:

@@ -100,8 +100,7 @@ def read_document(text: str) -> Document:
     if len(text) > MAX_BYTES:
         raise YamlError(1, f"longer than {MAX_BYTES} characters")
     try:
-        composer = _PlainComposer(text)
-        root = composer.get_single_node()
+        root = _root(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(mark.line + 1 if mark else 1, _with_advice(str(error.problem))) from None
@@ -111,6 +110,11 @@ def read_document(text: str) -> Document:
     reader = _Reader()
     value = None if root is None else reader.plain(root, "")
     return Document(value, reader.lines, tuple(reader.findings), frozenset(reader.empty))
+
+
+def _root(text: str) -> yaml.Node | None:
+    root: yaml.Node | None = _PlainComposer(text).get_single_node()
+    return root
 
 
 def _with_advice(problem: str) -> str:

@@ -72,7 +72,8 @@ FEW: dict[str, Any] = {
 
 #: A run of few rows and all phases.
 SHORT = [
-    "data.unlabelled=200", "run.images_every=1000",
+    "data.name=toy", "data.labelled=40", "data.unlabelled=80", "agents.query=2",
+    "model.width=4", "run.images_every=1000",
     *(f"algorithm.{setting}" for setting in (
         "cells=20", "filters=8", "cluster_rounds=3", "vote_rounds=1", "self_training_rounds=1",
         "local_steps=1",

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from privssl.compare import __main__ as compare
-from privssl.compare import plan, plot
+from privssl.compare import files, plan, plot
 from privssl.compare import table as compare_table
 from privssl.compare.plot import Curve
 from privssl.errors import RunFolderError
@@ -102,10 +102,11 @@ def here(tmp_path: Path) -> Place:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_picture_of_the_partition() -> Iterator[None]:
-    """Half of the time of these tiny runs would go into a picture that nobody looks at."""
+def no_pictures() -> Iterator[None]:
+    """Half of the time of these tiny runs would go into pictures that nobody looks at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "partition_plot", lambda *_: np.zeros((8, 8, 3), np.uint8))
+        patch.setattr(files, "figure", lambda _: Figure())
         yield
 
 
@@ -116,9 +117,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shown(whole: Place) -> Outcome:
-    """What the comparison in ``whole`` printed; it is carried out here."""
-    outcome = whole.compare()
+def shown(no_pictures: None, whole: Place) -> Outcome:
+    """What the comparison in ``whole`` printed; it is carried out here, with its plot."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "figure", plot.figure)
+        outcome = whole.compare()
     assert outcome.status == 0, outcome
     return outcome
 

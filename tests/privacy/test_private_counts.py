@@ -27,6 +27,7 @@ from privssl.privacy.plan import PrivatePlan
 from privssl.settings.schema import ModelSettings
 from privssl.training.batched.deferred import ExampleLoss, request_handler
 from privssl.training.losses import hard_label_loss
+from tests.support.costs import OF_USERS
 from tests.support.kernel_generations import HERE
 
 pytestmark = pytest.mark.usefixtures("costs_of_users_in_file")
@@ -355,6 +356,12 @@ def test_a_private_step_is_computed_in_one_thread_whatever_the_process_has(
 # The check before a run -------------------------------------------------------------------------
 
 
+@pytest.fixture
+def all_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of users: most tests have one."""
+    monkeypatch.setattr(row_bits, "SCALES", OF_USERS[row_bits, "SCALES"])
+
+
 def looked_at(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SHAPE) -> None:
     row_bits._passed.clear()
     x, y = rows_of(rows, shape)
@@ -365,6 +372,7 @@ def looked_at(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SHAPE)
 
 
 # Each network as this processor computes it, and one as every other does; a run checks its own.
+@pytest.mark.usefixtures("all_scales")
 @pytest.mark.parametrize(
     ("way", "model", "shape"),
     [

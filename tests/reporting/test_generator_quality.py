@@ -1,6 +1,7 @@
 """``gen/*``: each number against arithmetic, and generators whose faults each of them must see."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from generators.base import ConditionalGenerator
 from generators.sampling import draw_samples
+from privssl.reporting import generator_quality
 from privssl.reporting.generator_quality import (
     _KNOWN,
     FEWEST,
@@ -18,7 +20,7 @@ from privssl.reporting.generator_quality import (
 from privssl.training.local_training import network_input
 from tests.support.toy_worlds import TOY
 
-pytestmark = pytest.mark.usefixtures("costs_of_users_in_file")
+pytestmark = pytest.mark.usefixtures("costs_of_users_in_file", "few_steps")
 
 CLASSES = 10
 PIXELS, LABELS = TOY.x_test, TOY.y_test
@@ -43,7 +45,16 @@ class Bank(ConditionalGenerator):
 
 
 @pytest.fixture(scope="module")
-def quality() -> GeneratorQuality:
+def few_steps(costs_of_users_in_file: None) -> Iterator[None]:
+    """Toy rows are learned in a quarter of the usual steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator_quality, "LEAST_STEPS", 100)
+        patch.setattr(generator_quality, "MOST_STEPS", 100)
+        yield
+
+
+@pytest.fixture(scope="module")
+def quality(few_steps: None) -> GeneratorQuality:
     return GeneratorQuality(PIXELS, LABELS, CLASSES)
 
 
