@@ -107,8 +107,9 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
         )
     if dataset.coloured_by_train:
         raise PrivacyError(
-            "training images alone have colour, so that one private image would give all rows, and "
-            "the network, three channels. Save all images in grey, or a test image in colour"
+            f"{config.data.root}: images in train/ alone have colour, so that one private image "
+            "would give all rows, and the network, three channels. Save all images in grey, or a "
+            "test image in colour"
         )
     name, classes = config.data.name, dataset.classes
     table = name == "csv" or bool(dataset.table)
