@@ -130,7 +130,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         config = configs.load_config(options.config, options.overrides)
         stack.enter_context(imports_of(config))
         if options.resume is not None:
-            known = lengthening.finished_outcome(options.resume, config)
+            known = lengthening.read_finished_outcome(options.resume, config)
             if known is not None:
                 console.print("This run has finished already; nothing was changed.")
                 return _report(options, *known, options.resume, console)

@@ -214,7 +214,7 @@ def _train(
     try:
         with _process(progress) as stack:
             stack.enter_context(imports_of(config))
-            if folder is not None and lengthening.finished_outcome(folder, config) is not None:
+            if folder is not None and lengthening.read_finished_outcome(folder, config) is not None:
                 return Run(folder, network, names_in(config))
             prepared = prepare(config, None if data is None else data.rows, network)
             bar = partial(launch.progress_bar, prepared, shown=progress)

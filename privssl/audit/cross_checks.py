@@ -17,10 +17,10 @@ from accounting.events import ComposedEvent, Event, PoissonSampledGaussianEvent,
 from accounting.journal_reader import Journal
 from privssl.audit.run_files import Findings, LedgerRecord, RunFiles
 from privssl.data.split import holders
-from privssl.engines.remote import charge_ids
+from privssl.engines.remote import list_charge_ids
 from privssl.errors import UserError
 from privssl.experiment.config import Config
-from privssl.experiment.prepare import plan_of
+from privssl.experiment.prepare import make_plan
 from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.card_text import render_markdown
 from privssl.privacy.plan import Plan
@@ -167,7 +167,7 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
 def _unpaid(agent: str, journal: Journal, plan: AccountPlan, files: RunFiles) -> Iterator[str]:
     """Where a site's ledger has not paid for what checkpoints record as charged, by this plan."""
     run, ids = files.charged.get(agent, ("", set()))
-    if lost := ids - charge_ids(journal.visits):
+    if lost := ids - list_charge_ids(journal.visits):
         yield f"the ledger of {agent} lacks {len(lost)} visits that checkpoints record as charged"
     elif ids and not plan.visit_cost.times(len(ids)).at_most(journal.by_run.get(run, ZERO_COST)):
         yield f"the ledger of {agent} has charged this run less than its {len(ids)} visits cost"
@@ -191,7 +191,7 @@ def _plan_of(config: Config) -> tuple[Plan, float | None]:
     """The plan that follows from the config, and its noise where that was calibrated."""
     privacy = config.privacy
     assert privacy is not None
-    plan = plan_of(config, len(holders(config.data.labels, config.agents).labelled))
+    plan = make_plan(config, len(holders(config.data.labels, config.agents).labelled))
     return plan, None if privacy.noise_multiplier is not None else _noise_of(plan.event)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from accounting.errors import AccountingError
 from accounting.journal_reader import Journal, read_journal
 from privssl.algorithms import WITH_UNREAD
+from privssl.engines.remote import read_charges
 from privssl.errors import RunFolderError, UserError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
@@ -158,12 +159,10 @@ def _charged_at_sites(
     found: dict[str, tuple[str, set[str]]] = {}
     if config is None or config.run.engine == "local":
         return found
-    from privssl.engines.remote import charges_in  # of few runs
-
     for number, content in snapshots.items():
         folder = run / "checkpoints" / f"round_{number:05d}"
         for agent, memory in checkpoint.memories_of(folder, content).items():
-            name, ids = charges_in(memory)
+            name, ids = read_charges(memory)
             found[agent] = name, ids | found.get(agent, ("", set()))[1]
     return found
 

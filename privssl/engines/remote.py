@@ -132,7 +132,7 @@ class SitesEngine:
 
     def missing_charges(self, agent: str, visits: Iterable[str]) -> int:
         """How many charged replies of an agent are not among the visits of its ledger."""
-        return len(_ids(self._charges[agent]) - charge_ids(visits))
+        return len(_ids(self._charges[agent]) - list_charge_ids(visits))
 
     def take_traffic(self) -> RemoteTraffic:
         """Return the traffic since the last call, and start counting anew."""
@@ -298,7 +298,7 @@ def is_name(memory: Memory) -> bool:
     return set(memory) == {"run", "visit", "charged"}
 
 
-def charges_in(memory: Memory) -> tuple[str, set[str]]:
+def read_charges(memory: Memory) -> tuple[str, set[str]]:
     """The run, and the ids of charged replies, that a checkpoint records of a site; "" and none of
     other memories."""
     if not is_name(memory):
@@ -306,7 +306,7 @@ def charges_in(memory: Memory) -> tuple[str, set[str]]:
     return _to_text(memory["run"]), _ids(_to_text(memory["charged"]))
 
 
-def charge_ids(visits: Iterable[str]) -> set[str]:
+def list_charge_ids(visits: Iterable[str]) -> set[str]:
     """The same of the visits of a ledger."""
     return {visit.rpartition("@")[2] for visit in visits}
 

@@ -380,7 +380,7 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
 
 def config_hash(config: Config) -> str:
     """SHA-256 of :func:`result_relevant`. Configs with equal hashes can share checkpoints."""
-    return hash_of(result_relevant(config))
+    return hash_values(result_relevant(config))
 
 
 def compatibility_hash(
@@ -397,7 +397,7 @@ def compatibility_hash(
     parts = result_relevant(config)
     _drop(parts, _PATHS | {"privacy": ("ledger", "ledger_epsilon")})
     task = {"classes": list(classes), "shape": list(shape)}
-    return hash_of({**parts, "task": {**task, **({"encoder": encoder} if encoder else {})}})
+    return hash_values({**parts, "task": {**task, **({"encoder": encoder} if encoder else {})}})
 
 
 def _drop(sections: Mapping[str, dict[str, Any] | None], keys: Mapping[str, Sequence[str]]) -> None:
@@ -406,7 +406,7 @@ def _drop(sections: Mapping[str, dict[str, Any] | None], keys: Mapping[str, Sequ
             (sections[name] or {}).pop(key, None)
 
 
-def hash_of(parts: Mapping[str, Any]) -> str:
+def hash_values(parts: Mapping[str, Any]) -> str:
     """SHA-256 of JSON values, as hex digits."""
     text = json.dumps(parts, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -137,7 +137,7 @@ def prepare(
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     plan, holders = None, _labelled(federated_data)
     if config.privacy is not None:
-        plan = plan_of(config, sum(agent.role != "query" for agent in roster))
+        plan = make_plan(config, sum(agent.role != "query" for agent in roster))
         if plan.visits:
             _refuse_shared_rows(holders, federated_data)
             _refuse_unaffordable(plan, config.privacy)
@@ -269,7 +269,7 @@ def _own_network_refused(config: Config) -> Iterator[None]:
         ) from error
 
 
-def plan_of(config: Config, agents: int) -> Plan:
+def make_plan(config: Config, agents: int) -> Plan:
     """The plan of a private config, whose labels so many agents hold."""
     assert config.privacy is not None
     return ALGORITHMS[config.algorithm.name].make_plan(

@@ -185,7 +185,7 @@ class Kept:
 
 def config_hash(config: Config) -> str:
     """Of everything that may change a trained bit, without the places of one machine."""
-    return configs.hash_of(_without_places(configs.result_relevant(config)))
+    return configs.hash_values(_without_places(configs.result_relevant(config)))
 
 
 def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
         "peak_mb": round(measured.peak_mb),
         "curve": curve,
         "split_hash": split_manifest.read_manifest(folder / "split.json").hash,
-        "config_hash": configs.hash_of(_without_places(relevant)),
+        "config_hash": configs.hash_values(_without_places(relevant)),
         **measured.origin,
         "versions": results["versions"],
         "config": _without_places(recorded),

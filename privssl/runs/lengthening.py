@@ -41,7 +41,7 @@ def asks_for_more(folder: Path, config: Config) -> bool:
     return True
 
 
-def finished_outcome(folder: Path, config: Config) -> tuple[dict[str, Any], str] | None:
+def read_finished_outcome(folder: Path, config: Config) -> tuple[dict[str, Any], str] | None:
     """The outcome (``run_dir.read_outcome``) of a run that is over; None: it goes on. Raises as
     ``asks_for_more`` and ``check_resumable``."""
     longer = asks_for_more(folder, config)

@@ -35,7 +35,7 @@ from privssl.experiment.prepare import (
     check_plan_networks,
     check_private,
     claim_rows,
-    plan_of,
+    make_plan,
     task_of,
 )
 from privssl.experiment.row_checks import (
@@ -249,7 +249,7 @@ def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[An
     """Build the algorithm as ``prepare.prepare`` does."""
     kind = ALGORITHMS[config.algorithm.name]
     refuse_other_rows(config, held.shape)
-    plan = None if config.privacy is None else plan_of(config, len(who.labelled))
+    plan = None if config.privacy is None else make_plan(config, len(who.labelled))
     # Initial weights come from the coordinator.
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=""))
     task = task_of(config, len(held.classes), held.shape)
