@@ -97,8 +97,8 @@ def public_part(settings: ModelSettings) -> PublicPart | None:
 
 def optimize_layout(network: Network) -> Network:
     """The network as it trains fastest: weights channels last, faster dropout, fused layers, and
-    ReLU after max pooling (on a quarter of the elements, with the same result). Parameter names
-    stay.
+    ReLU and dropout of whole channels after max pooling (on a quarter of the elements, with the
+    same result). Parameter names stay.
 
     Call it when a network is built, not when it is used: another layout rounds otherwise, so the
     first step of a resumed run would differ.
@@ -108,13 +108,27 @@ def optimize_layout(network: Network) -> Network:
             if type(child) is nn.Dropout:
                 setattr(module, name, Dropout(child.p, child.inplace).train(child.training))
         if type(module) is nn.Sequential:
-            _rectify_late(module)
+            _pool_early(module)
             fuse(module)
     return network.to(memory_format=torch.channels_last)
 
 
-def _rectify_late(layers: nn.Sequential) -> None:
-    for place in range(len(layers) - 1):
-        first, second = layers[place], layers[place + 1]
-        if type(first) is nn.ReLU and type(second) is nn.MaxPool2d and not second.return_indices:
-            layers[place], layers[place + 1] = second, first
+def _pool_early(layers: nn.Sequential) -> None:
+    swapped = True
+    while swapped:
+        swapped = False
+        for place in range(len(layers) - 1):
+            first, second = layers[place], layers[place + 1]
+            if type(second) in LATER.get(type(first), ()) and not _returns_indices(second):
+                layers[place], layers[place + 1], swapped = second, first, True
+
+
+#: Layers that give the same result behind these. A kernel does what is before dropout at one go.
+LATER: dict[type, tuple[type, ...]] = {
+    nn.ReLU: (nn.MaxPool2d,),
+    nn.Dropout2d: (nn.MaxPool2d, nn.ReLU, nn.Identity),
+}
+
+
+def _returns_indices(layer: nn.Module) -> bool:
+    return bool(getattr(layer, "return_indices", False))

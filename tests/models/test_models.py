@@ -690,22 +690,26 @@ def test_networks_are_built_with_it() -> None:
     assert torch.nn.Dropout not in kinds
 
 
-# Rectifiers that wait for pooling ----------------------------------------------------------
+# Layers that wait for pooling --------------------------------------------------------------
 
 
+@pytest.mark.parametrize("first", [(nn.ReLU(),), (nn.Dropout2d(0.3),), (nn.ReLU(), nn.Dropout2d())])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rectifier_after_pooling_gives_the_same_bits_and_gradients(dtype: torch.dtype) -> None:
+def test_what_waits_for_pooling_gives_the_same_bits_and_gradients(
+    first: tuple[nn.Module, ...], dtype: torch.dtype
+) -> None:
     # Whole numbers from -2 to 2: ties, zeros, and windows in which nothing is above zero.
     x = torch.randint(-2, 3, (6, 4, 8, 8), generator=stream(0, 0, "world", "ties")).to(dtype)
     windows = x.unfold(2, 2, 2).unfold(3, 2, 2).amax(dim=(-1, -2))
     assert all(bool((windows == level).any()) for level in (-1, 0, 2))
     g = torch.rand(6, 4, 4, 4, generator=stream(0, 0, "world", "slope")).to(dtype)
-    plain, late = (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)) for _ in range(2))
+    plain, late = (nn.Sequential(*first, nn.MaxPool2d(2), nn.ReLU()) for _ in range(2))
     assert isinstance(optimize_layout(late)[0], nn.MaxPool2d)
     found: list[tuple[Tensor, Any]] = []
     for network in (plain, late):
         rows = x.clone().requires_grad_()
-        out = network(rows)
+        with seeded(stream(0, 0, "world", "dropout")):
+            out = network(rows)
         out.backward(g)
         found.append((out.detach(), rows.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -375,6 +375,10 @@ def test_layers_that_follow_each_other_are_done_as_one() -> None:
     assert fused_in(convolution(), nn.MaxPool2d(2), norm, relu, nn.Flatten()) == [(0, 4)]
     assert fused_in(convolution(), nn.MaxPool2d(2), nn.Identity(), nn.ReLU()) == [(0, 4)]
     assert fused_in(nn.ReLU(), convolution(), nn.MaxPool2d(2, 2), nn.Tanh(), relu) == [(1, 3)]
+    dropout, pooling, same = nn.Dropout2d(), nn.MaxPool2d(2), nn.Identity()
+    assert fused_in(convolution(), dropout, pooling, same, relu) == [(0, 4)]
+    assert fused_in(convolution(), relu, dropout, pooling) == [(0, 3)]
+    assert fused_in(convolution(), dropout, pooling, norm, relu) == [(0, 2)]  # normed after it
 
 
 @pytest.mark.parametrize(
@@ -390,7 +394,7 @@ def test_layers_that_follow_each_other_are_done_as_one() -> None:
         (convolution(), nn.MaxPool2d(2, padding=1)),
         (convolution(), nn.MaxPool2d(2, ceil_mode=True)),
         (convolution(), nn.AvgPool2d(2)),
-        (convolution(), nn.Dropout2d(), nn.MaxPool2d(2)),
+        (convolution(), nn.Dropout(), nn.MaxPool2d(2)),
         (convolution(), nn.Tanh(), nn.MaxPool2d(2)),
         (convolution(),),
     ],
