@@ -3,47 +3,27 @@
 The environment is set before torch and matplotlib are imported, because both read it once.
 """
 
-import copy
-import functools
+import contextlib
+import importlib
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["MPLBACKEND"] = "Agg"
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
-from unittest.mock import patch
-
-import numpy as np
 import pytest
-import torch
 from hypothesis import settings
-from numpy.typing import NDArray
-from torch import Tensor
 
-from privssl.core.agents import Agent
-from privssl.engines.process_pool import resolve_worker_count
-from privssl.ops import dispatch
-from privssl.reporting import figures, generator_quality
-from privssl.runs import engine_factory
-from privssl.settings import yaml_reader
-from tests.support.kernel_generations import HERE
-
-# Fixtures that several files share.
-pytest_plugins = (
+#: Fixtures that several files share.
+PLUGINS = (
+    "tests.support.session",
     "tests.support.batched_agents",
     "tests.support.costs",
     "tests.support.privacy",
     "tests.support.private_fedssl",
     "tests.support.small_attacks",
 )
-
-# More threads would change the order of sums, and with it the last bits of a result.
-torch.set_num_threads(1)
-# An operation that cannot promise the same bits twice raises instead of passing by luck.
-# (Said this way torch does not load its compiler, which takes each worker seconds.)
-torch.set_deterministic_debug_mode("error")
 
 # No deadline: the machine that runs the tests may be doing something else. In CI the examples
 # are the same every time, so that a red run can be repeated; elsewhere they are fresh ones.
@@ -54,61 +34,29 @@ settings.register_profile("thorough", deadline=None, derandomize=same, max_examp
 settings.load_profile("privssl")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def equal_splits_are_drawn_once() -> Iterator[None]:
-    """A quarter of a short run is the figure of its split, and most tests have the same one."""
-    draw, drawn = figures.partition_plot, dict[str, figures.Picture]()
-
-    def draw_once(*counts: dict[str, NDArray[np.int64]]) -> figures.Picture:
-        key = repr([{agent: each.tolist() for agent, each in kind.items()} for kind in counts])
-        if key not in drawn:
-            drawn[key] = draw(*counts)[::8, ::8]  # each run writes it as PNG
-        return drawn[key].copy()
-
-    with patch.object(figures, "partition_plot", draw_once):
-        yield
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the plugins where tests are run: the controller of workers needs no torch, and they
+    wait for it."""
+    distributes = config.getoption("dist", "no") != "no" and not config.getoption("collectonly")
+    for plugin in () if distributes else PLUGINS:
+        config.pluginmanager.import_plugin(plugin)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def runs_have_as_many_workers_as_they_ask_for() -> Iterator[None]:
-    """Half the time of a short run is to start workers: "auto" is one process here."""
+def pytest_collection(session: pytest.Session) -> None:
+    """Each worker imports another part of the test files first.
 
-    def count_asked(
-        asked: int | Literal["auto"], agents: Sequence[Agent], device: torch.device
-    ) -> int:
-        return resolve_worker_count(1 if asked == "auto" else asked, agents, device)
-
-    with patch.object(engine_factory, "resolve_worker_count", count_asked):
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def equal_judges_are_trained_once() -> Iterator[None]:
-    """Every run with a generator trains one, on test rows that most tests share."""
-    train, trained = generator_quality.train_judge, dict[Any, generator_quality.Judge]()
-
-    def train_once(x: Tensor, y: Tensor, classes: int) -> generator_quality.Judge:
-        key = (
-            generator_quality.LEAST_STEPS, classes,
-            *((t.shape, t.dtype, t.numpy().tobytes()) for t in (x, y)),
-        )  # fmt: skip
-        if key not in trained:
-            trained[key] = train(x, y, classes)
-        return copy.deepcopy(trained[key])
-
-    with patch.object(generator_quality, "train_judge", train_once):
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def equal_configs_are_parsed_once() -> Iterator[None]:
-    """Every run reads a few, several times; nobody changes what was parsed."""
-    with patch.object(yaml_reader, "_root", functools.cache(yaml_reader._root)):
-        yield
-
-
-@pytest.fixture(params=HERE)
-def each_generation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Kernels of ours do the work, as they were compiled for each generation of processors."""
-    with patch.object(dispatch, "_latest", lambda: request.param):
-        yield request.param
+    In a new checkout pytest rewrites the assertions of every file, a third of a worker's start. It
+    keeps what it made, so a worker finds the other workers' parts done.
+    """
+    worker, here = os.environ.get("PYTEST_XDIST_WORKER"), Path(__file__).parent
+    if worker is None:
+        return
+    asked = [session.config.invocation_params.dir / text for text in session.config.args]
+    files = sorted(p for p in here.rglob("test_*.py") if any(map(p.is_relative_to, asked)))
+    modules = [".".join(p.relative_to(here.parent).with_suffix("").parts) for p in files]
+    count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    first = len(modules) * int(worker.removeprefix("gw")) // count
+    for module in modules[first:] + modules[:first]:
+        # What fails or skips does so again when its file is collected, and is reported there.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(module)

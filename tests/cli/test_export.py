@@ -25,7 +25,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 #: Made of the layers of others; an export takes seconds.
 SLOWLY = (
     "lenet32", "alexnet", "trinet_svhn", "resnet18", "resnet18_3x3", "fedavg_cnn", "trinet_cnn",
-    "resnet9", "wresnet28x2",
+    "resnet9", "wresnet28x2", "lenet", "linear",
 )  # fmt: skip
 FORMS = {"onnx": export.as_onnx, "torch-export": export.as_torch_export}
 ABOUT = {"class_names": "a\nb"}

@@ -23,6 +23,7 @@ from accounting.accountants import calibrate_noise
 from privssl.algorithms import ALGORITHMS
 from privssl.runtime.process import gc_paused
 from privssl.training import optim
+from tests.support.fresh_imports import run_afresh
 
 CONFIG = Path(__file__).parents[2] / "configs" / "server_sl.yaml"
 COMPILER = "torch._dynamo"
@@ -127,19 +128,14 @@ def test_a_command_computes_in_one_thread_unless_told_otherwise(
     assert threads_after() == 2
 
 
-# Both are asked in forks of one process, with the same torch.
 LOOKED_FOR = """
-import os, sys, torch
+import sys
 from pathlib import Path
 sys.path.insert(0, {folder!r})
 seen = []
 sys.addaudithook(lambda event, told: event == "import" and seen.append(told[0]))
-if child := os.fork():
-    assert os.waitpid(child, 0)[1] == 0
-    {torchs}
-else:
-    {ours}
-print("tensorflow" in seen, flush=True)
+{code}
+said = "tensorflow" in seen
 """
 
 
@@ -150,10 +146,13 @@ def test_tensorflow_is_not_imported_where_it_is_installed(tmp_path: Path) -> Non
 
     ours = f"from privssl.reporting.trackers import *; TensorBoardTracker(Path({events!r})).close()"
     torchs = f"from torch.utils.tensorboard import *; SummaryWriter({events!r}).close()"
-    code = LOOKED_FOR.format(folder=str(tmp_path), ours=ours, torchs=torchs)
-    told = subprocess.check_output([sys.executable, "-c", code], text=True)
-    # The control: TensorBoard looks for it.
-    assert told.split() == ["False", "True"]
+
+    def looked_for(code: str) -> str:
+        code = LOOKED_FOR.format(folder=str(tmp_path), code=code)
+        return run_afresh(code, also=["tensorboard", "tensorflow", "torch.utils.tensorboard"])
+
+    assert looked_for(ours) == "False"
+    assert looked_for(torchs) == "True"  # the control: TensorBoard looks for it
 
 
 COLLECTED = """

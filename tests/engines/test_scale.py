@@ -3,12 +3,12 @@
 import errno
 import gc
 import os
-import signal
 import subprocess
 import sys
+import time
 import weakref
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from privssl.storage import spill_store, tensor_files
 from privssl.storage.spill_store import SpillStore
 from privssl.storage.tensor_files import LazyTensors, TensorSlice
 from tests.support.command_line import PLAIN, assert_refused, command
+from tests.support.posts import beside
 from tests.support.toy_worlds import at_server, make, play, same_bits
 
 
@@ -307,33 +308,24 @@ def test_agents_that_share_weights_share_a_room(tmp_path: Path) -> None:
     there.close()
 
 
-KILLED = """
-import sys, time
-from pathlib import Path
-import torch
-from privssl.storage.spill_store import SpillStore
-there = SpillStore(Path(sys.argv[1]), 0)
-kept = there.put({"w": torch.ones(100_000)})
-print(there._end, flush=True)
-time.sleep(60)
-"""
-
-
 def test_the_file_has_no_name_and_is_gone_after_kill_9(tmp_path: Path) -> None:
-    there = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert there.stdout is not None
-    try:
-        assert int(there.stdout.readline()) >= 400_000
-        files = [os.readlink(link) for link in Path(f"/proc/{there.pid}/fd").iterdir()]
-        assert any(str(tmp_path) in file for file in files)  # the control: it is there
-        assert list(tmp_path.iterdir()) == []
-    finally:
-        there.send_signal(signal.SIGKILL)
-        there.wait()
-        there.stdout.close()
-    assert list(tmp_path.iterdir()) == []
+    pid = tmp_path / "pid"
+
+    def holds(is_at_work: Callable[[], None]) -> None:
+        pid.write_text(str(os.getpid()))
+        there = SpillStore(tmp_path, 0)
+        kept = there.put({"w": torch.ones(100_000)})
+        assert kept and on_disk(there) >= 400_000
+        is_at_work()
+        time.sleep(60)
+
+    with beside(holds) as kill:
+        files = [os.readlink(link) for link in Path(f"/proc/{pid.read_text()}/fd").iterdir()]
+        deleted = [file for file in files if file.startswith(str(tmp_path))]
+        assert deleted  # the control: it is there
+        assert list(tmp_path.iterdir()) == [pid]
+        kill()
+    assert list(tmp_path.iterdir()) == [pid]
 
 
 # Agents that remember on a shelf ----------------------------------------------------------------

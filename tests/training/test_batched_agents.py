@@ -533,6 +533,12 @@ PLACES: dict[str, Callable[..., Any]] = {
 }
 
 
+@functools.cache
+def alone(case: str) -> Played:
+    """One agent after the other, where labels are at support agents: played once for all tests."""
+    return play(of_case(case), three_each())
+
+
 def within_for(case: str) -> float:
     """Largest difference that rounding makes. G and D against each other, a teacher that follows,
     and pseudo-labels near a threshold carry it on, on one kind of processor to 1.4e-3 (moments of
@@ -753,10 +759,9 @@ def test_a_mistake_shows(case: str, mistake: str, monkeypatch: pytest.MonkeyPatc
         return  # its SGD has no moments
     else:
         monkeypatch.setattr(batched, "JointSteps", Forgetful)
-    algorithm, place = of_case(case), PLACES["support"]
-    alone = play(algorithm, place())
-    wrong = play(algorithm, place(), engine=lockstepped(algorithm))
-    assert apart(alone.state, wrong.state) > within_for(case)
+    algorithm = of_case(case)
+    wrong = play(algorithm, three_each(), engine=lockstepped(algorithm))
+    assert apart(alone(case).state, wrong.state) > within_for(case)
 
 
 def test_lockstep_gives_the_same_bits_twice_and_portions_the_same_results() -> None:
@@ -764,8 +769,9 @@ def test_lockstep_gives_the_same_bits_twice_and_portions_the_same_results() -> N
         algorithm = of_case("pseudo")
         return play(algorithm, three_each(), engine=lockstepped(algorithm, at_once))
 
-    assert same_bits(after(8).state, after(8).state)
-    assert apart(after(2).state, after(8).state) < APART
+    whole = after(8)
+    assert same_bits(whole.state, after(8).state)
+    assert apart(after(2).state, whole.state) < APART
 
 
 def test_networks_that_are_never_stacked_keep_their_bits() -> None:
