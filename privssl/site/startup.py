@@ -43,7 +43,7 @@ from privssl.experiment.row_checks import (
     refuse_order_by_labels,
     refuse_other_rows,
 )
-from privssl.models.own_networks import check_network
+from privssl.models.network_checks import check_network
 from privssl.runtime import plugins
 from privssl.settings.names import is_outside
 from privssl.settings.schema import BUILT_IN
