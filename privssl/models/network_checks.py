@@ -1,4 +1,4 @@
-"""Try a network from outside on made-up rows: refuse what cannot be trained, warn of what may be wrong."""
+"""Try a network from outside on made-up rows: refuse it, or warn of its predictions."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
