@@ -123,7 +123,7 @@ def _draw(
     """A row of each label, an image as uint8; another ``draw`` gives others."""
     rng = randomness.stream(seed, draw, "world", "generate")
     rows = draw_samples(generator, labels, len(names), shape, rng).nan_to_num(0.0)
-    if kind_of(shape) is not IMAGE:
+    if kind_of(tuple(shape)) is not IMAGE:
         return rows.float()
     return ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
