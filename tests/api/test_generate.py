@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_mistakes_are_user_errors(run: privssl.Run, count: int, more: object, sa
 def test_rows_of_a_table_are_made_as_the_network_takes_them(tmp_path: Path) -> None:
     """The control is test_rows_are_those_of_the_command: images are bytes."""
     text = "model: {name: mlp}\n" + PLAIN.replace("generator_width: 4", "generator: mixing")
-    columns = {"age": [0, 120], "colour": ["red", "blue"]}
+    columns: dict[str, Any] = {"age": [0, 120], "colour": ["red", "blue"]}
     rng = np.random.default_rng(0)
     frame = Frame(
         age=rng.integers(20, 90, 120).tolist(), colour=rng.choice(["red", "blue"], 120).tolist(),
