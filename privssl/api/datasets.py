@@ -249,7 +249,7 @@ def _of_agent(where: str, name: str, given: Any) -> tuple[NDArray[Any], NDArray[
     """Rows and labels of one agent."""
     here = f"{where}: {name}"
     if not name.startswith("q") and not (isinstance(given, tuple | list) and len(given) == 2):
-        raise DataError(f"{here} is {_short(given)}. Give (x, y), or call it q0, q1, ...")
+        raise DataError(f"{here} is a {type(given).__name__}. Give (x, y), or call it q0, q1, ...")
     x, y = (given, None) if name.startswith("q") else given
     rows = to_array(f"{here}: x", x)
     labels = np.full(len(rows), NO_LABEL) if y is None else to_array(f"{here}: y", y)

@@ -142,6 +142,12 @@ def _run(
     more: dict[str, Any] = {}
     folder = asked.source if asked.text is None and asked.source.is_dir() else None
     if data is not None:
+        if not isinstance(data, Dataset):
+            raise ConfigError(
+                f"data is a {type(data).__name__}. Give a privssl.Dataset, such as "
+                "Dataset.from_arrays(x_train, y_train, x_test, y_test), or name a file: "
+                "data.name and data.root"
+            )
         more |= data.settings
     if model is not None:
         more["model.name"] = model if isinstance(model, str) else reference_of(model)

@@ -30,6 +30,10 @@ def read_frame(
     wanted = None if declared is None else tuple(declared)
     everything = _columns(WHERE, frame, label, wanted)
     drawn = isinstance(test, float)
+    if isinstance(test, int | str):
+        raise DataError(
+            f"{WHERE}: test is {test!r}. Give the share of rows that test, such as 0.2, or a frame"
+        )
     if drawn:
         kept = _drawn(everything[label], test, by_class=class_names is None)
         parts = [_part(WHERE, everything, label, rows) for rows in (~kept, kept)]

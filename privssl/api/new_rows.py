@@ -138,10 +138,16 @@ class RowForm:
                 f"{HERE}: no column {', '.join(absent[:3])}. Name columns as those that "
                 f"{self.folder} was trained on"
             )
+        if scalar := [n for n in self.columns if isinstance(x[n], str) or not np.iterable(x[n])]:
+            raise DataError(
+                f"{HERE}: column {scalar[0]} is one value. Give a list, with a value for each row"
+            )
         columns = {name: [str(value) for value in x[name]] for name in self.columns}
         lengths = {len(values) for values in columns.values()}
         if len(lengths) > 1:
             raise DataError(f"{HERE}: columns have different lengths. Give each row all of them")
+        if lengths == {0}:
+            return np.zeros((0, *self.shape), dtype=np.float32)
         return numbers_of(Part(Path(HERE), columns, (), range(*lengths), (), "row"), self.columns)
 
     def _encode_texts(self, texts: Sequence[str]) -> NDArray[Any]:

@@ -259,7 +259,7 @@ class Run:
         seed: int = 0,
         acknowledge_query_rows: bool = False,
         confidence: float = 0.0,
-    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Labelled synthetic rows of the run's generator, equally many of each class.
 
         Args:
@@ -272,7 +272,8 @@ class Run:
                 this probability.
 
         Returns:
-            x (count, channels, height, width) in 0..255, and y (count,): places in ``class_names``.
+            x (count, channels, height, width) uint8 in 0..255, or of vectors and sequences (count,
+            *shape) float32 as the network takes them, and y (count,): places in ``class_names``.
 
         Raises:
             privssl.UserError: the run has no generator, a class or number is none, or the

@@ -26,6 +26,7 @@ from privssl.errors import DataError
 log = logging.getLogger("privssl")
 
 MOST_CATEGORIES = 1000  # of a column
+FEW_ROWS = 20  # fewer may have a different value each by chance
 COLUMNS = "Set data.label to the column of the classes"  # advice
 TWEET_CLASSES = ("negative", "positive")  # 0 and 1 in the files of Sentiment140
 
@@ -302,6 +303,12 @@ def scales_of(train: Part) -> dict[str, Scale]:
                 f"{train.path}: column {name} has {len(categories)} different values that are no "
                 f"numbers. Leave it out, or set data.text: {name}"
             )
+        if len(values) >= FEW_ROWS and 2 * len(categories) > len(values):
+            log.warning(
+                "%s: column %s has %d different values in %d rows: an identifier cannot help on "
+                "other rows. Leave it out (data.columns; Python: columns=).",
+                train.path, name, len(categories), len(values),
+            )  # fmt: skip
         scales[name] = categories
     if not scales:
         raise DataError(f"{train.path} has no column beside its label")

@@ -337,6 +337,7 @@ def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     if x.dtype.kind == "f" and (not x.size or (x.min() >= 0 and x.max() <= 1)):
         return np.ascontiguousarray(x, dtype=np.float32)
     seen = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
+    seen = _not_finite(x) or seen
     raise DataError(
         f"{path}: {name} is {x.dtype}{seen}. Give uint8 in 0..255, or floats in [0, 1] without NaN"
     )
@@ -347,8 +348,18 @@ def _features(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     top = float(np.abs(x).max(initial=0.0)) if x.dtype.kind == "f" else np.nan
     if top <= MAX_FEATURE:  # no comparison with NaN is true
         return np.ascontiguousarray(x, dtype=np.float32)
-    seen = f", with numbers up to {top:g}" if x.dtype.kind == "f" else ""
+    seen = _not_finite(x) or (f", with numbers up to {top:g}" if x.dtype.kind == "f" else "")
     raise DataError(
         f"{path}: {name} has vectors of {x.dtype}{seen}. Give uint8, or finite floats scaled by "
         f"public bounds to about [-1, 1], none beyond {MAX_FEATURE:g}"
+    )
+
+
+def _not_finite(x: NDArray[Any]) -> str:
+    """Where the first number that is NaN or infinite is; empty: there is none."""
+    if x.dtype.kind != "f" or np.isfinite(x).all():
+        return ""
+    wrong = ~np.isfinite(x).reshape(len(x), -1).all(axis=1)
+    return (
+        f", and {wrong.sum()} rows have NaN or infinity (the first: row {wrong.argmax()}, from 0)"
     )

@@ -158,7 +158,11 @@ def _name_problems(config: Config) -> Iterator[Problem]:
     name = _name(config)
     plain = name not in (".", "..") and not set(name) & set('/\\:*?"<>|')
     if not plain or DEVICE_NAMES.fullmatch(name) or name != name.strip(" ") or name.endswith("."):
-        yield Problem("name", f"{show(name)} cannot be the name of a folder on every system")
+        yield Problem(
+            "name",
+            f"{show(name)} cannot be the name of a folder on every system. "
+            "Use letters, digits, - and _",
+        )
     for key, text in (("name", name), ("output", config.run.output)):
         if len(text) > LONGEST_NAME:
             yield Problem(key, f"has {len(text)} characters: give at most {LONGEST_NAME}")

@@ -38,7 +38,8 @@ from privssl.experiment.row_checks import (
     refuse_order_by_labels,
     refuse_other_rows,
 )
-from privssl.models.own_networks import NetworkSource, check_network, describe_exchange
+from privssl.models.network_checks import check_network, refuse_frozen
+from privssl.models.own_networks import NetworkSource, describe_exchange
 from privssl.privacy.independence import refuse_memory
 from privssl.privacy.plan import Plan
 from privssl.reporting.outside_trackers import check_trackers
@@ -133,8 +134,9 @@ def prepare(
     refuse_classes_of_labels_alone(config, dataset)
     refuse_order_by_labels(config, federated_data.manifest, config.data.split)
     task = task_of(config, dataset.classes, dataset.shape, network)
+    doubts = list[str]()
     if is_outside(config.model.name):
-        check_network(config.model.name, task.new_classifier, task.shape, task.classes)
+        doubts = check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     plan, holders = None, _labelled(federated_data)
     if config.privacy is not None:
         plan = make_plan(config, sum(agent.role != "query" for agent in roster))
@@ -152,7 +154,7 @@ def prepare(
     said = (*config.warnings, *_warnings(config, federated_data))
     if is_outside(config.model.name):
         changed = describe_exchange(config.model, task.shape, task.classes, network)
-        said += () if changed is None else (changed,)
+        said += (*doubts, *(() if changed is None else (changed,)))
     config = dataclasses.replace(config, warnings=said)
     public = models.public_part(config.model)
     return Prepared(config, federated_data, algorithm, plan, promises, device, roster, public)
@@ -281,8 +283,11 @@ def make_plan(config: Config, agents: int) -> Plan:
 def check_private(algorithm: Algorithm[Any], config: Config) -> None:
     """Raise PrivacyError where a row reaches another's loss: in a batch, or by what a network from
     outside keeps from one call to the next."""
+    trained = is_outside(config.model.name) and algorithm.mechanism == "dp-sgd"
+    if trained:
+        refuse_frozen(config.model.name, algorithm.task.new_classifier())
     algorithm.check_private()
-    if is_outside(config.model.name) and algorithm.mechanism == "dp-sgd":
+    if trained:
         refuse_memory(algorithm.task.new_classifier(), algorithm.task.shape)
 
 

@@ -23,7 +23,7 @@ def check_free(output: Path) -> None:
 
 
 def write_rows(made: SyntheticRows, output: Path) -> None:
-    """Write the rows and a contact sheet. ``output``: ``FILE.npz`` with ``x``, ``y`` and
+    """Write the rows, and of images a contact sheet. ``output``: ``FILE.npz`` with ``x``, ``y`` and
     ``class_names``, or a folder of ``CLASS/00000.png``. Neither may exist."""
     check_free(output)
     with atomic_files.writing(output):
@@ -34,12 +34,16 @@ def write_rows(made: SyntheticRows, output: Path) -> None:
             atomic_files.replace(output, buffer.getvalue())
         else:
             _write_pictures(made, output)
+        if made.x.ndim != 4:
+            return
         rows, labels = torch.from_numpy(made.x), torch.from_numpy(made.y)
         sheet = contact_sheet(network_input(rows), labels, len(made.class_names))
         atomic_files.replace(_sheet_of(output), as_png(sheet))
 
 
 def _write_pictures(made: SyntheticRows, folder: Path) -> None:
+    if made.x.ndim != 4:
+        raise UserError("rows are no images, which PNG files need. Give --output FILE.npz")
     channels = made.x.shape[1]
     if channels not in (1, 3):
         raise UserError(f"rows have {channels} channels, which no PNG has. Give --output FILE.npz")

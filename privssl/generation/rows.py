@@ -15,6 +15,7 @@ from generators.base import ConditionalGenerator
 from generators.sampling import draw_samples
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
+from privssl.core.rows import IMAGE, kind_of
 from privssl.core.task import Task
 from privssl.errors import PrivacyError, RunFolderError, UserError
 from privssl.experiment import config as configs
@@ -25,8 +26,8 @@ from privssl.settings.error_messages import unknown
 
 DRAWS = 50  # of a row, until the classifier is confident of it
 
-#: Probabilities (N, C) of rows (N, channels, height, width) uint8.
-Classify = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+#: Probabilities (N, C) of rows as SyntheticRows has them.
+Classify = Callable[[NDArray[Any]], NDArray[np.float32]]
 
 NOT_PROTECTED = (
     "Unlabelled rows are not protected: query agents trained the generator on them without noise, "
@@ -36,10 +37,11 @@ NOT_PROTECTED = (
 
 @dataclass(frozen=True)
 class SyntheticRows:
-    """``x`` (N, channels, height, width) uint8 in 0..255, ``y`` (N,) int64, the names of all
-    classes in order, and a sentence on what covers the rows."""
+    """``x`` (N, channels, height, width) uint8 in 0..255, or of other rows (N, *shape) float32 as
+    networks take them; ``y`` (N,) int64, the names of all classes in order, and a sentence on what
+    covers the rows."""
 
-    x: NDArray[np.uint8]
+    x: NDArray[Any]
     y: NDArray[np.int64]
     class_names: tuple[str, ...]
     covered_by: str
@@ -74,7 +76,7 @@ def generate_rows(
     names = tuple(results["class_names"])
     for name in classes or ():
         if name not in names:
-            raise UserError(f"--classes: {unknown('class', name, names)}")
+            raise UserError(f"--classes {name}: {unknown('class', name, names)}")
     covered_by = coverage_sentence(card)
     if card is not None and not acknowledge_query_rows:
         raise PrivacyError(
@@ -118,9 +120,11 @@ def _draw(
     generator: ConditionalGenerator, labels: Tensor, names: Sequence[str], shape: Sequence[int],
     seed: int, draw: int = 0,
 ) -> Tensor:  # fmt: skip
-    """A row of each label as uint8; another ``draw`` gives others."""
+    """A row of each label, an image as uint8; another ``draw`` gives others."""
     rng = randomness.stream(seed, draw, "world", "generate")
     rows = draw_samples(generator, labels, len(names), shape, rng).nan_to_num(0.0)
+    if kind_of(tuple(shape)) is not IMAGE:
+        return rows.float()
     return ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 

@@ -25,16 +25,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from privssl.core.rows import Shape, network_input
+from privssl.core.rows import Shape
 from privssl.errors import ConfigError, first_line
 from privssl.models.convnets import norm_layer
 from privssl.models.static_norm import StaticNorm
 from privssl.ops.group_norm import GroupNorm
-from privssl.runtime import plugins, randomness
+from privssl.runtime import plugins
 from privssl.settings.error_messages import unknown
 from privssl.settings.names import is_outside
 from privssl.settings.schema import ModelSettings
-from privssl.storage import tensor_files
 
 #: A class or function of (shape, classes, **options), or a module whose last layer is replaced.
 NetworkSource: TypeAlias = Callable[..., nn.Module] | nn.Module
@@ -73,6 +72,8 @@ def build_network(
     """An untrained network from outside, fitted (see above): ``source``, or else what
     ``model.name`` imports. Raises ConfigError where it does not exist, or cannot be built for these
     rows."""
+    if source is None and is_imported(settings.name):
+        source = import_network(settings.name)  # a module needs other ends than a class
     network = _made(settings, shape, classes, source)
     if any(is_lazy(p) for p in network.parameters()):
         with torch.no_grad():
@@ -312,70 +313,6 @@ def load_initial_weights(network: nn.Module, path: str) -> None:
             "differ in name or size. Give the weights of model.name"
         )
     network.load_state_dict({**own, **fits})
-
-
-# Checks -------------------------------------------------------------------------------------
-
-
-def check_network(name: str, build: Callable[[], nn.Module], shape: Shape, classes: int) -> None:
-    """Build a network twice and try it on made-up rows.
-
-    Raises:
-        ConfigError: it has other inputs or outputs than the rows and classes need, is not rebuilt
-            alike, or has weights that no state dict can hold.
-    """
-    rng = partial(randomness.stream, 0, 0, "world", "try the network")
-    with randomness.seeded(rng()):
-        network = build()
-    with randomness.seeded(rng()):
-        again = build()
-    weights, others = network.state_dict(), again.state_dict()
-    try:
-        tensor_files.check_types(weights)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"model.name {name}: its state dict cannot be saved: {error}") from None
-    same = weights.keys() == others.keys() and all(
-        torch.equal(weights[n], others[n]) for n in weights
-    )
-    if not same:
-        raise ConfigError(
-            f"model.name {name}: built twice, it has other layers or weights, so a run could not "
-            "be repeated or resumed. Draw initial weights with torch alone, and no shapes"
-        )
-    if not any(p.requires_grad for p in network.parameters()):
-        raise ConfigError(f"model.name {name} has no parameter that can be trained")
-    x = network_input(torch.rand(TRIED, *shape, generator=rng()))
-    for mode in (True, False):
-        with torch.no_grad(), randomness.seeded(rng()):
-            _check_output(name, network.train(mode), x, classes)
-
-
-def _check_output(name: str, network: nn.Module, x: Tensor, classes: int) -> None:
-    rows = f"rows of shape {tuple(x.shape[1:])}"
-    try:
-        out = network(x)
-    except Exception as error:
-        raise ConfigError(
-            f"model.name {name} cannot take {rows}: {type(error).__name__}: {first_line(error)}"
-        ) from error
-    if not isinstance(out, Tensor) or tuple(out.shape) != (len(x), classes):
-        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ConfigError(
-            f"model.name {name} gives {got} for {len(x)} {rows}, where one output for each of the "
-            f"{classes} classes is needed: ({len(x)}, {classes})"
-        )
-    if out.dtype != torch.float32:
-        raise ConfigError(f"model.name {name} gives {out.dtype}. Make it give float32")
-    if not out.isfinite().all():
-        raise ConfigError(
-            f"model.name {name} gives outputs that are not finite for {rows}, in [-1, 1]. Check "
-            "its initial weights, logarithms and divisions"
-        )
-    if (out >= 0).all() and torch.allclose(out.sum(dim=1), torch.ones(len(x)), atol=1e-4):
-        raise ConfigError(
-            f"model.name {name} gives probabilities: outputs of each row add up to 1. The losses "
-            "take logits. Leave out the softmax at its end"
-        )
 
 
 def describe_exchange(

@@ -113,7 +113,8 @@ def check_rows_independent(
         if not torch.equal(losses(fields), before):
             raise PrivacyError(
                 "the same rows have other losses each time: a network or a loss draws random "
-                "numbers. Use a network without dropout"
+                "numbers, or a network changes its buffers or attributes. Use one without dropout, "
+                "whose output depends on its weights and its input alone"
             )
         for row in range(len(before)):
             moved = {k: v.clone() for k, v in fields.items()}

@@ -261,7 +261,9 @@ def _read_text(path: Path) -> str:
         text = f"{path}: a folder, not a config file. {_nearby(path / 'any')}"
         raise ConfigError(text) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8"
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{show(str(path))}: cannot be read: {reason}") from None

@@ -43,7 +43,7 @@ from privssl.experiment.row_checks import (
     refuse_order_by_labels,
     refuse_other_rows,
 )
-from privssl.models.own_networks import check_network
+from privssl.models.network_checks import check_network
 from privssl.runtime import plugins
 from privssl.settings.names import is_outside
 from privssl.settings.schema import BUILT_IN
@@ -119,12 +119,14 @@ def _check_role(site: SiteConfig, config: Config) -> None:
     roles = {agent.id: agent.role for agent in agent_refs(config.data.labels, config.agents)}
     if name not in roles:
         raise ConfigError(
-            f"{site.source}: site.agent is {name}, but {config.source} has {', '.join(roles)}"
+            f"{site.source}: site.agent is {name}, but {config.source} has {', '.join(roles)}. "
+            "Give one of them"
         )
     if role != roles[name]:
         what = "at the coordinator" if name == "server" else roles[name]
         raise ConfigError(
-            f"{site.source}: site.role is {role}, but in {config.source} {name} is {what}"
+            f"{site.source}: site.role is {role}, but in {config.source} {name} is {what}. "
+            "Correct site.role or site.agent"
         )
 
 
@@ -134,9 +136,9 @@ def _check_budget(site: SiteConfig, config: Config) -> None:
     if site.site.role == "query":
         return
     if (budget is None) != (privacy is None):
-        here, there = ("null", "has") if budget is None else ("given", "has no")
+        here, there = ("null", "has a") if budget is None else ("given", "has no")
         raise ConfigError(
-            f"{site.source}: budget is {here}, but {config.source} {there} a privacy section. "
+            f"{site.source}: budget is {here}, but {config.source} {there} privacy section. "
             "Labelled rows are either under a budget on both sides or on neither"
         )
     if budget is None or privacy is None:

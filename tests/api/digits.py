@@ -66,3 +66,17 @@ class Net(nn.Module):
 def plain(shape: tuple[int, int, int], classes: int) -> nn.Module:
     """A user's function."""
     return nn.Sequential(nn.Flatten(), nn.Linear(int(torch.Size(shape).numel()), classes))
+
+
+class Frame:
+    """What pandas and polars have in common."""
+
+    def __init__(self, **columns: Any) -> None:
+        self._columns = {name.replace("__", " "): list(v) for name, v in columns.items()}
+        self.columns = list(self._columns)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._columns[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns

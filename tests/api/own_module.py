@@ -198,3 +198,42 @@ class InPlace(_Linear):
         out = super().forward(x)
         out += 1.0
         return out
+
+
+class Detached(_Linear):
+    """A network whose outputs have no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+class Frozen(_Linear):
+    """A network with a trained bias and frozen weights."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.head.weight.requires_grad_(False)
+
+
+class DroppingAlways(_Linear):
+    """Dropout that is not switched off in evaluation: its default as a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5))
+
+
+class Mixing(_Linear):
+    """A softmax over the rows of a batch, not over classes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(dim=0)
+
+
+class Squeezing(_Linear):
+    """A network that drops the batch's dimension where it has one row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).squeeze()
+
+
+MODULE = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 7))

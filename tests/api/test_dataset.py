@@ -20,7 +20,7 @@ import privssl
 from privssl.data.npz import read_npz
 from privssl.errors import PrivacyError
 from privssl.experiment.row_checks import refuse_classes_of_labels_alone
-from tests.api.digits import PRIVATE, arrays, config, dataset, plain
+from tests.api.digits import PRIVATE, Frame, arrays, config, dataset, plain
 
 Rows = privssl.Dataset
 X, Y, X_TEST, Y_TEST = arrays()
@@ -211,17 +211,6 @@ def test_settings_that_would_divide_given_rows_are_refused(tmp_path: Path) -> No
 # Tables -------------------------------------------------------------------------------------------
 
 
-class Frame:
-    """What pandas and polars have in common."""
-
-    def __init__(self, **columns: Any) -> None:
-        self._columns = {name.replace("__", " "): list(v) for name, v in columns.items()}
-        self.columns = list(self._columns)
-
-    def __getitem__(self, name: str) -> list[Any]:
-        return self._columns[name]
-
-
 AGES = [20, 30, 40, 60, 25, 35, 45, 55]
 FRAME = Frame(age=AGES, colour=["red", "blue"] * 4, target=["no", "yes"] * 4)
 NO_COLUMNS: dict[str, Any] = {"age": 3}
@@ -355,6 +344,7 @@ def test_published_classes_are_public_whatever_rows_are_tested(name: str, known:
     (lambda: Rows.from_frame(FRAME, "target", class_names=["no", "so"]), "lacks the label 'yes'"),
     (lambda: Rows.from_frame(FRAME), "has no label; it has age, colour, target"),
     (lambda: Rows.from_frame([1, 2]), "a list without columns"),
+    (lambda: Rows.from_frame(FRAME, "target", test=20), "test is 20. Give the share of rows"),
     (lambda: Rows.from_frame(FRAME, "target", test=1.5), r"a share in \(0, 1\)"),
     (lambda: Rows.from_frame(FRAME, "target", columns=NO_COLUMNS), "columns: age is 3"),
     (lambda: Rows.from_frame(FRAME, "target", columns={"age": [80, 0]}), "columns: age is"),

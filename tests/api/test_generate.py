@@ -2,15 +2,17 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import privssl
+from privssl import generate as command
 from privssl.errors import PrivacyError
 from privssl.generation.rows import generate_rows
-from tests.api.digits import PLAIN, config, dataset
+from tests.api.digits import PLAIN, Frame, config, dataset
 
 PRIVATE = PLAIN + "privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 0.5, steps: 2}\n"
 
@@ -55,6 +57,40 @@ def test_what_was_generated_can_be_predicted_and_trained_on(
 def test_mistakes_are_user_errors(run: privssl.Run, count: int, more: object, said: str) -> None:
     with pytest.raises(privssl.UserError, match=said):
         run.generate(count, **more)  # type: ignore[arg-type]
+
+
+def test_rows_of_a_table_are_made_as_the_network_takes_them(tmp_path: Path) -> None:
+    """The control is test_rows_are_those_of_the_command: images are bytes."""
+    text = "model: {name: mlp}\n" + PLAIN.replace("generator_width: 4", "generator: mixing")
+    columns: dict[str, Any] = {"age": [0, 120], "colour": ["red", "blue"]}
+    rng = np.random.default_rng(0)
+    frame = Frame(
+        age=rng.integers(20, 90, 120).tolist(), colour=rng.choice(["red", "blue"], 120).tolist(),
+        label=rng.choice(["ill", "well"], 120).tolist(),
+    )  # fmt: skip
+    data = privssl.Dataset.from_frame(frame, columns=columns)
+    given = {"data.unlabelled": None}
+    run = privssl.train(config(tmp_path, text), given, data, output=tmp_path / "run")
+    x, y = run.generate(5)
+    assert (x.shape, str(x.dtype)) == ((5, 3), "float32") and np.abs(x).max() <= 1
+    assert run.predict(x).shape == y.shape == (5,)
+    made = command.main([str(run.folder), "--count", "4", "--output", str(tmp_path / "made.npz")])
+    assert made == 0 and not list(tmp_path.glob("*.png"))
+    assert np.load(tmp_path / "made.npz")["x"].shape == (4, 3)
+    assert command.main([str(run.folder), "--count", "4", "--output", str(tmp_path / "made")]) == 2
+
+
+def test_a_frame_without_rows_has_no_prediction_and_one_value_is_no_column(tmp_path: Path) -> None:
+    text = "agents: {support: 2}\nmodel: {name: mlp}\nalgorithm: {name: fedavg, rounds: 1}\n"
+    frame = Frame(age=list(range(40)), label=["ill", "well"] * 20)
+    data = privssl.Dataset.from_frame(frame, columns={"age": [0, 120]})
+    given = {"data.labelled": 20, "run.workers": 1}
+    run = privssl.train(config(tmp_path, text), given, data, output=tmp_path / "run")
+    assert run.predict(Frame(age=[])).shape == (0,)
+    assert run.predict({"age": [30, 40]}).shape == (2,)
+    for wrong in (30, "30"):
+        with pytest.raises(privssl.UserError, match="column age is one value"):
+            run.predict({"age": wrong})
 
 
 def test_a_private_run_asks_for_the_word_that_python_can_give(tmp_path: Path) -> None:

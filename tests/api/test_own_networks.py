@@ -158,6 +158,7 @@ WRONG = {
     "Wide": r"gives \(3, 4\) for 3 rows of shape \(1, 8, 8\).*: \(3, 3\)",
     "Coloured": r"cannot take rows of shape \(1, 8, 8\).*RuntimeError",
     "Uneven": "built twice, it has other layers or weights",
+    "Detached": "cannot be trained: RuntimeError.*no detach",
     "Broken": "cannot be built: ValueError: I need a GPU",
     "NO_NETWORK": "is 3, which is no network",
     "Abroad": r"has no Abroad\. Did you mean Broken|has no Abroad\. Write package",
@@ -169,6 +170,38 @@ def test_a_network_that_does_not_fit_is_one_error(name: str, message: str, tmp_p
     with pytest.raises(privssl.UserError, match=message):
         privssl.train(config(tmp_path), None, dataset(), NAMED.format(name), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+DOUBTFUL = {
+    "DroppingAlways": "in evaluation mode the same rows get other outputs each time",
+    "Counting": "",
+    "Mixing": "outputs of a row depend on the other rows of its batch",
+    "Squeezing": "outputs of a row depend on the other rows of its batch",
+    "Dropping": "",
+    "Frozen": "",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), DOUBTFUL.items(), ids=DOUBTFUL)
+def test_predictions_that_depend_on_chance_or_on_other_rows_are_warned_of(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    """The controls: a dropout layer is off in evaluation, a counter changes no output, and frozen
+    weights may be trained without privacy."""
+    given = {"algorithm.rounds": 1}
+    run = privssl.train(config(tmp_path), given, dataset(), NAMED.format(name), tmp_path / "run")
+    found = [text for text in run.results["warnings"] if "in evaluation mode" in text]
+    assert len(found) == bool(words)
+    assert all(words in text for text in found)
+
+
+def test_a_module_that_a_config_names_predicts_after_training(tmp_path: Path) -> None:
+    name = NAMED.format("MODULE")
+    run = privssl.train(config(tmp_path), {"algorithm.rounds": 1}, dataset(), name, tmp_path / "o")
+    x, y = arrays()[2:]
+    assert run.predict(x, probabilities=True).shape == (30, 3)
+    again = privssl.open_run(run.folder, name)
+    assert again.evaluate(x, y)["accuracy"] == run.results["test_accuracy"]["final"]
 
 
 REFUSED = {
@@ -183,6 +216,7 @@ REFUSED = {
     "Branching": "gradient of a single row cannot be computed",
     "Buffered": "its buffers would be sent without noise",
     "InPlace": "is changed in place",
+    "Frozen": r"1 parameters are frozen \(head\.weight",
 }
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,6 +225,12 @@ def test_mistakes_raise_the_text_that_the_command_prints(tmp_path: Path) -> None
         privssl.train(path, {"run.seed": np.int64(1)})
     with pytest.raises(privssl.UserError, match="no such file"):
         privssl.load(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("data", ["rows.npz", (np.zeros((4, 8, 8)), np.zeros(4, int))])
+def test_data_that_are_no_dataset_are_one_error(data: Any, tmp_path: Path) -> None:
+    with pytest.raises(privssl.UserError, match=r"Give a privssl\.Dataset"):
+        privssl.train(config(tmp_path), data=data, output=tmp_path / "run")
 
 
 def test_a_config_that_is_no_file_and_no_mapping_is_one_error() -> None:

@@ -131,10 +131,10 @@ def with_pixel(value: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (with_pixel(np.nan), "from nan to nan. Give uint8 in 0..255, or floats in [0, 1]"),
-        (with_pixel(np.inf), "to inf. Give uint8 in 0..255, or floats in [0, 1]"),
+        (with_pixel(np.nan), "1 rows have NaN or infinity (the first: row 7, from 0). Give uint8"),
+        (with_pixel(np.inf), "1 rows have NaN or infinity (the first: row 7, from 0). Give uint8"),
         (with_pixel(-0.5), "from -0.5"),
-        ({"x_test": np.full((20, 8, 8), np.nan)}, "x_test is float64, from nan to nan"),
+        ({"x_test": np.full((20, 8, 8), np.nan)}, "x_test is float64, and 20 rows have NaN"),
         ({"y_test": np.full(20, -1)}, "y_test has the label -1"),
         ({"y_train": np.zeros(40, int), "y_test": np.zeros(20, int)}, "give at least two"),
     ],

@@ -37,7 +37,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a network that gives probabilities is trained",
-        (("privssl/models/own_networks.py", "    if (out >= 0).all() and", "    if False and"),),
+        (("privssl/models/network_checks.py", "    if (out >= 0).all() and", "    if False and"),),
         (IN_NETWORKS + "a_layer_alone_and_outputs_that_are_no_logits_are_refused",),
     ),
     Fault(

@@ -108,6 +108,17 @@ def test_a_constant_column_is_told_and_is_finite(
     assert "column size is constant" in caplog.text
 
 
+@pytest.mark.parametrize("repeated", [1, 2])
+def test_a_column_with_another_text_in_each_row_is_warned_of(
+    repeated: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The control: a text for two rows each may be a category."""
+    rows = [("ab"[n % 2], n, f"patient {n // repeated}") for n in range(20)]
+    read_table(table(tmp_path, train=rows), label="label", columns=None)
+    warned = "column colour has 20 different values in 20 rows" in caplog.text
+    assert warned == (repeated == 1)
+
+
 def test_fields_may_have_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
     odd = 'a "red",\nkind'
     found = read_table(

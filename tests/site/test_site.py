@@ -779,8 +779,8 @@ def test_a_config_under_which_the_operators_promise_would_not_hold_is_refused(
 @pytest.mark.parametrize(
     ("pair", "text"),
     [
-        (("agent: s0", "agent: s2"), "site.agent is s2, but .* has s0, s1, q0"),
-        (("role: support", "role: mixed"), "site.role is mixed, but in .* s0 is support"),
+        (("agent: s0", "agent: s2"), "site.agent is s2, but .* has s0, s1, q0. Give one"),
+        (("role: support", "role: mixed"), "site.role is mixed, but in .* s0 is support. Correct"),
         (("budget: {epsilon: 5.0, delta: 1.0e-3}", ""), "budget .*missing: give epsilon, or"),
         (("delta: 1.0e-3", "delta: 0.2"), "budget.delta is 0.2, but privacy.delta"),
         (("split: split.json", "split: c.yaml"), "is not a split.json"),
