@@ -112,22 +112,23 @@ class Dataset:
     ) -> "Dataset":
         """A data set from a table: a frame of pandas, or of polars.
 
-        Numeric columns become numbers in [-1, 1] by their bounds, others one number for each
-        category. A row without a label has none.
+        Numeric columns become numbers in [-1, 1] by their bounds, with a second number where values
+        are missing, others one number for each category. A row without a label has none.
 
         Args:
             frame: an object with ``columns`` and ``frame[column]``.
             label: column of the classes.
             test: share of the labelled rows that are test rows, in (0, 1), the same ones each
                 time; of each class, unless class_names are given. Or another frame.
-            columns: bounds and categories from public knowledge, ``{"age": [0, 120], "colour":
-                ["red", "blue"]}``; other columns are left out. None: from the training rows, which
-                a private run refuses.
+            columns: bounds and categories from public knowledge, ``{"age": [0, 120], "weight":
+                [30, 200, "missing"], "colour": ["red", "blue"]}``; other columns are left out.
+                None: from the training rows, which a private run refuses.
             class_names: names of the classes, from public knowledge; None: from the training rows.
                 A private run needs them where ``test`` is a share.
 
         Raises:
-            privssl.UserError: no such column, a missing number, or a wrong declaration.
+            privssl.UserError: no such column, a number is missing and not declared so, or a wrong
+                declaration.
         """
         from privssl.api.frames import read_frame
 

@@ -3,8 +3,9 @@
 The folder has ``train.csv`` and ``test.csv`` with the same columns, UTF-8 with or without a BOM. A
 training row whose label is empty has none. A table's columns become numbers in [-1, 1]: a numeric
 column by its bounds, a category by one number for each of its values, 1 where it is that and -1
-elsewhere. Bounds and categories come from a declared file (``data.columns``), or from the training
-rows, which a private run may not do: they would be one more release.
+elsewhere. A numeric column with missing values has a second number, 1 where one is missing. Bounds
+and categories come from a declared file (``data.columns``), or from the training rows, which a
+private run may not do: they would be one more release.
 """
 
 import csv
@@ -28,6 +29,8 @@ log = logging.getLogger("privssl")
 MOST_CATEGORIES = 1000  # of a column
 FEW_ROWS = 20  # fewer may have a different value each by chance
 COLUMNS = "Set data.label to the column of the classes"  # advice
+MISSING = "missing"  # third in the scale of a numeric column that may lack values
+ABSENT = {"", "na", "n/a", "nan", "null", "none", "<na>"}  # a missing number, in small letters
 TWEET_CLASSES = ("negative", "positive")  # 0 and 1 in the files of Sentiment140
 
 
@@ -238,8 +241,8 @@ def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[n
 
 
 def _declared(path: Path, label: str) -> dict[str, Scale]:
-    """A file of ``column: [lowest, highest]`` or ``column: [category, category, ...]``, the
-    categories in quotes. Raises DataError."""
+    """A file of ``column: [lowest, highest]``, ``column: [lowest, highest, missing]`` or
+    ``column: [category, category, ...]``, the categories in quotes. Raises DataError."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -255,17 +258,21 @@ def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
         raise DataError(f"{path}: give a line for each column, name: [lowest, highest]")
     scales: dict[str, Scale] = {}
     for name, values in found.items():
-        numbers = isinstance(values, list | tuple) and all(type(v) in (int, float) for v in values)
-        if numbers and len(values) == 2 and -math.inf < values[0] < values[1] < math.inf:
-            scales[str(name)] = (float(values[0]), float(values[1]))
+        bounds = values[:2] if isinstance(values, list | tuple) else ()
+        numbers = len(bounds) == 2 and all(type(v) in (int, float) for v in bounds)
+        lacks = values[2:] if numbers else ()
+        known = list(lacks) in ([], [MISSING])
+        if numbers and known and -math.inf < bounds[0] < bounds[1] < math.inf:
+            low, high = map(float, bounds)
+            scales[str(name)] = (low, high, MISSING) if lacks else (low, high)
         elif (
             isinstance(values, list | tuple) and values and all(isinstance(v, str) for v in values)
         ):
             scales[str(name)] = tuple(values)
         else:
             raise DataError(
-                f"{path}: {name} is {values!r}. Give [lowest, highest], two finite numbers, or a "
-                "list of categories in quotes"
+                f"{path}: {name} is {values!r}. Give [lowest, highest], two finite numbers, with "
+                f"{MISSING} as a third where values may be, or a list of categories in quotes"
             )
     if label in scales:
         raise DataError(f"{path} declares {label}, which is data.label. Leave it out")
@@ -273,24 +280,30 @@ def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
 
 
 def scales_of(train: Part) -> dict[str, Scale]:
-    """Bounds and categories of the training rows: a column is numeric if all its values are.
+    """Bounds and categories of the training rows: a column is numeric if all its values are
+    numbers or missing.
 
     Raises:
         DataError: too many categories, or a column of numbers with a few values that are none:
             as a category it would have one number for each number in it.
     """
     scales: dict[str, Scale] = {}
+    lacks = list[str]()
     for name, values in train.columns.items():
-        if all(_is_number(value) for value in values):
-            numbers = [_number(train, name, v, at) for at, v in enumerate(values)]
-            low, high = min(numbers), max(numbers)
-            if low == high:
+        there = [(at, v) for at, v in enumerate(values) if not _is_absent(v)]
+        if there and all(_is_number(value) for _, value in there):
+            numbers = [_number(train, name, v, at) for at, v in there]
+            low, high, lacking = min(numbers), max(numbers), len(values) - len(there)
+            if low == high and not lacking:
                 log.warning("%s: column %s is constant, so it tells nothing.", train.path, name)
-                high = low + 1
+            high = high if high > low else low + 1
             scales[name] = (low, high)
+            if lacking:
+                scales[name] = (low, high, MISSING)
+                lacks.append(f"{name} ({lacking} of {len(values)})")
             continue
-        strange = [at for at, value in enumerate(values) if not _is_number(value)]
-        if 2 * len(strange) < len(values):
+        strange = [at for at, value in there if not _is_number(value)]
+        if strange and 2 * len(strange) < len(there):
             at = strange[0]
             raise DataError(
                 f"{train.path}, {train.unit} {train.lines[at]}: column {name} has {values[at]!r}, "
@@ -298,6 +311,8 @@ def scales_of(train: Part) -> dict[str, Scale]:
                 "data.columns (Python: columns=)"
             )
         categories = tuple(sorted(set(values)))
+        if len(categories) == 1:
+            log.warning("%s: column %s is constant, so it tells nothing.", train.path, name)
         if len(categories) > MOST_CATEGORIES:
             raise DataError(
                 f"{train.path}: column {name} has {len(categories)} different values that are no "
@@ -312,19 +327,30 @@ def scales_of(train: Part) -> dict[str, Scale]:
         scales[name] = categories
     if not scales:
         raise DataError(f"{train.path} has no column beside its label")
+    if lacks:
+        log.warning(
+            "%s: %d columns have rows without a value, and each a second number that says where: "
+            "%s.", train.path, len(lacks), ", ".join([*lacks[:10], *["..."][: len(lacks) > 10]]),
+        )  # fmt: skip
     return scales
 
 
 def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
-    """A column in [-1, 1]: (N, 1), or (N, categories)."""
+    """A column in [-1, 1]: (N, 1), (N, 2) with missing values, or (N, categories)."""
     values = part.columns[name]
     if isinstance(scale[0], float):
         low, high = float(scale[0]), float(scale[1])
+        if lacks := MISSING in scale:
+            absent = np.array([_is_absent(value) for value in values], dtype=bool)
+            values = ["0" if _is_absent(value) else value for value in values]
         x = np.array([_number(part, name, v, at) for at, v in enumerate(values)])
+        x = np.where(absent, (low + high) / 2, x) if lacks else x
         if beyond := int(((x < low) | (x > high)).sum()):
             log.warning("%s: column %s has values beyond its bounds (%d), which are set to them.",
                         part.path, name, beyond)  # fmt: skip
-        return (2 * (x.clip(low, high)[:, None] - low) / (high - low) - 1).astype(np.float32)
+        scaled = 2 * (x.clip(low, high) - low) / (high - low) - 1
+        both = (scaled, 2.0 * absent - 1) if lacks else (scaled,)
+        return np.stack(both, axis=1).astype(np.float32)
     if new := sum(value not in scale for value in values):
         log.warning("%s: %d values of column %s are no category of it, and count as none.",
                     part.path, new, name)  # fmt: skip
@@ -341,7 +367,8 @@ def _number(part: Part, name: str, value: str, place: int) -> float:
     if not math.isfinite(number):
         raise DataError(
             f"{part.path}, {part.unit} {part.lines[place]}: column {name} has {value!r}. Give "
-            "finite numbers, or leave out rows with missing values"
+            f"finite numbers, or declare missing values in data.columns (Python: columns=): "
+            f"{name}: [lowest, highest, {MISSING}]"
         )
     return number
 
@@ -349,6 +376,10 @@ def _number(part: Part, name: str, value: str, place: int) -> float:
 def _plain(value: str) -> str:
     """A field, numbers in one form: 1 and 1.0 are equal."""
     return repr(float(value)) if _is_number(value) else value
+
+
+def _is_absent(value: str) -> bool:
+    return value.strip().lower() in ABSENT
 
 
 def _is_number(value: str) -> bool:

@@ -42,7 +42,8 @@ class NpzRows(NamedTuple):
     unlabelled: NDArray[Any] | None
 
 
-Scale = tuple[float, float] | tuple[str, ...]  # of a table's column: bounds, or categories
+#: Of a table's column: bounds, with "missing" where values may be, or categories.
+Scale = tuple[float, float] | tuple[float, float, str] | tuple[str, ...]
 
 
 class Arrays(NamedTuple):

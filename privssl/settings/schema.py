@@ -181,8 +181,8 @@ class DataSettings:
     text: str = ""
     """`csv`: column of texts, for an encoder. Empty: all other columns are a table."""
     columns: str = ""
-    """`csv`: YAML file of a table's columns, `name: [lowest, highest]` or a list of categories.
-    Empty: from the training rows, which private runs refuse."""
+    """`csv`: YAML file of a table's columns, `name: [lowest, highest]`, `[lowest, highest,
+    missing]` or a list of categories. Empty: from the training rows, which private runs refuse."""
     encoder: str = ""
     """Frozen public network that maps every row once: `efficientnet_lite0`, `minilm`,
     `minilm_words`, `minilm_mean`, `minilm_tweets`, `torchvision:NAME`, `timm:NAME`,

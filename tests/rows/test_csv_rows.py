@@ -108,6 +108,41 @@ def test_a_constant_column_is_told_and_is_finite(
     assert "column size is constant" in caplog.text
 
 
+LACKING = [("a", 0, "red"), ("b", "", "red"), ("", 10, ""), ("a", "NA", "red"), ("b", "nan", "red")]
+
+
+def test_a_missing_number_is_the_middle_and_a_second_number_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table(tmp_path, train=LACKING, test=[("a", "", "red"), ("b", 5, "red")])
+    found = read_table(tmp_path, label="label", columns=None)
+    size = np.array([[-1.0, -1], [0, 1], [1, -1], [0, 1], [0, 1]])
+    assert_allclose(found.x_train[:, :2], size)
+    assert_allclose(found.x_test[:, :2], [[0, 1], [0, -1]])  # the middle and no number differ
+    assert "says where: size (3 of 5)." in caplog.text
+    # A category that is missing is a category.
+    assert_allclose(found.x_train[:, 2:], [[-1, 1], [-1, 1], [1, -1], [-1, 1], [-1, 1]])
+
+
+def test_missing_values_are_declared_where_training_rows_may_not_say_so(tmp_path: Path) -> None:
+    table(tmp_path, train=LACKING)
+    path = declared(tmp_path, size=[0, 40, "missing"])
+    found = read_table(tmp_path, label="label", columns=path)
+    assert_allclose(found.x_train, np.array([[-1, -1], [0, 1], [-0.5, -1], [0, 1], [0, 1]]))
+    # The control: without the word, a value has to be there.
+    with pytest.raises(DataError, match="line 3: column size has ''"):
+        read_table(tmp_path, label="label", columns=declared(tmp_path, size=[0, 40]))
+
+
+def test_a_column_without_any_value_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [(y, "", c) for y, _, c in TRAIN]
+    found = read_table(table(tmp_path, train=rows, test=rows[:2]), label="label", columns=None)
+    assert_allclose(found.x_train[:, 0], [1, 1, 1, 1])
+    assert "column size is constant" in caplog.text
+
+
 @pytest.mark.parametrize("repeated", [1, 2])
 def test_a_column_with_another_text_in_each_row_is_warned_of(
     repeated: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -132,9 +167,9 @@ def test_fields_may_have_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"train": [("a", "nan", "red"), ("b", 1, "red")]}, "line 2: column size has 'nan'"),
+        ({"train": [("a", "inf", "red"), ("b", 1, "red")]}, "line 2: column size has 'inf'"),
         ({"test": [("a", "inf", "red")]}, "line 2: column size has 'inf'"),
-        ({"test": [("a", "", "red")]}, "line 2: column size has ''"),
+        ({"test": [("a", "", "red")]}, r"size has ''.* size: \[lowest, highest, missing\]"),
         ({"test": [("c", 1, "red")]}, "line 2: the label is 'c', which no training row has"),
         ({"test": [("", 1, "red")]}, "line 2: the label is ''"),
         (
@@ -142,8 +177,8 @@ def test_fields_may_have_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
             r"the class name 'b\\n## x' has line breaks",
         ),
         (
-            {"train": [("a", 1, "red"), ("b", "", "red"), ("a", 2, "red")]},
-            "line 3: column size has '', and most of its values are numbers. Correct it",
+            {"train": [("a", 1, "red"), ("b", "?", "red"), ("a", 2, "red"), ("a", "", "red")]},
+            r"line 3: column size has '\?', and most of its values are numbers. Correct it",
         ),
         ({"head": ("label;size;colour",)}, "'label;size;colour'. Separate columns by commas"),
         ({"train": [("a", 1)]}, "line 2: 2 fields, and the first line has 3"),
@@ -175,6 +210,8 @@ def test_a_column_that_the_test_rows_lack_is_named(tmp_path: Path) -> None:
         ("size: [0, .inf]", "size is"),
         ("size: 3", "size is"),
         ("colour: [red, 1]", "colour is"),
+        ("size: [0, 1, absent]", "size is .* with missing as a third"),
+        ("size: [0, missing]", "size is"),
         ("label: [a, b]\nsize: [0, 1]", "declares label"),
         ("[", "cannot be read as YAML"),
         ("", "give a line for each column"),
