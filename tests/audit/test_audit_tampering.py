@@ -132,6 +132,7 @@ def card_anew(run: Path, **changes: Any) -> None:
         "task": card["task"],
         "planned": card["planned_visits"],
         "weights": card["weights"],
+        "clip_norm": card["clip_norm"],
     }
     accounts = [(name, j.plan, tuple(j.events), j.head) for name, j in journals.items()]
     card = privacy_card(accounts, **{**usual, **changes})
@@ -451,6 +452,13 @@ EDITED = {
     "card: an unknown key of the task": edit("privacy.json", "task", "rows", value="many"),
     "card: an unknown key of an agent": edit("privacy.json", "agents", 0, "audited", value=True),
     "card: an unknown key of a release": edit("privacy.json", "releases", 0, "epsilon", value=0.1),
+    "card: another data set": edit("privacy.json", "dataset", value="cifar10"),
+    "card: fewer classes": edit("privacy.json", "task", "classes", value=2),
+    "card: larger rows": edit("privacy.json", "task", "shape", value=[3, 32, 32]),
+    "card: no rows": edit("privacy.json", "task", value=None),
+    "card: no clip norm": edit("privacy.json", "clip_norm", value=None),
+    "results: an encoder": edit("results.json", "rows", "encoder", value={"name": "minilm"}),
+    "results: a class": edit("results.json", "class_names", value=["0", "1"]),
     "card: planned visits": edit("privacy.json", "planned_visits", value=2),
     "ledger: a number": replaced("ledger/m0.jsonl", '"steps":5', '"steps":1'),
     "ledger: an unknown key": replaced("ledger/m0.jsonl", '"sample_rate"', '"x":1,"sample_rate"'),
