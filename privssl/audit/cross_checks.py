@@ -7,6 +7,7 @@ and what a local step costs. An editor has to find all of these places.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.card_text import render_markdown
 from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan
+from privssl.runs.accounts import FORMER
 from privssl.runs.model_card import privacy_section, read_privacy_section
 from privssl.runs.run_dir import MODEL_CARD, claim_sentences
 from privssl.settings.names import is_outside
@@ -68,6 +70,28 @@ def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findi
 
 def _holds(journal: Journal, record: LedgerRecord) -> bool:
     return record.seq <= journal.seq and journal.hashes[record.seq] == record.head
+
+
+def check_former(files: RunFiles, found: Findings) -> None:
+    """Check that the card names the ledgers of replaced runs that checkpoints recorded."""
+    if files.card is None:
+        return
+    named = {entry["ledger"] for entry in files.card["former_ledgers"]}
+    for content in files.snapshots.values():
+        recorded = _names(content["extra"]["mapping"].get(FORMER, "[]"))
+        if lost := sorted(recorded - named):
+            found.problems.append(
+                f"checkpoints record {lost[0]}, the ledger of a replaced run, and the card does "
+                "not name it"
+            )
+            return
+
+
+def _names(text: object) -> set[str]:
+    try:
+        return {str(name) for name in json.loads(str(text))}
+    except (ValueError, TypeError):
+        return set()
 
 
 def check_results(files: RunFiles, found: Findings) -> None:

@@ -1,5 +1,5 @@
-"""Initial weights of an earlier run that used the private rows: a claim takes such weights as
-public."""
+"""Weights of an earlier run that used the private rows: a claim takes initial weights, and those
+of an encoder, as public."""
 
 import json
 from collections.abc import Iterator
@@ -15,16 +15,25 @@ DEPTH = 3  # RUN/checkpoints/round_00001/FILE
 
 
 def warm_start_warnings(config: Config, split: Manifest) -> Iterator[str]:
-    """What a private run says of ``model.weights`` that lie in the folder of a run on its rows.
+    """What a private run says of weights that lie in the folder of a run on its rows.
 
     A file that was moved out of its run's folder cannot be told from a public one.
 
     Raises:
         PrivacyError: that run used labelled rows of this one without protection.
     """
-    if config.privacy is None or not config.model.weights:
+    if config.privacy is None:
         return
-    file = Path(config.model.weights).expanduser().resolve()
+    given = (
+        ("model.weights", config.model.weights),
+        ("data.encoder_weights", config.data.encoder_weights),
+    )
+    for key, file in given:
+        if file:
+            yield from _warnings_of(key, Path(file).expanduser().resolve(), split)
+
+
+def _warnings_of(key: str, file: Path, split: Manifest) -> Iterator[str]:
     run = next((p for p in list(file.parents)[:DEPTH] if (p / SPLIT).is_file()), None)
     if run is None:
         return
@@ -38,15 +47,15 @@ def warm_start_warnings(config: Config, split: Manifest) -> Iterator[str]:
         bare, paid = bare | paid, set()
     if both := len(mine & bare):
         raise PrivacyError(
-            f"model.weights is of the run {run}, which used {both} labelled rows of this run "
-            "without protection, so nothing could be claimed for them. Give weights that have not "
-            "seen these rows, or leave model.weights out"
+            f"{key} is of the run {run}, which used {both} labelled rows of this run without "
+            "protection, so nothing could be claimed for them. Give weights that have not seen "
+            f"these rows, or leave {key} out"
         )
     if both := len(mine & paid):
         yield (
-            f"model.weights is of the private run {run}, which used {both} labelled rows of this "
-            "run. The claim is about this run alone: for these rows the epsilons and deltas of "
-            "both add up. With privacy.ledger one account counts both"
+            f"{key} is of the private run {run}, which used {both} labelled rows of this run. The "
+            "claim is about this run alone: for these rows the epsilons and deltas of both add up. "
+            "With privacy.ledger one account counts both"
         )
 
 

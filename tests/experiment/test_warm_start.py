@@ -1,5 +1,6 @@
 """Initial weights of an earlier run on the rows that are now private."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import safetensors.torch
 from privssl.errors import PrivacyError
 from privssl.experiment.config import load_config
 from privssl.experiment.prepare import Prepared, prepare
+from privssl.experiment.warm_start import warm_start_warnings
 
 CONFIG = """
 run: {device: cpu, workers: 1}
@@ -70,3 +72,13 @@ def test_rows_that_a_private_run_used_without_a_label_are_refused_too(tmp_path: 
     # Of 40 labelled rows among 1,000 some were among the 100 unlabelled ones of the other split.
     with pytest.raises(PrivacyError, match="without protection"):
         prepared(tmp_path, *PRIVATE, weights)
+
+
+def test_weights_of_an_encoder_are_looked_at_like_initial_weights(tmp_path: Path) -> None:
+    file = weights_of_a_run(tmp_path).removeprefix("model.weights=")
+    split = prepared(tmp_path).federated_data.manifest
+    config = load_config(tmp_path / "c.yaml", PRIVATE)
+    data = dataclasses.replace(config.data, encoder_weights=file)
+    assert list(warm_start_warnings(config, split)) == []  # the control
+    with pytest.raises(PrivacyError, match=r"data\.encoder_weights is of the run"):
+        list(warm_start_warnings(dataclasses.replace(config, data=data), split))
