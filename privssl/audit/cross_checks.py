@@ -7,7 +7,9 @@ and what a local step costs. An editor has to find all of these places.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from accounting.account_plan import AccountPlan
 from accounting.accountants import ZERO_COST
@@ -23,7 +25,9 @@ from privssl.experiment.config import Config
 from privssl.experiment.prepare import make_plan
 from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.card_text import render_markdown
+from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan
+from privssl.runs.accounts import FORMER
 from privssl.runs.model_card import privacy_section, read_privacy_section
 from privssl.runs.run_dir import MODEL_CARD, claim_sentences
 from privssl.settings.names import is_outside
@@ -68,6 +72,28 @@ def _holds(journal: Journal, record: LedgerRecord) -> bool:
     return record.seq <= journal.seq and journal.hashes[record.seq] == record.head
 
 
+def check_former(files: RunFiles, found: Findings) -> None:
+    """Check that the card names the ledgers of replaced runs that checkpoints recorded."""
+    if files.card is None:
+        return
+    named = {entry["ledger"] for entry in files.card["former_ledgers"]}
+    for content in files.snapshots.values():
+        recorded = _names(content["extra"]["mapping"].get(FORMER, "[]"))
+        if lost := sorted(recorded - named):
+            found.problems.append(
+                f"checkpoints record {lost[0]}, the ledger of a replaced run, and the card does "
+                "not name it"
+            )
+            return
+
+
+def _names(text: object) -> set[str]:
+    try:
+        return {str(name) for name in json.loads(str(text))}
+    except (ValueError, TypeError):
+        return set()
+
+
 def check_results(files: RunFiles, found: Findings) -> None:
     """Compare results.json, privacy.md and model_card.md with the card."""
     card, results = files.card, files.results
@@ -83,6 +109,12 @@ def check_results(files: RunFiles, found: Findings) -> None:
                 "scope": card["scope"]}  # fmt: skip
         if not isinstance(claim, dict) or any(claim.get(name) != true[name] for name in true):
             found.problems.append(f"results.json claims something else than privacy.json{_RESUME}")
+        if not isinstance(results.get("rows"), dict):
+            found.doubts.append(
+                "results.json does not say what rows there are, so they were not compared"
+            )
+        else:
+            found.problems += _row_differences(results, card)
         if results.get("status") == "interrupted" and card["planned_visits"] is not None:
             found.problems.append(
                 "the run was interrupted, but the card says that all planned visits took place"
@@ -99,6 +131,16 @@ def check_results(files: RunFiles, found: Findings) -> None:
                 same = False
             if not same:
                 found.problems.append(f"{name} is not what privacy.json says{_RESUME}")
+
+
+def _row_differences(results: Mapping[str, Any], card: PrivacyCard) -> Iterator[str]:
+    """Where the card says other classes, rows or an encoder of other data than results.json."""
+    rows, names = results["rows"], results.get("class_names")
+    classes = len(names) if isinstance(names, list) else None
+    if card["task"] != {"classes": classes, "shape": rows.get("shape")}:
+        yield "privacy.json has other classes or rows than results.json"
+    if card.get("encoder") != rows.get("encoder"):
+        yield "privacy.json says something else of the encoder than results.json"
 
 
 def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
@@ -157,10 +199,10 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
     elif card["planned_visits"] is None and files.ended:
         found.problems.append(f"the run has ended, but its card does not plan {plan.visits} visits")
     found.problems += _public_part_differences(config, card)
-    clip_norm = card.get("clip_norm")
-    if clip_norm not in (None, config.privacy.clip_norm):
+    clips = None if plan.update == (CENSUS,) else config.privacy.clip_norm
+    if card.get("clip_norm") != clips:
         found.problems.append(
-            f"config.yaml says clip_norm {config.privacy.clip_norm:g}, the card {clip_norm:g}"
+            f"config.yaml says clip_norm {clips}, the card {card.get('clip_norm')}"
         )
 
 
@@ -180,6 +222,8 @@ def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]
         yield f"config.yaml has the encoder {config.data.encoder or 'none'}, the card another"
     if card["algorithm"] != config.algorithm.name:
         yield f"config.yaml has the algorithm {config.algorithm.name}, the card another"
+    if card["dataset"] != config.data.name:
+        yield f"config.yaml has the data set {config.data.name}, the card another"
     outside = model.name if is_outside(model.name) or model.weights else ""
     if (network["name"] if network else "") != outside:
         yield f"config.yaml has the network {model.name}, which the card does not say"

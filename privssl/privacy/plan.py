@@ -91,10 +91,11 @@ class PrivatePlan:
         return math.ceil(self.expected_batch / self.sample_rate)
 
     def draw_batch(self, rows: int) -> Tensor:
-        """A Poisson mask (rows,): each row independently with the sample rate."""
+        """A Poisson mask (rows,): each row independently with the sample rate, never with more."""
         if self.sample_rate == 1.0:
             return torch.ones(rows, dtype=torch.bool)
-        return torch.from_numpy(secure_noise.secure_uniform(rows) < self.sample_rate)
+        limit = secure_noise.threshold(self.sample_rate)
+        return torch.from_numpy(secure_noise.secure_uniform(rows) < limit)
 
     def physical_batch_size(self, rows: int) -> int:
         """Physical rows of a batch. Small agents compute all rows, so that time does not reveal the

@@ -8,23 +8,54 @@ import torch
 from accounting.secure_random import random_uint64
 from privssl.ops import dispatch, gaussian_noise
 
+#: Words below it are radii beyond 8.1, once in 3 x 10^14 pairs, for which 64 bits are too few.
+FAR = np.uint64(2**16)
+
 
 def secure_uniform(count: int) -> np.ndarray:
     """``count`` unpredictable float64 numbers in [0, 1), 53 bits each."""
     return _as_uniform(random_uint64(count))
 
 
+def threshold(chance: float) -> float:
+    """The number below which :func:`secure_uniform` lies with this chance, or up to 2^-53 less.
+
+    >>> threshold(0.25), threshold(2.0**-54)
+    (0.25, 0.0)
+    """
+    return math.floor(chance * 2.0**53) * 2.0**-53
+
+
 def secure_normal(count: int) -> np.ndarray:
     """``count`` unpredictable standard normal float64 numbers."""
     half = (count + 1) // 2
-    return box_muller(random_uint64(half), random_uint64(half))[:count]
+    radii, angles = random_uint64(half), random_uint64(half)
+    normal = box_muller(radii, angles)
+    far = np.flatnonzero(radii < FAR)
+    if len(far):
+        normal[far], normal[far + half] = far_out(radii[far], random_uint64(len(far)), angles[far])
+    return normal[:count]
+
+
+def far_out(radii: np.ndarray, more: np.ndarray, angles: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Cosines and sines of :func:`box_muller`, each (N,), with 64 more bits of each radius.
+
+    The largest of 64 bits lie further apart than the grid of ``noisy_optimizer.rounding_grid``,
+    and end at 9.42. These end at 13.3.
+
+    Args:
+        radii, more, angles: random uint64 (N,); radii below ``FAR``.
+    """
+    tail = (_as_floats(radii) + (_as_floats(more) + 1.0) * 2.0**-64) * 2.0**-64
+    radius, angle = np.sqrt(-2.0 * np.log(tail)), _as_uniform(angles) * (2.0 * math.pi)
+    return np.cos(angle) * radius, np.sin(angle) * radius
 
 
 def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
     """Two standard normal float64 numbers for each pair (Box and Muller 1958).
 
-    A radius uses all 64 bits, so that the largest values (up to 9.42) have no gaps that would
-    reveal what they were added to; an angle uses 53 bits.
+    A radius uses all 64 bits, and the largest, up to 9.42, need more (:func:`far_out`): gaps would
+    reveal what they were added to. An angle uses 53 bits.
 
     Args:
         radii, angles: random uint64 (pairs,).

@@ -1,6 +1,7 @@
 """The privacy accounts of a run: opened, checked, copied and reported."""
 
 import csv
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.errors import RunFolderError
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared, bare_rows, claim_rows
+from privssl.privacy.former_ledgers import former_ledgers
 from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan
 from privssl.privacy.privacy_card import Release
@@ -25,6 +27,8 @@ from privssl.storage import atomic_files
 #: With the agent's id, the keys under which a checkpoint stores a ledger's length and last hash.
 LEDGER_SEQ = "ledger_seq/"
 LEDGER_HEAD = "ledger_head/"
+#: The key under which a checkpoint stores the ledgers of replaced runs that the card will name.
+FORMER = "former_ledgers"
 #: The key under which a checkpoint stores the id of its run in the accounts.
 RUN_ID = "run_id"
 #: With the agent's id, the column of metrics.csv that shows what its account has spent.
@@ -99,6 +103,14 @@ def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -
             stack.callback(account.close)
             holders[name].account = account
         yield
+
+
+def former_record(config: Config, folder: Path) -> dict[str, str]:
+    """What a checkpoint records of ledgers of replaced runs; nothing where accounts outlive runs,
+    which may go on with one of them."""
+    if config.privacy is None or config.privacy.ledger:
+        return {}
+    return {FORMER: json.dumps(sorted({one["ledger"] for one in former_ledgers(folder, {})}))}
 
 
 def ledger_of(config: Config, folder: Path) -> Path:

@@ -251,8 +251,8 @@ class DivergedError(MessageError):
 def _check_weights(message: Message) -> None:
     """Raise MessageError if a weight is larger than training produces."""
     for name, tensor in to_parts(message)[1].items():
-        if tensor.is_floating_point() and tensor.numel():
-            largest = float(tensor.abs().max())
+        if tensor.numel():  # whole numbers too: a network takes numbers of every type
+            largest = float(tensor.double().abs().max())
             if largest > LARGEST_WEIGHT:
                 raise MessageError(
                     f"{name} has a weight of {largest:.3g}: with an account at most "

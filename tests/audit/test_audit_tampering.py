@@ -32,7 +32,7 @@ from privssl.privacy.card_text import render_markdown
 from privssl.privacy.privacy_card import privacy_card
 from privssl.runs import accounts as runs_accounts
 from privssl.runs import checkpoint
-from privssl.runs.accounts import read_metrics
+from privssl.runs.accounts import FORMER, former_record, read_metrics
 from tests.support.command_line import command
 
 CONFIG = """\
@@ -132,6 +132,7 @@ def card_anew(run: Path, **changes: Any) -> None:
         "task": card["task"],
         "planned": card["planned_visits"],
         "weights": card["weights"],
+        "clip_norm": card["clip_norm"],
     }
     accounts = [(name, j.plan, tuple(j.events), j.head) for name, j in journals.items()]
     card = privacy_card(accounts, **{**usual, **changes})
@@ -451,6 +452,13 @@ EDITED = {
     "card: an unknown key of the task": edit("privacy.json", "task", "rows", value="many"),
     "card: an unknown key of an agent": edit("privacy.json", "agents", 0, "audited", value=True),
     "card: an unknown key of a release": edit("privacy.json", "releases", 0, "epsilon", value=0.1),
+    "card: another data set": edit("privacy.json", "dataset", value="cifar10"),
+    "card: fewer classes": edit("privacy.json", "task", "classes", value=2),
+    "card: larger rows": edit("privacy.json", "task", "shape", value=[3, 32, 32]),
+    "card: no rows": edit("privacy.json", "task", value=None),
+    "card: no clip norm": edit("privacy.json", "clip_norm", value=None),
+    "results: an encoder": edit("results.json", "rows", "encoder", value={"name": "minilm"}),
+    "results: a class": edit("results.json", "class_names", value=["0", "1"]),
     "card: planned visits": edit("privacy.json", "planned_visits", value=2),
     "ledger: a number": replaced("ledger/m0.jsonl", '"steps":5', '"steps":1'),
     "ledger: an unknown key": replaced("ledger/m0.jsonl", '"sample_rate"', '"x":1,"sample_rate"'),
@@ -524,6 +532,28 @@ def test_the_card_says_the_clip_norm_and_the_audit_compares_it_with_the_config(r
     )
     edit("privacy.json", "clip_norm", value=0.5)(run)
     assert "the card 0.5" in told(audit.audit(run))
+
+
+@pytest.mark.usefixtures("one_library")
+def test_a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated(
+    finished: Path, tmp_path: Path
+) -> None:
+    for folder in ("again", "run"):  # beside the second nothing lies
+        shutil.copytree(finished, tmp_path / folder)
+    shutil.copytree(finished / "ledger", tmp_path / "again.ledger-001")
+    record = former_record(
+        config.load_config(tmp_path / "again" / "config.yaml"), tmp_path / "again"
+    )
+    assert record == {FORMER: '["again.ledger-001"]'}
+    for mapping, verdict in (({FORMER: "[]"}, Verdict.CONSISTENT), (record, Verdict.VIOLATED)):
+        path = tmp_path / "run" / LAST
+        content = json.loads(path.read_text())
+        content["extra"]["mapping"] |= mapping
+        del content["sha256"]
+        path.write_text(json.dumps({**content, "sha256": checkpoint._checksum(content)}))
+        report = audit.audit(tmp_path / "run")
+        assert report.verdict == verdict, told(report)
+    assert "record again.ledger-001, the ledger of a replaced run" in told(report)
 
 
 @pytest.mark.usefixtures("one_library")

@@ -22,9 +22,9 @@ IN_VISITS = "tests/core/test_step_runner.py::"
 
 _CLIPPED = "sums = clipped_sums(list(gradients.values()), drawn, self.clip_norm)"
 _DEVIATION = "return float(optimiser.noise_multiplier * optimiser.max_grad_norm)"
-_NORMAL = "return box_muller(random_uint64(half), random_uint64(half))[:count]"
+_NORMAL = "return normal[:count]"
 _DRAWN = "noise = secure_noise.secure_normal(sum(one.numel() for one in sums))"
-_MASK = "return torch.from_numpy(secure_noise.secure_uniform(rows) < self.sample_rate)"
+_MASK = "return torch.from_numpy(secure_noise.secure_uniform(rows) < limit)"
 _STEP = "            self._step()\n"
 _ADD = "self._add_clipped(fields, pad_rows(mask[part], size), row_loss, joint=joint)"
 _SUMS = "        wanted = ClippedSum(\n"
@@ -125,7 +125,7 @@ FAULTS: tuple[Fault, ...] = (
     # Who takes part ------------------------------------------------------------------------------
     Fault(
         "rows are drawn half as often again as is charged",
-        ((PLAN, _MASK, _MASK.replace("self.sample_rate", "1.5 * self.sample_rate")),),
+        ((PLAN, _MASK, _MASK.replace("limit", "1.5 * limit")),),
         (IN_SAMPLING + "test_every_row_is_drawn_with_the_sample_rate_and_independently",),
         True,
     ),

@@ -4,15 +4,18 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from privssl.errors import ConfigError
 from privssl.experiment import config
 from privssl.privacy import plan as privacy_plan
+from privssl.privacy import secure_noise
 from privssl.privacy.dp_sgd import PrivateTraining
 from privssl.privacy.noisy_optimizer import SecureNoise
 from tests.support.privacy import (
@@ -145,3 +148,19 @@ def test_no_config_puts_another_sampler_in_the_place_of_ours(
 ) -> None:
     with pytest.raises(ConfigError, match=f"privacy.{key} .*unknown key"):
         configured(f"privacy.{key}=1")
+
+
+@given(st.floats(min_value=0, max_value=1, exclude_min=True, exclude_max=True))
+@example(2.0**-54)
+@example(0.1)
+def test_no_row_is_drawn_with_more_than_the_sample_rate(rate: float) -> None:
+    limit = secure_noise.threshold(rate)
+    draws = limit * 2**53  # uniform numbers, multiples of 2^-53, below the limit
+    assert draws == int(draws)
+    assert limit <= rate < limit + 2**-53
+
+
+def test_a_rate_below_the_finest_draw_draws_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secure_noise, "secure_uniform", np.zeros)  # the smallest draw
+    assert not plan(sample_rate=2.0**-54).draw_batch(9).any()
+    assert plan(sample_rate=2.0**-53).draw_batch(9).all()  # the control

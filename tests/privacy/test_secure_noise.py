@@ -233,13 +233,53 @@ def gap_of_radii(word: int, bits: int) -> float:
 
 
 @pytest.mark.usefixtures("each_way")
-def test_noise_lies_closer_than_the_grid_but_once_in_ten_to_the_fifteen_draws() -> None:
+def test_radii_of_64_bits_lie_closer_than_the_grid_but_once_in_ten_to_the_fifteen() -> None:
     # Gaps grow with the radius, which falls as the word grows. Deviation 1; the finer of the grids.
     rare = int(1e-15 * 2**64)
     assert 0 < gap_of_radii(rare, 64) < noisy_optimizer.GRID / 2
     assert gap_of_radii(rare // 4, 64) > noisy_optimizer.GRID / 2
     # The control: with the 53 bits of a uniform number they lie apart a thousand times as often.
     assert gap_of_radii(int(0.7e-12 * 2**53), 53) > noisy_optimizer.GRID / 2
+
+
+def furthest(radii: int, more: int) -> float:
+    """A cosine at angle 0: the radius of one word below ``FAR`` and one more."""
+    words = (np.array([word], dtype=np.uint64) for word in (radii, more, 0))
+    return float(secure_noise.far_out(*words)[0][0])
+
+
+@pytest.mark.usefixtures("each_way")
+def test_the_largest_radii_lie_closer_than_the_grid_too() -> None:
+    rare, last, grid = int(1e-15 * 2**64), 2**64 - 1, noisy_optimizer.GRID / 2
+    for word in (0, 1, 100, int(secure_noise.FAR) - 1):
+        # With more bits a word's radius ends where its own was, and begins where the next ends.
+        assert furthest(word, last) == pytest.approx(radius_of(word), abs=1e-12)
+        assert furthest(word + 1, 0) == pytest.approx(radius_of(word), abs=1e-4)
+        assert 0 <= furthest(word, rare) - furthest(word, rare + 1) < grid
+    assert furthest(0, 0) == pytest.approx(math.sqrt(256 * math.log(2)))
+    assert radius_of(int(secure_noise.FAR) - 1) - radius_of(int(secure_noise.FAR)) < grid
+    assert radius_of(0) - radius_of(1) > 1000 * grid  # the control
+
+
+def radius_of(word: int) -> float:
+    """A cosine at angle 0 by 64 bits."""
+    return float(box_muller(np.array([word], dtype=np.uint64), np.zeros(1, dtype=np.uint64))[0])
+
+
+@pytest.mark.usefixtures("each_way")
+def test_a_large_radius_gets_more_random_bits_and_another_one_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    far, near = int(secure_noise.FAR) - 1, int(secure_noise.FAR)
+    drawn = [[5, near, far], [2**61] * 3, [2**63, 2**62]]
+    monkeypatch.setattr(
+        secure_noise, "random_uint64", lambda count: np.array(drawn.pop(0)[:count], dtype=np.uint64)
+    )
+    found = secure_normal(6).reshape(2, 3)
+    assert not drawn
+    half = math.cos(math.pi / 4)
+    radii = [furthest(5, 2**63), radius_of(near), furthest(far, 2**62)]
+    np.testing.assert_allclose(found, np.outer([half, half], radii), rtol=0, atol=1e-14)
 
 
 def test_noise_never_repeats_across_steps_parameters_and_runs_of_one_seed(

@@ -827,6 +827,19 @@ def test_a_site_with_a_budget_takes_no_weights_that_training_does_not_come_to(pl
         assert ask(desk, visit_to(desk, dataclasses.replace(told, F=F))).error == word
 
 
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.float64])
+def test_weights_that_are_too_large_are_refused_whatever_type_of_number_they_have(
+    place: Path, kind: torch.dtype
+) -> None:
+    desk = opened(place)
+    told = lesson(desk)
+    key = next(iter(told.F))
+    lowest = torch.iinfo(kind).min if kind in (torch.int64, torch.int32) else -1e30
+    for size, word in ((10**9, "refused"), (lowest, "refused"), (1, "")):
+        F = {**told.F, key: torch.full_like(told.F[key], size, dtype=kind)}
+        assert ask(desk, visit_to(desk, dataclasses.replace(told, F=F))).error == word
+
+
 def test_a_letter_that_states_a_larger_size_than_any_has_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
