@@ -272,8 +272,7 @@ class Run:
                 this probability.
 
         Returns:
-            x (count, channels, height, width) uint8 in 0..255, or of vectors and sequences (count,
-            *shape) float32 as the network takes them, and y (count,): places in ``class_names``.
+            x (count, *shape), images uint8, others float32; y (count,): places in ``class_names``.
 
         Raises:
             privssl.UserError: the run has no generator, a class or number is none, or the

@@ -583,7 +583,7 @@ def _card_anew(run: Path, agents: list[str]) -> None:
         releases=[(r["name"], r["status"], r["why"]) for r in old["releases"]],
         algorithm=old["algorithm"], dataset=old["dataset"],
         task=old["task"],
-        planned=len(journals[0][1].events), weights=old["weights"],
+        planned=len(journals[0][1].events), weights=old["weights"], clip_norm=old["clip_norm"],
     )  # fmt: skip
     results = json.loads((run / "results.json").read_text())
     results["privacy"]["guarantee"] = card["guarantee"]

@@ -179,7 +179,7 @@ def test_axes_that_could_both_be_channels_are_said(
         ({"y_train": np.eye(3, dtype=int)[[0, 1, 2, 0, 1, 2]]}, r"of shape \(6, 3\)"),
         ({"y_train": np.array(3)}, r"of shape \(\)"),
         ({"x_train": np.zeros(6, [("a", "u1")])}, r"the shape \(6,\)"),
-        ({"x_train": np.full((6, 4, 5), np.inf, np.float16)}, "to inf"),
+        ({"x_train": np.full((6, 4, 5), np.inf, np.float16)}, "6 rows have NaN or infinity"),
     ],
 )
 def test_arrays_of_other_kinds_are_refused(
