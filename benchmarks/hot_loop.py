@@ -94,7 +94,7 @@ class Step:
 def arithmetic(passes: int, precisions: Sequence[Precision]) -> None:
     """Print the table."""
     products = {(p, side): product(side, p) for p in precisions for side in SIDES}
-    steps = {(p, case): Step(*case, p) for case in STEPS for p in precisions}
+    steps = {(p, at): Step(*case, p) for at, case in enumerate(STEPS) for p in precisions}
     rates = {
         key: 2 * key[1] ** 3 / seconds / 1e9
         for key, seconds in median_seconds(products, passes).items()
@@ -107,9 +107,9 @@ def arithmetic(passes: int, precisions: Sequence[Precision]) -> None:
     print("| network | width | rows | MFLOP | " + " | ".join(columns) + " |")
     print("|---" * (4 + len(columns)) + "|")
     times = median_seconds(steps, passes)
-    for case in STEPS:
-        (model, rows), count = case, steps[precisions[0], case].operations() / 1e6
-        taken = {p: times[p, case] * 1e3 for p in precisions}
+    for at, (model, rows) in enumerate(STEPS):
+        count = steps[precisions[0], at].operations() / 1e6
+        taken = {p: times[p, at] * 1e3 for p in precisions}
         cells = [f"{ms:.1f} ({count / ms / best[p]:.0%})" for p, ms in taken.items()]
         if both:
             cells.append(f"{taken['float32'] / taken['bfloat16']:.2f}")

@@ -72,13 +72,13 @@ def _holds(journal: Journal, record: LedgerRecord) -> bool:
     return record.seq <= journal.seq and journal.hashes[record.seq] == record.head
 
 
-def check_former(files: RunFiles, found: Findings) -> None:
+def check_former_ledgers(files: RunFiles, found: Findings) -> None:
     """Check that the card names the ledgers of replaced runs that checkpoints recorded."""
     if files.card is None:
         return
     named = {entry["ledger"] for entry in files.card["former_ledgers"]}
     for content in files.snapshots.values():
-        recorded = _names(content["extra"]["mapping"].get(FORMER, "[]"))
+        recorded = _ledger_names(content["extra"]["mapping"].get(FORMER, "[]"))
         if lost := sorted(recorded - named):
             found.problems.append(
                 f"checkpoints record {lost[0]}, the ledger of a replaced run, and the card does "
@@ -87,7 +87,7 @@ def check_former(files: RunFiles, found: Findings) -> None:
             return
 
 
-def _names(text: object) -> set[str]:
+def _ledger_names(text: object) -> set[str]:
     try:
         return {str(name) for name in json.loads(str(text))}
     except (ValueError, TypeError):

@@ -374,7 +374,9 @@ def _number(part: Part, name: str, value: str, place: int) -> float:
 
 
 def _plain(value: str) -> str:
-    """A field, numbers in one form: 1 and 1.0 are equal."""
+    """A field in one form: 1 and 1.0 are equal, and so are an empty field and NA."""
+    if _is_absent(value):
+        return ""
     return repr(float(value)) if _is_number(value) else value
 
 

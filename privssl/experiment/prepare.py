@@ -38,7 +38,7 @@ from privssl.experiment.row_checks import (
     refuse_order_by_labels,
     refuse_other_rows,
 )
-from privssl.experiment.warm_start import warm_start_warnings
+from privssl.experiment.warm_start import check_warm_start
 from privssl.models.network_checks import check_network, refuse_frozen
 from privssl.models.own_networks import NetworkSource, describe_exchange
 from privssl.privacy.independence import refuse_memory
@@ -153,7 +153,7 @@ def prepare(
             if plan.visits and config.run.engine == "local":
                 algorithm.try_private(device)
     said = (*config.warnings, *_warnings(config, federated_data))
-    said += tuple(warm_start_warnings(config, federated_data.manifest))
+    said += tuple(check_warm_start(config, federated_data.manifest))
     if is_outside(config.model.name):
         changed = describe_exchange(config.model, task.shape, task.classes, network)
         said += (*doubts, *(() if changed is None else (changed,)))

@@ -14,7 +14,7 @@ SPLIT, CARD = "split.json", "privacy.json"  # in the folder of a run
 DEPTH = 3  # RUN/checkpoints/round_00001/FILE
 
 
-def warm_start_warnings(config: Config, split: Manifest) -> Iterator[str]:
+def check_warm_start(config: Config, split: Manifest) -> Iterator[str]:
     """What a private run says of weights that lie in the folder of a run on its rows.
 
     A file that was moved out of its run's folder cannot be told from a public one.

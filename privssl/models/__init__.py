@@ -95,6 +95,13 @@ def public_part(settings: ModelSettings) -> PublicPart | None:
     return {"name": settings.name, "weights": sha256_of(path) if settings.weights else ""}
 
 
+#: Layers that give the same result behind these. A kernel does what is before dropout at one go.
+LATER: dict[type, tuple[type, ...]] = {
+    nn.ReLU: (nn.MaxPool2d,),
+    nn.Dropout2d: (nn.MaxPool2d, nn.ReLU, nn.Identity),
+}
+
+
 def optimize_layout(network: Network) -> Network:
     """The network as it trains fastest: weights channels last, faster dropout, fused layers, and
     ReLU and dropout of whole channels after max pooling (on a quarter of the elements, with the
@@ -119,16 +126,6 @@ def _pool_early(layers: nn.Sequential) -> None:
         swapped = False
         for place in range(len(layers) - 1):
             first, second = layers[place], layers[place + 1]
-            if type(second) in LATER.get(type(first), ()) and not _returns_indices(second):
+            same = type(second) in LATER.get(type(first), ())
+            if same and not getattr(second, "return_indices", False):
                 layers[place], layers[place + 1], swapped = second, first, True
-
-
-#: Layers that give the same result behind these. A kernel does what is before dropout at one go.
-LATER: dict[type, tuple[type, ...]] = {
-    nn.ReLU: (nn.MaxPool2d,),
-    nn.Dropout2d: (nn.MaxPool2d, nn.ReLU, nn.Identity),
-}
-
-
-def _returns_indices(layer: nn.Module) -> bool:
-    return bool(getattr(layer, "return_indices", False))

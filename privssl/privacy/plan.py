@@ -94,7 +94,7 @@ class PrivatePlan:
         """A Poisson mask (rows,): each row independently with the sample rate, never with more."""
         if self.sample_rate == 1.0:
             return torch.ones(rows, dtype=torch.bool)
-        limit = secure_noise.threshold(self.sample_rate)
+        limit = secure_noise.round_rate_down(self.sample_rate)
         return torch.from_numpy(secure_noise.secure_uniform(rows) < limit)
 
     def physical_batch_size(self, rows: int) -> int:

@@ -17,10 +17,10 @@ def secure_uniform(count: int) -> np.ndarray:
     return _as_uniform(random_uint64(count))
 
 
-def threshold(chance: float) -> float:
+def round_rate_down(chance: float) -> float:
     """The number below which :func:`secure_uniform` lies with this chance, or up to 2^-53 less.
 
-    >>> threshold(0.25), threshold(2.0**-54)
+    >>> round_rate_down(0.25), round_rate_down(2.0**-54)
     (0.25, 0.0)
     """
     return math.floor(chance * 2.0**53) * 2.0**-53
@@ -33,11 +33,15 @@ def secure_normal(count: int) -> np.ndarray:
     normal = box_muller(radii, angles)
     far = np.flatnonzero(radii < FAR)
     if len(far):
-        normal[far], normal[far + half] = far_out(radii[far], random_uint64(len(far)), angles[far])
+        normal[far], normal[far + half] = box_muller_tail(
+            radii[far], random_uint64(len(far)), angles[far]
+        )
     return normal[:count]
 
 
-def far_out(radii: np.ndarray, more: np.ndarray, angles: np.ndarray) -> tuple[np.ndarray, ...]:
+def box_muller_tail(
+    radii: np.ndarray, more: np.ndarray, angles: np.ndarray
+) -> tuple[np.ndarray, ...]:
     """Cosines and sines of :func:`box_muller`, each (N,), with 64 more bits of each radius.
 
     The largest of 64 bits lie further apart than the grid of ``noisy_optimizer.rounding_grid``,
@@ -54,8 +58,8 @@ def far_out(radii: np.ndarray, more: np.ndarray, angles: np.ndarray) -> tuple[np
 def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
     """Two standard normal float64 numbers for each pair (Box and Muller 1958).
 
-    A radius uses all 64 bits, and the largest, up to 9.42, need more (:func:`far_out`): gaps would
-    reveal what they were added to. An angle uses 53 bits.
+    A radius uses all 64 bits, and the largest, up to 9.42, need more (:func:`box_muller_tail`):
+    gaps would reveal what they were added to. An angle uses 53 bits.
 
     Args:
         radii, angles: random uint64 (pairs,).

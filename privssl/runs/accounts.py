@@ -105,7 +105,7 @@ def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -
         yield
 
 
-def former_record(config: Config, folder: Path) -> dict[str, str]:
+def record_former_ledgers(config: Config, folder: Path) -> dict[str, str]:
     """What a checkpoint records of ledgers of replaced runs; nothing where accounts outlive runs,
     which may go on with one of them."""
     if config.privacy is None or config.privacy.ledger:

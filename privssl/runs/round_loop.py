@@ -40,8 +40,8 @@ from privssl.runs.accounts import (
     LEDGER_SEQ,
     RUN_ID,
     copy_ledgers,
-    former_record,
     open_accounts,
+    record_former_ledgers,
     releases,
 )
 from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
@@ -295,7 +295,7 @@ class RoundLoop:
                 fixed[LEDGER_SEQ + agent.id] = agent.account.seq
                 fixed[LEDGER_HEAD + agent.id] = agent.account.head
                 fixed[RUN_ID] = agent.account.run
-        fixed |= former_record(self._config, self._folder)
+        fixed |= record_former_ledgers(self._config, self._folder)
         extra = {**dataclasses.asdict(kept.progress), **fixed}
         state = vars(kept.state)
         snapshot = Snapshot(kept.progress.round, state, kept.memories, self._digest, extra)

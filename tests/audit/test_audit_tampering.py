@@ -32,7 +32,7 @@ from privssl.privacy.card_text import render_markdown
 from privssl.privacy.privacy_card import privacy_card
 from privssl.runs import accounts as runs_accounts
 from privssl.runs import checkpoint
-from privssl.runs.accounts import FORMER, former_record, read_metrics
+from privssl.runs.accounts import FORMER, read_metrics, record_former_ledgers
 from tests.support.command_line import command
 
 CONFIG = """\
@@ -452,11 +452,6 @@ EDITED = {
     "card: an unknown key of the task": edit("privacy.json", "task", "rows", value="many"),
     "card: an unknown key of an agent": edit("privacy.json", "agents", 0, "audited", value=True),
     "card: an unknown key of a release": edit("privacy.json", "releases", 0, "epsilon", value=0.1),
-    "card: another data set": edit("privacy.json", "dataset", value="cifar10"),
-    "card: fewer classes": edit("privacy.json", "task", "classes", value=2),
-    "card: larger rows": edit("privacy.json", "task", "shape", value=[3, 32, 32]),
-    "card: no rows": edit("privacy.json", "task", value=None),
-    "card: no clip norm": edit("privacy.json", "clip_norm", value=None),
     "results: an encoder": edit("results.json", "rows", "encoder", value={"name": "minilm"}),
     "results: a class": edit("results.json", "class_names", value=["0", "1"]),
     "card: planned visits": edit("privacy.json", "planned_visits", value=2),
@@ -535,13 +530,35 @@ def test_the_card_says_the_clip_norm_and_the_audit_compares_it_with_the_config(r
 
 
 @pytest.mark.usefixtures("one_library")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dataset": "cifar10"}, "config.yaml has the data set toy, the card another"),
+        ({"task": {"classes": 2, "shape": [1, 8, 8]}}, "other classes or rows than results.json"),
+        ({"task": {"classes": 10, "shape": [3, 32, 32]}}, "other classes or rows"),
+        ({"task": None}, "other classes or rows"),
+        ({"clip_norm": None}, "the card None"),
+        ({}, ""),  # the control: what is written anew alone is no problem
+    ],
+)
+def test_a_card_that_was_written_anew_with_other_public_facts_is_violated(
+    run: Path, changes: dict[str, Any], said: str
+) -> None:
+    """Its page and results.json agree with it."""
+    card_anew(run, **changes)
+    report = audit.audit(run)
+    assert report.verdict == (Verdict.VIOLATED if said else Verdict.CONSISTENT), told(report)
+    assert said in told(report)
+
+
+@pytest.mark.usefixtures("one_library")
 def test_a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated(
     finished: Path, tmp_path: Path
 ) -> None:
     for folder in ("again", "run"):  # beside the second nothing lies
         shutil.copytree(finished, tmp_path / folder)
     shutil.copytree(finished / "ledger", tmp_path / "again.ledger-001")
-    record = former_record(
+    record = record_former_ledgers(
         config.load_config(tmp_path / "again" / "config.yaml"), tmp_path / "again"
     )
     assert record == {FORMER: '["again.ledger-001"]'}

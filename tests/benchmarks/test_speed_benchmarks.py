@@ -467,6 +467,17 @@ def test_operations_of_a_step_are_those_of_its_products_forward_and_backward() -
     assert hot_loop.Step(hot_loop.SMALL, rows, "float32").operations() == expected
 
 
+def test_step_times_are_told_for_each_network_and_precision(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hot_loop, "STEPS", [(hot_loop.SMALL, 2), (hot_loop.LENET, 3)])
+    monkeypatch.setattr(hot_loop, "SIDES", (8,))
+    monkeypatch.setattr(hot_loop, "ENOUGH", 0.0)
+    assert hot_loop.main(["--passes", "1", "--precisions", "float32"]) == 0
+    told = [line.split(" | ")[:3] for line in capsys.readouterr().out.splitlines()]
+    assert told[-2:] == [["| small_cnn", "16", "2"], ["| lenet", "16", "3"]]
+
+
 # Other programs ------------------------------------------------------------------------------
 
 #: Takes 50 MB, tells one line, and leaves a process behind that has left its group and lost its

@@ -10,7 +10,7 @@ import safetensors.torch
 from privssl.errors import PrivacyError
 from privssl.experiment.config import load_config
 from privssl.experiment.prepare import Prepared, prepare
-from privssl.experiment.warm_start import warm_start_warnings
+from privssl.experiment.warm_start import check_warm_start
 
 CONFIG = """
 run: {device: cpu, workers: 1}
@@ -79,6 +79,6 @@ def test_weights_of_an_encoder_are_looked_at_like_initial_weights(tmp_path: Path
     split = prepared(tmp_path).federated_data.manifest
     config = load_config(tmp_path / "c.yaml", PRIVATE)
     data = dataclasses.replace(config.data, encoder_weights=file)
-    assert list(warm_start_warnings(config, split)) == []  # the control
+    assert list(check_warm_start(config, split)) == []  # the control
     with pytest.raises(PrivacyError, match=r"data\.encoder_weights is of the run"):
-        list(warm_start_warnings(dataclasses.replace(config, data=data), split))
+        list(check_warm_start(dataclasses.replace(config, data=data), split))

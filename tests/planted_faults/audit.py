@@ -10,6 +10,7 @@ ATTACK = "privssl/audit/mechanism_attack.py"
 
 IN_TAMPERING = "tests/audit/test_audit_tampering.py::test_"
 IN_SITES = "tests/site/test_run_over_sites.py::test_"
+ANEW = "a_card_that_was_written_anew_with_other_public_facts_is_violated"
 IN_CARD = "tests/audit/test_card_and_audit.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
@@ -227,5 +228,40 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         ("tests/runs/test_model_card.py::test_the_page_of_a_private_run_has_no_time",),
+    ),
+    Fault(
+        "a card may name another data set than the run",
+        ((CROSS, 'if card["dataset"] != config.data.name:', "if False:"),),
+        (IN_TAMPERING + ANEW + "[changes0-config.yaml has the data set toy, the card another]",),
+    ),
+    Fault(
+        "a card may name other classes and rows than results.json",
+        ((CROSS, "found.problems += _row_differences(results, card)", "pass"),),
+        (
+            IN_TAMPERING + ANEW + "[changes1-other classes or rows than results.json]",
+            IN_TAMPERING + ANEW + "[changes3-other classes or rows]",
+        ),
+    ),
+    Fault(
+        "a card may be without its clip norm",
+        (
+            (
+                CROSS,
+                'if card.get("clip_norm") != clips:',
+                'if card.get("clip_norm") not in (None, clips):',
+            ),
+        ),
+        (IN_TAMPERING + ANEW + "[changes4-the card None]",),
+    ),
+    Fault(
+        "a card may forget the ledger of a replaced run",
+        (
+            (
+                CROSS,
+                "if lost := sorted(recorded - named):",
+                "if lost := sorted(recorded - recorded):",
+            ),
+        ),
+        (IN_TAMPERING + "a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated",),
     ),
 )

@@ -9,6 +9,7 @@ PARTITION = "privssl/data/partition.py"
 
 IN_FEDERATION = "tests/data/test_federation.py::test_"
 IN_MANIFEST = "tests/data/test_split_manifest.py::test_"
+IN_TABLES = "tests/rows/test_csv_rows.py::test_"
 IN_PARTITION = "tests/data/test_partition.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
@@ -105,5 +106,21 @@ FAULTS: tuple[Fault, ...] = (
         "round robin begins at the last agent",
         ((PARTITION, "or [number % agents]", "or [-1 - number % agents]"),),
         (IN_PARTITION + "round_robin_is_the_example_of_the_paper",),
+    ),
+    Fault(
+        "a missing number and the middle of a column are the same row",
+        (("privssl/data/csv_rows.py", "2.0 * absent - 1)", "0.0 * absent - 1)"),),
+        (IN_TABLES + "a_missing_number_is_the_middle_and_a_second_number_says_so",),
+    ),
+    Fault(
+        "a record has another account where a missing number is written otherwise",
+        (
+            (
+                "privssl/data/csv_rows.py",
+                "    if _is_absent(value):\n        return",
+                "    if False:\n        return",
+            ),
+        ),
+        (IN_TABLES + "a_missing_number_is_the_middle_and_a_second_number_says_so",),
     ),
 )

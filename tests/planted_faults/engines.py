@@ -344,4 +344,18 @@ FAULTS: tuple[Fault, ...] = (
         ((STARTUP, "public = not _count_is_private(config)", "public = config is not None"),),
         (IN_SITE + "with_private_counts_a_site_opens_whatever_the_number_of_its_rows",),
     ),
+    Fault(
+        "a site measures only weights that are fractions",
+        (
+            (
+                "privssl/site/request_handler.py",
+                "if tensor.numel():",
+                "if tensor.is_floating_point() and tensor.numel():",
+            ),
+        ),
+        (
+            IN_SITE
+            + "weights_that_are_too_large_are_refused_whatever_type_of_number_they_have[kind0]",
+        ),
+    ),
 )

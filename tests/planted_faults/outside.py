@@ -2,6 +2,9 @@
 
 from tests.planted_faults.fault import Fault
 
+WARM = "privssl/experiment/warm_start.py"
+
+IN_WARM = "tests/experiment/test_warm_start.py::test_"
 IN_NETWORKS = "tests/api/test_own_networks.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
@@ -218,5 +221,24 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Counting]",),
+    ),
+    Fault(
+        "frozen weights are left to a private step",
+        (("privssl/models/network_checks.py", "    if frozen:\n", "    if False:\n"),),
+        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Frozen]",),
+    ),
+    Fault(
+        "a private run begins with weights that its rows trained without noise",
+        ((WARM, "if both := len(mine & bare):", "if both := 0:"),),
+        (
+            IN_WARM + "a_private_run_refuses_weights_of_a_run_that_used_its_rows_without_noise"
+            "[same split]",
+            IN_WARM + "rows_that_a_private_run_used_without_a_label_are_refused_too",
+        ),
+    ),
+    Fault(
+        "nobody says that the epsilons of two runs on the same rows add up",
+        ((WARM, "if both := len(mine & paid):", "if both := 0:"),),
+        (IN_WARM + "a_private_run_says_that_epsilons_add_up_with_those_of_the_run_of_its_weights",),
     ),
 )

@@ -456,4 +456,22 @@ FAULTS: tuple[Fault, ...] = (
         (IN_VISITS + "test_a_step_that_has_not_paid_finds_no_labelled_row",),
         False,
     ),
+    Fault(
+        "the largest radii of noise have 64 bits",
+        ((SECURE, "far = np.flatnonzero(radii < FAR)", "far = np.flatnonzero(radii < 0)"),),
+        (
+            IN_NOISE
+            + "test_a_large_radius_gets_more_random_bits_and_another_one_keeps_its_own[None]",
+        ),
+        False,
+    ),
+    Fault(
+        "the sample rate is rounded up to the draws",
+        ((SECURE, "return math.floor(chance * 2.0**53)", "return math.ceil(chance * 2.0**53)"),),
+        (
+            IN_SAMPLING + "test_no_row_is_drawn_with_more_than_the_sample_rate",
+            IN_SAMPLING + "test_a_rate_below_the_finest_draw_draws_nobody",
+        ),
+        False,
+    ),
 )

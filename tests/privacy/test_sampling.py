@@ -154,7 +154,7 @@ def test_no_config_puts_another_sampler_in_the_place_of_ours(
 @example(2.0**-54)
 @example(0.1)
 def test_no_row_is_drawn_with_more_than_the_sample_rate(rate: float) -> None:
-    limit = secure_noise.threshold(rate)
+    limit = secure_noise.round_rate_down(rate)
     draws = limit * 2**53  # uniform numbers, multiples of 2^-53, below the limit
     assert draws == int(draws)
     assert limit <= rate < limit + 2**-53

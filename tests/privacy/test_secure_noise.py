@@ -245,7 +245,7 @@ def test_radii_of_64_bits_lie_closer_than_the_grid_but_once_in_ten_to_the_fiftee
 def furthest(radii: int, more: int) -> float:
     """A cosine at angle 0: the radius of one word below ``FAR`` and one more."""
     words = (np.array([word], dtype=np.uint64) for word in (radii, more, 0))
-    return float(secure_noise.far_out(*words)[0][0])
+    return float(secure_noise.box_muller_tail(*words)[0][0])
 
 
 @pytest.mark.usefixtures("each_way")

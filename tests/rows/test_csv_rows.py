@@ -120,6 +120,9 @@ def test_a_missing_number_is_the_middle_and_a_second_number_says_so(
     assert_allclose(found.x_train[:, :2], size)
     assert_allclose(found.x_test[:, :2], [[0, 1], [0, -1]])  # the middle and no number differ
     assert "says where: size (3 of 5)." in caplog.text
+    # However it is written, it is one record to an account.
+    assert found.records is not None
+    assert found.records[1] == found.records[3] == found.records[4] != found.records[0]
     # A category that is missing is a category.
     assert_allclose(found.x_train[:, 2:], [[-1, 1], [-1, 1], [1, -1], [-1, 1], [-1, 1]])
 
