@@ -39,6 +39,7 @@ class Planned:
     state: RunState
     rounds: int
     split: str  # the hash of its split.json
+    rows: str  # the checksum of its data set
 
     @property
     def name(self) -> str:
@@ -136,7 +137,21 @@ def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> li
                 planned.append(_plan_run(whole))
             except (UserError, AccountingError) as problem:
                 raise ConfigError(f"{title_of(config)}, seed {seed}: {problem}") from problem
+    for of in by_name(planned).values():
+        _check_one_data_set(of)
     return planned
+
+
+def _check_one_data_set(of: Sequence[Planned]) -> None:
+    """Refuse seeds of one config on other rows: their files have changed since a run finished."""
+    first = of[0]
+    others = [str(run.config.run.seed) for run in of if run.rows != first.rows]
+    if others and first.config.data.test is None:  # which draws test rows by the seed
+        raise ConfigError(
+            f"{title_of(first.config)}: seed {', '.join(others)} has other rows than seed "
+            f"{first.config.run.seed}: {first.config.data.name} was changed between runs. Put the "
+            "former data back, or give another --output"
+        )
 
 
 def _check_folder_name(folder: Path) -> None:
@@ -154,11 +169,11 @@ def _plan_run(config: Config) -> Planned:
         outcome = run_dir.read_outcome(config.folder)
         assert outcome is not None  # or it would not be finished
         # Not from the results: those of private runs withhold it.
-        split = split_manifest.read_manifest(config.folder / "split.json").hash
-        return Planned(config, state, outcome[0]["rounds"], split)
+        split = split_manifest.read_manifest(config.folder / "split.json")
+        return Planned(config, state, outcome[0]["rounds"], split.hash, split.checksum)
     prepared = prepare(config)
-    split = prepared.federated_data.manifest.hash
-    return Planned(config, state, rounds_of(prepared.algorithm), split)
+    split = prepared.federated_data.manifest
+    return Planned(config, state, rounds_of(prepared.algorithm), split.hash, split.checksum)
 
 
 def _state(config: Config) -> RunState:

@@ -1,7 +1,7 @@
 """The runs of a comparison, one after another, and what is printed about them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Literal
@@ -18,9 +18,11 @@ from privssl.compare.paired import differences, explanation, p_heading
 from privssl.compare.plan import Planned
 from privssl.errors import ConfigError, DataError, UserError
 from privssl.experiment import config as configs
+from privssl.experiment.plugin_names import describe_here
 from privssl.experiment.prepare import prepare
 from privssl.reporting.trackers import ProgressTracker, RoundRecord, Tracker
 from privssl.runs import launch, run_dir
+from privssl.runs.resume import other_file
 from privssl.runtime.console import Terminal
 
 WIDTH = 200  # characters of a table that goes to a file or a pipe
@@ -122,9 +124,27 @@ def rows_of(
             compare_table.row(
                 name, list(map(_outcome, folders)), privacy.delta if privacy else None,
                 differs[name], lasting=bool(privacy and privacy.ledger), evaluate_every=every,
+                other_code=list(_other_code(of)),
             )
         )  # fmt: skip
     return rows
+
+
+def _other_code(of: Sequence[Planned]) -> Iterator[str]:
+    """A sentence for each plug-in that is not what finished runs of a config were made with."""
+    now = describe_here(of[0].config)
+    for key, here in now.items():
+        runs = [run.title for run in of if _is_other(_outcome(run.config.folder), key, here)]
+        if runs:
+            yield (
+                f"{', '.join(runs)}: made by other code of {key} {here['name']} than the one here. "
+                "Remove these run folders, or give another --output, to run them again."
+            )
+
+
+def _is_other(results: compare_table.Results, key: str, here: Mapping[str, str | None]) -> bool:
+    before = results.get("plugins", {}).get(key, here)
+    return bool(other_file(before, here)) or before["version"] != here["version"]
 
 
 def report(rows: Sequence[compare_table.Row], output: Path, console: Console) -> None:

@@ -99,6 +99,7 @@ class Row:
     epsilon: Epsilon
     differs: tuple[str, ...]  # keys for which its split is not that of the first config
     evaluate_every: tuple[int, ...]  # rounds, of each run
+    other_code: tuple[str, ...] = ()  # sentences on runs of other plug-ins than those here
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -113,9 +114,10 @@ def row(
     *,
     lasting: bool = False,
     evaluate_every: Sequence[int] = (),
+    other_code: Sequence[str] = (),
 ) -> Row:
-    """A config's row. ``differs``, ``evaluate_every``: see ``Row``; without the latter: every
-    round.
+    """A config's row. ``differs``, ``evaluate_every``, ``other_code``: see ``Row``; without the
+    second: every round.
 
     Args:
         config: its name, as in its run folders.
@@ -138,7 +140,7 @@ def row(
         name: MeanStd(tuple(float(run[section][key]) for run in runs))
         for name, (section, key) in QUANTITIES.items()
     }
-    return Row(config, tuple(runs), values, epsilon, tuple(differs), every)
+    return Row(config, tuple(runs), values, epsilon, tuple(differs), every, tuple(other_code))
 
 
 def cells(of: Row, first: str) -> tuple[str, ...]:
@@ -180,6 +182,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
                 f"Versions of {package} differ ({_distinguish(rows, versions)}). A difference "
                 "between these runs may come from that alone."
             )
+    found += [sentence for of in rows for sentence in of.other_code]
     if any(of.epsilon.value is not None and not of.epsilon.lasting for of in rows):
         found.append(
             "An epsilon is that of one run unless it says otherwise, the largest over seeds. A "

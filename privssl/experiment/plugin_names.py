@@ -71,3 +71,11 @@ def describe_plugins(config: Any) -> dict[str, dict[str, str | None]]:
     for kind, key, name in plugins_of(config):
         found[f"{key}: {name}" if key in found else key] = plugins.describe(kind, name)
     return found
+
+
+def describe_here(config: Any) -> dict[str, dict[str, str | None]]:
+    """The same of the plug-ins as they are installed here, which are imported. Raises ConfigError:
+    one cannot be."""
+    for kind, key, name in plugins_of(config):
+        plugins.load(kind, key, name)
+    return describe_plugins(config)

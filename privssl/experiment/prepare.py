@@ -43,6 +43,7 @@ from privssl.models.network_checks import check_network, refuse_frozen
 from privssl.models.own_networks import NetworkSource, describe_exchange
 from privssl.privacy.independence import refuse_memory
 from privssl.privacy.plan import Plan
+from privssl.remote.step_lookup import check_steps
 from privssl.reporting.outside_trackers import check_trackers
 from privssl.settings.names import is_outside
 from privssl.settings.schema import PrivacySettings
@@ -145,6 +146,7 @@ def prepare(
             _refuse_shared_rows(holders, federated_data)
             _refuse_unaffordable(plan, config.privacy)
     promises = _account_plans(plan, config.privacy, holders)
+    check_steps(kind)
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
         with _own_network_refused(config):

@@ -2,26 +2,46 @@
 
 Of the algorithm's own package and of all modules in ``privssl.algorithms`` and ``generators`` that
 it imports, directly or not. Comments, docstrings and layout do not count, nor does the version of
-Python.
+Python. Of a plug-in all Python files of its package count.
 """
 
 import ast
 import hashlib
+import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import ConfigError
+from privssl.experiment.config import Config
+from privssl.experiment.plugin_names import describe_here
 
 PACKAGES = ("privssl.algorithms", "generators")
 REGISTRY = "privssl.algorithms"  # names every algorithm
 
 
+def sources_hash(config: Config, root: Path) -> str:
+    """16 hex digits of the code of a config: of its method and of all plug-ins that it names."""
+    method = method_hash(config.algorithm.name, root)
+    others = {
+        key: about["package_sha256"] or about["sha256"]
+        for key, about in describe_here(config).items()
+        if key not in ("algorithm.name", "run.trackers")
+    }
+    if not others:
+        return method
+    return hashlib.sha256(f"{method} {sorted(others.items())}".encode()).hexdigest()[:16]
+
+
 def method_hash(algorithm: str, root: Path) -> str:
-    """16 hex digits of the sources in ``root`` of the algorithm of this name."""
+    """16 hex digits of the sources in ``root`` of the algorithm of this name; those of a plug-in
+    are where Python finds it."""
     found = hashlib.sha256()
     start = ALGORITHMS[algorithm].__module__
     modules = _modules(start, root)
+    if not start.startswith(f"{REGISTRY}."):
+        modules = _own_modules(start, root)
     if start not in modules:
         raise ConfigError(f"{root} has no sources of {algorithm}: it is not a clone of privssl")
     for name, path in sorted(modules.items()):
@@ -43,6 +63,23 @@ def _modules(start: str, root: Path) -> dict[str, Path]:
         if path is not None and name not in found:
             found[name] = path
             todo += _imported(ast.parse(path.read_bytes()))
+    return found
+
+
+def _own_modules(start: str, root: Path) -> dict[str, Path]:
+    """The same for a plug-in: its package, and what that imports from ``PACKAGES``."""
+    module = sys.modules[start]
+    file = inspect.getsourcefile(module)
+    if file is None:
+        return {}
+    found = {start: Path(file)}
+    if package := module.__package__:
+        folder = Path(file).parent
+        for path in sorted(folder.rglob("*.py")):
+            found.setdefault(f"{package}/{path.relative_to(folder).as_posix()}", path)
+    for path in list(found.values()):
+        for name in _imported(ast.parse(path.read_bytes())):
+            found |= _modules(name, root)
     return found
 
 

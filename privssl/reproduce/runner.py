@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from privssl.errors import RunFolderError, UserError
 from privssl.experiment.config import Config
+from privssl.experiment.plugin_names import imports_of
 from privssl.reproduce.machine import commit_of, processor
 from privssl.reproduce.store import Entry, Measured, Store
 from privssl.reproduce.tables import Cell
@@ -151,7 +152,7 @@ class Runner:
         self, cell: Cell, seed: int, folder: Path, lock: int, until: float
     ) -> Entry | Literal["stopped"]:
         config = self._store.config(cell, seed)
-        sources = self._store.method_hash(config.algorithm.name)
+        sources = self._store.sources(config)
         note = _Note(folder.with_suffix(".json"))
         state = "stale" if note.sources != sources else _state(folder, config)
         if state != "finished":
@@ -194,7 +195,8 @@ def _arguments(cell: Cell, seed: int, folder: Path, state: str) -> list[str]:
 def _state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:
     """Of the run in a folder; stale, too: there is none, or it is of another config."""
     try:
-        return resume.run_state(folder, config)
+        with imports_of(config):  # the folder chooses no code
+            return resume.run_state(folder, config)
     except UserError:
         return "stale"
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,17 +22,21 @@ from privssl.data import split_manifest
 from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
-from privssl.reproduce.method_sources import method_hash
+from privssl.experiment.plugin_names import imports_of, plugins_of
+from privssl.reproduce.method_sources import sources_hash
 from privssl.reproduce.tables import Cell, Table
 from privssl.runs import run_dir
 from privssl.runs.accounts import read_metrics, to_number
+from privssl.runtime.plugins import imports_allowed
+from privssl.settings.names import DATA_SETS
 from privssl.storage import atomic_files
 
 SCHEMA = 1
 FINAL = "final"  # the metric that is the accuracy after the last round
 #: Keys of a config that name places on one machine.
 _PLACES = {"data": ("root", "split"), "run": ("output",), "privacy": ("ledger",)}
-
+#: Those of them that decide over rows: their names are kept (``_rows_named``).
+_ROWS = ("root", "split")
 #: Keys that name a file: its name counts, not its folder.
 _FILES = {"data": ("columns", "encoder_weights")}
 
@@ -55,7 +59,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._hashes: dict[str, str] = {}
+        self._hashes: dict[tuple[str, ...], str] = {}
         self._configs: dict[tuple[str, str], Config] = {}
 
     def path(self, cell: Cell, seed: int) -> Path:
@@ -90,7 +94,8 @@ class Store:
         """Today's config of a run. Raises ConfigError."""
         known = self._configs.get((cell.table, cell.slug))
         if known is None:
-            known = self._configs[cell.table, cell.slug] = cell.load(0)
+            with imports_allowed():  # the user named the table
+                known = self._configs[cell.table, cell.slug] = cell.load(0)
         return dataclasses.replace(known, run=dataclasses.replace(known.run, seed=seed))
 
     def why_old(self, cell: Cell, seed: int, entry: Entry) -> str | None:
@@ -102,23 +107,32 @@ class Store:
             changed := changed_keys(entry["config"], config)
         ):
             return f"its config has changed ({', '.join(changed)})"
-        if entry["sources"] != self.method_hash(config.algorithm.name):
+        if entry["sources"] != self.sources(config):
             return "its method has changed"
         return None
 
-    def method_hash(self, algorithm: str) -> str:
-        if algorithm not in self._hashes:
-            self._hashes[algorithm] = method_hash(algorithm, self._root)
-        return self._hashes[algorithm]
+    def sources(self, config: Config) -> str:
+        """The hash of the code of a config."""
+        names = (config.algorithm.name, *(name for _, _, name in plugins_of(config)))
+        if names not in self._hashes:
+            with imports_of(config):
+                self._hashes[names] = sources_hash(config, self._root)
+        return self._hashes[names]
 
     def equal_entry(self, cell: Cell, seed: int) -> Entry | None:
         """The entry of another cell that is the same run: code, config, seed and metric."""
         for path in sorted((self._root / "results").glob(f"*/*/{seed}.json")):
             entry: Entry = json.loads(path.read_bytes())
             known = path != self.path(cell, seed) and entry["schema"] == SCHEMA
-            if known and self.why_old(cell, seed, entry) is None:
+            if known and self._has_rows_of(cell, seed, entry):
                 return entry
         return None
+
+    def _has_rows_of(self, cell: Cell, seed: int, entry: Entry) -> bool:
+        """Whether an entry is of this run: also of the same file of rows, where there is one."""
+        then, now = entry["config"]["data"], vars(self.config(cell, seed).data)
+        same = self.why_old(cell, seed, entry) is None
+        return same and _rows_named(then) == _rows_named(now)
 
     def share(self, cell: Cell, seed: int, entry: Entry) -> Entry:
         """Store the run of another cell for this one too."""
@@ -190,12 +204,26 @@ def config_hash(config: Config) -> str:
 
 def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
     """The sections of a config without ``_PLACES``, and of ``_FILES`` the names alone."""
-    return {
+    found = {
         name: section and {
             key: Path(value).name if key in _FILES.get(name, ()) else value
             for key, value in section.items() if key not in _PLACES.get(name, ())
         }
         for name, section in parts.items()
+    }  # fmt: skip
+    if parts.get("data"):
+        found["data"] |= _rows_named(parts["data"])
+    return found
+
+
+def _rows_named(data: Mapping[str, Any]) -> dict[str, str]:
+    """A split.json, and the file or folder of a data set that has no rows of its own, as the table
+    names them: a path below the clone, or the name of one elsewhere."""
+    published = data["name"] in DATA_SETS and data["name"] not in ("npz", "csv", "image_folder")
+    given = {key: data.get(key) for key in _ROWS if not (key == "root" and published)}
+    return {
+        key: Path(text).name if text.startswith(("/", "~")) else text
+        for key, text in given.items() if text
     }  # fmt: skip
 
 
@@ -212,10 +240,21 @@ def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
         elif section is not None and former is not None:
             kind = getattr(now, name)
             usual = {spec.name: spec.default for spec in dataclasses.fields(kind)}
+            changed += _other_rows(former, section) if name == "data" else []
             for key, value in section.items():
+                if key in _ROWS:
+                    continue
                 if _as_json(former.get(key, usual.get(key))) != _as_json(value):
                     changed.append(f"{name}.{key}")
     return changed
+
+
+def _other_rows(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of rows that differ. An entry without a root may have had any: it was not recorded."""
+    former = _rows_named(then)
+    for key in _ROWS:
+        if former.get(key) != now.get(key) and (key == "split" or key in former):
+            yield f"data.{key}"
 
 
 def _as_json(value: object) -> str:

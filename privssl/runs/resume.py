@@ -158,12 +158,20 @@ def check_same_plugins(folder: Path, prepared: Prepared, snapshot: Snapshot) -> 
                     f"{folder}: {key} {now['name']} was of {_package(before)}, and is of "
                     f"{_package(now)}. Install what the run began with, or start a new run"
                 )
-        if before["sha256"] != now["sha256"]:
+        if what := other_file(before, now):
             said.append(
-                f"The file of {key} {now['name']} was changed since the checkpoint of round "
+                f"{what} of {key} {now['name']} was changed since the checkpoint of round "
                 f"{snapshot.round}. The rounds from here on are made by this one."
             )
     return said
+
+
+def other_file(before: Mapping[str, str | None], now: Mapping[str, str | None]) -> str:
+    """What of a plug-in's code differs between two records of it; empty: nothing."""
+    if before["sha256"] != now["sha256"]:
+        return "The file"
+    other = before.get("package_sha256", now["package_sha256"])  # older runs have none
+    return "The package" if other != now["package_sha256"] else ""
 
 
 def _package(about: Mapping[str, str | None]) -> str:

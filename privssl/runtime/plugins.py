@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, reduce
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from privssl.errors import ConfigError, UserError, first_line
@@ -185,7 +186,8 @@ def call(said: str, build: Callable[..., Any], *arguments: Any, **options: Any) 
 
 def describe(kind: Kind, name: str) -> dict[str, str | None]:
     """What a run records of a plug-in: ``name``, ``distribution``, ``version`` (None where no
-    installed package has it) and ``sha256`` of the file that defines it."""
+    installed package has it), ``sha256`` of the file that defines it, and ``package_sha256`` of all
+    Python files of its package (None where it has none)."""
     point = None if is_reference(name) else entry_points(kind).get(name)
     reference = name if point is None else point.value
     module = sys.modules.get(reference.partition(":")[0])
@@ -194,16 +196,27 @@ def describe(kind: Kind, name: str) -> dict[str, str | None]:
         about = _distribution_of(reference.partition(".")[0].partition(":")[0])
     module = None if module is sys.modules.get("__main__") else module  # a script or a notebook
     file = None if module is None else inspect.getsourcefile(module)
-    digest = None
-    if file is not None:
-        with open(file, "rb") as source:
-            digest = hashlib.sha256(source.read()).hexdigest()
+    digest = None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    packaged = file is not None and module is not None and bool(module.__package__)
     return {
         "name": name,
         "distribution": None if about is None else about.name,
         "version": None if about is None else about.version,
         "sha256": digest,
+        "package_sha256": _hash_of_package(Path(file).parent) if file and packaged else None,
     }
+
+
+def _hash_of_package(folder: Path) -> str:
+    """SHA-256 over the names and contents of the Python files of a package: a plug-in calls what
+    its neighbours define."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        if path.is_file():  # an editor's lock is a link to nowhere
+            content = path.read_bytes()
+            found.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+            found.update(content)
+    return found.hexdigest()
 
 
 def _distribution_of(package: str) -> metadata.Distribution | None:

@@ -8,6 +8,7 @@ import torch
 from privssl.algorithms import check_own
 from privssl.algorithms.base import Algorithm
 from privssl.errors import ConfigError
+from privssl.remote.step_lookup import check_steps
 from privssl.settings.error_messages import unknown
 from privssl.testing.promises import PLACES, PROMISES, BrokenPromise, NotChecked, Trial
 
@@ -52,6 +53,7 @@ def check_algorithm(
             raise ConfigError(f"check_algorithm: {name}: {unknown(what, name, known)}")
     if not kind.__module__.startswith("privssl.algorithms."):
         check_own(f"{kind.__module__}:{kind.__qualname__}", kind)
+    check_steps(kind)
     sent = frozenset(torch.Size(shape) for shape in also_sent)
     trial = Trial(kind, settings or {}, labels, sent, private or {}, sequential, sparse)
     skipped: dict[str, str] = {}

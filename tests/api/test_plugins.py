@@ -19,6 +19,7 @@ from privssl.data import partition
 from privssl.data.datasets import load_dataset
 from privssl.encoders import Encoder
 from privssl.errors import ConfigError, DataError
+from privssl.runs.resume import other_file
 from privssl.runtime import plugins
 from privssl.settings.schema import DataSettings
 from tests.api.digits import config
@@ -307,6 +308,28 @@ def test_a_run_records_the_own_method_and_goes_on_with_it_alone(tmp_path: Path) 
     outcome = command("--resume", run.folder, f"algorithm.name={OWN.format('Resume')}")
     assert outcome.status == 2 and "belongs to another config: algorithm.name" in outcome.err
     assert command("--resume", run.folder).status == 0
+
+
+def test_a_change_in_another_file_of_the_package_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "recordedpack"
+    package.mkdir()
+    for name in ("__init__", "method", "helper"):
+        (package / f"{name}.py").write_text("class Named:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "recordedpack.method:Named"
+    with plugins.imports_allowed([name]):
+        plugins.load("models", "model.name", name)
+    before = plugins.describe("models", name)
+    assert other_file(before, plugins.describe("models", name)) == ""  # the control
+    (package / "helper.py").write_text("class Other:\n    pass\n")
+    now = plugins.describe("models", name)
+    assert other_file(before, now) == "The package"
+    of_an_older_run = {key: text for key, text in before.items() if key != "package_sha256"}
+    assert other_file(of_an_older_run, now) == ""
+    (package / "method.py").write_text("class Named:\n    other = True\n")
+    assert other_file(before, plugins.describe("models", name)) == "The file"
 
 
 def test_the_rule_of_a_plug_in_gets_the_numbers_that_it_takes() -> None:

@@ -425,6 +425,27 @@ def test_the_same_rows_in_another_folder_are_the_same_split_and_other_rows_are_n
     assert_refused(here.compare("--dry-run"), "data.root is", "other.npz")
 
 
+def test_a_seed_is_not_added_on_other_rows_than_those_of_finished_seeds(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y, data = rng.random((60, 8, 8)), np.arange(60) % 3, tmp_path / "rows.npz"
+    np.savez(data, x_train=x, y_train=y, x_test=x, y_test=y)
+    config, output = tmp_path / "mine.yaml", tmp_path / "out"
+    config.write_text(
+        f"data: {{name: npz, root: '{data}', labelled: 12}}\nagents: {{support: 2, query: 2}}\n"
+        "model: {width: 4}\nalgorithm: {name: fedavg, rounds: 1}\n"
+    )
+    assert command(config, "--seeds", "1", "--output", output).status == 0
+    assert command(config, "--seeds", "2", "--output", output, "--dry-run").status == 0  # control
+
+    np.savez(data, x_train=1 - x, y_train=y, x_test=x, y_test=y)
+    refused = command(config, "--seeds", "2", "--output", output)
+    assert_refused(refused, "seed 1 has other rows than seed 0: npz was changed between runs")
+    drawn = command(
+        config, "--seeds", "2", "--output", tmp_path / "drawn", "data.test=20", "--dry-run"
+    )
+    assert drawn.status == 0  # test rows that each seed draws are no change of the data
+
+
 # Going on -----------------------------------------------------------------------------------
 
 
@@ -491,6 +512,33 @@ def test_a_run_whose_config_changed_is_refused_with_the_key(copy: Place) -> None
     assert_refused(outcome, "bound.yaml, seed 0", "algorithm.local_steps is 1 here, but 2 there")
     assert "--output" in outcome.err
     assert tree(copy.output) == before
+
+
+def test_finished_runs_of_a_plug_in_that_was_changed_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept, as all finished runs are; also where the change is in a helper's file."""
+    package = tmp_path / "comparedpack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "helper.py").write_text("STEPS = 1\n")
+    (package / "method.py").write_text(
+        "from tests.testing.own_method import Own\nclass Mine(Own):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config, output = tmp_path / "mine.yaml", tmp_path / "out"
+    config.write_text(SPLIT + "algorithm: {name: 'comparedpack.method:Mine', rounds: 1}\n")
+    arguments = (config, "--seeds", "1", "--output", output)
+    said = (
+        "mine seed 0: made by other code of algorithm.name comparedpack.method:Mine than the one "
+        "here. Remove these run folders"
+    )
+
+    assert command(*arguments).status == command(*arguments).status == 0
+    assert said not in (output / "comparison.md").read_text()  # the control
+    (package / "helper.py").write_text("STEPS = 2\n")
+    assert command(*arguments).status == 0
+    assert said in (output / "comparison.md").read_text()
 
 
 def test_results_of_one_precision_are_not_handed_out_as_those_of_another(copy: Place) -> None:

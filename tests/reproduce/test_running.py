@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from privssl.reporting import figures
 from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce import runner as reproduce_runner
 from privssl.reproduce.runner import Ended, Interrupted, Runner
-from privssl.reproduce.store import Store, _privacy, _value, _without_places
+from privssl.reproduce.store import Store, _other_rows, _privacy, _value, _without_places
 from privssl.reproduce.tables import Cell
 from tests.support.interruption import interrupted_in
 from tests.support.product import ROOT
@@ -96,8 +97,11 @@ def test_an_entry_says_what_was_run_what_came_out_and_what_it_cost(clone: Clone)
 def test_no_folder_of_a_machine_is_stored() -> None:
     data = {"root": "/data", "columns": "/data/columns.yaml", "name": "csv", "text": ""}
     assert _without_places({"data": data, "privacy": None}) == {
-        "data": {"columns": "columns.yaml", "name": "csv", "text": ""}, "privacy": None
-    }  # fmt: skip
+        "data": {"root": "data", "columns": "columns.yaml", "name": "csv", "text": ""},
+        "privacy": None,
+    }
+    published = _without_places({"data": {"root": "/data", "split": "", "name": "mnist"}})
+    assert published == {"data": {"name": "mnist"}}
     stored = (ROOT / "results").rglob("*.json")
     assert [path for path in stored if re.search(r': "(/|~)', path.read_text())] == []
 
@@ -120,6 +124,46 @@ def test_cells_that_are_the_same_run_are_run_once(clone: Clone) -> None:
     for column, seed in (("20 labels", 0), ("40 labels, 2 + 2", 1)):  # the controls
         with pytest.raises(AssertionError, match="not the same run"):
             Runner(clone.root, clone.store, train=_never).run(cell(clone, "Again", column), seed)
+
+
+def test_other_rows_are_no_same_run_and_age_what_was_measured(
+    clone: Clone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two splits of one data set; the control above shares a run of one split."""
+    monkeypatch.chdir(clone.root)  # where paths of a table begin
+    runner(clone, keep=True).run(cell(clone), 0)
+    split = "runs/reproduce/small/" + CELLS[0] + "/0/split.json"
+    for name in ("a.json", "b.json"):
+        (clone.root / name).write_bytes((clone.root / split).read_bytes())
+    clone.change(
+        '  - {name: "Pseudo (all)"}',
+        "  - {name: Again, set: {algorithm.name: supervise, data.split: b.json}}",
+    )
+    clone.change("Pseudo (all):", "Again:")
+    clone.change('"Pseudo (all)"', "Again")
+    clone.change("{algorithm.name: supervise}}", "{algorithm.name: supervise, data.split: a.json}}")
+
+    assert clone.store.state(cell(clone), 0) == "old"  # measured on the split that was drawn
+    entry = runner(clone).run(cell(clone), 0)
+    assert isinstance(entry, dict) and entry["config"]["data"]["split"] == "a.json"
+    assert clone.store.state(cell(clone), 0) == "measured"
+    with pytest.raises(AssertionError, match="not the same run"):
+        Runner(clone.root, clone.store, train=_never).run(cell(clone, "Again"), 0)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "keys"),
+    [
+        ("a.npz", "a.npz", []),
+        ("a.npz", "b.npz", ["data.root"]),
+        ("a.npz", "/elsewhere/a.npz", []),  # the control: the folder of a machine does not count
+        (None, "b.npz", []),  # of before it was recorded
+    ],
+)
+def test_a_file_of_rows_counts_by_its_name(then: str | None, now: str, keys: list[str]) -> None:
+    data = {"name": "npz"} | ({} if then is None else {"root": then})
+    here = _without_places({"data": {"name": "npz", "root": now}})["data"]
+    assert list(_other_rows(data, here)) == keys
 
 
 def _never(*_: object) -> Ended:
@@ -191,6 +235,49 @@ def test_a_damaged_entry_is_told_with_its_file(clone: Clone) -> None:
 
     with pytest.raises(RunFolderError, match=r"0\.json is not an entry of the store"):
         clone.store.state(cell(clone, column="20 labels"), 0)
+
+
+# Code from outside ------------------------------------------------------------------------------
+
+METHOD = "from tests.testing.own_method import Own\nclass Mine(Own):\n    pass\n"
+NETWORK = """\
+import math
+import torch
+def net(shape, classes):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), classes))
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package with a method and a network, beside a module that nothing imports."""
+    folder = tmp_path / "site" / "ownpack"
+    folder.mkdir(parents=True)
+    for name, text in (("__init__", ""), ("method", METHOD), ("net", NETWORK), ("beside", "")):
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder.parent))
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ownpack"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("settings", [
+    "{algorithm.name: 'ownpack.method:Mine'}",
+    "{algorithm.name: supervise, model.name: 'ownpack.net:net'}",
+])  # fmt: skip
+def test_a_table_may_name_plug_ins_whose_package_ages_its_entries(
+    clone: Clone, package: Path, settings: str
+) -> None:
+    (clone.root / "configs" / "tiny.yaml").write_text(
+        "data: {name: digits, labelled: 40, unlabelled: 80}\nagents: {support: 2, query: 2}\n"
+        "algorithm: {name: supervise, rounds: 1}\n"
+    )
+    clone.change("{algorithm.name: supervise}", settings)
+    assert command(clone, "small", "--cells", "Supervise/40*", "--seeds", "1") == 0
+
+    assert clone.store.state(cell(clone), 0) == "measured"
+    (package / "beside.py").write_text("# a neighbour\nx = 1\n")
+    assert clone.store.state(cell(clone), 0) == "old"
 
 
 # What is old ------------------------------------------------------------------------------------
@@ -286,7 +373,7 @@ def test_a_run_whose_method_changes_on_the_way_begins_anew(
 ) -> None:
     with interrupted_in(3), pytest.raises(Interrupted):
         runner(clone).run(cell(clone), 0)
-    monkeypatch.setattr(Store, "method_hash", lambda *_: "of later code")
+    monkeypatch.setattr(Store, "sources", lambda *_: "of later code")
     begun = []
     real = Federation.begin
 

@@ -107,7 +107,7 @@ def made_up(store: Store, cell: Cell, seed: int, value: float) -> dict[str, Any]
         "seconds": {"wall": 90.0, "cpu": 60.0, "rounds": 50.0},
         "curve": {"round": [1, 2], "test_accuracy": [value / 2, value]},
         "split_hash": f"split {cell.column} {seed}", "config_hash": config_hash(config),
-        "sources": store.method_hash(config.algorithm.name),
+        "sources": store.sources(config),
         "processor": {"name": "P", "family": "1", "model": "2"}, "threads": 1,
         "versions": {"kernels": "torch"},
         "config": {

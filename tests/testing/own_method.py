@@ -278,3 +278,30 @@ class FixedName(Own):
     @pydantic.dataclasses.dataclass(frozen=True, config=strict)
     class Config:
         rounds: Positive = 3
+
+
+# Steps that one process can call, and others cannot -------------------------------------------
+
+
+class Unannotated(Own):
+    @on_agent
+    def guess(self, agent, msg, ctx):  # type: ignore[no-untyped-def]
+        return super().guess(agent, msg, ctx)
+
+
+class NoAnswerNamed(Own):
+    @on_agent
+    def guess(self, agent: QueryAgent, msg: Sent, ctx: Context) -> Message:  # type: ignore[override]
+        return super().guess(agent, msg, ctx)
+
+
+class Unresolved(Own):
+    @on_agent
+    def guess(self, agent: QueryAgent, msg: "Absent", ctx: Context) -> Sent | Declined:  # type: ignore[name-defined] # noqa: F821
+        return super().guess(agent, msg, ctx)
+
+
+class ThreeArguments(Own):
+    @on_agent
+    def guess(self, agent: QueryAgent, msg: Sent) -> Sent | Declined:  # type: ignore[override]
+        return Declined("no context")

@@ -2,11 +2,14 @@
 fails with the name of that promise. The shipped ones: tests/algorithms/test_algorithm_contract.py.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import privssl
+from privssl.algorithms import ALGORITHMS
+from privssl.remote.step_lookup import check_steps
 from privssl.testing import BrokenPromise, check_algorithm, federations
 from privssl.testing.promises import PROMISES
 from tests.testing import own_method
@@ -81,3 +84,34 @@ def test_mistakes_are_told_before_anything_is_played(
 ) -> None:
     with pytest.raises(privssl.UserError, match=said):
         check_algorithm(kind, **given)
+
+
+UNREADABLE = {
+    own_method.Unannotated: "step guess: has no annotation `msg: MESSAGE`",
+    own_method.NoAnswerNamed: "step guess: has no annotation `-> MESSAGE | Declined`",
+    own_method.Unresolved: "step guess: its annotations cannot be read .*'Absent' is not defined",
+    own_method.ThreeArguments: r"\(self, agent, msg\). A step takes \(self, agent, message, ctx",
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_step_that_worker_processes_could_not_read_is_refused_by_name(kind: Any) -> None:
+    with pytest.raises(privssl.UserError, match=UNREADABLE[kind]):
+        check_algorithm(kind)
+
+
+def test_a_run_in_one_process_refuses_it_too_before_it_makes_a_folder(tmp_path: Path) -> None:
+    config = {
+        "run": {"workers": 1},
+        "data": {"name": "toy", "labelled": 40, "unlabelled": 60},
+        "agents": {"support": 2, "query": 2},
+        "algorithm": {"name": "tests.testing.own_method:Unannotated", "rounds": 1},
+    }
+    with pytest.raises(privssl.UserError, match="has no annotation `msg: MESSAGE`"):
+        privssl.train(config, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS])
+def test_every_shipped_step_names_its_messages(name: str) -> None:
+    check_steps(ALGORITHMS[name])
