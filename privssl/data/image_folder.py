@@ -88,7 +88,7 @@ def read_folder(
         _refuse_undeclared(root / "train", classes)
     train, y_train = _files(root / "train", classes, skipped, may_lack=declared)
     test: list[Path] = []
-    y_test = np.zeros(0, dtype=np.int64)
+    y_test: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     if not declared:
         test, y_test = _files(root / "test", classes, skipped)
     beside = root / UNLABELLED
