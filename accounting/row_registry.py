@@ -120,6 +120,18 @@ def refuse_lost_journal(folder: Path, agent: str) -> None:
             )
 
 
+def refuse_lost_registry(folder: Path, agent: str) -> None:
+    """Raise LedgerError when an account's journal is there and its rows are not, as in a folder
+    that was copied in part. For accounts that outlive a run."""
+    journal, registry = folder / f"{agent}.jsonl", folder / "registry"
+    if journal.exists() and not (registry / f"{agent}.rows").exists():
+        raise LedgerError(
+            f"{registry / f'{agent}.rows'}: missing, though {journal} is there. Without it nobody "
+            "knows which rows have an account, or were used without protection: copy the whole "
+            "folder"
+        )
+
+
 def _refuse_overlap(folder: Path, holdings: Mapping[str, set[bytes]]) -> None:
     for (one, ours), (other, theirs) in combinations(sorted(holdings.items()), 2):
         if both := len(ours & theirs):

@@ -8,6 +8,7 @@ Networks by kind are in ``models`` and ``generators``, views in ``data/augmentat
 in ``experiment/row_checks.py``. An algorithm treats rows of all kinds alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,6 +72,16 @@ def describe(shape: Shape) -> str:
         case (length, features):
             return f"sequences of {length} places with {features} numbers"
     return f"images of {shape[1]}x{shape[2]} pixels"
+
+
+def describe_task(classes: Sequence[str], shape: Shape) -> str:
+    """The classes in their order, and the shape of a row, to compare two parties.
+
+    >>> describe_task(("cat", "dog"), (1, 8, 8))
+    '2 classes (cat, dog), rows of 1x8x8'
+    """
+    names = ", ".join([*classes[:20], *["..."][: len(classes) > 20]])
+    return f"{len(classes)} classes ({names}), rows of {'x'.join(map(str, shape))}"
 
 
 def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:

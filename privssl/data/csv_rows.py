@@ -59,10 +59,13 @@ class Part:
 # Reading -------------------------------------------------------------------------------------
 
 
-def read_texts(root: Path, *, text: str, label: str) -> Texts:
-    """The texts of two files. Raises DataError."""
-    train, test = (_read_part(root / f"{part}.csv", label, (text,)) for part in ("train", "test"))
-    names = _class_names(train)
+def read_texts(
+    root: Path, *, text: str, label: str, classes: tuple[str, ...] | None = None
+) -> Texts:
+    """The texts of two files. ``classes``: see :func:`read_table`. Raises DataError."""
+    train = _read_part(root / "train.csv", label, (text,))
+    names = classes or _class_names(train)
+    test = _no_rows(train) if classes else _read_part(root / "test.csv", label, (text,))
     return Texts(
         tuple(train.columns[text]), _classes(train, names), tuple(test.columns[text]),
         _classes(test, names, known=True), names,
@@ -102,12 +105,15 @@ def clean_tweet(text: str) -> str:
     return " ".join(html.unescape(text).split())
 
 
-def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
+def read_table(
+    root: Path, *, label: str, columns: Path | None, classes: tuple[str, ...] | None = None
+) -> Arrays:
     """The numbers of two files. Records go by their fields, whatever the scales are.
 
     Args:
         columns: a YAML file of bounds and categories, see :func:`_declared`; None: from the
             training rows.
+        classes: all classes; then test.csv is not read. None: those of the training rows.
 
     Raises:
         DataError: a file or column is missing, or a value is no finite number.
@@ -117,7 +123,14 @@ def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
     advice = COLUMNS if columns is None else f"{COLUMNS}, and correct the columns in {columns}"
     train = _read_part(root / "train.csv", label, wanted, advice)
     scales = declared or scales_of(train)
+    if classes:
+        return table_of(train, _no_rows(train), scales, classes)
     return table_of(train, _read_part(root / "test.csv", label, tuple(scales), advice), scales)
+
+
+def _no_rows(part: Part) -> Part:
+    """The same columns without a row."""
+    return Part(part.path, dict.fromkeys(part.columns, ()), (), (), ())
 
 
 def table_of(
@@ -230,9 +243,10 @@ def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[n
     numbers = {name: number for number, name in enumerate(names)} | {"": NO_LABEL}
     for value, line in zip(part.labels, part.lines, strict=True):
         if value not in numbers or (known and not value):
+            why = "which no training row has" if known else "which is no declared class"
             raise DataError(
-                f"{part.path}, {part.unit} {line}: the label is {value!r}, which no training row "
-                f"has. Give one of {', '.join(names[:10])}"
+                f"{part.path}, {part.unit} {line}: the label is {value!r}, {why}. Give one of "
+                f"{', '.join(names[:10])}"
             )
     return np.array([numbers[value] for value in part.labels], dtype=np.int64)
 
@@ -355,7 +369,7 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
         log.warning("%s: %d values of column %s are no category of it, and count as none.",
                     part.path, new, name)  # fmt: skip
     hit = np.array([[value == category for category in scale] for value in values])
-    return (2.0 * hit - 1).astype(np.float32)
+    return (2.0 * hit.reshape(-1, len(scale)) - 1).astype(np.float32)
 
 
 def _number(part: Part, name: str, value: str, place: int) -> float:

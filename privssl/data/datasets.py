@@ -58,7 +58,7 @@ class Dataset:
     #: Of a table in memory: whether bounds were declared, or measured on its training rows.
     table: Literal["", "declared", "measured"] = ""
     tests_drawn: bool = False  # whether test rows were drawn from those that may train
-    names_declared: bool = False  # of a table: whether class names are from no row
+    names_declared: bool = False  # whether class names are declared, so from no row
     #: Whether all rows have three channels because of training images alone.
     coloured_by_train: bool = False
 
@@ -88,23 +88,31 @@ class Dataset:
         return {"rows": form, "class_names": list(self.class_names)}
 
 
-def load_dataset(settings: DataSettings) -> Dataset:
-    """Read the data set that a config names. Raises DataError: it is missing, damaged, or not in
-    its format."""
+def load_dataset(settings: DataSettings, classes: tuple[str, ...] | None = None) -> Dataset:
+    """Read the data set that a config names. ``classes``: all of them, where a site has training
+    rows alone. Raises DataError: it is missing, damaged, or not in its format."""
+    if classes is not None and settings.name not in ("csv", "image_folder"):
+        raise DataError(
+            f"classes are declared, and rows of {settings.name} have their own. Leave them out, or "
+            "give rows.arrays"
+        )
     if settings.name not in DATA_SETS:
         found = _own(settings)
         return _to_encode(settings, found) if settings.encoder else found
     recorder = BufferingHandler(capacity=10**6)
     log.addHandler(recorder)
     try:
-        arrays = _read(settings)
+        arrays = _read(settings, classes)
     finally:
         log.removeHandler(recorder)
     said = tuple(recorder.buffer)
     if settings.encoder:
-        return replace(_to_encode(settings, arrays), said=said)
+        encoded = _to_encode(settings, arrays)
+        return replace(encoded, said=said, names_declared=classes is not None)
     assert isinstance(arrays, Arrays)  # the config gives texts an encoder
-    return replace(from_arrays(settings.name, arrays), said=said)
+    return replace(
+        from_arrays(settings.name, arrays), said=said, names_declared=classes is not None
+    )
 
 
 def _own(settings: DataSettings) -> Dataset:
@@ -239,7 +247,7 @@ def checksum(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def _read(settings: DataSettings) -> Arrays | Texts:
+def _read(settings: DataSettings, classes: tuple[str, ...] | None) -> Arrays | Texts:
     built_in: dict[str, Callable[[], Arrays]] = {"digits": _digits, "toy": _toy}
     if settings.name in built_in:
         return built_in[settings.name]()
@@ -255,13 +263,13 @@ def _read(settings: DataSettings) -> Arrays | Texts:
     if settings.name == "sent140":
         return read_sent140(root)
     if settings.text:
-        return read_texts(root, text=settings.text, label=settings.label)
+        return read_texts(root, text=settings.text, label=settings.label, classes=classes)
     if settings.name == "csv":
         columns = expand_path("columns", settings.columns) if settings.columns else None
-        arrays = read_table(root, label=settings.label, columns=columns)
+        arrays = read_table(root, label=settings.label, columns=columns, classes=classes)
     else:
         npz = settings.name == "npz"
-        arrays = read_npz(root) if npz else read_folder(root, settings.image_size)
+        arrays = read_npz(root) if npz else read_folder(root, settings.image_size, classes)
     warn_of_equal_rows(root, arrays)
     return arrays
 

@@ -64,33 +64,37 @@ class _Form(NamedTuple):
     resized: bool  # images of other sizes become this one
 
 
-def read_folder(root: Path, image_size: int | None) -> Arrays:
+def read_folder(
+    root: Path, image_size: int | None, classes: tuple[str, ...] | None = None
+) -> Arrays:
     """All images of a folder: uint8, one channel when all images are grey, else three.
 
     Args:
         root: holds ``train`` and ``test``, and optionally ``unlabelled`` with training images of
             unknown class, which come after the others.
         image_size: side of the square that each image is resized to, pixels; None: no resizing.
+        classes: all classes; then ``test`` is not read, and ``train`` may be absent or lack some.
+            None: the folders of ``train``.
 
     Raises:
         DataError: no such folders, classes that differ, a class without images, a file that is
             no image, or sizes that differ while ``image_size`` is not set.
     """
     skipped: Counter[str] = Counter()
-    classes = _classes(root / "train", skipped)
-    others = _classes(root / "test", skipped)
-    if classes != others:
-        # ascii: names that look alike can differ in how an accent is written, or in spaces
-        differing = ", ".join(ascii(name) for name in sorted(set(classes) ^ set(others)))
-        raise DataError(
-            f"{root}: train and test differ in the classes {differing}. "
-            "Give each class images in both, or remove its folders"
-        )
-    refuse_unprintable(root, classes)
-    train, y_train = _files(root / "train", classes, skipped)
-    test, y_test = _files(root / "test", classes, skipped)
+    declared = classes is not None
+    if classes is None:
+        classes = _classes_of_both(root, skipped)
+    else:
+        _refuse_undeclared(root / "train", classes)
+    train, y_train = _files(root / "train", classes, skipped, may_lack=declared)
+    test: list[Path] = []
+    y_test: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+    if not declared:
+        test, y_test = _files(root / "test", classes, skipped)
     beside = root / UNLABELLED
     rest = _sorted_images(beside, skipped, "it") if beside.is_dir() else []
+    if not train and not rest:
+        raise DataError(f"{root} holds no image in train/CLASS or unlabelled. Correct its path")
     skipped |= _folders_beside(root)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         heads = list(pool.map(_head, train + test + rest))
@@ -104,12 +108,41 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
         log.info("%s: %d training images without a label", beside, len(rest))
     _log_changes(root, heads, laid_train + laid_test + laid_rest)
     _log_skipped(root, skipped)
-    others_grey = all(head.mode in GREY for head in heads[len(train) :])
+    if declared:  # one image in colour changes the rows of the others
+        by_train = any(head.mode in GREY for head in heads)
+    else:
+        by_train = all(head.mode in GREY for head in heads[len(train) :])
     arrays = Arrays(
         x_train, y_train, x_test, y_test, classes,
-        coloured_by_train=others_grey and form.mode == "RGB",
+        coloured_by_train=by_train and form.mode == "RGB",
     )  # fmt: skip
     return with_unlabelled(arrays, x_rest) if rest else arrays
+
+
+def _classes_of_both(root: Path, skipped: Counter[str]) -> tuple[str, ...]:
+    """The classes of ``train`` and ``test``. Raises DataError if they differ."""
+    classes = _classes(root / "train", skipped)
+    others = _classes(root / "test", skipped)
+    if classes != others:
+        # ascii: names that look alike can differ in how an accent is written, or in spaces
+        differing = ", ".join(ascii(name) for name in sorted(set(classes) ^ set(others)))
+        raise DataError(
+            f"{root}: train and test differ in the classes {differing}. "
+            "Give each class images in both, or remove its folders"
+        )
+    refuse_unprintable(root, classes)
+    return classes
+
+
+def _refuse_undeclared(folder: Path, classes: Sequence[str]) -> None:
+    """Raise DataError for a folder that is no declared class."""
+    there = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
+    strange = sorted(name for name in there if name[0] != "." and name not in classes)
+    if strange:
+        raise DataError(
+            f"{folder}: {', '.join(map(ascii, strange))} is no declared class. Give one of "
+            f"{', '.join(classes[:10])}"
+        )
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
@@ -190,12 +223,14 @@ def _folders_beside(root: Path) -> Counter[str]:
 
 
 def _files(
-    folder: Path, classes: Sequence[str], skipped: Counter[str]
+    folder: Path, classes: Sequence[str], skipped: Counter[str], *, may_lack: bool = False
 ) -> tuple[list[Path], NDArray[np.int64]]:
-    """Image files and their class numbers, class by class."""
+    """Image files and their class numbers, class by class; ``may_lack``: folders of some."""
     by_class = [
-        _sorted_images(folder / name, skipped, "the class from train and test") for name in classes
-    ]
+        _sorted_images(folder / name, skipped, "the class from train and test")
+        if not may_lack or (folder / name).is_dir() else []
+        for name in classes
+    ]  # fmt: skip
     y = np.repeat(np.arange(len(classes)), [len(images) for images in by_class])
     return [path for images in by_class for path in images], y
 

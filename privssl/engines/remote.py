@@ -73,8 +73,10 @@ class SitesEngine:
         ledgers: Sequence[str] = (),
         timeouts: RemoteTimeouts = DEFAULT_TIMEOUTS,
         key_owner: Callable[[str], str] | None = None,
+        task: str = "",
     ) -> None:
-        """Find the sites. ``agreement``, ``ledgers`` and ``key_owner``: see ``SiteDirectory``.
+        """Find the sites. ``agreement``, ``ledgers``, ``key_owner``, ``task``: see
+        ``SiteDirectory``.
 
         Args:
             expected: every agent of the run; those at the server are in ``home``.
@@ -98,7 +100,7 @@ class SitesEngine:
         self._traffic = RemoteTraffic()
         self._sites = SiteDirectory(
             transport, sites, agreement=agreement, ledgers=ledgers, timeouts=timeouts,
-            key_owner=key_owner,
+            key_owner=key_owner, task=task,
         )  # fmt: skip
         self._sites.wait_for_sites()
 

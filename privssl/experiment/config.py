@@ -388,20 +388,19 @@ def config_hash(config: Config) -> str:
 
 
 def compatibility_hash(
-    config: Config, classes: Sequence[str], shape: Sequence[int], encoder: str | None = None
-) -> str:
+    config: Config, classes: Sequence[str], shape: Sequence[int], encoder: str | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+) -> str:  # fmt: skip
     """SHA-256 of everything that all parties of a run must share: like ``config_hash``, without
-    paths and budgets of one machine, and with the task.
-
-    Args:
-        classes: names, in the order of the outputs.
-        shape: of a row.
-        encoder: checksum of its encoder's weights; sites with others would train on other features.
-    """
+    paths and budgets of one machine, and with the task: class names in the order of the outputs,
+    the shape of a row, the checksum of the encoder's weights, and the columns of a table with their
+    bounds or categories. With others a site would train on other features."""
     parts = result_relevant(config)
     _drop(parts, _PATHS | {"privacy": ("ledger", "ledger_epsilon")})
-    task = {"classes": list(classes), "shape": list(shape)}
-    return hash_values({**parts, "task": {**task, **({"encoder": encoder} if encoder else {})}})
+    task: dict[str, Any] = {"classes": list(classes), "shape": list(shape)}
+    task |= {"encoder": encoder} if encoder else {}
+    task |= {"columns": [[name, *scale] for name, scale in columns.items()]} if columns else {}
+    return hash_values({**parts, "task": task})
 
 
 def _drop(sections: Mapping[str, dict[str, Any] | None], keys: Mapping[str, Sequence[str]]) -> None:

@@ -37,6 +37,7 @@ from privssl.experiment.row_checks import (
     refuse_classes_of_labels_alone,
     refuse_order_by_labels,
     refuse_other_rows,
+    refuse_undeclared_columns,
 )
 from privssl.experiment.warm_start import check_warm_start
 from privssl.models.network_checks import check_network, refuse_frozen
@@ -250,6 +251,7 @@ def _federated_data(config: Config, dataset: data.Dataset | None) -> data.Federa
     ):  # fmt: skip
         if wrong:
             raise ConfigError(f"{key} has no meaning with run.engine flower: {why}. Leave it out")
+    refuse_undeclared_columns(config.data)
     if privacy is not None and privacy.scope != "sound":
         raise PrivacyError(
             "the published scope guarantees nothing for any row, and no site takes part in it. "

@@ -14,7 +14,7 @@ from privssl.encoders import kind_of_output
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.settings.error_messages import either
 from privssl.settings.names import is_outside
-from privssl.settings.schema import Problem
+from privssl.settings.schema import DataSettings, Problem
 
 _PUBLISHED = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "toy")
 IMAGE_SETS = (*_PUBLISHED, "image_folder")
@@ -87,6 +87,16 @@ def refuse_order_by_labels(config: Any, manifest: Manifest, path: object) -> Non
         raise PrivacyError(
             f"{path} was drawn with data.order, by which labels decide the place of each row, so "
             "one label would move the random draws of other rows. Draw a split without it"
+        )
+
+
+def refuse_undeclared_columns(data: DataSettings) -> None:
+    """Raise ConfigError for a table over sites whose bounds and categories come from rows: each
+    site would scale its columns by its own rows, so equal values would not be equal."""
+    if data.name == "csv" and not (data.text or data.columns):
+        raise ConfigError(
+            "data.columns is missing: each site would scale its columns by its own rows. Declare "
+            "bounds and categories in a file, and give it to all sites"
         )
 
 

@@ -81,6 +81,7 @@ class SiteDirectory:
         ledgers: Sequence[str],
         timeouts: RemoteTimeouts,
         key_owner: Callable[[str], str] | None = None,
+        task: str = "",
     ) -> None:
         """
         Args:
@@ -89,11 +90,13 @@ class SiteDirectory:
             ledgers: agents whose journals are needed at the end.
             key_owner: maps an address to the agent with its key, or to an empty string; None:
                 sites are not authenticated.
+            task: classes and shape of a row here, for errors.
         """
         self.address: dict[str, str] = {}
         self._transport, self._timeouts, self._key_owner = transport, timeouts, key_owner
         self._expected = {agent.id: agent for agent in expected}
         self._compatibility_hash, self._ledgers = agreement, ledgers
+        self._own = f"Here the hash is {agreement[:12]}, of {task or 'this task'}"
         self._rejected: set[str] = set()
         self._refused: dict[str, str] = {}  # address -> why no steps are sent there
 
@@ -141,7 +144,7 @@ class SiteDirectory:
         try:
             found = protocol.from_bytes(data, Identity, StepResponse)
         except WireError as error:
-            self._report_error(address, error.error_code)
+            self._report_error(address, error.error_code, f" ({error})")
             return
         if isinstance(found, StepResponse):
             self._report_error(address, found.error)
@@ -157,7 +160,10 @@ class SiteDirectory:
         elif self._responds(found.agent):
             raise SiteError(f"Two sites call themselves {found.agent}. Stop the wrong one")
         elif found.agreement != self._compatibility_hash:
-            raise SiteError(f"{found.agent}: {describe_error('config')}")
+            raise SiteError(
+                f"{found.agent}: {describe_error('config')}. {self._own}; its operator sees the "
+                f"same of its site (hash {found.agreement[:12]}): python -m privssl.site SITE.yaml"
+            )
         elif found.role != self._expected[found.agent].role:
             raise SiteError(
                 f"{found.agent} is a {found.role} agent there and "
@@ -191,10 +197,12 @@ class SiteDirectory:
             log.warning("%s", text)
             self._refused[address] = text
 
-    def _report_error(self, address: str, code: str) -> None:
+    def _report_error(self, address: str, code: str, why: str = "") -> None:
         whose = "" if self._key_owner is None else f" (with the key of {self._key_owner(address)})"
         if code in STOP:
-            raise SiteError(f"A site that wants to take part{whose} cannot: {describe_error(code)}")
+            raise SiteError(
+                f"A site that wants to take part{whose} cannot: {describe_error(code)}{why}"
+            )
         log.warning("A site that wants to take part%s cannot yet: %s", whose, describe_error(code))
 
 

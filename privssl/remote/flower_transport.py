@@ -175,7 +175,10 @@ class FlowerTransport:
                 raise OSError("closed")
             return ask(self._relay or self._connect())
         except BaseException as error:
-            log.warning("The Flower run is lost (%s). The next message starts another one", error)
+            if isinstance(error, Exception):  # Ctrl-C is no fault of the run
+                log.warning(
+                    "The Flower run is lost (%s). The next message starts another one", error
+                )
             with suppress(OSError):
                 if self._relay is not None:
                     self._relay.close()

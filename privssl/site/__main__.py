@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from privssl.errors import UserError
 from privssl.runtime.command import run_command
 from privssl.runtime.console import Terminal
 from privssl.runtime.process import LogFile, in_one_thread, logging_to, private_umask, tune_malloc
@@ -62,7 +63,8 @@ def _site(options: argparse.Namespace, console: Terminal, stack: ExitStack) -> i
     check_files(options.certificate, options.key)
     tune_malloc()
     handler = open_site(site)
-    for path in filter(_readable_by_others, site.secrets):
+    key = (Path(options.key),) if options.key else ()  # with it others could take this site's name
+    for path in filter(_readable_by_others, (*site.secrets, *key)):
         log.warning(
             "Other users of this system can read %s. Remove their rights: chmod -R go=", path
         )
@@ -70,18 +72,29 @@ def _site(options: argparse.Namespace, console: Terminal, stack: ExitStack) -> i
     for line in lines:
         console.print(line, markup=False)
     if options.serve or options.superlink:
-        site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{site.folder}: cannot be written: {error.strerror}. Free space, or correct its "
+                "rights or site.folder"
+            ) from None
         stack.enter_context(logging_to(LogFile(site.folder / "site.log")))
-        log.info("Serving: %s", " ".join(lines))
+        node = None
         if options.superlink:
             node = SuperNode(
                 site.door, site.folder / "flower", options.superlink, options.certificate,
                 options.key, site.secrets,
             )  # fmt: skip
             stack.callback(node.stop)
-            node.start()
-        console.print(f"Serving on {site.door}. Ctrl-C stops it.", markup=False)
-        socket_server.serve(site.door, lambda frame: _in_one_thread(handler, frame))
+
+        def ready() -> None:  # not before: another process may serve this site with the same key
+            log.info("Serving: %s", " ".join(lines))
+            if node is not None:
+                node.start()
+            console.print(f"Serving on {site.door}. Ctrl-C stops it.", markup=False)
+
+        socket_server.serve(site.door, lambda frame: _in_one_thread(handler, frame), ready)
     return 0
 
 
@@ -111,7 +124,7 @@ def _description(site: "SiteConfig", handler: "SiteRequestHandler") -> list[str]
     return [
         f"{handler.agent.id}, a {handler.agent.role} agent with {held} rows.",
         f"Takes part in {site.path(site.site.config)}, hash {handler.agreement[:12]}: a "
-        "coordinator with another one is refused.",
+        f"coordinator with another one is refused. {handler.task}.",
         _spending(site),
         f"Replies, memories and log: {site.folder}.",
     ]

@@ -66,6 +66,7 @@ class SiteRequestHandler:
         open_account: opens the account of labelled rows for a run; None: they have none.
         journal: returns the ledger's bytes for a coordinator; None: it is not shared.
         share_notes: send the metrics of steps without an account.
+        task: classes and shape of a row, for the site's own operator.
         clock: Unix time in seconds.
     """
 
@@ -78,6 +79,7 @@ class SiteRequestHandler:
     open_account: Callable[[str], Account] | None
     journal: Callable[[], bytes] | None = None
     share_notes: bool = False
+    task: str = ""
     clock: Callable[[], float] = time.time
 
     def handle(self, data: bytes) -> bytes:

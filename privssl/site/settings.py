@@ -76,24 +76,30 @@ class RowsSettings:
     arrays: str = ""
     """NPZ file with x_labelled and y_labelled, and x_unlabelled, as the role needs."""
     classes: Positive | tuple[str, ...] | None = None
-    """Number of classes of `arrays`, or their names."""
+    """Number of classes of `arrays`, or their names in the coordinator's order. With `root`: all
+    class names; then no test rows are read, and `train` may lack classes."""
     split: str = ""
     """split.json with this agent's rows of the config's data set."""
     root: str = ""
-    """Folder of that data set. Without `split` all its training rows are this agent's."""
+    """Folder of that data set. Without `split` all its training rows are this agent's; those of a
+    mixed agent that have a label are its labelled ones."""
 
     def problems(self) -> Iterator[Problem]:
-        """No source of rows, or two."""
+        """No source of rows, or two; too few classes."""
+        named = self.classes
+        few = named is not None and (named == 1 if isinstance(named, int) else len(named) < 2)
         if self.arrays:
             for key in ("split", "root"):
                 if getattr(self, key):
                     yield Problem(key, "rows come from arrays already. Give one of them")
-            if self.classes is None or self.classes in (1, ()):
+            if named is None or few:
                 yield Problem("classes", "missing: arrays need how many there are, or their names")
         elif not self.split and not self.root:
             yield Problem("arrays", "missing: give arrays, or split, or root")
-        elif self.classes is not None:
-            yield Problem("classes", "has no effect: it belongs to arrays")
+        elif self.split and named is not None:
+            yield Problem("classes", "has no effect: the data set of the split has its own")
+        elif few:
+            yield Problem("classes", "too few: give all class names, at least two")
 
 
 @dataclass(frozen=True, config=strict)

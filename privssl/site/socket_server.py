@@ -30,12 +30,16 @@ READ_SECONDS = 60.0  # for the next bytes of a message
 log = logging.getLogger("privssl")
 
 
-def serve(door: Path, handle: Callable[[bytes], bytes]) -> None:
-    """Answer messages on the socket ``door`` until KeyboardInterrupt, which passes on. Raises
-    UserError: the socket cannot be made, or another process serves this site."""
+def serve(
+    door: Path, handle: Callable[[bytes], bytes], ready: Callable[[], None] = lambda: None
+) -> None:
+    """Answer messages on the socket ``door`` until KeyboardInterrupt, which passes on. ``ready`` is
+    called once the socket is this process's. Raises UserError: the socket cannot be made, or
+    another process serves this site."""
     with _hold_socket(door), _Server(str(door), handle) as server:
         door.chmod(stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IWGRP)
         try:
+            ready()
             server.serve_forever(poll_interval=0.2)
         finally:
             door.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ two accounts.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,10 @@ from accounting.ledger import Account, read_journal, refuse_problems
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
-from privssl.core.rows import Shape
+from privssl.core.rows import Shape, describe_task
 from privssl.data import agent_refs, datasets, split_manifest
 from privssl.data.encoded import HeldRows
-from privssl.data.npz import NO_LABEL, read_rows
+from privssl.data.npz import NO_LABEL, Scale, read_rows
 from privssl.data.split import RoleAssignment, holders
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.experiment import config as configs
@@ -42,6 +42,7 @@ from privssl.experiment.row_checks import (
     refuse_classes_of_labels_alone,
     refuse_order_by_labels,
     refuse_other_rows,
+    refuse_undeclared_columns,
 )
 from privssl.models.network_checks import check_network
 from privssl.runtime import plugins
@@ -60,6 +61,7 @@ class _Held(NamedTuple):
     classes: Sequence[str]
     shape: Shape
     encoder: str | None  # checksum of its weights
+    columns: Mapping[str, Scale] | None = None  # of a table
 
 
 def open_site(site: SiteConfig) -> SiteRequestHandler:
@@ -94,10 +96,12 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
     shared = open_account is not None and site.site.share_ledger
     return SiteRequestHandler(
         agent=agent, algorithm=algorithm, seed=config.run.seed,
-        agreement=configs.compatibility_hash(config, held.classes, held.shape, held.encoder),
+        agreement=configs.compatibility_hash(
+            config, held.classes, held.shape, held.encoder, held.columns
+        ),
         store=store, device=device, open_account=open_account,
         journal=_journal_reader(site, agent, store) if shared else None,
-        share_notes=site.site.share_notes,
+        share_notes=site.site.share_notes, task=describe_task(held.classes, held.shape),
     )  # fmt: skip
 
 
@@ -161,6 +165,12 @@ def _check_budget(site: SiteConfig, config: Config) -> None:
 def _rows(site: SiteConfig, config: Config) -> _Held:
     kinds = {"support": (True, False), "query": (False, True), "mixed": (True, True)}
     labelled, unlabelled = kinds[site.site.role]
+    refuse_undeclared_columns(config.data)
+    if site.rows.arrays and config.data.name == "csv" and not config.data.text:
+        raise ConfigError(
+            f"{site.source}: rows.arrays has no columns, and {config.source} has a table. Give "
+            "rows.root, a folder with train.csv, so that data.columns scales all sites alike"
+        )
     if site.rows.arrays:
         return _from_arrays(site, config, labelled=labelled, unlabelled=unlabelled)
     if site.rows.root and config.data.name in BUILT_IN:
@@ -169,7 +179,8 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
             f"{config.data.name}, which is built in. Give rows.split alone"
         )
     root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
-    dataset = datasets.load_dataset(dataclasses.replace(config.data, root=root))
+    declared = None if site.rows.classes is None else _class_names(site)
+    dataset = datasets.load_dataset(dataclasses.replace(config.data, root=root), declared)
     refuse_classes_of_labels_alone(config, dataset)
     everything = tuple(range(len(dataset.y_train)))
     known = tuple(torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist())
@@ -181,10 +192,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
         holding = split.agents.get(site.site.agent, split_manifest.AgentRows((), ()))
         ids = {True: holding.labelled, False: holding.unlabelled}
     elif labelled and unlabelled:
-        raise ConfigError(
-            f"{site.source}: rows.root alone does not mark a mixed agent's labelled rows. Give "
-            "rows.arrays, or rows.split"
-        )
+        ids[False] = tuple(sorted({*everything} - {*known}))
     counted = labelled and not _count_is_private(config)
     _check_there(site, counted and not ids[True], unlabelled and not ids[False])
     if labelled and not set(ids[True]) <= set(known):
@@ -203,7 +211,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
         x, origin = rows.take(without)
         others = UnlabelledRows(x, without, origin)
     encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.checksum
-    return _Held(mine, others, dataset.class_names, dataset.shape, encoder)
+    return _Held(mine, others, dataset.class_names, dataset.shape, encoder, dataset.scales)
 
 
 def _count_is_private(config: Config) -> bool:
@@ -214,14 +222,20 @@ def _check_there(site: SiteConfig, *missing: bool) -> None:
     for kind, absent in zip(("labelled", "unlabelled"), missing, strict=True):
         if absent:
             raise DataError(
-                f"{site.source}: {site.path(site.rows.split)} has no {kind} rows of "
-                f"{site.site.agent}, which is a {site.site.role} agent"
+                f"{site.source}: {site.path(site.rows.split or site.rows.root)} has no {kind} rows "
+                f"of {site.site.agent}, which is a {site.site.role} agent. Correct rows, or "
+                "site.role and site.agent"
             )
 
 
+def _class_names(site: SiteConfig) -> tuple[str, ...]:
+    """``rows.classes``, a number as the names "0", "1", ..."""
+    named = site.rows.classes
+    return tuple(map(str, range(named))) if isinstance(named, int) else named or ()
+
+
 def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled: bool) -> _Held:
-    path, named = site.path(site.rows.arrays), site.rows.classes
-    classes = tuple(map(str, range(named))) if isinstance(named, int) else named or ()
+    path, classes = site.path(site.rows.arrays), _class_names(site)
     found = read_rows(
         path, labelled=labelled, unlabelled=unlabelled, may_be_empty=_count_is_private(config)
     )
@@ -281,6 +295,7 @@ def _account(
     plan = account_plan(algorithm.plan, privacy, agent, budget)
     path = ledger / f"{agent.id}.jsonl"
     row_registry.refuse_lost_journal(ledger, agent.id)
+    row_registry.refuse_lost_registry(ledger, agent.id)
     bare = () if agent.held_unlabelled is None else (agent.held_unlabelled,)
     claim_rows(ledger, [agent], bare)
     if path.exists():  # report now what every step would be refused for

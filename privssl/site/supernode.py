@@ -40,6 +40,11 @@ _REFUSED = {
     "whoever runs the coordinator (run.keys)",
 }
 _CODE = re.compile(r"\[code: ([0-9]+)\]")
+#: A SuperNode whose signature is refused ends without a reason (flwr.common.constant).
+_CLOCK = (
+    ". If this repeats, compare the clocks: the SuperLink refuses a signature of a machine that is "
+    "more than 5 s ahead or 305 s behind"
+)
 _TAIL = 2**16  # bytes of its log that are searched for the reason
 _OPENSSH = "-----BEGIN OPENSSH PRIVATE KEY-----"
 
@@ -68,8 +73,8 @@ class SuperNode:
             SiteError: Flower is not installed.
         """
         host, _, port = superlink.rpartition(":")
-        if not (host and port.isdecimal()):
-            raise ConfigError(f"--superlink is {superlink!r}: give host:port")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ConfigError(f"--superlink is {superlink!r}: give host:port, the port up to 65535")
         if host not in LOOPBACK and not certificate:
             raise ConfigError(
                 f"Messages to {host} would cross a network in clear. Give --certificate, the root "
@@ -89,7 +94,7 @@ class SuperNode:
             *(["--auth-supernode-private-key", key] if key else []),
             "--node-config", f'door="{door}"', "--max-wait-time", str(RETRY_SECONDS),
         ]  # fmt: skip
-        self._superlink, self._certificate = superlink, certificate
+        self._superlink, self._certificate, self._signs = superlink, certificate, bool(key)
         self._folder = folder
         # Outside the folder: inside it, shipped code could replace the log by a link to any file of
         # this user, which the next start would open for writing.
@@ -123,7 +128,10 @@ class SuperNode:
                 self._stopped.wait(PROBE_SECONDS)
                 continue
             log.info("Starts a SuperNode for the SuperLink at %s", self._superlink)
-            reason = self._run()
+            try:
+                reason = self._run()
+            except OSError as error:  # a full disk passes; a site without a SuperNode is no site
+                reason = f"{error}. Check space and rights of {self._folder}"
             if not self._stopped.is_set():
                 log.warning("The SuperNode ended: %s. Another one is started", reason)
                 self._end(signal.SIGKILL)
@@ -143,7 +151,9 @@ class SuperNode:
         with self._log.open("rb") as log_:
             log_.seek(max(begins, log_.seek(0, os.SEEK_END) - _TAIL))
             code = _CODE.search(log_.read().decode(errors="replace"))
-        return _REFUSED.get(code[1] if code else "", f"status {status}, see {self._log}")
+        if code and code[1] in _REFUSED:
+            return _REFUSED[code[1]]
+        return f"status {status}, see {self._log}{_CLOCK if self._signs else ''}"
 
     def _end(self, number: signal.Signals) -> None:
         """Signal its process group."""

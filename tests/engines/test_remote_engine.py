@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import privssl
 from privssl.core.agents import Agent, AgentRef
 from privssl.core.engine import Call
 from privssl.core.federation import Federation, Round
@@ -109,6 +110,28 @@ def test_a_run_does_not_begin_without_the_very_sites_that_it_asks_for(
 ) -> None:
     with pytest.raises(SiteError, match=text):
         meet(handlers, "q0", "q1")
+
+
+def test_two_parties_that_do_not_agree_see_what_to_compare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hash and the task, as the site's own command prints them; of a version, both numbers."""
+    home = LocalEngine([], seed=0, device=CPU)
+    how: dict[str, Any] = {"algorithm": STEPS, "home": home, "timeouts": SOON}
+    other = Doors({"x": says("q0", agreement="0" * 64)})
+    with pytest.raises(SiteError) as error:
+        SitesEngine(
+            other, [AgentRef("q0", "query")], agreement=AGREED, task="2 classes (cat, dog)", **how
+        )
+    said = str(error.value)
+    assert f"Here the hash is {AGREED[:12]}, of 2 classes (cat, dog)" in said
+    assert f"hash {'0' * 12}" in said and "python -m privssl.site SITE.yaml" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(protocol, "__version__", "0.0")
+        frame = says("q0")(b"")
+    former = Doors({"x": lambda letter: frame})
+    with pytest.raises(SiteError, match=f"privssl '0.0', this is {privssl.__version__}"):
+        SitesEngine(former, [AgentRef("q0", "query")], agreement=AGREED, **how)
 
 
 def test_a_site_that_comes_late_is_waited_for() -> None:

@@ -561,6 +561,21 @@ def test_a_ledger_that_is_gone_cut_or_in_use_gets_a_word_and_no_row_is_read(plac
     assert ask(desk, visit_to(desk, visit=2)).error == ""  # the control
 
 
+def test_a_ledger_is_moved_as_a_whole_folder_or_refused(place: Path) -> None:
+    """The registry knows which rows were used without protection: without it they get a budget."""
+    desk = opened(place)
+    assert ask(desk, visit_to(desk, lesson(desk))).charged
+    (place / "kept/ledger").rename(place / "moved")
+    edit(place / "site.yaml", ("folder: kept", "folder: new"),
+         ("delta: 1.0e-3", "delta: 1.0e-3, ledger: moved"))  # fmt: skip
+    opened(place)  # the control: the whole folder, and its charge
+    assert len(read_journal(place / "moved/s0.jsonl").events) == 1
+    (place / "moved/registry").rename(place / "left behind")
+    with pytest.raises(AccountingError, match=r"registry/s0.rows: missing, .*the whole folder"):
+        opened(place)
+    assert not (place / "moved/registry").exists()
+
+
 def test_a_site_that_serves_begins_no_second_ledger_and_takes_no_older_one(place: Path) -> None:
     desk = opened(place)
     assert ask(desk, visit_to(desk)).error == ""
@@ -941,6 +956,11 @@ def test_files_that_other_users_could_read_are_told_of(
     (place / "kept").chmod(0o755)
     assert main([str(place / "site.yaml")]) == 0
     assert f"can read {place / 'kept'}. Remove" in capsys.readouterr().err
+    (place / "key").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
+    for mode, said in ((0o640, True), (0o600, False)):
+        (place / "key").chmod(mode)
+        assert main([str(place / "site.yaml"), "--key", str(place / "key")]) == 0
+        assert (f"can read {place / 'key'}. Remove" in capsys.readouterr().err) == said
 
 
 @pytest.mark.usefixtures("open_above")
@@ -1029,10 +1049,11 @@ def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
 def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / "door"
+    path, connected = tmp_path / "door", list[str]()
     with serving(path, bytes.upper):
         with pytest.raises(UserError, match="another process serves this site"):
-            socket_server.serve(path, bytes.upper)
+            socket_server.serve(path, bytes.upper, lambda: connected.append("a SuperNode"))
+        assert not connected
         assert oct(path.stat().st_mode)[-3:] == "660"
     assert path.exists()
     with pytest.raises(OSError):

@@ -319,6 +319,19 @@ def test_a_supernode_that_is_refused_is_explained_to_the_operator(
         assert heard(there, caplog, "ended: the SuperLink does not know the key of this site")
 
 
+@pytest.mark.parametrize("key", [True, False])
+def test_a_supernode_that_signs_and_ends_without_a_reason_says_that_clocks_may_differ(
+    flower: Path, tmp_path: Path, made: Path, caplog: pytest.LogCaptureFixture, key: bool
+) -> None:
+    """Flower ends at a refused signature, and its log has no word of the time."""
+    (flower / "flower-supernode").write_text("#!/bin/sh\nexit 0\n")
+    pair = str(made / "q0") if key else ""
+    with listening(None) as address:
+        there = supernode.SuperNode(tmp_path / "door", tmp_path / "own", address, "", pair)
+        assert heard(there, caplog, "The SuperNode ended: status 0")
+    assert ("compare the clocks" in caplog.text) == key
+
+
 def test_no_supernode_is_started_for_a_superlink_that_cannot_be_spoken_with(
     flower: Path, tmp_path: Path, made: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -92,6 +92,28 @@ def test_a_supernode_that_ends_is_followed_by_another(
         there.stop()
 
 
+def test_a_supernode_whose_log_cannot_be_written_is_started_when_it_can(
+    flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Otherwise a site would run for ever without a connection, and nothing would restart it."""
+    monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.05)
+    (tmp_path / "supernode.log").mkdir()
+    there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
+    there.start()
+    try:
+        end = time.monotonic() + 20
+        while "Check space and rights of" not in caplog.text and time.monotonic() < end:
+            time.sleep(0.02)
+        assert "Check space and rights of" in caplog.text and there._process is None
+        (tmp_path / "supernode.log").rmdir()
+        while there._process is None and time.monotonic() < end:
+            time.sleep(0.02)
+        assert there._process is not None
+    finally:
+        there.stop()
+
+
 @pytest.mark.parametrize(
     ("address", "certificate", "landlock", "text"),
     [
@@ -99,6 +121,7 @@ def test_a_supernode_that_ends_is_followed_by_another(
         ("example.org:8000", "", 7, "would cross a network in clear"),
         ("example.org:8000", "ca.crt", 0, "no Landlock .* as another user"),
         ("here", "", 7, "give host:port"),
+        ("127.0.0.1:65536", "", 7, "the port up to 65535"),
     ],
 )
 def test_no_supernode_is_started_where_rows_would_be_at_risk(
@@ -177,7 +200,9 @@ def test_the_coordinator_says_what_flower_said_where_it_takes_no_run(
 
 
 @pytest.mark.usefixtures("flower")
-def test_after_ctrl_c_no_late_answer_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_ctrl_c_no_late_answer_is_taken_for_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Ctrl-C while letters are away; then, as a run does that stops, leave is taken."""
 
     def carry(counter: socket.socket) -> None:
@@ -203,6 +228,7 @@ def test_after_ctrl_c_no_late_answer_is_taken_for_another(monkeypatch: pytest.Mo
             now.setattr(flower_transport, "receive", stopped)
             post.exchange({"7": b"a visit"}, 1.0)
         assert post.exchange({"7": b"farewell"}, 1.0) == {"7": b"answer to farewell"}
+    assert "is lost" not in caplog.text
 
 
 def test_flowers_own_files_go_where_they_are_told_to_and_our_secrets_nowhere(

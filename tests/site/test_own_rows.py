@@ -1,0 +1,209 @@
+"""Rows that a site has of its own, as tables and image folders: read without the test rows, and in
+the form that all sites share, or refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from privssl.data.datasets import load_dataset
+from privssl.errors import ConfigError, DataError, PrivacyError
+from privssl.experiment import config as configs
+from privssl.experiment.prepare import prepare
+from privssl.site import settings, startup
+from privssl.site.__main__ import main
+from privssl.site.request_handler import SiteRequestHandler
+
+TABLE = """
+run: {device: cpu}
+data: {name: csv, root: ROWS, label: ill, columns: COLUMNS}
+agents: {support: 1, query: 1}
+model: {name: mlp, width: 4}
+algorithm: {name: fedssl, rounds: 1, generator: mixing}
+"""
+IMAGES = """
+run: {device: cpu}
+data: {name: image_folder, root: ROWS}
+agents: {support: 1, query: 1}
+model: {name: small_cnn, width: 4}
+algorithm: {name: fedssl, rounds: 1}
+"""
+COLUMNS = "age: [0, 100]\nsex: ['f', 'm']\nweight: [0, 200]\n"
+HEAD = "age,sex,weight,ill\n"
+
+
+def site(
+    folder: Path, config: str, rows: str, role: str = "support", agent: str = "s0", budget: str = ""
+) -> SiteRequestHandler:
+    """A site whose folder has its config, its rows and columns.yaml."""
+    text = config.replace("COLUMNS", str(folder / "columns.yaml"))
+    (folder / "c.yaml").write_text(text.replace("ROWS", str(folder / "rows")))
+    with_labels = "" if role == "query" else f"budget: {budget or 'null'}\n"
+    (folder / "site.yaml").write_text(
+        f"site: {{agent: {agent}, role: {role}, config: c.yaml, folder: kept}}\n"
+        f"rows: {rows}\n{with_labels}"
+    )
+    return startup.open_site(settings.load_site_config(folder / "site.yaml"))
+
+
+def table(folder: Path, lines: str, columns: str = COLUMNS, name: str = "train") -> Path:
+    (folder / "rows").mkdir(parents=True, exist_ok=True)
+    (folder / "rows" / f"{name}.csv").write_text(lines)
+    (folder / "columns.yaml").write_text(columns)
+    return folder
+
+
+def image(path: Path, grey: int = 9, mode: str = "L") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, (8, 8), grey if mode == "L" else (grey, 0, 0)).save(path)
+
+
+# Tables --------------------------------------------------------------------------------------
+
+TRAIN = HEAD + "40,f,60,no\n50,m,80,yes\n60,f,70,no\n"
+NAMED = "{root: rows, classes: ['no', 'yes']}"
+
+
+def test_sites_whose_columns_have_other_bounds_values_or_another_order_do_not_agree(
+    tmp_path: Path,
+) -> None:
+    """Shape and classes are equal in all of them. Scaled otherwise, equal rows would differ."""
+    others = {
+        "alike": COLUMNS,
+        "bounds": COLUMNS.replace("200", "150"),
+        "values": COLUMNS.replace("['f', 'm']", "['m', 'f']"),
+        "order": "weight: [0, 200]\nsex: ['f', 'm']\nage: [0, 100]\n",
+    }
+    ours = site(table(tmp_path / "ours", TRAIN), TABLE, NAMED)
+    found = {
+        name: site(table(tmp_path / name, TRAIN, columns), TABLE, NAMED)
+        for name, columns in others.items()
+    }
+    assert found["alike"].agreement == ours.agreement
+    assert len({ours.agreement, *(site.agreement for site in found.values())}) == 4
+    assert {site.task for site in found.values()} == {ours.task}
+
+
+def test_a_site_without_test_rows_agrees_with_the_coordinator_that_has_them(tmp_path: Path) -> None:
+    here = table(table(tmp_path / "here", TRAIN), TRAIN, name="test")
+    there = site(table(tmp_path / "there", HEAD + "30,m,90,\n"), TABLE, NAMED, "query", "q0")
+    assert len(there.agent.held_unlabelled or ()) == 1
+    text = TABLE.replace("COLUMNS", str(here / "columns.yaml"))
+    (here / "c.yaml").write_text(text.replace("ROWS", str(here / "rows")))
+    config = configs.load_config(here / "c.yaml")
+    data = load_dataset(config.data)
+    ours = configs.compatibility_hash(config, data.class_names, data.shape, None, data.scales)
+    assert there.agreement == ours
+
+
+def test_over_sites_a_table_must_declare_its_columns(tmp_path: Path) -> None:
+    """Otherwise each site would scale by its own rows."""
+    bare = TABLE.replace(", columns: COLUMNS", "")
+    with pytest.raises(ConfigError, match=r"data\.columns is missing: each site would scale"):
+        site(table(tmp_path / "there", TRAIN), bare, NAMED)
+    here = table(table(tmp_path / "here", TRAIN), TRAIN, name="test")
+    (here / "c.yaml").write_text(bare.replace("ROWS", str(here / "rows")))
+    with pytest.raises(ConfigError, match=r"data\.columns is missing: each site would scale"):
+        prepare(configs.load_config(here / "c.yaml", ["run.engine=flower"]))
+
+
+def test_arrays_are_refused_where_the_coordinator_has_a_table(tmp_path: Path) -> None:
+    """Nothing says how they were scaled."""
+    np.savez(table(tmp_path, TRAIN) / "rows.npz", x_labelled=np.zeros((2, 4)), y_labelled=[0, 1])
+    with pytest.raises(ConfigError, match=r"rows\.arrays has no columns, and .* has a table"):
+        site(tmp_path, TABLE, "{arrays: rows.npz, classes: ['no', 'yes']}")
+
+
+def test_the_rows_of_a_mixed_site_without_a_label_are_its_unlabelled_ones(tmp_path: Path) -> None:
+    mixed = TABLE.replace("support: 1, query: 1", "mixed: 1").replace(
+        "label: ill", "label: ill, labels: labels-at-client"
+    )
+    rows = table(tmp_path, TRAIN + "30,m,90,\n20,f,50,\n")
+    agent = site(rows, mixed, NAMED, "mixed", "m0").agent
+    assert agent.held_labelled is not None and agent.held_unlabelled is not None
+    assert len(agent.held_labelled) == 3 and len(agent.held_unlabelled) == 2
+    table(tmp_path, TRAIN)
+    with pytest.raises(DataError, match="has no unlabelled rows of m0, which is a mixed agent"):
+        site(rows, mixed, NAMED, "mixed", "m0")
+
+
+@pytest.mark.parametrize(
+    ("lines", "rows", "text"),
+    [
+        (TRAIN.replace("yes", "maybe"), NAMED, r"line 3: the label is 'maybe', which is no decl"),
+        (TRAIN.replace("weight", "kg"), NAMED, r"train\.csv has no column weight; it has age"),
+        (TRAIN, "{root: rows, classes: ['no']}", r"rows\.classes .*too few"),
+        (TRAIN, "{split: s.json, classes: ['no', 'yes']}", r"rows\.classes .*has no effect"),
+        (TRAIN, "{root: rows}", r"test\.csv: No such file"),
+    ],
+    ids=["class", "column", "one class", "split", "no classes"],
+)
+def test_what_is_wrong_with_a_table_is_said_with_its_place(
+    tmp_path: Path, lines: str, rows: str, text: str
+) -> None:
+    with pytest.raises((DataError, ConfigError), match=text):
+        site(table(tmp_path, lines), TABLE, rows)
+
+
+# Images --------------------------------------------------------------------------------------
+
+CLASSES = "{root: rows, classes: [cyst, normal, tumour]}"
+
+
+def test_sites_with_some_classes_or_unlabelled_images_alone_agree(tmp_path: Path) -> None:
+    labelled, bare = tmp_path / "s0", tmp_path / "q0"
+    image(labelled / "rows/train/tumour/a.png")
+    image(labelled / "rows/train/cyst/b.png", 200)
+    image(bare / "rows/unlabelled/c.png")
+    one = site(labelled, IMAGES, CLASSES)
+    other = site(bare, IMAGES, CLASSES, "query", "q0")
+    assert one.agreement == other.agreement
+    assert one.task == "3 classes (cyst, normal, tumour), rows of 1x8x8"
+    assert one.agent.held_labelled is not None and other.agent.held_unlabelled is not None
+    assert torch.equal(one.agent.held_labelled.y, torch.tensor([0, 2]))
+    assert len(other.agent.held_unlabelled) == 1
+    again = site(labelled, IMAGES, "{root: rows, classes: [tumour, normal, cyst]}")
+    assert again.agreement != one.agreement  # the control: names in another order
+
+
+def test_a_folder_of_images_that_is_no_declared_class_is_refused(tmp_path: Path) -> None:
+    image(tmp_path / "rows/train/Tumour/a.png")
+    with pytest.raises(DataError, match=r"'Tumour' is no declared class\. Give one of cyst"):
+        site(tmp_path, IMAGES, CLASSES)
+
+
+def test_a_folder_without_an_image_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    with pytest.raises(DataError, match="holds no image in train/CLASS or unlabelled"):
+        site(tmp_path, IMAGES, CLASSES, "query", "q0")
+
+
+def test_one_image_in_colour_does_not_decide_the_rows_of_a_private_site(tmp_path: Path) -> None:
+    private = IMAGES + "privacy: {epsilon: 8.0, noise_multiplier: 2.0, sample_rate: 1.0}\n"
+    how: dict[str, Any] = {"budget": "{epsilon: 8.0}"}
+    image(tmp_path / "rows/train/cyst/a.png", mode="RGB")
+    image(tmp_path / "rows/train/normal/b.png", mode="RGB")
+    site(tmp_path, private, CLASSES, **how)  # the control: all have it
+    image(tmp_path / "rows/train/normal/b.png")
+    with pytest.raises(PrivacyError, match="colour"):
+        site(tmp_path, private, CLASSES, **how)
+
+
+# The command ---------------------------------------------------------------------------------
+
+
+def test_a_site_whose_folder_cannot_be_written_says_so_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image(tmp_path / "rows/unlabelled/c.png")
+    site(tmp_path, IMAGES, CLASSES, "query", "q0")
+    path = tmp_path / "site.yaml"
+    path.write_text(path.read_text().replace("folder: kept", "folder: c.yaml/kept"))
+    assert main([str(path), "--serve"]) == 2
+    told = capsys.readouterr()
+    assert "3 classes (cyst, normal, tumour), rows of 1x8x8." in told.out
+    assert "Traceback" not in told.err
+    assert f"{tmp_path}/c.yaml/kept: cannot be written: Not a directory" in told.err
