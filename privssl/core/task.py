@@ -51,7 +51,7 @@ class Context:
         return f"{self.visit_key}@{self.session_id}"
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number as ``train/NAME``; dropped for rows with an account."""
+        """Log a number under a name such as ``train/loss``; dropped for rows with an account."""
         if self.telemetry:
             self.metrics[name] = value
 

@@ -6,6 +6,7 @@ WARM = "privssl/experiment/warm_start.py"
 
 IN_WARM = "tests/experiment/test_warm_start.py::test_"
 IN_NETWORKS = "tests/api/test_own_networks.py::test_"
+IN_SITE_ROWS = "tests/site/test_own_rows.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
     # The Python interface -------------------------------------------------------------------------
@@ -240,5 +241,54 @@ FAULTS: tuple[Fault, ...] = (
         "nobody says that the epsilons of two runs on the same rows add up",
         ((WARM, "if both := len(mine & paid):", "if both := 0:"),),
         (IN_WARM + "a_private_run_says_that_epsilons_add_up_with_those_of_the_run_of_its_weights",),
+    ),
+    # Rows at sites --------------------------------------------------------------------------------
+    Fault(
+        "sites whose tables have other bounds agree",
+        (
+            (
+                "privssl/experiment/config.py",
+                '    task |= {"columns": [[name, *scale] for name, scale in columns.items()]} '
+                "if columns else {}\n",
+                "",
+            ),
+        ),
+        (
+            IN_SITE_ROWS
+            + "sites_whose_columns_have_other_bounds_values_or_another_order_do_not_agree",
+        ),
+    ),
+    Fault(
+        "each site scales a table by its own rows",
+        (
+            (
+                "privssl/experiment/row_checks.py",
+                '    if data.name == "csv" and not (data.text or data.columns):\n',
+                "    if False:\n",
+            ),
+        ),
+        (IN_SITE_ROWS + "over_sites_a_table_must_declare_its_columns",),
+    ),
+    Fault(
+        "one private image in colour decides the rows of a site",
+        (
+            (
+                "privssl/data/image_folder.py",
+                "by_train = any(head.mode in GREY for head in heads)",
+                "by_train = False",
+            ),
+        ),
+        (IN_SITE_ROWS + "one_image_in_colour_does_not_decide_the_rows_of_a_private_site",),
+    ),
+    Fault(
+        "a site goes on with a ledger without the registry of its rows",
+        (
+            (
+                "privssl/site/startup.py",
+                "    row_registry.refuse_lost_registry(ledger, agent.id)\n",
+                "",
+            ),
+        ),
+        ("tests/site/test_site.py::test_a_ledger_is_moved_as_a_whole_folder_or_refused",),
     ),
 )

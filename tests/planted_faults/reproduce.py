@@ -84,4 +84,29 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (IN_PAGES + "rows_of_a_column_with_other_splits_are_told",),
     ),
+    Fault(
+        "an entry stays new on another split",
+        (
+            (
+                STORE,
+                '            changed += _other_rows(former, section) if name == "data" else []\n',
+                "",
+            ),
+        ),
+        (IN_RUNNING + "other_rows_are_no_same_run_and_age_what_was_measured",),
+    ),
+    Fault(
+        "a comparison adds seeds on other rows",
+        (
+            (
+                "privssl/compare/plan.py",
+                "    if others and first.config.data.test is None:",
+                "    if False:",
+            ),
+        ),
+        (
+            "tests/compare/test_compare.py::"
+            "test_a_seed_is_not_added_on_other_rows_than_those_of_finished_seeds",
+        ),
+    ),
 )
