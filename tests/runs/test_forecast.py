@@ -4,6 +4,7 @@ Each promise has a control that breaks it.
 """
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -106,12 +107,12 @@ def test_times_add_up_over_agents_and_rounds(
 ) -> None:
     seen, real = [], FedAvg.labelled_pass
 
+    @functools.wraps(real)
     def labelled_pass(self: Any, agent: Any, message: Any, ctx: Any) -> Any:
         seen.append(agent.id)
         time.sleep(0.05)
         return real(self, agent, message, ctx)
 
-    labelled_pass.runs_on_agent = True  # type: ignore[attr-defined]
     monkeypatch.setattr(FedAvg, "labelled_pass", labelled_pass)
     ready = prepared(tmp_path, RUNS["fedavg"], "run.workers=1", "algorithm.rounds=20")
     estimate = forecast.forecast(ready)
