@@ -37,3 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     distributes = config.getoption("dist", "no") != "no" and not config.getoption("collectonly")
     for plugin in () if distributes else PLUGINS:
         config.pluginmanager.import_plugin(plugin)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that share the longest fixture. Workers that run out of tests take some
+    from another's end: of a module that is half done, both would make its fixture."""
+    items.sort(key=lambda item: "test_far_device.py" not in item.nodeid)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from benchmarks import far_device
 from privssl.algorithms import ALGORITHMS
@@ -22,30 +21,18 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"no far device: {WH
 
 
 @pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)])
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What ``on_far_device.py`` saw: of some algorithms and runs, or of all. One process of a test
-    run finds out, the others read its answer."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # that all workers share
-    answer = folder / f"far_device_{request.param}.json"
-    with FileLock(f"{answer}.lock"):
-        if not answer.exists():
-            answer.write_text(_play(request.param))
-    return json.loads(answer.read_text())
-
-
-def _play(how_much: str) -> str:
+def seen(request: pytest.FixtureRequest) -> Any:
+    """What ``on_far_device.py`` saw: of some algorithms and runs, or of all."""
     program = Path(__file__).parents[1] / "support" / "on_far_device.py"
     done = subprocess.run(
-        [sys.executable, str(program), how_much], capture_output=True, text=True, timeout=450,
+        [sys.executable, str(program), request.param], capture_output=True, text=True, timeout=450,
         env=os.environ | {
             "PYTHONPATH": os.pathsep.join([str(program.parents[2]), *sys.path]),
             "PRIVSSL_KERNELS": "torch",  # ours are for the CPU alone, and round differently
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("how", ["alone", "together"])
