@@ -108,27 +108,19 @@ def claim(
         ) from error
 
 
-def refuse_lost_journal(folder: Path, agent: str) -> None:
-    """Raise LedgerError when rows were put under an account whose journal is gone."""
-    if (rows := folder / "registry" / f"{agent}.rows").exists():
-        journal = folder / f"{agent}.jsonl"
-        if not journal.exists():
-            raise LedgerError(
-                f"{journal}: missing, though rows have been put under it. Without it nobody knows "
-                f"what was spent. Put it back. (If no run ever began with this folder, remove "
-                f"{rows}.)"
-            )
-
-
-def refuse_lost_registry(folder: Path, agent: str) -> None:
-    """Raise LedgerError when an account's journal is there and its rows are not, as in a folder
-    that was copied in part. For accounts that outlive a run."""
-    journal, registry = folder / f"{agent}.jsonl", folder / "registry"
-    if journal.exists() and not (registry / f"{agent}.rows").exists():
+def refuse_partial_account(folder: Path, agent: str) -> None:
+    """Raise LedgerError when of an account's journal and the rows under it one is gone, as in a
+    folder that was copied in part. For accounts that outlive a run."""
+    journal, rows = folder / f"{agent}.jsonl", folder / "registry" / f"{agent}.rows"
+    if rows.exists() and not journal.exists():
         raise LedgerError(
-            f"{registry / f'{agent}.rows'}: missing, though {journal} is there. Without it nobody "
-            "knows which rows have an account, or were used without protection: copy the whole "
-            "folder"
+            f"{journal}: missing, though rows have been put under it. Without it nobody knows "
+            f"what was spent. Put it back. (If no run ever began with this folder, remove {rows}.)"
+        )
+    if journal.exists() and not rows.exists():
+        raise LedgerError(
+            f"{rows}: missing, though {journal} is there. Without it nobody knows which rows have "
+            "an account, or were used without protection: copy the whole folder"
         )
 
 

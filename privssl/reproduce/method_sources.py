@@ -7,8 +7,6 @@ Python. Of a plug-in all Python files of its package count.
 
 import ast
 import hashlib
-import inspect
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.errors import ConfigError
 from privssl.experiment.config import Config
 from privssl.experiment.plugin_names import describe_here
+from privssl.runtime.plugins import source_files
 
 PACKAGES = ("privssl.algorithms", "generators")
 REGISTRY = "privssl.algorithms"  # names every algorithm
@@ -25,7 +24,7 @@ def sources_hash(config: Config, root: Path) -> str:
     """16 hex digits of the code of a config: of its method and of all plug-ins that it names."""
     method = method_hash(config.algorithm.name, root)
     others = {
-        key: about["package_sha256"] or about["sha256"]
+        key: about["package_sha256"]
         for key, about in describe_here(config).items()
         if key not in ("algorithm.name", "run.trackers")
     }
@@ -39,10 +38,9 @@ def method_hash(algorithm: str, root: Path) -> str:
     are where Python finds it."""
     found = hashlib.sha256()
     start = ALGORITHMS[algorithm].__module__
-    modules = _modules(start, root)
-    if not start.startswith(f"{REGISTRY}."):
-        modules = _own_modules(start, root)
-    if start not in modules:
+    built_in = start.startswith(f"{REGISTRY}.")
+    modules = _modules(start, root) if built_in else _own_modules(start, root)
+    if not modules:
         raise ConfigError(f"{root} has no sources of {algorithm}: it is not a clone of privssl")
     for name, path in sorted(modules.items()):
         tree = ast.parse(path.read_bytes())
@@ -68,15 +66,7 @@ def _modules(start: str, root: Path) -> dict[str, Path]:
 
 def _own_modules(start: str, root: Path) -> dict[str, Path]:
     """The same for a plug-in: its package, and what that imports from ``PACKAGES``."""
-    module = sys.modules[start]
-    file = inspect.getsourcefile(module)
-    if file is None:
-        return {}
-    found = {start: Path(file)}
-    if package := module.__package__:
-        folder = Path(file).parent
-        for path in sorted(folder.rglob("*.py")):
-            found.setdefault(f"{package}/{path.relative_to(folder).as_posix()}", path)
+    found = source_files(start)
     for path in list(found.values()):
         for name in _imported(ast.parse(path.read_bytes())):
             found |= _modules(name, root)

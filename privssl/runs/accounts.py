@@ -68,7 +68,7 @@ def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
     # Without visits labelled rows are left alone, but the other rows are used as ever.
     holders = prepared.labelled_agents if prepared.plan.visits else ()
     for agent in holders:
-        row_registry.refuse_lost_journal(ledger, agent.id)
+        row_registry.refuse_partial_account(ledger, agent.id)
     claim_rows(ledger, holders, bare_rows(prepared.federated_data), only_check=only_check)
 
 

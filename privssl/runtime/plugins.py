@@ -186,36 +186,47 @@ def call(said: str, build: Callable[..., Any], *arguments: Any, **options: Any) 
 
 def describe(kind: Kind, name: str) -> dict[str, str | None]:
     """What a run records of a plug-in: ``name``, ``distribution``, ``version`` (None where no
-    installed package has it), ``sha256`` of the file that defines it, and ``package_sha256`` of all
-    Python files of its package (None where it has none)."""
+    installed package has it), ``sha256`` of the file that defines it, and ``package_sha256`` of
+    :func:`source_files` (None for what a script or a notebook defines)."""
     point = None if is_reference(name) else entry_points(kind).get(name)
     reference = name if point is None else point.value
-    module = sys.modules.get(reference.partition(":")[0])
+    module_name = reference.partition(":")[0]
+    module = sys.modules.get(module_name)
     about = None if point is None else point.dist
     if about is None:
         about = _distribution_of(reference.partition(".")[0].partition(":")[0])
     module = None if module is sys.modules.get("__main__") else module  # a script or a notebook
     file = None if module is None else inspect.getsourcefile(module)
     digest = None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    packaged = file is not None and module is not None and bool(module.__package__)
     return {
         "name": name,
         "distribution": None if about is None else about.name,
         "version": None if about is None else about.version,
         "sha256": digest,
-        "package_sha256": _hash_of_package(Path(file).parent) if file and packaged else None,
+        "package_sha256": None if file is None else _hash_files(source_files(module_name)),
     }
 
 
-def _hash_of_package(folder: Path) -> str:
-    """SHA-256 over the names and contents of the Python files of a package: a plug-in calls what
-    its neighbours define."""
+def source_files(module: str) -> dict[str, Path]:
+    """Name -> file, of all Python files of the top-level package of an imported module: a plug-in
+    calls what its neighbours define. Of a module without a package its own file."""
+    file, package = inspect.getsourcefile(sys.modules[module]), sys.modules[module].__package__
+    if file is None:
+        return {}
+    if not package:
+        return {Path(file).name: Path(file)}
+    top = Path(file).parents[package.count(".")]
+    files = (path for path in sorted(top.rglob("*.py")) if path.is_file())  # no broken links
+    return {path.relative_to(top.parent).as_posix(): path for path in files}
+
+
+def _hash_files(files: Mapping[str, Path]) -> str:
+    """SHA-256 over names and contents."""
     found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        if path.is_file():  # an editor's lock is a link to nowhere
-            content = path.read_bytes()
-            found.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
-            found.update(content)
+    for name, path in files.items():
+        content = path.read_bytes()
+        found.update(f"{name} {len(content)}\n".encode())
+        found.update(content)
     return found.hexdigest()
 
 

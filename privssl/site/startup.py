@@ -294,8 +294,7 @@ def _account(
         )
     plan = account_plan(algorithm.plan, privacy, agent, budget)
     path = ledger / f"{agent.id}.jsonl"
-    row_registry.refuse_lost_journal(ledger, agent.id)
-    row_registry.refuse_lost_registry(ledger, agent.id)
+    row_registry.refuse_partial_account(ledger, agent.id)
     bare = () if agent.held_unlabelled is None else (agent.held_unlabelled,)
     claim_rows(ledger, [agent], bare)
     if path.exists():  # report now what every step would be refused for

@@ -314,11 +314,11 @@ def test_a_change_in_another_file_of_the_package_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "recordedpack"
-    package.mkdir()
-    for name in ("__init__", "method", "helper"):
+    (package / "methods").mkdir(parents=True)
+    for name in ("__init__", "helper", "methods/__init__", "methods/method"):
         (package / f"{name}.py").write_text("class Named:\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    name = "recordedpack.method:Named"
+    name = "recordedpack.methods.method:Named"
     with plugins.imports_allowed([name]):
         plugins.load("models", "model.name", name)
     before = plugins.describe("models", name)
@@ -328,7 +328,7 @@ def test_a_change_in_another_file_of_the_package_is_seen(
     assert other_file(before, now) == "The package"
     of_an_older_run = {key: text for key, text in before.items() if key != "package_sha256"}
     assert other_file(of_an_older_run, now) == ""
-    (package / "method.py").write_text("class Named:\n    other = True\n")
+    (package / "methods/method.py").write_text("class Named:\n    other = True\n")
     assert other_file(before, plugins.describe("models", name)) == "The file"
 
 

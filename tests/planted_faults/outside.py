@@ -281,14 +281,18 @@ FAULTS: tuple[Fault, ...] = (
         (IN_SITE_ROWS + "one_image_in_colour_does_not_decide_the_rows_of_a_private_site",),
     ),
     Fault(
-        "a site goes on with a ledger without the registry of its rows",
+        "an account goes on without the registry of its rows",
         (
             (
-                "privssl/site/startup.py",
-                "    row_registry.refuse_lost_registry(ledger, agent.id)\n",
-                "",
+                "accounting/row_registry.py",
+                "    if journal.exists() and not rows.exists():\n",
+                "    if False:\n",
             ),
         ),
-        ("tests/site/test_site.py::test_a_ledger_is_moved_as_a_whole_folder_or_refused",),
+        (
+            "tests/site/test_site.py::test_a_ledger_is_moved_as_a_whole_folder_or_refused",
+            "tests/runs/test_shared_accounts.py::"
+            "test_an_account_that_was_copied_without_the_registry_of_its_rows_pays_for_nothing",
+        ),
     ),
 )

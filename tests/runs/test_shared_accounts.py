@@ -479,6 +479,20 @@ def test_an_account_whose_journal_is_gone_pays_for_nothing_though_it_looks_new(
     after_one.trained("two")
 
 
+def test_an_account_that_was_copied_without_the_registry_of_its_rows_pays_for_nothing(
+    after_one: Workplace,
+) -> None:
+    """The registry knows which rows were used without protection: without it they get a budget."""
+    registry = after_one.ledger / "registry"
+    registry.rename(after_one.ledger / "left behind")
+    outcome = after_one.train("two")
+    assert outcome.status == 2
+    assert "s0.rows: missing" in outcome.err and "copy the whole folder" in outcome.err
+    assert not registry.exists() and not after_one.run("two").exists()
+    (after_one.ledger / "left behind").rename(registry)
+    after_one.trained("two")  # the control
+
+
 def test_an_account_that_forgot_a_run_is_violated(after_one: Workplace, audited: Audit) -> None:
     early = tree_of(after_one.ledger)
     after_one.trained("two")
