@@ -3,6 +3,7 @@
 The environment is set before torch and matplotlib are imported, because both read it once.
 """
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,7 +34,8 @@ settings.load_profile("privssl")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the plugins where tests are run: the controller of workers needs no torch, and they
-    wait for it."""
+    wait for it. Nothing that imports or collection make is garbage."""
+    gc.disable()
     distributes = config.getoption("dist", "no") != "no" and not config.getoption("collectonly")
     for plugin in () if distributes else PLUGINS:
         config.pluginmanager.import_plugin(plugin)
@@ -43,3 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the tests that share the longest fixture. Workers that run out of tests take some
     from another's end: of a module that is half done, both would make its fixture."""
     items.sort(key=lambda item: "test_far_device.py" not in item.nodeid)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but never look at modules and the list of tests: a million objects."""
+    gc.freeze()
+    gc.enable()
