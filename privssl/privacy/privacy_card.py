@@ -56,7 +56,7 @@ _NOT_PROTECTED = (
 _NOT_SENT = (
     "losses, accuracies or gradient norms of labelled rows",
     "sizes or members of sampled batches, sampling masks, noise",
-    "optimiser state and buffers of networks",
+    "optimiser state, or buffers of networks trained with noise: they have none",
 )
 _NOT_SENT_IN_CENSUS = (
     "counts without noise, or the noise",

@@ -278,6 +278,12 @@ def test_the_published_scheme_sends_all_three_and_calls_its_number_nominal(
     for reply in replies:
         assert None not in (reply.payload.F, reply.payload.G, reply.payload.D)
         assert reply.payload.agreement is None and reply.metrics == {}
+    # D, without noise, has the vectors of its spectral norm; the card denies buffers of G alone.
+    buffers = {name: set(weights) - {key for key, _ in network.named_parameters()}
+               for name, network in prepare(chosen).algorithm.networks().items()
+               for weights in [getattr(replies[0].payload, name)]}  # fmt: skip
+    assert buffers["D"] and not buffers["G"]
+    assert any("buffers of networks trained with noise" in text for text in card["not_sent"])
 
 
 CANARY = b"CANARY-7f3a9e"
