@@ -370,17 +370,20 @@ encoder of images; the features of vectors and the means of sequences are cluste
 | algorithm | labels at the server | labels at clients | support agents |
 |---|---|---|---|
 | `fedssl`, `pseudo`, `mixmatch` | the server acts as a support agent | two steps a round | paper |
+| `fedmatch_mixup` | as `fedssl` | as `fedssl` | paper |
 | `supervise` | the server alone | labelled rows of mixed agents | support agents alone |
 | `fedseal` | paper | each mixed agent does the server's steps too | same, at support agents |
 | `fedtrinet` | the server trains on its labels every round | paper | as at the server |
 | `fedmatch` | paper, Algorithm 2 | paper, Algorithm 1 | Algorithm 2, mean of all sigma |
-| `semifl` | paper | all fine-tune the average in parallel | same |
+| `semifl`, `fl2` | paper | all fine-tune the average in parallel | same |
 | `label_census` | the server answers the census | mixed agents answer and train | standard |
 | `server_sl` | the server alone | refused | refused |
 | `fedavg`, `fedprox` | refused | labelled rows of mixed agents | support agents alone |
 | `feddyn`, `lg_fedavg`, `heterofl` | refused | as `fedavg` | as `fedavg` |
 | `fedrgd` | paper: both at the same time | a step on each kind of rows | their mean is the server |
 | `fixmatch`, `uda` | server first, then agents | one step on both losses | as at the server |
+| `sage` | server first, then agents | paper: one step on both losses | as at the server |
+| `pi_model`, `mean_teacher`, `remixmatch` | all at once | paper: one agent | as at the server |
 | `fedsem` | server first, then agents | both kinds of labels in one batch | as at the server |
 
 ## Refusals that depend on numbers

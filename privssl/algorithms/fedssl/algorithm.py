@@ -23,8 +23,8 @@ rows, augmented (``real_rows``); read literally Algorithm 1 trains F on G's imag
 label p'; Eq. 6 prints p2, which contradicts Eq. 7 at lambda 1 (``judge``). (5) A moving
 average of F predicts pseudo-labels and is released (``teacher_decay``). (6) Query agents
 do not train F in the first rounds (``warm_up``). (7) In Algorithm 2 every support agent has its
-own budget, tested before its rows are read. The paper adds all agents up; its test comes after and
-can overshoot. Each is a setting but the last. Reasons and numbers: docs/fedssl.md.
+own budget, tested with the visit to come. The paper adds all agents up, and tests what past visits
+spent, which can overshoot. Each is a setting but the last. docs/fedssl.md has them all.
 """
 
 import dataclasses

@@ -61,7 +61,7 @@ class SemiFLConfig(StrongViews):
     epochs: Rate = 5.0  # E of a visit; below 1: that share of one epoch's batches
     server_epochs: Rate = 5.0  # E of fine-tuning
     batch_size: Positive = 10
-    server_batch_size: Positive = 10  # 10 with 250 labels, 250 with 2500 or more
+    server_batch_size: Positive = 10  # 10 with 250 labels, 250 with 1,000 or more
     learning_rate: Rate = 0.03  # SGD with Nesterov momentum, in round 1; it falls by a cosine
     momentum: Momentum = 0.9
     weight_decay: Share = 5e-4  # of all parameters, biases included
