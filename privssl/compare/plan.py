@@ -181,7 +181,7 @@ def _state(config: Config) -> RunState:
     folder = config.folder
     try:
         names = run_dir.list_entries(folder)
-        state = "stale"
+        state: RunState = "stale"
         if (folder / "config.yaml").is_file():
             state = resume.run_state(folder, config)
     except RunFolderError as problem:
