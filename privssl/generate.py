@@ -66,10 +66,13 @@ def _generate(options: argparse.Namespace, console: Console, stack: ExitStack) -
     if options.confidence:
         run = open_run(options.run, options.model, options.plugin)
         classify = lambda x: run.predict(x, probabilities=True)  # noqa: E731
+    classes = None
+    if options.classes is not None:
+        classes = [name.strip() for name in options.classes.split(",")]
     made = generate_rows(
-        options.run, options.count, options.classes.split(",") if options.classes else None,
-        options.seed, acknowledge_query_rows=options.acknowledge_query_rows,
-        confidence=options.confidence, classify=classify,
+        options.run, options.count, classes, options.seed,
+        acknowledge_query_rows=options.acknowledge_query_rows, confidence=options.confidence,
+        classify=classify,
     )  # fmt: skip
     write_rows(made, options.output)
     counts = {made.class_names[c]: int((made.y == c).sum()) for c in sorted(set(made.y.tolist()))}

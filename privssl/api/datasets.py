@@ -175,6 +175,11 @@ class Dataset:
             privssl.UserError: names that no run has, or rows not in the form of the class.
         """
         where = "Dataset.federated"
+        if not isinstance(agents, Mapping) or not all(isinstance(name, str) for name in agents):
+            raise DataError(
+                f"{where}: agents is {repr(agents)[:60]}. Give the rows of each agent by its name: "
+                '{"s0": (x, y), "q0": x}'
+            )
         x: list[NDArray[Any]] = []
         y: list[NDArray[Any]] = []
         held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -251,6 +256,9 @@ def _of_agent(where: str, name: str, given: Any) -> tuple[NDArray[Any], NDArray[
     here = f"{where}: {name}"
     if not name.startswith("q") and not (isinstance(given, tuple | list) and len(given) == 2):
         raise DataError(f"{here} is a {type(given).__name__}. Give (x, y), or call it q0, q1, ...")
+    axes = [getattr(part, "ndim", 0) for part in given] if isinstance(given, tuple) else []
+    if name.startswith("q") and len(axes) == 2 and axes[0] > axes[1] == 1:
+        raise DataError(f"{here} has labels, and a query agent holds none. Give x alone")
     x, y = (given, None) if name.startswith("q") else given
     rows = to_array(f"{here}: x", x)
     labels = np.full(len(rows), NO_LABEL) if y is None else to_array(f"{here}: y", y)

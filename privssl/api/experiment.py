@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -125,7 +125,7 @@ class _Asked(NamedTuple):
 
 
 def _asked(config: str | Path | Sections, overrides: Overrides | None) -> _Asked:
-    given = _as_arguments(overrides) if isinstance(overrides, Mapping) else tuple(overrides or ())
+    given = _overrides(overrides)
     if isinstance(config, Mapping):
         return _Asked(Path("config"), given, _as_yaml("config", config))
     if not isinstance(config, str | os.PathLike):
@@ -133,6 +133,21 @@ def _asked(config: str | Path | Sections, overrides: Overrides | None) -> _Asked
             f"config is {repr(config)[:60]}. Give a YAML file, its sections, or the folder of a run"
         )
     return _Asked(Path(config), given, None)
+
+
+def _overrides(given: Overrides | None) -> tuple[str, ...]:
+    """As arguments of the command. Raises ConfigError: neither a mapping nor a list of text."""
+    if isinstance(given, Mapping):
+        return _as_arguments(given)
+    listed = () if given is None else given
+    if isinstance(listed, Iterable) and not isinstance(listed, str):
+        texts = tuple(listed)
+        if all(isinstance(text, str) for text in texts):
+            return texts
+    raise ConfigError(
+        f'overrides is {repr(given)[:60]}. Give {{"section.key": value}}, or a list of '
+        '"section.key=value"'
+    )
 
 
 def _run(

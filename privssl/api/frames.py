@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from privssl.data import csv_rows, datasets
+from privssl.data import csv_rows, datasets, declared_columns
 from privssl.data.csv_rows import Part
 from privssl.data.npz import Scale, refuse_unprintable
 from privssl.errors import DataError
@@ -77,11 +77,16 @@ def _declared(columns: Mapping[str, Sequence[Any]], label: str) -> dict[str, Sca
     def plain(value: Any) -> Any:
         return value.item() if isinstance(value, np.generic) else value
 
+    if not isinstance(columns, Mapping):
+        raise DataError(
+            f"{WHERE}: columns is {repr(columns)[:60]}. Give bounds or categories for each column: "
+            '{"age": [0, 120], "colour": ["red", "blue"]}'
+        )
     values = {
         str(name): [plain(v) for v in given] if isinstance(given, Iterable) else given
         for name, given in columns.items()
     }
-    return csv_rows.check_scales(f"{WHERE}: columns", values, label)
+    return declared_columns.check_scales(f"{WHERE}: columns", values, label)
 
 
 def _columns(

@@ -37,6 +37,7 @@ def read_rows(inputs: Sequence[Path], form: RowForm) -> list[tuple[list[str], An
             x = form.read_csv(path, False)[0] if suffix == CSV else npz.read_one_of(path, ROWS)[0]
             found.append(([f"{path}:{number}" for number in range(len(x))], x))
         elif path.is_dir():
+            _ = form.picture_shape  # another kind of rows is said before an empty folder
             pictures += image_folder.list_images(path)
         elif suffix in image_folder.SUFFIXES:
             pictures.append(path)
@@ -56,8 +57,9 @@ def read_labelled(path: Path, form: RowForm) -> tuple[Any, NDArray[Any]]:
     """Rows (N, ...) and labels (N,) of an NPZ file (x and y, or x_test and y_test: class numbers),
     a CSV file, or a folder of classes (class names)."""
     if path.is_dir():
+        shape = form.picture_shape  # another kind of rows is said before a folder without classes
         files, classes = image_folder.list_labelled_images(path)
-        return image_folder.read_images(files, form.picture_shape), np.array(classes)
+        return image_folder.read_images(files, shape), np.array(classes)
     if path.suffix.lower() == CSV and path.is_file():
         return form.read_csv(path, True)
     x, y = npz.read_one_of(path, LABELLED)

@@ -109,6 +109,8 @@ class RowForm:
                     f"{HERE}: rows have different shapes. Resize them to {self._wanted}"
                 )
         found = to_array(HERE, x)
+        if not found.ndim:
+            raise DataError(f"{HERE}: {str(x)[:60]} is one value. Give rows, (N, *shape)")
         if not len(found):
             return np.zeros((0, *self.shape), dtype=np.float32)
         rows = check_rows(HERE, found)

@@ -20,7 +20,12 @@ from privssl.api.new_rows import RowForm
 from privssl.errors import ConfigError, DataError, RunFolderError, first_line
 from privssl.experiment import config as configs
 from privssl.experiment.devices import device_of
-from privssl.models.own_networks import NetworkSource, check_source, is_imported
+from privssl.models.own_networks import (
+    NetworkSource,
+    check_source,
+    is_imported,
+    reference_of,
+)
 from privssl.privacy.card_text import guarantee_sentence
 from privssl.runs.run_dir import CLASSIFIER, read_outcome
 from privssl.runtime.plugins import imports_allowed, load
@@ -233,7 +238,7 @@ class Run:
         """Class numbers (N,) of numbers or names."""
         names = self.class_names
         found = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.array(y)
-        if found.dtype.kind in "UO":
+        if found.ndim == 1 and found.dtype.kind in "UO":
             number = {name: place for place, name in enumerate(names)}
             strange = sorted({str(label) for label in found} - set(names))
             if strange:
@@ -315,12 +320,15 @@ def open_run(
             algorithm.
 
     Raises:
-        privssl.UserError: it is not the folder of a run that has ended, or is damaged.
+        privssl.UserError: it is not the folder of a run that has ended, or is damaged; the model
+            is no network.
     """
     if isinstance(model, str):
         with imports_allowed([model]):
             found = check_source(f"model {model}", load("models", "model", model))
         return Run(folder, found, plugins)
+    if model is not None:
+        reference_of(model)  # refuses what is no network
     return Run(folder, model, plugins)
 
 

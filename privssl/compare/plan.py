@@ -179,16 +179,17 @@ def _plan_run(config: Config) -> Planned:
 def _state(config: Config) -> RunState:
     """The state of the folder of a run. RunFolderError if it is no run, or another one."""
     folder = config.folder
-    names = run_dir.list_entries(folder)
+    try:
+        names = run_dir.list_entries(folder)
+        state: RunState = "stale"
+        if (folder / "config.yaml").is_file():
+            state = resume.run_state(folder, config)
+    except RunFolderError as problem:
+        raise RunFolderError(f"{problem} (for a comparison: another --output)") from None
     if not names:
         return "new"
-    if (folder / "config.yaml").is_file():
-        try:
-            state = resume.run_state(folder, config)
-        except RunFolderError as problem:
-            raise RunFolderError(f"{problem} (for a comparison: another --output)") from None
-        if state != "stale":
-            return state
+    if state != "stale":
+        return state
     if "split.json" not in names:
         raise RunFolderError(
             f"{folder} exists and is not a run of privssl: nothing was changed. Give another "

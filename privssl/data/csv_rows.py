@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
+from privssl.data.declared_columns import MISSING, read_columns
 from privssl.data.npz import NO_LABEL, Arrays, Scale, refuse_unprintable
 from privssl.errors import DataError
 
@@ -29,7 +29,6 @@ log = logging.getLogger("privssl")
 MOST_CATEGORIES = 1000  # of a column
 FEW_ROWS = 20  # fewer may have a different value each by chance
 COLUMNS = "Set data.label to the column of the classes"  # advice
-MISSING = "missing"  # third in the scale of a numeric column that may lack values
 ABSENT = {"", "na", "n/a", "nan", "null", "none", "<na>"}  # a missing number, in small letters
 TWEET_CLASSES = ("negative", "positive")  # 0 and 1 in the files of Sentiment140
 
@@ -111,14 +110,14 @@ def read_table(
     """The numbers of two files. Records go by their fields, whatever the scales are.
 
     Args:
-        columns: a YAML file of bounds and categories, see :func:`_declared`; None: from the
+        columns: a YAML file of bounds and categories (``declared_columns``); None: from the
             training rows.
         classes: all classes; then test.csv is not read. None: those of the training rows.
 
     Raises:
         DataError: a file or column is missing, or a value is no finite number.
     """
-    declared = None if columns is None else _declared(columns, label)
+    declared = None if columns is None else read_columns(columns, label)
     wanted = None if declared is None else tuple(declared)
     advice = COLUMNS if columns is None else f"{COLUMNS}, and correct the columns in {columns}"
     train = _read_part(root / "train.csv", label, wanted, advice)
@@ -252,45 +251,6 @@ def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[n
 
 
 # Columns -------------------------------------------------------------------------------------
-
-
-def _declared(path: Path, label: str) -> dict[str, Scale]:
-    """A file of ``column: [lowest, highest]``, ``column: [lowest, highest, missing]`` or
-    ``column: [category, category, ...]``, the categories in quotes. Raises DataError."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}. Correct data.columns") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{path} cannot be read as YAML: {error}") from None
-    return check_scales(path, found, label)
-
-
-def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
-    """Declared bounds and categories, as of :func:`_declared`. Raises DataError."""
-    if not isinstance(found, dict) or not found:
-        raise DataError(f"{path}: give a line for each column, name: [lowest, highest]")
-    scales: dict[str, Scale] = {}
-    for name, values in found.items():
-        bounds = values[:2] if isinstance(values, list | tuple) else ()
-        numbers = len(bounds) == 2 and all(type(v) in (int, float) for v in bounds)
-        lacks = values[2:] if numbers else ()
-        known = list(lacks) in ([], [MISSING])
-        if numbers and known and -math.inf < bounds[0] < bounds[1] < math.inf:
-            low, high = map(float, bounds)
-            scales[str(name)] = (low, high, MISSING) if lacks else (low, high)
-        elif (
-            isinstance(values, list | tuple) and values and all(isinstance(v, str) for v in values)
-        ):
-            scales[str(name)] = tuple(values)
-        else:
-            raise DataError(
-                f"{path}: {name} is {values!r}. Give [lowest, highest], two finite numbers, with "
-                f"{MISSING} as a third where values may be, or a list of categories in quotes"
-            )
-    if label in scales:
-        raise DataError(f"{path} declares {label}, which is data.label. Leave it out")
-    return scales
 
 
 def scales_of(train: Part) -> dict[str, Scale]:

@@ -160,12 +160,15 @@ def read_rows(
 def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[Any]]:
     """The arrays of the first choice whose names an NPZ file all has; or one NPY file's array.
     Raises DataError: no such file, no NPY or NPZ file, or none of the choices."""
-    if path.suffix == ".npy" and all(len(names) == 1 for names in choices):
+    if path.suffix.lower() == ".npy" and all(len(names) == 1 for names in choices):
         try:
             return [np.load(path, allow_pickle=False)]
         except _DAMAGE as error:
             reason = getattr(error, "strerror", None) or _reason(error)
-            raise DataError(f"{path} cannot be read as an NPY file: {reason}") from None
+            raise DataError(
+                f"{path} cannot be read as an NPY file: {reason}. Save it with numpy.save, or "
+                "correct its path"
+            ) from None
     wanted = ", or ".join(" and ".join(names) for names in choices)
     every = {name for names in choices for name in names}
     found = _open(path, (), every, instead=wanted)

@@ -13,10 +13,18 @@ from privssl.storage import atomic_files
 from privssl.training.local_training import network_input
 
 SHEET = "contact_sheet.png"
+#: Endings of files that are not written: a folder of that name would surprise.
+OTHER_FILES = (".npy", ".csv", ".json", ".pt", ".zip", ".parquet", ".png", ".jpg", ".jpeg")
 
 
 def check_free(output: Path) -> None:
-    """Raise RunFolderError where the output or its contact sheet exists."""
+    """Raise RunFolderError where the output or its contact sheet exists, or UserError where it is
+    the name of another file than an NPZ file."""
+    if output.suffix.lower() in OTHER_FILES:
+        raise UserError(
+            f"--output {output}: rows are written as FILE.npz, or as PNG pictures into a folder. "
+            "Give one of these"
+        )
     for path in (output, _sheet_of(output)):
         if path.exists() or path.is_symlink():
             raise RunFolderError(f"{path} exists. Choose another --output")
@@ -28,7 +36,7 @@ def write_rows(made: SyntheticRows, output: Path) -> None:
     check_free(output)
     with atomic_files.writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-        if output.suffix == ".npz":
+        if _is_npz(output):
             buffer = io.BytesIO()
             np.savez_compressed(buffer, x=made.x, y=made.y, class_names=np.array(made.class_names))
             atomic_files.replace(output, buffer.getvalue())
@@ -61,4 +69,8 @@ def _write_pictures(made: SyntheticRows, folder: Path) -> None:
 def _sheet_of(output: Path) -> Path:
     """``contact_sheet.png`` in the folder of pictures; ``FILE.contact_sheet.png`` beside an NPZ
     file."""
-    return output.with_suffix(f".{SHEET}") if output.suffix == ".npz" else output / SHEET
+    return output.with_suffix(f".{SHEET}") if _is_npz(output) else output / SHEET
+
+
+def _is_npz(output: Path) -> bool:
+    return output.suffix.lower() == ".npz"

@@ -1,7 +1,8 @@
 """Labelled rows that the generator of a finished run makes of nothing, and what covers them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +63,19 @@ def generate_rows(
     ``confidence``.
 
     Raises:
-        UserError: no finished run with a generator, an unknown class, ``count`` below 1, or a row
-            of which the classifier was not confident in ``DRAWS`` draws.
+        UserError: no finished run with a generator, an unknown class, ``count`` or ``seed`` no
+            whole number or too small, or a row of which the classifier was not confident in
+            ``DRAWS`` draws.
         PrivacyError: the run is private, and nobody acknowledged what is not covered.
     """
-    if count < 1:
-        raise UserError(f"--count is {count}: give 1 or more")
-    if seed < 0:
-        raise UserError(f"--seed is {seed}: give 0 or more")
+    for name, value, least in (("count", count, 1), ("seed", seed, 0)):
+        if not isinstance(value, Integral) or value < least:
+            raise UserError(f"--{name} is {value!r}: give a whole number, {least} or more")
     if not 0 <= confidence < 1:
         raise UserError(f"--confidence is {confidence}: give a probability, 0 or more and below 1")
     config, results, card = _finished_run(folder)
     names = tuple(results["class_names"])
-    for name in classes or ():
-        if name not in names:
-            raise UserError(f"--classes {name}: {unknown('class', name, names)}")
+    asked = names if classes is None else _asked_classes(classes, names)
     covered_by = coverage_sentence(card)
     if card is not None and not acknowledge_query_rows:
         raise PrivacyError(
@@ -98,7 +97,7 @@ def generate_rows(
     state = algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
     generator = algorithm.generator(state)
     assert generator is not None
-    wanted = torch.tensor([names.index(name) for name in dict.fromkeys(classes or names)])
+    wanted = torch.tensor([names.index(name) for name in dict.fromkeys(asked)])
     labels = wanted[torch.arange(count) % len(wanted)]
     levels = _draw(generator, labels, names, shape, seed)
     for draw in range(1, DRAWS):
@@ -114,6 +113,19 @@ def generate_rows(
             f"draws, one of class {name}. Give less, or classes that the generator shows well"
         )
     return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by)
+
+
+def _asked_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:
+    """The names of the wanted classes. Raises UserError: none, a number, or an unknown name."""
+    asked = list(classes) if isinstance(classes, Iterable) else [classes]
+    if not asked:
+        raise UserError("--classes is empty: name a class, or leave it out for all")
+    for name in asked:
+        if not isinstance(name, str):
+            raise UserError(f"--classes has {name!r}: give names, which are text ({known[0]!r})")
+        if name not in known:
+            raise UserError(f"--classes {name}: {unknown('class', name, known)}")
+    return asked
 
 
 def _draw(

@@ -103,7 +103,7 @@ class GeneratorQuality:
     def measure(
         self, generator: ConditionalGenerator, predict: Callable[[Tensor], Tensor]
     ) -> dict[str, float]:
-        """All but the distance to training rows: docs/fedssl.md describes each.
+        """All but the distance to training rows: docs/synthetic_rows.md describes each.
 
         Args:
             generator: in eval mode, on the CPU.

@@ -182,6 +182,9 @@ FEDERATED: dict[str, tuple[dict[str, Any], str]] = {
         "rows of different forms or types: .* Make them alike",
     ),
     "kinds": ({"s0": (X, Y), "m0": (X, Y)}, "agents.support is 1"),
+    "labels at a query agent": ({"s0": (X, Y), "q0": (X, Y)}, "q0 has labels, .* Give x alone"),
+    "numbers": ({0: (X, Y)}, "agents is .*Give the rows of each agent by its name"),  # type: ignore[dict-item]
+    "a list": ([(X, Y)], "agents is .*Give the rows of each agent by its name"),  # type: ignore[dict-item]
 }
 
 
@@ -348,6 +351,8 @@ def test_published_classes_are_public_whatever_rows_are_tested(name: str, known:
     (lambda: Rows.from_frame(FRAME, "target", test=1.5), r"a share in \(0, 1\)"),
     (lambda: Rows.from_frame(FRAME, "target", columns=NO_COLUMNS), "columns: age is 3"),
     (lambda: Rows.from_frame(FRAME, "target", columns={"age": [80, 0]}), "columns: age is"),
+    (lambda: Rows.from_frame(FRAME, "target", columns=["age"]),  # type: ignore[arg-type]
+     r"columns is \['age'\]. Give bounds or categories for each column"),
     (lambda: Rows.from_frame(FRAME, "target", columns={"size": [0, 1]}), "has no size; it has"),
     (lambda: Rows.from_frame(
         Frame(x=[1.0, 1.0, None] * 4, label=[0, 1] * 6), columns={"x": [0, 1]}),

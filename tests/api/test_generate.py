@@ -52,11 +52,21 @@ def test_what_was_generated_can_be_predicted_and_trained_on(
 
 @pytest.mark.parametrize(
     ("count", "more", "said"),
-    [(0, {}, "count is 0"), (2, {"classes": ["x"]}, "unknown class"), (2, {"seed": -1}, "seed")],
+    [
+        (0, {}, "count is 0"),
+        (2.0, {}, r"count is 2\.0: give a whole number, 1 or more"),
+        ("2", {}, "count is '2'"),
+        (2, {"classes": ["x"]}, "unknown class"),
+        (2, {"classes": [1]}, "classes has 1: give names, which are text"),
+        (2, {"classes": 1}, "classes has 1"),
+        (2, {"classes": []}, "classes is empty"),
+        (2, {"seed": -1}, "seed"),
+        (2, {"seed": 0.5}, r"seed is 0\.5"),
+    ],
 )
-def test_mistakes_are_user_errors(run: privssl.Run, count: int, more: object, said: str) -> None:
+def test_mistakes_are_user_errors(run: privssl.Run, count: Any, more: Any, said: str) -> None:
     with pytest.raises(privssl.UserError, match=said):
-        run.generate(count, **more)  # type: ignore[arg-type]
+        run.generate(count, **more)
 
 
 def test_rows_of_a_table_are_made_as_the_network_takes_them(tmp_path: Path) -> None:

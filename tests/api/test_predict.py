@@ -198,6 +198,13 @@ def test_what_is_no_finished_run_is_one_error(
         privssl.open_run(broken).classifier()
 
 
+def test_a_model_that_is_no_network_is_refused_when_the_run_is_opened(
+    npz: tuple[privssl.Run, Path],
+) -> None:
+    with pytest.raises(privssl.UserError, match=r"model is 5\. Give a torch\.nn\.Module class"):
+        privssl.open_run(npz[0].folder, model=5)  # type: ignore[arg-type]
+
+
 WRONG_ROWS = [
     (X_TEST[..., :1], r"the shape \(1, 8, 8\), .* trained on \(3, 8, 8\)"),
     (X_TEST[:, :4], r"the shape \(3, 4, 8\)"),
@@ -205,6 +212,7 @@ WRONG_ROWS = [
     (X_TEST * 9, r"floats in \[0, 1\]"),
     (["a.png"], "Give numbers"),
     (None, "predict"),
+    (5, r"5 is one value. Give rows"),
 ]
 
 
@@ -222,6 +230,8 @@ def test_wrong_labels_are_one_error(npz: tuple[privssl.Run, Path]) -> None:
         (Y_TEST + 1, "labels go from 1 to 3, and classes from 0 to 2"),
         (Y_TEST * 1.0, "labels are float64"),
         (["wolf"] * 30, "knows no class wolf"),
+        (None, r"labels are object of shape \(\)"),
+        ("wolf", r"labels are <U4 of shape \(\)"),
     ):
         with pytest.raises(privssl.UserError, match=message):
             npz[0].evaluate(X_TEST, y)
@@ -254,5 +264,7 @@ def test_inputs_that_cannot_be_read_are_one_error(
     np.save(tmp_path / "rows.npy", X_TEST)
     text = called(evaluate.main, capfd, run.folder, tmp_path / "rows.npy", status=2)
     assert "single array. Save x and y, or x_test and y_test with numpy.savez_compressed" in text
+    shutil.copy(tmp_path / "rows.npy", tmp_path / "ROWS.NPY")
+    assert "Traceback" not in called(predict.main, capfd, run.folder, tmp_path / "ROWS.NPY")
     text = called(predict.main, capfd, tmp_path / "rows.npy", tmp_path / "rows.npy", status=2)
     assert "rows.npy has no results.json: it is no run" in text  # a file is no run folder

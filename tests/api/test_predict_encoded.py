@@ -173,6 +173,15 @@ def test_predictions_are_right_as_often_as_the_run_says(
     )
 
 
+def test_a_folder_for_a_run_on_a_table_is_refused_by_what_its_rows_are(
+    made: dict[str, Made], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, path, _ = made["table"]
+    for command in (predict.main, evaluate.main):
+        assert command([str(run.folder), str(path.parent)]) == 2
+        assert "not trained on pictures, but on a table: a CSV file" in capfd.readouterr().err
+
+
 def test_texts_tables_and_pictures_are_predicted_from_python(made: dict[str, Made]) -> None:
     run, path, _ = made["table"]
     lines = lines_of(path.read_text(encoding="utf-8"))

@@ -238,6 +238,15 @@ def test_a_config_that_is_no_file_and_no_mapping_is_one_error() -> None:
         privssl.train(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("overrides", ["run.seed=1", 1, [1]])
+def test_overrides_that_are_no_mapping_and_no_list_of_text_are_one_error(
+    overrides: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(privssl.UserError, match=r"overrides is .* Give \{.* or a list of"):
+        privssl.load(config(tmp_path), overrides)
+    assert privssl.load(config(tmp_path), ["run.seed=1"]).config.run.seed == 1  # the control
+
+
 def test_a_private_run_tells_no_hash_of_its_rows_and_goes_on_with_them_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

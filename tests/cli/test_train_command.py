@@ -145,6 +145,8 @@ def test_a_config_that_is_not_there_is_named(
 
     assert_refused(command("absent.yaml"), "absent.yaml: no such file")
     assert_refused(command("configs"), "configs: a folder, not a config file", "no YAML file")
+    no_run = "configs is not the folder of a run. Give one that a run named at its end"
+    assert_refused(command("--resume", "configs"), no_run)
 
 
 def test_data_that_is_missing_without_a_network_comes_with_the_command_that_gets_it(

@@ -641,6 +641,12 @@ def test_a_folder_that_is_no_run_is_left_as_it_is(here: Place) -> None:
     assert precious.read_text() == "years of work"
 
 
+def test_a_file_in_place_of_the_output_folder_is_refused_by_the_flag(here: Place) -> None:
+    here.output.write_text("mine")
+    assert_refused(here.compare(), "Not a directory", "another --output")
+    assert here.output.read_text() == "mine"
+
+
 @pytest.mark.parametrize("seeds", ["0", "-1", "1,1", "a", "1;2", "", "²"])
 def test_seeds_that_are_none_are_a_mistake(here: Place, seeds: str) -> None:
     with pytest.raises(SystemExit) as stopped, contextlib.redirect_stderr(io.StringIO()) as err:

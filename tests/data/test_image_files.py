@@ -244,6 +244,16 @@ def test_every_file_that_is_not_read_is_counted_by_its_reason(
     )
 
 
+def test_a_linked_folder_of_a_class_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, plainly)
+    (tmp_path / "train/b").rename(tmp_path / "elsewhere")
+    (tmp_path / "train/b").symlink_to(tmp_path / "elsewhere")
+    assert read(tmp_path).y_train.tolist() == [0, 0, 1, 1]
+    assert "linked folders" not in said(caplog)
+
+
 # Colour in private runs ---------------------------------------------------------------------------
 
 

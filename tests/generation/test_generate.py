@@ -98,9 +98,10 @@ def test_pictures_lie_in_folders_of_their_classes(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--count", 0), ("--count is 0", "give 1 or more")),
+        (("--count", 0), ("--count is 0", "1 or more")),
         (("--count", -3), ("--count is -3",)),
         (("--count", 2, "--classes", "3,x"), ("--classes", "unknown class")),
+        (("--count", 2, "--classes", ""), ("--classes", "unknown class")),
         (("--count", 2, "--seed", -1), ("--seed is -1",)),
         (("--count", 2, "--confidence", 1), ("--confidence is 1.0", "below 1")),
         (("--count", 2, "--confidence", "nan"), ("--confidence is nan",)),
@@ -114,6 +115,25 @@ def test_a_mistake_in_the_command_is_said_and_nothing_is_written(
 ) -> None:
     assert_refused(command(runs(PLAIN), *arguments, "--output", tmp_path / "x.npz"), *said)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["rows.npy", "rows.csv", "rows.PNG"])
+def test_the_name_of_another_file_is_no_folder_of_pictures(
+    name: str, runs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    refused = command(runs(PLAIN), "--count", 2, "--output", tmp_path / name)
+    assert_refused(refused, name, "FILE.npz, or as PNG pictures into a folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_npz_file_in_capitals_is_a_file_and_spaces_between_classes_do_not_matter(
+    runs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.NPZ"
+    made = command(runs(PLAIN), "--count", 2, "--classes", "3, 8", "--output", out)
+    assert made.status == 0, made
+    with np.load(out, allow_pickle=False) as file:
+        assert file["y"].tolist() == [3, 8]
 
 
 def test_what_exists_is_not_replaced(runs: Callable[[str], Path], tmp_path: Path) -> None:

@@ -216,7 +216,10 @@ def test_a_column_that_the_test_rows_lack_is_named(tmp_path: Path) -> None:
         ("size: [0, 1, absent]", "size is .* with missing as a third"),
         ("size: [0, missing]", "size is"),
         ("label: [a, b]\nsize: [0, 1]", "declares label"),
-        ("[", "cannot be read as YAML"),
+        ("[", r"columns\.yaml, line 1: cannot be read as YAML"),
+        ("size: [0, 1]\nsize: [0, 9]", "line 2: size: given twice: first on line 1"),
+        ("colour: [red, red]", "colour has the category 'red' twice"),
+        ("colour: [on, off]", "line 1: colour: 'on' is true or false to YAML. .* in quotes"),
         ("", "give a line for each column"),
         ("width: [0, 1]", "has no column width; .* and correct the columns in .*columns.yaml"),
     ],
@@ -228,6 +231,26 @@ def test_what_is_wrong_with_declared_columns_is_said(
     (tmp_path / "columns.yaml").write_text(content)
     with pytest.raises(DataError, match=said):
         read_table(tmp_path, label="label", columns=tmp_path / "columns.yaml")
+
+
+def test_bounds_with_an_exponent_are_numbers_and_in_quotes_categories(tmp_path: Path) -> None:
+    rows = [("label", "size"), ("a", "250"), ("b", "1e3")]
+    for part in ("train", "test"):
+        save(tmp_path, part, rows)
+    (tmp_path / "columns.yaml").write_text("size: [0, 1e3]")
+    found = read_table(tmp_path, label="label", columns=tmp_path / "columns.yaml")
+    assert found.x_train.tolist() == [[-0.5], [1.0]]
+    (tmp_path / "columns.yaml").write_text("size: ['250', '1e3']")
+    found = read_table(tmp_path, label="label", columns=tmp_path / "columns.yaml")
+    assert found.x_train.tolist() == [[1.0, -1.0], [-1.0, 1.0]]
+
+
+def test_a_column_named_as_a_word_of_yaml_is_declared_by_its_name(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        save(tmp_path, part, [("label", "yes"), ("a", 0), ("b", 1)])
+    (tmp_path / "columns.yaml").write_text("yes: [0, 1]")
+    found = read_table(tmp_path, label="label", columns=tmp_path / "columns.yaml")
+    assert found.x_train.tolist() == [[-1.0], [1.0]]
 
 
 def test_a_column_with_as_many_words_as_numbers_is_a_category(tmp_path: Path) -> None:
