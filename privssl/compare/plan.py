@@ -84,6 +84,11 @@ def load_configs(arguments: Sequence[str], vary: Sequence[str] = ()) -> list[Con
                 f"{other.source} and {config.source} both have the name {config.run.name}, which "
                 "names the folders of their runs. Give one another run.name in its file"
             )
+    unnamed = [dataclasses.replace(c, run=dataclasses.replace(c.run, name="")) for c in loaded]
+    for (one, this), (other, that) in itertools.combinations(zip(loaded, unnamed, strict=True), 2):
+        if this == that and one.source == other.source:
+            names = f"{one.run.name} and {other.run.name}"
+            raise ConfigError(f"--vary: {names} are the same runs. Give each value once")
     return loaded
 
 

@@ -2,7 +2,8 @@
 
 The run lies in ``runs/reproduce/TABLE/CELL/SEED``, and is removed once it is stored. Beside it lie
 SEED.lock, which two processes cannot have at once; SEED.log, what the run printed; and SEED.json:
-with which code it was begun and what its sessions cost.
+with which code it was begun and what its sessions cost. Cells that are the same run share a lock
+too, in ``runs/reproduce/.locks``.
 """
 
 import fcntl
@@ -24,7 +25,7 @@ from privssl.errors import RunFolderError, UserError
 from privssl.experiment.config import Config
 from privssl.experiment.plugin_names import imports_of
 from privssl.reproduce.machine import commit_of, processor
-from privssl.reproduce.store import Entry, Measured, Store
+from privssl.reproduce.store import Entry, Measured, Store, config_hash
 from privssl.reproduce.tables import Cell
 from privssl.runs import resume
 from privssl.runtime.process import INTERRUPTED, defer_interrupts
@@ -127,7 +128,8 @@ class Runner:
     def run(
         self, cell: Cell, seed: int, until: float = float("inf")
     ) -> Entry | Literal["busy", "stopped"]:
-        """The stored entry; or another process has the cell; or time was up.
+        """The stored entry; or another process has the cell, or one that is the same run; or time
+        was up.
 
         Raises:
             CellError: the run ended without a result.
@@ -144,9 +146,19 @@ class Runner:
                 entry = self._store.read(cell, seed)
                 assert entry is not None
                 return entry
-            if (same := self._store.equal_entry(cell, seed)) is not None:
-                return self._store.share(cell, seed, same)
-            return self._run(cell, seed, folder, lock, until)
+            with _locked(self._lock_of_run(cell, seed)) as only:
+                if only is None:
+                    return "busy"
+                if (same := self._store.equal_entry(cell, seed)) is not None:
+                    return self._store.share(cell, seed, same)
+                return self._run(cell, seed, folder, lock, until)
+
+    def _lock_of_run(self, cell: Cell, seed: int) -> Path:
+        """The file that all cells lock that are the same run."""
+        path = self._root / RUNS / ".locks" / f"{config_hash(self._store.config(cell, seed))}.lock"
+        with atomic_files.writing(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return path
 
     def _run(
         self, cell: Cell, seed: int, folder: Path, lock: int, until: float

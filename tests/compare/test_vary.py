@@ -223,6 +223,7 @@ def test_one_seed_has_no_difference_with_an_interval() -> None:
         (["rounds=1,2"], "write section.key=a,b,c"),
         (["algorithm.rounds=1,,2"], "write section.key=a,b,c"),
         (["algorithm.rounds=1,2,1"], "give each value once"),
+        (["algorithm.learning_rate=0.1,1.0e-1"], "are the same runs. Give each value once"),
         (["algorithm.rounds=1,2", "algorithm.rounds=3"], "is given twice"),
         (["run.seed=1,2"], "use --seeds"),
         (["run.name=a,b"], "--vary run.name"),

@@ -113,15 +113,22 @@ def test_cells_that_are_the_same_run_are_run_once(clone: Clone) -> None:
     clone.change("Pseudo (all):", "Again:")
     clone.change('"Pseudo (all)"', "Again")
     again = cell(clone, "Again")
-    first = runner(clone).run(cell(clone), 0)
-    assert isinstance(first, dict)
+    outcomes: list[object] = []
+
+    def beside_another(*arguments: Any) -> Ended:
+        outcomes.append(runner(clone).run(again, 0))
+        outcomes.append(type(runner(clone).run(again, 1)))  # the control: another seed
+        return train_here(*arguments)
+
+    first = runner(clone, beside_another).run(cell(clone), 0)
+    assert isinstance(first, dict) and outcomes == ["busy", dict]
 
     shared = Runner(clone.root, clone.store, train=_never).run(again, 0)
     assert isinstance(shared, dict)
     assert (shared["row"], shared["value"]) == ("Again", first["value"])
     assert shared["same_run_as"] == "small: Supervise/40 labels, 2 + 2"
     assert clone.store.state(again, 0) == "measured"
-    for column, seed in (("20 labels", 0), ("40 labels, 2 + 2", 1)):  # the controls
+    for column, seed in (("20 labels", 0), ("40 labels, 2 + 2", 2)):  # the controls
         with pytest.raises(AssertionError, match="not the same run"):
             Runner(clone.root, clone.store, train=_never).run(cell(clone, "Again", column), seed)
 
