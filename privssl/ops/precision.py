@@ -81,10 +81,13 @@ def _narrow(kind: type[nn.Module]) -> type:
                 if isinstance(module, nn.GroupNorm):
                     module.register_forward_pre_hook(upcast)
 
-        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        def forward(self, x: Tensor, *others: Any) -> Tensor | tuple[Tensor, ...]:
             with torch.autocast(x.device.type, torch.bfloat16):
-                out: Tensor = super().forward(x, *others)
-            return out.float()
+                out = super().forward(x, *others)
+            if isinstance(out, tuple):  # images of a variational generator, and costs of codes
+                return tuple(part.float() for part in out)
+            found: Tensor = out.float()
+            return found
 
     Narrow.__name__ = Narrow.__qualname__ = f"Narrow{kind.__name__}"
     return Narrow

@@ -48,6 +48,16 @@ NEEDS: dict[str, dict[str, Any]] = {
     },
     "fedrgd": {"threshold": 0.0, "local_epochs": 1},
 }
+SYNTHETIC: dict[str, Any] = {
+    "gate": 0.0,
+    "warm_up": 0,
+    "generator": "variational",
+    "weight_real": 0.0,
+    "weight_guidance": 0.0,
+    "weight_mix": 0.0,
+    "generator_at": "query",
+    "synthetic_share": 0.5,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, NEEDS.get(name, {})) for name in ALGORITHMS},
     "fedssl, gate open": ("fedssl", {"gate": 0.0, "mix_every": 1, "warm_up": 0}),
@@ -55,19 +65,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fedssl, in turn": ("fedssl", {"updates": "in_turn", "gate": 0.0, "warm_up": 0}),
     "fedssl, F by SGD": ("fedssl", {"optimiser": "sgd", "gate": 0.0, "warm_up": 0}),
     "fedssl, as printed": ("fedssl", {"gate": 0.0, "real_rows": False, "judge": "target"}),
-    "fedssl, synthetic rows": (
-        "fedssl",
-        {
-            "gate": 0.0,
-            "warm_up": 0,
-            "generator": "variational",
-            "weight_real": 0.0,
-            "weight_guidance": 0.0,
-            "weight_mix": 0.0,
-            "generator_at": "query",
-            "synthetic_share": 0.5,
-        },
-    ),
+    "fedssl, synthetic rows": ("fedssl", SYNTHETIC),
+    "fedssl, synthetic rows, bfloat16": ("fedssl", SYNTHETIC | {"precision": "bfloat16"}),
     "fedssl, bfloat16": ("fedssl", {"gate": 0.0, "warm_up": 0, "precision": "bfloat16"}),
     "fedmatch, bfloat16": ("fedmatch", {"threshold": 0.0, "precision": "bfloat16"}),
     "pseudo, batch norm": ("pseudo", {"norm": "batch", "warm_up": 0}),
