@@ -79,7 +79,8 @@ def claim(
 
     Raises:
         LedgerError: a row is under another account already, or was or would be used without
-            protection, and nothing was claimed; or the registry cannot be read or written.
+            protection, or the rows of some journal are missing, and nothing was claimed; or the
+            registry cannot be read or written.
     """
     registry = folder / "registry"
     for agent in holdings:
@@ -87,8 +88,9 @@ def claim(
     try:
         make_directory(registry)
         with _lock(registry):
-            key = _key(registry)
             known = {path.stem: _read_known(path) for path in sorted(registry.glob("*.rows"))}
+            _refuse_lost_rows(folder, known)
+            key = _key(registry)
             beside = _unprotected(registry, begun=bool(known))
             beside_now = (beside or set()) | _fingerprints(key, bare)
             fresh = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
@@ -121,6 +123,16 @@ def refuse_partial_account(folder: Path, agent: str) -> None:
         raise LedgerError(
             f"{rows}: missing, though {journal} is there. Without it nobody knows which rows have "
             "an account, or were used without protection: copy the whole folder"
+        )
+
+
+def _refuse_lost_rows(folder: Path, known: Iterable[str]) -> None:
+    """Rows are put down before their journal is made, also those of agents of other runs."""
+    there = {path.stem for path in folder.glob("*.jsonl")}
+    for agent in sorted(there - set(known)):
+        raise LedgerError(
+            f"{folder / 'registry' / agent}.rows: missing, though {agent}.jsonl is there. Without "
+            "it nobody knows which rows have an account: copy the whole folder"
         )
 
 

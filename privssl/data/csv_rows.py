@@ -59,10 +59,12 @@ class Part:
 
 
 def read_texts(
-    root: Path, *, text: str, label: str, classes: tuple[str, ...] | None = None
-) -> Texts:
-    """The texts of two files. ``classes``: see :func:`read_table`. Raises DataError."""
-    train = _read_part(root / "train.csv", label, (text,))
+    root: Path, *, text: str, label: str, classes: tuple[str, ...] | None = None,
+    may_be_empty: bool = False,
+) -> Texts:  # fmt: skip
+    """The texts of two files. ``classes``, ``may_be_empty``: see :func:`read_table`. Raises
+    DataError."""
+    train = _read_part(root / "train.csv", label, (text,), may_be_empty=may_be_empty)
     names = classes or _class_names(train)
     test = _no_rows(train) if classes else _read_part(root / "test.csv", label, (text,))
     return Texts(
@@ -105,14 +107,16 @@ def clean_tweet(text: str) -> str:
 
 
 def read_table(
-    root: Path, *, label: str, columns: Path | None, classes: tuple[str, ...] | None = None
-) -> Arrays:
+    root: Path, *, label: str, columns: Path | None, classes: tuple[str, ...] | None = None,
+    may_be_empty: bool = False,
+) -> Arrays:  # fmt: skip
     """The numbers of two files. Records go by their fields, whatever the scales are.
 
     Args:
         columns: a YAML file of bounds and categories (``declared_columns``); None: from the
             training rows.
         classes: all classes; then test.csv is not read. None: those of the training rows.
+        may_be_empty: whether train.csv may have no row, where columns and classes are given.
 
     Raises:
         DataError: a file or column is missing, or a value is no finite number.
@@ -120,7 +124,7 @@ def read_table(
     declared = None if columns is None else read_columns(columns, label)
     wanted = None if declared is None else tuple(declared)
     advice = COLUMNS if columns is None else f"{COLUMNS}, and correct the columns in {columns}"
-    train = _read_part(root / "train.csv", label, wanted, advice)
+    train = _read_part(root / "train.csv", label, wanted, advice, may_be_empty=may_be_empty)
     scales = declared or scales_of(train)
     if classes:
         return table_of(train, _no_rows(train), scales, classes)
@@ -178,7 +182,7 @@ def read_new(path: Path, columns: Sequence[str], label: str | None) -> Part:
 
 def _read_part(
     path: Path, label: str | None, wanted: Sequence[str] | None,
-    advice: str = f"{COLUMNS}, and data.text to that of texts",
+    advice: str = f"{COLUMNS}, and data.text to that of texts", *, may_be_empty: bool = False,
 ) -> Part:  # fmt: skip
     """One file; ``wanted``: its columns, all but the label if None. Raises DataError.
 
@@ -217,7 +221,7 @@ def _read_part(
         raise DataError(
             f"{path} has no column {', '.join(absent)}; it has {', '.join(header)}. {advice}"
         )
-    if not rows:
+    if not (rows or may_be_empty):
         raise DataError(f"{path} has no rows. Give at least one")
     by_name = {name: [row[place] for row in rows] for place, name in enumerate(header)}
     records = _records([n for n in sorted(header) if n != label], by_name)

@@ -88,9 +88,17 @@ class Dataset:
         return {"rows": form, "class_names": list(self.class_names)}
 
 
-def load_dataset(settings: DataSettings, classes: tuple[str, ...] | None = None) -> Dataset:
-    """Read the data set that a config names. ``classes``: all of them, where a site has training
-    rows alone. Raises DataError: it is missing, damaged, or not in its format."""
+def load_dataset(
+    settings: DataSettings, classes: tuple[str, ...] | None = None, *, may_be_empty: bool = False
+) -> Dataset:
+    """Read the data set that a config names. Raises DataError: it is missing, damaged, or not in
+    its format.
+
+    Args:
+        classes: all of them, where a site has training rows alone.
+        may_be_empty: whether such a site's table may have no row: where their number is private, an
+            error would tell it.
+    """
     if classes is not None and settings.name not in ("csv", "image_folder"):
         raise DataError(
             f"classes are declared, and rows of {settings.name} have their own. Leave them out, or "
@@ -102,7 +110,7 @@ def load_dataset(settings: DataSettings, classes: tuple[str, ...] | None = None)
     recorder = BufferingHandler(capacity=10**6)
     log.addHandler(recorder)
     try:
-        arrays = _read(settings, classes)
+        arrays = _read(settings, classes, may_be_empty=may_be_empty)
     finally:
         log.removeHandler(recorder)
     said = tuple(recorder.buffer)
@@ -247,7 +255,9 @@ def checksum(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def _read(settings: DataSettings, classes: tuple[str, ...] | None) -> Arrays | Texts:
+def _read(
+    settings: DataSettings, classes: tuple[str, ...] | None, *, may_be_empty: bool
+) -> Arrays | Texts:
     built_in: dict[str, Callable[[], Arrays]] = {"digits": _digits, "toy": _toy}
     if settings.name in built_in:
         return built_in[settings.name]()
@@ -263,10 +273,15 @@ def _read(settings: DataSettings, classes: tuple[str, ...] | None) -> Arrays | T
     if settings.name == "sent140":
         return read_sent140(root)
     if settings.text:
-        return read_texts(root, text=settings.text, label=settings.label, classes=classes)
+        return read_texts(
+            root, text=settings.text, label=settings.label, classes=classes,
+            may_be_empty=may_be_empty,
+        )  # fmt: skip
     if settings.name == "csv":
         columns = expand_path("columns", settings.columns) if settings.columns else None
-        arrays = read_table(root, label=settings.label, columns=columns, classes=classes)
+        arrays = read_table(
+            root, label=settings.label, columns=columns, classes=classes, may_be_empty=may_be_empty
+        )
     else:
         npz = settings.name == "npz"
         arrays = read_npz(root) if npz else read_folder(root, settings.image_size, classes)

@@ -20,7 +20,8 @@ def check_warm_start(config: Config, split: Manifest) -> Iterator[str]:
     A file that was moved out of its run's folder cannot be told from a public one.
 
     Raises:
-        PrivacyError: that run used labelled rows of this one without protection.
+        PrivacyError: that run used labelled rows of this one without protection; or one of both
+            drew test rows, so that their row numbers are not of the same rows.
     """
     if config.privacy is None:
         return
@@ -39,6 +40,7 @@ def _warnings_of(key: str, file: Path, split: Manifest) -> Iterator[str]:
         return
     former = read_manifest(run / SPLIT)
     if former.checksum != split.checksum:
+        yield from _of_other_files(key, run, former, split)
         return
     mine = set(chain.from_iterable(held.labelled for held in split.agents.values()))
     bare = set(former.validation).union(*(held.unlabelled for held in former.agents.values()))
@@ -57,6 +59,23 @@ def _warnings_of(key: str, file: Path, split: Manifest) -> Iterator[str]:
             "claim is about this run alone: for these rows the epsilons and deltas of both add up. "
             "With privacy.ledger one account counts both"
         )
+
+
+def _of_other_files(key: str, run: Path, former: Manifest, split: Manifest) -> Iterator[str]:
+    """Of runs whose row numbers cannot be compared; nothing where the data have another name."""
+    if former.dataset != split.dataset:
+        return
+    advice = f"Leave {key} out, or copy the file elsewhere if it has not seen these rows"
+    if any(one.settings.get("test") is not None for one in (former, split)):
+        raise PrivacyError(
+            f"{key} is of the run {run} on {former.dataset}, and one of both runs drew its test "
+            "rows (data.test), so whether that run used labelled rows of this one without "
+            f"protection is unknown. {advice}"
+        )
+    yield (
+        f"{key} is of the run {run} on other rows of {former.dataset}. Whether labelled rows of "
+        f"this run are among them was not looked at, and the claim takes them as public. {advice}"
+    )
 
 
 def _has_guarantee(run: Path) -> bool:

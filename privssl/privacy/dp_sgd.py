@@ -170,7 +170,8 @@ class PrivateTraining:
         """``networks``: the protected ones; frozen ones belong to the row loss.
 
         Raises:
-            PrivacyError: one has buffers, which would be sent without noise; two share a parameter,
+            PrivacyError: one has buffers, which would be sent without noise; parameters() of one
+                are not those of named_parameters(); two share a parameter,
                 whose gradient would be clipped as two; matrix products are rounded, so a row could
                 exceed its measured norm; or a kernel for clipping or noise fails its self-test.
         """
@@ -183,6 +184,12 @@ class PrivateTraining:
         self._plan = plan
         self._parameters = {name: dict(net.named_parameters()) for name, net in networks.items()}
         parameters = [p for net in networks.values() for p in net.parameters()]
+        named = [p for of in self._parameters.values() for p in of.values()]
+        if {id(p) for p in named} != {id(p) for p in parameters}:
+            raise PrivacyError(
+                f"parameters() and named_parameters() of {', '.join(networks)} differ, so a "
+                "step would not know to which ones it adds noise. Override neither"
+            )
         if len({id(p) for p in parameters}) < len(parameters):
             raise PrivacyError(
                 f"{', '.join(networks)} share a parameter: protect one network of it"

@@ -52,11 +52,24 @@ def refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
         network: in any mode. shape: of a row.
 
     Raises:
-        PrivacyError: a call changes what the same rows give later, or an attribute of a layer.
+        PrivacyError: a call changes what the same rows give later, in training or in evaluation, or
+            an attribute of a layer.
     """
+    one = torch.linspace(-1, 1, 3 * prod(shape)).view(3, *shape)
+    with torch.no_grad():
+        evaluated = network.eval()(one)
     for with_gradients in (False, True):  # some remember in training alone
         with torch.set_grad_enabled(with_gradients):
             _refuse_memory(network.train(), shape)
+    # Running statistics may lie in any object, and be used in evaluation alone.
+    with torch.no_grad():
+        if not torch.equal(network.eval()(one), evaluated):
+            raise PrivacyError(
+                "the network keeps something of the rows that it is trained on, and uses it in "
+                "evaluation (running statistics?): it would be released without noise. Use one "
+                "whose output depends on its weights and its input alone"
+            )
+    network.train()
 
 
 def _refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:

@@ -171,6 +171,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
             f"{site.source}: rows.arrays has no columns, and {config.source} has a table. Give "
             "rows.root, a folder with train.csv, so that data.columns scales all sites alike"
         )
+    _check_number_hidden(site, config)
     if site.rows.arrays:
         return _from_arrays(site, config, labelled=labelled, unlabelled=unlabelled)
     if site.rows.root and config.data.name in BUILT_IN:
@@ -180,7 +181,10 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
         )
     root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
     declared = None if site.rows.classes is None else _class_names(site)
-    dataset = datasets.load_dataset(dataclasses.replace(config.data, root=root), declared)
+    dataset = datasets.load_dataset(
+        dataclasses.replace(config.data, root=root), declared,
+        may_be_empty=labelled and _count_is_private(config),
+    )  # fmt: skip
     refuse_classes_of_labels_alone(config, dataset)
     everything = tuple(range(len(dataset.y_train)))
     known = tuple(torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist())
@@ -212,6 +216,24 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
         others = UnlabelledRows(x, without, origin)
     encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.checksum
     return _Held(mine, others, dataset.class_names, dataset.shape, encoder, dataset.scales)
+
+
+def _check_number_hidden(site: SiteConfig, config: Config) -> None:
+    """Refuse own rows from which the form of all rows would follow, where their number is private:
+    a site with one row would start, and one without would not."""
+    own = site.site.role != "query" and site.rows.root and not site.rows.split
+    if not (own and _count_is_private(config)):
+        return
+    if config.data.name != "csv":
+        raise ConfigError(
+            f"{site.source}: privacy.record_counts of {config.source} is private, and whether rows "
+            f"of {config.data.name} can be read tells whether there are any. Give rows.arrays"
+        )
+    if site.rows.classes is None:
+        raise ConfigError(
+            f"{site.source}: privacy.record_counts of {config.source} is private, and class names "
+            "would follow from labelled rows. Give them all in rows.classes"
+        )
 
 
 def _count_is_private(config: Config) -> bool:

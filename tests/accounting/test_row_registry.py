@@ -41,6 +41,27 @@ def test_the_same_rows_under_the_same_id_are_fine_again(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+def test_where_the_rows_of_another_agents_account_are_missing_nothing_is_claimed(
+    tmp_path: Path,
+) -> None:
+    """s1 is of no later run, and its rows must not get a second budget under s0."""
+    claim(tmp_path, {"s0": [A], "s1": [B]})
+    for agent in ("s0", "s1"):
+        (tmp_path / f"{agent}.jsonl").touch()
+    claim(tmp_path, {"s0": [A, C]})  # the control: nothing is missing
+    lost = tmp_path / "registry" / "s1.rows"
+    kept = lost.read_bytes()
+    lost.unlink()
+    before = contents(tmp_path)
+    for holdings in ({"s0": [B]}, {}):
+        with pytest.raises(LedgerError, match=r"s1\.rows: missing, though s1\.jsonl is there"):
+            claim(tmp_path, holdings)
+    assert contents(tmp_path) == before
+    lost.write_bytes(kept)
+    with pytest.raises(LedgerError, match="would be in the accounts of s0 and of s1"):
+        claim(tmp_path, {"s0": [B]})
+
+
 def test_rows_may_join_an_account_and_none_leaves_it(tmp_path: Path) -> None:
     claim(tmp_path, {"s0": [A]})
     claim(tmp_path, {"s0": [B]})

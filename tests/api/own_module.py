@@ -1,6 +1,7 @@
 """A module of a user's, whose networks configs name as ``tests.api.own_module:Name``."""
 
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +165,36 @@ class Queueing(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.queue.append(x.detach())
         return super().forward(x)
+
+
+class _Mean:
+    """A running mean, as other projects have it: no tensor of a layer."""
+
+    value = torch.zeros(())
+
+    def update(self, x: Tensor) -> None:
+        self.value = 0.5 * self.value + 0.5 * x.detach().mean()
+
+
+class Centring(_Linear):
+    """Centres each row in training, and by a running mean in evaluation."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.mean = _Mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x - self.mean.value)
+        self.mean.update(x)
+        return super().forward(x - x.mean(dim=(1, 2, 3), keepdim=True))
+
+
+class Halving(_Linear):
+    """Lists half of its parameters to optimisers."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return iter([*super().parameters(recurse)][:1])
 
 
 class Counting(_Linear):

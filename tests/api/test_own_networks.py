@@ -213,6 +213,8 @@ REFUSED = {
     "Training": r"keeps something from one call to the next \(last",
     "Queueing": r"keeps something from one call to the next \(\.?queue",
     "Counting": r"keeps something from one call to the next \(calls\)",
+    "Centring": "keeps something of the rows that it is trained on, and uses it in evaluation",
+    "Halving": r"parameters\(\) and named_parameters\(\) of F differ",
     "Branching": "gradient of a single row cannot be computed",
     "Buffered": "its buffers would be sent without noise",
     "InPlace": "is changed in place",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
+from privssl.data import split_manifest
 from privssl.errors import PrivacyError
 from privssl.experiment.config import load_config
 from privssl.experiment.prepare import Prepared, prepare
@@ -57,6 +58,38 @@ def test_weights_of_a_run_on_other_rows_may_begin_a_private_run(tmp_path: Path) 
     other.write(split)
     assert not any(
         "model.weights" in said for said in prepared(tmp_path, *PRIVATE, weights).warnings
+    )
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [(("data.test=300",), ()), (("data.test=300",), ("data.test=300", "run.seed=1")),
+     ((), ("data.test=300",))],
+    ids=["former run", "both, differently", "this run"],
+)  # fmt: skip
+def test_weights_of_a_run_that_drew_other_test_rows_of_the_same_data_are_refused(
+    tmp_path: Path, former: tuple[str, ...], now: tuple[str, ...]
+) -> None:
+    """Drawing test rows numbers the others anew, so that checksums and row numbers differ."""
+    weights = weights_of_a_run(tmp_path, *former)
+    with pytest.raises(PrivacyError, match=r"drew its test rows \(data\.test\).* is unknown"):
+        prepared(tmp_path, *PRIVATE, *now, weights)
+    prepared(tmp_path, *now, weights)  # the control: without a claim anything goes
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(Path(weights.removeprefix("model.weights=")).read_bytes())
+    prepared(tmp_path, *PRIVATE, *now, f"model.weights={copy}")
+
+
+def test_a_private_run_warns_of_weights_of_a_run_on_another_version_of_its_data(
+    tmp_path: Path,
+) -> None:
+    weights = weights_of_a_run(tmp_path)
+    split = tmp_path / "former" / "split.json"
+    found = split_manifest.read_manifest(split)
+    dataclasses.replace(found, checksum="0" * 64).write(split)
+    assert any(
+        "is of the run" in said and "was not looked at" in said
+        for said in prepared(tmp_path, *PRIVATE, weights).warnings
     )
 
 

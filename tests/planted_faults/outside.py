@@ -224,6 +224,59 @@ FAULTS: tuple[Fault, ...] = (
         (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Counting]",),
     ),
     Fault(
+        "a private run takes a network that remembers rows for evaluation",
+        (
+            (
+                "privssl/privacy/independence.py",
+                "        if not torch.equal(network.eval()(one), evaluated):\n",
+                "        if False:\n",
+            ),
+        ),
+        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Centring]",),
+    ),
+    Fault(
+        "a private step gets some of a network's parameters",
+        (
+            (
+                "privssl/privacy/dp_sgd.py",
+                "        if {id(p) for p in named} != {id(p) for p in parameters}:\n",
+                "        if False:\n",
+            ),
+        ),
+        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Halving]",),
+    ),
+    Fault(
+        "a site without a row does not start where the number of rows is private",
+        (
+            (
+                "privssl/data/csv_rows.py",
+                "    if not (rows or may_be_empty):\n",
+                "    if not rows:\n",
+            ),
+        ),
+        (
+            IN_SITE_ROWS
+            + "whether_a_site_with_a_table_has_a_row_decides_nothing_that_it_refuses[0]",
+        ),
+    ),
+    Fault(
+        "one image decides whether a site with a private number of rows starts",
+        (("privssl/site/startup.py", '    if config.data.name != "csv":\n', "    if False:\n"),),
+        (
+            IN_SITE_ROWS
+            + "a_folder_of_images_is_refused_where_the_number_of_rows_is_private[False]",
+        ),
+    ),
+    Fault(
+        "weights of a run that drew other test rows begin a private run",
+        ((WARM, "        yield from _of_other_files(key, run, former, split)\n", ""),),
+        (
+            IN_WARM
+            + "weights_of_a_run_that_drew_other_test_rows_of_the_same_data_are_refused[former run]",
+            IN_WARM + "a_private_run_warns_of_weights_of_a_run_on_another_version_of_its_data",
+        ),
+    ),
+    Fault(
         "frozen weights are left to a private step",
         (("privssl/models/network_checks.py", "    if frozen:\n", "    if False:\n"),),
         (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Frozen]",),

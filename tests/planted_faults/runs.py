@@ -171,6 +171,11 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # The registry of rows ------------------------------------------------------------------------
     Fault(
+        "rows of agents of other runs may be missing from the registry",
+        ((REGISTRY, "            _refuse_lost_rows(folder, known)\n", ""),),
+        (IN_REGISTRY + "where_the_rows_of_another_agents_account_are_missing_nothing_is_claimed",),
+    ),
+    Fault(
         "one row has two accounts",
         ((REGISTRY, "            _refuse_overlap(folder, merged)\n", ""),),
         (IN_REGISTRY + "one_row_under_two_ids_is_refused_over_two_claims_and_nothing_is_written",),

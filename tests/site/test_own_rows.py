@@ -192,6 +192,45 @@ def test_one_image_in_colour_does_not_decide_the_rows_of_a_private_site(tmp_path
         site(tmp_path, private, CLASSES, **how)
 
 
+# Private numbers of rows ------------------------------------------------------------------------
+
+HIDDEN = (
+    "privacy: {epsilon: 8.0, noise_multiplier: 2.0, sample_rate: 1.0, record_counts: private}\n"
+)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_whether_a_site_with_a_table_has_a_row_decides_nothing_that_it_refuses(
+    tmp_path: Path, rows: int
+) -> None:
+    table(tmp_path, "".join(TRAIN.splitlines(keepends=True)[: rows + 1]))
+    how: dict[str, Any] = {"budget": "{epsilon: 8.0}"}
+    shown = site(tmp_path, TABLE + HIDDEN, NAMED, **how)
+    assert len(shown.agent.labelled) == rows
+    with pytest.raises(ConfigError, match=r"class names would follow.* in rows\.classes"):
+        site(tmp_path, TABLE + HIDDEN, "{root: rows}", **how)
+
+
+def test_a_table_without_a_row_is_refused_where_the_number_of_rows_is_public(
+    tmp_path: Path,
+) -> None:
+    public = TABLE + HIDDEN.replace("record_counts: private", "steps: 1")
+    with pytest.raises(DataError, match="has no rows"):
+        site(table(tmp_path, HEAD), public, NAMED, budget="{epsilon: 8.0}")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_of_images_is_refused_where_the_number_of_rows_is_private(
+    tmp_path: Path, there: bool
+) -> None:
+    """The form of all rows would follow from one image, and there may be none."""
+    if there:
+        image(tmp_path / "rows/train/cyst/a.png")
+    tmp_path.joinpath("rows").mkdir(exist_ok=True)
+    with pytest.raises(ConfigError, match=r"tells whether there are any\. Give rows\.arrays"):
+        site(tmp_path, IMAGES + HIDDEN, CLASSES, budget="{epsilon: 8.0}")
+
+
 # The command ---------------------------------------------------------------------------------
 
 
