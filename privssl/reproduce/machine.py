@@ -1,10 +1,14 @@
-"""What a result was measured with: processor and commit."""
+"""What a result was measured with: processor, GPU and commit."""
 
 import os
 import platform
 import subprocess
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from privssl.experiment.devices import device_of
 
 #: Instruction sets by which results or times differ.
 INSTRUCTIONS = (
@@ -31,6 +35,12 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
         "instructions": [name for name in INSTRUCTIONS if name in flags],
         "cores": os.cpu_count(),
     }
+
+
+def gpu_name(device: str) -> str | None:
+    """The GPU that a config's ``run.device`` takes on this machine; None: it takes another device."""
+    there = device_of(device)
+    return torch.cuda.get_device_name(there) if there.type == "cuda" else None
 
 
 def commit_of(root: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from privssl.errors import RunFolderError, UserError
 from privssl.experiment.config import Config
 from privssl.experiment.plugin_names import imports_of
-from privssl.reproduce.machine import commit_of, processor
+from privssl.reproduce.machine import commit_of, gpu_name, processor
 from privssl.reproduce.store import Entry, Measured, Store, config_hash
 from privssl.reproduce.tables import Cell
 from privssl.runs import resume
@@ -169,7 +169,7 @@ class Runner:
         state = "stale" if note.sources != sources else _state(folder, config)
         if state != "finished":
             if state != "begun":
-                note.begin(sources, self._root)
+                note.begin(sources, self._root, config.run.device)
             log = folder.with_suffix(".log")
             arguments = _arguments(cell, seed, folder.relative_to(self._root), state)
             try:
@@ -266,8 +266,10 @@ class _Note:
         known: str | None = self._content.get("origin", {}).get("sources")
         return known
 
-    def begin(self, sources: str, root: Path) -> None:
+    def begin(self, sources: str, root: Path, device: str) -> None:
+        gpu = gpu_name(device)
         origin = {
+            **({"gpu": gpu} if gpu else {}),
             **commit_of(root),
             "sources": sources,
             "processor": processor(),

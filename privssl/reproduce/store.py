@@ -51,7 +51,7 @@ class Measured:
     wall: float  # seconds, of the process
     cpu: float  # seconds, of the process and its children
     peak_mb: float  # of the largest process
-    origin: Mapping[str, Any]  # commit, dirty, sources, processor, threads
+    origin: Mapping[str, Any]  # commit, dirty, sources, processor, threads; gpu, where there is one
 
 
 class Store:

@@ -267,10 +267,10 @@ def data_keys(one: Entry, other: Entry) -> list[str]:
 
 
 def _machines(entries: Sequence[Entry]) -> str:
-    """Processors and threads."""
+    """GPUs, processors and threads."""
     found = sorted(
         {
-            f"{entry['processor']['name']} (family {entry['processor']['family']}, model "
+            f"{entry['gpu'] + ' beside ' if 'gpu' in entry else ''}{entry['processor']['name']} (family {entry['processor']['family']}, model "
             f"{entry['processor']['model']}), kernels {entry['versions']['kernels']}, "
             f"{entry['threads']} thread{'s' if entry['threads'] > 1 else ''}"
             for entry in entries

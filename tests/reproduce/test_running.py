@@ -18,8 +18,10 @@ from privssl.errors import RunFolderError
 from privssl.reporting import figures
 from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce import runner as reproduce_runner
+from privssl.reproduce.machine import gpu_name
 from privssl.reproduce.runner import Ended, Interrupted, Runner
 from privssl.reproduce.store import Store, _other_rows, _privacy, _value, _without_places
+from privssl.reproduce.table_page import _machines
 from privssl.reproduce.tables import Cell
 from tests.support.interruption import interrupted_in
 from tests.support.product import ROOT
@@ -92,6 +94,21 @@ def test_an_entry_says_what_was_run_what_came_out_and_what_it_cost(clone: Clone)
     assert entry["processor"]["cores"] == os.cpu_count() and entry["threads"] == 1
     assert {"privssl", "torch", "opacus", "sources", "kernels"} <= entry["versions"].keys()
     assert len(entry["split_hash"]) == len(entry["config_hash"]) == 64
+
+
+def test_an_entry_names_the_gpu_that_measured_it(
+    clone: Clone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = runner(clone).run(cell(clone), 0)
+    assert isinstance(plain, dict) and "gpu" not in plain  # the control: this machine has none
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: f"GPU of {device}")
+    assert gpu_name("auto") == "GPU of cuda" and gpu_name("cpu") is None
+    monkeypatch.setattr("privssl.reproduce.runner.gpu_name", lambda device: "GPU")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    found = runner(clone).run(cell(clone), 1)
+    assert isinstance(found, dict) and found["gpu"] == "GPU"
+    assert _machines([found]).startswith(f"GPU beside {found['processor']['name']} (")
 
 
 def test_no_folder_of_a_machine_is_stored() -> None:
