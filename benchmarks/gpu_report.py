@@ -61,7 +61,7 @@ from privssl.training.batched.deferred import FunctionalModule
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 STACKS = (1, 8, 32, 100)  # agents at once
 #: Each method with what its first rounds need: FedSSL's query agents wait for the warm-up's end.
-METHODS = {"fedssl": {"algorithm.warm_up": 1}, "semifl": {}, "fedmatch": {}}
+METHODS = {"fedssl": {"algorithm.warm_up": 1}, "pseudo": {"algorithm.warm_up": 1}}
 #: Each agent is asked in each round.
 EVERY_AGENT = {"agents.query": 100, "algorithm.query_per_round": 100}
 #: SemiFL, section 4: 100 agents of which 10 take part, 4,000 labels, WRN-28-2, 5 epochs. All rows

@@ -47,6 +47,12 @@ from privssl.training.batched.stacking import (
     run_passes_batched,
 )
 
+#: Algorithms whose agents may train in lockstep: those that ask a GPU for at most a fifth of the
+#: kernels then. Others are less than twice as fast, or it is not known (docs/batched_agents.md).
+ALGORITHMS = frozenset(
+    {"fedavg", "fedmatch_mixup", "fedprox", "fedsem", "fedssl", "mixmatch", "pseudo", "supervise"}
+)
+
 
 def unsupported_reason(device: torch.device) -> str | None:
     """Why agents cannot train in lockstep with this device, or None.

@@ -23,6 +23,7 @@ from privssl import encoders
 from privssl.algorithms import ALGORITHMS
 from privssl.core.rows import WITH_DROPOUT
 from privssl.data.split import role_problems
+from privssl.engines import batched
 from privssl.errors import ConfigError
 from privssl.experiment.later_keys import FORMER, forget_later_keys
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
@@ -330,7 +331,13 @@ def _together_problems(config: Config) -> Iterator[Problem]:
             f"bfloat16 belongs to the networks of privssl, and model.name is {config.model.name}. "
             "Set run.precision: float32",
         )
-    if config.run.batched_agents > 1 and config.run.precision == "bfloat16":
+    if config.run.batched_agents > 1 and config.algorithm.name not in batched.ALGORITHMS:
+        yield Problem(
+            "batched_agents",
+            f"is {config.run.batched_agents}, but agents of {config.algorithm.name} gain too "
+            "little from it, if anything (docs/batched_agents.md). Leave it out",
+        )
+    elif config.run.batched_agents > 1 and config.run.precision == "bfloat16":
         yield Problem(
             "batched_agents",
             f"is {config.run.batched_agents}, but networks that multiply in bfloat16 are computed "

@@ -38,7 +38,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
 
 
 def gpu_name(device: str) -> str | None:
-    """The GPU that a config's ``run.device`` takes on this machine; None: it takes another device."""
+    """The GPU that a config's ``run.device`` takes here; None: it takes another device."""
     there = device_of(device)
     return torch.cuda.get_device_name(there) if there.type == "cuda" else None
 

@@ -270,7 +270,8 @@ def _machines(entries: Sequence[Entry]) -> str:
     """GPUs, processors and threads."""
     found = sorted(
         {
-            f"{entry['gpu'] + ' beside ' if 'gpu' in entry else ''}{entry['processor']['name']} (family {entry['processor']['family']}, model "
+            (f"{entry['gpu']} beside " if "gpu" in entry else "")
+            + f"{entry['processor']['name']} (family {entry['processor']['family']}, model "
             f"{entry['processor']['model']}), kernels {entry['versions']['kernels']}, "
             f"{entry['threads']} thread{'s' if entry['threads'] > 1 else ''}"
             for entry in entries

@@ -93,7 +93,7 @@ def test_the_report_of_a_gpu_keeps_what_could_be_measured_when_a_section_fails(
     seen = {
         (one["method"], one["agents_at_once"]) for one in sections["batched_agents"]["measured"]
     }
-    assert seen == {(name, n) for name in ("fedssl", "semifl", "fedmatch") for n in (1, 2)}
+    assert seen == {(name, n) for name in ("fedssl", "pseudo") for n in (1, 2)}
 
 
 def test_without_a_gpu_its_report_ends_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

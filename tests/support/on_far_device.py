@@ -57,7 +57,7 @@ RUNS = {
 #: What differs most in the way in which it uses a device, for when not everything is played.
 SOME: Mapping[str, Collection[str]] = {
     "alone": ("fedmatch", "label_census"),
-    "together": ("fedssl, gate open", "semifl", "fedseal"),
+    "together": ("fedssl, gate open", "fedmatch_mixup"),
     "runs": ("agents under noise, together",),
 }
 
@@ -140,7 +140,8 @@ def counted(far: torch.device) -> dict[str, int]:
 def main() -> None:
     torch.set_num_threads(1)
     how_much = sys.argv[1]
-    everything = {"alone": list(ALGORITHMS), "together": list(CASES), "runs": list(RUNS)}
+    batching = [case for case, (name, _) in CASES.items() if name in batched.ALGORITHMS]
+    everything = {"alone": list(ALGORITHMS), "together": batching, "runs": list(RUNS)}
     some: Mapping[str, Collection[str]] = SOME if how_much == "some" else everything
     far = far_device.begin()
     played = {
