@@ -7,15 +7,31 @@ from privssl.errors import ConfigError
 from privssl.settings.schema import RunSettings
 
 
-def device_of(name: str) -> torch.device:
-    """The device of that name; ``auto``: the first GPU, else the CPU. Raises ConfigError."""
+def device_of(name: str, *, private: bool = False) -> torch.device:
+    """The device of that name; ``auto``: the first GPU, else the CPU.
+
+    Args:
+        private: for private steps, which only the CPU may take. A GPU chooses kernels by the size
+            of a batch, and some add in any order: a row's gradient has other bits beside other
+            rows, so clipping does not bound what one row changes (docs/performance.md, A GPU).
+
+    Raises:
+        ConfigError: there is no such device, or private steps may not have it.
+    """
+    if private and name not in ("auto", "cpu"):
+        raise ConfigError(
+            f"device is {name!r}, but private steps need the CPU: a GPU rounds a row's gradient "
+            "by the rows beside it, so no guarantee would hold. Give cpu, or auto"
+        )
+    if private:
+        return torch.device("cpu")
     cuda = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     there = ["cpu", *(["cuda", *cuda] if cuda else [])]
     if torch.backends.mps.is_available():
         there.append("mps")
     if name != "auto" and name not in there:
         raise ConfigError(
-            f"run.device is {name!r}, but this machine has {', '.join(there)}. Give one of "
+            f"device is {name!r}, but this machine has {', '.join(there)}. Give one of "
             "them, or auto"
         )
     return torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)

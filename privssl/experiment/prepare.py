@@ -128,11 +128,13 @@ def prepare(
     """
     refuse_taken_names()
     check_trackers(config.run.trackers)
-    device = device_of(config.run.device)
+    kind = ALGORITHMS[config.algorithm.name]
+    private = config.privacy is not None and kind.mechanism == "dp-sgd"
+    device = device_of(config.run.device, private=private and config.run.engine == "local")
     check_side_by_side(config.run, device)
     roster = data.agent_refs(config.data.labels, config.agents)
     federated_data = _federated_data(config, dataset)
-    dataset, kind = federated_data.dataset, ALGORITHMS[config.algorithm.name]
+    dataset = federated_data.dataset
     refuse_other_rows(config, dataset.shape)
     refuse_classes_of_labels_alone(config, dataset)
     refuse_order_by_labels(config, federated_data.manifest, config.data.split)

@@ -56,7 +56,8 @@ class RunSettings:
     seed: Count = 0
     """Seed of everything random except private noise, which is never seeded."""
     device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`."""
+    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`. `auto`: a GPU if there is one; private steps always
+    take the CPU."""
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
     """Number format of the multiplications in networks. `auto`: the faster one on this machine."""
     output: str = ""

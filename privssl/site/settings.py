@@ -45,7 +45,8 @@ class SiteSettings:
     door: str = ""
     """Socket on which the site receives requests. Empty: FOLDER/door."""
     device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`."""
+    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`. `auto`: a GPU if there is one; private steps always
+    take the CPU."""
     keep_visits: Annotated[int, Field(ge=2, le=10**6)] = 64
     """Steps whose replies are stored; more than there are between two checkpoints."""
     network: str = ""

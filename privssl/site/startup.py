@@ -86,7 +86,9 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
     _check_budget(site, config)
     held = _rows(site, config)
     agent = Agent(id=site.site.agent, held_labelled=held.labelled, held_unlabelled=held.unlabelled)
-    algorithm, device = _algorithm(config, held, who), device_of(site.site.device)
+    algorithm = _algorithm(config, held, who)
+    private = site.budget is not None and algorithm.mechanism == "dp-sgd"
+    device = device_of(site.site.device, private=private)
     if site.budget is not None:
         algorithm.try_private(device)
     store = Store(site.folder, site.site.keep_visits)

@@ -207,6 +207,22 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (IN_BATCHED + "replies_are_those_of_the_local_engine_in_the_order_of_calls",),
     ),
+    Fault(
+        "private steps take a GPU",
+        (
+            (
+                "privssl/experiment/prepare.py",
+                "private=private and config.run.engine",
+                "private=False and config.run.engine",
+            ),
+        ),
+        ("tests/experiment/test_devices.py::test_auto_is_a_gpu_but_for_private_steps",),
+    ),
+    Fault(
+        "a site's private steps take a GPU",
+        ((STARTUP, "private = site.budget is not None and", "private = site.budget is None and"),),
+        ("tests/site/test_site.py::test_a_site_with_a_budget_takes_the_cpu_for_private_steps",),
+    ),
     # Sites ---------------------------------------------------------------------------------------
     Fault(
         "views of a private step are stacked with other agents'",

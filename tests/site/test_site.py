@@ -740,6 +740,16 @@ def test_a_coordinator_of_another_config_is_shown_no_journal_and_removes_nothing
     assert list((place / "kept/runs/r1").glob("*.answer"))
 
 
+def test_a_site_with_a_budget_takes_the_cpu_for_private_steps(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert opened(place).device == torch.device("cpu")
+    edit(place / "site.yaml", ("folder: kept", "folder: kept, device: cuda"))
+    with pytest.raises(ConfigError, match="device is 'cuda', but private steps need the CPU"):
+        opened(place)
+
+
 def test_losses_leave_only_where_the_operator_allows_it_and_never_beside_a_budget(
     place: Path,
 ) -> None:

@@ -87,7 +87,7 @@ def run(name: str, device: torch.device, folder: str) -> bytes:
         return generator.integers(2**64, size=count, dtype=np.uint64)
 
     with (
-        patch.object(prepare, "device_of", lambda name: device),
+        patch.object(prepare, "device_of", lambda name, private: device),
         patch.object(batched, "unsupported_reason", lambda device: None),
         patch.object(secure_noise, "random_uint64", words),
         patch.object(discrete_laplace, "random_uint64", words),
