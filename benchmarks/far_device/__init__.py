@@ -13,8 +13,10 @@ torch knows one such device in a process, and for all of the process' life: begi
 own. Runs there refuse worker processes, as beside a GPU.
 """
 
+import hashlib
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ import torch
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from privssl.errors import UserError
+from privssl.storage import atomic_files
 
 NAME = "far"
 OLDEST = 2, 14  # torch
@@ -74,11 +77,22 @@ def begin() -> torch.device:
     """
     if reason := why_not():
         raise UserError(f"Nothing can be counted here: {reason}")
-    from torch.utils.cpp_extension import load  # it looks for compilers
+    from torch.utils.cpp_extension import get_default_build_root, load  # it looks for compilers
 
     os.environ["PATH"] = _path()
-    source = Path(__file__).parent / "far.cpp"
-    load("privssl_far_device", [str(source)], extra_cflags=["-O1"], is_python_module=False)
+    code = (Path(__file__).parent / "far.cpp").read_bytes()
+    # By content, so that clones share what one of them has compiled.
+    known = hashlib.sha256(code + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
+    name = f"privssl_far_device_{known}"
+    folder = Path(get_default_build_root(), name)
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "far.cpp"
+    if not source.exists():
+        atomic_files.replace(source, code)
+    load(
+        name, [str(source)], extra_cflags=["-O1"], is_python_module=False,
+        build_directory=str(folder),
+    )  # fmt: skip
     rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Module(NAME))
     return torch.device(NAME)
