@@ -213,7 +213,7 @@ def notes(of: Measurements) -> Iterator[Note]:
     }  # fmt: skip
     if same:
         yield "One run answers two cells:", sorted(same)
-    yield f"Minutes are CPU minutes of one run, the median over seeds, on {_machines(entries)}.", ()
+    yield "Minutes are CPU minutes of one run, the median over seeds, on:", _machines(entries)
 
 
 def _differences(table: Table) -> Iterator[Note]:
@@ -266,9 +266,9 @@ def data_keys(one: Entry, other: Entry) -> list[str]:
     ]
 
 
-def _machines(entries: Sequence[Entry]) -> str:
+def _machines(entries: Sequence[Entry]) -> list[str]:
     """GPUs, processors and threads."""
-    found = sorted(
+    return sorted(
         {
             (f"{entry['gpu']} beside " if "gpu" in entry else "")
             + f"{entry['processor']['name']} (family {entry['processor']['family']}, model "
@@ -277,7 +277,6 @@ def _machines(entries: Sequence[Entry]) -> str:
             for entry in entries
         }
     )
-    return "; ".join(found)
 
 
 def rows_of(lines: Sequence[Sequence[str]]) -> list[str]:

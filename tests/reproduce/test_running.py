@@ -108,7 +108,7 @@ def test_an_entry_names_the_gpu_that_measured_it(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     found = runner(clone).run(cell(clone), 1)
     assert isinstance(found, dict) and found["gpu"] == "GPU"
-    assert _machines([found]).startswith(f"GPU beside {found['processor']['name']} (")
+    assert _machines([found])[0].startswith(f"GPU beside {found['processor']['name']} (")
 
 
 def test_no_folder_of_a_machine_is_stored() -> None:
