@@ -59,6 +59,7 @@ OTHER_STATE = (
     "fedmatch, every row sure", "fedmatch, as printed", "semifl, static norm",
 )  # fmt: skip
 STATE = {"determinism", "resume"}
+PUBLISHED = {"fedssl", "fedseal", "semifl", "fedmatch", "fedtrinet", "label_census"}
 #: Controls of an engine here, not of an algorithm: of four kinds of state and messages.
 a_few = pytest.mark.parametrize("case", ["fedssl", "fedmatch", "semifl", "fedavg"])
 #: Each algorithm with its rows at one place, each place with a third of the algorithms; the rest of
@@ -87,7 +88,8 @@ def check(case: str, promises: set[str], labels: str = "support") -> None:
 
 @pytest.mark.parametrize("case", ALGORITHMS)
 def test_an_algorithm_keeps_its_promises(case: str) -> None:
-    check(case, EVERY)
+    # Sites, too, take a new algorithm object for each visit, so workers seldom say more.
+    check(case, EVERY if case in PUBLISHED else EVERY - {"workers"})
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ALGORITHMS])
@@ -97,8 +99,8 @@ def test_a_variant_keeps_the_promises_in_which_it_may_differ(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ALGORITHMS])
-def test_a_variant_keeps_all_promises(case: str) -> None:
+@pytest.mark.parametrize("case", [case for case in CASES if case not in PUBLISHED])
+def test_every_case_keeps_all_promises(case: str) -> None:
     check(case, EVERY)
 
 
