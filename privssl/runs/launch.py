@@ -7,6 +7,8 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from privssl.core.rows import kind_of
 from privssl.data import FederatedDataset, class_counts_of
 from privssl.experiment import config as configs
@@ -96,9 +98,11 @@ def _log_start(prepared: Prepared) -> None:
         *(prepared.published_split_hash[:12], config.source),
     )
     roles = ", ".join(f"{agent.id} ({agent.role})" for agent in agents)
+    passed_over = torch.cuda.is_available() and prepared.device.type == "cpu" and prepared.plan
     log.info(
-        "Device %s, torch %s, kernels %s. Agents: %s",
-        *(prepared.device, version("torch"), dispatch.instruction_set() or "torch", roles),
+        "Device %s%s, torch %s, kernels %s. Agents: %s",
+        *(prepared.device, " (private steps take no GPU)" if passed_over else ""),
+        *(version("torch"), dispatch.instruction_set() or "torch", roles),
     )
     kind = kind_of(prepared.federated_data.dataset.shape)
     if not kind.drawn:
