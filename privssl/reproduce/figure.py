@@ -30,10 +30,12 @@ Panels = Mapping[tuple[str, str], Mapping[str, Line]]  # (of AGAINST, column) ->
 
 
 def panels(of: Measurements) -> Panels:
-    """All lines; without cells of a single evaluation."""
+    """All lines; without cells of a single evaluation, and without seconds of unlike devices."""
     found: dict[tuple[str, str], dict[str, Line]] = {}
     for against in AGAINST:
         for column in of.table.file.columns:
+            if against == "seconds" and len(of.gpus(column.name)) > 1:
+                continue
             for row in of.table.file.rows:
                 kept = of.found.get((row.name, column.name))
                 line = None if kept is None else _mean_line(kept, against)

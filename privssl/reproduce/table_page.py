@@ -40,6 +40,11 @@ class Measurements:
     def kept(self, cell: Cell) -> Kept | None:
         return self.found.get((cell.row, cell.column))
 
+    def gpus(self, column: str) -> set[str | None]:
+        """What trained the cells of a column; None: the CPU."""
+        cells = [one for (_, name), one in self.found.items() if name == column]
+        return {entry.get("gpu") for kept in cells for entry in kept.shown.values()}
+
     @cached_property
     def verdicts(self) -> list[Verdict]:
         return verdicts(self.table, self.found)
@@ -144,10 +149,14 @@ def _details(of: Measurements) -> list[str]:
                 [
                     *(cell.column, cell.row, accuracy(kept), str(len(shown))),
                     *(_beside_the_paper(cell, kept) if beside else ()),
-                    *(f"{minutes:.1f}", *([_epsilon(kept)] if private else ())),
+                    *(f"{minutes:.1f}{_on_a_gpu(shown)}", *([_epsilon(kept)] if private else ())),
                 ]
             )
     return rows_of(lines)
+
+
+def _on_a_gpu(entries: Sequence[Entry]) -> str:
+    return " (GPU)" if any("gpu" in entry for entry in entries) else ""
 
 
 def _beside_the_paper(cell: Cell, kept: Kept) -> tuple[str, str, str]:
@@ -213,6 +222,9 @@ def notes(of: Measurements) -> Iterator[Note]:
     }  # fmt: skip
     if same:
         yield "One run answers two cells:", sorted(same)
+    unlike = [c.name for c in of.table.file.columns if len(of.gpus(c.name)) > 1]
+    if unlike:
+        yield "Seconds are not drawn, because they are of unlike devices:", unlike
     yield "Minutes are CPU minutes of one run, the median over seeds, on:", _machines(entries)
 
 

@@ -14,6 +14,7 @@ from privssl.errors import ConfigError
 from privssl.reproduce import figure
 from privssl.reproduce.pages import former_pages, render, rendered_pages
 from privssl.reproduce.store import Store
+from privssl.reproduce.table_page import Measurements
 from tests.support.product import ROOT
 from tests.support.table_clone import Clone, make_clone, shipped_tables
 
@@ -48,6 +49,20 @@ def test_a_cell_has_mean_deviation_seeds_the_papers_value_and_the_difference(clo
     ]
     assert "\n| Supervise | 52.00 ± 2.83 / 50.0 | - / 40.25 |\n" in text
     assert "| Pseudo (all) | - / 60.0 | - |" in text
+
+
+def test_seconds_of_a_gpu_are_not_drawn_beside_those_of_a_cpu(clone: Clone) -> None:
+    def drawn() -> set[str]:
+        return {against for against, _ in figure.panels(Measurements.of(clone.table, clone.store))}
+
+    curve = {"round": [1, 2], "test_accuracy": [0.1, 0.5], "seconds": [3.0, 6.0]}
+    clone.put("Supervise", FORTY, 0, 0.50, curve=curve, gpu="GPU X")
+    assert "| paper | 1.0 (GPU) |" in page(clone) and "seconds" in drawn()
+    clone.put(PSEUDO, FORTY, 0, 0.50, curve=curve)
+    assert "they are of unlike devices:\n  - 40 labels" in page(clone)
+    assert drawn() == {"round"}
+    clone.put(PSEUDO, FORTY, 0, 0.50, curve=curve, gpu="GPU X")  # the control: the same device
+    assert "unlike devices" not in page(clone) and "seconds" in drawn()
 
 
 def test_one_seed_has_no_deviation_and_a_reduced_cell_its_reason(clone: Clone) -> None:
