@@ -1,0 +1,138 @@
+"""Run many cells of published tables at once, on a GPU or on many cores.
+
+    python -m benchmarks.cells_at_once TABLE... [--cells PATTERN] [--seeds 1] [--at-once 16]
+        [--minutes 7] [--root CLONE]
+
+Does what ``privssl.reproduce`` does, but each cell is trained in a fork of this process and shares
+its imports and the images that it has decoded. Without that a cell of CIFAR-10 begins after 40
+seconds of a slow core, and a GPU trains it in 150. A line is printed for each cell that ended.
+
+After ``--minutes`` running cells write a checkpoint and stop; either command continues them. An
+entry names the commit of the clone; where there is no git, of the variable ``PRIVSSL_COMMIT``.
+"""
+
+import argparse
+import functools
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.processes import at_least
+from privssl.data import datasets, downloads
+from privssl.experiment.prepare import prepare
+from privssl.reproduce import runner as runners
+from privssl.reproduce import schedule
+from privssl.reproduce.runner import Ended, Runner
+from privssl.reproduce.store import Store
+from privssl.reproduce.tables import Cell, load_tables
+from privssl.runs import launch  # noqa: F401  (imported once, for all forks)
+from privssl.runtime.process import INTERRUPTED
+from privssl.train import main as train
+
+ROOT = Path(__file__).parents[1]
+CLOSING = 15  # seconds before the end in which no cell is begun
+
+
+def train_here(arguments: Sequence[str], log: Path, _: int, __: float) -> Ended:
+    """``privssl.train`` in this process, which a fork runs for one cell alone."""
+    begun = time.monotonic()
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # Checkpoints of wide networks cost more than a minute that is lost; the last one is written.
+    kept = [one for one in arguments if not one.startswith("run.checkpoint_every=")]
+    status = train([*kept, "run.checkpoint_every=1000", "--quiet"])
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu, stopped = used.ru_utime + used.ru_stime, status == INTERRUPTED
+    return Ended(status, stopped, time.monotonic() - begun, cpu, used.ru_maxrss / 1024)
+
+
+def run_in_a_fork(cell: Cell, seed: int, root: Path, answer: int) -> int:
+    """Start a cell; returns the process. Its outcome is written to the file descriptor."""
+    if pid := os.fork():
+        return pid
+    try:
+        found = Runner(root, Store(root), train=train_here).run(cell, seed)
+        text = found if isinstance(found, str) else f"{found['value']:.4f}"
+    except BaseException as error:  # a fork must not return into its parent's loop
+        traceback.print_exc()
+        text = f"failed: {error}"
+    os.write(answer, f"{text.splitlines()[0]}\n".encode())
+    os._exit(0)
+
+
+def run_all(todo: Sequence[tuple[Cell, int]], root: Path, at_once: int, minutes: float) -> int:
+    """Run cells until none or no time is left; returns how many did not end with a number."""
+    until, waiting, left = time.monotonic() + 60 * minutes, list(todo), 0
+    running: dict[int, tuple[Cell, int, int, float]] = {}
+    stopping = False
+    while running or (waiting and time.monotonic() < until - CLOSING):
+        while waiting and len(running) < at_once and time.monotonic() < until - CLOSING:
+            cell, seed = waiting.pop(0)
+            heard, answer = os.pipe()
+            running[run_in_a_fork(cell, seed, root, answer)] = cell, seed, heard, time.monotonic()
+            os.close(answer)
+        if time.monotonic() >= until and not stopping:
+            stopping = True
+            for pid in running:
+                os.kill(pid, signal.SIGTERM)
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            time.sleep(0.1)
+            continue
+        cell, seed, heard, begun = running.pop(pid)
+        with os.fdopen(heard) as lines:
+            said = lines.readline().strip() or "killed"
+        left += not said.replace(".", "").isdecimal()
+        print(f"{cell.table}: {cell.title}, seed {seed}: {said}, "
+              f"{time.monotonic() - begun:.0f} s", flush=True)  # fmt: skip
+    return left + len(waiting)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 1 if cells are left."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.cells_at_once", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("tables", nargs="+", metavar="TABLE")
+    parser.add_argument("--cells", metavar="PATTERN")
+    parser.add_argument("--seeds", type=at_least(1), default=1)
+    parser.add_argument("--at-once", type=at_least(1), default=16)
+    parser.add_argument("--minutes", type=at_least(1), default=7)
+    parser.add_argument("--root", type=Path, default=ROOT)
+    options = parser.parse_args(arguments)
+    # Counting GPUs must not start CUDA here: its forks could not.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    torch.set_num_threads(1)
+    origin = {"commit": os.environ.get("PRIVSSL_COMMIT"), "dirty": False}
+    with ExitStack() as stack:
+        once = functools.cache(downloads.read_published)
+        stack.enter_context(patch.object(datasets, "read_published", once))
+        if origin["commit"]:
+            stack.enter_context(patch.object(runners, "commit_of", lambda root: origin))
+        tables, store = load_tables(options.root, options.tables), Store(options.root)
+        wanted = schedule.select(tables, options.cells, options.seeds)
+        order = schedule.in_order(wanted, by_seed=False)
+        todo = [
+            (cell, seed) for cell, seed in order if store.state(cell, seed) in ("missing", "old")
+        ]
+        for cell in {cell.config: cell for cell, _ in todo}.values():
+            prepare(cell.load(0))  # decodes images, once for all forks
+        print(f"{len(todo)} runs, {options.at_once} at once", flush=True)
+        left = run_all(todo, options.root, options.at_once, options.minutes)
+    print(f"{left} left", flush=True)
+    return int(left > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
