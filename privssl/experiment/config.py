@@ -25,7 +25,7 @@ from privssl.core.rows import WITH_DROPOUT
 from privssl.data.split import role_problems
 from privssl.engines import batched
 from privssl.errors import ConfigError
-from privssl.experiment.later_keys import FORMER, forget_later_keys
+from privssl.experiment.later_keys import forget_later_keys, leave_out_former
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
@@ -103,7 +103,7 @@ def load_config(
     builder.read_file(text)
     of_run = path.name == "config.yaml" and (path.parent / "split.json").exists()
     if of_run:
-        builder.leave_out(FORMER)
+        leave_out_former(builder)
     for override in overrides:
         builder.override(override)
     values: dict[str, Any] = {name: builder.section(name) for name in ORDER}
@@ -374,10 +374,15 @@ def without_paths(config: Config) -> dict[str, Any]:
     """All keys by section, without paths of this machine."""
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
     _drop(sections, _PATHS | {"run": (*_PATHS["run"], "output")})
-    prefix, colon, folder = config.data.encoder.partition("huggingface:")
-    if colon and not prefix and sections["data"]:
-        sections["data"]["encoder"] = colon + Path(folder).name
+    assert sections["data"] is not None
+    sections["data"]["encoder"] = encoder_without_path(config.data.encoder)
     return sections
+
+
+def encoder_without_path(name: str) -> str:
+    """``data.encoder`` without the place of its folder on this machine."""
+    prefix, colon, folder = name.partition("huggingface:")
+    return colon + Path(folder).name if colon and not prefix else name
 
 
 def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
