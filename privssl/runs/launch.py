@@ -53,6 +53,7 @@ def launch(
         digest = configs.config_hash(prepared.config)
         fewer = partial(lengthening.digest_after, prepared.config)
         snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest, fewer)
+        runs_resume.check_device(folder)
         runs_resume.check_same_split(folder, prepared, snapshot)
         runs_resume.check_spending_shown(folder, prepared)
         warn(runs_resume.other_code_warnings(snapshot))
