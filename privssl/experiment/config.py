@@ -29,6 +29,7 @@ from privssl.experiment.later_keys import forget_later_keys, leave_out_former
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
+from privssl.settings import names
 from privssl.settings.error_messages import either, problem_report, show
 from privssl.settings.names import DATA_SETS, IMAGE_ENCODERS, LABELS_AT_BOTH, is_outside
 from privssl.settings.schema import (
@@ -375,14 +376,8 @@ def without_paths(config: Config) -> dict[str, Any]:
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
     _drop(sections, _PATHS | {"run": (*_PATHS["run"], "output")})
     assert sections["data"] is not None
-    sections["data"]["encoder"] = encoder_without_path(config.data.encoder)
+    sections["data"]["encoder"] = names.encoder_without_path(config.data.encoder)
     return sections
-
-
-def encoder_without_path(name: str) -> str:
-    """``data.encoder`` without the place of its folder on this machine."""
-    prefix, colon, folder = name.partition("huggingface:")
-    return colon + Path(folder).name if colon and not prefix else name
 
 
 def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:

@@ -27,7 +27,7 @@ from privssl.reproduce.tables import Cell, Table
 from privssl.runs import run_dir
 from privssl.runs.accounts import read_metrics, to_number
 from privssl.runtime.plugins import imports_allowed
-from privssl.settings.names import DATA_SETS
+from privssl.settings.names import DATA_SETS, encoder_without_path
 from privssl.storage import atomic_files
 
 SCHEMA = 1
@@ -215,7 +215,7 @@ def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
     if data := parts.get("data"):
         found["data"] |= _rows_named(data)
         if data.get("encoder"):
-            found["data"]["encoder"] = configs.encoder_without_path(data["encoder"])
+            found["data"]["encoder"] = encoder_without_path(data["encoder"])
     return found
 
 
