@@ -29,6 +29,7 @@ from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan
 from privssl.runs.accounts import FORMER
 from privssl.runs.model_card import privacy_section, read_privacy_section
+from privssl.runs.private_device import other_device
 from privssl.runs.run_dir import MODEL_CARD, claim_sentences
 from privssl.settings.names import is_outside
 
@@ -158,6 +159,8 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
     if config.privacy is None:
         found.problems.append("there are ledgers or a card, but config.yaml has no privacy section")
         return
+    if wrong := other_device(files.run, config):
+        found.doubts.append(wrong)
     local = config.run.engine == "local"
     if local:
         wanted = set(holders(config.data.labels, config.agents).labelled)

@@ -19,7 +19,7 @@ from privssl.compare.plan import Planned
 from privssl.errors import ConfigError, DataError, UserError
 from privssl.experiment import config as configs
 from privssl.experiment.plugin_names import describe_here
-from privssl.experiment.prepare import prepare
+from privssl.experiment.prepare import WITHHELD, prepare
 from privssl.reporting.trackers import ProgressTracker, RoundRecord, Tracker
 from privssl.runs import launch, run_dir
 from privssl.runs.resume import other_file
@@ -97,7 +97,8 @@ def overview(
     words = {"new": "start", "stale": "start again", "begun": "resume", "finished": "nothing: done"}
     table = Table("run", Column("folder", overflow="fold"), "rounds", "split", "would do")
     for run in planned:
-        split = run.split[:12] + (" (different)" if differs[run.name] else "")
+        split = WITHHELD if run.config.privacy else run.split[:12]
+        split += " (different)" if differs[run.name] else ""
         table.add_row(
             run.title, str(run.config.folder), str(run.rounds), split, words[run.state]
         )  # fmt: skip

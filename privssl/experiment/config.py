@@ -25,10 +25,11 @@ from privssl.core.rows import WITH_DROPOUT
 from privssl.data.split import role_problems
 from privssl.engines import batched
 from privssl.errors import ConfigError
-from privssl.experiment.later_keys import FORMER, forget_later_keys
+from privssl.experiment.later_keys import forget_later_keys, leave_out_former
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
+from privssl.settings import names
 from privssl.settings.error_messages import either, problem_report, show
 from privssl.settings.names import DATA_SETS, IMAGE_ENCODERS, LABELS_AT_BOTH, is_outside
 from privssl.settings.schema import (
@@ -103,7 +104,7 @@ def load_config(
     builder.read_file(text)
     of_run = path.name == "config.yaml" and (path.parent / "split.json").exists()
     if of_run:
-        builder.leave_out(FORMER)
+        leave_out_former(builder)
     for override in overrides:
         builder.override(override)
     values: dict[str, Any] = {name: builder.section(name) for name in ORDER}
@@ -374,9 +375,8 @@ def without_paths(config: Config) -> dict[str, Any]:
     """All keys by section, without paths of this machine."""
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
     _drop(sections, _PATHS | {"run": (*_PATHS["run"], "output")})
-    prefix, colon, folder = config.data.encoder.partition("huggingface:")
-    if colon and not prefix and sections["data"]:
-        sections["data"]["encoder"] = colon + Path(folder).name
+    assert sections["data"] is not None
+    sections["data"]["encoder"] = names.encoder_without_path(config.data.encoder)
     return sections
 
 

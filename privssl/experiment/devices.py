@@ -2,9 +2,18 @@
 
 import torch
 
+from privssl.algorithms import ALGORITHMS
 from privssl.engines import batched, process_pool
 from privssl.errors import ConfigError
+from privssl.experiment.config import Config
 from privssl.settings.schema import RunSettings
+
+
+def device_of_run(config: Config) -> torch.device:
+    """The device of a run here. Raises as :func:`device_of`."""
+    private = config.privacy is not None and config.run.engine == "local"
+    noisy = ALGORITHMS[config.algorithm.name].mechanism == "dp-sgd"
+    return device_of(config.run.device, private=private and noisy)
 
 
 def device_of(name: str, *, private: bool = False) -> torch.device:

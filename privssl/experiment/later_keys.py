@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from privssl.engines import batched
+from privssl.settings.section_builder import ConfigBuilder
+
 #: Keys of later versions are in a hash only where they are used: older checkpoints stay valid.
 _LATER: Mapping[str, Mapping[str, Any]] = {
     "data": {
@@ -32,6 +35,14 @@ _NULL_WAS: Mapping[str, Any] = {
 }  # fmt: skip
 #: Keys that some algorithms no longer have, at the only value that their runs could have.
 FORMER: Mapping[str, Mapping[str, Any]] = {"algorithm": {"aggregation": "mean", "stream_slices": 1}}
+
+
+def leave_out_former(builder: ConfigBuilder) -> None:
+    """Drop from the config of a run what its algorithm could have in an earlier version."""
+    builder.leave_out(FORMER)
+    name, at_once = builder.value("algorithm.name"), builder.value("run.batched_agents")
+    if isinstance(name, str) and name not in batched.ALGORITHMS and type(at_once) is int:
+        builder.leave_out({"run": {"batched_agents": at_once}})  # it decides over last bits alone
 
 
 def forget_later_keys(sections: Mapping[str, dict[str, Any] | None]) -> None:

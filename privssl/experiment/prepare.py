@@ -31,7 +31,7 @@ from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.data.datasets import Dataset
 from privssl.errors import ConfigError, PrivacyError, first_few, first_line
 from privssl.experiment.config import Config
-from privssl.experiment.devices import check_side_by_side, device_of
+from privssl.experiment.devices import check_side_by_side, device_of_run
 from privssl.experiment.plugin_names import describe_plugins, refuse_taken_names
 from privssl.experiment.row_checks import (
     refuse_classes_of_labels_alone,
@@ -129,8 +129,7 @@ def prepare(
     refuse_taken_names()
     check_trackers(config.run.trackers)
     kind = ALGORITHMS[config.algorithm.name]
-    private = config.privacy is not None and kind.mechanism == "dp-sgd"
-    device = device_of(config.run.device, private=private and config.run.engine == "local")
+    device = device_of_run(config)
     check_side_by_side(config.run, device)
     roster = data.agent_refs(config.data.labels, config.agents)
     federated_data = _federated_data(config, dataset)

@@ -10,6 +10,7 @@ contents.
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -52,13 +53,14 @@ def train_rows_privately(
         counts_public: whether neighbours have as many rows.
 
     Raises:
-        PrivacyError: one row reaches another's fields, or its gradient by rounding; or the plan has
-            other record counts.
+        PrivacyError: one row reaches another's fields, or its gradient by rounding; the plan has
+            other record counts; or networks or fields are not on the CPU.
     """
     if counts_public != (plan.record_counts == "public"):
         raise PrivacyError(
             "the plan and the account differ in record_counts. Use one setting for both"
         )
+    refuse_other_devices(networks, {})
     with mechanism_reads():
         rows = LabelledRows(rows.x, rows.y, rows.ids)
     _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
@@ -66,8 +68,10 @@ def train_rows_privately(
     at_once = microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
     count = len(rows) or plan.declared
     _, size = plan.parts(count, at_once)
+    made_up = drawn.made_up(size)
+    refuse_other_devices({}, made_up)
     refuse_batch_dependent_rounding(
-        networks, row_loss, drawn.made_up(size), by_place=not plan.keeps_places(count)
+        networks, row_loss, made_up, by_place=not plan.keeps_places(count)
     )
     PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
 
@@ -83,6 +87,19 @@ def tried_out(
         seed=0, round=0, agent="nobody", visit_key="tried out", session_id="", device=device
     )
     return dataclasses.replace(plan, steps=0), rows, ctx
+
+
+def refuse_other_devices(networks: Mapping[str, nn.Module], fields: Mapping[str, Tensor]) -> None:
+    """Refuse networks and fields that are not on the CPU, whatever the run's device is: a GPU may
+    round a row's gradient by the rows beside it (docs/performance.md, A GPU)."""
+    of_networks = ((name, p) for name, net in networks.items() for p in net.parameters())
+    for name, tensor in chain(of_networks, fields.items()):
+        if tensor.device.type != "cpu":
+            raise PrivacyError(
+                f"{name} is on the device {tensor.device}, but private steps need the CPU: a GPU "
+                "rounds a row's gradient by the rows beside it, so no guarantee would hold. Move "
+                "nothing to another device than ctx.device"
+            )
 
 
 def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Context) -> None:

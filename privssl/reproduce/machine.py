@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from privssl.experiment.devices import device_of
+from privssl.experiment.config import Config
+from privssl.experiment.devices import device_of_run
 
 #: Instruction sets by which results or times differ.
 INSTRUCTIONS = (
@@ -37,9 +38,9 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     }
 
 
-def gpu_name(device: str) -> str | None:
-    """The GPU that a config's ``run.device`` takes here; None: it takes another device."""
-    there = device_of(device)
+def gpu_name(config: Config) -> str | None:
+    """The GPU that a run takes here; None: it takes another device, as private steps do."""
+    there = device_of_run(config)
     return torch.cuda.get_device_name(there) if there.type == "cuda" else None
 
 

@@ -169,7 +169,7 @@ class Runner:
         state = "stale" if note.sources != sources else _state(folder, config)
         if state != "finished":
             if state != "begun":
-                note.begin(sources, self._root, config.run.device)
+                note.begin(sources, self._root, config)
             log = folder.with_suffix(".log")
             arguments = _arguments(cell, seed, folder.relative_to(self._root), state)
             try:
@@ -266,8 +266,8 @@ class _Note:
         known: str | None = self._content.get("origin", {}).get("sources")
         return known
 
-    def begin(self, sources: str, root: Path, device: str) -> None:
-        gpu = gpu_name(device)
+    def begin(self, sources: str, root: Path, config: Config) -> None:
+        gpu = gpu_name(config)
         origin = {
             **({"gpu": gpu} if gpu else {}),
             **commit_of(root),

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import yaml
 
 from privssl.compare import plot
-from privssl.data import split_manifest
 from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
@@ -28,17 +27,19 @@ from privssl.reproduce.tables import Cell, Table
 from privssl.runs import run_dir
 from privssl.runs.accounts import read_metrics, to_number
 from privssl.runtime.plugins import imports_allowed
-from privssl.settings.names import DATA_SETS
+from privssl.settings.names import DATA_SETS, encoder_without_path
 from privssl.storage import atomic_files
 
 SCHEMA = 1
 FINAL = "final"  # the metric that is the accuracy after the last round
 #: Keys of a config that name places on one machine.
-_PLACES = {"data": ("root", "split"), "run": ("output",), "privacy": ("ledger",)}
+_PLACES = {
+    "data": ("root", "split"), "run": ("output", "certificate", "keys"), "privacy": ("ledger",),
+}  # fmt: skip
 #: Those of them that decide over rows: their names are kept (``_rows_named``).
 _ROWS = ("root", "split")
 #: Keys that name a file: its name counts, not its folder.
-_FILES = {"data": ("columns", "encoder_weights")}
+_FILES = {"data": ("columns", "encoder_weights"), "model": ("weights",)}
 
 Entry = Mapping[str, Any]
 State = Literal["measured", "old", "missing", "absent"]
@@ -211,8 +212,10 @@ def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
         }
         for name, section in parts.items()
     }  # fmt: skip
-    if parts.get("data"):
-        found["data"] |= _rows_named(parts["data"])
+    if data := parts.get("data"):
+        found["data"] |= _rows_named(data)
+        if data.get("encoder"):
+            found["data"]["encoder"] = encoder_without_path(data["encoder"])
     return found
 
 
@@ -300,7 +303,7 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
         "seconds": seconds,
         "peak_mb": round(measured.peak_mb),
         "curve": curve,
-        "split_hash": split_manifest.read_manifest(folder / "split.json").hash,
+        "split_hash": results["split_hash"],  # withheld of a private run: an entry is published
         "config_hash": configs.hash_values(_without_places(relevant)),
         **measured.origin,
         "versions": results["versions"],

@@ -8,6 +8,7 @@ from textwrap import fill
 
 from accounting.budget import round_up
 from privssl.compare.table import MeanStd, table_lines
+from privssl.experiment.prepare import WITHHELD
 from privssl.reproduce.claims import Verdict, verdicts
 from privssl.reproduce.store import FINAL, Entry, Kept, Store
 from privssl.reproduce.tables import Cell, Table
@@ -258,7 +259,7 @@ def _splits(of: Measurements) -> Iterator[Note]:
         for name, one in found[1:]:
             shared = reference.shown.keys() & one.shown.keys()
             pairs = [(reference.shown[seed], one.shown[seed]) for seed in sorted(shared)]
-            if other := [pair for pair in pairs if pair[0]["split_hash"] != pair[1]["split_hash"]]:
+            if other := [pair for pair in pairs if _have_other_splits(*pair)]:
                 keys = ", ".join(data_keys(*other[0])) or "the rows of the data set"
                 different.append(f"{name} ({keys})")
         if different:
@@ -266,6 +267,12 @@ def _splits(of: Measurements) -> Iterator[Note]:
             yield f"Other rows, labels or agents than {first}, {column.name}:", different
     if alike:
         yield "In each column all rows had the same split in each seed.", ()
+
+
+def _have_other_splits(one: Entry, other: Entry) -> bool:
+    """Whether two runs had other rows; by their settings where a private one withholds the hash."""
+    hashes = {one["split_hash"], other["split_hash"]}
+    return bool(data_keys(one, other)) if WITHHELD in hashes else len(hashes) > 1
 
 
 def data_keys(one: Entry, other: Entry) -> list[str]:

@@ -53,6 +53,7 @@ def launch(
         digest = configs.config_hash(prepared.config)
         fewer = partial(lengthening.digest_after, prepared.config)
         snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest, fewer)
+        runs_resume.check_device(folder)
         runs_resume.check_same_split(folder, prepared, snapshot)
         runs_resume.check_spending_shown(folder, prepared)
         warn(runs_resume.other_code_warnings(snapshot))
@@ -98,16 +99,21 @@ def _log_start(prepared: Prepared) -> None:
         *(prepared.published_split_hash[:12], config.source),
     )
     roles = ", ".join(f"{agent.id} ({agent.role})" for agent in agents)
-    passed_over = torch.cuda.is_available() and prepared.device.type == "cpu" and prepared.plan
     log.info(
-        "Device %s%s, torch %s, kernels %s. Agents: %s",
-        *(prepared.device, " (private steps take no GPU)" if passed_over else ""),
-        *(version("torch"), dispatch.instruction_set() or "torch", roles),
+        "Device %s, torch %s, kernels %s. Agents: %s",
+        *(device_text(prepared), version("torch"), dispatch.instruction_set() or "torch", roles),
     )
     kind = kind_of(prepared.federated_data.dataset.shape)
     if not kind.drawn:
         log.info("Rows are %ss, of which TensorBoard has no pictures", kind.name)
     warn([*config.warnings, *prepared.nominal_warnings])
+
+
+def device_text(prepared: Prepared) -> str:
+    """The device of a run, and why it is no GPU where there is one and nobody named the CPU."""
+    here, asked = prepared.device, prepared.config.run.device
+    passed_over = asked == "auto" and here.type == "cpu" and torch.cuda.device_count()
+    return f"{here} (private steps take no GPU)" if passed_over else str(here)
 
 
 def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:

@@ -21,6 +21,7 @@ from privssl.experiment.prepare import Prepared
 from privssl.runs import run_dir
 from privssl.runs.accounts import check_metrics, ledger_of, read_metrics
 from privssl.runs.checkpoint import Snapshot
+from privssl.runs.private_device import other_device
 from privssl.runtime.code_version import fingerprint
 
 log = logging.getLogger("privssl")
@@ -126,6 +127,17 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
             )
     if written is None:
         now.write(path)
+
+
+def check_device(folder: Path) -> None:
+    """Check that private steps of the run so far took the CPU.
+
+    Raises:
+        RunFolderError: an earlier version took another device.
+    """
+    former = configs.load_config(folder / "config.yaml", algorithms=WITH_UNREAD)
+    if wrong := other_device(folder, former):
+        raise RunFolderError(f"{folder}: {wrong}. Start a new run with another run.output")
 
 
 def check_spending_shown(folder: Path, prepared: Prepared) -> None:

@@ -1,6 +1,7 @@
 """Names that a config can give: those of privssl, and plug-ins (``runtime/plugins.py``)."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, WithJsonSchema
@@ -75,3 +76,9 @@ def is_own_encoder(encoder: str) -> bool:
     """Whether ``data.encoder`` names a plug-in."""
     known = encoder in ("", *IMAGE_ENCODERS, *TEXT_ENCODERS)
     return not known and encoder.partition(":")[0] not in ENCODER_PREFIXES
+
+
+def encoder_without_path(encoder: str) -> str:
+    """``data.encoder`` without the place of its folder on this machine."""
+    prefix, colon, folder = encoder.partition("huggingface:")
+    return colon + Path(folder).name if colon and not prefix else encoder

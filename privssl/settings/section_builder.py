@@ -101,6 +101,12 @@ class ConfigBuilder:
                 kept = {k: v for k, v in given.items() if k not in usual or usual[k] != v}
                 self._values[section] = kept
 
+    def value(self, key: str) -> Any:
+        """What was given as section.key, unchecked; None: nothing."""
+        section, _, name = key.partition(".")
+        given = self._values.get(section)
+        return given.get(name) if isinstance(given, dict) else None
+
     def override(self, argument: str) -> None:
         """Apply one ``section.key=value``."""
         key, equals, text = argument.partition("=")

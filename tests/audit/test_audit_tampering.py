@@ -600,3 +600,27 @@ def test_epsilon_of_the_metrics_is_that_of_the_ledger_after_each_round(run: Path
     course = witnesses._course(journal)
     column = [float(line["dp/epsilon/m0"]) for line in read_metrics(run)]
     assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(course[1:], column, strict=True))
+
+
+@pytest.mark.usefixtures("one_library")
+@pytest.mark.parametrize(
+    ("tamper", "said"),
+    [
+        (
+            replaced("config.yaml", "device: auto", "device: cuda:1"),
+            "config.yaml says that",
+        ),
+        (
+            replaced("train.log", "Device cpu, torch", "Device cuda, torch"),
+            "train.log says that",
+        ),
+        (replaced("config.yaml", "device: auto", "device: cpu"), None),  # the control
+    ],
+)
+def test_a_guarantee_whose_private_steps_took_a_gpu_is_inconclusive(
+    run: Path, tamper: Callable[[Path], None], said: str | None
+) -> None:
+    tamper(run)
+    report = audit.audit(run)
+    assert report.verdict == (Verdict.INCONCLUSIVE if said else Verdict.CONSISTENT), told(report)
+    assert (said or "") in told(report)

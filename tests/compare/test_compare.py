@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -387,6 +388,21 @@ def test_an_argument_counts_for_all_configs_and_can_make_the_splits_one(here: Pl
     here.change(1, "labelled: 40", "labelled: 30")
 
     assert here.compare("data.labelled=20", "--dry-run").status == 0
+
+
+def test_a_dry_run_withholds_the_hashes_of_private_splits(here: Place) -> None:
+    shown = here.compare("--dry-run").out
+    assert "withheld" not in shown  # the control
+    hashes = set(re.findall(r"\b[0-9a-f]{12}\b", shown))
+    assert len(hashes) == 2  # of two seeds
+    for path in here.configs:
+        path.write_text(
+            SPLIT + "algorithm: {name: fedavg, rounds: 1}\n"
+            "privacy: {epsilon: 8.0, delta: 1.0e-3, sample_rate: 1.0, steps: 1}\n"
+        )
+    private = here.compare("--dry-run").out
+    assert private.count("withheld") == len(RUNS)
+    assert not any(one in private for one in hashes)
 
 
 def test_allowed_different_splits_are_said_in_the_row(here: Place) -> None:

@@ -672,3 +672,20 @@ def test_numbers_that_no_machine_could_carry_out_are_refused(
     load_config(write(SOUND), [f"{key}={most}"], TABLE)  # the control
     [row] = refusal(write(SOUND), [f"{key}={most + 1}"])
     assert row == f"argument {key} {most + 1}: give at most {most}"
+
+
+@pytest.mark.parametrize("name", ["label_census", "semifl"])
+def test_a_run_that_batched_agents_of_a_refused_algorithm_is_read_and_goes_on_without(
+    tmp_path: Path, name: str
+) -> None:
+    agents = "agents: {support: 2, query: 2}\n"
+    asked = f"{agents}algorithm: {{name: {name}}}\nrun: {{batched_agents: 4}}\n"
+    (tmp_path / "config.yaml").write_text(asked)
+    with pytest.raises(ConfigError, match=f"is 4, but agents of {name} gain too little from it"):
+        load_config(tmp_path / "config.yaml")  # the control: no run is here
+    (tmp_path / "split.json").write_text("{}")
+    assert load_config(tmp_path / "config.yaml").run.batched_agents == 1
+    with pytest.raises(ConfigError, match=f"is 8, but agents of {name} gain too little from it"):
+        load_config(tmp_path / "config.yaml", ["run.batched_agents=8"])
+    (tmp_path / "config.yaml").write_text(asked.replace(name, "fedavg"))
+    assert load_config(tmp_path / "config.yaml").run.batched_agents == 4

@@ -9,6 +9,7 @@ from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
 from privssl.experiment.devices import device_of
 from privssl.experiment.prepare import Prepared, prepare
+from privssl.runs.launch import device_text
 from tests.support.product import ROOT
 
 #: Batches of everything, so that noise is calibrated by a formula.
@@ -31,6 +32,14 @@ def test_auto_is_a_gpu_but_for_private_steps() -> None:
     assert prepared("fedssl_dp", *FAST).device == torch.device("cpu")
     # A census releases labels by noise of its own; training takes no private steps.
     assert prepared("label_census").device == torch.device("cuda")
+
+
+@pytest.mark.usefixtures("beside_a_gpu")
+def test_the_log_says_that_private_steps_take_no_gpu_only_where_they_passed_one_over() -> None:
+    told = "cpu (private steps take no GPU)"
+    assert device_text(prepared("fedssl_dp", *FAST)) == told
+    assert device_text(prepared("fedssl_dp", *FAST, "run.device=cpu")) == "cpu"
+    assert device_text(prepared("label_census", "run.device=cpu")) == "cpu"
 
 
 @pytest.mark.usefixtures("beside_a_gpu")

@@ -18,6 +18,7 @@ IN_RUNNER = "tests/core/test_step_runner.py::test_"
 IN_FEDERATION = "tests/core/test_agents_and_federation.py::test_"
 IN_CONFORMANCE = "tests/engines/test_engine_conformance.py::test_"
 IN_POOL = "tests/engines/test_process_pool.py::test_"
+IN_INDEPENDENCE = "tests/privacy/test_independence.py::test_"
 IN_BATCHED = "tests/training/test_batched_agents.py::test_"
 IN_REMOTE = "tests/engines/test_remote_engine.py::test_"
 IN_PROTOCOL = "tests/remote/test_protocol.py::test_"
@@ -211,9 +212,9 @@ FAULTS: tuple[Fault, ...] = (
         "private steps take a GPU",
         (
             (
-                "privssl/experiment/prepare.py",
-                "private=private and config.run.engine",
-                "private=False and config.run.engine",
+                "privssl/experiment/devices.py",
+                "private=private and noisy",
+                "private=False and noisy",
             ),
         ),
         ("tests/experiment/test_devices.py::test_auto_is_a_gpu_but_for_private_steps",),
@@ -222,6 +223,38 @@ FAULTS: tuple[Fault, ...] = (
         "a site's private steps take a GPU",
         ((STARTUP, "private = site.budget is not None and", "private = site.budget is None and"),),
         ("tests/site/test_site.py::test_a_site_with_a_budget_takes_the_cpu_for_private_steps",),
+    ),
+    Fault(
+        "private steps take networks that a plug-in moved to a GPU",
+        (("privssl/privacy/local_dp_sgd.py", "    refuse_other_devices(networks, {})\n", ""),),
+        (f"{IN_INDEPENDENCE}private_steps_refuse_networks_and_fields_that_are_not_on_the_cpu[F]",),
+    ),
+    Fault(
+        "private steps take fields that a plug-in moved to a GPU",
+        (("privssl/privacy/local_dp_sgd.py", "    refuse_other_devices({}, made_up)\n", ""),),
+        (f"{IN_INDEPENDENCE}private_steps_refuse_networks_and_fields_that_are_not_on_the_cpu[x]",),
+    ),
+    Fault(
+        "a private run whose steps took a GPU is resumed",
+        (("privssl/runs/launch.py", "        runs_resume.check_device(folder)\n", ""),),
+        (
+            "tests/runs/test_resume.py::test_a_private_run_whose_steps_took_a_gpu_is_not_resumed"
+            "[train.log-Device cpu, torch-Device cuda, torch]",
+        ),
+    ),
+    Fault(
+        "the audit does not look at the device of private steps",
+        (
+            (
+                "privssl/audit/cross_checks.py",
+                "    if wrong := other_device(files.run, config):",
+                '    if wrong := "":',
+            ),
+        ),
+        (
+            "tests/audit/test_audit_tampering.py::"
+            "test_a_guarantee_whose_private_steps_took_a_gpu_is_inconclusive",
+        ),
     ),
     # Sites ---------------------------------------------------------------------------------------
     Fault(

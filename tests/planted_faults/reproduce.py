@@ -23,6 +23,28 @@ FAULTS: tuple[Fault, ...] = (
         (IN_RUNNING + "the_number_is_that_of_the_last_round_and_not_the_best",),
     ),
     Fault(
+        "an entry publishes the hash of a private run's split",
+        (
+            (
+                STORE,
+                '"split_hash": results["split_hash"],',
+                '"split_hash": json.loads((folder / "split.json").read_text())["hash"],',
+            ),
+        ),
+        (IN_RUNNING + "an_entry_of_a_private_run_withholds_the_hash_of_its_split",),
+    ),
+    Fault(
+        "a dry run of a comparison shows the hashes of private splits",
+        (
+            (
+                "privssl/compare/runner.py",
+                "WITHHELD if run.config.privacy else run.split[:12]",
+                "run.split[:12]",
+            ),
+        ),
+        ("tests/compare/test_compare.py::test_a_dry_run_withholds_the_hashes_of_private_splits",),
+    ),
+    Fault(
         "an old entry counts beside newer ones",
         ((STORE, "        return new or self.entries\n", "        return self.entries\n"),),
         (IN_PAGES + "an_old_entry_counts_only_where_there_is_nothing_newer",),
@@ -78,7 +100,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/reproduce/table_page.py",
-                'if pair[0]["split_hash"] != pair[1]["split_hash"]',
+                "if _have_other_splits(*pair)",
                 "if pair[0] is None",
             ),
         ),

@@ -18,6 +18,7 @@ from privssl.experiment import config
 from privssl.experiment.prepare import prepare
 from privssl.models import build_classifier
 from privssl.models.convnets import SmallCNN
+from privssl.privacy import local_dp_sgd
 from privssl.privacy.dp_sgd import make_dp_sgd_plan
 from privssl.privacy.independence import check_rows_independent, refuse_coupling_layers
 from privssl.privacy.local_dp_sgd import Draw, train_rows_privately
@@ -235,3 +236,25 @@ def test_a_batch_norm_in_a_frozen_network_is_refused_by_name_when_the_plan_is_ma
     object.__setattr__(good, "model", ModelSettings("small_cnn", 4, "batch"))
     with pytest.raises(PrivacyError, match=r"F\.trunk\.2 \(BatchNorm2d\)"):
         prepare(good)
+
+
+@pytest.mark.parametrize("moved", ["F", "x", None])
+def test_private_steps_refuse_networks_and_fields_that_are_not_on_the_cpu(
+    moved: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the run's device is: a plug-in may move them. "meta" stands for a GPU."""
+    monkeypatch.setattr(local_dp_sgd, "_refuse_mixing", lambda *_: None)  # computes with them
+    plan = make_dp_sgd_plan(PrivacySettings(epsilon=8.0, steps=2), rounds=1, rows_per_agent=4)
+    rows = LabelledRows(torch.zeros(4, *SHAPE), torch.arange(4) % CLASSES, torch.arange(4))
+    ctx = Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
+    F = Dropping(0.0).to("meta" if moved == "F" else "cpu")
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
+
+    def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
+        return {"x": x.to("meta" if moved == "x" else "cpu"), "y": y}
+
+    if moved is None:  # the control
+        train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=True)
+        return
+    with pytest.raises(PrivacyError, match=f"^{moved} is on the device meta, but private steps ne"):
+        train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=True)

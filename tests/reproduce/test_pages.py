@@ -113,6 +113,14 @@ def test_rows_of_a_column_with_other_splits_are_told(clone: Clone) -> None:
     assert f"{told}(data.labelled)\n" in page(clone)
 
 
+def test_a_private_run_withholds_its_split_and_is_compared_by_its_settings(clone: Clone) -> None:
+    clone.put("Supervise", FORTY, 0, 0.5)
+    path = clone.put(PSEUDO, FORTY, 0, 0.6, split_hash="withheld")
+    assert "all rows had the same split in each seed" in page(clone)
+    path.write_text(path.read_text().replace('"labelled": 40', '"labelled": 30'))
+    assert f"than Supervise, {FORTY}:\n  - Pseudo (all) (data.labelled)\n" in page(clone)
+
+
 # Claims -----------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from privssl.core.federation import Federation, Round
 from privssl.errors import RunFolderError
+from privssl.experiment.config import load_config
 from privssl.reporting import figures
 from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce import runner as reproduce_runner
@@ -29,6 +30,15 @@ from tests.support.table_clone import Clone, make_clone, runner, train_here
 
 CELLS = ("supervise--40-labels-2-2", "pseudo-all--40-labels-2-2")
 TIMES = ("seconds", "peak_mb")
+#: Configs, and the GPU that they take beside one: private steps take none.
+SHIPPED = {"fedssl": "GPU of cuda", "label_census": "GPU of cuda", "fedssl_dp": None}
+PRIVATE = """\
+data: {name: digits, labelled: 40}
+agents: {support: 2, query: 2}
+model: {name: small_cnn, width: 4}
+algorithm: {name: fedavg, rounds: 1}
+privacy: {epsilon: 8.0, delta: 1.0e-3, sample_rate: 1.0, steps: 1}
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,15 +113,38 @@ def test_an_entry_names_the_gpu_that_measured_it(
     assert isinstance(plain, dict) and "gpu" not in plain  # the control: this machine has none
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: f"GPU of {device}")
-    assert gpu_name("auto") == "GPU of cuda" and gpu_name("cpu") is None
-    monkeypatch.setattr("privssl.reproduce.runner.gpu_name", lambda device: "GPU")
+    shipped = {name: load_config(ROOT / "configs" / f"{name}.yaml") for name in SHIPPED}
+    assert {name: gpu_name(config) for name, config in shipped.items()} == SHIPPED
+    assert gpu_name(load_config(ROOT / "configs" / "fedssl.yaml", ["run.device=cpu"])) is None
+    monkeypatch.setattr("privssl.reproduce.runner.gpu_name", lambda config: "GPU")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     found = runner(clone).run(cell(clone), 1)
     assert isinstance(found, dict) and found["gpu"] == "GPU"
     assert _machines([found])[0].startswith(f"GPU beside {found['processor']['name']} (")
 
 
+def test_an_entry_of_a_private_run_withholds_the_hash_of_its_split(clone: Clone) -> None:
+    (clone.root / "configs" / "private.yaml").write_text(PRIVATE)
+    clone.change('{name: "Pseudo (all)"}', '{name: "Pseudo (all)", config: configs/private.yaml}')
+    entry = runner(clone, keep=True).run(cell(clone, "Pseudo (all)"), 0)
+    assert isinstance(entry, dict) and entry["privacy"]["kind"] == "guarantee"
+    assert entry["split_hash"] == "withheld"
+    (split,) = (clone.root / "runs").rglob("split.json")
+    secret = json.loads(split.read_text())
+    stored = clone.store.path(cell(clone, "Pseudo (all)"), 0).read_text()
+    assert secret["hash"] not in stored
+    assert str(clone.root) not in stored  # no path of this machine
+
+
 def test_no_folder_of_a_machine_is_stored() -> None:
+    encoder = {"name": "csv", "encoder": "huggingface:/data/bert"}
+    assert _without_places({
+        "data": encoder, "model": {"weights": "/data/w.safetensors"},
+        "run": {"certificate": "/data/ca.pem", "keys": "/data/keys", "seed": 0},
+    }) == {
+        "data": {"name": "csv", "encoder": "huggingface:bert"},
+        "model": {"weights": "w.safetensors"}, "run": {"seed": 0},
+    }  # fmt: skip
     data = {"root": "/data", "columns": "/data/columns.yaml", "name": "csv", "text": ""}
     assert _without_places({"data": data, "privacy": None}) == {
         "data": {"root": "data", "columns": "columns.yaml", "name": "csv", "text": ""},

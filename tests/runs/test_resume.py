@@ -634,3 +634,25 @@ def test_a_split_that_is_lost_or_damaged_is_written_anew_without_privacy_and_nee
     assert told not in (at.run / "train.log").read_text()
     split.write_bytes(was)
     assert command(at.config, "--resume", at.run).status == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("train.log", "Device cpu, torch", "Device cuda, torch"),
+        ("config.yaml", "device: auto", "device: cuda:1"),
+    ],
+)
+def test_a_private_run_whose_steps_took_a_gpu_is_not_resumed(
+    tmp_path: Path, file: str, old: str, new: str
+) -> None:
+    here = place(tmp_path, PRIVATE)
+    with signalled(LocalEngine, "deliver", 3 * CALLS_OF_A_ROUND, signal.SIGINT):
+        assert command(here.config, here.output).status == 130
+    text = (here.run / file).read_text()
+    assert old in text
+    (here.run / file).write_text(text.replace(old, new))
+    resumed = command(here.config, here.output, "--resume", here.run)
+    assert_refused(resumed, f"{file} says that private steps took cuda", "Start a new run")
+    (here.run / file).write_text(text)
+    assert command(here.config, here.output, "--resume", here.run).status == 0  # the control

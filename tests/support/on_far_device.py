@@ -24,7 +24,7 @@ from privssl.engines import batched
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
 from privssl.experiment import prepare
-from privssl.privacy import secure_noise
+from privssl.privacy import local_dp_sgd, secure_noise
 from privssl.training import local_training
 from tests.support.algorithm_contract import CASES, algorithm, rows_of
 from tests.support.costs import SMALL, costs_set_to
@@ -87,7 +87,8 @@ def run(name: str, device: torch.device, folder: str) -> bytes:
         return generator.integers(2**64, size=count, dtype=np.uint64)
 
     with (
-        patch.object(prepare, "device_of", lambda name, private: device),
+        patch.object(prepare, "device_of_run", lambda config: device),
+        patch.object(local_dp_sgd, "refuse_other_devices", lambda networks, fields: None),
         patch.object(batched, "unsupported_reason", lambda device: None),
         patch.object(secure_noise, "random_uint64", words),
         patch.object(discrete_laplace, "random_uint64", words),
