@@ -54,6 +54,25 @@ ALGORITHMS = frozenset(
 )
 
 
+def why_not(algorithm: str, precision: str) -> str | None:
+    """Why its agents cannot train in lockstep, and what to do; None: they can.
+
+    >>> why_not("fedssl", "bfloat16")
+    'networks that multiply in bfloat16 are computed one by one. Give 1, or run.precision: float32'
+    """
+    if algorithm not in ALGORITHMS:
+        return (
+            f"agents of {algorithm} gain too little from it, if anything (docs/batched_agents.md). "
+            "Leave it out"
+        )
+    if precision == "bfloat16":
+        return (
+            "networks that multiply in bfloat16 are computed one by one. Give 1, or "
+            "run.precision: float32"
+        )
+    return None
+
+
 def unsupported_reason(device: torch.device) -> str | None:
     """Why agents cannot train in lockstep with this device, or None.
 

@@ -332,18 +332,9 @@ def _together_problems(config: Config) -> Iterator[Problem]:
             f"bfloat16 belongs to the networks of privssl, and model.name is {config.model.name}. "
             "Set run.precision: float32",
         )
-    if config.run.batched_agents > 1 and config.algorithm.name not in batched.ALGORITHMS:
-        yield Problem(
-            "batched_agents",
-            f"is {config.run.batched_agents}, but agents of {config.algorithm.name} gain too "
-            "little from it, if anything (docs/batched_agents.md). Leave it out",
-        )
-    elif config.run.batched_agents > 1 and config.run.precision == "bfloat16":
-        yield Problem(
-            "batched_agents",
-            f"is {config.run.batched_agents}, but networks that multiply in bfloat16 are computed "
-            "one by one. Give 1, or run.precision: float32",
-        )
+    at_once, precision = config.run.batched_agents, config.run.precision
+    if at_once > 1 and (reason := batched.why_not(config.algorithm.name, precision)):
+        yield Problem("batched_agents", f"is {at_once}, but {reason}")
 
 
 def _warnings(config: Config) -> Iterator[str]:

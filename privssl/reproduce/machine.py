@@ -10,6 +10,7 @@ import torch
 
 from privssl.experiment.config import Config
 from privssl.experiment.devices import device_of_run
+from privssl.experiment.plugin_names import imports_of
 
 #: Instruction sets by which results or times differ.
 INSTRUCTIONS = (
@@ -40,7 +41,8 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
 
 def gpu_name(config: Config) -> str | None:
     """The GPU that a run takes here; None: it takes another device, as private steps do."""
-    there = device_of_run(config)
+    with imports_of(config):  # the table names its plug-ins
+        there = device_of_run(config)
     return torch.cuda.get_device_name(there) if there.type == "cuda" else None
 
 
