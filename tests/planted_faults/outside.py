@@ -46,7 +46,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "trackers get the folder of a text encoder",
-        (("privssl/experiment/config.py", "colon + Path(folder).name", "colon + folder"),),
+        (("privssl/settings/names.py", "colon + Path(folder).name", "colon + folder"),),
         (
             "tests/experiment/test_config.py::test_what_trackers_get_of_a_config_names_no_folder_of_this_machine",
         ),
