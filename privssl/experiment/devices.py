@@ -16,20 +16,21 @@ def device_of_run(config: Config) -> torch.device:
     return device_of(config.run.device, private=private and noisy)
 
 
-def device_of(name: str, *, private: bool = False) -> torch.device:
+def device_of(name: str, *, private: bool = False, key: str = "run.device") -> torch.device:
     """The device of that name; ``auto``: the first GPU, else the CPU.
 
     Args:
         private: for private steps, which only the CPU may take. A GPU chooses kernels by the size
             of a batch, and some add in any order: a row's gradient has other bits beside other
             rows, so clipping does not bound what one row changes (docs/performance.md, A GPU).
+        key: of the setting, for errors.
 
     Raises:
         ConfigError: there is no such device, or private steps may not have it.
     """
     if private and name not in ("auto", "cpu"):
         raise ConfigError(
-            f"device is {name!r}, but private steps need the CPU: a GPU rounds a row's gradient "
+            f"{key} is {name!r}, but private steps need the CPU: a GPU rounds a row's gradient "
             "by the rows beside it, so no guarantee would hold. Give cpu, or auto"
         )
     if private:
@@ -40,8 +41,7 @@ def device_of(name: str, *, private: bool = False) -> torch.device:
         there.append("mps")
     if name != "auto" and name not in there:
         raise ConfigError(
-            f"device is {name!r}, but this machine has {', '.join(there)}. Give one of "
-            "them, or auto"
+            f"{key} is {name!r}, but this machine has {', '.join(there)}. Give one of them, or auto"
         )
     return torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
 

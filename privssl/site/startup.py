@@ -88,7 +88,7 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
     agent = Agent(id=site.site.agent, held_labelled=held.labelled, held_unlabelled=held.unlabelled)
     algorithm = _algorithm(config, held, who)
     private = site.budget is not None and algorithm.mechanism == "dp-sgd"
-    device = device_of(site.site.device, private=private)
+    device = device_of(site.site.device, private=private, key="site.device")
     if site.budget is not None:
         algorithm.try_private(device)
     store = Store(site.folder, site.site.keep_visits)
