@@ -52,5 +52,5 @@ def test_private_steps_on_a_gpu_are_refused(name: str) -> None:
 
 def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
     assert device_of("auto") == device_of("cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError, match="run.device is 'cuda', but this machine has cpu"):
+    with pytest.raises(ConfigError, match=r"run.device is 'cuda', but this machine has cpu"):
         device_of("cuda")

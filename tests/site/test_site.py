@@ -746,7 +746,7 @@ def test_a_site_with_a_budget_takes_the_cpu_for_private_steps(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert opened(place).device == torch.device("cpu")
     edit(place / "site.yaml", ("folder: kept", "folder: kept, device: cuda"))
-    with pytest.raises(ConfigError, match="site.device is 'cuda', but private steps need the CPU"):
+    with pytest.raises(ConfigError, match=r"site.device is 'cuda', but private steps need the CPU"):
         opened(place)
 
 
