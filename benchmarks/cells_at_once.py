@@ -8,7 +8,8 @@ its imports and the images that it has decoded. Without that a cell of CIFAR-10 
 seconds of a slow core, and a GPU trains it in 150. A line is printed for each cell that ended.
 
 After ``--minutes`` running cells write a checkpoint and stop; either command continues them. An
-entry names the commit of the clone; where there is no git, of the variable ``PRIVSSL_COMMIT``.
+entry names the commit of the clone; where there is no git, that of the variable ``PRIVSSL_COMMIT``,
+and not whether the code is as committed.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import torch
 
 from benchmarks.processes import at_least
 from privssl.data import datasets, downloads
+from privssl.errors import UserError
 from privssl.experiment.prepare import prepare
 from privssl.reproduce import runner as runners
 from privssl.reproduce import schedule
@@ -99,7 +101,7 @@ def run_all(todo: Sequence[tuple[Cell, int]], root: Path, at_once: int, minutes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or 1 if cells are left."""
+    """0, or 1 if cells are left; 2 for the user's mistake; 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.cells_at_once", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Counting GPUs must not start CUDA here: its forks could not.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     torch.set_num_threads(1)
-    origin = {"commit": os.environ.get("PRIVSSL_COMMIT"), "dirty": False}
+    origin = {"commit": os.environ.get("PRIVSSL_COMMIT"), "dirty": None}
     with ExitStack() as stack:
         once = functools.cache(downloads.read_published)
         stack.enter_context(patch.object(datasets, "read_published", once))
@@ -134,5 +136,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(left > 0)
 
 
+def command() -> int:
+    """:func:`main`, with mistakes told in words."""
+    try:
+        return main()
+    except UserError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # forks have heard it too, and write their checkpoints
+        return INTERRUPTED
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

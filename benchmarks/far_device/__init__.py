@@ -81,7 +81,7 @@ def begin() -> torch.device:
 
     os.environ["PATH"] = _path()
     code = (Path(__file__).parent / "far.cpp").read_bytes()
-    # By content, so that clones share what one of them has compiled.
+    # By content, so that clones with one environment share what one of them has compiled.
     known = hashlib.sha256(code + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
     name = f"privssl_far_device_{known}"
     folder = Path(get_default_build_root(), name)

@@ -54,10 +54,10 @@ ALGORITHMS = frozenset(
 )
 
 
-def why_not(algorithm: str, precision: str) -> str | None:
+def unsupported_settings_reason(algorithm: str, precision: str) -> str | None:
     """Why its agents cannot train in lockstep, and what to do; None: they can.
 
-    >>> why_not("fedssl", "bfloat16")
+    >>> unsupported_settings_reason("fedssl", "bfloat16")
     'networks that multiply in bfloat16 are computed one by one. Give 1, or run.precision: float32'
     """
     if algorithm not in ALGORITHMS:

@@ -332,8 +332,9 @@ def _together_problems(config: Config) -> Iterator[Problem]:
             f"bfloat16 belongs to the networks of privssl, and model.name is {config.model.name}. "
             "Set run.precision: float32",
         )
-    at_once, precision = config.run.batched_agents, config.run.precision
-    if at_once > 1 and (reason := batched.why_not(config.algorithm.name, precision)):
+    at_once = config.run.batched_agents
+    reason = batched.unsupported_settings_reason(config.algorithm.name, config.run.precision)
+    if at_once > 1 and reason is not None:
         yield Problem("batched_agents", f"is {at_once}, but {reason}")
 
 

@@ -24,5 +24,6 @@ def test_cells_at_once_leave_the_entries_of_cells_one_after_the_other(
         assert isinstance(one, dict) and other is not None
         assert one["curve"]["test_accuracy"] == other["curve"]["test_accuracy"]
         assert (one["commit"], other["commit"]) == (None, "c" * 40)
+        assert other["dirty"] is None  # nobody looked whether the code is that of the commit
     assert cells_at_once.main(asked) == 0  # nothing is missing any more
     assert capsys.readouterr().out.startswith("0 runs")
