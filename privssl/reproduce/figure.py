@@ -4,6 +4,7 @@ line a row.
 
 import hashlib
 import io
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -76,10 +77,10 @@ def hash_in(path: Path) -> str | None:
 def draw(shown: Panels, rows: Sequence[str]) -> bytes:
     """A PNG. rows: all rows of the table, so that each has one colour in every panel."""
     kinds = [against for against in AGAINST if any(kind == against for kind, _ in shown)]
-    most = max(sum(kind == against for kind, _ in shown) for against in kinds)
-    across = min(ACROSS, most)
-    each = -(-most // across)  # lines of panels of one kind
-    down = each * len(kinds)
+    counts = [sum(kind == against for kind, _ in shown) for against in kinds]
+    across = min(ACROSS, max(counts))
+    lines_of = [-(-count // across) for count in counts]  # of panels of each kind
+    down = sum(lines_of)
     named = [row for row in rows if any(row in lines for lines in shown.values())]
     # An entry of the legend takes about 0.075 inches a letter, and half an inch beside them.
     wide = 0.5 + 0.075 * max(map(len, named), default=0)
@@ -88,7 +89,8 @@ def draw(shown: Panels, rows: Sequence[str]) -> bytes:
     drawing = Figure(figsize=(max(3.6 * across, wide), height), dpi=80, layout="constrained")
     FigureCanvasAgg(drawing)
     grid = drawing.subplots(down, across, sharey=True, squeeze=False).flatten()
-    handles, free = {}, {kind: number * each * across for number, kind in enumerate(kinds)}
+    first = [across * above for above in itertools.accumulate(lines_of, initial=0)]
+    handles, free = {}, dict(zip(kinds, first, strict=False))
     for (kind, column), lines in shown.items():
         panel = grid[free[kind]]
         free[kind] += 1
