@@ -29,14 +29,16 @@ def to_sparse(weights: StateDict, sent: Mapping[str, Tensor]) -> dict[str, Tenso
     """
     if not weights:
         return {}
-    where = torch.cat([sent[name].reshape(-1) for name in weights]).cpu()
-    found = {"values": torch.cat([weight.reshape(-1) for weight in weights.values()])[where]}
-    entries, count = len(where), len(found["values"])
+    where = torch.cat([sent[name].reshape(-1) for name in weights]).cpu().numpy()
+    flat = torch.cat([weight.reshape(-1) for weight in weights.values()])
+    places = torch.from_numpy(np.flatnonzero(where))  # a third of the time of torch's own
+    found = {"values": flat.index_select(0, places.to(flat.device))}
+    entries, count = len(where), len(places)
     if count == entries:
         return found
     if 4 * count <= -(-entries // 8):
-        return {**found, "indices": where.nonzero()[:, 0].to(torch.int32)}
-    return {**found, "bits": torch.from_numpy(np.packbits(where.numpy(), bitorder="little"))}
+        return {**found, "indices": places.to(torch.int32)}
+    return {**found, "bits": torch.from_numpy(np.packbits(where, bitorder="little"))}
 
 
 def from_sparse(held: StateDict, sparse: StateDict) -> dict[str, Tensor]:
@@ -58,7 +60,7 @@ def from_sparse(held: StateDict, sparse: StateDict) -> dict[str, Tensor]:
         raise MessageError(f"sparse weights have {', '.join(sparse)}. {ADVICE}")
     if len(where) != len(values):
         raise MessageError(f"{len(values)} values for {len(where)} places. {ADVICE}")
-    flat[where] = values
+    flat.index_copy_(0, where.to(flat.device), values)
     parts = torch.split(flat, [weight.numel() for weight in held.values()])
     return {
         name: part.view(weight.shape)
@@ -84,4 +86,4 @@ def _read_bits(bits: Tensor, entries: int) -> Tensor:
     read = np.unpackbits(bits.cpu().numpy(), bitorder="little")
     if read[entries:].any():
         raise MessageError(f"bits of sparse weights lie beyond {entries} entries. {ADVICE}")
-    return torch.from_numpy(np.flatnonzero(read))
+    return torch.from_numpy(np.flatnonzero(read.view(bool)[:entries]))

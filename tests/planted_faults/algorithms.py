@@ -608,8 +608,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/sparse_tensors.py",
-                "flat[where] = values",
-                "flat[where] = values.flip(0)",
+                "flat.index_copy_(0, where.to(flat.device), values)",
+                "flat.index_copy_(0, where.to(flat.device), values.flip(0))",
             ),
         ),
         ("tests/core/test_sparse_tensors.py::test_the_entries_that_changed_come_to_their_places",),
