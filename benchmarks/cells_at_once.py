@@ -7,9 +7,10 @@ Does what ``privssl.reproduce`` does, but each cell is trained in a fork of this
 its imports and the images that it has decoded. Without that a cell of CIFAR-10 begins after 40
 seconds of a slow core, and a GPU trains it in 150. A line is printed for each cell that ended.
 
-After ``--minutes`` running cells write a checkpoint and stop; either command continues them. An
-entry names the commit of the clone; where there is no git, that of the variable ``PRIVSSL_COMMIT``,
-and not whether the code is as committed.
+The longest begin first, and none that cannot end in time, by those that ended. After ``--minutes``
+running cells write a checkpoint and stop; either command continues them. An entry names the commit
+of the clone; where there is no git, that of the variable ``PRIVSSL_COMMIT``, and not whether the
+code is as committed.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import functools
 import os
 import resource
 import signal
+import statistics
 import sys
 import time
 import traceback
@@ -41,7 +43,6 @@ from privssl.runtime.process import INTERRUPTED
 from privssl.train import main as train
 
 ROOT = Path(__file__).parents[1]
-CLOSING = 15  # seconds before the end in which no cell is begun
 
 
 def train_here(arguments: Sequence[str], log: Path, _: int, __: float) -> Ended:
@@ -73,17 +74,24 @@ def run_in_a_fork(cell: Cell, seed: int, root: Path, answer: int) -> int:
 
 
 def run_all(todo: Sequence[tuple[Cell, int]], root: Path, at_once: int, minutes: float) -> int:
-    """Run cells until none or no time is left; returns how many did not end with a number."""
-    until, waiting, left = time.monotonic() + 60 * minutes, list(todo), 0
+    """Run cells, the longest first, until none or no time is left; returns how many did not end
+    with a number. A cell is not begun if it would take too long, by those that ended."""
+    until, left, stopping = time.monotonic() + 60 * minutes, 0, False
+    waiting = sorted(todo, key=lambda one: one[0].minutes, reverse=True)
     running: dict[int, tuple[Cell, int, int, float]] = {}
-    stopping = False
-    while running or (waiting and time.monotonic() < until - CLOSING):
-        while waiting and len(running) < at_once and time.monotonic() < until - CLOSING:
-            cell, seed = waiting.pop(0)
+    pace = [0.0]  # seconds of cells that ended, divided by the minutes of their tables
+    while True:
+        seconds = until - time.monotonic()
+        limit = statistics.median(pace)
+        fitting = [one for one in waiting if seconds > 0 and one[0].minutes * limit <= seconds]
+        for cell, seed in fitting[: at_once - len(running)]:
+            waiting.remove((cell, seed))
             heard, answer = os.pipe()
             running[run_in_a_fork(cell, seed, root, answer)] = cell, seed, heard, time.monotonic()
             os.close(answer)
-        if time.monotonic() >= until and not stopping:
+        if not running:
+            return left + len(waiting)
+        if seconds <= 0 and not stopping:
             stopping = True
             for pid in running:
                 os.kill(pid, signal.SIGTERM)
@@ -94,10 +102,12 @@ def run_all(todo: Sequence[tuple[Cell, int]], root: Path, at_once: int, minutes:
         cell, seed, heard, begun = running.pop(pid)
         with os.fdopen(heard) as lines:
             said = lines.readline().strip() or "killed"
-        left += not said.replace(".", "").isdecimal()
-        print(f"{cell.table}: {cell.title}, seed {seed}: {said}, "
-              f"{time.monotonic() - begun:.0f} s", flush=True)  # fmt: skip
-    return left + len(waiting)
+        took = time.monotonic() - begun
+        if said.replace(".", "").isdecimal():
+            pace = [*filter(None, pace), took / cell.minutes]
+        else:
+            left += 1
+        print(f"{cell.table}: {cell.title}, seed {seed}: {said}, {took:.0f} s", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

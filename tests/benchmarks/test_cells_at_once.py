@@ -1,10 +1,14 @@
 """Cells in forks side by side leave what cells one after the other leave."""
 
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import cells_at_once
+from privssl.reproduce.tables import Cell
 from tests.support.table_clone import make_clone, runner
 
 pytestmark = pytest.mark.slow
@@ -27,3 +31,21 @@ def test_cells_at_once_leave_the_entries_of_cells_one_after_the_other(
         assert other["dirty"] is None  # nobody looked whether the code is that of the commit
     assert cells_at_once.main(asked) == 0  # nothing is missing any more
     assert capsys.readouterr().out.startswith("0 runs")
+
+
+def test_a_cell_is_not_begun_where_those_that_ended_say_that_it_cannot_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fork(cell: Cell, seed: int, root: Path, answer: int) -> int:
+        if pid := os.fork():
+            return pid
+        time.sleep(cell.minutes / 100)
+        os.write(answer, b"0.5\n")
+        os._exit(0)
+
+    monkeypatch.setattr(cells_at_once, "run_in_a_fork", fork)
+    cell = make_clone(tmp_path).table.cells[0]
+    todo = [(replace(cell, minutes=minutes), minutes) for minutes in (50, 300, 400, 390)]
+    assert cells_at_once.run_all(todo, tmp_path, at_once=2, minutes=5 / 60) == 1
+    ended = [line.split("seed ")[1].split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert ended == ["390", "400", "50"]  # the longest first; 300 would take 3 s of 1 s
