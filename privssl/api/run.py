@@ -21,6 +21,7 @@ from privssl.errors import ConfigError, DataError, RunFolderError, first_line
 from privssl.experiment import config as configs
 from privssl.experiment.devices import device_of
 from privssl.models.own_networks import (
+    TRAINED_IN,
     NetworkSource,
     check_source,
     is_imported,
@@ -130,7 +131,7 @@ class Run:
             network = models.build_classifier(settings, shape, classes, precision, self._model)
         try:
             weights = dict(open_lazily(self.folder / CLASSIFIER))
-            return load_weights(network, weights, device).eval()
+            trained = load_weights(network, weights, device).eval()
         except OSError:
             raise RunFolderError(
                 f"{self.folder} has no {CLASSIFIER}: the run has not ended. Continue it "
@@ -141,6 +142,8 @@ class Run:
                 f"{self.folder / CLASSIFIER} does not fit {name} ({first_line(error)}). Give the "
                 "network that the run was trained with"
             ) from None
+        setattr(trained, TRAINED_IN, str(self.folder.resolve()))  # as model= of a private run
+        return trained
 
     @cached_property
     def _ready(self) -> tuple[nn.Module, torch.device]:

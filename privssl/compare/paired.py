@@ -15,6 +15,7 @@ from typing import Any
 from scipy.special import stdtr, stdtrit
 
 from privssl.compare.table import Row
+from privssl.experiment.prepare import WITHHELD
 
 LEVEL = 0.95  # of the confidence interval
 
@@ -103,8 +104,14 @@ def differences(rows: Sequence[Row]) -> list[Difference]:
     first, *others = rows
     found = []
     for of in others:
-        equal = [a["split_hash"] for a in of.runs] == [b["split_hash"] for b in first.runs]
-        if of.differs or not equal or len(of.runs) < 2 or of.seeds != first.seeds:
+        if of.differs or len(of.runs) < 2 or of.seeds != first.seeds:
+            continue
+        # Of private runs the hash is withheld, and split.json has been compared (differs).
+        hashes = (
+            {a["split_hash"], b["split_hash"]} - {WITHHELD}
+            for a, b in zip(of.runs, first.runs, strict=True)
+        )
+        if any(len(two) > 1 for two in hashes):
             continue
         pairs = zip(*(row.values["final_test_accuracy"].values for row in (of, first)), strict=True)
         found.append(difference(of.config, first.config, [mine - its for mine, its in pairs]))

@@ -1,6 +1,7 @@
 """The content of a row, independent of its file: equal contents are one row to an account.
 
-An image as PNG or NPZ, uint8 or float, grey or RGB with three equal channels has one content.
+An image as PNG or NPZ, uint8 or float, grey or RGB with three equal channels has one content: its
+8-bit levels, the nearest ones where floats lie between (digits of 17 shades, divided by 16).
 Vectors and sequences have the float32 numbers that networks take as their content.
 
 Registries of version 0.1 have fingerprints of rows as loaded (``as_loaded``); both are checked.
@@ -21,6 +22,9 @@ CHUNK = 1024  # rows at a time, which bounds the memory
 # In levels of 1/255. Half-precision floats are off by up to 0.06; other floats
 # are not this close to whole levels in every pixel.
 TOLERANCE = 1 / 8
+#: Levels that a row of other floats spans at least to be known by the nearest ones: rows of few
+#: shades, such as bytes divided by 255 twice, would become equal.
+CONTRAST = 16
 
 
 def contents_of(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
@@ -36,8 +40,8 @@ def as_loaded_of(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
 def canonical(x: Origin) -> Iterator[bytes]:
     """The content of each row.
 
-    Rows that differ by less than the tolerance share it: an account then refuses one of them, which
-    is sound. Rows that are not on 8-bit levels keep their float32 bits.
+    Rows with the same nearest levels share it: an account then refuses one of them, which is sound.
+    Rows between levels that span fewer than ``CONTRAST`` keep their float32 bits.
 
     Args:
         x: texts, or (N, *shape). Images: uint8 in 0..255, or floats in [0, 1]; a row with a
@@ -65,7 +69,8 @@ def _content(row: NDArray[Any]) -> bytes:
 
 
 def _levels(x: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Each row (channels, height, width): uint8 where it lies on 8-bit levels, else float32."""
+    """Each row (channels, height, width): uint8 by 8-bit levels where it lies on them or spans
+    enough, else float32."""
     if x.dtype == np.uint8:
         yield from x
         return
@@ -74,6 +79,7 @@ def _levels(x: NDArray[Any]) -> Iterator[NDArray[Any]]:
     values[below] = (values[below] + 1) / 2
     scaled = values * 255
     levels = scaled.round()
-    whole = np.all(abs(scaled - levels) <= TOLERANCE, axis=(1, 2, 3)).tolist()
-    for row, level, is_whole in zip(values, levels, whole, strict=True):
-        yield level.astype(np.uint8) if is_whole else row
+    whole = np.all(abs(scaled - levels) <= TOLERANCE, axis=(1, 2, 3))
+    clear = np.ptp(scaled, axis=(1, 2, 3)) >= CONTRAST
+    for row, level, by_level in zip(values, levels, (whole | clear).tolist(), strict=True):
+        yield level.astype(np.uint8) if by_level else row

@@ -157,7 +157,7 @@ def prepare(
             if plan.visits and config.run.engine == "local":
                 algorithm.try_private(device)
     said = (*config.warnings, *_warnings(config, federated_data))
-    said += tuple(check_warm_start(config, federated_data.manifest))
+    said += tuple(check_warm_start(config, federated_data.manifest, task.new_classifier))
     if is_outside(config.model.name):
         changed = describe_exchange(config.model, task.shape, task.classes, network)
         said += (*doubts, *(() if changed is None else (changed,)))

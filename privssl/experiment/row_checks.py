@@ -16,8 +16,8 @@ from privssl.settings.error_messages import either
 from privssl.settings.names import is_outside
 from privssl.settings.schema import DataSettings, Problem
 
-_PUBLISHED = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "toy")
-IMAGE_SETS = (*_PUBLISHED, "image_folder")
+PUBLISHED = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "toy")
+IMAGE_SETS = (*PUBLISHED, "image_folder")
 
 
 def kind_in(config: Any) -> RowKind | None:
@@ -124,7 +124,7 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
     name, classes = config.data.name, dataset.classes
     table = name == "csv" or bool(dataset.table)
     counted = dataset.class_names == tuple(map(str, range(classes)))
-    if name in (*_PUBLISHED, "sent140") or dataset.names_declared:
+    if name in (*PUBLISHED, "sent140") or dataset.names_declared:
         return
     if dataset.tests_drawn and (table or counted or name == "image_folder"):
         raise PrivacyError(

@@ -2,22 +2,30 @@
 of an encoder, as public."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+
+from torch import nn
 
 from privssl.data.split_manifest import Manifest, read_manifest
 from privssl.errors import PrivacyError
 from privssl.experiment.config import Config
+from privssl.experiment.row_checks import PUBLISHED
+from privssl.models.own_networks import runs_behind
+from privssl.settings.names import is_outside
 
 SPLIT, CARD = "split.json", "privacy.json"  # in the folder of a run
 DEPTH = 3  # RUN/checkpoints/round_00001/FILE
 
 
-def check_warm_start(config: Config, split: Manifest) -> Iterator[str]:
+def check_warm_start(
+    config: Config, split: Manifest, new_classifier: Callable[[], nn.Module]
+) -> Iterator[str]:
     """What a private run says of weights that lie in the folder of a run on its rows.
 
-    A file that was moved out of its run's folder cannot be told from a public one.
+    A file that was moved out of its run's folder cannot be told from a public one. A network from
+    outside may contain one of ``run.classifier()``.
 
     Raises:
         PrivacyError: that run used labelled rows of this one without protection; or one of both
@@ -25,16 +33,21 @@ def check_warm_start(config: Config, split: Manifest) -> Iterator[str]:
     """
     if config.privacy is None:
         return
+    counted = config.privacy.record_counts == "public"
     given = (
         ("model.weights", config.model.weights),
         ("data.encoder_weights", config.data.encoder_weights),
     )
     for key, file in given:
         if file:
-            yield from _warnings_of(key, Path(file).expanduser().resolve(), split)
+            yield from _warnings_of(key, Path(file).expanduser().resolve(), split, counted)
+    if is_outside(config.model.name):
+        for run in runs_behind(new_classifier()):
+            yield from _warnings_of("model", run / SPLIT, split, counted)
 
 
-def _warnings_of(key: str, file: Path, split: Manifest) -> Iterator[str]:
+def _warnings_of(key: str, file: Path, split: Manifest, counted: bool) -> Iterator[str]:
+    """``counted``: whether numbers of labelled rows are public; a warning is in results.json."""
     run = next((p for p in list(file.parents)[:DEPTH] if (p / SPLIT).is_file()), None)
     if run is None:
         return
@@ -53,28 +66,33 @@ def _warnings_of(key: str, file: Path, split: Manifest) -> Iterator[str]:
             "protection, so nothing could be claimed for them. Give weights that have not seen "
             f"these rows, or leave {key} out"
         )
-    if both := len(mine & paid):
+    both = len(mine & paid)
+    if both or (paid and not counted):
+        used = f"{both} labelled rows" if counted else "labelled rows, perhaps"
         yield (
-            f"{key} is of the private run {run}, which used {both} labelled rows of this run. The "
-            "claim is about this run alone: for these rows the epsilons and deltas of both add up. "
-            "With privacy.ledger one account counts both"
+            f"{key} is of the private run {run}, which used {used} of this run. The claim "
+            "is about this run alone: for these rows the epsilons and deltas of both add up. With "
+            "privacy.ledger one account counts both"
         )
 
 
 def _of_other_files(key: str, run: Path, former: Manifest, split: Manifest) -> Iterator[str]:
-    """Of runs whose row numbers cannot be compared; nothing where the data have another name."""
-    if former.dataset != split.dataset:
+    """Of runs whose row numbers cannot be compared; nothing where both data are published, under
+    two names."""
+    same = former.dataset == split.dataset
+    if not same and {former.dataset, split.dataset} <= {*PUBLISHED, "sent140"}:
         return
     advice = f"Leave {key} out, or copy the file elsewhere if it has not seen these rows"
-    if any(one.settings.get("test") is not None for one in (former, split)):
+    if same and any(one.settings.get("test") is not None for one in (former, split)):
         raise PrivacyError(
             f"{key} is of the run {run} on {former.dataset}, and one of both runs drew its test "
             "rows (data.test), so whether that run used labelled rows of this one without "
             f"protection is unknown. {advice}"
         )
     yield (
-        f"{key} is of the run {run} on other rows of {former.dataset}. Whether labelled rows of "
-        f"this run are among them was not looked at, and the claim takes them as public. {advice}"
+        f"{key} is of the run {run} on {'other rows of ' * same}{former.dataset}. Whether labelled "
+        "rows of this run are among them was not looked at, and the claim takes them as public. "
+        f"{advice}"
     )
 
 

@@ -46,6 +46,7 @@ _READING = re.compile(
     "weights|pretrain|checkpoint|cache|features_only|scriptable|exportable|.*(cfg|_file|_dir|_url|hub)"
 )
 TRIED = 3  # rows of the batch that a network is tried with
+TRAINED_IN = "privssl_trained_in"  # attribute of a run's classifier: the folder of its run
 
 
 def is_imported(name: str) -> bool:
@@ -64,6 +65,12 @@ def reference_of(source: NetworkSource) -> str:
         )
     name = getattr(source, "__qualname__", f"<{type(source).__name__}>")
     return f"{source.__module__}:{name}" if hasattr(source, "__qualname__") else f"__main__:{name}"
+
+
+def runs_behind(network: nn.Module) -> tuple[Path, ...]:
+    """The folders of the runs whose classifiers, or copies of them, are in a network."""
+    found = (vars(layer).get(TRAINED_IN) for layer in network.modules())
+    return tuple(dict.fromkeys(Path(folder) for folder in found if folder is not None))
 
 
 def build_network(

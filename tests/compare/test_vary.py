@@ -209,6 +209,13 @@ def test_other_splits_are_not_paired(other: Any) -> None:
     assert "Paired" not in "".join(files.paired_section(paired.differences([first, other])))
 
 
+def test_a_private_config_is_paired_with_one_without_privacy_on_its_splits() -> None:
+    first = row("a", [0.1, 0.2])
+    assert len(paired.differences([first, row("b", [0.2, 0.3], ["withheld"] * 2)])) == 1
+    other = row("b", [0.2, 0.3], ["withheld"] * 2, differs=["data.alpha"])
+    assert paired.differences([first, other]) == []  # the control
+
+
 def test_one_seed_has_no_difference_with_an_interval() -> None:
     assert paired.differences([row("a", [0.1]), row("b", [0.2])]) == []
 

@@ -8,15 +8,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from sklearn.datasets import load_digits
 from torch import Tensor
 
 from accounting import row_registry
 from accounting.errors import LedgerError
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.data.canonical import as_loaded, as_loaded_of, canonical, contents_of
+from privssl.data.datasets import load_dataset
 from privssl.data.image_folder import read_folder
 from privssl.data.npz import read_rows
 from privssl.experiment import prepare
+from privssl.settings.schema import DataSettings
 
 GREY = np.random.default_rng(0).integers(0, 256, (6, 9, 8), dtype=np.uint8)
 COLOUR = np.random.default_rng(1).integers(0, 256, (6, 9, 8, 3), dtype=np.uint8)
@@ -96,8 +99,24 @@ def test_the_same_bytes_in_another_shape_are_another_row() -> None:
     assert contents(GREY[:, None]) != contents(GREY.reshape(6, 1, 8, 9))
 
 
-def test_floats_between_levels_keep_their_bits() -> None:
+def test_floats_between_levels_have_the_content_of_the_nearest_ones() -> None:
     x = np.random.default_rng(2).random((2000, 1, 4, 4), dtype=np.float32)
+    assert len(set(contents(x))) == len(x)
+    assert contents(x) == contents(np.round(x * np.float32(255)).astype(np.uint8))
+    # The control: as they are loaded they are other rows.
+    assert not set(as_loaded(torch.from_numpy(x))) & set(contents(x))
+
+
+def test_a_digit_of_17_shades_is_one_row_as_the_built_in_bytes_and_divided_by_16() -> None:
+    shades = load_digits().images[:, None]  # as README.md gives them from Python
+    built_in = load_dataset(DataSettings(name="digits"))
+    known = {*canonical(built_in.x_train), *canonical(built_in.x_test)}
+    assert set(contents(shades / 16)) == known
+    assert set(contents((shades / 16).astype(np.float32))) == known
+
+
+def test_floats_of_few_shades_keep_their_bits() -> None:
+    x = np.random.default_rng(3).random((2000, 1, 4, 4), dtype=np.float32) / 255
     assert len(set(contents(x))) == len(x)
     nudged = np.nextafter(x, np.float32(2))
     assert not set(contents(x)) & set(contents(nudged))

@@ -1,17 +1,27 @@
 """Initial weights of an earlier run on the rows that are now private."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
+import yaml
+from torch import nn
 
+import privssl
 from privssl.data import split_manifest
+from privssl.data.datasets import load_dataset
 from privssl.errors import PrivacyError
-from privssl.experiment.config import load_config
+from privssl.experiment.config import Config, load_config
 from privssl.experiment.prepare import Prepared, prepare
 from privssl.experiment.warm_start import check_warm_start
+from privssl.models.own_networks import reference_of
+from privssl.runtime.plugins import imports_allowed
+from privssl.settings.schema import DataSettings
 
 CONFIG = """
 run: {device: cpu, workers: 1}
@@ -23,9 +33,14 @@ algorithm: {name: fedavg, rounds: 1}
 PRIVATE = ("privacy.epsilon=8.0", "privacy.sample_rate=0.5", "privacy.steps=1")
 
 
-def prepared(place: Path, *overrides: str) -> Prepared:
+def load_config_of(place: Path, *overrides: str) -> Config:
     (place / "c.yaml").write_text(CONFIG)
-    return prepare(load_config(place / "c.yaml", overrides))
+    with imports_allowed():
+        return load_config(place / "c.yaml", overrides)
+
+
+def prepared(place: Path, *overrides: str) -> Prepared:
+    return prepare(load_config_of(place, *overrides))
 
 
 def weights_of_a_run(place: Path, *overrides: str, guarantee: object = None) -> str:
@@ -93,11 +108,64 @@ def test_a_private_run_warns_of_weights_of_a_run_on_another_version_of_its_data(
     )
 
 
+def test_a_private_run_warns_of_weights_of_a_run_on_its_rows_under_another_name(
+    tmp_path: Path,
+) -> None:
+    toy = load_dataset(DataSettings(name="toy"))
+    floats = {n: getattr(toy, n).numpy() for n in ("x_train", "y_train", "x_test", "y_test")}
+    floats |= {n: (x / 255).astype(np.float32) for n, x in floats.items() if n.startswith("x")}
+    np.savez(tmp_path / "toy.npz", **floats)
+    weights = weights_of_a_run(tmp_path, "data.name=npz", f"data.root={tmp_path / 'toy.npz'}")
+    said = prepared(tmp_path, *PRIVATE, weights).warnings
+    assert any("on npz. Whether" in text for text in said)
+    # The control: without a claim nothing is said.
+    assert not any("model.weights" in text for text in prepared(tmp_path, weights).warnings)
+
+
+class Own(nn.Sequential):
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, classes))
+
+
+@pytest.mark.parametrize("form", ["itself", "a copy", "a part", "a function's"])
+def test_a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_without_noise(
+    tmp_path: Path, form: str
+) -> None:
+    config = yaml.safe_load(CONFIG)
+    former = privssl.train(config, model=Own, output=tmp_path / "former").classifier()
+    network: Any = {
+        "itself": former,
+        "a copy": copy.deepcopy(former),
+        "a part": nn.Sequential(former, nn.Linear(10, 10)),
+        "a function's": lambda shape, classes: former,
+    }[form]
+    private = (*PRIVATE, f"model.name={reference_of(network)}", "model.width=16")
+    with pytest.raises(PrivacyError, match=r"^model is of the run .* without protection"):
+        prepare(load_config_of(tmp_path, *private), None, network)
+    # The control: a network with weights of its own is taken.
+    prepare(load_config_of(tmp_path, *private), None, Own)
+
+
 def test_a_private_run_says_that_epsilons_add_up_with_those_of_the_run_of_its_weights(
     tmp_path: Path,
 ) -> None:
     weights = weights_of_a_run(tmp_path, guarantee={"epsilon": 8.0})
     assert any("add up" in said for said in prepared(tmp_path, *PRIVATE, weights).warnings)
+
+
+@pytest.mark.parametrize("counts", ["private", "public"])
+def test_what_is_said_of_former_weights_tells_a_private_number_of_rows_to_nobody(
+    tmp_path: Path, counts: str
+) -> None:
+    weights = weights_of_a_run(tmp_path, guarantee={"epsilon": 8.0})
+    private = (*PRIVATE, weights, f"privacy.record_counts={counts}")
+    said = [text for text in prepared(tmp_path, *private).warnings if "add up" in text]
+    split = tmp_path / "former" / "split.json"
+    found = split_manifest.read_manifest(split)
+    fewer = {a: dataclasses.replace(h, labelled=h.labelled[1:]) for a, h in found.agents.items()}
+    dataclasses.replace(found, agents=fewer).write(split)
+    now = [text for text in prepared(tmp_path, *private).warnings if "add up" in text]
+    assert said and (now == said) is (counts == "private")  # public numbers are the control
 
 
 def test_rows_that_a_private_run_used_without_a_label_are_refused_too(tmp_path: Path) -> None:
@@ -112,6 +180,7 @@ def test_weights_of_an_encoder_are_looked_at_like_initial_weights(tmp_path: Path
     split = prepared(tmp_path).federated_data.manifest
     config = load_config(tmp_path / "c.yaml", PRIVATE)
     data = dataclasses.replace(config.data, encoder_weights=file)
-    assert list(check_warm_start(config, split)) == []  # the control
+    new = prepared(tmp_path).algorithm.task.new_classifier
+    assert list(check_warm_start(config, split, new)) == []  # the control
     with pytest.raises(PrivacyError, match=r"data\.encoder_weights is of the run"):
-        list(check_warm_start(dataclasses.replace(config, data=data), split))
+        list(check_warm_start(dataclasses.replace(config, data=data), split, new))

@@ -35,6 +35,34 @@ FAULTS: tuple[Fault, ...] = (
         (IN_NETWORKS + "synthetic_rows_of_a_run_need_no_network_that_its_folder_names",),
     ),
     Fault(
+        "a private run begins with a classifier that has seen its rows",
+        ((WARM, "        for run in runs_behind(new_classifier()):", "        for run in ():"),),
+        tuple(
+            f"{IN_WARM}a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_without_"
+            f"noise[{form}]"
+            for form in ("itself", "a copy", "a part", "a function's")
+        ),
+    ),
+    Fault(
+        "weights of a run on the same rows under another name are taken in silence",
+        ((WARM, "    if not same and {", "    if not same or {"),),
+        (IN_WARM + "a_private_run_warns_of_weights_of_a_run_on_its_rows_under_another_name",),
+    ),
+    Fault(
+        "a warning counts labelled rows whose number is private",
+        (
+            (
+                WARM,
+                'counted = config.privacy.record_counts == "public"',
+                "counted = True",
+            ),
+        ),
+        (
+            IN_WARM + "what_is_said_of_former_weights_tells_a_private_number_of_rows_to_"
+            "nobody[private]",
+        ),
+    ),
+    Fault(
         "options of a library's network read files",
         (("privssl/models/own_networks.py", "        _refuse_files(settings)\n", ""),),
         (IN_NETWORKS + "no_option_of_a_library_reads_or_downloads_a_file",),
@@ -292,7 +320,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "nobody says that the epsilons of two runs on the same rows add up",
-        ((WARM, "if both := len(mine & paid):", "if both := 0:"),),
+        ((WARM, "if both or (paid and not counted):", "if both := 0:"),),
         (IN_WARM + "a_private_run_says_that_epsilons_add_up_with_those_of_the_run_of_its_weights",),
     ),
     # Rows at sites --------------------------------------------------------------------------------
