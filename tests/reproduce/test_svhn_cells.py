@@ -15,7 +15,7 @@ from tests.support.toy_worlds import finite, play, same_bits
 ROOT = Path(__file__).parents[2]
 TABLES = [
     table for table in shipped_tables()
-    if table.name.startswith(("fedtrinet-table", "fedseal-table-a"))
+    if table.name.startswith(("fedtrinet-table", "fedseal-table-a", "semifl-table-1"))
 ]  # fmt: skip
 CELLS = [
     cell for table in TABLES for cell in table.cells
@@ -29,6 +29,8 @@ RUN = (
     ("fedseal-table-a7", "FedSEAL/Dir(0.1)"),
     ("fedseal-table-a10", "FedSEAL/IID"),
     ("fedseal-table-a10", "FedAvg-UDA/IID"),
+    ("semifl-table-1", "MixMatch/SVHN, 250 labels"),
+    ("semifl-table-1", "Pseudo-Labeling/SVHN, 250 labels"),
 )
 #: Width 1: the networks themselves at full size are counted in tests/models.
 SMALL = {
@@ -45,6 +47,8 @@ OF_METHOD = {
         "algorithm.validation_rows": 20, "algorithm.bootstrap_epochs": 1, "agents.query": 4,
         "algorithm.query_per_round": 2, "algorithm.client_epochs": 1, "algorithm.server_epochs": 1,
     },
+    "remixmatch": {"algorithm.ramp_up": 1},
+    "fixmatch": {"algorithm.threshold": 0},
     "uda": {"agents.query": 4, "algorithm.agents_per_round": 2, "algorithm.local_epochs": 1},
 }  # fmt: skip
 
@@ -72,8 +76,12 @@ def test_every_cell_without_data_says_so_and_has_a_config_of_the_papers_size() -
         data, agents = loaded.data, loaded.agents
         assert data.name == "svhn", one.title
         assert "SVHN is not at hand" in str(one.differs), one.title
-        assert loaded.model.name in ("trinet_svhn", "lenet32", "resnet9")
-        if one.table.startswith("fedtrinet"):
+        assert loaded.model.name in ("trinet_svhn", "lenet32", "resnet9", "wresnet28x2")
+        if one.table.startswith("semifl"):
+            labels = int(one.column.split()[1]) if one.row != "Fully Supervised" else 73_257
+            assert (data.labelled, data.unlabelled) == (labels, None)
+            assert not loaded.algorithm.flip
+        elif one.table.startswith("fedtrinet"):
             assert (data.unlabelled, agents.mixed) == (None, 10)  # all of 73,257
         elif "FedAvg-SL" in one.row:
             assert (data.labelled, agents.support) == (49_000, 100)

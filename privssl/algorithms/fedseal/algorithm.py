@@ -209,12 +209,13 @@ class FedSEAL(Algorithm[FedSEALState]):
 
     def round(self, state: FedSEALState, federation: Federation) -> FedSEALState:
         request = TrainRequest(state.averaged)
-        F = self._average(federation, federation.support, self.learn_from_labels, request)
+        F = self._average(federation, federation.support, self.learn_from_labels, request)  # step 1
         signed = SignedRequest(F, self._thresholds(F, federation))  # step 1
         chosen = federation.sample(federation.query, self.cfg.query_per_round)
         if self.cfg.history == "all" and chosen:  # step 2
             others = [agent for agent in federation.query if agent not in set(chosen)]
             federation.call_all(others, self.remember_prediction, TrainRequest(F))
+        # steps 3 and 4, and Eq. 2 of the next round
         averaged = self._average(federation, chosen, self.learn_from_both_signs, signed)
         return FedSEALState(F, averaged)
 
@@ -332,11 +333,11 @@ class FedSEAL(Algorithm[FedSEALState]):
     ) -> ModelUpdate:
         """Eq. 8 to 16: pseudo-labels of confident rows, complementary labels of the others."""
         cfg, rows = self.cfg, agent.unlabelled
-        p_bar = self._update_history(agent, msg.F, ctx)
+        p_bar = self._update_history(agent, msg.F, ctx)  # Eq. 8
         both = negative_learning.signed_labels(
             p_bar, msg.tau.cpu(), cfg.unlikely_at_most, ctx.rng("complement"),
             exclude_likeliest=cfg.exclude_likeliest, hard=cfg.hard_labels,
-        )  # fmt: skip
+        )  # Eq. 9 to 12  # fmt: skip
         ctx.pseudo_labels(rows.ids, p_bar, both.positive)
         F, weights = self.load_classifier(msg.F, ctx), cfg.sign_weights(ctx.round)
         _log_signs(both, weights[0], ctx)
@@ -346,7 +347,7 @@ class FedSEAL(Algorithm[FedSEALState]):
             batches = negative_learning.signed_batches(cfg.batches, both, cfg.batch_size, order)
             seen = local_training.in_blocks(batches, view, local_training.rows_per_pass(rows.x))
             for batch, x in zip(batches, seen, strict=True):
-                if can_learn_from(F, len(batch)):
+                if can_learn_from(F, len(batch)):  # Eq. 14 and 15; Eq. 13; Eq. 16
                     up, down = negative_learning.signed_losses(F(x), both, batch)
                     loss = negative_learning.batch_loss(cfg.batches, up, down, both.sizes, weights)
                     losses.append(local_training.minimise(sgd, loss))

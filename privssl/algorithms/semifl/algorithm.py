@@ -128,7 +128,7 @@ class SemiFL(Algorithm[SemiFLState]):
     def _aggregate(
         self, F: StateDict, velocity: StateDict, mean: StateDict
     ) -> tuple[StateDict, StateDict]:
-        """One step from F to the plain mean of the active agents."""
+        """One step from F to the plain mean of the active agents: Eq. 9, with momentum."""
         if not self.cfg.fine_tune:  # F was trained beside the agents: one half each
             mean = {name: (F[name] + value) / 2 for name, value in mean.items()}
         return momentum_step(F, velocity, mean, self.cfg.global_momentum)
@@ -159,7 +159,7 @@ class SemiFL(Algorithm[SemiFLState]):
     def query_pass(
         self, agent: QueryAgent, msg: TrainRequest, ctx: Context
     ) -> ModelUpdate | Declined:
-        """Learn from pseudo-labels of the global model."""
+        """ClientUpdate: learn from pseudo-labels of the global model; Eq. 2 to 8."""
         F = self.load_classifier(msg.F, ctx)
         in_training = self.cfg.pseudo_labels == "training"
         losses = self._fixmatch_losses if in_training else self._fixed_label_losses
@@ -173,7 +173,7 @@ class SemiFL(Algorithm[SemiFLState]):
 
     @on_agent
     def support_pass(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> ModelUpdate:
-        """Fine-tune: cross-entropy of weak views of labelled rows."""
+        """ServerUpdate: cross-entropy of weak views of labelled rows; Eq. 1."""
         rows = agent.labelled
         ctx.weight = float(len(rows))
         F = self.load_classifier(msg.F, ctx)
@@ -205,16 +205,16 @@ class SemiFL(Algorithm[SemiFLState]):
         P = guess_labels(
             F.eval(), x, augment=cfg.weak_view, views=1, sharpness=1.0,
             rng=ctx.rng("guess"), chunk=BIG_BATCH,
-        ).cpu()  # (N, C)  # fmt: skip
+        ).cpu()  # (N, C), Eq. 2  # fmt: skip
         F.train()
-        confident = P.max(dim=1).values >= cfg.threshold  # (N,)
+        confident = P.max(dim=1).values >= cfg.threshold  # (N,), Eq. 3
         ctx.pseudo_labels(rows.ids, P, confident)
         y = P if reading.soft_labels else P.argmax(dim=1)  # (N, C) or (N,)
         if not confident.any():
-            return
+            return  # "If D+ is empty then stop"
         weak, strong, mixing = ctx.rng("weak view"), ctx.rng("strong view"), ctx.rng("mix")
         orders = passes(int(confident.sum()), cfg.batch_size, cfg.epochs, ctx.rng("order"))
-        for one, other in pair_rows(confident, orders, reading, mixing):
+        for one, other in pair_rows(confident, orders, reading, mixing):  # D+, D-: Eq. 4
             views = {
                 "strong": cfg.strong_view(x[one], strong),
                 "y": y[one].to(ctx.device), "y2": y[other].to(ctx.device),
@@ -233,6 +233,7 @@ class SemiFL(Algorithm[SemiFLState]):
                 elif cfg.mix_weight:
                     lam = sample_mix(1, cfg.mix_alpha, mixing)[0].double()  # so is 1 - lam
                     batch["lam"] = lam.to(ctx.device)
+                # Eq. 5 to 7; local_descent takes the step of Eq. 8
                 yield batched_call(fix_and_mix_loss, batch, cfg.mix_weight, F=F)
 
     def _fixmatch_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
