@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from privssl.api.datasets import to_array, to_pixels
-from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new
+from privssl.api.frames import field_of
+from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new, texts_of
 from privssl.data.datasets import encode_new
 from privssl.data.npz import Scale, check_rows
 from privssl.errors import DataError
@@ -74,7 +75,7 @@ class RowForm:
         if text := self._text_column:
             part = read_new(path, (text,), label)
             names = dict(zip("01", TWEET_CLASSES, strict=True)) if self._tweets else {}
-            return part.columns[text], np.array([names.get(c, c) for c in part.labels])
+            return texts_of(part, text), np.array([names.get(c, c) for c in part.labels])
         if self.columns is None:
             old = self.data.name == "csv"  # results.json of former versions has no columns
             raise DataError(
@@ -144,7 +145,7 @@ class RowForm:
             raise DataError(
                 f"{HERE}: column {scalar[0]} is one value. Give a list, with a value for each row"
             )
-        columns = {name: [str(value) for value in x[name]] for name in self.columns}
+        columns = {name: [field_of(value) for value in x[name]] for name in self.columns}
         lengths = {len(values) for values in columns.values()}
         if len(lengths) > 1:
             raise DataError(f"{HERE}: columns have different lengths. Give each row all of them")
