@@ -267,6 +267,15 @@ def test_a_missing_category_is_predicted_as_it_was_trained(missing: object) -> N
     assert found[1, :2].tolist() == [1.0, -1.0]  # no value, then red
 
 
+def test_columns_that_are_named_by_numbers_are_found_again() -> None:
+    """As pandas names the columns of an array."""
+    data = Rows.from_frame(Frame(**{"0": AGES, "target": ["no", "yes"] * 4}), "target", test=0.25)
+    form = RowForm(Path("run"), DataSettings(name="arrays"), data.shape, None, data._scales, None)
+    assert form.convert({0: AGES}).tolist() == form.convert({"0": AGES}).tolist()
+    with pytest.raises(privssl.UserError, match="no column 0"):  # the control
+        form.convert({1: AGES})
+
+
 def test_a_class_keeps_its_name_unless_it_is_a_whole_number_stored_as_a_float() -> None:
     for labels in (["v1.0", "v2.0"] * 4, ["1.0", "1"] * 4):
         found = Rows.from_frame(Frame(x=AGES, label=labels), test=0.3)
