@@ -46,10 +46,11 @@ def read_frame(
         scales = declared or csv_rows.scales_of(parts[0])
         arrays = csv_rows.table_of(parts[0], parts[1], scales, names)
         datasets.warn_of_equal_rows(WHERE, arrays)
+        said = tuple(recorder.buffer)  # closing empties it
     made = datasets.from_arrays("arrays", arrays)
     table: Any = "measured" if declared is None else "declared"
     return replace(
-        made, said=tuple(recorder.buffer), table=table,
+        made, said=said, table=table,
         tests_drawn=drawn, names_declared=names is not None,
     ), scales  # fmt: skip
 

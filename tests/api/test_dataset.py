@@ -267,6 +267,18 @@ def test_a_missing_category_is_predicted_as_it_was_trained(missing: object) -> N
     assert found[1, :2].tolist() == [1.0, -1.0]  # no value, then red
 
 
+@pytest.mark.parametrize("top", [50, 80])
+def test_what_is_odd_about_a_frame_is_a_warning_of_its_run(top: int, tmp_path: Path) -> None:
+    """The control: bounds that hold all ages."""
+    rng = np.random.default_rng(0)
+    frame = Frame(age=rng.permutation(np.linspace(0, 79, 60)), label=[0, 1] * 30)
+    data = Rows.from_frame(frame, columns={"age": [0, top]})
+    given = {"data.labelled": 6, "data.unlabelled": 12, "model.name": "mlp"}
+    run = privssl.train(config(tmp_path), given, data, output=tmp_path / "run")
+    warned = any("column age has values beyond its bounds" in w for w in run.results["warnings"])
+    assert warned == (top == 50)
+
+
 def test_columns_that_are_named_by_numbers_are_found_again() -> None:
     """As pandas names the columns of an array."""
     data = Rows.from_frame(Frame(**{"0": AGES, "target": ["no", "yes"] * 4}), "target", test=0.25)
