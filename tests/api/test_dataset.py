@@ -258,7 +258,9 @@ def test_a_row_of_a_frame_is_the_same_record_to_an_account_whatever_columns_are_
 
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_a_missing_category_is_predicted_as_it_was_trained(missing: object) -> None:
-    frame = Frame(colour=["red", missing] * 4, size=np.float32(AGES) / 3, target=["no", "yes"] * 4)
+    frame = Frame(
+        colour=["red", missing] * 4, size=np.array(AGES, np.float32) / 3, target=["no", "yes"] * 4
+    )
     data = Rows.from_frame(frame, "target", test=0.25)
     settings = DataSettings(name="arrays")
     form = RowForm(Path("run"), settings, data.shape, None, data._scales, None)
