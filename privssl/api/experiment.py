@@ -237,6 +237,8 @@ def _train(
             stack.enter_context(imports_of(config))
             if folder is not None and lengthening.read_finished_outcome(folder, config) is not None:
                 return Run(folder, network, names_in(config))
+            if data is not None and config.privacy is not None:
+                launch.warn(data.warnings)  # on the screen alone: train.log is not open
             prepared = prepare(config, None if data is None else data.rows, network)
             bar = partial(launch.progress_bar, prepared, shown=progress)
             run = Run(launch.launch(prepared, folder, bar, stack), network, names_in(config))

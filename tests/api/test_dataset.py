@@ -281,6 +281,21 @@ def test_what_is_odd_about_a_frame_is_a_warning_of_its_run(top: int, tmp_path: P
     assert warned == (top == 50)
 
 
+def test_what_is_odd_about_private_rows_is_on_the_screen_and_in_no_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    frame = Frame(age=np.arange(60.0), label=[0, 1] * 30)
+    data = Rows.from_frame(frame, test=frame, columns={"age": [0, 50]})
+    words = "column age has values beyond its bounds (9)"
+    assert any(words in text for text in data.warnings)
+    given = {"data.labelled": 20, "model.name": "mlp"}
+    private = config(tmp_path, PRIVATE)
+    run = privssl.train(private, given, data, output=tmp_path / "run", progress=True)
+    assert words in " ".join(capfd.readouterr().err.split())
+    for name in ("train.log", "results.json", "privacy.json", "model_card.md"):
+        assert "beyond its bounds" not in (run.folder / name).read_text()
+
+
 def test_columns_that_are_named_by_numbers_are_found_again() -> None:
     """As pandas names the columns of an array."""
     data = Rows.from_frame(Frame(**{"0": AGES, "target": ["no", "yes"] * 4}), "target", test=0.25)
