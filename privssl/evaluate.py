@@ -45,7 +45,7 @@ def _evaluate(options: argparse.Namespace, console: Console, stack: ExitStack) -
     from privssl.runtime.process import in_one_thread
 
     in_one_thread()
-    run = open_run(options.run, options.model)
+    run = open_run(options.run, options.model, options.plugin)
     found = run.evaluate(*read_labelled(options.data, run.form))
     if options.json:
         results_to_standard_output(json.dumps(found, indent=2))

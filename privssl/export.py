@@ -52,7 +52,7 @@ def _export(options: argparse.Namespace, console: Console, _: ExitStack) -> int:
     output = options.onnx or options.torch_export
     if output.exists() or output.is_symlink():
         raise RunFolderError(f"{output} exists. Choose another file")
-    run = open_run(options.run, options.model)
+    run = open_run(options.run, options.model, options.plugin)
     network = run.classifier()  # which refuses folders without "rows"
     rows = run.results["rows"]
     shape = tuple(rows["shape"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from privssl.predict import add_run_arguments
-from privssl.runtime.command import ALLOWED_BY_FLAG, add_plugin_flag, run_command
+from privssl.runtime.command import ALLOWED_BY_FLAG, run_command
 from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import gc_paused, in_one_thread
 
@@ -49,7 +49,6 @@ def _parser() -> argparse.ArgumentParser:
         help="needed for a private run: its unlabelled rows are not protected, and the generator "
         "learned from them",
     )  # fmt: skip
-    add_plugin_flag(parser)
     return parser
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from privssl.runtime.command import run_command
+from privssl.runtime.command import add_plugin_flag, run_command
 from privssl.runtime.console import results_to_standard_output
 
 EARLIER = (b"row,class", b'[\n  {\n    "row"', b"[]")  # how predictions begin, as CSV and as JSON
@@ -41,12 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add RUN and ``--model``."""
+    """Add RUN, ``--model`` and ``--plugin``."""
     parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train wrote")
     parser.add_argument(
         "--model", metavar="PACKAGE.MODULE:NAME",
         help="the network, where it was your own: a run folder chooses no code that is imported",
     )  # fmt: skip
+    add_plugin_flag(parser)
 
 
 def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
@@ -58,7 +59,7 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     in_one_thread()
     if options.output is not None:
         _check_free(options.output)
-    run = open_run(options.run, options.model)
+    run = open_run(options.run, options.model, options.plugin)
     names: list[str] = []
     rows: list[list[float]] = []
     for which, x in read_rows(options.inputs, run.form):

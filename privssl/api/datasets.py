@@ -1,6 +1,7 @@
 """Rows in memory as a data set of a run: ``privssl.Dataset``."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from logging.handlers import BufferingHandler
@@ -224,6 +225,11 @@ class Dataset:
     def class_names(self) -> tuple[str, ...]:
         """In the order of the class numbers."""
         return self.rows.class_names
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is odd about the rows. Of a private run's rows it is here alone: it counts rows."""
+        return [r.getMessage() for r in self.rows.said if r.levelno >= logging.WARNING]
 
     @property
     def shape(self) -> tuple[int, ...]:

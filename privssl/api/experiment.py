@@ -75,8 +75,7 @@ def load(config: str | Path | Sections, overrides: Overrides | None = None) -> E
             a run, which running continues.
         overrides: ``{"section.key": value}``, or a list of "section.key=value".
 
-    Checked are the file and the overrides alone: a config whose keys need ``data`` or ``model`` of
-    :func:`train` is for that.
+    A config whose keys need ``data`` or ``model`` of ``train`` is for that alone.
 
     Raises:
         privssl.UserError: with all problems of the file and the overrides.
@@ -237,6 +236,8 @@ def _train(
             stack.enter_context(imports_of(config))
             if folder is not None and lengthening.read_finished_outcome(folder, config) is not None:
                 return Run(folder, network, names_in(config))
+            if data is not None and config.privacy is not None:
+                launch.warn(data.warnings)  # on the screen alone: train.log is not open
             prepared = prepare(config, None if data is None else data.rows, network)
             bar = partial(launch.progress_bar, prepared, shown=progress)
             run = Run(launch.launch(prepared, folder, bar, stack), network, names_in(config))

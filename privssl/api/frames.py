@@ -28,7 +28,7 @@ def read_frame(
     ``Dataset.from_frame``."""
     declared = None if columns is None else _declared(columns, label)
     wanted = None if declared is None else tuple(declared)
-    everything = _columns(WHERE, frame, label, wanted)
+    everything = _columns(WHERE, frame, label, wanted, others=True)  # they name a record
     drawn = isinstance(test, float)
     if isinstance(test, int | str):
         raise DataError(
@@ -38,7 +38,7 @@ def read_frame(
         kept = _drawn(everything[label], test, by_class=class_names is None)
         parts = [_part(WHERE, everything, label, rows) for rows in (~kept, kept)]
     else:
-        held = _columns(f"{WHERE}: test", test, label, tuple(everything))
+        held = _columns(f"{WHERE}: test", test, label, wanted or tuple(everything))
         parts = [_part(WHERE, everything, label), _part(f"{WHERE}: test", held, label)]
     names = None if class_names is None else _names(class_names, parts)
     recorder = BufferingHandler(capacity=10**6)
@@ -46,10 +46,11 @@ def read_frame(
         scales = declared or csv_rows.scales_of(parts[0])
         arrays = csv_rows.table_of(parts[0], parts[1], scales, names)
         datasets.warn_of_equal_rows(WHERE, arrays)
+        said = tuple(recorder.buffer)  # closing empties it
     made = datasets.from_arrays("arrays", arrays)
     table: Any = "measured" if declared is None else "declared"
     return replace(
-        made, said=tuple(recorder.buffer), table=table,
+        made, said=said, table=table,
         tests_drawn=drawn, names_declared=names is not None,
     ), scales  # fmt: skip
 
@@ -90,9 +91,12 @@ def _declared(columns: Mapping[str, Sequence[Any]], label: str) -> dict[str, Sca
 
 
 def _columns(
-    where: str, frame: Any, label: str | None, wanted: Sequence[str] | None
+    where: str, frame: Any, label: str | None, wanted: Sequence[str] | None, *, others: bool = False
 ) -> dict[str, list[str]]:
-    """The columns of a frame as text, as a CSV file has them. Raises DataError."""
+    """The wanted columns of a frame as text, as a CSV file has them; None: all. Raises DataError.
+
+    ``others``: with the columns that are not wanted.
+    """
     there = getattr(frame, "columns", None)
     if there is None or not hasattr(frame, "__getitem__"):
         raise DataError(
@@ -104,19 +108,26 @@ def _columns(
     if len(by_name) < len(list(there)) or not set(needed) <= set(by_name):
         lacking = ", ".join(sorted(set(needed) - set(by_name))) or "columns of one name each"
         raise DataError(f"{where} has no {lacking}; it has {', '.join(map(str, there))}")
-    found = {name: [_text(value) for value in frame[by_name[name]]] for name in needed}
-    if label is not None:  # whole numbers beside a missing one are floats in pandas
-        found[label] = [text.removesuffix(".0") for text in found[label]]
+    needed |= dict.fromkeys(by_name) if others else {}
+    found = {name: [field_of(value) for value in frame[by_name[name]]] for name in needed}
+    if label is not None:
+        found[label] = [label_of(value) for value in frame[by_name[label]]]
     if not found or not len(next(iter(found.values()))):
         raise DataError(f"{where} has no rows. Give at least one")
     return found
 
 
-def _text(value: Any) -> str:
+def label_of(value: Any) -> str:
+    """A label as text: whole numbers beside a missing one are floats in pandas."""
+    text = field_of(value)
+    return text.removesuffix(".0") if isinstance(value, float | np.floating) else text
+
+
+def field_of(value: Any) -> str:
     """A field as text; missing values are empty."""
-    if value is None or value != value or type(value).__name__ == "NAType":
-        return ""
-    return repr(float(value)) if isinstance(value, float | np.floating) else str(value)
+    if isinstance(value, float | np.floating):
+        return "" if np.isnan(value) else repr(float(value))
+    return "" if value is None or type(value).__name__ in ("NAType", "NaTType") else str(value)
 
 
 def _drawn(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np.bool_]:

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from privssl.api.datasets import to_array, to_pixels
-from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new
+from privssl.api.frames import field_of
+from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new, texts_of
 from privssl.data.datasets import encode_new
 from privssl.data.npz import Scale, check_rows
 from privssl.errors import DataError
@@ -74,7 +75,7 @@ class RowForm:
         if text := self._text_column:
             part = read_new(path, (text,), label)
             names = dict(zip("01", TWEET_CLASSES, strict=True)) if self._tweets else {}
-            return part.columns[text], np.array([names.get(c, c) for c in part.labels])
+            return texts_of(part, text), np.array([names.get(c, c) for c in part.labels])
         if self.columns is None:
             old = self.data.name == "csv"  # results.json of former versions has no columns
             raise DataError(
@@ -135,16 +136,18 @@ class RowForm:
     def _convert_table(self, x: Any) -> NDArray[np.float32]:
         if self.columns is None:
             raise DataError(f"{HERE}: {self.folder} was trained on {self._what}, not on columns")
-        if absent := [name for name in self.columns if name not in x]:
+        there = {str(name): x[name] for name in getattr(x, "columns", x)}
+        if absent := [name for name in self.columns if name not in there]:
             raise DataError(
                 f"{HERE}: no column {', '.join(absent[:3])}. Name columns as those that "
                 f"{self.folder} was trained on"
             )
-        if scalar := [n for n in self.columns if isinstance(x[n], str) or not np.iterable(x[n])]:
+        given = {name: there[name] for name in self.columns}
+        if scalar := [n for n, v in given.items() if isinstance(v, str) or not np.iterable(v)]:
             raise DataError(
                 f"{HERE}: column {scalar[0]} is one value. Give a list, with a value for each row"
             )
-        columns = {name: [str(value) for value in x[name]] for name in self.columns}
+        columns = {name: [field_of(value) for value in values] for name, values in given.items()}
         lengths = {len(values) for values in columns.values()}
         if len(lengths) > 1:
             raise DataError(f"{HERE}: columns have different lengths. Give each row all of them")

@@ -258,6 +258,12 @@ class Run:
         if found.size and not 0 <= found.min() <= found.max() < len(names):
             raise DataError(f"evaluate: labels go from {found.min()} to {found.max()}, and classes "
                             f"from 0 to {len(names) - 1}. Number them as in training")  # fmt: skip
+        said = set(map(str, found.tolist()))
+        if said <= set(names) and any(names[int(number)] != number for number in said):
+            raise DataError(
+                f"evaluate: labels {', '.join(sorted(said)[:3])} can be class numbers, which begin "
+                f"at 0, or the names {', '.join(names[:3])}. Give names, as text: y.astype(str)"
+            )
         return found.astype(np.int64)
 
     def generate(
@@ -307,7 +313,10 @@ class Run:
 
 
 #: How a name is allowed, for errors.
-ALLOW = 'open the run with it: privssl.open_run(FOLDER, plugins=["{name}"])'
+ALLOW = (
+    'open the run with it: privssl.open_run(FOLDER, plugins=["{name}"]), in a command '
+    "--plugin {name}"
+)
 
 
 def open_run(

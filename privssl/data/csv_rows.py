@@ -68,9 +68,20 @@ def read_texts(
     names = classes or _class_names(train)
     test = _no_rows(train) if classes else _read_part(root / "test.csv", label, (text,))
     return Texts(
-        tuple(train.columns[text]), _classes(train, names), tuple(test.columns[text]),
+        texts_of(train, text), _classes(train, names), texts_of(test, text),
         _classes(test, names, known=True), names,
     )  # fmt: skip
+
+
+def texts_of(part: Part, column: str) -> tuple[str, ...]:
+    """The texts of a part; warns of empty ones."""
+    texts = tuple(part.columns[column])
+    if empty := [line for text, line in zip(texts, part.lines, strict=True) if not text.strip()]:
+        log.warning(
+            "%s: %d rows have no text in column %s (the first: %s %d). They are used as empty "
+            "texts: leave them out.", part.path, len(empty), column, part.unit, empty[0],
+        )  # fmt: skip
+    return texts
 
 
 def read_sent140(root: Path) -> Texts:
@@ -210,7 +221,9 @@ def _read_part(
         raise DataError(f"{path}: {error.strerror}. Give the folder of train.csv and test.csv in "
                         "data.root") from None  # fmt: skip
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no CSV file in UTF-8: {error}. Save it again") from None
+        raise DataError(
+            f"{path} is no CSV file in UTF-8: {error}. Save it again, as UTF-8"
+        ) from None
     if not header:
         raise DataError(f"{path} is empty. Give a line of column names, then a line for each row")
     if twice := sorted({name for name in header if header.count(name) > 1}):
@@ -238,6 +251,12 @@ def _class_names(train: Part) -> tuple[str, ...]:
     if len(names) < 2:
         raise DataError(f"{train.path} has {len(names)} classes in its label column. Give two")
     refuse_unprintable(train.path, names)
+    if odd := [name for name in names if _is_absent(name)]:
+        rows = train.labels.count(odd[0])
+        log.warning(
+            "%s: %d rows have the label %s, which counts as a class. Leave the field empty where "
+            "a row has no label.", train.path, rows, odd[0],
+        )  # fmt: skip
     return tuple(sorted(names, key=int) if all(n.isdecimal() for n in names) else names)
 
 
@@ -245,7 +264,12 @@ def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[n
     """Class numbers; ``known``: all rows must have one that training rows have."""
     numbers = {name: number for number, name in enumerate(names)} | {"": NO_LABEL}
     for value, line in zip(part.labels, part.lines, strict=True):
-        if value not in numbers or (known and not value):
+        if known and not value:
+            raise DataError(
+                f"{part.path}, {part.unit} {line}: no label. Give each test row its class, or move "
+                "it to the training rows"
+            )
+        if value not in numbers:
             why = "which no training row has" if known else "which is no declared class"
             raise DataError(
                 f"{part.path}, {part.unit} {line}: the label is {value!r}, {why}. Give one of "
@@ -268,6 +292,11 @@ def scales_of(train: Part) -> dict[str, Scale]:
     scales: dict[str, Scale] = {}
     lacks = list[str]()
     for name, values in train.columns.items():
+        if not name.strip() or name.startswith("Unnamed: "):  # pandas' name of such a column
+            raise DataError(
+                f"{train.path} has a column without a name: row numbers of another program? Leave "
+                "it out (pandas: to_csv(index=False)), or name it"
+            )
         there = [(at, v) for at, v in enumerate(values) if not _is_absent(v)]
         if there and all(_is_number(value) for _, value in there):
             numbers = [_number(train, name, v, at) for at, v in there]
@@ -299,7 +328,8 @@ def scales_of(train: Part) -> dict[str, Scale]:
         if len(values) >= FEW_ROWS and 2 * len(categories) > len(values):
             log.warning(
                 "%s: column %s has %d different values in %d rows: an identifier cannot help on "
-                "other rows. Leave it out (data.columns; Python: columns=).",
+                "other rows. Leave it out (data.columns; Python: columns=), or set data.text if it "
+                "is a text.",
                 train.path, name, len(categories), len(values),
             )  # fmt: skip
         scales[name] = categories

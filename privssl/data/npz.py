@@ -298,9 +298,11 @@ def _rows(
             "row, and at least one row"
         )
     lowest = NO_LABEL if part == "train" else 0
-    if y.size and (y.min() < lowest or y.max() > MAX_CLASS):
+    full = np.iinfo(y.dtype).max
+    unsigned = y.dtype.kind == "u" and (y == full).any() and not (y == full - 1).any()
+    if y.size and (y.min() < lowest or y.max() > MAX_CLASS or unsigned):
         wrong = y.min() if y.min() < lowest else y.max()
-        hint = " (-1, stored without a sign?)" if wrong == np.iinfo(y.dtype).max else ""
+        hint = " (-1, stored without a sign?)" if wrong == full else ""
         raise DataError(
             f"{path}: y_{part} has the label {wrong}{hint}. Classes are 0, 1, 2, ..., at most "
             f"{MAX_CLASS}, and -1 in y_train is no label"

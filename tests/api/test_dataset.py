@@ -17,9 +17,11 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import TensorDataset
 
 import privssl
+from privssl.api.new_rows import RowForm
 from privssl.data.npz import read_npz
 from privssl.errors import PrivacyError
 from privssl.experiment.row_checks import refuse_classes_of_labels_alone
+from privssl.settings.schema import DataSettings
 from tests.api.digits import PRIVATE, Frame, arrays, config, dataset, plain
 
 Rows = privssl.Dataset
@@ -242,6 +244,75 @@ def test_a_row_without_a_label_trains_and_is_no_test_row() -> None:
     assert found.rows.y_train.tolist().count(-1) == 2 and -1 not in found.rows.y_test.tolist()
 
 
+def test_a_row_of_a_frame_is_the_same_record_to_an_account_whatever_columns_are_declared() -> None:
+    def records(columns: dict[str, Any], **more: Any) -> tuple[str, ...] | None:
+        frame = Frame(age=AGES, colour=["red", "blue"] * 4, target=["no", "yes"] * 4, **more)
+        return Rows.from_frame(frame, "target", 0.25, columns).rows.records
+
+    age = {"age": [0, 80]}
+    assert records(COLUMNS) == records(age) is not None
+    # The control: a patient's number, which is not declared, tells rows apart, as in a CSV file.
+    pictures = [np.zeros(2)] * 8
+    assert records(age) != records(age, patient=range(8)) != records(age, patient=pictures)
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_missing_category_is_predicted_as_it_was_trained(missing: object) -> None:
+    frame = Frame(
+        colour=["red", missing] * 4, size=np.array(AGES, np.float32) / 3, target=["no", "yes"] * 4
+    )
+    data = Rows.from_frame(frame, "target", test=0.25)
+    settings = DataSettings(name="arrays")
+    form = RowForm(Path("run"), settings, data.shape, None, data._scales, None)
+    found = form.convert(frame)
+    assert found.tolist() == data.network_rows(frame).tolist()
+    assert found[1, :2].tolist() == [1.0, -1.0]  # no value, then red
+
+
+@pytest.mark.parametrize("top", [50, 80])
+def test_what_is_odd_about_a_frame_is_a_warning_of_its_run(top: int, tmp_path: Path) -> None:
+    """The control: bounds that hold all ages."""
+    rng = np.random.default_rng(0)
+    frame = Frame(age=rng.permutation(np.linspace(0, 79, 60)), label=[0, 1] * 30)
+    data = Rows.from_frame(frame, columns={"age": [0, top]})
+    given = {"data.labelled": 6, "data.unlabelled": 12, "model.name": "mlp"}
+    run = privssl.train(config(tmp_path), given, data, output=tmp_path / "run")
+    warned = any("column age has values beyond its bounds" in w for w in run.results["warnings"])
+    assert warned == (top == 50)
+
+
+def test_what_is_odd_about_private_rows_is_on_the_screen_and_in_no_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    frame = Frame(age=np.arange(60.0), label=[0, 1] * 30)
+    data = Rows.from_frame(frame, test=frame, columns={"age": [0, 50]})
+    words = "column age has values beyond its bounds (9)"
+    assert any(words in text for text in data.warnings)
+    given = {"data.labelled": 20, "model.name": "mlp"}
+    private = config(tmp_path, PRIVATE)
+    run = privssl.train(private, given, data, output=tmp_path / "run", progress=True)
+    assert words in " ".join(capfd.readouterr().err.split())
+    for name in ("train.log", "results.json", "privacy.json", "model_card.md"):
+        assert "beyond its bounds" not in (run.folder / name).read_text()
+
+
+def test_columns_that_are_named_by_numbers_are_found_again() -> None:
+    """As pandas names the columns of an array."""
+    data = Rows.from_frame(Frame(**{"0": AGES, "target": ["no", "yes"] * 4}), "target", test=0.25)
+    form = RowForm(Path("run"), DataSettings(name="arrays"), data.shape, None, data._scales, None)
+    assert form.convert({0: AGES}).tolist() == form.convert({"0": AGES}).tolist()
+    with pytest.raises(privssl.UserError, match="no column 0"):  # the control
+        form.convert({1: AGES})
+
+
+def test_a_class_keeps_its_name_unless_it_is_a_whole_number_stored_as_a_float() -> None:
+    for labels in (["v1.0", "v2.0"] * 4, ["1.0", "1"] * 4):
+        found = Rows.from_frame(Frame(x=AGES, label=labels), test=0.3)
+        assert found.class_names == tuple(sorted(set(labels)))
+    numbers = Frame(x=AGES, label=np.array([1.0, 2.0, np.nan, 1.0, 2.0, 1.0, 2.0, 1.0]))
+    assert Rows.from_frame(numbers, test=0.3).class_names == ("1", "2")
+
+
 @pytest.mark.parametrize("names", [["ill", "well"], None], ids=["declared", "measured"])
 def test_with_declared_classes_no_training_label_decides_which_rows_test(
     names: list[str] | None,
@@ -357,6 +428,8 @@ def test_published_classes_are_public_whatever_rows_are_tested(name: str, known:
     (lambda: Rows.from_frame(
         Frame(x=[1.0, 1.0, None] * 4, label=[0, 1] * 6), columns={"x": [0, 1]}),
      r"row \d+: column x has ''"),
+    (lambda: Rows.from_frame(Frame(**{"Unnamed: 0": AGES, "label": [0, 1] * 4})),
+     "has a column without a name"),
     (lambda: Rows.from_arrays(X, Y, X_TEST, Y_TEST).network_rows(FRAME), "is from no frame"),
 ])  # fmt: skip
 def test_a_wrong_frame_is_one_error(make: Callable[[], Any], said: str) -> None:

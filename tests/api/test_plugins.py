@@ -19,6 +19,7 @@ from privssl.data import partition
 from privssl.data.datasets import load_dataset
 from privssl.encoders import Encoder
 from privssl.errors import ConfigError, DataError
+from privssl.predict import main as predict
 from privssl.runs.resume import other_file
 from privssl.runtime import plugins
 from privssl.settings.schema import DataSettings
@@ -248,6 +249,21 @@ def test_a_private_run_of_an_own_method_is_audited_only_with_its_name(
     assert not mark.exists()
     assert audit([str(run.folder), "--plugin", "harmful_method:Own"]) == 3  # an edited config
     assert mark.exists()
+
+
+def test_the_command_predict_imports_an_encoder_only_with_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "tests.api.test_plugins:apart"
+    given = {"data.encoder": own, "model.name": "linear", "model.width": 16}
+    run = privssl.train(config(tmp_path), given, output=tmp_path / "run")
+    np.save(tmp_path / "rows.npy", np.zeros((2, *run.form.picture_shape[1:]), dtype=np.uint8))
+    asked = [str(run.folder), str(tmp_path / "rows.npy")]
+    assert predict([*asked, "--plugin", own]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3  # a line of names, and one for each row
+    for more in ([], ["--plugin", "another:encoder"]):  # the control
+        assert predict([*asked, *more]) == 2
+        assert f"in a command --plugin {own}" in capsys.readouterr().err
 
 
 def test_a_card_that_hides_the_own_method_is_found(tmp_path: Path) -> None:

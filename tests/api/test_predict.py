@@ -237,6 +237,21 @@ def test_wrong_labels_are_one_error(npz: tuple[privssl.Run, Path]) -> None:
             npz[0].evaluate(X_TEST, y)
 
 
+def test_whole_numbers_that_may_be_numbers_or_names_of_classes_are_refused(
+    npz: tuple[privssl.Run, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grades 1, 2 and 3 are classes 0, 1 and 2. The controls: names as text, and labels that are
+    no names."""
+    run = npz[0]
+    wanted = run.evaluate(X_TEST, Y_TEST)["accuracy"]
+    monkeypatch.setitem(run.results, "class_names", ["1", "2", "3"])
+    graded = Y_TEST < 2  # no row of grade 3, so that all labels are below the number of classes
+    with pytest.raises(privssl.UserError, match="labels 1, 2 can be class numbers"):
+        run.evaluate(X_TEST[graded], Y_TEST[graded] + 1)
+    assert run.evaluate(X_TEST, (Y_TEST + 1).astype(str))["accuracy"] == wanted
+    assert run.evaluate(X_TEST, Y_TEST)["accuracy"] == wanted
+
+
 def test_inputs_that_cannot_be_read_are_one_error(
     npz: tuple[privssl.Run, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,7 +233,7 @@ def test_floats_that_were_divided_twice_are_warned_of_in_every_part(
     assert not caplog.records  # the control
 
 
-@pytest.mark.parametrize("kind", [np.uint64, np.uint32])
+@pytest.mark.parametrize("kind", [np.uint64, np.uint32, np.uint16, np.uint8])
 def test_minus_one_without_a_sign_is_refused_in_words(tmp_path: Path, kind: type) -> None:
     y: np.ndarray = np.array([0, 1, -1, 0, 1, 2]).astype(kind)
     with pytest.raises(DataError, match=rf"label {y.max()} \(-1, stored without a sign\?\)"):
@@ -241,6 +241,17 @@ def test_minus_one_without_a_sign_is_refused_in_words(tmp_path: Path, kind: type
     with pytest.raises(DataError, match=rf"y_test has the label {y.max()}"):
         npz(tmp_path, y_test=y[1:3])
     assert npz(tmp_path, y_train=np.array([0, 1, 2, 0, 1, 2], kind)).classes == 3  # the control
+
+
+def test_the_largest_label_of_a_type_is_a_class_where_the_class_before_it_is_there(
+    tmp_path: Path,
+) -> None:
+    """The control is without class 254: then 255 is -1 that lost its sign."""
+    y, x = np.arange(256).astype(np.uint8), np.arange(256 * 16).reshape(256, 4, 4) % 251
+    parts = {"x_train": x.astype(np.uint8), "x_test": x[:2].astype(np.uint8)}
+    assert npz(tmp_path, y_train=y, **parts).classes == 256
+    with pytest.raises(DataError, match=r"label 255 \(-1, stored without a sign\?\)"):
+        npz(tmp_path, y_train=np.where(y == 254, 0, y).astype(np.uint8), **parts)
 
 
 def test_what_is_no_npz_is_refused(tmp_path: Path) -> None:

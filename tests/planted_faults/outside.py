@@ -148,6 +148,14 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "a row of a frame has another account where other columns are declared",
+        (("privssl/api/frames.py", "wanted, others=True)", "wanted)"),),
+        (
+            "tests/api/test_dataset.py::test_a_row_of_a_frame_is_the_same_record_to_an_account_"
+            "whatever_columns_are_declared",
+        ),
+    ),
+    Fault(
         "a site takes a split whose order follows from labels",
         (
             (

@@ -174,7 +174,8 @@ def test_fields_may_have_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
         ({"test": [("a", "inf", "red")]}, "line 2: column size has 'inf'"),
         ({"test": [("a", "", "red")]}, r"size has ''.* size: \[lowest, highest, missing\]"),
         ({"test": [("c", 1, "red")]}, "line 2: the label is 'c', which no training row has"),
-        ({"test": [("", 1, "red")]}, "line 2: the label is ''"),
+        ({"test": [("", 1, "red")]}, "line 2: no label. Give each test row its class"),
+        ({"head": ("label", "", "colour")}, r"a column without a name: .* to_csv\(index=False\)"),
         (
             {"train": [("a", 1, "red"), ("b\n## x", 1, "red")]},
             r"the class name 'b\\n## x' has line breaks",
@@ -197,6 +198,35 @@ def test_what_is_wrong_with_a_table_is_said_with_its_place(
 ) -> None:
     with pytest.raises(DataError, match=said):
         read_table(table(tmp_path, **parts), label="label", columns=None)
+
+
+@pytest.mark.parametrize("word", ["NA", "nan", "unknown"])
+def test_a_class_that_is_called_as_a_missing_value_is_warned_of(
+    word: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The control: another name of a class."""
+    rows = [*TRAIN, (word, 1, "red"), (word, 2, "red")]
+    found = read_table(table(tmp_path, train=rows), label="label", columns=None)
+    assert word in found.class_names
+    warned = f"2 rows have the label {word}, which counts as a class. Leave the field empty"
+    assert (warned in caplog.text) == (word != "unknown")
+
+
+def test_rows_without_a_text_are_counted_and_the_first_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The control is the file of test rows, which all have one."""
+    head, rows = ("label", "said"), [("a", "yes"), ("b", ""), ("a", " \n"), ("b", "no")]
+    table(tmp_path, head=head, train=rows, test=rows[::3])
+    assert read_texts(tmp_path, text="said", label="label").x_train == ("yes", "", " \n", "no")
+    assert "train.csv: 2 rows have no text in column said (the first: line 3)" in caplog.text
+    assert "test.csv" not in caplog.text
+
+
+def test_a_column_without_a_name_is_left_out_by_a_declaration(tmp_path: Path) -> None:
+    table(tmp_path, head=("label", "size", ""))
+    found = read_table(tmp_path, label="label", columns=declared(tmp_path, size=[0, 20]))
+    assert found.x_train.shape == (4, 1)
 
 
 def test_a_column_that_the_test_rows_lack_is_named(tmp_path: Path) -> None:
