@@ -128,8 +128,7 @@ def copy_ledgers(prepared: Prepared, folder: Path) -> None:
         own.mkdir(mode=0o700, exist_ok=True)
     for name in prepared.account_plans:
         path = own / f"{name}.jsonl"
-        with atomic_files.writing(path):
-            atomic_files.replace(path, read_content(ledger / path.name))
+        atomic_files.write(path, read_content(ledger / path.name))
 
 
 #: Over sites: the part of "who also controls the server" that the noise cannot answer for.

@@ -143,9 +143,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 def update_pointer(folder: Path, name: Literal["latest", "best"], round_number: int) -> None:
     """Let ``latest`` or ``best`` name the snapshot of a round; it must have been saved."""
-    path = folder / name
-    with atomic_files.writing(path):
-        atomic_files.replace(path, f"round_{round_number:05d}\n".encode())
+    atomic_files.write(folder / name, f"round_{round_number:05d}\n")
 
 
 def load_snapshot(

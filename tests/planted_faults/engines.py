@@ -82,7 +82,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a message may hold any type of numbers",
-        ((MESSAGES, "if tensor.dtype not in DTYPES:", "if tensor.dtype is None:"),),
+        ((MESSAGES, "tensor.dtype not in tensor_files.DTYPE_NAMES:", "tensor.dtype is None:"),),
         (IN_MESSAGES + "numbers_of_a_type_that_no_network_has_are_refused",),
     ),
     Fault(
