@@ -154,11 +154,8 @@ def journals_to_report(
     engine: Engine, folder: Path, *, over: bool
 ) -> dict[str, tuple[Journal, float]] | None:
     """The journals of sites by agent, copied to ``folder/ledger``, and this run's epsilon in each;
-    None where accounts are here. ``over``: whether the run is, so that sites may forget it.
-
-    Raises:
-        SiteError: one is missing, or is not a journal of that agent without a fault.
-    """
+    None where accounts are here. ``over``: whether the run is, so that sites may forget it. Raises
+    SiteError: one is missing, or is not a journal of that agent without a fault."""
     if not isinstance(engine, SitesEngine):
         return None
     found = {}

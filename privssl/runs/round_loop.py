@@ -399,12 +399,9 @@ def train(
     make_trackers: Callable[[], Sequence[Tracker]],
     snapshot: Snapshot | None,
 ) -> None:
-    """Run in a folder, from the start or from a snapshot.
-
-    Args:
-        make_trackers: called when the accounts are open: trackers cut what a resumed run will write
-            again, and nothing may be cut when a ledger forbids the run.
-    """
+    """Run in a folder, from the start or from a snapshot. ``make_trackers``: called when the
+    accounts are open: trackers cut what a resumed run will write again, and nothing may be cut when
+    a ledger forbids the run."""
     with open_accounts(prepared, folder, snapshot), ExitStack() as stack:
         private = prepared.plan is not None
         label_meter = HiddenLabelMeter(prepared.federated_data.measured_labels(private=private))

@@ -116,12 +116,8 @@ def _package(point: metadata.EntryPoint) -> str:
 
 def load(kind: Kind, key: str, name: str) -> Any:
     """The object of a plug-in: of an entry point, or ``package.module:Name``. ``key``: where the
-    name was given, for errors, for example "model.name".
-
-    Raises:
-        ConfigError: nobody allowed the import, there is no such module or object, or the module
-            raises an error when it is imported.
-    """
+    name was given, for errors, for example "model.name". Raises ConfigError: nobody allowed the
+    import, there is no such module or object, or the module raises an error when it is imported."""
     if (kind, name) in (given := _provided.get({})):
         return given[kind, name]
     permission = _permission.get(NOTHING)
