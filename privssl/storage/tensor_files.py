@@ -273,10 +273,15 @@ def part_of(path: Path, at: int, size: int) -> bytearray:
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, as hex digits. Raises OSError."""
     digest = hashlib.sha256()
+    hash_file(path, digest)
+    return digest.hexdigest()
+
+
+def hash_file(path: Path, digest: Any) -> None:
+    """Add the bytes of a file to a digest of ``hashlib``. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_CHUNK):
             digest.update(piece)
-    return digest.hexdigest()
 
 
 def open_lazily(path: Path) -> LazyTensors:
