@@ -70,6 +70,11 @@ class Config:
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
+    def hides_counts(self) -> bool:
+        """Whether the number of an agent's labelled rows is protected too."""
+        return self.privacy is not None and self.privacy.record_counts == "private"
+
+    @property
     def folder(self) -> Path:
         """The run folder: ``run.output``, or runs/NAME-SEED."""
         text = self.run.output or f"runs/{self.run.name}-{self.run.seed}"

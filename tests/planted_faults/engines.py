@@ -390,7 +390,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "with private counts a refusal tells of rows",
-        ((STARTUP, "public = not _count_is_private(config)", "public = config is not None"),),
+        ((STARTUP, "public = not config.hides_counts", "public = config is not None"),),
         (IN_SITE + "with_private_counts_a_site_opens_whatever_the_number_of_its_rows",),
     ),
     Fault(
