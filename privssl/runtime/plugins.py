@@ -44,12 +44,8 @@ _provided: ContextVar[Mapping[tuple[Kind, str], Any]] = ContextVar("provided")
 
 @contextmanager
 def imports_allowed(names: Collection[str] | None = None, advice: str = "") -> Iterator[None]:
-    """Allow plug-ins inside the block.
-
-    Args:
-        names: the only ones that may be imported; None: all, because the user names them.
-        advice: how the user allows another one, for errors.
-    """
+    """Allow plug-ins inside the block. ``names``: the only ones that may be imported; None: all,
+    because the user names them. ``advice``: how the user allows another one, for errors."""
     allowed = None if names is None else frozenset(names)
     token = _permission.set(Permission(allowed, advice))
     try:
