@@ -350,9 +350,8 @@ def as_text(entry: Entry) -> str:
     }
     """
     text = json.dumps(entry, indent=1, ensure_ascii=False, allow_nan=False)
-    flat = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: f"[{_one_line(m.group(1))}]", text)
-    return flat + "\n"
 
+    def in_one_line(found: re.Match[str]) -> str:
+        return "[" + re.sub(r",\s*\n\s*", ", ", found[1]) + "]"
 
-def _one_line(text: str) -> str:
-    return re.sub(r",\s*\n\s*", ", ", text)
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", in_one_line, text) + "\n"
