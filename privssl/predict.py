@@ -53,8 +53,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     from privssl.api.inputs import read_rows
     from privssl.api.run import open_run
-    from privssl.runs.run_dir import write_text
     from privssl.runtime.process import in_one_thread
+    from privssl.storage import atomic_files
 
     in_one_thread()
     if options.output is not None:
@@ -72,7 +72,7 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     if options.output is None:
         results_to_standard_output(text.removesuffix("\n"))
     else:
-        write_text(options.output, text)
+        atomic_files.write(options.output, text)
         console.print(f"{len(names)} rows: {options.output}", markup=False)
     return 0
 

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from logging.handlers import BufferingHandler
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from privssl.data import datasets
 from privssl.data.npz import NAMES, NO_LABEL, UNLABELLED, check_arrays
 from privssl.data.split import holders
 from privssl.errors import DataError
-from privssl.runtime.process import logging_to
 from privssl.settings.schema import AgentSettings
 
 ARRAYS = "arrays"  # as data.name
@@ -302,13 +300,11 @@ def _checked(
     found = {name: to_array(f"{where}: {name}", value) for name, value in given.items()}
     if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
         raise DataError(f"{where}: class_names is {names!r}. Give a list of names")
-    recorder = BufferingHandler(capacity=10**6)
-    with logging_to(recorder):
+    with datasets.recorded() as said:
         arrays = check_arrays(where, found, names)
         datasets.warn_of_equal_rows(where, arrays)
-        said = tuple(recorder.buffer)
     rows = datasets.from_arrays(ARRAYS, arrays)
-    return Dataset(dataclasses.replace(rows, said=said, held=held))
+    return Dataset(dataclasses.replace(rows, said=tuple(said), held=held))
 
 
 def to_array(where: str, value: Any) -> NDArray[Any]:

@@ -214,14 +214,13 @@ def _with_rows(config: Config, data: Dataset | None, folder: Path | None) -> Con
             f"data has other rows than {config.source} was written for (checksum "
             f"{data.checksum[:12]} here, {known[:12]} there). Give the same rows in the same order"
         )
-    privacy = config.privacy
-    if data.rows.held is not None and privacy is not None and privacy.record_counts == "private":
+    if data.rows.held is not None and config.hides_counts:
         raise PrivacyError(
             "Dataset.federated writes the number of labelled rows to config.yaml, and "
             "privacy.record_counts is private. Give Dataset.from_arrays and data.split instead"
         )
     begun = "" if folder is None else known
-    checksum = data.checksum if privacy is None else begun
+    checksum = data.checksum if config.privacy is None else begun
     rows = dataclasses.replace(config.data, checksum=checksum)
     return dataclasses.replace(config, data=rows)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from logging.handlers import BufferingHandler
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from privssl.data import csv_rows, datasets, declared_columns
 from privssl.data.csv_rows import Part
 from privssl.data.npz import Scale, refuse_unprintable
 from privssl.errors import DataError
-from privssl.runtime.process import logging_to
 
 WHERE = "Dataset.from_frame"
 
@@ -41,16 +39,14 @@ def read_frame(
         held = _columns(f"{WHERE}: test", test, label, wanted or tuple(everything))
         parts = [_part(WHERE, everything, label), _part(f"{WHERE}: test", held, label)]
     names = None if class_names is None else _names(class_names, parts)
-    recorder = BufferingHandler(capacity=10**6)
-    with logging_to(recorder):
+    with datasets.recorded() as said:
         scales = declared or csv_rows.scales_of(parts[0])
         arrays = csv_rows.table_of(parts[0], parts[1], scales, names)
         datasets.warn_of_equal_rows(WHERE, arrays)
-        said = tuple(recorder.buffer)  # closing empties it
     made = datasets.from_arrays("arrays", arrays)
     table: Any = "measured" if declared is None else "declared"
     return replace(
-        made, said=said, table=table,
+        made, said=tuple(said), table=table,
         tests_drawn=drawn, names_declared=names is not None,
     ), scales  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import json
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +27,7 @@ from privssl.models.own_networks import (
     reference_of,
 )
 from privssl.privacy.card_text import guarantee_sentence
-from privssl.runs.run_dir import CLASSIFIER, read_outcome
+from privssl.runs.run_dir import CLASSIFIER, read_card, read_outcome
 from privssl.runtime.plugins import imports_allowed, load
 from privssl.storage.tensor_files import open_lazily
 from privssl.training.evaluation import CHUNK, score
@@ -71,7 +70,7 @@ class Run:
         except OSError as error:
             raise RunFolderError(f"{error.filename} cannot be read: {error.strerror}") from None
         names = list(rows[0]) if rows else []
-        return {name: [_number(row[name]) for row in rows] for name in names}
+        return {n: [float(row[n]) if row[n] else None for row in rows] for n in names}
 
     def frame(self) -> Any:
         """``metrics`` as a pandas data frame, whose index is the round."""
@@ -84,11 +83,8 @@ class Run:
     @property
     def guarantee(self) -> str | None:
         """The sentence of a private run on what it guarantees; None where nothing is claimed."""
-        path = self.folder / "privacy.json"
-        if not path.exists():
-            return None
-        card = json.loads(path.read_bytes())
-        return guarantee_sentence(card) if card.get("guarantee") else None
+        card = read_card(self.folder)
+        return guarantee_sentence(card) if card and card.get("guarantee") else None
 
     @property
     def class_names(self) -> list[str]:
@@ -342,7 +338,3 @@ def open_run(
     if model is not None:
         reference_of(model)  # refuses what is no network
     return Run(folder, model, plugins)
-
-
-def _number(text: str | None) -> float | None:
-    return float(text) if text else None

@@ -120,14 +120,11 @@ def rows_of(
     rows = []
     for name, of in plan.by_name(planned).items():
         privacy, folders = of[0].config.privacy, [run.config.folder for run in of]
-        every = [_evaluate_every(folder) for folder in folders]
-        rows.append(
-            compare_table.row(
-                name, list(map(_outcome, folders)), privacy.delta if privacy else None,
-                differs[name], lasting=bool(privacy and privacy.ledger), evaluate_every=every,
-                other_code=list(_other_code(of)),
-            )
-        )  # fmt: skip
+        runs, every = tuple(map(_outcome, folders)), tuple(map(_evaluate_every, folders))
+        delta, lasting = (privacy.delta, bool(privacy.ledger)) if privacy else (None, False)
+        epsilon = compare_table.epsilon_of(runs, delta, lasting=lasting)
+        other = tuple(_other_code(of))
+        rows.append(compare_table.Row(name, runs, epsilon, tuple(differs[name]), every, other))
     return rows
 
 

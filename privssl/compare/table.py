@@ -9,6 +9,7 @@ import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from accounting.budget import delta_up, round_up
@@ -95,52 +96,37 @@ class Row:
 
     config: str
     runs: tuple[Results, ...]  # one per seed
-    values: Mapping[str, MeanStd]  # over the runs, by the names of ``QUANTITIES``
     epsilon: Epsilon
     differs: tuple[str, ...]  # keys for which its split is not that of the first config
     evaluate_every: tuple[int, ...]  # rounds, of each run
-    other_code: tuple[str, ...] = ()  # sentences on runs of other plug-ins than those here
+    other_code: tuple[str, ...]  # sentences on runs of other plug-ins than those here
 
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(run["seed"] for run in self.runs)
 
+    @cached_property
+    def values(self) -> Mapping[str, MeanStd]:
+        """Over the runs, by the names of ``QUANTITIES``."""
+        return {
+            name: MeanStd(tuple(float(run[section][key]) for run in self.runs))
+            for name, (section, key) in QUANTITIES.items()
+        }
 
-def row(
-    config: str,
-    runs: Sequence[Results],
-    delta: float | None,
-    differs: Sequence[str] = (),
-    *,
-    lasting: bool = False,
-    evaluate_every: Sequence[int] = (),
-    other_code: Sequence[str] = (),
-) -> Row:
-    """A config's row. ``differs``, ``evaluate_every``, ``other_code``: see ``Row``; without the
-    second: every round.
 
-    Args:
-        config: its name, as in its run folders.
-        runs: results.json of at least one finished run, of one config and different seeds.
-        delta: of its privacy section; None without one.
-        lasting: whether its accounts outlive runs (``privacy.ledger``).
-    """
+def epsilon_of(runs: Sequence[Results], delta: float | None, *, lasting: bool = False) -> Epsilon:
+    """The claim of finished runs of one config, at least one. ``delta``: of its privacy section;
+    None without one. ``lasting``: whether its accounts outlive runs (``privacy.ledger``)."""
     privacy = [run["privacy"] for run in runs]
     guarantees = [claim["guarantee"] for claim in privacy]
     nominal = [claim["nominal_epsilon"] for claim in privacy]
-    epsilon = Epsilon("none")
     if all(guarantees):
         weakest = max(guarantees, key=lambda claim: float(claim["epsilon"]))
         covers = tuple(weakest["covers"])
-        epsilon = Epsilon("guarantee", weakest["epsilon"], weakest["delta"], covers, lasting)
-    elif None not in nominal:
-        epsilon = Epsilon("nominal", max(nominal), delta, lasting=lasting)
-    every = tuple(evaluate_every) or (1,) * len(runs)
-    values = {
-        name: MeanStd(tuple(float(run[section][key]) for run in runs))
-        for name, (section, key) in QUANTITIES.items()
-    }
-    return Row(config, tuple(runs), values, epsilon, tuple(differs), every, tuple(other_code))
+        return Epsilon("guarantee", weakest["epsilon"], weakest["delta"], covers, lasting)
+    if None not in nominal:
+        return Epsilon("nominal", max(nominal), delta, lasting=lasting)
+    return Epsilon("none")
 
 
 def cells(of: Row, first: str) -> tuple[str, ...]:

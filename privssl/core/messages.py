@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -29,13 +28,6 @@ from privssl.storage import tensor_files
 StateDict = Mapping[str, Tensor]
 
 MAX_HEADER_BYTES = 2**24  # names and shapes of the tensors of one message
-#: Types allowed in messages; safetensors has more, which torch cannot compute with.
-DTYPES = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
-        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    }
-)
 
 
 class MessageError(UserError):
@@ -210,7 +202,7 @@ def check_numbers(field: str, value: Any) -> None:
     """``check`` for one field."""
     tensors = list(value.values()) if isinstance(value, dict) else [value]
     for tensor in (item for item in tensors if isinstance(item, Tensor)):
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in tensor_files.DTYPE_NAMES:
             raise MessageError(f"{field} has a tensor of {tensor.dtype}")
         if tensor.is_floating_point() and not _all_finite(tensor):
             raise MessageError(

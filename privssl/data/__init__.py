@@ -46,6 +46,8 @@ __all__ = [
     "class_counts_of",
     "test_rows_only",
     "agent_refs",
+    "labelled_rows",
+    "unlabelled_rows",
 ]
 
 
@@ -123,7 +125,7 @@ def build(
         )  # fmt: skip
         validation = None
         if split.validation:
-            validation = _labelled(split.validation, rows, dataset.y_train)
+            validation = labelled_rows(split.validation, rows, dataset.y_train)
     if not isinstance(split, Manifest):
         split = _manifest(split, data, seed, dataset, digest.result())
     rest, labels = _without_training_rows(dataset), dataset.y_train.clone()
@@ -192,20 +194,24 @@ def agent_refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:
 
 
 def _agent(name: str, holding: AgentRows, labels: bool, rows: HeldRows, y: Tensor) -> Agent:
-    unlabelled = None
-    if holding.unlabelled:
-        ids = torch.tensor(holding.unlabelled)
-        x, origin = rows.take(ids)
-        unlabelled = UnlabelledRows(x, ids, origin)
+    unlabelled = unlabelled_rows(holding.unlabelled, rows) if holding.unlabelled else None
     return Agent(
         id=name,
         location=AgentLocation.SERVER if name == SERVER else AgentLocation.EDGE,
-        held_labelled=_labelled(holding.labelled, rows, y) if labels else None,
+        held_labelled=labelled_rows(holding.labelled, rows, y) if labels else None,
         held_unlabelled=unlabelled,
     )
 
 
-def _labelled(held: tuple[int, ...], rows: HeldRows, labels: Tensor) -> LabelledRows:
+def unlabelled_rows(held: tuple[int, ...], rows: HeldRows) -> UnlabelledRows:
+    """The rows of these numbers."""
+    ids = torch.tensor(held, dtype=torch.int64)
+    x, origin = rows.take(ids)
+    return UnlabelledRows(x, ids, origin)
+
+
+def labelled_rows(held: tuple[int, ...], rows: HeldRows, labels: Tensor) -> LabelledRows:
+    """The same with labels (N,) of all rows. Raises DataError where one has none."""
     ids = torch.tensor(held, dtype=torch.int64)
     y = labels.index_select(0, ids)
     if (y == NO_LABEL).any():

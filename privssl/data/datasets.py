@@ -7,7 +7,8 @@ constant: means and deviations of the data would be one more release.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -29,6 +30,7 @@ from privssl.encoders import Encoder, encode, open_encoder, reads_texts
 from privssl.encoders.own_encoders import refuse_state
 from privssl.errors import ConfigError, DataError
 from privssl.runtime import plugins
+from privssl.runtime.process import logging_to
 from privssl.settings.names import DATA_SETS, is_own_encoder
 from privssl.settings.schema import DataSettings
 
@@ -88,6 +90,15 @@ class Dataset:
         return {"rows": form, "class_names": list(self.class_names)}
 
 
+@contextmanager
+def recorded() -> Iterator[list[logging.LogRecord]]:
+    """What privssl logs inside the block, once it has ended: of rows in memory, nobody is told."""
+    records, handler = list[logging.LogRecord](), BufferingHandler(capacity=10**6)
+    with logging_to(handler):
+        yield records
+        records += handler.buffer  # which closing empties
+
+
 def load_dataset(
     settings: DataSettings, classes: tuple[str, ...] | None = None, *, may_be_empty: bool = False
 ) -> Dataset:
@@ -108,19 +119,17 @@ def load_dataset(
         found = _own(settings)
         return _to_encode(settings, found) if settings.encoder else found
     recorder = BufferingHandler(capacity=10**6)
-    log.addHandler(recorder)
+    log.addHandler(recorder)  # beside those of the process, which show what is logged
     try:
         arrays = _read(settings, classes, may_be_empty=may_be_empty)
     finally:
         log.removeHandler(recorder)
-    said = tuple(recorder.buffer)
     if settings.encoder:
-        encoded = _to_encode(settings, arrays)
-        return replace(encoded, said=said, names_declared=classes is not None)
-    assert isinstance(arrays, Arrays)  # the config gives texts an encoder
-    return replace(
-        from_arrays(settings.name, arrays), said=said, names_declared=classes is not None
-    )
+        made = _to_encode(settings, arrays)
+    else:
+        assert isinstance(arrays, Arrays)  # the config gives texts an encoder
+        made = from_arrays(settings.name, arrays)
+    return replace(made, said=tuple(recorder.buffer), names_declared=classes is not None)
 
 
 def _own(settings: DataSettings) -> Dataset:

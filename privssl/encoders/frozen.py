@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,8 @@ from torch import Tensor
 
 from privssl.errors import DataError
 from privssl.runtime.console import Terminal
-from privssl.storage import atomic_files
+from privssl.runtime.process import single_threaded
+from privssl.storage import atomic_files, tensor_files
 
 log = logging.getLogger("privssl")
 
@@ -128,15 +129,10 @@ def _fill(
             )
         found[place] = features[0].half()
 
-    before = torch.get_num_threads()
-    workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            for _ in pool.map(one, places):
-                done()
-    finally:
-        torch.set_num_threads(before)
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    with single_threaded(), ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(one, places):
+            done()
 
 
 def _progress() -> Progress:
@@ -211,18 +207,11 @@ def checksum_of(files: Sequence[Path], settings: object) -> str:
     """SHA-256 of files and settings. Raises DataError where a file cannot be read."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for path in files:
-        for piece in _pieces(path):
-            digest.update(piece)
+        try:
+            tensor_files.hash_file(path, digest)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}. It is needed by data.encoder") from None
     return digest.hexdigest()
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(2**20):
-                yield piece
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}. It is needed by data.encoder") from None
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ text's tokens in three layers. Inner layers of a network that compares meanings 
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,7 @@ def open_text_encoder(name: str) -> Encoder:
     vectors = {"mean": (features,), "tweets": (len(LAYERS) * features,)}
     shape = vectors.get(form, (LENGTH, features))
     about = MINILM if prefix != "huggingface" else f"the data of {folder.name}, see its publisher"
-
-    def build() -> Callable[[Rows], Tensor]:
-        return _build(name, folder, form)
-
+    build = partial(_build, name, folder, form)
     steps: dict[str, object] = {"form": form, "length": LENGTH, "scales": SCALES, "version": 1}
     if form == "tweets":
         steps["layers"] = LAYERS

@@ -70,6 +70,11 @@ class Config:
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
+    def hides_counts(self) -> bool:
+        """Whether the number of an agent's labelled rows is protected too."""
+        return self.privacy is not None and self.privacy.record_counts == "private"
+
+    @property
     def folder(self) -> Path:
         """The run folder: ``run.output``, or runs/NAME-SEED."""
         text = self.run.output or f"runs/{self.run.name}-{self.run.seed}"
@@ -359,26 +364,22 @@ def _warnings(config: Config) -> Iterator[str]:
 
 def to_yaml(config: Config) -> str:
     """The config as YAML with every key; ``load_config`` reads it back as equal."""
-    sections = {name: _plain(getattr(config, name)) for name in ORDER}
-    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=1000)
+    return yaml.safe_dump(_sections(config), sort_keys=False, allow_unicode=True, width=1000)
 
 
 def without_paths(config: Config) -> dict[str, Any]:
     """All keys by section, without paths of this machine."""
-    sections = {name: _plain(getattr(config, name)) for name in ORDER}
+    sections = _sections(config)
     _drop(sections, _PATHS | {"run": (*_PATHS["run"], "output")})
-    assert sections["data"] is not None
     sections["data"]["encoder"] = names.encoder_without_path(config.data.encoder)
     return sections
 
 
 def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     """Everything that may change a trained bit, by section: of ``run``, seed and precision."""
-    sections = {name: _plain(getattr(config, name)) for name in ORDER}
-    run = sections["run"]
-    assert run is not None
+    sections = _sections(config)
     forget_later_keys(sections)
-    return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
+    return {**sections, "run": {key: sections["run"][key] for key in ("seed", "precision")}}
 
 
 def config_hash(config: Config) -> str:
@@ -414,5 +415,6 @@ def hash_values(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _plain(section: Any) -> dict[str, Any] | None:
-    return None if section is None else dataclasses.asdict(section)
+def _sections(config: Config) -> dict[str, Any]:
+    """All keys by section; None for one that is absent."""
+    return {name: (one := getattr(config, name)) and dataclasses.asdict(one) for name in ORDER}

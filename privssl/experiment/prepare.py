@@ -233,10 +233,10 @@ def _test_row_warnings(dataset: Dataset) -> Iterator[str]:
 def _federated_data(config: Config, dataset: data.Dataset | None) -> data.FederatedDataset:
     """The rows that are on this machine. Raises ConfigError for what sites cannot have."""
     if config.run.engine == "local":
-        private = config.privacy is not None and config.privacy.record_counts == "private"
         return data.build(
-            config.data, config.agents, config.run.seed, dataset, labelled_is_declared=private
-        )
+            config.data, config.agents, config.run.seed, dataset,
+            labelled_is_declared=config.hides_counts,
+        )  # fmt: skip
     privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
     for key, wrong, why in (
         (
@@ -403,11 +403,8 @@ def claim_rows(
     only_check: bool = False,
 ) -> None:
     """Register the labelled rows of agents under their accounts in the folder ``ledger``, or only
-    check. ``bare``: the rows that the run uses without protection.
-
-    Raises:
-        accounting.errors.LedgerError: a row has another account, or is used without protection.
-    """
+    check. ``bare``: the rows that the run uses without protection. Raises
+    accounting.errors.LedgerError: a row has another account, or is used without protection."""
     held, beside = list(holders), list(bare)
     # First by the form that version 0.1 stored: what it refused stays refused.
     for contents, check in ((as_loaded_of, True), (contents_of, only_check)):

@@ -10,7 +10,7 @@ import torch
 
 from privssl.data.downloads import PUBLISHED, download_command
 from privssl.errors import PrivacyError
-from privssl.installation.finding import Finding
+from privssl.installation.finding import Finding, judge
 from privssl.installation.machine import DATA_VARIABLE, data_folder
 from privssl.installation.software import ROOT
 from privssl.ops import dispatch, precision, self_test
@@ -46,12 +46,11 @@ def check_kernels() -> Iterator[Finding]:
 def check_bfloat16() -> Iterator[Finding]:
     """Whether the processor multiplies in bfloat16."""
     there = precision.has_instructions()
-    yield Finding(
-        "bfloat16", "ok" if there else "note",
-        "this processor has instructions for it" if there else
-        "no instructions for it are known on this processor, so it is slow here",
-        "" if there else "Leave run.precision at float32 or auto.",
-    )  # fmt: skip
+    text = "this processor has instructions for it"
+    if not there:
+        text = "no instructions for it are known on this processor, so it is slow here"
+    advice = "Leave run.precision at float32 or auto."
+    yield judge("bfloat16", there, text, advice, otherwise="note")
 
 
 def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
@@ -100,10 +99,8 @@ def check_data_sets() -> Iterator[Finding]:
     """Which built-in data sets are here. Downloads nothing."""
     bundled = Path(dispatch.__file__).parents[1] / "data" / "digits.npz"
     there = bundled.is_file()
-    yield Finding(
-        "data digits", "ok" if there else "problem", "bundled" if there else f"{bundled} is absent",
-        "" if there else "Install privssl again.",
-    )  # fmt: skip
+    text = "bundled" if there else f"{bundled} is absent"
+    yield judge("data digits", there, text, "Install privssl again.", otherwise="problem")
     root = data_folder()
     if root is None:
         return  # check_disk says so

@@ -15,6 +15,11 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
+def judge(name: str, fine: bool, text: str, advice: str, *, otherwise: Status) -> Finding:
+    """``ok`` where all is fine, else ``otherwise``, with what to do."""
+    return Finding(name, "ok" if fine else otherwise, text, "" if fine else advice)
+
+
 Check = Callable[[], Iterable[Finding]]
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from privssl.installation.finding import Finding
+from privssl.installation.finding import Finding, judge
 
 CGROUP = Path("/sys/fs/cgroup")
 LEAST_DISK, SMALL_DISK = 2**26, 2**30  # bytes: a run of digits needs 64 MB at most
@@ -137,27 +137,20 @@ def check_memory() -> Iterator[Finding]:
     """Free memory, and what shared memory and open files are limited to."""
     available = _available_memory()
     if available is not None:
-        small = available < SMALL_DISK
-        yield Finding(
-            "memory", "note" if small else "ok", f"{_size(available)} available",
-            "A run needs about 1 GB." if small else "",
-        )  # fmt: skip
+        enough, text = available >= SMALL_DISK, f"{_size(available)} available"
+        yield judge("memory", enough, text, "A run needs about 1 GB.", otherwise="note")
     shared = Path("/dev/shm")
     if shared.is_dir():
         total = shutil.disk_usage(shared).total
-        small = total <= SMALL_SHM
-        yield Finding(
-            "/dev/shm", "note" if small else "ok", _size(total),
+        advice = (
             "privssl does not need it, but data loaders of your own may: docker run --shm-size=1g."
-            if small else "",
-        )  # fmt: skip
+        )
+        yield judge("/dev/shm", total > SMALL_SHM, _size(total), advice, otherwise="note")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = files != resource.RLIM_INFINITY and files < FEW_FILES
-    yield Finding(
-        "open files", "problem" if few else "ok",
-        "no limit" if files == resource.RLIM_INFINITY else f"at most {files}",
-        f"Raise the limit: ulimit -n {4 * FEW_FILES}." if few else "",
-    )  # fmt: skip
+    endless = files == resource.RLIM_INFINITY
+    text, advice = "no limit" if endless else f"at most {files}", f"ulimit -n {4 * FEW_FILES}."
+    enough = endless or files >= FEW_FILES
+    yield judge("open files", enough, text, f"Raise the limit: {advice}", otherwise="problem")
 
 
 def _available_memory() -> int | None:
@@ -180,17 +173,16 @@ def check_text_and_clock() -> Iterator[Finding]:
     """Whether every letter can be printed, and whether the clock can be right."""
     encoding = getattr(sys.stdout, "encoding", None) or locale.getpreferredencoding(False)
     plain = encoding.lower().replace("_", "-") in ("utf-8", "utf8")
-    yield Finding(
-        "text", "ok" if plain else "note", f"standard output is {encoding}",
-        "" if plain else
+    yield judge(
+        "text", plain, f"standard output is {encoding}",
         "Other letters are printed as escapes such as \\xe9. Set PYTHONUTF8=1, or LANG=C.UTF-8.",
+        otherwise="note",
     )  # fmt: skip
-    ours, now = Path(__file__).stat().st_mtime, time.time()
-    behind = now < ours - 86_400
-    yield Finding(
-        "clock", "problem" if behind else "ok", time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "It is before the date of privssl's own files. Set the clock: downloads and "
-        "certificates of sites fail." if behind else "",
+    ours, now = Path(__file__).stat().st_mtime, time.strftime("%Y-%m-%d %H:%M:%S %z")
+    yield judge(
+        "clock", time.time() >= ours - 86_400, now,
+        "It is before the date of privssl's own files. Set the clock: downloads and certificates "
+        "of sites fail.", otherwise="problem",
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from privssl import __version__
-from privssl.installation.finding import Finding
+from privssl.installation.finding import Finding, judge
 
 #: Each has a line of its own, and the others share one.
 MAIN = ("torch", "torchvision", "opacus", "numpy")
@@ -24,9 +24,8 @@ ROOT = Path(__file__).parents[2]
 def check_python() -> Iterator[Finding]:
     """Python and privssl itself."""
     here = platform.python_version()
-    old = sys.version_info < (3, 10)
-    text = f"{here}, {sys.executable}"
-    yield Finding("Python", "problem" if old else "ok", text, "Use 3.10 or later." * old)
+    new, text = sys.version_info >= (3, 10), f"{here}, {sys.executable}"
+    yield judge("Python", new, text, "Use 3.10 or later.", otherwise="problem")
     try:
         installed = metadata.version("privssl")
     except metadata.PackageNotFoundError:
@@ -37,10 +36,8 @@ def check_python() -> Iterator[Finding]:
         return
     same = installed == __version__
     text = f"{__version__} in {ROOT}" + f", but {installed} is installed" * (not same)
-    yield Finding(
-        "privssl", "ok" if same else "problem", text,
-        "" if same else "Run pip install -e . in the folder that you use.",
-    )  # fmt: skip
+    advice = "Run pip install -e . in the folder that you use."
+    yield judge("privssl", same, text, advice, otherwise="problem")
 
 
 def check_packages() -> Iterator[Finding]:

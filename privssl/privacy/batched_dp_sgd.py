@@ -13,9 +13,10 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep, pad_rows, single_threaded
+from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep, pad_rows
 from privssl.privacy.layer_gradients import Key
 from privssl.privacy.per_example_gradients import factored_gradients
+from privssl.runtime.process import single_threaded
 from privssl.training.batched.deferred import ExampleLoss
 from privssl.training.batched.stacking import COPY, JointSteps
 

@@ -16,8 +16,7 @@ another. The joint gradient of all protected networks is clipped row by row and 
 docs/dp_sgd.md has more. Abadi et al. 2016; Mironov et al. 2019.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,26 +31,13 @@ from privssl.privacy.clipping import PerExampleGradients, clipped_sums, to_float
 from privssl.privacy.layer_gradients import Key
 from privssl.privacy.per_example_gradients import Parameters, RowLoss, factored_gradients
 from privssl.privacy.plan import PrivatePlan
+from privssl.runtime.process import single_threaded
 from privssl.settings.schema import PrivacySettings
 from privssl.training import optim
 from privssl.training.batched import deferred
 
 if TYPE_CHECKING:
     from privssl.privacy.noisy_optimizer import SecureNoise
-
-
-@contextmanager
-def single_threaded() -> Iterator[None]:
-    """Compute in the calling thread alone: several would split rows by number and round each by its
-    place."""
-    threads = torch.get_num_threads()
-    if threads > 1:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if threads > 1:
-            torch.set_num_threads(threads)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

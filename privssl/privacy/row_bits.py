@@ -22,8 +22,8 @@ from privssl.privacy.clipping import (
     PerExampleGradients,
     factors_and_inputs,
 )
-from privssl.privacy.dp_sgd import single_threaded
 from privssl.privacy.per_example_gradients import Parameters, RowLoss, factored_gradients
+from privssl.runtime.process import single_threaded
 from privssl.training.batched.deferred import ExampleLoss
 
 SCALES = (1.0, 1e8, 1e-8)  # of the weights

@@ -171,9 +171,7 @@ class CsvTracker(Tracker):
     def _rewrite(self, rows: Iterable[list[str]]) -> None:
         width = len(self._columns) + 1
         padded = [row + [""] * (width - len(row)) for row in rows]
-        with atomic_files.writing(self._path):
-            text = _lines([["round", *self._columns], *padded])
-            atomic_files.replace(self._path, text.encode())
+        atomic_files.write(self._path, _lines([["round", *self._columns], *padded]))
 
 
 def _text(value: float) -> str:

@@ -54,7 +54,8 @@ def _modules(start: str, root: Path) -> dict[str, Path]:
     todo = [start]
     package = start.rpartition(".")[0]
     if package not in (REGISTRY, f"{REGISTRY}.baselines"):  # which holds several methods
-        todo += [f"{package}.{path.stem}" for path in (root / _as_path(package)).glob("*.py")]
+        folder = root / package.replace(".", "/")
+        todo += [f"{package}.{path.stem}" for path in folder.glob("*.py")]
     while todo:
         name = todo.pop()
         path = _file(name, root)
@@ -73,15 +74,12 @@ def _own_modules(start: str, root: Path) -> dict[str, Path]:
     return found
 
 
-def _as_path(name: str) -> str:
-    return name.replace(".", "/")
-
-
 def _file(name: str, root: Path) -> Path | None:
     """The file of a module that counts; None for anything else."""
     if name == REGISTRY or not f"{name}.".startswith(tuple(f"{part}." for part in PACKAGES)):
         return None
-    for path in (root / f"{_as_path(name)}.py", root / _as_path(name) / "__init__.py"):
+    folder = root / name.replace(".", "/")
+    for path in (folder.with_name(f"{folder.name}.py"), folder / "__init__.py"):
         if path.is_file():
             return path
     return None

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from privssl.compare import plot
+from privssl.compare.table import epsilon_of
 from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
@@ -328,9 +329,7 @@ def _value(
 
 def _privacy(results: Mapping[str, Any], section: Mapping[str, Any] | None) -> dict[str, Any]:
     """The claim of a run: guarantee, nominal or none."""
-    from privssl.compare.table import row  # here: it loads matplotlib
-
-    epsilon = row("", [results], section["delta"] if section else None).epsilon
+    epsilon = epsilon_of([results], section["delta"] if section else None)
     return {
         "kind": epsilon.kind,
         "epsilon": epsilon.value,
@@ -351,9 +350,8 @@ def as_text(entry: Entry) -> str:
     }
     """
     text = json.dumps(entry, indent=1, ensure_ascii=False, allow_nan=False)
-    flat = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: f"[{_one_line(m.group(1))}]", text)
-    return flat + "\n"
 
+    def in_one_line(found: re.Match[str]) -> str:
+        return "[" + re.sub(r",\s*\n\s*", ", ", found[1]) + "]"
 
-def _one_line(text: str) -> str:
-    return re.sub(r",\s*\n\s*", ", ", text)
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", in_one_line, text) + "\n"

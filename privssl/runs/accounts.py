@@ -74,15 +74,10 @@ def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
 
 @contextmanager
 def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -> Iterator[None]:
-    """Open and lock the account of every agent with labels.
-
-    Args:
-        snapshot: of the run to resume. A journal that ends before it was cut, and is refused.
-
-    Raises:
-        accounting.errors.LedgerError: a journal is missing, damaged, cut, or in use, or a row has
-            an account under another agent's name, or is used without protection.
-    """
+    """Open and lock the account of every agent with labels. ``snapshot``: of the run to resume. A
+    journal that ends before it was cut, and is refused. Raises accounting.errors.LedgerError: a
+    journal is missing, damaged, cut, or in use, or a row has an account under another agent's name,
+    or is used without protection."""
     holders, privacy = {a.id: a for a in prepared.labelled_agents}, prepared.config.privacy
     ledger = ledger_of(prepared.config, folder)
     outlives = privacy is not None and bool(privacy.ledger)
@@ -128,8 +123,7 @@ def copy_ledgers(prepared: Prepared, folder: Path) -> None:
         own.mkdir(mode=0o700, exist_ok=True)
     for name in prepared.account_plans:
         path = own / f"{name}.jsonl"
-        with atomic_files.writing(path):
-            atomic_files.replace(path, read_content(ledger / path.name))
+        atomic_files.write(path, read_content(ledger / path.name))
 
 
 #: Over sites: the part of "who also controls the server" that the noise cannot answer for.

@@ -96,12 +96,9 @@ class _Damaged(Exception):  # noqa: N818  (another snapshot may be intact)
 
 def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     """Write a snapshot, point ``latest`` at it, and delete all others but the newest ``keep`` >= 1
-    and the one that ``best`` names; returns its folder.
-
-    Raises:
-        RunFolderError: the disk is full or not writable, or there are more tensors or agents than
-            could be read again. Older snapshots are as they were.
-    """
+    and the one that ``best`` names; returns its folder. Raises RunFolderError: the disk is full or
+    not writable, or there are more tensors or agents than could be read again. Older snapshots are
+    as they were."""
     target = folder / f"round_{snapshot.round:05d}"
     temporary = folder / f"{atomic_files.TEMPORARY}{target.name}"
     about, trees = _manifest(snapshot)
@@ -143,9 +140,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 def update_pointer(folder: Path, name: Literal["latest", "best"], round_number: int) -> None:
     """Let ``latest`` or ``best`` name the snapshot of a round; it must have been saved."""
-    path = folder / name
-    with atomic_files.writing(path):
-        atomic_files.replace(path, f"round_{round_number:05d}\n".encode())
+    atomic_files.write(folder / name, f"round_{round_number:05d}\n")
 
 
 def load_snapshot(

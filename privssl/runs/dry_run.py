@@ -48,15 +48,13 @@ def describe(prepared: Prepared, console: Console) -> dict[str, Any] | None:
 def _who_holds_what(prepared: Prepared) -> Table:
     table = Table("agent", "role", "labelled", "unlabelled", "classes")
     names = prepared.federated_data.dataset.class_names
-    privacy = prepared.config.privacy
-    hidden = privacy is not None and privacy.record_counts == "private"
     for agent in prepared.federated_data.agents:
         labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
         # Which classes a support agent has is part of what a claim protects.
         known = labelled if prepared.plan is None else None
         classes = [] if known is None else [names[c] for c in sorted(set(known.y.tolist()))]
         counts = ["-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled)]
-        if labelled is not None and hidden:
+        if labelled is not None and prepared.config.hides_counts:
             counts[0] = "private"
         table.add_row(agent.id, agent.role, *counts, escape(" ".join(classes)) or "unknown")
     here = {agent.id for agent in prepared.federated_data.agents}

@@ -131,14 +131,13 @@ class Spending(NamedTuple):
 
 
 def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Spending:
-    """What the accounts of a run were charged, here or at its sites.
-
-    Arguments and errors as of :func:`journals_to_report`.
-    """
-    shown = journals_to_report(engine, folder, over=over)
-    if shown is not None:
-        journals = {name: journal for name, (journal, _) in shown.items()}
-        return Spending(journals, {name: own for name, (_, own) in shown.items()}, [])
+    """What the accounts of a run were charged, here or at its sites. ``over``: whether the run is,
+    so that sites may forget it. Raises SiteError: a journal of a site is missing, or not one of
+    that agent without a fault."""
+    if isinstance(engine, SitesEngine):
+        journals = _journals_of_sites(engine, folder, over=over)
+        this_run = {name: journal.epsilon_of(engine.run) for name, journal in journals.items()}
+        return Spending(journals, this_run, [])
     accounts = [a.account for a in prepared.labelled_agents if a.account is not None]
     balances = {account.agent: account.balance() for account in accounts}
     own = {a.agent: balances[a.agent].journal.epsilon_of(a.run) for a in accounts}
@@ -150,17 +149,8 @@ def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Sp
     )
 
 
-def journals_to_report(
-    engine: Engine, folder: Path, *, over: bool
-) -> dict[str, tuple[Journal, float]] | None:
-    """The journals of sites by agent, copied to ``folder/ledger``, and this run's epsilon in each;
-    None where accounts are here. ``over``: whether the run is, so that sites may forget it.
-
-    Raises:
-        SiteError: one is missing, or is not a journal of that agent without a fault.
-    """
-    if not isinstance(engine, SitesEngine):
-        return None
+def _journals_of_sites(engine: SitesEngine, folder: Path, *, over: bool) -> dict[str, Journal]:
+    """By agent, copied to ``folder/ledger``."""
     found = {}
     for name, content in sorted(engine.end_run(over=over).items()):
         path = folder / "ledger" / f"{name}.jsonl"
@@ -178,5 +168,5 @@ def journals_to_report(
                 f"NO GUARANTEE: the ledger that {name} shows is not in order: {problems[0]}. Its "
                 "operator must put the true one back; then end the run with --resume"
             )
-        found[name] = journal, journal.epsilon_of(engine.run)
+        found[name] = journal
     return found

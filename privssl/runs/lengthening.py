@@ -18,6 +18,7 @@ from privssl.experiment import config as configs
 from privssl.experiment.config import Config
 from privssl.runs import run_dir
 from privssl.runs.resume import check_resumable
+from privssl.storage import atomic_files
 
 
 def asks_for_more(folder: Path, config: Config) -> bool:
@@ -101,6 +102,6 @@ def record(folder: Path, rounds: int) -> None:
     known = run_dir.read_outcome(folder)
     assert known is not None  # ``asks_for_more`` has read it
     text = json.dumps({**known[0], "status": "interrupted"}, indent=2) + "\n"
-    run_dir.write_text(folder / "results.json", text)
+    atomic_files.write(folder / "results.json", text)
     former = configs.load_config(folder / "config.yaml")
-    run_dir.write_text(folder / "config.yaml", configs.to_yaml(with_rounds(former, rounds)))
+    atomic_files.write(folder / "config.yaml", configs.to_yaml(with_rounds(former, rounds)))

@@ -4,7 +4,7 @@ A YAML header for programs and a page for people, made from results.json and the
 As README.md beside the weights it is what a hub of models shows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -14,12 +14,8 @@ MOST_RECALLS = 20  # classes
 
 
 def model_card(results: Mapping[str, Any], sentences: str) -> str:
-    """The page.
-
-    Args:
-        results: results.json of a finished run.
-        sentences: on its guarantee, as ``run_dir.read_outcome`` gives them.
-    """
+    """The page. ``results``: results.json of a finished run. ``sentences``: on its guarantee, as
+    ``run_dir.read_outcome`` gives them."""
     results = _in_one_line(results)
     header = yaml.safe_dump(_header(results), sort_keys=False, allow_unicode=True)
     agents = ", ".join(f"{count} {kind}" for kind, count in results["agents"].items())
@@ -110,12 +106,9 @@ def _results(results: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
     if len(recall) <= MOST_RECALLS:
         values += [(f"recall of {name.replace('|', ' ')}", value) for name, value in recall.items()]
-    return ["On test rows, after the last round.", "", *_table(("metric", "value"), values)]
-
-
-def _table(head: Sequence[str], rows: Sequence[tuple[str, float | None]]) -> list[str]:
-    shown = [(name, "-" if value is None else f"{value:.4f}") for name, value in rows]
-    return [f"| {a} | {b} |" for a, b in (head, ("---", "---"), *shown)]
+    shown = [(name, "-" if value is None else f"{value:.4f}") for name, value in values]
+    table = (("metric", "value"), ("---", "---"), *shown)
+    return ["On test rows, after the last round.", "", *(f"| {a} | {b} |" for a, b in table)]
 
 
 def _use(results: Mapping[str, Any]) -> list[str]:

@@ -54,12 +54,12 @@ from privssl.runs.result_warnings import (
 )
 from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings
 from privssl.runs.round_plan import planned_rounds, rounds_of
-from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
+from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim
 from privssl.runs.summary import summarise, write_confusion, write_summary
 from privssl.runs.untrained import fingerprint_networks, untrained_warnings
 from privssl.runtime.code_version import fingerprint
 from privssl.runtime.process import defer_interrupts, raise_if_interrupted
-from privssl.storage import tensor_files
+from privssl.storage import atomic_files, tensor_files
 from privssl.storage.spill_store import SpillStore
 from privssl.training.evaluation import Evaluator, HiddenLabelMeter, Scores
 from privssl.training.local_training import network_input
@@ -335,8 +335,9 @@ class RoundLoop:
         if card is not None:
             if not problems:
                 copy_ledgers(self._prepared, self._folder)
-            write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
-            write_text(self._folder / "privacy.md", render_markdown(card))
+            text = json.dumps(card, indent=2) + "\n"
+            atomic_files.write(self._folder / "privacy.json", text)
+            atomic_files.write(self._folder / "privacy.md", render_markdown(card))
         if released is not None and self._scores is not None:
             picture = write_confusion(self._folder, self._scores, self._names)
             for tracker in self._trackers:
@@ -398,12 +399,9 @@ def train(
     make_trackers: Callable[[], Sequence[Tracker]],
     snapshot: Snapshot | None,
 ) -> None:
-    """Run in a folder, from the start or from a snapshot.
-
-    Args:
-        make_trackers: called when the accounts are open: trackers cut what a resumed run will write
-            again, and nothing may be cut when a ledger forbids the run.
-    """
+    """Run in a folder, from the start or from a snapshot. ``make_trackers``: called when the
+    accounts are open: trackers cut what a resumed run will write again, and nothing may be cut when
+    a ledger forbids the run."""
     with open_accounts(prepared, folder, snapshot), ExitStack() as stack:
         private = prepared.plan is not None
         label_meter = HiddenLabelMeter(prepared.federated_data.measured_labels(private=private))

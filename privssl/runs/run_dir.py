@@ -42,12 +42,6 @@ CONTENTS = {
 }
 
 
-def write_text(path: Path, text: str) -> None:
-    """Put a small file in place whole, or not at all; RunFolderError when it cannot be."""
-    with atomic_files.writing(path):
-        atomic_files.replace(path, text.encode())
-
-
 @contextmanager
 def create_run_dir(prepared: Prepared) -> Iterator[Path]:
     """Make the folder of a new run, and lock it. Raises RunFolderError: it exists and may not be
@@ -72,7 +66,7 @@ def create_run_dir(prepared: Prepared) -> Iterator[Path]:
         # Without overwrite: to run the file again must not replace the run that it is of.
         recorded = dataclasses.replace(run, overwrite=False)
         again = dataclasses.replace(prepared.config, run=recorded)
-        write_text(folder / "config.yaml", configs.to_yaml(again))
+        atomic_files.write(folder / "config.yaml", configs.to_yaml(again))
         yield folder
 
 

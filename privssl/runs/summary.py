@@ -13,7 +13,7 @@ from privssl.ops import dispatch
 from privssl.reporting import figures
 from privssl.runs.checkpoint import Progress
 from privssl.runs.model_card import model_card
-from privssl.runs.run_dir import CONFUSION, MODEL_CARD, claim_sentences, remove, write_text
+from privssl.runs.run_dir import CONFUSION, MODEL_CARD, claim_sentences, remove
 from privssl.runtime.code_version import fingerprint
 from privssl.storage import atomic_files
 from privssl.training.evaluation import Scores
@@ -77,15 +77,14 @@ def write_summary(folder: Path, results: Mapping[str, Any], card: Mapping[str, A
     if results["status"] == "interrupted":
         remove(folder, MODEL_CARD)
     else:
-        write_text(folder / MODEL_CARD, model_card(results, claim_sentences(card)))
-    write_text(folder / "results.json", json.dumps(results, indent=2) + "\n")
+        atomic_files.write(folder / MODEL_CARD, model_card(results, claim_sentences(card)))
+    atomic_files.write(folder / "results.json", json.dumps(results, indent=2) + "\n")
 
 
 def write_confusion(folder: Path, scores: Scores, names: Sequence[str]) -> figures.Picture:
     """Write confusion.csv and confusion.png; returns the picture."""
     table, drawing = (folder / name for name in CONFUSION)
     picture = figures.confusion_plot(scores.confusion, names)
-    write_text(table, figures.confusion_csv(scores.confusion, names))
-    with atomic_files.writing(drawing):
-        atomic_files.replace(drawing, figures.as_png(picture))
+    atomic_files.write(table, figures.confusion_csv(scores.confusion, names))
+    atomic_files.write(drawing, figures.as_png(picture))
     return picture

@@ -41,6 +41,22 @@ def in_one_thread() -> None:
 
 
 @contextmanager
+def single_threaded() -> Iterator[None]:
+    """Compute in the calling thread alone: several would split rows by number and round each by its
+    place."""
+    import torch
+
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
+
+
+@contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause garbage collection; on exit, exempt what was loaded meanwhile from it (`gc.freeze`).
 

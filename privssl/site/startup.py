@@ -22,7 +22,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.rows import Shape, describe_task
-from privssl.data import agent_refs, datasets, split_manifest
+from privssl.data import agent_refs, datasets, labelled_rows, split_manifest, unlabelled_rows
 from privssl.data.encoded import HeldRows
 from privssl.data.npz import NO_LABEL, Scale, read_rows
 from privssl.data.split import RoleAssignment, holders
@@ -185,46 +185,41 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     declared = None if site.rows.classes is None else _class_names(site)
     dataset = datasets.load_dataset(
         dataclasses.replace(config.data, root=root), declared,
-        may_be_empty=labelled and _count_is_private(config),
+        may_be_empty=labelled and config.hides_counts,
     )  # fmt: skip
     refuse_classes_of_labels_alone(config, dataset)
-    everything = tuple(range(len(dataset.y_train)))
-    known = tuple(torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist())
-    ids: dict[bool, tuple[int, ...]] = {True: known, False: everything}
+    known = torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist()
+    mine, others = tuple(known), tuple(range(len(dataset.y_train)))
     if site.rows.split:
         split = split_manifest.read_manifest(site.path(site.rows.split))
         refuse_order_by_labels(config, split, site.path(site.rows.split))
         split.check(dataset, datasets.checksum(dataset))
         holding = split.agents.get(site.site.agent, split_manifest.AgentRows((), ()))
-        ids = {True: holding.labelled, False: holding.unlabelled}
+        mine, others = holding.labelled, holding.unlabelled
     elif labelled and unlabelled:
-        ids[False] = tuple(sorted({*everything} - {*known}))
-    counted = labelled and not _count_is_private(config)
-    _check_there(site, counted and not ids[True], unlabelled and not ids[False])
-    if labelled and not set(ids[True]) <= set(known):
+        others = tuple(sorted({*others} - {*mine}))
+    mine, others = mine if labelled else (), others if unlabelled else ()
+    counted = labelled and not config.hides_counts
+    _check_there(site, counted and not mine, unlabelled and not others)
+    if not set(mine) <= set(known):
         raise DataError(
             f"{site.source}: {site.path(site.rows.split)} lists rows without a label as "
             "labelled. Draw a new split"
         )
-    with_labels, without = (torch.tensor(ids[k], dtype=torch.long) for k in (True, False))
-    needed = (*(ids[True] if labelled else ()), *(ids[False] if unlabelled else ()))
-    rows = HeldRows(dataset.x_train, dataset.unencoded, needed, dataset.records)
-    mine = others = None
-    if labelled:
-        x, origin = rows.take(with_labels)
-        mine = LabelledRows(x, dataset.y_train[with_labels], with_labels, origin)
-    if unlabelled:
-        x, origin = rows.take(without)
-        others = UnlabelledRows(x, without, origin)
+    rows = HeldRows(dataset.x_train, dataset.unencoded, (*mine, *others), dataset.records)
+    with_labels = labelled_rows(mine, rows, dataset.y_train) if labelled else None
+    without = unlabelled_rows(others, rows) if unlabelled else None
     encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.checksum
-    return _Held(mine, others, dataset.class_names, dataset.shape, encoder, dataset.scales)
+    return _Held(
+        with_labels, without, dataset.class_names, dataset.shape, encoder, dataset.scales
+    )  # fmt: skip
 
 
 def _check_number_hidden(site: SiteConfig, config: Config) -> None:
     """Refuse own rows from which the form of all rows would follow, where their number is private:
     a site with one row would start, and one without would not."""
     own = site.site.role != "query" and site.rows.root and not site.rows.split
-    if not (own and _count_is_private(config)):
+    if not (own and config.hides_counts):
         return
     if config.data.name != "csv":
         raise ConfigError(
@@ -236,10 +231,6 @@ def _check_number_hidden(site: SiteConfig, config: Config) -> None:
             f"{site.source}: privacy.record_counts of {config.source} is private, and class names "
             "would follow from labelled rows. Give them all in rows.classes"
         )
-
-
-def _count_is_private(config: Config) -> bool:
-    return config.privacy is not None and config.privacy.record_counts == "private"
 
 
 def _check_there(site: SiteConfig, *missing: bool) -> None:
@@ -261,7 +252,7 @@ def _class_names(site: SiteConfig) -> tuple[str, ...]:
 def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled: bool) -> _Held:
     path, classes = site.path(site.rows.arrays), _class_names(site)
     found = read_rows(
-        path, labelled=labelled, unlabelled=unlabelled, may_be_empty=_count_is_private(config)
+        path, labelled=labelled, unlabelled=unlabelled, may_be_empty=config.hides_counts
     )
     if found.y is not None and found.y.size and int(found.y.max()) >= len(classes):
         raise DataError(
@@ -309,7 +300,7 @@ def _account(
     assert site.budget is not None and config.privacy is not None
     privacy, ledger = config.privacy, site.ledger
     budget = Budget(site.budget.epsilon, site.budget.delta)
-    public = not _count_is_private(config)  # if private, a refusal would reveal it
+    public = not config.hides_counts  # if private, a refusal would reveal it
     if public and budget.delta * len(agent.labelled) >= 1:
         raise PrivacyError(
             f"{site.source}: budget.delta is {budget.delta:g}, and {agent.id} holds "

@@ -23,14 +23,15 @@ from torch import Tensor
 from privssl.errors import RunFolderError
 from privssl.storage import atomic_files
 
-# In the order of safetensors: what needs the widest alignment stands last here, first in a file.
-_NAMES = {
+#: The types that tensors of messages and checkpoints have; safetensors has more, which torch cannot
+#: compute with. In its order: what needs the widest alignment stands last here, first in a file.
+DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32",
     torch.float64: "F64", torch.int64: "I64",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES)}
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors opens
 _CHUNK = 2**20  # bytes that are hashed at once
@@ -132,7 +133,7 @@ class PackedTensors(NamedTuple):
     def form(self) -> dict[str, Any]:
         """Names, types and shapes in order, as JSON."""
         check_types(self.tensors)
-        return {name: [_NAMES[t.dtype], list(t.shape)] for name, t in self.tensors.items()}
+        return {name: [DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in self.tensors.items()}
 
 
 def places_in(form: Mapping[str, Any]) -> dict[str, TensorSlice]:
@@ -187,7 +188,7 @@ def layout_of(tensors: Mapping[str, Item], names: Iterable[str]) -> dict[str, Te
 def check_types(tensors: Mapping[str, Item]) -> None:
     """Raise TypeError if a tensor has a type that no message can have."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise TypeError(f"{name} is a tensor of {tensor.dtype}")
 
 
@@ -213,7 +214,7 @@ def header_of(
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     for name, place in layout_of(tensors, order).items():
         entries[name] = {
-            "dtype": _NAMES[place.dtype],
+            "dtype": DTYPE_NAMES[place.dtype],
             "shape": place.shape,
             "data_offsets": (place.at, place.at + place.size),
         }
@@ -272,10 +273,15 @@ def part_of(path: Path, at: int, size: int) -> bytearray:
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, as hex digits. Raises OSError."""
     digest = hashlib.sha256()
+    hash_file(path, digest)
+    return digest.hexdigest()
+
+
+def hash_file(path: Path, digest: Any) -> None:
+    """Add the bytes of a file to a digest of ``hashlib``. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_CHUNK):
             digest.update(piece)
-    return digest.hexdigest()
 
 
 def open_lazily(path: Path) -> LazyTensors:

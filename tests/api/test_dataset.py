@@ -237,6 +237,17 @@ def test_a_frame_is_scaled_by_declared_bounds_or_by_its_training_rows() -> None:
     assert measured.shape == (3,)
 
 
+def test_warnings_of_reading_a_frame_are_kept_for_the_log_and_the_results() -> None:
+    def warnings_of(ages: list[int]) -> list[str]:
+        found = Rows.from_frame(Frame(age=ages, x=range(8), y=["no", "yes"] * 4), "y", test=0.25)
+        return [record.getMessage() for record in found.rows.said]
+
+    assert warnings_of([30] * 8) == [
+        "Dataset.from_frame: column age is constant, so it tells nothing."
+    ]
+    assert warnings_of(AGES) == []  # the control
+
+
 def test_a_row_without_a_label_trains_and_is_no_test_row() -> None:
     labels = [0.0, 1.0, None, float("nan"), 0.0, 1.0, 0.0, 1.0]  # as pandas has them
     found = Rows.from_frame(Frame(x=AGES, label=labels), test=0.3)

@@ -30,7 +30,7 @@ from privssl.errors import RunFolderError
 from privssl.reporting import figures
 from privssl.runs import run_dir
 from privssl.storage import atomic_files
-from tests.support import command_line
+from tests.support import command_line, comparison_row
 from tests.support.command_line import Outcome, assert_refused, tree
 from tests.support.interruption import interrupted_in
 
@@ -199,7 +199,7 @@ def reaching(*accuracies: float) -> list[dict[str, Any]]:
 
 def test_the_standard_deviation_is_that_of_a_sample() -> None:
     # 0.2, 0.4, 0.9: mean 0.5, squares 0.09 + 0.01 + 0.16 = 0.26; /2, not /3.
-    spread = compare_table.row("a", reaching(0.2, 0.4, 0.9), None).values["final_test_accuracy"]
+    spread = comparison_row.row("a", reaching(0.2, 0.4, 0.9)).values["final_test_accuracy"]
 
     assert spread.mean == pytest.approx(0.5)
     assert spread.std == pytest.approx(math.sqrt(0.13))
@@ -207,7 +207,7 @@ def test_the_standard_deviation_is_that_of_a_sample() -> None:
 
 
 def test_one_seed_has_no_standard_deviation_instead_of_one_of_zero() -> None:
-    row = compare_table.row("a", reaching(0.25), None)
+    row = comparison_row.row("a", reaching(0.25))
 
     assert row.values["final_test_accuracy"].std is None
     assert "0.2500" in compare_table.cells(row, "a")
@@ -227,7 +227,7 @@ def nominal(epsilon: float) -> dict[str, Any]:
 
 
 def test_a_guarantee_is_the_largest_over_seeds_and_never_rounded_down() -> None:
-    row = compare_table.row("a", [guaranteed(7.25), guaranteed(7.91234), guaranteed(6.0)], 1e-5)
+    row = comparison_row.row("a", [guaranteed(7.25), guaranteed(7.91234), guaranteed(6.0)], 1e-5)
 
     assert str(row.epsilon) == "guarantee 7.9124 (delta 1e-05) for F"
     assert "can spend up to their sum" in compare_table.markdown([row])
@@ -238,7 +238,7 @@ def test_a_guarantee_is_the_largest_over_seeds_and_never_rounded_down() -> None:
 
 
 def test_the_epsilon_of_accounts_that_outlive_runs_is_not_said_to_be_of_one_run() -> None:
-    row = compare_table.row("a", [guaranteed(4.0), guaranteed(6.5)], 1e-5, lasting=True)
+    row = comparison_row.row("a", [guaranteed(4.0), guaranteed(6.5)], 1e-5, lasting=True)
 
     shown = "guarantee 6.5000 (delta 1e-05, all runs of the account so far) for F"
     assert str(row.epsilon) == shown
@@ -248,8 +248,8 @@ def test_the_epsilon_of_accounts_that_outlive_runs_is_not_said_to_be_of_one_run(
 
 def test_versions_that_differ_between_runs_are_told_with_the_runs() -> None:
     newer = {"privssl": "1.0", "torch": "2.1"}
-    ours = compare_table.row("ours", [results(seed=0), results(seed=1, versions=newer)], None)
-    bound = compare_table.row("bound", [results(seed=0), results(seed=1)], None)
+    ours = comparison_row.row("ours", [results(seed=0), results(seed=1, versions=newer)])
+    bound = comparison_row.row("bound", [results(seed=0), results(seed=1)])
 
     (told,) = [note for note in compare_table.notes([ours, bound]) if "ersions" in note]
     assert told.startswith(
@@ -264,18 +264,18 @@ def test_versions_that_differ_between_runs_are_told_with_the_runs() -> None:
 def test_notes_name_the_runs_that_have_warnings() -> None:
     """A sentence once, with its runs; older runs have no such key."""
     runs = [results(seed=0, warnings=["it learned nothing"]), results(seed=1, warnings=[])]
-    ours = compare_table.row("ours", runs, None)
-    bound = compare_table.row("bound", [results(seed=0, warnings=["it learned nothing"])], None)
+    ours = comparison_row.row("ours", runs)
+    bound = comparison_row.row("bound", [results(seed=0, warnings=["it learned nothing"])])
     found = [note for note in compare_table.notes([ours, bound]) if "Warning" in note]
     assert found == ["Warning of ours seed 0, bound seed 0: it learned nothing"]
     # The control: nothing to name.
-    plain = compare_table.row("plain", [results()], None)
+    plain = comparison_row.row("plain", [results()])
     assert not any("Warning" in note for note in compare_table.notes([plain]))
 
 
 def test_a_package_that_one_run_does_not_name_is_unknown_there() -> None:
-    old = compare_table.row("old", [results(versions={"torch": "2.0"})], None)
-    new = compare_table.row("new", [results()], None)
+    old = comparison_row.row("old", [results(versions={"torch": "2.0"})])
+    new = comparison_row.row("new", [results()])
 
     assert "Versions of privssl differ (unknown: old seed 0; 1.0: new seed 0)" in " ".join(
         compare_table.notes([old, new])
@@ -295,12 +295,12 @@ def test_rows_that_were_not_evaluated_equally_often_are_told(whole: Place, copy:
     assert copy.compare("--quiet").status == 0
     assert (copy.output / "comparison.md").read_text() == text
     # The control: equally often, nothing is told.
-    alike = [compare_table.row(n, [results()], None, evaluate_every=[2]) for n in CONFIGS]
+    alike = [comparison_row.row(n, [results()], evaluate_every=[2]) for n in CONFIGS]
     assert not any("evaluate_every" in note for note in compare_table.notes(alike))
 
 
 def test_a_guarantee_of_zero_is_a_guarantee() -> None:
-    row = compare_table.row("a", [guaranteed(0.0)], 1e-5)
+    row = comparison_row.row("a", [guaranteed(0.0)], 1e-5)
 
     assert (row.epsilon.kind, row.epsilon.value) == ("guarantee", 0.0)
 
@@ -318,7 +318,7 @@ def test_a_guarantee_of_zero_is_a_guarantee() -> None:
 def test_what_guarantees_nothing_is_never_called_a_guarantee(
     runs: Sequence[Mapping[str, Any]], shown: str
 ) -> None:
-    row = compare_table.row("a", runs, 1e-3)
+    row = comparison_row.row("a", runs, 1e-3)
 
     assert str(row.epsilon) == shown
     assert compare_table.as_json([row])["rows"][0]["privacy"]["kind"] != "guarantee"

@@ -15,8 +15,8 @@ from scipy import stats
 
 from privssl.compare import __main__ as compare
 from privssl.compare import files, latex, paired, plan, vary
-from privssl.compare import table as compare_table
 from privssl.errors import ConfigError
+from tests.support import comparison_row
 from tests.support.command_line import Outcome, assert_refused
 
 CONFIG = """\
@@ -46,7 +46,7 @@ def row(name: str, accuracies: Sequence[float], splits: Sequence[str] = (), **mo
         }
         for seed, value in enumerate(accuracies)
     ]  # fmt: skip
-    return compare_table.row(name, runs, None, **more)
+    return comparison_row.row(name, runs, **more)
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 DATA,
-                "        ids = torch.tensor(holding.unlabelled)\n",
-                "        ids = torch.tensor(holding.unlabelled)\n"
-                "        ids = ids[dataset.y_train[ids].argsort(stable=True)]\n",
+                "unlabelled_rows(holding.unlabelled, rows)",
+                "unlabelled_rows(tuple(sorted(holding.unlabelled, key=y.__getitem__)), rows)",
             ),
         ),
         (IN_FEDERATION + "the_labels_of_unlabelled_rows_reach_no_agent",),

@@ -82,7 +82,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a message may hold any type of numbers",
-        ((MESSAGES, "if tensor.dtype not in DTYPES:", "if tensor.dtype is None:"),),
+        ((MESSAGES, "tensor.dtype not in tensor_files.DTYPE_NAMES:", "tensor.dtype is None:"),),
         (IN_MESSAGES + "numbers_of_a_type_that_no_network_has_are_refused",),
     ),
     Fault(
@@ -390,7 +390,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "with private counts a refusal tells of rows",
-        ((STARTUP, "public = not _count_is_private(config)", "public = config is not None"),),
+        ((STARTUP, "public = not config.hides_counts", "public = config is not None"),),
         (IN_SITE + "with_private_counts_a_site_opens_whatever_the_number_of_its_rows",),
     ),
     Fault(

@@ -84,7 +84,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/api/experiment.py",
-                "data.checksum if privacy is None else begun",
+                "data.checksum if config.privacy is None else begun",
                 "data.checksum",
             ),
         ),

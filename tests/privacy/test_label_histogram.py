@@ -332,7 +332,7 @@ def test_the_card_says_what_left_and_that_the_claim_is_pure(trained: Path) -> No
 
 def test_a_comparison_tells_the_claim_with_delta_zero(trained: Path) -> None:
     results = json.loads((trained / "results.json").read_text())
-    told_of = table.row("census", [results], 1e-5).epsilon
+    told_of = table.epsilon_of([results], 1e-5)
     assert str(told_of) == "guarantee 4.0000 (delta 0) for census"
 
 
