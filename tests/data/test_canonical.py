@@ -102,7 +102,8 @@ def test_the_same_bytes_in_another_shape_are_another_row() -> None:
 def test_floats_between_levels_have_the_content_of_the_nearest_ones() -> None:
     x = np.random.default_rng(2).random((2000, 1, 4, 4), dtype=np.float32)
     assert len(set(contents(x))) == len(x)
-    assert contents(x) == contents(np.round(x * np.float32(255)).astype(np.uint8))
+    nearest = contents(np.round(x * np.float32(255)).astype(np.uint8))
+    assert len(set(contents(x)) ^ set(nearest)) == 0
     # The control: as they are loaded they are other rows.
     assert not set(as_loaded(torch.from_numpy(x))) & set(contents(x))
 
@@ -111,8 +112,8 @@ def test_a_digit_of_17_shades_is_one_row_as_the_built_in_bytes_and_divided_by_16
     shades = load_digits().images[:, None]  # as README.md gives them from Python
     built_in = load_dataset(DataSettings(name="digits"))
     known = {*canonical(built_in.x_train), *canonical(built_in.x_test)}
-    assert set(contents(shades / 16)) == known
-    assert set(contents((shades / 16).astype(np.float32))) == known
+    for floats in (shades / 16, (shades / 16).astype(np.float32)):
+        assert len(known ^ set(contents(floats))) == 0  # pytest takes minutes to compare the sets
 
 
 def test_floats_of_few_shades_keep_their_bits() -> None:
