@@ -119,8 +119,11 @@ def event_to_json(event: Event) -> Json:
 
 
 def event_from_json(record: object) -> Event:
-    """The event that :func:`event_to_json` wrote. Raises PlanError: unknown kind, missing or extra
-    key, or a number out of range."""
+    """The event that :func:`event_to_json` wrote.
+
+    Raises:
+        PlanError: unknown kind, missing or extra key, or a number out of range.
+    """
     if not isinstance(record, dict):
         raise PlanError("an event is not a JSON object")
     match record.get("kind"):

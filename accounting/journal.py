@@ -63,8 +63,11 @@ class JournalFile:
     """The one open writer of a journal. Knows the chain, not what the lines mean."""
 
     def __init__(self, path: Path) -> None:
-        """Take the lock; nothing is created but the directory and the lock file. Raises
-        LedgerError: another process holds the lock, or the directory cannot be written."""
+        """Take the lock; nothing is created but the directory and the lock file.
+
+        Raises:
+            LedgerError: another process holds the lock, or the directory cannot be written.
+        """
         self.path = path
         self.head = FIRST_PREV
         self.seq = -1
@@ -189,9 +192,12 @@ class JournalFile:
         return b"".join(parts)
 
     def append(self, record: dict[str, Any]) -> int:
-        """Add one record; returns its number once it is on disk. Raises LedgerError: it could not
-        be made durable, or an earlier record could not; then only a fresh read can tell what is on
-        disk, and the writer refuses everything."""
+        """Add one record; returns its number once it is on disk.
+
+        Raises:
+            LedgerError: it could not be made durable, or an earlier record could not; then only a
+                fresh read can tell what is on disk, and the writer refuses everything.
+        """
         if self._file is None or self._process != os.getpid():
             raise LedgerError(
                 f"{self.path}: closed, or opened by another process. Open the account in the "

@@ -120,8 +120,11 @@ class Journal:
 
 
 def read_journal(path: Path) -> Journal:
-    """Read and check a journal without taking its lock. Raises LedgerError: the file cannot be
-    read. What is wrong *in* it is in ``problems``."""
+    """Read and check a journal without taking its lock.
+
+    Raises:
+        LedgerError: the file cannot be read. What is wrong *in* it is in ``problems``.
+    """
     lines, torn = split_lines(read_content(path))
     journal = replay(lines)
     journal.lines = lines

@@ -19,8 +19,11 @@ _MAX_BYTES = 2**26  # of one call; OpenSSL gives at most 2^31 - 1
 
 
 def random_uint64(count: int) -> NDArray[np.uint64]:
-    """``count`` words of 64 independent fair bits. Read-only. Raises OSError, ssl.SSLError: the
-    operating system, or OpenSSL, has no random bytes to give."""
+    """``count`` words of 64 independent fair bits. Read-only.
+
+    Raises:
+        OSError, ssl.SSLError: the operating system, or OpenSSL, has no random bytes to give.
+    """
     size = 8 * count
     if not _IS_OPENSSL:
         return np.frombuffer(os.urandom(size), dtype=np.uint64)

@@ -93,8 +93,11 @@ class RowForm:
     def convert(self, x: Any) -> NDArray[Any]:
         """Rows as the run stored its own (N, *shape), of arrays, tensors, lists of images of
         Pillow; texts where the run was trained on texts; a data frame or mapping of columns where
-        it was on a table. Raises DataError: rows of another form, or the encoder is absent or has
-        other weights."""
+        it was on a table.
+
+        Raises:
+            DataError: rows of another form, or the encoder is absent or has other weights.
+        """
         if isinstance(x, Mapping) or hasattr(x, "columns"):
             return self._convert_table(x)
         texts = _texts(x)

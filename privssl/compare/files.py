@@ -23,8 +23,11 @@ def write(
     varied: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Write all files, each whole or not at all, the plot last. By config: its run folders, and the
-    keys of ``--vary`` with its values. Raises RunFolderError: a file cannot be written, or the
-    metrics of a run cannot be read."""
+    keys of ``--vary`` with its values.
+
+    Raises:
+        RunFolderError: a file cannot be written, or the metrics of a run cannot be read.
+    """
     found = differences(rows)
     texts = (
         "\n".join([markdown(rows), *paired_section(found)]),

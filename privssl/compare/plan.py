@@ -52,8 +52,11 @@ class Planned:
 
 def load_configs(arguments: Sequence[str], vary: Sequence[str] = ()) -> list[Config]:
     """The configs, each with all overrides, and each in all variants (``section.key=a,b,c``).
-    ``arguments``: paths of YAML files and ``section.key=value``, in any order. Raises ConfigError:
-    with the problems of all of them; or two have one name."""
+    ``arguments``: paths of YAML files and ``section.key=value``, in any order.
+
+    Raises:
+        ConfigError: with the problems of all of them; or two have one name.
+    """
     # A file whose name has an equals sign can be written with its folder: ./a=1.yaml.
     overrides = [t for t in arguments if "=" in t and "/" not in t.partition("=")[0]]
     paths = [Path(text) for text in arguments if text not in overrides]

@@ -57,10 +57,13 @@ class WeightedMean:
         self._wide, self._pieces = dict[str, Tensor](), list[_Piece]()
 
     def add(self, reply: Reply[Any]) -> None:
-        """Add a reply, unless it was declined, lacks the field or has weight 0. Raises
-        MessageError: its weight, or the sum of all, is negative or not finite, or its tensors
-        differ from the first in names, shapes or types: broadcasting or a wider type could let one
-        sender dominate the mean."""
+        """Add a reply, unless it was declined, lacks the field or has weight 0.
+
+        Raises:
+            MessageError: its weight, or the sum of all, is negative or not finite, or its tensors
+                differ from the first in names, shapes or types: broadcasting or a wider type could
+                let one sender dominate the mean.
+        """
         sent: StateDict | None = None if reply.declined else getattr(reply.payload, self._name)
         if sent is None:
             return

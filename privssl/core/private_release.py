@@ -60,8 +60,11 @@ class Mechanism(Protocol):
 
 
 def begin_release() -> None:
-    """Say, inside a step, that a mechanism begins to use rows; outside of steps do nothing. Raises
-    PrivacyError: it is the second of the step, so one charge would pay for two."""
+    """Say, inside a step, that a mechanism begins to use rows; outside of steps do nothing.
+
+    Raises:
+        PrivacyError: it is the second of the step, so one charge would pay for two.
+    """
     made = _made.get()
     if made is None:
         return

@@ -130,8 +130,12 @@ def affine(*, angle: Tensor, zoom: Tensor, shear: Tensor, shift: Tensor, aspect:
 
 
 def warp(x: Tensor, maps: Tensor) -> Tensor:
-    """Every pixel of the view from its image, bilinearly; outside is blank. ``x``: (B, Ch, H, W)
-    float32. ``maps``: (B, 2, 3), see ``affine``."""
+    """Every pixel of the view from its image, bilinearly; outside is blank.
+
+    Args:
+        x: (B, Ch, H, W) float32.
+        maps: (B, 2, 3), see ``affine``.
+    """
     rows, _, height, width = x.shape
     grid = maps.reshape(rows * 2, 3) @ _places(height, width, x.device)  # (2 B, H W)
     grid = grid.view(rows, 2, height, width).permute(0, 2, 3, 1)  # (B, H, W, 2)

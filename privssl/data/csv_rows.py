@@ -282,9 +282,13 @@ def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[n
 
 
 def scales_of(train: Part) -> dict[str, Scale]:
-    """Bounds and categories of the training rows: a column is numeric if all its values are numbers
-    or missing. Raises DataError: too many categories, or a column of numbers with a few values that
-    are none: as a category it would have one number for each number in it."""
+    """Bounds and categories of the training rows: a column is numeric if all its values are
+    numbers or missing.
+
+    Raises:
+        DataError: too many categories, or a column of numbers with a few values that are none:
+            as a category it would have one number for each number in it.
+    """
     scales: dict[str, Scale] = {}
     lacks = list[str]()
     for name, values in train.columns.items():

@@ -59,8 +59,12 @@ class _Published(NamedTuple):
 
 def read_published(name: str, root: Path) -> Arrays:
     """One of the four, from ``root`` or from the network. Raises DataError where it cannot be
-    downloaded, or its files are damaged. ``root``: the folder of all data sets, created when
-    absent; or a folder of the set's images, train/CLASS/* and test/CLASS/*."""
+    downloaded, or its files are damaged.
+
+    Args:
+        root: the folder of all data sets, created when absent; or a folder of the set's images,
+            train/CLASS/* and test/CLASS/*.
+    """
     published = PUBLISHED[name]
     if not all((root / file).is_file() for file in published.files):
         if all((root / part).is_dir() for part in ("train", "test")):

@@ -141,8 +141,12 @@ def read_rows(
     path: Path, *, labelled: bool, unlabelled: bool, may_be_empty: bool = False
 ) -> NpzRows:
     """The rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``, as far as it
-    holds them. Raises DataError as :func:`read_npz`. ``may_be_empty``: whether zero labelled rows
-    are allowed: where their number is private, an error would reveal it."""
+    holds them. Raises DataError as :func:`read_npz`.
+
+    Args:
+        may_be_empty: whether zero labelled rows are allowed: where their number is private, an
+            error would reveal it.
+    """
     names = [*(("x_labelled", "y_labelled") if labelled else ()),
              *(("x_unlabelled",) if unlabelled else ())]  # fmt: skip
     found = _open(path, names)

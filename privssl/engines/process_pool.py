@@ -133,7 +133,11 @@ class WorkerEngine(LocalEngine):
         **options: Unpack[EngineOptions],
     ) -> None:
         """Fork ``workers`` >= 1, in which steps of ``algorithm`` run. ``unsupported_reason`` must
-        be None. Raises WorkerError: the system starts no more processes."""
+        be None.
+
+        Raises:
+            WorkerError: the system starts no more processes.
+        """
         super().__init__(agents, **options)
         self._algorithm = algorithm
         self._common_buffer = SharedBuffer()

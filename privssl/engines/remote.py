@@ -143,8 +143,11 @@ class SitesEngine:
 
     def end_run(self, *, over: bool) -> Mapping[str, bytes]:
         """Tell all sites that the run stops; ``over``: they may delete its data, which a run that
-        will be resumed still needs. Returns agent -> journal, of those that share one. Raises
-        SiteError: a journal that is needed was not sent."""
+        will be resumed still needs. Returns agent -> journal, of those that share one.
+
+        Raises:
+            SiteError: a journal that is needed was not sent.
+        """
         frame = protocol.to_bytes(protocol.EndOfRun(self.run, self._compatibility_hash, over))
         journals = dict[str, bytes]()
         end = time.monotonic() + self._timeouts.join_seconds

@@ -403,8 +403,11 @@ def claim_rows(
     only_check: bool = False,
 ) -> None:
     """Register the labelled rows of agents under their accounts in the folder ``ledger``, or only
-    check. ``bare``: the rows that the run uses without protection. Raises
-    accounting.errors.LedgerError: a row has another account, or is used without protection."""
+    check. ``bare``: the rows that the run uses without protection.
+
+    Raises:
+        accounting.errors.LedgerError: a row has another account, or is used without protection.
+    """
     held, beside = list(holders), list(bare)
     # First by the form that version 0.1 stored: what it refused stays refused.
     for contents, check in ((as_loaded_of, True), (contents_of, only_check)):

@@ -19,9 +19,12 @@ ROUNDING = 1e-3  # matrix products of another batch size round otherwise
 def check_network(
     name: str, build: Callable[[], nn.Module], shape: Shape, classes: int
 ) -> list[str]:
-    """Build a network twice and try it on made-up rows. Returns warnings on its predictions. Raises
-    ConfigError: it has other inputs or outputs than the rows and classes need, is not rebuilt
-    alike, has weights that no state dict can hold, or no gradient."""
+    """Build a network twice and try it on made-up rows. Returns warnings on its predictions.
+
+    Raises:
+        ConfigError: it has other inputs or outputs than the rows and classes need, is not rebuilt
+            alike, has weights that no state dict can hold, or no gradient.
+    """
     rng = partial(randomness.stream, 0, 0, "world", "try the network")
     with randomness.seeded(rng()):
         network = build()

@@ -47,8 +47,12 @@ def factors(
 
 def totals(gradients: Sequence[KernelInput], factors: Tensor) -> Tensor:
     """Sums over rows of factor times gradient, non-finite numbers counted as 0: (parameters'
-    elements,) float64. ``gradients``: of each parameter. ``factors``: (B,), as :func:`factors`
-    returns them."""
+    elements,) float64.
+
+    Args:
+        gradients: of each parameter.
+        factors: (B,), as :func:`factors` returns them.
+    """
     if factors.shape != (_rows(gradients),) or factors.dtype != torch.float64:
         raise ValueError(f"{len(factors)} factors for another number of rows")
     factors, dense = factors.contiguous(), [_dense(one) for one in gradients]

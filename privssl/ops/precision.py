@@ -28,8 +28,12 @@ POOLED = ("small_cnn",)  # except with the fused kernels
 
 
 def fastest_precision(classifier: str, device: str) -> Precision:
-    """The faster precision of a classifier on this machine, as far as measured. ``classifier``: as
-    ``model.name``. ``device``: as ``run.device``."""
+    """The faster precision of a classifier on this machine, as far as measured.
+
+    Args:
+        classifier: as ``model.name``.
+        device: as ``run.device``.
+    """
     gains = classifier in WIDE and not (classifier in POOLED and dispatch.instruction_set())
     narrow = _on_cpu(device) and has_instructions() and gains
     return "bfloat16" if narrow else "float32"

@@ -41,7 +41,10 @@ class PerExampleGradients(Protocol):
 
     def total(self, factors: Tensor) -> Tensor:
         """The float64 sum over rows of factor times gradient (*shape); a factor 0 leaves a row out.
-        ``factors``: (B,) float64; or (A, B), for A agents with B rows each: (A, *shape)."""
+
+        Args:
+            factors: (B,) float64; or (A, B), for A agents with B rows each: (A, *shape).
+        """
 
     def kernel_input(self) -> KernelInput | None:
         """What the kernel measures and sums instead of :meth:`norms` and :meth:`total`, or None."""

@@ -19,9 +19,14 @@ from privssl.privacy.card_schema import FormerLedger
 
 def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLedger]:
     """The ledgers that were kept when runs in this folder were replaced, one entry an agent.
-    ``known``: agent -> journal of the run that is here. A former ledger that it continues is
-    counted in it, and left out, as is one without a visit. Raises RunFolderError: the folder above
-    cannot be read."""
+
+    Args:
+        known: agent -> journal of the run that is here. A former ledger that it continues is
+            counted in it, and left out, as is one without a visit.
+
+    Raises:
+        RunFolderError: the folder above cannot be read.
+    """
     own = folder.resolve()
     try:
         names = sorted(os.listdir(own.parent))

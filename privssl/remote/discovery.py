@@ -42,8 +42,11 @@ class Transport(Protocol):
         ...
 
     def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        """Send each message to its address and wait at most ``seconds``. Returns address -> answer,
-        for those that came."""
+        """Send each message to its address and wait at most ``seconds``.
+
+        Returns:
+            address -> answer, for those that came.
+        """
         ...
 
     def close(self) -> None:

@@ -91,8 +91,12 @@ def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
 
 def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
     """Rows of one class on their way to each other class: ``images/mixes``. Raises ValueError where
-    the shapes do not match. ``real``: (C, channels, H, W) in [-1, 1], the inputs of G; the first
-    line. ``mixes``: (L, C, channels, H, W), from lambda 1 to 0; a column per class."""
+    the shapes do not match.
+
+    Args:
+        real: (C, channels, H, W) in [-1, 1], the inputs of G; the first line.
+        mixes: (L, C, channels, H, W), from lambda 1 to 0; a column per class.
+    """
     if mixes.shape[1:] != real.shape or len(mixes) != len(lambdas):
         raise ValueError(
             f"{len(lambdas)} lambdas and mixes {tuple(mixes.shape)} for real {tuple(real.shape)}"
@@ -138,7 +142,11 @@ def _tiles(
 
 def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
     """A census as the server sees it: counts with noise, and what each cluster is called.
-    ``counts``: (K, C), may be negative. ``told``: (K,) the class that each cluster got."""
+
+    Args:
+        counts: (K, C), may be negative.
+        told: (K,) the class that each cluster got.
+    """
     clusters, classes = counts.shape
     figure = _figure(max(4.0, 1.5 + 0.4 * classes), min(1.6 + 0.3 * clusters, LARGEST_FIGURE[1]))
     axes = figure.add_subplot()

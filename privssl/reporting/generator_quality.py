@@ -104,8 +104,11 @@ class GeneratorQuality:
         self, generator: ConditionalGenerator, predict: Callable[[Tensor], Tensor]
     ) -> dict[str, float]:
         """All but the distance to training rows: docs/synthetic_rows.md describes each.
-        ``generator``: in eval mode, on the CPU. ``predict``: rows (N, *shape) in [-1, 1] -> classes
-        (N,) by the released classifier."""
+
+        Args:
+            generator: in eval mode, on the CPU.
+            predict: rows (N, *shape) in [-1, 1] -> classes (N,) by the released classifier.
+        """
         if len(self._x) < FEWEST:
             return {}
         real, images = self._prepare(), self.sample(generator)

@@ -74,10 +74,15 @@ def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
 
 @contextmanager
 def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -> Iterator[None]:
-    """Open and lock the account of every agent with labels. ``snapshot``: of the run to resume. A
-    journal that ends before it was cut, and is refused. Raises accounting.errors.LedgerError: a
-    journal is missing, damaged, cut, or in use, or a row has an account under another agent's name,
-    or is used without protection."""
+    """Open and lock the account of every agent with labels.
+
+    Args:
+        snapshot: of the run to resume. A journal that ends before it was cut, and is refused.
+
+    Raises:
+        accounting.errors.LedgerError: a journal is missing, damaged, cut, or in use, or a row has
+            an account under another agent's name, or is used without protection.
+    """
     holders, privacy = {a.id: a for a in prepared.labelled_agents}, prepared.config.privacy
     ledger = ledger_of(prepared.config, folder)
     outlives = privacy is not None and bool(privacy.ledger)

@@ -96,9 +96,12 @@ class _Damaged(Exception):  # noqa: N818  (another snapshot may be intact)
 
 def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     """Write a snapshot, point ``latest`` at it, and delete all others but the newest ``keep`` >= 1
-    and the one that ``best`` names; returns its folder. Raises RunFolderError: the disk is full or
-    not writable, or there are more tensors or agents than could be read again. Older snapshots are
-    as they were."""
+    and the one that ``best`` names; returns its folder.
+
+    Raises:
+        RunFolderError: the disk is full or not writable, or there are more tensors or agents than
+            could be read again. Older snapshots are as they were.
+    """
     target = folder / f"round_{snapshot.round:05d}"
     temporary = folder / f"{atomic_files.TEMPORARY}{target.name}"
     about, trees = _manifest(snapshot)

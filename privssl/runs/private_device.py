@@ -13,7 +13,10 @@ _OTHER = re.compile(r"^[\d-]+ [\d:,]+ INFO Device (?!cpu\b)(\S+), torch ", re.MU
 
 def other_device(folder: Path, config: Config) -> str:
     """A sentence where the folder says that private steps took another device; empty: it does not.
-    ``config``: that of the run's config.yaml."""
+
+    Args:
+        config: that of the run's config.yaml.
+    """
     census = getattr(WITH_UNREAD[config.algorithm.name], "mechanism", "dp-sgd") == "census"
     privacy = config.privacy
     if privacy is None or privacy.scope != "sound" or census or config.run.engine != "local":

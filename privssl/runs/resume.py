@@ -130,8 +130,11 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
 
 
 def check_device(folder: Path) -> None:
-    """Check that private steps of the run so far took the CPU. Raises RunFolderError: an earlier
-    version took another device."""
+    """Check that private steps of the run so far took the CPU.
+
+    Raises:
+        RunFolderError: an earlier version took another device.
+    """
     former = configs.load_config(folder / "config.yaml", algorithms=WITH_UNREAD)
     if wrong := other_device(folder, former):
         raise RunFolderError(f"{folder}: {wrong}. Start a new run with another run.output")

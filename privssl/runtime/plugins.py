@@ -44,8 +44,12 @@ _provided: ContextVar[Mapping[tuple[Kind, str], Any]] = ContextVar("provided")
 
 @contextmanager
 def imports_allowed(names: Collection[str] | None = None, advice: str = "") -> Iterator[None]:
-    """Allow plug-ins inside the block. ``names``: the only ones that may be imported; None: all,
-    because the user names them. ``advice``: how the user allows another one, for errors."""
+    """Allow plug-ins inside the block.
+
+    Args:
+        names: the only ones that may be imported; None: all, because the user names them.
+        advice: how the user allows another one, for errors.
+    """
     allowed = None if names is None else frozenset(names)
     token = _permission.set(Permission(allowed, advice))
     try:
@@ -112,8 +116,12 @@ def _package(point: metadata.EntryPoint) -> str:
 
 def load(kind: Kind, key: str, name: str) -> Any:
     """The object of a plug-in: of an entry point, or ``package.module:Name``. ``key``: where the
-    name was given, for errors, for example "model.name". Raises ConfigError: nobody allowed the
-    import, there is no such module or object, or the module raises an error when it is imported."""
+    name was given, for errors, for example "model.name".
+
+    Raises:
+        ConfigError: nobody allowed the import, there is no such module or object, or the module
+            raises an error when it is imported.
+    """
     if (kind, name) in (given := _provided.get({})):
         return given[kind, name]
     permission = _permission.get(NOTHING)

@@ -92,8 +92,11 @@ class _PlainComposer(yaml.SafeLoader):
 
 
 def read_document(text: str) -> Document:
-    """The plain values of a YAML text. Raises YamlError: not YAML, too long, or with aliases, tags
-    or deep nesting."""
+    """The plain values of a YAML text.
+
+    Raises:
+        YamlError: not YAML, too long, or with aliases, tags or deep nesting.
+    """
     if len(text) > MAX_BYTES:
         raise YamlError(1, f"longer than {MAX_BYTES} characters")
     try:

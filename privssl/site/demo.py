@@ -165,8 +165,12 @@ def site(folder: Path, address: str, *more: str) -> Iterator[subprocess.Popen[by
 def train(
     folder: Path, address: str, *more: str, output: bool = True, said: BinaryIO | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start the training command. ``output``: False for a resumed run, which has a run folder.
-    ``said``: file for its output; None: this terminal."""
+    """Start the training command.
+
+    Args:
+        output: False for a resumed run, which has a run folder.
+        said: file for its output; None: this terminal.
+    """
     command = [
         sys.executable, "-m", "privssl.train", str(folder / "experiment.yaml"),
         "run.engine=flower", f"run.superlink={address}", "run.workers=auto", *more,

@@ -105,8 +105,12 @@ def private_bytes(key: Any, form: str) -> bytes:
 def certificate(
     key: Any, authority: Any, dates: tuple[datetime, datetime], host: str = ""
 ) -> bytes:
-    """A certificate (PEM) signed by the authority's key. ``dates``: begin and end of its validity.
-    ``host``: host name or address of a server; empty: the authority's own certificate."""
+    """A certificate (PEM) signed by the authority's key.
+
+    Args:
+        dates: begin and end of its validity.
+        host: host name or address of a server; empty: the authority's own certificate.
+    """
     root = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "privssl sites")])
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, host[:64])]) if host else root
     builder = x509.CertificateBuilder(

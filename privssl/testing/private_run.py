@@ -20,8 +20,11 @@ def check_private_run(
     kind: type[Algorithm[Any]], form: str, private: Mapping[str, Any]
 ) -> str | None:
     """What is wrong with a private run of two support and two query agents; None: nothing.
-    ``form``: of the toy rows: image, vector or sequence. ``private``: keys of the run, as
-    ``{"privacy.steps": 2}``."""
+
+    Args:
+        form: of the toy rows: image, vector or sequence.
+        private: keys of the run, as ``{"privacy.steps": 2}``.
+    """
     own = kind.__module__.partition(".")[0] != "privssl"
     name = NAME if own else kind.Config.__dataclass_fields__["name"].default
     census = kind.mechanism == "census"

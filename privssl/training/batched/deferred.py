@@ -30,8 +30,11 @@ class FunctionalModule:
 
     def frozen(self, *, leaves_no_trace: bool = False) -> "FunctionalModule":
         """The same with constant parameters: gradients flow through it, not into them.
-        ``leaves_no_trace``: also leave its buffers unchanged (a batch norm's statistics in
-        training)."""
+
+        Args:
+            leaves_no_trace: also leave its buffers unchanged (a batch norm's statistics in
+                training).
+        """
         buffers = dict(self.network.named_buffers()) if leaves_no_trace else {}
         own = {**buffers, **dict(self.network.named_parameters())}
         tensors = own if self.tensors is None else self.tensors
