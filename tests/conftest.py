@@ -4,6 +4,7 @@ The environment is set before torch and matplotlib are imported, because both re
 """
 
 import gc
+import logging
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but never look at modules and the list of tests: a million objects."""
+    """Collect garbage again, but never look at modules and the list of tests: a million objects.
+
+    All loggers pass their messages on. Before each test pytest goes to the root and to those that
+    do not, and torch has fifty."""
     gc.freeze()
     gc.enable()
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True

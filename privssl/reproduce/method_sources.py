@@ -6,9 +6,11 @@ Python. Of a plug-in all Python files of its package count.
 """
 
 import ast
+import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import ConfigError
@@ -43,8 +45,7 @@ def method_hash(algorithm: str, root: Path) -> str:
     if not modules:
         raise ConfigError(f"{root} has no sources of {algorithm}: it is not a clone of privssl")
     for name, path in sorted(modules.items()):
-        tree = ast.parse(path.read_bytes())
-        found.update(f"{name} {_canonical(tree)}\n".encode())
+        found.update(f"{name} {_read(path.read_bytes()).statements}\n".encode())
     return found.hexdigest()[:16]
 
 
@@ -61,7 +62,7 @@ def _modules(start: str, root: Path) -> dict[str, Path]:
         path = _file(name, root)
         if path is not None and name not in found:
             found[name] = path
-            todo += _imported(ast.parse(path.read_bytes()))
+            todo += _read(path.read_bytes()).imports
     return found
 
 
@@ -69,7 +70,7 @@ def _own_modules(start: str, root: Path) -> dict[str, Path]:
     """The same for a plug-in: its package, and what that imports from ``PACKAGES``."""
     found = source_files(start)
     for path in list(found.values()):
-        for name in _imported(ast.parse(path.read_bytes())):
+        for name in _read(path.read_bytes()).imports:
             found |= _modules(name, root)
     return found
 
@@ -83,6 +84,17 @@ def _file(name: str, root: Path) -> Path | None:
         if path.is_file():
             return path
     return None
+
+
+class _Module(NamedTuple):
+    imports: tuple[str, ...]
+    statements: str  # what counts of it
+
+
+@functools.cache  # all methods share most of their modules, and a table has many cells
+def _read(source: bytes) -> _Module:
+    tree = ast.parse(source)
+    return _Module(tuple(_imported(tree)), str(_canonical(tree)))
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

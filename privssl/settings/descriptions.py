@@ -1,6 +1,7 @@
 """What each key of a section means, read from the code that defines it."""
 
 import ast
+import functools
 import inspect
 import textwrap
 
@@ -27,19 +28,26 @@ def descriptions(section: type) -> dict[str, str]:
     beside it, else that of ``USUAL``, else an empty text."""
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__[:-1]):
-        lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
-        [tree] = ast.parse("\n".join(lines)).body
-        assert isinstance(tree, ast.ClassDef)
-        for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
-            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-                continue
-            name = node.target.id
-            match after:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = " ".join(text.split())
-                case _:
-                    found[name] = _comments(lines, node) or found.get(name, "")
+        found |= {name: text or found.get(name, "") for name, text in _of_its_own(kind).items()}
     return {name: (text or USUAL.get(name, "")).replace("``", "`") for name, text in found.items()}
+
+
+@functools.cache  # sections share their bases
+def _of_its_own(section: type) -> dict[str, str]:
+    """The same of the fields that it does not inherit; empty where its code says nothing."""
+    lines = textwrap.dedent(inspect.getsource(section)).splitlines()
+    [tree] = ast.parse("\n".join(lines)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        match after:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                found[node.target.id] = " ".join(text.split())
+            case _:
+                found[node.target.id] = _comments(lines, node)
+    return found
 
 
 def _comments(lines: list[str], node: ast.AnnAssign) -> str:

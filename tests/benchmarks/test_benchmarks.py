@@ -196,7 +196,7 @@ def test_the_benchmark_counts_the_time_of_the_account(
 ) -> None:
     config = tmp_path / "tiny.yaml"
     config.write_text(SHORT)
-    fsync, slow = os.fsync, 0.02
+    fsync, slow = os.fsync, 0.005
 
     def slowly(descriptor: int) -> None:
         time.sleep(slow)

@@ -54,7 +54,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/reproduce/method_sources.py",
-                "            todo += _imported(ast.parse(path.read_bytes()))\n",
+                "            todo += _read(path.read_bytes()).imports\n",
                 "",
             ),
         ),

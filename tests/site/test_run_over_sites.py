@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from accounting.ledger import Account, read_journal
 from privssl.algorithms.fedssl.algorithm import FedSSL
 from privssl.audit import __main__ as audit
 from privssl.remote import flower_transport
-from privssl.remote.discovery import SiteError
+from privssl.remote.discovery import RemoteTimeouts, SiteError
 from privssl.runs import engine_factory, launch
 from privssl.site import settings, startup
 from privssl.site.demo import write_sites
@@ -30,6 +31,9 @@ from tests.support.command_line import assert_refused
 from tests.support.posts import Doors
 from tests.support.resume import PLAIN, PRIVATE, Place, command
 from tests.support.run_over_sites import DIGITS, on_digits
+
+#: A second of waiting for a site that is gone tells no more.
+IMPATIENT = partial(RemoteTimeouts, retry_interval=0.02)
 
 
 class Over:
@@ -64,6 +68,7 @@ class Over:
         flags = [given for given in arguments if "=" not in str(given)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_factory, "FlowerTransport", lambda *_: self.doors)
+            patch.setattr(engine_factory, "RemoteTimeouts", IMPATIENT)
             patch.setattr(launch, "refuse_unreachable", lambda prepared: None)
             return command(self.place.config, *flags, *(f"{k}={v}" for k, v in how.items()))
 

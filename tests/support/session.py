@@ -25,6 +25,8 @@ torch.set_num_threads(1)
 # An operation that cannot promise the same bits twice raises instead of passing by luck.
 # (Said this way torch does not load its compiler, which takes each worker seconds.)
 torch.set_deterministic_debug_mode("error")
+# Every run reads a few configs, several times, and nobody changes what was parsed.
+patch.object(yaml_reader, "_root", functools.cache(yaml_reader._root)).start()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,13 +72,6 @@ def equal_judges_are_trained_once() -> Iterator[None]:
         return copy.deepcopy(trained[key])
 
     with patch.object(generator_quality, "train_judge", train_once):
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def equal_configs_are_parsed_once() -> Iterator[None]:
-    """Every run reads a few, several times; nobody changes what was parsed."""
-    with patch.object(yaml_reader, "_root", functools.cache(yaml_reader._root)):
         yield
 
 
