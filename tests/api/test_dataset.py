@@ -267,6 +267,23 @@ def test_a_row_of_a_frame_is_the_same_record_to_an_account_whatever_columns_are_
     assert records(age) != records(age, patient=range(8)) != records(age, patient=pictures)
 
 
+def test_a_row_of_a_frame_is_the_same_record_in_single_precision_and_by_another_reader() -> None:
+    def records(sizes: Any, smokes: Any) -> tuple[str, ...]:
+        frame = Frame(size=sizes, smokes=smokes, target=["no", "yes"] * 4)
+        found = Rows.from_frame(frame, "target", 0.25, {"size": [0, 9]}).rows.records
+        assert found is not None
+        return found
+
+    sizes, smokes = np.linspace(1.1, 8.3, 8).round(2), [True, False] * 4
+    double = records(sizes, smokes)
+    assert len(set(double)) == len(double)
+    assert records(sizes.astype(np.float32), smokes) == double
+    # A reader of CSV files whose numbers are the nearest ones but one, and flags as they stand.
+    assert records(np.nextafter(sizes, 9), ["true", "false"] * 4) == double
+    # The control: whole numbers are exact, whatever their size, and may tell rows apart.
+    assert not set(records([2**24] * 8, smokes)) & set(records([2**24 + 1] * 8, smokes))
+
+
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_a_missing_category_is_predicted_as_it_was_trained(missing: object) -> None:
     frame = Frame(
