@@ -561,8 +561,16 @@ def test_a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated(
     record = record_former_ledgers(
         config.load_config(tmp_path / "again" / "config.yaml"), tmp_path / "again"
     )
-    assert record == {FORMER: '["again.ledger-001"]'}
-    for mapping, verdict in (({FORMER: "[]"}, Verdict.CONSISTENT), (record, Verdict.VIOLATED)):
+    heads = {path.stem: read_journal(path).head for path in (finished / "ledger").glob("*.jsonl")}
+    assert json.loads(record[FORMER]) == {"again.ledger-001": heads}
+    others = {"again.ledger-001": dict.fromkeys(heads, "f" * 64)}
+    for mapping, verdict in (
+        ({FORMER: "{}"}, Verdict.CONSISTENT),
+        (record, Verdict.CONSISTENT),  # this run's ledgers go on with it, and count it
+        ({FORMER: '["again.ledger-001"]'}, Verdict.VIOLATED),  # as earlier versions record it
+        ({FORMER: json.dumps({"again.ledger-001": {"m0": ""}})}, Verdict.VIOLATED),  # damaged
+        ({FORMER: json.dumps(others)}, Verdict.VIOLATED),
+    ):
         path = tmp_path / "run" / LAST
         content = json.loads(path.read_text())
         content["extra"]["mapping"] |= mapping
