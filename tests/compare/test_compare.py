@@ -247,7 +247,7 @@ def test_the_epsilon_of_accounts_that_outlive_runs_is_not_said_to_be_of_one_run(
 
 
 def test_a_config_without_a_guarantee_on_the_rows_of_a_private_one_is_named() -> None:
-    def told(*others: comparison_row.Row) -> list[str]:
+    def told(*others: compare_table.Row) -> list[str]:
         rows = [comparison_row.row("private", [guaranteed(4.0)], 1e-5), *others]
         return [note for note in compare_table.notes(rows) if "bounded by no epsilon" in note]
 
