@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -26,7 +27,8 @@ from accounting.ledger import Account, read_journal
 from privssl.audit import __main__ as audit
 from privssl.audit import witnesses
 from privssl.audit.__main__ import Report, Verdict
-from privssl.errors import RunFolderError
+from privssl.data.split_manifest import read_manifest
+from privssl.errors import DataError, RunFolderError
 from privssl.experiment import config
 from privssl.privacy.card_text import render_markdown
 from privssl.privacy.privacy_card import privacy_card
@@ -482,6 +484,18 @@ def _without_privacy(run: Path) -> None:
 def _with_key(run: Path, key: str, value: str) -> None:
     card = json.loads((run / "privacy.json").read_text())
     (run / "privacy.json").write_text(json.dumps({**card, key: value}, indent=2) + "\n")
+
+
+@pytest.mark.usefixtures("one_library")
+def test_an_audit_tells_no_hash_of_a_split_that_was_changed(run: Path) -> None:
+    """Of a private split: who knows all but one label could try labels until it matches."""
+    EDITED["split: a row"](run)
+    said, digest = told(audit.audit(run)), re.compile("[0-9a-f]{12}")
+    assert "split.json cannot be used" in said and not digest.search(said)
+    with pytest.raises(DataError) as error:
+        read_manifest(run / "split.json")
+    assert not digest.search(str(error.value))
+    assert digest.search((run / "split.json").read_text())  # the control
 
 
 @pytest.mark.usefixtures("one_library")

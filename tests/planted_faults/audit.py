@@ -62,6 +62,17 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "an error says the hash of a split",
+        (
+            (
+                "privssl/data/split_manifest.py",
+                "another hash than it ",
+                "{manifest.hash}, another hash than it ",
+            ),
+        ),
+        (IN_TAMPERING + "an_audit_tells_no_hash_of_a_split_that_was_changed",),
+    ),
+    Fault(
         "absent checkpoints are no doubt",
         (
             (

@@ -35,6 +35,14 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "a row of a frame has another account in each process",
+        (("privssl/api/frames.py", '_ADDRESS.sub("", str(plain))', "str(plain)"),),
+        (
+            IN_FRAMES
+            + "a_record_of_a_frame_does_not_depend_on_places_in_memory_or_on_the_order_of_a_set",
+        ),
+    ),
+    Fault(
         "a patient's number is rounded, and patients share an account",
         ((CSV_ROWS, "number if number.is_integer() else float(", "float("),),
         (
