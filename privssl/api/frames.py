@@ -128,7 +128,7 @@ def field_of(value: Any) -> str:
     if isinstance(value, float | np.floating):
         return "" if np.isnan(value) else repr(float(value))
     if isinstance(value, str):
-        return value
+        return str(value)
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return ""
     if hasattr(value, "mode") and hasattr(value, "tobytes"):  # a picture of Pillow
