@@ -232,6 +232,9 @@ class DataSettings:
             if getattr(self, key) != usual and self.name != name:
                 yield Problem(key, f"has no effect: it belongs to {name}")
         yield from self._problems_of_csv()
+        if self.encoder and self.name == "arrays":
+            text = "has no effect on rows in memory. Give encoded rows, or name a file of the rows"
+            yield Problem("encoder", text)
         libraries = self.encoder.startswith(("torchvision:", "timm:"))
         if self.encoder_weights and not (libraries or is_own_encoder(self.encoder)):
             text = "has no effect: torchvision:NAME, timm:NAME and plug-ins have it"
