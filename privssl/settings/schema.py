@@ -39,6 +39,12 @@ Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+def host_of(address: str) -> str:
+    """The host of host:port; empty if it is not that, as with https:// before it."""
+    host, _, port = address.rpartition(":")
+    return host if "/" not in host and port.isdecimal() and 0 < int(port) < 2**16 else ""
+
+
 class Problem(NamedTuple):
     """One thing wrong with a config: the key within its section, and what to do about it."""
 
@@ -112,8 +118,8 @@ class RunSettings:
 
     def _problems_of_sites(self) -> Iterator[Problem]:
         """Flower needs an address, and off this machine a certificate."""
-        host, colon, port = self.superlink.rpartition(":")
-        if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        host = host_of(self.superlink)
+        if not host:
             yield Problem("superlink", f"'{self.superlink}': give host:port, the port up to 65535")
         elif host not in LOOPBACK and not self.certificate:
             yield Problem(

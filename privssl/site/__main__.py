@@ -138,9 +138,10 @@ def _spending(site: "SiteConfig") -> str:
     if site.budget is None:
         return "No budget: its labelled rows are used without protection."
     journal = read_journal(site.ledger / f"{site.site.agent}.jsonl")
+    steps = len(journal.events)
     return (
         f"Epsilon {journal.epsilon:.4f} of {site.budget.epsilon:g} spent (delta "
-        f"{site.budget.delta:g}) in {len(journal.events)} steps. Ledger: {site.ledger}."
+        f"{site.budget.delta:g}) in {steps} step{'s' * (steps != 1)}. Ledger: {site.ledger}."
     )
 
 

@@ -134,6 +134,19 @@ def test_two_parties_that_do_not_agree_see_what_to_compare(
         SitesEngine(former, [AgentRef("q0", "query")], agreement=AGREED, **how)
 
 
+def test_a_site_of_other_code_of_the_same_version_takes_part_and_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = {"x": says("q0", code="0" * 12), "y": says("q1")}
+    there = meet(other, "q0", "q1")
+    assert set(there._sites.address) == {"q0", "q1"}
+    there._sites.address.clear()
+    there._sites.poll(1.0)  # as after a restart: not said again
+    said = [line for line in caplog.messages if "runs other code" in line]
+    assert len(said) == 1 and said[0].startswith("q0 runs other code of privssl")
+    assert said[0].endswith("Install the same checkout on both sides")
+
+
 def test_a_site_that_comes_late_is_waited_for() -> None:
     begun = time.monotonic()
 

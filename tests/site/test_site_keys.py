@@ -226,6 +226,33 @@ def test_the_command_of_a_site_looks_at_certificate_and_key_before_it_starts(
     assert status == 2 and "No such file" in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (("ecdsa", "-b", "256", "-N", ""), ""),
+        (("ecdsa", "-b", "384", "-N", "a secret"), "protected by a password, which a SuperNode"),
+        (("ed25519", "-N", ""), "not an ECDSA key"),
+        (("rsa", "-b", "2048", "-N", ""), "not an ECDSA key"),
+        (None, "not a private key of OpenSSH"),
+    ],
+    ids=["ecdsa", "password", "ed25519", "rsa", "cut short"],
+)
+def test_a_key_that_flower_could_not_sign_with_is_refused_before_the_site_serves(
+    tmp_path: Path, made: Path, kind: tuple[str, ...] | None, text: str
+) -> None:
+    """Flower would end without a reason, and the site's log would speak of clocks."""
+    path = tmp_path / "key"
+    if kind is None:
+        path.write_text((made / "s0").read_text()[:120])
+    else:
+        run("ssh-keygen", "-q", "-t", *kind, "-f", path)
+    if not text:
+        supernode.check_files("", str(path))
+        return
+    with pytest.raises(ConfigError, match=rf"key: {text}.* Make one: ssh-keygen -t ecdsa -b 384"):
+        supernode.check_files("", str(path))
+
+
 # Handshakes ---------------------------------------------------------------------------------------
 
 
@@ -325,9 +352,9 @@ def test_a_supernode_that_signs_and_ends_without_a_reason_says_that_clocks_may_d
 ) -> None:
     """Flower ends at a refused signature, and its log has no word of the time."""
     (flower / "flower-supernode").write_text("#!/bin/sh\nexit 0\n")
-    pair = str(made / "q0") if key else ""
-    with listening(None) as address:
-        there = supernode.SuperNode(tmp_path / "door", tmp_path / "own", address, "", pair)
+    root, pair = (str(made / "ca.crt"), str(made / "q0")) if key else ("", "")
+    with listening(made if key else None) as address:
+        there = supernode.SuperNode(tmp_path / "door", tmp_path / "own", address, root, pair)
         assert heard(there, caplog, "The SuperNode ended: status 0")
     assert ("compare the clocks" in caplog.text) == key
 

@@ -92,13 +92,17 @@ def test_a_supernode_that_ends_is_followed_by_another(
         there.stop()
 
 
-def test_a_supernode_whose_log_cannot_be_written_is_started_when_it_can(
+@pytest.mark.parametrize("blocked", ["supernode.log", "own"])
+def test_a_supernode_whose_files_cannot_be_written_is_started_when_they_can(
     flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, blocked: str,
 ) -> None:  # fmt: skip
     """Otherwise a site would run for ever without a connection, and nothing would restart it."""
     monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.05)
-    (tmp_path / "supernode.log").mkdir()
+    if blocked == "own":
+        (tmp_path / blocked).write_text("no folder")
+    else:
+        (tmp_path / blocked).mkdir()
     there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
     there.start()
     try:
@@ -106,7 +110,7 @@ def test_a_supernode_whose_log_cannot_be_written_is_started_when_it_can(
         while "Check space and rights of" not in caplog.text and time.monotonic() < end:
             time.sleep(0.02)
         assert "Check space and rights of" in caplog.text and there._process is None
-        (tmp_path / "supernode.log").rmdir()
+        (tmp_path / blocked).rename(tmp_path / "away")
         while there._process is None and time.monotonic() < end:
             time.sleep(0.02)
         assert there._process is not None
@@ -122,6 +126,8 @@ def test_a_supernode_whose_log_cannot_be_written_is_started_when_it_can(
         ("example.org:8000", "ca.crt", 0, "no Landlock .* as another user"),
         ("here", "", 7, "give host:port"),
         ("127.0.0.1:65536", "", 7, "the port up to 65535"),
+        ("https://example.org:443", "ca.crt", 7, "give host:port"),
+        ("example.org:443/", "ca.crt", 7, "give host:port"),
     ],
 )
 def test_no_supernode_is_started_where_rows_would_be_at_risk(
@@ -132,6 +138,13 @@ def test_no_supernode_is_started_where_rows_would_be_at_risk(
     with pytest.raises(ConfigError, match=text):
         SuperNode(tmp_path / "door", tmp_path / "own", address, certificate, "")
     SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "")  # the control
+
+
+@pytest.mark.usefixtures("flower")
+def test_a_key_without_a_certificate_is_refused_because_flower_would_end(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--key needs --certificate"):
+        SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "s0")
+    SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "ca.crt", "s0")  # the control
 
 
 @pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
@@ -298,3 +311,52 @@ def test_arguments_beat_what_makes_the_demonstration_small(tmp_path: Path) -> No
     assert settings.load_site_config(
         tmp_path / "a" / "s0" / "site.yaml"
     ).budget == settings.BudgetSettings(epsilon=8.0, delta=1e-5)
+
+
+def test_without_flower_the_demonstration_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert demo.main([str(tmp_path / "a")]) == 2
+    assert "is not installed. Install Flower: pip install" in capsys.readouterr().out
+    assert not (tmp_path / "a").exists()
+
+
+SLOW_TO_STOP = """\
+import signal, sys, time
+def stop(*_):
+    time.sleep(0.5)
+    open(sys.argv[1], "w").write("a checkpoint")
+    sys.exit(130)
+signal.signal(signal.SIGINT, stop)
+open(sys.argv[1] + ".begun", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_demonstration_that_is_stopped_waits_for_the_checkpoint_before_its_sites_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The training command asks sites for their ledgers; nothing may outlive the demonstration."""
+    wrote, found = tmp_path / "checkpoint", []
+
+    @contextlib.contextmanager
+    def site() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            found.append(wrote.exists())
+
+    def demonstrate(*_: object) -> int:
+        with site():
+            command = [sys.executable, "-c", SLOW_TO_STOP, str(wrote)]
+            process = subprocess.Popen(command, start_new_session=True)
+            demo.wait_until(wrote.with_suffix(".begun").exists, process, wrote)
+            threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+            return demo.end_of(process)
+
+    monkeypatch.setattr(demo, "demonstrate", demonstrate)
+    assert demo.main([str(tmp_path / "a")]) == 130
+    assert found == [True]
