@@ -215,10 +215,21 @@ class FlowerTransport:
             self._relay, _ = self._listener.accept()
         except TimeoutError:
             raise SiteError(
-                f"Flower accepted a run and did not start it in {START_SECONDS:g} s. The SuperLink "
-                "must run on this machine; look at its log"
+                f"Flower accepted a run and did not start it in {START_SECONDS:g} s. "
+                f"{self._reason_of_no_start()}"
             ) from None
         return self._relay
+
+    def _reason_of_no_start(self) -> str:
+        """A SuperLink on 0.0.0.0 starts processes that connect to it at 127.0.0.1. They retry for
+        ever if its certificate does not name that."""
+        own = f"127.0.0.1:{self._superlink.rpartition(':')[2]}"
+        if self._certificate and (problem := tls.probe(own, self._certificate)):
+            return (
+                f"The SuperLink must run on this machine. Its own processes connect to {own}, but "
+                f"{problem}. Its certificate needs 127.0.0.1 as a further name"
+            )
+        return "The SuperLink must run on this machine; look at its log"
 
     def _register_keys(self) -> None:
         """Register the sites' keys; a restarted SuperLink has forgotten them."""

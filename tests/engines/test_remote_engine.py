@@ -416,6 +416,20 @@ def test_at_the_end_sites_forget_the_run(here: Path) -> None:
     assert list(here.rglob("*.answer")) == []
 
 
+def test_a_run_that_waits_at_its_end_says_for_whom_and_how_to_end_the_wait(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = engine(here)
+    there.end_run(over=False)
+    assert "did not answer" not in caplog.text  # the control
+    silent = there.roster()[0].id
+    doors(there).handlers[f"at {silent}"] = lambda _: None
+    there.end_run(over=False)
+    said = [line for line in caplog.messages if "did not answer" in line]
+    assert len(said) == 1 and f"run {silent} did not answer" in said[0]
+    assert "Ctrl-C ends the wait, and --resume asks again" in said[0]
+
+
 def test_messages_that_are_not_finite_are_not_sent(here: Path) -> None:
     there = engine(here)
     heard = len(doors(there).heard)

@@ -259,7 +259,7 @@ def test_a_key_that_flower_could_not_sign_with_is_refused_before_the_site_serves
 def test_what_keeps_a_machine_from_a_superlink_is_said_in_words(tmp_path: Path, made: Path) -> None:
     other, host = tmp_path / "other", tmp_path / "host"
     keys.make(other, "127.0.0.1", ["s0"])
-    keys.make(host, "link.example.org", ["s0"])
+    certificates.for_host_alone(host, "link.example.org")
     expired = certificates.with_expired_link(tmp_path / "expired", "s0")
 
     def trouble(server: Path | None, root: Path | str) -> str:

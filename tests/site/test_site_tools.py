@@ -17,11 +17,12 @@ import pytest
 import yaml
 
 from privssl.errors import ConfigError, UserError
-from privssl.remote import flower_transport, framing
+from privssl.remote import flower_transport, framing, tls
 from privssl.remote.discovery import SiteError
 from privssl.remote.flower_transport import OFFLINE, FlowerTransport, environment
 from privssl.site import demo, keys, sandbox, settings, supernode
 from privssl.site.supernode import SuperNode
+from tests.support import certificates
 from tests.support.certificates import listening
 
 
@@ -213,6 +214,27 @@ def test_the_coordinator_says_what_flower_said_where_it_takes_no_run(
 
 
 @pytest.mark.usefixtures("flower")
+@pytest.mark.parametrize("named", [True, False])
+def test_a_superlink_that_cannot_reach_itself_by_its_certificate_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    certificates.skip_without_cryptography()
+    made = tmp_path / "keys"
+    if named:
+        keys.make(made, "localhost", ["s0"])
+    else:
+        certificates.for_host_alone(made, "localhost")
+    monkeypatch.setattr(flower_transport, "START_SECONDS", 0.2)
+    monkeypatch.setattr(FlowerTransport, "_flwr", lambda *_, **__: "")
+    with listening(made) as address:
+        by_name = f"localhost:{address.rpartition(':')[2]}"
+        assert tls.probe(by_name, str(made / "ca.crt")) == ""
+        with pytest.raises(SiteError, match=r"did not start it in 0.2 s\. The SuperLink must") as e:
+            FlowerTransport(by_name, str(made / "ca.crt"))
+    assert ("needs 127.0.0.1 as a further name" in str(e.value)) == (not named)
+
+
+@pytest.mark.usefixtures("flower")
 def test_after_ctrl_c_no_late_answer_is_taken_for_another(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,11 +294,13 @@ def test_keys_for_a_trial_fit_together_and_are_their_owners_alone(
     }  # fmt: skip
     ca, link = folder / "ca.crt", folder / "link.crt"
 
-    def verified(host: str) -> bool:
-        asked = ["openssl", "verify", "-CAfile", str(ca), "-verify_hostname", host, str(link)]
+    def verified(host: str, by: str = "-verify_hostname") -> bool:
+        asked = ["openssl", "verify", "-CAfile", str(ca), by, host, str(link)]
         return subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
     assert verified("link.example.org") and not verified("other.example.org")
+    # A SuperLink on 0.0.0.0 starts processes that connect to it at this address.
+    assert verified("127.0.0.1", "-verify_ip") and not verified("127.0.0.2", "-verify_ip")
     assert {path.stat().st_mode & 0o077 for path in folder.iterdir() if path.suffix != ".pub"} == {
         0
     }
