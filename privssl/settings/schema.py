@@ -97,7 +97,7 @@ class RunSettings:
     keys: str = ""
     """Flower: folder of the sites' public keys, NAME.pub. If empty, sites are not authenticated."""
     join_seconds: Rate = 120.0
-    """Flower: how long the coordinator waits for sites before round 1."""
+    """Flower: how long to wait for sites before round 1, and for ledgers at the end."""
     visit_seconds: Rate = 600.0
     """Flower: deadline of one visit to a site."""
     absent: Literal["auto", "stop", "skip"] = "auto"
