@@ -17,9 +17,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -101,6 +101,18 @@ def free_port() -> int:
         return port
 
 
+@contextmanager
+def _temporary_files(folder: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into a SiteError. ``folder``: None before it is made."""
+    try:
+        yield
+    except OSError as error:
+        raise SiteError(
+            f"{folder or 'Temporary folder'}: Flower's files and a socket cannot be made here: "
+            f"{error.strerror or error}. Set TMPDIR to a short path with free space"
+        ) from None
+
+
 class FlowerTransport:
     """Exchanges messages over Flower. Addresses are Flower's node ids."""
 
@@ -121,14 +133,16 @@ class FlowerTransport:
             log.warning("%s", warning)
         self._superlink, self._node_keys = superlink, node_keys
         self._keys: dict[str, str] = {}  # address -> public key
-        self._folder = Path(tempfile.mkdtemp(prefix="privssl-"))
         self._relay: socket.socket | None = None
         self._listener: socket.socket | None = None
+        with _temporary_files():
+            self._folder = Path(tempfile.mkdtemp(prefix="privssl-"))
         try:
-            self._write_app()
-            self._listener = socket.socket(socket.AF_UNIX)
-            self._listener.bind(str(self._folder / "coordinator"))
-            self._listener.listen(1)
+            with _temporary_files(self._folder):
+                self._write_app()
+                self._listener = socket.socket(socket.AF_UNIX)
+                self._listener.bind(str(self._folder / "coordinator"))
+                self._listener.listen(1)
             self._connect()
         except BaseException:
             self.close()

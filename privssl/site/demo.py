@@ -50,6 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as problem:
         console.print(str(problem), style="yellow", markup=False)
         return problem.exit_status
+    except OSError as error:
+        where = error.filename or options.folder
+        console.print(
+            f"{where}: {error.strerror}. Free space, or give another folder", style="yellow",
+            markup=False,
+        )  # fmt: skip
+        return UserError.exit_status
     except KeyboardInterrupt:
         console.print("Stopped. All processes have ended.", style="yellow")
         return INTERRUPTED

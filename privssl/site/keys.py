@@ -28,6 +28,7 @@ from accounting.account_plan import check_agent_id
 from accounting.errors import PlanError
 from privssl.errors import UserError
 from privssl.runtime.process import private_umask
+from privssl.storage import atomic_files
 
 LOOPBACK = "127.0.0.1"  # where a SuperLink on 0.0.0.0 finds itself
 DAYS = 90
@@ -81,7 +82,7 @@ def make(folder: Path, host: str, names: Sequence[str], days: int = DAYS) -> Non
     begins = datetime.now(timezone.utc) - timedelta(minutes=1)
     dates = begins, begins + timedelta(days=days)
     authority, link = new_key(), new_key()
-    with private_umask():
+    with private_umask(), atomic_files.writing(folder):
         (folder / "ca.crt").write_bytes(certificate(authority, authority, dates))
         (folder / "link.crt").write_bytes(certificate(link, authority, dates, host, LOOPBACK))
         (folder / "link.key").write_bytes(private_bytes(link, "PKCS8"))

@@ -339,7 +339,7 @@ def _refuse_other_ledger(path: Path, store: Store) -> None:
     elif mark is not None:
         raise LedgerError(
             f"{path}: missing, though {store.mark_path} says that steps were charged to it. "
-            "Correct budget.ledger, or put the ledger back"
+            "Correct site.folder or budget.ledger, or put the ledger back"
         )
 
 

@@ -1040,7 +1040,7 @@ MARKED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "restored": (_restored, r"ledger.mark\) records entry . it was cut or rolled back"),
     "written on": (_written_on, "the journal was cut and written on"),
     "missing": (lambda p: (p / "kept/ledger/s0.jsonl").unlink(),
-                "ledger.mark says that steps were charged to it. Correct budget.ledger, or put"),
+                "ledger.mark says that steps were charged to it. Correct site.folder or budget"),
     "torn mark": (lambda p: (p / "kept/ledger.mark").write_text("{"),
                   "ledger.mark: damaged .* put it back"),
     "mark of words": (lambda p: (p / "kept/ledger.mark").write_text('{"seq": "a", "head": 1}'),
@@ -1073,7 +1073,7 @@ def test_a_mistyped_folder_of_the_ledger_is_told_and_makes_nothing(place: Path) 
     desk = opened(place)
     ask(desk, visit_to(desk))
     edit(place / "site.yaml", ("delta: 1.0e-3", "delta: 1.0e-3, ledger: kept/leger"))
-    with pytest.raises(AccountingError, match=r"leger/s0.jsonl: missing, .*Correct budget.ledger"):
+    with pytest.raises(AccountingError, match=r"leger/s0.jsonl: missing, .*Correct site.folder or"):
         opened(place)
     assert not (place / "kept/leger").exists()
 

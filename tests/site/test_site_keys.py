@@ -253,6 +253,18 @@ def test_a_key_that_flower_could_not_sign_with_is_refused_before_the_site_serves
         supernode.check_files("", str(path))
 
 
+def test_a_certificate_that_is_refused_is_not_answered_with_start_the_superlink(
+    tmp_path: Path, made: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(PLAIN)
+    old = certificates.expired_root(tmp_path / "old")
+    with listening(made) as address:
+        how = ["run.engine=flower", f"run.superlink={address}", f"run.output={tmp_path / 'run'}"]
+        outcome = command(tmp_path / "c.yaml", *how, f"run.certificate={old}")
+    assert_refused(outcome, "expired on 2020-02-01. Get a new one from the SuperLink's operator")
+    assert "flower-superlink" not in outcome.err
+
+
 # Handshakes ---------------------------------------------------------------------------------------
 
 

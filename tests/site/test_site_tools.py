@@ -1,12 +1,14 @@
 """What is around a site: the SuperNode that it keeps up, keys for a trial, the demonstration."""
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -235,6 +237,20 @@ def test_a_superlink_that_cannot_reach_itself_by_its_certificate_is_explained(
 
 
 @pytest.mark.usefixtures("flower")
+def test_a_temporary_folder_that_takes_no_socket_is_told_and_leaves_nothing(
+    link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)  # a socket's path may have 107 bytes
+    long.mkdir()
+    text = "cannot be made here: .*Set TMPDIR to a short path with free space"
+    for folder in (long, tmp_path / "none"):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with pytest.raises(SiteError, match=text):
+            FlowerTransport(link, "")
+    assert list(long.iterdir()) == []
+
+
+@pytest.mark.usefixtures("flower")
 def test_after_ctrl_c_no_late_answer_is_taken_for_another(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,6 +341,21 @@ def test_the_demonstration_writes_a_site_for_each_agent_and_none_for_a_labelled_
     assert (site.site.agent, site.site.role, site.budget) == ("q1", "query", None)
     with pytest.raises(UserError, match="Give a new folder"):
         demo.write_sites(tmp_path / "a", tmp_path / "c.yaml", [])
+
+
+def test_a_demonstration_on_a_full_disk_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a"))
+
+    monkeypatch.setattr(demo, "demonstrate", full)
+    assert demo.main([str(tmp_path / "a")]) == 2
+    assert f"{tmp_path / 'a'}: No space left on device. Free space" in capsys.readouterr().out
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert keys.main([str(tmp_path / "keys"), "s0"]) == 2
+    assert "keys: cannot be written: No space left" in capsys.readouterr().err
 
 
 def test_arguments_beat_what_makes_the_demonstration_small(tmp_path: Path) -> None:
