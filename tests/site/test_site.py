@@ -1060,7 +1060,7 @@ def test_a_ledger_that_every_step_would_be_refused_for_is_told_before_the_site_s
     harm, text = MARKED[kind]
     harm(place)
     capsys.readouterr()
-    assert main([str(place / "site.yaml"), "--serve"]) == 2
+    assert main([str(place / "site.yaml")]) == 2
     told = capsys.readouterr()
     assert re.search(text.replace("entry .", "entry [0-9]+:"), told.err), told.err
     assert "Traceback" not in told.err and told.out == ""
