@@ -1,5 +1,7 @@
 """Tables in memory: frames of pandas or polars, read as CSV files are (``data/csv_rows.py``)."""
 
+import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,7 @@ from privssl.data.npz import Scale, refuse_unprintable
 from privssl.errors import DataError
 
 WHERE = "Dataset.from_frame"
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 
 def read_frame(
@@ -120,10 +123,18 @@ def label_of(value: Any) -> str:
 
 
 def field_of(value: Any) -> str:
-    """A field as text; missing values are empty."""
+    """A field as text, the same in every process; missing values are empty. A text names the record
+    to an account, so it has no place in memory, and no order of a set."""
     if isinstance(value, float | np.floating):
         return "" if np.isnan(value) else repr(float(value))
-    return "" if value is None or type(value).__name__ in ("NAType", "NaTType") else str(value)
+    if isinstance(value, str):
+        return str(value)
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return ""
+    if hasattr(value, "mode") and hasattr(value, "tobytes"):  # a picture of Pillow
+        return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    plain = sorted(map(str, value)) if isinstance(value, set | frozenset) else value
+    return _ADDRESS.sub("", str(plain))
 
 
 def _drawn(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np.bool_]:

@@ -75,7 +75,7 @@ def check_claim(run: Path) -> ClaimCheck:
     journals = found.journals = _choose_journals(files, found)
     cross_checks.check_records(files, journals, found)
     cross_checks.check_results(files, found)
-    cross_checks.check_former_ledgers(files, found)
+    cross_checks.check_former_ledgers(files, journals, found)
     if journals or card is not None:
         cross_checks.check_config(files, journals, found)
         found.problems += check_metrics(files.metrics, journals)

@@ -73,26 +73,35 @@ def _holds(journal: Journal, record: LedgerRecord) -> bool:
     return record.seq <= journal.seq and journal.hashes[record.seq] == record.head
 
 
-def check_former_ledgers(files: RunFiles, found: Findings) -> None:
-    """Check that the card names the ledgers of replaced runs that checkpoints recorded."""
+def check_former_ledgers(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
+    """Check that the card names the ledgers of replaced runs that checkpoints recorded, but for
+    those that this run's go on with, which count what is in them."""
     if files.card is None:
         return
-    named = {entry["ledger"] for entry in files.card["former_ledgers"]}
+    named = {(entry["ledger"], entry["agent"]) for entry in files.card["former_ledgers"]}
+    named |= {(ledger, "") for ledger, _ in named}
     for content in files.snapshots.values():
-        recorded = _ledger_names(content["extra"]["mapping"].get(FORMER, "[]"))
-        if lost := sorted(recorded - named):
-            found.problems.append(
-                f"checkpoints record {lost[0]}, the ledger of a replaced run, and the card does "
-                "not name it"
-            )
-            return
+        for ledger, agent, head in _recorded(content["extra"]["mapping"].get(FORMER, "{}")):
+            goes_on = bool(head) and head in journals.get(agent, Journal()).hashes
+            if (ledger, agent) not in named and not goes_on:
+                found.problems.append(
+                    f"checkpoints record {ledger}, the ledger of a replaced run, and the card does "
+                    "not name it"
+                )
+                return
 
 
-def _ledger_names(text: object) -> set[str]:
+def _recorded(text: object) -> Iterator[tuple[str, str, str]]:
+    """Ledger, agent and hash of its last line; of former versions the ledger alone."""
     try:
-        return {str(name) for name in json.loads(str(text))}
-    except (ValueError, TypeError):
-        return set()
+        recorded = json.loads(str(text))
+    except (ValueError, RecursionError):
+        return
+    if isinstance(recorded, list):
+        yield from ((str(ledger), "", "") for ledger in recorded)
+    for ledger, heads in recorded.items() if isinstance(recorded, dict) else ():
+        for agent, head in heads.items() if isinstance(heads, dict) else ():
+            yield str(ledger), str(agent), str(head)
 
 
 def check_results(files: RunFiles, found: Findings) -> None:

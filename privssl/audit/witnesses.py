@@ -218,8 +218,8 @@ def _split_differences(
         return
     try:
         held = split_manifest.read_manifest(path).agents
-    except DataError as error:
-        yield f"split.json cannot be used: {str(error).replace(str(path), 'it')}"
+    except DataError:  # without its words: labels could be tried until a hash matches
+        yield "split.json cannot be used: it is damaged, or was changed after it was written"
         return
     for agent, journal in journals.items():
         if journal.plans and (rows := journal.plan.n_public) is not None:

@@ -177,6 +177,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         )
     if any(of.epsilon.kind == "nominal" for of in rows):
         found.append("NOMINAL: the number of a scheme that guarantees nothing.")
+    found += _unprotected_beside_private(rows)
     warned: dict[str, list[str]] = {}
     for of in rows:
         for run in of.runs:
@@ -191,6 +192,20 @@ def notes(rows: Sequence[Row]) -> list[str]:
         else "All configs had the same split in each seed."
     )
     return found
+
+
+def _unprotected_beside_private(rows: Sequence[Row]) -> list[str]:
+    """That configs use the rows of private ones without protection; by public names alone."""
+    claims = [of for of in rows if of.epsilon.kind == "guarantee"]
+    sets = {run["dataset"] for of in claims for run in of.runs}
+    bare = [of for of in rows if of not in claims and sets & {run["dataset"] for run in of.runs}]
+    if not bare:
+        return []
+    return [
+        f"{', '.join(of.config for of in bare)}: no guarantee, and rows of the same data set as "
+        f"{', '.join(of.config for of in claims)}. For a record that both use, whoever sees what "
+        "the former release (weights, metrics, this table) is bounded by no epsilon above."
+    ]
 
 
 def _distinguish(rows: Sequence[Row], values: Sequence[Sequence[str]]) -> str:

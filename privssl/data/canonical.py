@@ -7,6 +7,7 @@ Vectors and sequences have the float32 numbers that networks take as their conte
 Registries of version 0.1 have fingerprints of rows as loaded (``as_loaded``); both are checked.
 """
 
+import html
 import unicodedata
 from collections.abc import Iterator
 from typing import Any
@@ -49,6 +50,8 @@ def canonical(x: Origin) -> Iterator[bytes]:
     """
     if not isinstance(x, Tensor):
         for text in x:  # however it was typed and spaced
+            while (plain := html.unescape(text)) != text:  # as tweets are read
+                text = plain
             yield b"text " + " ".join(unicodedata.normalize("NFC", text).split()).encode()
         return
     for start in range(0, len(x) if x.dim() < 4 else 0, CHUNK):

@@ -382,10 +382,14 @@ def _number(part: Part, name: str, value: str, place: int) -> float:
 
 
 def _plain(value: str) -> str:
-    """A field in one form: 1 and 1.0 are equal, and so are an empty field and NA."""
+    """A field in one form: equal are 1 and 1.0, an empty field and NA, True and true, and numbers
+    with a fraction that are equal in single precision, as frames may have them."""
     if _is_absent(value):
         return ""
-    return repr(float(value)) if _is_number(value) else value
+    if not _is_number(value):
+        return value.casefold()
+    number = float(value)  # a whole one may be an id, which single precision would round
+    return repr(number if number.is_integer() else float(np.float32(number)))
 
 
 def _is_absent(value: str) -> bool:

@@ -25,7 +25,7 @@ from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.encoded import Unencoded
 from privssl.data.image_folder import read_folder
-from privssl.data.npz import NO_LABEL, Arrays, Scale, read_npz
+from privssl.data.npz import NO_LABEL, Arrays, Scale, are_standardised, read_npz
 from privssl.encoders import Encoder, encode, open_encoder, reads_texts
 from privssl.encoders.own_encoders import refuse_state
 from privssl.errors import ConfigError, DataError
@@ -63,6 +63,7 @@ class Dataset:
     names_declared: bool = False  # whether class names are declared, so from no row
     #: Whether all rows have three channels because of training images alone.
     coloured_by_train: bool = False
+    standardised: bool = False  # whether vectors seem scaled by statistics of these rows
 
     @property
     def classes(self) -> int:
@@ -220,7 +221,15 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
     return Dataset(
         name, x_train, y_train, x_test, y_test, arrays.class_names,
         records=arrays.records, scales=arrays.scales, coloured_by_train=arrays.coloured_by_train,
+        standardised=arrays.scales is None and _are_standardised(arrays),
     )  # fmt: skip
+
+
+def _are_standardised(arrays: Arrays) -> bool:
+    """Whether vectors have mean 0 and deviation 1: all, those that train, or those with a label."""
+    x, known = arrays.x_train, arrays.y_train != NO_LABEL
+    parts = ((x,), (x, arrays.x_test), *(() if known.all() else ((x[known],),)))
+    return x.ndim == 2 and any(are_standardised(*some) for some in parts)
 
 
 def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Dataset:

@@ -8,6 +8,7 @@ networks take as they are. Pickles are refused, because reading one can run code
 """
 
 import logging
+import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ NO_LABEL = -1
 DARK = 64  # of 255: arrays without a pixel as bright are probably scaled wrongly
 
 MAX_FEATURE = 1e4  # of a vector: networks expect numbers of about 1
+FEW_ROWS = 20  # fewer may have any mean and deviation by chance
+NEARLY = 1e-3  # of a mean to 0, and of a deviation to 1: rows may be float16
 MAX_CLASS = 2**20 - 1  # a classifier has an output for each
 MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousand times more
 
@@ -359,6 +362,27 @@ def _features(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
         f"{path}: {name} has vectors of {x.dtype}{seen}. Give uint8, or finite floats scaled by "
         f"public bounds to about [-1, 1], none beyond {MAX_FEATURE:g}"
     )
+
+
+def are_standardised(*parts: NDArray[Any]) -> bool:
+    """Whether most columns of vectors (N, F) have mean 0 and deviation 1 over all parts together:
+    scaled by statistics of these very rows. Columns of 1 and -1 alone say nothing."""
+    rows = sum(map(len, parts))
+    if rows < FEW_ROWS or any(x.ndim != 2 or x.dtype.kind != "f" for x in parts):
+        return False
+    total: Any = 0.0  # of each column
+    square, plain = total, np.array(True)
+    for x in parts:
+        for start in range(0, len(x), 4096):
+            some = x[start : start + 4096].astype(np.float64)
+            total, square = total + some.sum(axis=0), square + np.square(some).sum(axis=0)
+            plain = plain & (np.square(some) == 1).all(axis=0)
+    mean = total / rows
+    deviation = np.sqrt(np.maximum(square / rows - np.square(mean), 0))
+    near = [abs(deviation * by - 1) < NEARLY for by in (1, math.sqrt(rows / (rows - 1)))]
+    told = (deviation > 0) & ~plain
+    found = told & (abs(mean) < NEARLY) & (near[0] | near[1])
+    return bool(2 * found.sum() > told.sum())
 
 
 def _not_finite(x: NDArray[Any]) -> str:

@@ -97,10 +97,10 @@ def read_manifest(path: Path) -> Manifest:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "top"
         raise DataError(f"{path} is not a split.json: {where}: {first['msg']}") from None
-    if stated != manifest.hash:
+    if stated != manifest.hash:  # no hash of a private split is said: labels could be tried
         raise DataError(
-            f"{path} was changed after it was written: it states the hash {stated}, but its "
-            f"content has {manifest.hash}. Take the original file"
+            f"{path} was changed after it was written: its content has another hash than it "
+            "states. Take the original file"
         )
     _check_ids(path, manifest)
     return manifest

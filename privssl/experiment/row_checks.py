@@ -115,6 +115,8 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
             'more release. Declare them, from public knowledge: columns={"age": [0, 120], '
             '"colour": ["red", "blue"]}'
         )
+    if dataset.standardised:
+        refuse_standardised(config.data.name)
     if dataset.coloured_by_train:
         raise PrivacyError(
             f"{config.data.root}: images in train/ alone have colour, so that one private image "
@@ -146,6 +148,15 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
             "the number of outputs would be released from private labels, without noise. Give a "
             "test row of each class"
         )
+
+
+def refuse_standardised(where: object) -> None:
+    """Raise PrivacyError for vectors that were scaled by their own mean and deviation."""
+    raise PrivacyError(
+        f"{where}: most columns have mean 0 and deviation 1, so the rows were scaled by their own "
+        "statistics, and one private row moved all others, which no claim covers. Scale them by "
+        "public bounds, or by statistics of public rows"
+    )
 
 
 def _test_set(dataset: Dataset, name: str) -> str:

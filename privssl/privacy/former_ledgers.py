@@ -6,7 +6,7 @@ ledgers of replaced runs with their epsilon, and the audit reads them again.
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,35 @@ def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLed
     Raises:
         RunFolderError: the folder above cannot be read.
     """
+    found: list[FormerLedger] = []
+    for name, agent, journal in _journals_beside(folder):
+        entry: FormerLedger = {
+            "ledger": name, "agent": agent,
+            "kind": "guaranteed", "epsilon": None, "delta": None, "budget": None,
+        }  # fmt: skip
+        if head := _head(journal):
+            if not journal.events or head in known.get(agent, Journal()).hashes:
+                continue
+            entry["kind"] = "guaranteed" if journal.plan.scope == "sound" else "nominal"
+            entry["epsilon"], entry["budget"] = journal.epsilon, journal.promised
+            entry["delta"] = journal.plan.delta_of(journal.cost)
+        found.append(entry)
+    return found
+
+
+def former_heads(folder: Path) -> dict[str, dict[str, str]]:
+    """Ledger of a replaced run -> agent -> hash of its last line, empty where it is damaged: what
+    a checkpoint records. Without ledgers that have no visit. Raises RunFolderError."""
+    found: dict[str, dict[str, str]] = {}
+    for name, agent, journal in _journals_beside(folder):
+        head = _head(journal)
+        if journal.events or not head:
+            found.setdefault(name, {})[agent] = head
+    return found
+
+
+def _journals_beside(folder: Path) -> Iterator[tuple[str, str, Journal]]:
+    """Ledger, agent and journal, empty where it cannot be read, of each replaced run."""
     own = folder.resolve()
     try:
         names = sorted(os.listdir(own.parent))
@@ -34,27 +63,19 @@ def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLed
         raise RunFolderError(
             f"{own.parent}: cannot be read: {error.strerror}. Ledgers of replaced runs are there"
         ) from error
-    found: list[FormerLedger] = []
     for name in names:
         if not re.fullmatch(re.escape(own.name) + r"\.ledger-[0-9]{3,}", name):
             continue
         for path in sorted((own.parent / name).glob("*.jsonl")):
             try:
-                journal = read_journal(path)
+                yield name, path.stem, read_journal(path)
             except LedgerError:
-                journal = Journal()
-            entry: FormerLedger = {
-                "ledger": name, "agent": path.stem,
-                "kind": "guaranteed", "epsilon": None, "delta": None, "budget": None,
-            }  # fmt: skip
-            if journal.plans and not journal.problems:
-                if not journal.events or journal.head in known.get(path.stem, Journal()).hashes:
-                    continue
-                entry["kind"] = "guaranteed" if journal.plan.scope == "sound" else "nominal"
-                entry["epsilon"], entry["budget"] = journal.epsilon, journal.promised
-                entry["delta"] = journal.plan.delta_of(journal.cost)
-            found.append(entry)
-    return found
+                yield name, path.stem, Journal()
+
+
+def _head(journal: Journal) -> str:
+    """Hash of the last line; empty for a damaged journal."""
+    return journal.head if journal.plans and not journal.problems else ""
 
 
 def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:

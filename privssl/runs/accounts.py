@@ -17,7 +17,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.errors import RunFolderError
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared, bare_rows, claim_rows
-from privssl.privacy.former_ledgers import former_ledgers
+from privssl.privacy.former_ledgers import former_heads
 from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan
 from privssl.privacy.privacy_card import Release
@@ -106,11 +106,9 @@ def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -
 
 
 def record_former_ledgers(config: Config, folder: Path) -> dict[str, str]:
-    """What a checkpoint records of ledgers of replaced runs; nothing where accounts outlive runs,
-    which may go on with one of them."""
-    if config.privacy is None or config.privacy.ledger:
-        return {}
-    return {FORMER: json.dumps(sorted({one["ledger"] for one in former_ledgers(folder, {})}))}
+    """What a checkpoint records of ledgers of replaced runs: also of those that accounts which
+    outlive runs go on with, which the card does not name."""
+    return {} if config.privacy is None else {FORMER: json.dumps(former_heads(folder))}
 
 
 def ledger_of(config: Config, folder: Path) -> Path:

@@ -32,6 +32,8 @@ SPLIT = "split"
 SOURCES = "sources"
 #: The key under which it stores the plug-ins, as JSON.
 PLUGINS = "plugins"
+#: The key under which it stores what the claim takes as public, as JSON: checksums of files.
+PUBLIC = "public"
 
 
 def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> None:
@@ -154,6 +156,23 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
     sound = {name: journal for name, journal in journals.items() if not journal.problems}
     for problem in check_metrics(read_metrics(folder), sound):
         raise LedgerError(f"{problem}. Put the true ledger back")
+
+
+def public_parts(prepared: Prepared) -> dict[str, str]:
+    """What a checkpoint records of initial weights and of an encoder; nothing without either."""
+    found = {"model": prepared.network, "encoder": prepared.about_rows["rows"]["encoder"]}
+    return {PUBLIC: json.dumps(found, sort_keys=True)} if any(found.values()) else {}
+
+
+def check_same_public_parts(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
+    """Raise RunFolderError where the file of initial weights, or an encoder, is another one than
+    the run began with: the card would name what the weights do not come from."""
+    then, now = snapshot.extra.get(PUBLIC), public_parts(prepared).get(PUBLIC)
+    if then not in (None, now):  # former versions recorded nothing
+        raise RunFolderError(
+            f"{folder} began with other files of weights (model.weights, data.encoder_weights) or "
+            "another encoder. Put them back, or start a new run with another run.output"
+        )
 
 
 def check_same_plugins(folder: Path, prepared: Prepared, snapshot: Snapshot) -> list[str]:

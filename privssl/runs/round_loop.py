@@ -52,7 +52,7 @@ from privssl.runs.result_warnings import (
     not_finite_warning,
     score_warnings,
 )
-from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings
+from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings, public_parts
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim
 from privssl.runs.summary import summarise, write_confusion, write_summary
@@ -285,7 +285,7 @@ class RoundLoop:
 
     def _save(self) -> None:
         kept, folder = self._kept, self._folder / "checkpoints"
-        fixed: dict[str, str | int] = {SOURCES: fingerprint()}
+        fixed: dict[str, str | int] = {SOURCES: fingerprint(), **public_parts(self._prepared)}
         if self._plugins:
             fixed[PLUGINS] = json.dumps(self._plugins)
         if self._prepared.plan is None:

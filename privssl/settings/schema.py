@@ -118,8 +118,7 @@ class RunSettings:
 
     def _problems_of_sites(self) -> Iterator[Problem]:
         """Flower needs an address, and off this machine a certificate."""
-        host = host_of(self.superlink)
-        if not host:
+        if not (host := host_of(self.superlink)):
             yield Problem("superlink", f"'{self.superlink}': give host:port, the port up to 65535")
         elif host not in LOOPBACK and not self.certificate:
             yield Problem(
@@ -238,6 +237,9 @@ class DataSettings:
             if getattr(self, key) != usual and self.name != name:
                 yield Problem(key, f"has no effect: it belongs to {name}")
         yield from self._problems_of_csv()
+        if self.encoder and self.name == "arrays":
+            text = "has no effect on rows in memory. Give encoded rows, or name a file of the rows"
+            yield Problem("encoder", text)
         libraries = self.encoder.startswith(("torchvision:", "timm:"))
         if self.encoder_weights and not (libraries or is_own_encoder(self.encoder)):
             text = "has no effect: torchvision:NAME, timm:NAME and plug-ins have it"

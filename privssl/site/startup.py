@@ -26,7 +26,7 @@ from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.rows import Shape, describe_task
 from privssl.data import agent_refs, datasets, labelled_rows, split_manifest, unlabelled_rows
 from privssl.data.encoded import HeldRows
-from privssl.data.npz import NO_LABEL, Scale, read_rows
+from privssl.data.npz import NO_LABEL, Scale, are_standardised, read_rows
 from privssl.data.split import RoleAssignment, holders
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.experiment import config as configs
@@ -44,6 +44,7 @@ from privssl.experiment.row_checks import (
     refuse_classes_of_labels_alone,
     refuse_order_by_labels,
     refuse_other_rows,
+    refuse_standardised,
     refuse_undeclared_columns,
 )
 from privssl.models.network_checks import check_network
@@ -261,6 +262,10 @@ def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled
             f"{path}: y_labelled has class {int(found.y.max())}, but rows.classes gives "
             f"{len(classes)} classes, from 0"
         )
+    public = config.privacy is not None and not config.hides_counts  # few rows are not refused
+    parts = [part for part in (found.x, found.unlabelled) if part is not None]
+    if public and found.x is not None and (are_standardised(found.x) or are_standardised(*parts)):
+        refuse_standardised(path)
     with_labels = without = None
     if found.x is not None and found.y is not None:
         x, origin, encoder = datasets.encode_rows(config.data, torch.from_numpy(found.x))

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import TensorDataset
 
 import privssl
+from privssl.api.frames import field_of
 from privssl.api.new_rows import RowForm
 from privssl.data.npz import read_npz
 from privssl.errors import PrivacyError
@@ -265,6 +266,37 @@ def test_a_row_of_a_frame_is_the_same_record_to_an_account_whatever_columns_are_
     # The control: a patient's number, which is not declared, tells rows apart, as in a CSV file.
     pictures = [np.zeros(2)] * 8
     assert records(age) != records(age, patient=range(8)) != records(age, patient=pictures)
+
+
+def test_a_row_of_a_frame_is_the_same_record_in_single_precision_and_by_another_reader() -> None:
+    def records(sizes: Any, smokes: Any) -> tuple[str, ...]:
+        frame = Frame(size=sizes, smokes=smokes, target=["no", "yes"] * 4)
+        found = Rows.from_frame(frame, "target", 0.25, {"size": [0, 9]}).rows.records
+        assert found is not None
+        return found
+
+    sizes, smokes = np.linspace(1.1, 8.3, 8).round(2), [True, False] * 4
+    double = records(sizes, smokes)
+    assert len(set(double)) == len(double)
+    assert records(sizes.astype(np.float32), smokes) == double
+    # A reader of CSV files whose numbers are the nearest ones but one, and flags as they stand.
+    assert records(np.nextafter(sizes, 9), ["true", "false"] * 4) == double
+    # The control: whole numbers are exact, whatever their size, and may tell rows apart.
+    assert not set(records([2**24] * 8, smokes)) & set(records([2**24 + 1] * 8, smokes))
+
+
+def test_a_record_of_a_frame_does_not_depend_on_places_in_memory_or_on_the_order_of_a_set() -> None:
+    def fields(*tags: str) -> list[str]:
+        kept = [object() for _ in range(3)]  # each at a place of its own
+        assert len(set(map(str, kept))) == 3
+        pictures = [Image.new("L", (2, 2), grey) for grey in (0, 0, 7)]
+        return [*map(field_of, (*kept, *pictures)), field_of(set(tags))]
+
+    one, other = fields("i", "q"), fields("q", "i")
+    assert one == other and len({*one[:3]}) == 1 and "0x" not in "".join(one)
+    assert one[3] == one[4] != one[5]  # pictures go by their pixels
+    assert field_of({"i", "q"}) != field_of({"i"}) != field_of("met at 0x1")
+    assert field_of("met at 0x1") == "met at 0x1"  # a text is what it is
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])

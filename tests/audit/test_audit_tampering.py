@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -26,7 +27,8 @@ from accounting.ledger import Account, read_journal
 from privssl.audit import __main__ as audit
 from privssl.audit import witnesses
 from privssl.audit.__main__ import Report, Verdict
-from privssl.errors import RunFolderError
+from privssl.data.split_manifest import read_manifest
+from privssl.errors import DataError, RunFolderError
 from privssl.experiment import config
 from privssl.privacy.card_text import render_markdown
 from privssl.privacy.privacy_card import privacy_card
@@ -485,6 +487,18 @@ def _with_key(run: Path, key: str, value: str) -> None:
 
 
 @pytest.mark.usefixtures("one_library")
+def test_an_audit_tells_no_hash_of_a_split_that_was_changed(run: Path) -> None:
+    """Of a private split: who knows all but one label could try labels until it matches."""
+    EDITED["split: a row"](run)
+    said, digest = told(audit.audit(run)), re.compile("[0-9a-f]{12}")
+    assert "split.json cannot be used" in said and not digest.search(said)
+    with pytest.raises(DataError) as error:
+        read_manifest(run / "split.json")
+    assert not digest.search(str(error.value))
+    assert digest.search((run / "split.json").read_text())  # the control
+
+
+@pytest.mark.usefixtures("one_library")
 @pytest.mark.parametrize("tamper", EDITED.values(), ids=EDITED)
 def test_a_file_that_was_edited_is_told_of_and_the_folder_is_not_consistent(
     run: Path, tamper: Callable[[Path], None]
@@ -561,8 +575,16 @@ def test_a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated(
     record = record_former_ledgers(
         config.load_config(tmp_path / "again" / "config.yaml"), tmp_path / "again"
     )
-    assert record == {FORMER: '["again.ledger-001"]'}
-    for mapping, verdict in (({FORMER: "[]"}, Verdict.CONSISTENT), (record, Verdict.VIOLATED)):
+    heads = {path.stem: read_journal(path).head for path in (finished / "ledger").glob("*.jsonl")}
+    assert json.loads(record[FORMER]) == {"again.ledger-001": heads}
+    others = {"again.ledger-001": dict.fromkeys(heads, "f" * 64)}
+    for mapping, verdict in (
+        ({FORMER: "{}"}, Verdict.CONSISTENT),
+        (record, Verdict.CONSISTENT),  # this run's ledgers go on with it, and count it
+        ({FORMER: '["again.ledger-001"]'}, Verdict.VIOLATED),  # as earlier versions record it
+        ({FORMER: json.dumps({"again.ledger-001": {"m0": ""}})}, Verdict.VIOLATED),  # damaged
+        ({FORMER: json.dumps(others)}, Verdict.VIOLATED),
+    ):
         path = tmp_path / "run" / LAST
         content = json.loads(path.read_text())
         content["extra"]["mapping"] |= mapping

@@ -246,6 +246,22 @@ def test_the_epsilon_of_accounts_that_outlive_runs_is_not_said_to_be_of_one_run(
     assert compare_table.as_json([row])["rows"][0]["privacy"]["of"] != "one run"
 
 
+def test_a_config_without_a_guarantee_on_the_rows_of_a_private_one_is_named() -> None:
+    def told(*others: compare_table.Row) -> list[str]:
+        rows = [comparison_row.row("private", [guaranteed(4.0)], 1e-5), *others]
+        return [note for note in compare_table.notes(rows) if "bounded by no epsilon" in note]
+
+    bound = comparison_row.row("bound", [results()])
+    published = comparison_row.row("published", [nominal(3.0)], 1e-5)
+    (note,) = told(bound, published)
+    assert note.startswith(
+        "bound, published: no guarantee, and rows of the same data set as private"
+    )
+    # The controls: other rows, or a guarantee.
+    assert not told(comparison_row.row("bound", [results(dataset="another")]))
+    assert not told(comparison_row.row("second", [guaranteed(2.0)], 1e-5))
+
+
 def test_versions_that_differ_between_runs_are_told_with_the_runs() -> None:
     newer = {"privssl": "1.0", "torch": "2.1"}
     ours = comparison_row.row("ours", [results(seed=0), results(seed=1, versions=newer)])

@@ -22,6 +22,7 @@ from privssl.experiment.warm_start import check_warm_start
 from privssl.models.own_networks import reference_of
 from privssl.runtime.plugins import imports_allowed
 from privssl.settings.schema import DataSettings
+from tests.support.command_line import assert_refused, command
 
 CONFIG = """
 run: {device: cpu, workers: 1}
@@ -53,6 +54,24 @@ def weights_of_a_run(place: Path, *overrides: str, guarantee: object = None) -> 
     path = run / "classifier.safetensors"
     safetensors.torch.save_file({n: w.contiguous() for n, w in weights.items()}, path)
     return f"model.weights={path}"
+
+
+def test_a_run_does_not_go_on_when_its_file_of_initial_weights_is_another_one(
+    tmp_path: Path,
+) -> None:
+    run, file = tmp_path / "run", tmp_path / "public.safetensors"
+    weights = prepared(tmp_path).algorithm.task.new_classifier().state_dict()
+    safetensors.torch.save_file({n: w.contiguous() for n, w in weights.items()}, file)
+    began, first = file.read_bytes(), (tmp_path / "c.yaml", *PRIVATE, f"model.weights={file}")
+    assert command(*first, f"run.output={run}").status == 0
+    card = json.loads((run / "privacy.json").read_text())
+    for name in ("results.json", "privacy.json"):  # as if it had been killed at its end
+        (run / name).unlink()
+    safetensors.torch.save_file({n: w.contiguous() + 1 for n, w in weights.items()}, file)
+    assert_refused(command("--resume", run), "began with other files of weights (model.weights")
+    file.write_bytes(began)
+    assert command("--resume", run).status == 0  # the control
+    assert json.loads((run / "privacy.json").read_text())["network"] == card["network"]
 
 
 @pytest.mark.parametrize("former", [(), ("run.seed=1",)], ids=["same split", "other split"])

@@ -10,6 +10,10 @@ ATTACK = "privssl/audit/mechanism_attack.py"
 
 IN_TAMPERING = "tests/audit/test_audit_tampering.py::test_"
 IN_SITES = "tests/site/test_run_over_sites.py::test_"
+FORGETS = (
+    "tests/runs/test_shared_accounts.py::test_a_card_that_forgets_a_replaced_run_with_an_account_"
+    "of_its_own_is_violated"
+)
 ANEW = "a_card_that_was_written_anew_with_other_public_facts_is_violated"
 IN_CARD = "tests/audit/test_card_and_audit.py::test_"
 
@@ -37,6 +41,36 @@ FAULTS: tuple[Fault, ...] = (
             "tests/runs/test_shared_accounts.py::test_a_finished_runs_copy_has_every_line_that_"
             "its_checkpoints_record[the account is here]",
         ),
+    ),
+    Fault(
+        "a run whose account outlives it records no ledger of a run that it replaced",
+        (
+            (
+                "privssl/runs/accounts.py",
+                "{} if config.privacy is None else",
+                "{} if config.privacy is None or config.privacy.ledger else",
+            ),
+        ),
+        (FORGETS,),
+    ),
+    Fault(
+        "any ledger of a replaced run counts as one that goes on",
+        ((CROSS, "goes_on = bool(head) and head in", "goes_on = bool(head) or head in"),),
+        (
+            FORGETS,
+            IN_TAMPERING + "a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated",
+        ),
+    ),
+    Fault(
+        "an error says the hash of a split",
+        (
+            (
+                "privssl/data/split_manifest.py",
+                "another hash than it ",
+                "{manifest.hash}, another hash than it ",
+            ),
+        ),
+        (IN_TAMPERING + "an_audit_tells_no_hash_of_a_split_that_was_changed",),
     ),
     Fault(
         "absent checkpoints are no doubt",
@@ -258,8 +292,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CROSS,
-                "if lost := sorted(recorded - named):",
-                "if lost := sorted(recorded - recorded):",
+                "if (ledger, agent) not in named and not goes_on:",
+                "if (ledger, agent) not in named and goes_on:",
             ),
         ),
         (IN_TAMPERING + "a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated",),

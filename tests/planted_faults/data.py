@@ -6,8 +6,11 @@ DATA = "privssl/data/__init__.py"
 SPLIT = "privssl/data/split.py"
 MANIFEST = "privssl/data/split_manifest.py"
 PARTITION = "privssl/data/partition.py"
+CSV_ROWS = "privssl/data/csv_rows.py"
 
 IN_CANONICAL = "tests/data/test_canonical.py::test_"
+IN_FRAMES = "tests/api/test_dataset.py::test_"
+IN_KINDS = "tests/rows/test_kinds_of_rows.py::test_"
 IN_FEDERATION = "tests/data/test_federation.py::test_"
 IN_MANIFEST = "tests/data/test_split_manifest.py::test_"
 IN_TABLES = "tests/rows/test_csv_rows.py::test_"
@@ -22,6 +25,60 @@ FAULTS: tuple[Fault, ...] = (
             + "a_digit_of_17_shades_is_one_row_as_the_built_in_bytes_and_divided_by_16",
             IN_CANONICAL + "floats_between_levels_have_the_content_of_the_nearest_ones",
         ),
+    ),
+    Fault(
+        "a line of a table has another account in single precision",
+        ((CSV_ROWS, "else float(np.float32(number)))", "else number)"),),
+        (
+            IN_FRAMES
+            + "a_row_of_a_frame_is_the_same_record_in_single_precision_and_by_another_reader",
+        ),
+    ),
+    Fault(
+        "a row of a frame has another account in each process",
+        (("privssl/api/frames.py", '_ADDRESS.sub("", str(plain))', "str(plain)"),),
+        (
+            IN_FRAMES
+            + "a_record_of_a_frame_does_not_depend_on_places_in_memory_or_on_the_order_of_a_set",
+        ),
+    ),
+    Fault(
+        "a patient's number is rounded, and patients share an account",
+        ((CSV_ROWS, "number if number.is_integer() else float(", "float("),),
+        (
+            IN_FRAMES
+            + "a_row_of_a_frame_is_the_same_record_in_single_precision_and_by_another_reader",
+        ),
+    ),
+    Fault(
+        "private vectors may be scaled by their own statistics",
+        (("privssl/experiment/row_checks.py", "if dataset.standardised:", "if False:"),),
+        (IN_KINDS + "a_private_run_refuses_vectors_that_were_scaled_by_their_own_statistics",),
+    ),
+    Fault(
+        "a site may scale private vectors by its own rows",
+        (
+            (
+                "privssl/site/startup.py",
+                "    if public and found.x is not None and (",
+                "    if () and (",
+            ),
+        ),
+        (
+            "tests/site/test_own_rows.py::test_a_site_that_scales_vectors_by_its_own_rows_is_"
+            "refused_where_their_number_is_public[public-True]",
+        ),
+    ),
+    Fault(
+        "a text has another account where a reader resolves its entities",
+        (
+            (
+                "privssl/data/canonical.py",
+                "(plain := html.unescape(text)) != text",
+                "(plain := text) != text",
+            ),
+        ),
+        (IN_TABLES + "equal_tweets_are_one_record_and_entities_are_resolved",),
     ),
     Fault(
         "unlabelled rows are ordered by their hidden labels",

@@ -24,6 +24,14 @@ IN_RESUME = "tests/runs/test_resume.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "a run goes on with another file of initial weights, which its card then names",
+        (("privssl/runs/resume.py", "if then not in (None, now):", "if False:"),),
+        (
+            "tests/experiment/test_warm_start.py::"
+            "test_a_run_does_not_go_on_when_its_file_of_initial_weights_is_another_one",
+        ),
+    ),
+    Fault(
         "a picture of a private run counts rows by class",
         ((LOOP, "self._trackers and self._prepared.plan is None and (", "self._trackers and ("),),
         (

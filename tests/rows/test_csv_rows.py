@@ -16,6 +16,7 @@ from sklearn.datasets import load_breast_cancer
 from torch import Tensor
 
 from privssl.data import datasets
+from privssl.data.canonical import canonical
 from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
 from privssl.data.datasets import load_dataset
 from privssl.encoders.frozen import Encoder
@@ -329,6 +330,9 @@ def test_equal_tweets_are_one_record_and_entities_are_resolved(tmp_path: Path) -
     assert found.x_train == ('so "good"', "bad", "nice & warm")
     assert found.y_train.tolist() == [1, 0, 1]
     assert found.class_names == ("negative", "positive")
+    plain = read_texts(tmp_path, text="text", label="label").x_train
+    assert set(canonical(plain)) == set(canonical(found.x_train))  # one record, of both readers
+    assert plain[0] != found.x_train[0]  # the control
     with pytest.raises(DataError, match="Put train"):
         read_sent140(tmp_path / "nowhere")
 

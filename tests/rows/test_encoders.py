@@ -336,6 +336,7 @@ def test_the_card_of_a_private_run_names_the_encoder_and_its_data(
         ({"encoder": "efficientnet"}, "data.encoder +'efficientnet' is unknown"),
         ({"encoder": "minilm"}, "minilm takes texts, and digits has images"),
         ({"encoder_weights": "a.pth"}, "encoder_weights +has no effect"),
+        ({"name": "arrays", "encoder": "efficientnet_lite0"}, "encoder +has no effect on rows in"),
     ],
 )
 def test_what_an_encoder_cannot_have_is_refused_when_the_config_is_read(

@@ -20,7 +20,7 @@ from privssl.core.rows import KINDS, SEQUENCE, VECTOR
 from privssl.data.augmentations import View
 from privssl.data.canonical import canonical
 from privssl.data.datasets import load_dataset
-from privssl.errors import DataError, UserError
+from privssl.errors import DataError, PrivacyError, UserError
 from privssl.experiment import config
 from privssl.experiment.prepare import prepare
 from privssl.models import CLASSIFIERS, build_classifier
@@ -286,6 +286,27 @@ def test_a_run_on_vectors_says_what_rows_are_and_draws_no_picture(
     assert results["rows"]["kind"] == "vector"
     assert results["rows"]["shape"] == [64]
     assert "no pictures" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize("by", ["training rows", "rows with a label", "all rows", "others"])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_a_private_run_refuses_vectors_that_were_scaled_by_their_own_statistics(
+    by: str, ddof: int, written: Callable[..., Path], tmp_path: Path
+) -> None:
+    rows = {"training rows": FLAT[:400], "rows with a label": FLAT[:300], "all rows": FLAT[:500],
+            "others": FLAT[500:900]}[by]  # fmt: skip
+    y = TOY.y_train.numpy().copy()
+    y[300:400] = -1
+    path = written(privacy=PRIVATE)
+    scaled = ((FLAT - rows.mean(axis=0)) / rows.std(axis=0, ddof=ddof)).astype(np.float32)
+    save(tmp_path / "rows.npz", x_train=scaled[:400], y_train=y[:400], x_test=scaled[400:500])
+    read = config.load_config(path)
+    if by == "others":  # the control: what they are scaled by may be public
+        assert prepare(read).plan
+        return
+    with pytest.raises(PrivacyError, match="mean 0 and deviation 1, so the rows were scaled by"):
+        prepare(read)
+    prepare(config.load_config(path, ["privacy=null"]))  # nothing is claimed
 
 
 def test_a_private_run_on_vectors_is_consistent_with_its_ledger(

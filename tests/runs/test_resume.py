@@ -628,7 +628,7 @@ def test_a_split_that_is_lost_or_damaged_is_written_anew_without_privacy_and_nee
     was = split.read_bytes()
     harm(split)
     assert_refused(command(at.config, "--resume", at.run), "split.json", "Put it back")
-    split.write_bytes(was.replace(b'"seed":0', b'"seed":1'))  # the reader's own words have hashes
+    split.write_bytes(was.replace(b'"seed":0', b'"seed":1'))
     assert_refused(command(at.config, "--resume", at.run), "or was changed")
     told = json.loads(was)["hash"][:12]
     assert told not in (at.run / "train.log").read_text()

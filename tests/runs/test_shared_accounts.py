@@ -22,6 +22,7 @@ from privssl.data.datasets import load_dataset
 from privssl.errors import ConfigError
 from privssl.experiment import config
 from privssl.experiment.prepare import prepare
+from privssl.privacy.card_text import render_markdown
 from privssl.runs import accounts, checkpoint, round_loop
 from privssl.runs.accounts import open_accounts
 from privssl.settings.schema import DataSettings
@@ -300,6 +301,25 @@ def test_replacing_a_run_refunds_nothing(after_one: Workplace) -> None:
     card = after_one.trained("one", "run.overwrite=true")
     assert [entry["visits"] for entry in card["agents"]] == [4, 4]
     assert card["this_run"]["s0"] == pytest.approx(cost(2))
+
+
+def test_a_card_that_forgets_a_replaced_run_with_an_account_of_its_own_is_violated(
+    work: Workplace, audited: Audit
+) -> None:
+    work.trained("one", "privacy.ledger=", "privacy.ledger_epsilon=")
+    card = work.trained("one", "run.overwrite=true")  # from here on accounts outlive the runs
+    assert [entry["ledger"] for entry in card["former_ledgers"]] == ["one.ledger-001"] * 2
+    work.trained("one", "run.overwrite=true")
+    assert audited(work.run("one"))[0] == 0  # the control: what the account goes on with is in it
+    card = work.card("one") | {"former_ledgers": []}
+    for number in (1, 2):
+        shutil.rmtree(work.folder / f"one.ledger-00{number}")
+    (work.run("one") / "privacy.json").write_text(json.dumps(card))
+    (work.run("one") / "privacy.md").write_text(render_markdown(card))
+    (work.run("one") / "model_card.md").unlink()
+    status, shown = audited(work.run("one"))
+    assert status == 1
+    assert "record one.ledger-001, the ledger of a replaced run" in shown
 
 
 @pytest.mark.parametrize("place", ["", "ledger", "deep/er"])

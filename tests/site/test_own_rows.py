@@ -199,6 +199,26 @@ HIDDEN = (
 )
 
 
+@pytest.mark.parametrize(("counts", "refused"), [("public", True), ("private", False)])
+def test_a_site_that_scales_vectors_by_its_own_rows_is_refused_where_their_number_is_public(
+    tmp_path: Path, counts: str, refused: bool
+) -> None:
+    x = np.random.default_rng(0).normal(5.0, 2.0, (40, 6))
+    y, rows = np.arange(40) % 2, "{arrays: rows.npz, classes: 2}"
+    of_table = "name: csv, root: ROWS, label: ill, columns: COLUMNS"
+    vectors = TABLE.replace(of_table, "name: npz, root: none.npz, labelled: 40")
+    vectors += HIDDEN.replace("private}", counts + "}")
+    how: dict[str, Any] = {"budget": "{epsilon: 8.0}"}
+    np.savez(tmp_path / "rows.npz", x_labelled=x, y_labelled=y)
+    site(tmp_path, vectors, rows, **how)
+    np.savez(tmp_path / "rows.npz", x_labelled=(x - x.mean(axis=0)) / x.std(axis=0), y_labelled=y)
+    if not refused:  # a site with few rows would not be
+        site(tmp_path, vectors, rows, **how)
+        return
+    with pytest.raises(PrivacyError, match="rows were scaled by their own statistics"):
+        site(tmp_path, vectors, rows, **how)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_whether_a_site_with_a_table_has_a_row_decides_nothing_that_it_refuses(
     tmp_path: Path, rows: int
