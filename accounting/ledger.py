@@ -228,8 +228,8 @@ def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
     """The journal under a file, verified, its torn tail made a line, open for more."""
     if not file.path.exists():
         raise LedgerError(
-            f"{file.path}: missing, though the checkpoint says that it existed. Without it nobody "
-            f"knows what was spent. Put it back, or start a new run."
+            f"{file.path}: missing, though the checkpoint (at a site: ledger.mark) says that it "
+            f"existed. Without it nobody knows what was spent. Put it back, or start a new run."
         )
     file.hold()
     journal = read_journal(file.path)
@@ -249,13 +249,13 @@ def refuse_problems(
         raise LedgerError(f"{path}: {journal.problems[0]}. Put the true journal back.")
     if journal.seq < minimum_seq:
         raise LedgerError(
-            f"{path}: ends at entry {journal.seq}, but the checkpoint records entry "
-            f"{minimum_seq}: it was cut or rolled back. Put the true journal back."
+            f"{path}: ends at entry {journal.seq}, but the checkpoint (at a site: ledger.mark) "
+            f"records entry {minimum_seq}: it was cut or rolled back. Put the true journal back."
         )
     if minimum_head and journal.hashes[minimum_seq] != minimum_head:
         raise LedgerError(
-            f"{path}: entry {minimum_seq} is not the one that the checkpoint records: the "
-            f"journal was cut and written on. Put the true journal back."
+            f"{path}: entry {minimum_seq} is not the one that the checkpoint (at a site: "
+            f"ledger.mark) records: the journal was cut and written on. Put the true journal back."
         )
 
 

@@ -106,7 +106,7 @@ def claim(
     except OSError as error:
         raise LedgerError(
             f"{registry}: cannot be read or written ({error.strerror}). It says which rows have "
-            "an account."
+            "an account: correct its path and rights, or free space."
         ) from error
 
 

@@ -151,6 +151,7 @@ class SitesEngine:
         frame = protocol.to_bytes(protocol.EndOfRun(self.run, self._compatibility_hash, over))
         journals = dict[str, bytes]()
         end = time.monotonic() + self._timeouts.join_seconds
+        warned = False
         while True:
             asked = {a: n for n, a in self._sites.address.items() if n not in journals}
             left = max(end - time.monotonic(), 1.0)
@@ -164,6 +165,13 @@ class SitesEngine:
             missing = [name for name in self._remote if name not in journals]
             if not missing or time.monotonic() > end:
                 break
+            if not warned:
+                log.warning(
+                    "At the end of the run %s did not answer. Waits for up to %.0f s more; Ctrl-C "
+                    "ends the wait, and --resume asks again",
+                    ", ".join(missing), end - time.monotonic(),
+                )  # fmt: skip
+                warned = True
             time.sleep(self._timeouts.retry_interval)
             self._sites.poll(left)
         needed = [name for name in self._ledgers if not journals.get(name)]

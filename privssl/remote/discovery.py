@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from privssl import __version__
 from privssl.core.agents import AgentRef
 from privssl.errors import UserError
 from privssl.remote import protocol
 from privssl.remote.protocol import IdentifyRequest, Identity, StepResponse, WireError
+from privssl.runtime.code_version import python_fingerprint
 
 log = logging.getLogger("privssl")
 
@@ -99,6 +101,7 @@ class SiteDirectory:
         self._own = f"Here the hash is {agreement[:12]}, of {task or 'this task'}"
         self._rejected: set[str] = set()
         self._refused: dict[str, str] = {}  # address -> why no steps are sent there
+        self._other_code: set[tuple[str, str]] = set()  # agent and code, of which is warned
 
     def wait_for_sites(self) -> None:
         """Wait until all sites have joined. Raises SiteError."""
@@ -177,6 +180,18 @@ class SiteDirectory:
         else:
             self._refused.pop(address, None)
             self.address[found.agent] = address
+            self._warn_of_other_code(found)
+
+    def _warn_of_other_code(self, found: Identity) -> None:
+        """Log once for each agent that its site runs other sources of the same version."""
+        here = python_fingerprint()
+        if found.code != here and (found.agent, found.code) not in self._other_code:
+            self._other_code.add((found.agent, found.code))
+            log.warning(
+                "%s runs other code of privssl %s (sources %s, here %s), so results may differ. "
+                "Install the same checkout on both sides",
+                found.agent, __version__, found.code, here,
+            )  # fmt: skip
 
     def _responds(self, name: str) -> bool:
         """Whether the site known by this name responds. Flower lists a dead SuperNode for a minute

@@ -17,9 +17,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -101,6 +101,18 @@ def free_port() -> int:
         return port
 
 
+@contextmanager
+def _temporary_files(folder: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into a SiteError. ``folder``: None before it is made."""
+    try:
+        yield
+    except OSError as error:
+        raise SiteError(
+            f"{folder or 'Temporary folder'}: Flower's files and a socket cannot be made here: "
+            f"{error.strerror or error}. Set TMPDIR to a short path with free space"
+        ) from None
+
+
 class FlowerTransport:
     """Exchanges messages over Flower. Addresses are Flower's node ids."""
 
@@ -121,14 +133,16 @@ class FlowerTransport:
             log.warning("%s", warning)
         self._superlink, self._node_keys = superlink, node_keys
         self._keys: dict[str, str] = {}  # address -> public key
-        self._folder = Path(tempfile.mkdtemp(prefix="privssl-"))
         self._relay: socket.socket | None = None
         self._listener: socket.socket | None = None
+        with _temporary_files():
+            self._folder = Path(tempfile.mkdtemp(prefix="privssl-"))
         try:
-            self._write_app()
-            self._listener = socket.socket(socket.AF_UNIX)
-            self._listener.bind(str(self._folder / "coordinator"))
-            self._listener.listen(1)
+            with _temporary_files(self._folder):
+                self._write_app()
+                self._listener = socket.socket(socket.AF_UNIX)
+                self._listener.bind(str(self._folder / "coordinator"))
+                self._listener.listen(1)
             self._connect()
         except BaseException:
             self.close()
@@ -215,10 +229,21 @@ class FlowerTransport:
             self._relay, _ = self._listener.accept()
         except TimeoutError:
             raise SiteError(
-                f"Flower accepted a run and did not start it in {START_SECONDS:g} s. The SuperLink "
-                "must run on this machine; look at its log"
+                f"Flower accepted a run and did not start it in {START_SECONDS:g} s. "
+                f"{self._reason_of_no_start()}"
             ) from None
         return self._relay
+
+    def _reason_of_no_start(self) -> str:
+        """A SuperLink on 0.0.0.0 starts processes that connect to it at 127.0.0.1. They retry for
+        ever if its certificate does not name that."""
+        own = f"127.0.0.1:{self._superlink.rpartition(':')[2]}"
+        if self._certificate and (problem := tls.probe(own, self._certificate)):
+            return (
+                f"The SuperLink must run on this machine. Its own processes connect to {own}, but "
+                f"{problem}. Its certificate needs 127.0.0.1 as a further name"
+            )
+        return "The SuperLink must run on this machine; look at its log"
 
     def _register_keys(self) -> None:
         """Register the sites' keys; a restarted SuperLink has forgotten them."""

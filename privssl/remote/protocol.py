@@ -28,7 +28,7 @@ from accounting.errors import PlanError
 from privssl import __version__
 from privssl.settings.schema import strict
 
-FORMAT = 1
+FORMAT = 2
 _MAGIC = b"privssl"
 _START = len(_MAGIC) + 1 + 4  # bytes before the header
 MAX_HEADER_BYTES = 1 << 16
@@ -87,6 +87,7 @@ class Identity:
     role: Annotated[str, Field(pattern="^(support|query|mixed)$")]
     agreement: Digest  # config.compatibility_hash
     shows_ledger: bool  # at the end of a run
+    code: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]  # code_version.python_fingerprint
 
 
 @dataclass(frozen=True, config=strict)

@@ -23,6 +23,7 @@ _ADVICE = {
     62: "Use the host name in the certificate",
     64: "Use the address in the certificate",
 }
+NOBODY = "nobody answers"  # how ``probe`` begins where there is no server
 _WRONG_ROOT = "Get the root certificate of this SuperLink from whoever runs it"
 
 
@@ -67,7 +68,7 @@ def probe(superlink: str, certificate: str) -> str:
     except ConfigError as error:
         return str(error)
     except (OSError, UnicodeError) as error:  # the second: not a possible host name
-        return f"nobody answers at {superlink} ({getattr(error, 'strerror', None) or error})"
+        return f"{NOBODY} at {superlink} ({getattr(error, 'strerror', None) or error})"
 
 
 def _handshake(wire: socket.socket, superlink: str, host: str, certificate: str) -> str:

@@ -37,9 +37,9 @@ def refuse_unreachable(prepared: Prepared) -> None:
         _node_keys(prepared)
         certificate = str(Path(run.certificate).expanduser()) if run.certificate else ""
         if problem := tls.probe(run.superlink, certificate):
-            raise SiteError(
-                f"run.superlink: {problem}. Start it (flower-superlink), or give its host and port"
-            )
+            absent = problem.startswith(tls.NOBODY)
+            advice = ". Start it (flower-superlink), or give its host and port" if absent else ""
+            raise SiteError(f"run.superlink: {problem}{advice}")
 
 
 def _node_keys(prepared: Prepared) -> NodeKeys | None:

@@ -40,6 +40,8 @@ CONTENTS = {
     *CONFUSION,
     MODEL_CARD,
 }
+#: What a run writes before it waits for its sites: a folder with nothing else may be begun anew.
+NOT_BEGUN = {"config.yaml", "split.json", "train.log"}
 
 
 @contextmanager
@@ -75,7 +77,7 @@ def check_free(config: Config) -> None:
     entries = list_entries(config.folder)
     if entries:
         _refuse_what_is_not_ours(config.folder, entries)
-        if not config.run.overwrite:
+        if not (config.run.overwrite or entries <= NOT_BEGUN):
             raise RunFolderError(_in_the_way(config.folder))
 
 

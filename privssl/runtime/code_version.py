@@ -17,12 +17,18 @@ def fingerprint() -> str:
     return fingerprint_of(Path(__file__).parents[2])
 
 
-def fingerprint_of(root: Path) -> str:
+@lru_cache(maxsize=1)
+def python_fingerprint() -> str:
+    """The same of the Python sources alone, which a checkout and an installed package share."""
+    return fingerprint_of(Path(__file__).parents[2], (".py",))
+
+
+def fingerprint_of(root: Path, endings: tuple[str, ...] = ENDINGS) -> str:
     """That of the packages in a folder."""
     found = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*")):
-            if path.suffix in ENDINGS and path.is_file():  # an editor's lock is a link to nowhere
+            if path.suffix in endings and path.is_file():  # an editor's lock is a link to nowhere
                 content = path.read_bytes()
                 name = path.relative_to(root).as_posix()
                 found.update(f"{name} {len(content)}\n".encode() + content)

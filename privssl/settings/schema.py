@@ -39,6 +39,12 @@ Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+def host_of(address: str) -> str:
+    """The host of host:port; empty if it is not that, as with https:// before it."""
+    host, _, port = address.rpartition(":")
+    return host if "/" not in host and port.isdecimal() and 0 < int(port) < 2**16 else ""
+
+
 class Problem(NamedTuple):
     """One thing wrong with a config: the key within its section, and what to do about it."""
 
@@ -91,7 +97,7 @@ class RunSettings:
     keys: str = ""
     """Flower: folder of the sites' public keys, NAME.pub. If empty, sites are not authenticated."""
     join_seconds: Rate = 120.0
-    """Flower: how long the coordinator waits for sites before round 1."""
+    """Flower: how long to wait for sites before round 1, and for ledgers at the end."""
     visit_seconds: Rate = 600.0
     """Flower: deadline of one visit to a site."""
     absent: Literal["auto", "stop", "skip"] = "auto"
@@ -112,8 +118,7 @@ class RunSettings:
 
     def _problems_of_sites(self) -> Iterator[Problem]:
         """Flower needs an address, and off this machine a certificate."""
-        host, colon, port = self.superlink.rpartition(":")
-        if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        if not (host := host_of(self.superlink)):
             yield Problem("superlink", f"'{self.superlink}': give host:port, the port up to 65535")
         elif host not in LOOPBACK and not self.certificate:
             yield Problem(

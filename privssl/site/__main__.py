@@ -41,16 +41,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m privssl.site",
-        description="Check one agent's site, and print what it holds and has spent.",
+        description="Check one agent's site, and print what it holds and has spent. Nothing is "
+        "sent without --serve or --superlink.",
     )
     parser.add_argument("site", type=Path, help="YAML file with sections site, rows and budget")
     parser.add_argument("--serve", action="store_true", help="answer requests on a Unix socket")
-    parser.add_argument("--superlink", metavar="HOST:PORT", help="serve over Flower")
+    parser.add_argument(
+        "--superlink", metavar="HOST:PORT",
+        help="as --serve, and keep a SuperNode running that connects the site to this SuperLink",
+    )  # fmt: skip
     parser.add_argument(
         "--certificate", default="", metavar="FILE",
         help="root certificate of the SuperLink; required unless it is on this machine",
     )  # fmt: skip
-    parser.add_argument("--key", default="", metavar="FILE", help="private key of this site")
+    parser.add_argument(
+        "--key", default="", metavar="FILE",
+        help="private key of this site (OpenSSH, ECDSA, no password), for a SuperLink with TLS",
+    )  # fmt: skip
     return parser
 
 
@@ -138,9 +145,10 @@ def _spending(site: "SiteConfig") -> str:
     if site.budget is None:
         return "No budget: its labelled rows are used without protection."
     journal = read_journal(site.ledger / f"{site.site.agent}.jsonl")
+    steps = len(journal.events)
     return (
         f"Epsilon {journal.epsilon:.4f} of {site.budget.epsilon:g} spent (delta "
-        f"{site.budget.delta:g}) in {len(journal.events)} steps. Ledger: {site.ledger}."
+        f"{site.budget.delta:g}) in {steps} step{'s' * (steps != 1)}. Ledger: {site.ledger}."
     )
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from privssl.errors import RunFolderError, UserError
 from privssl.runtime.plugins import imports_allowed
-from privssl.runtime.process import INTERRUPTED
+from privssl.runtime.process import INTERRUPTED, STOPPING, interrupt_on_signals
 from privssl.site import keys
 
 CONFIG = "configs/fedssl_dp.yaml"
@@ -45,11 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     try:
-        return demonstrate(options.folder, options.config, options.overrides, console)
+        with interrupt_on_signals(*STOPPING):  # any other end would leave the processes running
+            return demonstrate(options.folder, options.config, options.overrides, console)
     except UserError as problem:
         console.print(str(problem), style="yellow", markup=False)
         return problem.exit_status
+    except OSError as error:
+        where = error.filename or options.folder
+        console.print(
+            f"{where}: {error.strerror}. Free space, or give another folder", style="yellow",
+            markup=False,
+        )  # fmt: skip
+        return UserError.exit_status
     except KeyboardInterrupt:
+        console.print("Stopped. All processes have ended.", style="yellow")
         return INTERRUPTED
 
 
@@ -57,6 +66,9 @@ def demonstrate(
     folder: Path, config: Path | None, overrides: Sequence[str], console: Console
 ) -> int:
     """Write the sites, start all processes, train, print a summary, and audit the run."""
+    from privssl.remote.flower_transport import program
+
+    program("flower-superlink")  # before the folder is made
     names, made = write_sites(folder, config, overrides), folder / "keys"
     keys.make(made, "127.0.0.1", names)
     with ExitStack() as stack:
@@ -68,7 +80,7 @@ def demonstrate(
         for name, process in processes.items():
             wait_until((folder / name / "door").exists, process, folder / name / "out")
         console.print(f"{len(names)} sites: {', '.join(names)}. SuperLink at {address}.")
-        status = train(folder, address, *of_coordinator(made)).wait()
+        status = end_of(train(folder, address, *of_coordinator(made)))
     console.print(summary(folder, names))
     if status == 0:
         subprocess.run([sys.executable, "-m", "privssl.audit", str(folder / "run")], check=False)
@@ -177,6 +189,19 @@ def train(
         *([f"run.output={folder / 'run'}"] if output else []),
     ]  # fmt: skip
     return subprocess.Popen(command, stdout=said, stderr=said)
+
+
+def end_of(process: subprocess.Popen[bytes]) -> int:
+    """The exit status of a process, which has ended when this returns or raises. Ctrl-C stops it in
+    good order: a training command writes a checkpoint and asks its sites for their ledgers."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)  # SIGTERM reached this process alone
+        return process.wait()
+    finally:
+        process.kill()
+        process.wait()
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 Writes the certificate of a new private authority (``ca.crt``), the SuperLink's certificate and key
 (``link.crt``, ``link.key``) and for each agent a P-384 key pair in OpenSSH's format (``NAME``,
 ``NAME.pub``). The authority's key is discarded: a new certificate needs a new folder.
+
+The SuperLink's certificate is for HOST and for 127.0.0.1, by which its own processes connect.
 """
 
 import argparse
@@ -26,7 +28,9 @@ from accounting.account_plan import check_agent_id
 from accounting.errors import PlanError
 from privssl.errors import UserError
 from privssl.runtime.process import private_umask
+from privssl.storage import atomic_files
 
+LOOPBACK = "127.0.0.1"  # where a SuperLink on 0.0.0.0 finds itself
 DAYS = 90
 MOST_DAYS = 36_500
 
@@ -39,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("names", nargs="+", metavar="NAME", help="agents: s0 s1 q0 ...")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="host of the SuperLink (default 127.0.0.1)"
+        "--host",
+        default=LOOPBACK,
+        help="host of the SuperLink, as sites reach it (default 127.0.0.1, which is always added)",
     )
     parser.add_argument("--days", type=int, default=DAYS, help=f"validity (default {DAYS})")
     options = parser.parse_args(argv)
@@ -76,9 +82,9 @@ def make(folder: Path, host: str, names: Sequence[str], days: int = DAYS) -> Non
     begins = datetime.now(timezone.utc) - timedelta(minutes=1)
     dates = begins, begins + timedelta(days=days)
     authority, link = new_key(), new_key()
-    with private_umask():
+    with private_umask(), atomic_files.writing(folder):
         (folder / "ca.crt").write_bytes(certificate(authority, authority, dates))
-        (folder / "link.crt").write_bytes(certificate(link, authority, dates, host))
+        (folder / "link.crt").write_bytes(certificate(link, authority, dates, host, LOOPBACK))
         (folder / "link.key").write_bytes(private_bytes(link, "PKCS8"))
         for name in names:
             key = new_key()
@@ -102,32 +108,28 @@ def private_bytes(key: Any, form: str) -> bytes:
     return data
 
 
-def certificate(
-    key: Any, authority: Any, dates: tuple[datetime, datetime], host: str = ""
-) -> bytes:
+def certificate(key: Any, authority: Any, dates: tuple[datetime, datetime], *hosts: str) -> bytes:
     """A certificate (PEM) signed by the authority's key.
 
     Args:
         dates: begin and end of its validity.
-        host: host name or address of a server; empty: the authority's own certificate.
+        hosts: names or addresses of a server; none: the authority's own certificate.
     """
     root = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "privssl sites")])
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, host[:64])]) if host else root
+    subject = root
+    if hosts:
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, hosts[0][:64])])
     builder = x509.CertificateBuilder(
         root, subject, key.public_key(), x509.random_serial_number(), *dates
     )
     # Python 3.13 and later require key identifiers.
     extensions = [
-        x509.BasicConstraints(ca=not host, path_length=None),
+        x509.BasicConstraints(ca=not hosts, path_length=None),
         x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
         x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()),
     ]
-    if host:
-        try:
-            name = x509.IPAddress(ipaddress.ip_address(host))
-        except ValueError:
-            name = x509.DNSName(host)
-        extensions.append(x509.SubjectAlternativeName([name]))
+    if hosts:
+        extensions.append(x509.SubjectAlternativeName(list(map(_name, dict.fromkeys(hosts)))))
         extensions.append(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]))
     else:  # key_cert_sign alone
         extensions.append(x509.KeyUsage(*(place == 5 for place in range(9))))
@@ -136,6 +138,13 @@ def certificate(
         builder = builder.add_extension(extension, critical=critical)
     pem: bytes = builder.sign(authority, hashes.SHA384()).public_bytes(formats.Encoding.PEM)
     return pem
+
+
+def _name(host: str) -> Any:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 if __name__ == "__main__":

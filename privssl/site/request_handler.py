@@ -44,6 +44,7 @@ from privssl.remote.protocol import (
     WireError,
 )
 from privssl.remote.step_lookup import StepError, find_step, input_type
+from privssl.runtime.code_version import python_fingerprint
 from privssl.runtime.randomness import seeded
 from privssl.site.storage import Store, StoreLockedError
 
@@ -90,8 +91,12 @@ class SiteRequestHandler:
             match frame:
                 case IdentifyRequest():
                     shown, agent = self.journal is not None, self.agent
-                    found = Identity(agent.id, agent.role, self.agreement, shows_ledger=shown)
-                    return protocol.to_bytes(found)
+                    return protocol.to_bytes(
+                        Identity(
+                            agent.id, agent.role, self.agreement, shows_ledger=shown,
+                            code=python_fingerprint(),
+                        )
+                    )  # fmt: skip
                 case EndOfRun():
                     return protocol.to_bytes(self._end_run(frame))
                 case StepRequest():

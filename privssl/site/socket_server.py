@@ -36,13 +36,24 @@ def serve(
     """Answer messages on the socket ``door`` until KeyboardInterrupt, which passes on. ``ready`` is
     called once the socket is this process's. Raises UserError: the socket cannot be made, or
     another process serves this site."""
-    with _hold_socket(door), _Server(str(door), handle) as server:
-        door.chmod(stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IWGRP)
+    with _hold_socket(door), _make_server(door, handle) as server:
         try:
             ready()
             server.serve_forever(poll_interval=0.2)
         finally:
             door.unlink(missing_ok=True)
+
+
+def _make_server(door: Path, handle: Callable[[bytes], bytes]) -> "_Server":
+    try:
+        server = _Server(str(door), handle)
+        door.chmod(stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IWGRP)
+        return server
+    except OSError as error:
+        raise UserError(
+            f"{door}: no socket can be made here: {error.strerror}. Give site.door a path on a "
+            "local disk with free space"
+        ) from None
 
 
 @contextmanager
@@ -59,7 +70,9 @@ def _hold_socket(door: Path) -> Iterator[None]:
     except Timeout:
         raise UserError(f"{door}: another process serves this site. Stop it first") from None
     except OSError as error:
-        raise UserError(f"{door.parent}: cannot be written: {error.strerror}") from None
+        raise UserError(
+            f"{door.parent}: cannot be written: {error.strerror}. Correct its rights, or site.door"
+        ) from None
     with lock:
         if os.path.lexists(door) and not door.is_socket():
             raise UserError(f"{door}: exists and is not a socket. Give site.door another path")

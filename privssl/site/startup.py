@@ -8,6 +8,7 @@ two accounts.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from accounting import row_registry
 from accounting.account_plan import refuse_change
 from accounting.budget import Budget
+from accounting.errors import LedgerError
 from accounting.journal import read_content, split_lines
 from accounting.journal_reader import replay
 from accounting.ledger import Account, read_journal, refuse_problems
@@ -314,15 +316,14 @@ def _account(
         )
     plan = account_plan(algorithm.plan, privacy, agent, budget)
     path = ledger / f"{agent.id}.jsonl"
+    _refuse_other_ledger(path, store)
     row_registry.refuse_partial_account(ledger, agent.id)
     bare = () if agent.held_unlabelled is None else (agent.held_unlabelled,)
     claim_rows(ledger, [agent], bare)
-    if path.exists():  # report now what every step would be refused for
-        journal = read_journal(path)
-        refuse_problems(path, journal)
-        refuse_change(journal.plan, plan)
+    if path.exists():
+        refuse_change(read_journal(path).plan, plan)
     else:
-        Account.open(path, plan, resume=store.mark is not None).close()
+        Account.open(path, plan, resume=False).close()
 
     def open_account(run: str) -> Account:
         seq, head = store.mark or (0, "")
@@ -332,6 +333,19 @@ def _account(
         )  # fmt: skip
 
     return open_account
+
+
+def _refuse_other_ledger(path: Path, store: Store) -> None:
+    """Report now what every step would be refused for: a ledger that is missing, damaged, or not
+    the one of ``ledger.mark``."""
+    mark = store.mark
+    if path.exists():
+        refuse_problems(path, read_journal(path), *(mark or (0, "")))
+    elif mark is not None:
+        raise LedgerError(
+            f"{path}: missing, though {store.mark_path} says that steps were charged to it. "
+            "Correct site.folder or budget.ledger, or put the ledger back"
+        )
 
 
 def _journal_reader(site: SiteConfig, agent: Agent, store: Store) -> Callable[[], bytes]:

@@ -117,6 +117,11 @@ class Store:
     # The ledger's end -----------------------------------------------------------------------
 
     @property
+    def mark_path(self) -> Path:
+        """The file that holds ``mark``."""
+        return self.folder / "ledger.mark"
+
+    @property
     def mark(self) -> tuple[int, str] | None:
         """Number and hash of the ledger's last known line.
 
@@ -124,18 +129,23 @@ class Store:
         serving site undoes nothing.
 
         Raises:
-            LedgerError: the file is damaged.
+            LedgerError: the file is damaged or cannot be read.
         """
-        path = self.folder / "ledger.mark"
-        if not path.exists():
-            return self._known
+        path = self.mark_path
         try:
             found = decode_strictly(path.read_bytes())
             there = int(found["seq"]), str(found["head"])
             return max(there, self._known or there, key=lambda mark: mark[0])
-        except (PlanError, LookupError, TypeError) as error:
+        except FileNotFoundError:
+            return self._known
+        except OSError as error:
             raise LedgerError(
-                f"{path} is damaged ({error}). It holds the length of the ledger: restore it"
+                f"{path}: cannot be read ({error.strerror}). It holds the length of the ledger: "
+                "correct its rights"
+            ) from None
+        except (PlanError, LookupError, TypeError, ValueError) as error:
+            raise LedgerError(
+                f"{path}: damaged ({error}). It holds the length of the ledger: put it back"
             ) from None
 
     @mark.setter
@@ -143,7 +153,7 @@ class Store:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = json.dumps({"seq": at[0], "head": at[1]})
         self._known = at
-        atomic_files.replace(self.folder / "ledger.mark", text.encode())
+        atomic_files.replace(self.mark_path, text.encode())
 
     # Runs -----------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from privssl.errors import ConfigError
 from privssl.remote import tls
 from privssl.remote.flower_transport import environment, free_port, program
-from privssl.settings.schema import LOOPBACK
+from privssl.settings.schema import LOOPBACK, host_of
 from privssl.site import sandbox
 
 RESTART_SECONDS = 15.0  # before another SuperNode
@@ -35,9 +35,9 @@ RETRY_SECONDS = 60  # for a SuperNode to reach its SuperLink again
 _REFUSED = {
     "2001": "the SuperLink requires a key of every site. Give --key, and send the public key "
     "(.pub) to whoever runs the coordinator (run.keys)",
-    "2004": "the SuperLink does not know the key of this site, or still lists its previous "
-    "SuperNode, which passes within a minute. If it persists, send the public key (.pub) to "
-    "whoever runs the coordinator (run.keys)",
+    "2004": "the SuperLink does not know the key of this site, which a run makes known when it "
+    "begins, or still lists its previous SuperNode, which passes within a minute. If it persists "
+    "during a run, send the public key (.pub) to whoever runs the coordinator (run.keys)",
 }
 _CODE = re.compile(r"\[code: ([0-9]+)\]")
 #: A SuperNode whose signature is refused ends without a reason (flwr.common.constant).
@@ -46,7 +46,7 @@ _CLOCK = (
     "more than 5 s ahead or 305 s behind"
 )
 _TAIL = 2**16  # bytes of its log that are searched for the reason
-_OPENSSH = "-----BEGIN OPENSSH PRIVATE KEY-----"
+_OPENSSH = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 
 log = logging.getLogger("privssl")
 
@@ -69,16 +69,21 @@ class SuperNode:
 
         Raises:
             ConfigError: messages would cross a network unencrypted, code from another machine would
-                run without a sandbox, or secrets lie inside it; certificate or key is invalid.
+                run without a sandbox, or secrets lie inside it; a key without a certificate.
             SiteError: Flower is not installed.
         """
-        host, _, port = superlink.rpartition(":")
-        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        host = host_of(superlink)
+        if not host:
             raise ConfigError(f"--superlink is {superlink!r}: give host:port, the port up to 65535")
         if host not in LOOPBACK and not certificate:
             raise ConfigError(
                 f"Messages to {host} would cross a network in clear. Give --certificate, the root "
                 "certificate of its SuperLink"
+            )
+        if key and not certificate:
+            raise ConfigError(
+                "--key needs --certificate, the root certificate of the SuperLink: Flower signs "
+                "over TLS only. Give both, or neither"
             )
         if host not in LOOPBACK and not sandbox.version():
             raise ConfigError(
@@ -105,7 +110,6 @@ class SuperNode:
 
     def start(self) -> None:
         """Start the SuperNode and its supervision."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -139,6 +143,7 @@ class SuperNode:
 
     def _run(self) -> str:
         """Run a SuperNode until it ends; returns the reason."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._log.open("ab") as out:
             begins = out.tell()
             port = ["--host", "127.0.0.1", "--port", str(free_port())]  # for its own processes
@@ -170,14 +175,31 @@ def check_files(certificate: str, key: str) -> None:
     if not key:
         return
     try:
-        first = Path(key).read_text(encoding="ascii", errors="replace").partition("\n")[0]
+        data = Path(key).read_bytes()
     except OSError as error:
         raise ConfigError(f"{key}: {error.strerror}. Give the private key of this site") from None
-    if first.strip() != _OPENSSH:
-        raise ConfigError(
-            f"{key}: not a private key of OpenSSH. Make one: ssh-keygen -t ecdsa -b 384 -N '' -f "
-            "FILE"
-        )
+    if problem := _problem_of_key(data):
+        raise ConfigError(f"{key}: {problem}. Make one: ssh-keygen -t ecdsa -b 384 -N '' -f FILE")
+
+
+def _problem_of_key(data: bytes) -> str:
+    """Why Flower could not sign with a private key; empty if it can."""
+    none = "not a private key of OpenSSH"
+    if data.partition(b"\n")[0].strip() != _OPENSSH:
+        return none
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+        from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    except ImportError:  # it comes with Flower
+        return ""
+    try:
+        found = load_ssh_private_key(data, None)
+    except TypeError:
+        return "protected by a password, which a SuperNode cannot give"
+    except (ValueError, UnsupportedAlgorithm):
+        return none
+    return "" if isinstance(found, EllipticCurvePrivateKey) else "not an ECDSA key"
 
 
 def _sandboxed_command(folder: Path, files: Sequence[Path], secrets: Sequence[Path]) -> list[str]:

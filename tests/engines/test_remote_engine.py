@@ -134,6 +134,19 @@ def test_two_parties_that_do_not_agree_see_what_to_compare(
         SitesEngine(former, [AgentRef("q0", "query")], agreement=AGREED, **how)
 
 
+def test_a_site_of_other_code_of_the_same_version_takes_part_and_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = {"x": says("q0", code="0" * 12), "y": says("q1")}
+    there = meet(other, "q0", "q1")
+    assert set(there._sites.address) == {"q0", "q1"}
+    there._sites.address.clear()
+    there._sites.poll(1.0)  # as after a restart: not said again
+    said = [line for line in caplog.messages if "runs other code" in line]
+    assert len(said) == 1 and said[0].startswith("q0 runs other code of privssl")
+    assert said[0].endswith("Install the same checkout on both sides")
+
+
 def test_a_site_that_comes_late_is_waited_for() -> None:
     begun = time.monotonic()
 
@@ -401,6 +414,20 @@ def test_at_the_end_sites_forget_the_run(here: Path) -> None:
     ask(there, STEPS.count)
     assert there.end_run(over=True) == {}
     assert list(here.rglob("*.answer")) == []
+
+
+def test_a_run_that_waits_at_its_end_says_for_whom_and_how_to_end_the_wait(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = engine(here)
+    there.end_run(over=False)
+    assert "did not answer" not in caplog.text  # the control
+    silent = there.roster()[0].id
+    doors(there).handlers[f"at {silent}"] = lambda _: None
+    there.end_run(over=False)
+    said = [line for line in caplog.messages if "did not answer" in line]
+    assert len(said) == 1 and f"run {silent} did not answer" in said[0]
+    assert "Ctrl-C ends the wait, and --resume asks again" in said[0]
 
 
 def test_messages_that_are_not_finite_are_not_sent(here: Path) -> None:

@@ -347,6 +347,11 @@ FAULTS: tuple[Fault, ...] = (
         (IN_SITE + "the_ledgers_end_is_remembered_beside_it",),
     ),
     Fault(
+        "a site serves with a ledger that is not the one of its mark",
+        ((STARTUP, "    _refuse_other_ledger(path, store)\n", ""),),
+        (IN_SITE + "a_ledger_that_every_step_would_be_refused_for_is_told_before_the_site_serves",),
+    ),
+    Fault(
         "a site may name any share",
         (
             (

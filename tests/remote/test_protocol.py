@@ -37,7 +37,7 @@ ANSWER = StepResponse(
 )  # fmt: skip
 LETTERS = (
     IdentifyRequest(),
-    Identity("q10", "query", "d" * 64, False),
+    Identity("q10", "query", "d" * 64, False, "e" * 12),
     VISIT,
     ANSWER,
     StepResponse("", error="lost"),
@@ -89,7 +89,7 @@ def test_another_version_or_format_is_refused_with_that_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = protocol.to_bytes(VISIT)
-    assert word_of(data[:7] + b"\x02" + data[8:]) == "version"
+    assert word_of(data[:7] + bytes([protocol.FORMAT + 1]) + data[8:]) == "version"
     monkeypatch.setattr(protocol, "__version__", "9.9.9")
     assert word_of(data) == "version"
     # Even where that version has other letters: what is not understood is not judged.
@@ -171,7 +171,8 @@ def test_damage_ends_in_a_word_or_in_another_visit_never_in_another_error(
 
 def made_by_hand(kind: str, fields: Any) -> bytes:
     header = encode({"letter": kind, "privssl": __version__, "fields": fields})
-    return b"privssl\x01" + len(header).to_bytes(4, "little") + header
+    start = b"privssl" + bytes([protocol.FORMAT])
+    return start + len(header).to_bytes(4, "little") + header
 
 
 @pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)

@@ -329,6 +329,19 @@ def test_a_site_that_is_missing_is_named_and_nothing_is_trained(private: Over) -
     assert_refused(private.train(), "1 of 4 sites are not there after 0.2 s: q1")
 
 
+def test_a_run_that_a_site_was_missing_for_is_begun_by_the_same_command(
+    private: Over, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private.close("q1")
+    assert_refused(private.train(), "1 of 4 sites are not there")
+    assert_refused(private.train(), "1 of 4 sites are not there")  # not: exists and holds a run
+    private.open()
+    assert private.train("algorithm.rounds=4").status == 0
+    done = private.place.results()
+    assert_refused(private.train(), "exists and holds a run")  # the control
+    assert private.place.results() == done
+
+
 def test_with_leave_to_skip_a_run_goes_on_without_a_site_and_counts_it(tmp_path: Path) -> None:
     over = Over(tmp_path, PLAIN.replace("rounds: 4", "rounds: 2"))
     real = over.doors.handlers["q1 opened"]

@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -45,6 +46,7 @@ from privssl.privacy import dp_sgd, secure_noise
 from privssl.privacy.noisy_optimizer import SecureNoise
 from privssl.remote import framing, protocol
 from privssl.remote.protocol import EndOfRun, IdentifyRequest, Identity, StepRequest, StepResponse
+from privssl.runtime.code_version import python_fingerprint
 from privssl.settings.schema import AgentSettings
 from privssl.site import settings, socket_server, startup
 from privssl.site.__main__ import main
@@ -390,7 +392,7 @@ def test_of_an_error_one_word_leaves_and_the_rest_stays_in_the_log(
 def test_an_introduction_tells_no_number_of_rows(place: Path) -> None:
     desk = opened(place)
     found = protocol.from_bytes(desk.handle(protocol.to_bytes(IdentifyRequest())), Identity)
-    assert found == Identity("s0", "support", desk.agreement, False)
+    assert found == Identity("s0", "support", desk.agreement, False, python_fingerprint())
     edit(place / "c.yaml", ("labelled: 24", "labelled: 25"))  # only what is declared is in it
     assert opened(place).agreement != desk.agreement
 
@@ -1014,6 +1016,76 @@ def test_a_damaged_ledger_is_told_to_the_operator_before_the_site_serves(
     assert text in told.err and "Traceback" not in told.err and told.out == ""
 
 
+def _restored(place: Path) -> None:
+    ledger = place / "kept/ledger/s0.jsonl"
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:3]))
+
+
+def _written_on(place: Path) -> None:
+    """Restored from a backup, and charged by somebody who did not know the mark."""
+    _restored(place)
+    mark = place / "kept/ledger.mark"
+    mark.rename(place / "mark")
+    for visit in (7, 8):
+        ask(opened(place), visit_to(opened(place), visit=visit))
+    (place / "mark").replace(mark)
+
+
+def _no_file(place: Path) -> None:
+    (place / "kept/ledger.mark").unlink()
+    (place / "kept/ledger.mark").mkdir()
+
+
+MARKED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "restored": (_restored, r"ledger.mark\) records entry . it was cut or rolled back"),
+    "written on": (_written_on, "the journal was cut and written on"),
+    "missing": (lambda p: (p / "kept/ledger/s0.jsonl").unlink(),
+                "ledger.mark says that steps were charged to it. Correct site.folder or budget"),
+    "torn mark": (lambda p: (p / "kept/ledger.mark").write_text("{"),
+                  "ledger.mark: damaged .* put it back"),
+    "mark of words": (lambda p: (p / "kept/ledger.mark").write_text('{"seq": "a", "head": 1}'),
+                      "ledger.mark: damaged .* put it back"),
+    "mark that cannot be read": (_no_file, "ledger.mark: cannot be read .* correct its rights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MARKED)
+def test_a_ledger_that_every_step_would_be_refused_for_is_told_before_the_site_serves(
+    place: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    desk = opened(place)
+    assert [ask(desk, visit_to(desk, visit=n)).error for n in (1, 2)] == ["", ""]
+    assert main([str(place / "site.yaml")]) == 0  # the control
+    assert "spent (delta 0.001) in 2 steps" in capsys.readouterr().out
+    harm, text = MARKED[kind]
+    harm(place)
+    capsys.readouterr()
+    assert main([str(place / "site.yaml")]) == 2
+    told = capsys.readouterr()
+    assert re.search(text.replace("entry .", "entry [0-9]+:"), told.err), told.err
+    assert "Traceback" not in told.err and told.out == ""
+    with watched() as seen:
+        assert ask(desk, visit_to(desk, visit=3)).error == "ledger"
+    assert seen["read"] == 0
+
+
+def test_a_mistyped_folder_of_the_ledger_is_told_and_makes_nothing(place: Path) -> None:
+    desk = opened(place)
+    ask(desk, visit_to(desk))
+    edit(place / "site.yaml", ("delta: 1.0e-3", "delta: 1.0e-3, ledger: kept/leger"))
+    with pytest.raises(AccountingError, match=r"leger/s0.jsonl: missing, .*Correct site.folder or"):
+        opened(place)
+    assert not (place / "kept/leger").exists()
+
+
+def test_a_ledger_that_cannot_be_written_is_told_with_what_to_do(place: Path) -> None:
+    (place / "kept").mkdir()
+    (place / "kept/ledger").write_text("no folder")
+    text = r"registry: cannot be read or written .* correct its path and rights, or free space"
+    with pytest.raises(AccountingError, match=text):
+        opened(place)
+
+
 def test_letters_go_through_a_door_and_one_that_waits_holds_no_other_up(tmp_path: Path) -> None:
     def handle(letter: bytes) -> bytes:
         time.sleep(5.0 if letter == b"long" else 0.0)
@@ -1070,6 +1142,17 @@ def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(
         send_request(path, b"a", 1)
     with serving(path, bytes.upper):
         assert soon(lambda: send_request(path, b"a", 5) == b"A")
+
+
+def test_a_disk_that_takes_no_socket_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(socket_server._Server, "server_bind", full)
+        with pytest.raises(UserError, match=r"door: no socket can be made here: No space.*door"):
+            socket_server.serve(tmp_path / "door", bytes.upper)
+    with serving(tmp_path / "door", bytes.upper):  # the control
+        assert send_request(tmp_path / "door", b"a", 5) == b"A"
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])

@@ -226,13 +226,52 @@ def test_the_command_of_a_site_looks_at_certificate_and_key_before_it_starts(
     assert status == 2 and "No such file" in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (("ecdsa", "-b", "256", "-N", ""), ""),
+        (("ecdsa", "-b", "384", "-N", "a secret"), "protected by a password, which a SuperNode"),
+        (("ed25519", "-N", ""), "not an ECDSA key"),
+        (("rsa", "-b", "2048", "-N", ""), "not an ECDSA key"),
+        (None, "not a private key of OpenSSH"),
+    ],
+    ids=["ecdsa", "password", "ed25519", "rsa", "cut short"],
+)
+def test_a_key_that_flower_could_not_sign_with_is_refused_before_the_site_serves(
+    tmp_path: Path, made: Path, kind: tuple[str, ...] | None, text: str
+) -> None:
+    """Flower would end without a reason, and the site's log would speak of clocks."""
+    path = tmp_path / "key"
+    if kind is None:
+        path.write_text((made / "s0").read_text()[:120])
+    else:
+        run("ssh-keygen", "-q", "-t", *kind, "-f", path)
+    if not text:
+        supernode.check_files("", str(path))
+        return
+    with pytest.raises(ConfigError, match=rf"key: {text}.* Make one: ssh-keygen -t ecdsa -b 384"):
+        supernode.check_files("", str(path))
+
+
+def test_a_certificate_that_is_refused_is_not_answered_with_start_the_superlink(
+    tmp_path: Path, made: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(PLAIN)
+    old = certificates.expired_root(tmp_path / "old")
+    with listening(made) as address:
+        how = ["run.engine=flower", f"run.superlink={address}", f"run.output={tmp_path / 'run'}"]
+        outcome = command(tmp_path / "c.yaml", *how, f"run.certificate={old}")
+    assert_refused(outcome, "expired on 2020-02-01. Get a new one from the SuperLink's operator")
+    assert "flower-superlink" not in outcome.err
+
+
 # Handshakes ---------------------------------------------------------------------------------------
 
 
 def test_what_keeps_a_machine_from_a_superlink_is_said_in_words(tmp_path: Path, made: Path) -> None:
     other, host = tmp_path / "other", tmp_path / "host"
     keys.make(other, "127.0.0.1", ["s0"])
-    keys.make(host, "link.example.org", ["s0"])
+    certificates.for_host_alone(host, "link.example.org")
     expired = certificates.with_expired_link(tmp_path / "expired", "s0")
 
     def trouble(server: Path | None, root: Path | str) -> str:
@@ -325,9 +364,9 @@ def test_a_supernode_that_signs_and_ends_without_a_reason_says_that_clocks_may_d
 ) -> None:
     """Flower ends at a refused signature, and its log has no word of the time."""
     (flower / "flower-supernode").write_text("#!/bin/sh\nexit 0\n")
-    pair = str(made / "q0") if key else ""
-    with listening(None) as address:
-        there = supernode.SuperNode(tmp_path / "door", tmp_path / "own", address, "", pair)
+    root, pair = (str(made / "ca.crt"), str(made / "q0")) if key else ("", "")
+    with listening(made if key else None) as address:
+        there = supernode.SuperNode(tmp_path / "door", tmp_path / "own", address, root, pair)
         assert heard(there, caplog, "The SuperNode ended: status 0")
     assert ("compare the clocks" in caplog.text) == key
 

@@ -1,12 +1,14 @@
 """What is around a site: the SuperNode that it keeps up, keys for a trial, the demonstration."""
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +19,12 @@ import pytest
 import yaml
 
 from privssl.errors import ConfigError, UserError
-from privssl.remote import flower_transport, framing
+from privssl.remote import flower_transport, framing, tls
 from privssl.remote.discovery import SiteError
 from privssl.remote.flower_transport import OFFLINE, FlowerTransport, environment
 from privssl.site import demo, keys, sandbox, settings, supernode
 from privssl.site.supernode import SuperNode
+from tests.support import certificates
 from tests.support.certificates import listening
 
 
@@ -92,13 +95,17 @@ def test_a_supernode_that_ends_is_followed_by_another(
         there.stop()
 
 
-def test_a_supernode_whose_log_cannot_be_written_is_started_when_it_can(
+@pytest.mark.parametrize("blocked", ["supernode.log", "own"])
+def test_a_supernode_whose_files_cannot_be_written_is_started_when_they_can(
     flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, blocked: str,
 ) -> None:  # fmt: skip
     """Otherwise a site would run for ever without a connection, and nothing would restart it."""
     monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.05)
-    (tmp_path / "supernode.log").mkdir()
+    if blocked == "own":
+        (tmp_path / blocked).write_text("no folder")
+    else:
+        (tmp_path / blocked).mkdir()
     there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
     there.start()
     try:
@@ -106,7 +113,7 @@ def test_a_supernode_whose_log_cannot_be_written_is_started_when_it_can(
         while "Check space and rights of" not in caplog.text and time.monotonic() < end:
             time.sleep(0.02)
         assert "Check space and rights of" in caplog.text and there._process is None
-        (tmp_path / "supernode.log").rmdir()
+        (tmp_path / blocked).rename(tmp_path / "away")
         while there._process is None and time.monotonic() < end:
             time.sleep(0.02)
         assert there._process is not None
@@ -122,6 +129,8 @@ def test_a_supernode_whose_log_cannot_be_written_is_started_when_it_can(
         ("example.org:8000", "ca.crt", 0, "no Landlock .* as another user"),
         ("here", "", 7, "give host:port"),
         ("127.0.0.1:65536", "", 7, "the port up to 65535"),
+        ("https://example.org:443", "ca.crt", 7, "give host:port"),
+        ("example.org:443/", "ca.crt", 7, "give host:port"),
     ],
 )
 def test_no_supernode_is_started_where_rows_would_be_at_risk(
@@ -132,6 +141,13 @@ def test_no_supernode_is_started_where_rows_would_be_at_risk(
     with pytest.raises(ConfigError, match=text):
         SuperNode(tmp_path / "door", tmp_path / "own", address, certificate, "")
     SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "")  # the control
+
+
+@pytest.mark.usefixtures("flower")
+def test_a_key_without_a_certificate_is_refused_because_flower_would_end(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--key needs --certificate"):
+        SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "s0")
+    SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "ca.crt", "s0")  # the control
 
 
 @pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
@@ -200,6 +216,41 @@ def test_the_coordinator_says_what_flower_said_where_it_takes_no_run(
 
 
 @pytest.mark.usefixtures("flower")
+@pytest.mark.parametrize("named", [True, False])
+def test_a_superlink_that_cannot_reach_itself_by_its_certificate_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    certificates.skip_without_cryptography()
+    made = tmp_path / "keys"
+    if named:
+        keys.make(made, "localhost", ["s0"])
+    else:
+        certificates.for_host_alone(made, "localhost")
+    monkeypatch.setattr(flower_transport, "START_SECONDS", 0.2)
+    monkeypatch.setattr(FlowerTransport, "_flwr", lambda *_, **__: "")
+    with listening(made) as address:
+        by_name = f"localhost:{address.rpartition(':')[2]}"
+        assert tls.probe(by_name, str(made / "ca.crt")) == ""
+        with pytest.raises(SiteError, match=r"did not start it in 0.2 s\. The SuperLink must") as e:
+            FlowerTransport(by_name, str(made / "ca.crt"))
+    assert ("needs 127.0.0.1 as a further name" in str(e.value)) == (not named)
+
+
+@pytest.mark.usefixtures("flower")
+def test_a_temporary_folder_that_takes_no_socket_is_told_and_leaves_nothing(
+    link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)  # a socket's path may have 107 bytes
+    long.mkdir()
+    text = "cannot be made here: .*Set TMPDIR to a short path with free space"
+    for folder in (long, tmp_path / "none"):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with pytest.raises(SiteError, match=text):
+            FlowerTransport(link, "")
+    assert list(long.iterdir()) == []
+
+
+@pytest.mark.usefixtures("flower")
 def test_after_ctrl_c_no_late_answer_is_taken_for_another(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,11 +310,13 @@ def test_keys_for_a_trial_fit_together_and_are_their_owners_alone(
     }  # fmt: skip
     ca, link = folder / "ca.crt", folder / "link.crt"
 
-    def verified(host: str) -> bool:
-        asked = ["openssl", "verify", "-CAfile", str(ca), "-verify_hostname", host, str(link)]
+    def verified(host: str, by: str = "-verify_hostname") -> bool:
+        asked = ["openssl", "verify", "-CAfile", str(ca), by, host, str(link)]
         return subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
     assert verified("link.example.org") and not verified("other.example.org")
+    # A SuperLink on 0.0.0.0 starts processes that connect to it at this address.
+    assert verified("127.0.0.1", "-verify_ip") and not verified("127.0.0.2", "-verify_ip")
     assert {path.stat().st_mode & 0o077 for path in folder.iterdir() if path.suffix != ".pub"} == {
         0
     }
@@ -290,6 +343,21 @@ def test_the_demonstration_writes_a_site_for_each_agent_and_none_for_a_labelled_
         demo.write_sites(tmp_path / "a", tmp_path / "c.yaml", [])
 
 
+def test_a_demonstration_on_a_full_disk_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a"))
+
+    monkeypatch.setattr(demo, "demonstrate", full)
+    assert demo.main([str(tmp_path / "a")]) == 2
+    assert f"{tmp_path / 'a'}: No space left on device. Free space" in capsys.readouterr().out
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert keys.main([str(tmp_path / "keys"), "s0"]) == 2
+    assert "keys: cannot be written: No space left" in capsys.readouterr().err
+
+
 def test_arguments_beat_what_makes_the_demonstration_small(tmp_path: Path) -> None:
     names = demo.write_sites(tmp_path / "a", None, ["agents.query=4"])
     assert names == ["s0", "s1", "q0", "q1", "q2", "q3"]
@@ -298,3 +366,52 @@ def test_arguments_beat_what_makes_the_demonstration_small(tmp_path: Path) -> No
     assert settings.load_site_config(
         tmp_path / "a" / "s0" / "site.yaml"
     ).budget == settings.BudgetSettings(epsilon=8.0, delta=1e-5)
+
+
+def test_without_flower_the_demonstration_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert demo.main([str(tmp_path / "a")]) == 2
+    assert "is not installed. Install Flower: pip install" in capsys.readouterr().out
+    assert not (tmp_path / "a").exists()
+
+
+SLOW_TO_STOP = """\
+import signal, sys, time
+def stop(*_):
+    time.sleep(0.5)
+    open(sys.argv[1], "w").write("a checkpoint")
+    sys.exit(130)
+signal.signal(signal.SIGINT, stop)
+open(sys.argv[1] + ".begun", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_demonstration_that_is_stopped_waits_for_the_checkpoint_before_its_sites_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The training command asks sites for their ledgers; nothing may outlive the demonstration."""
+    wrote, found = tmp_path / "checkpoint", []
+
+    @contextlib.contextmanager
+    def site() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            found.append(wrote.exists())
+
+    def demonstrate(*_: object) -> int:
+        with site():
+            command = [sys.executable, "-c", SLOW_TO_STOP, str(wrote)]
+            process = subprocess.Popen(command, start_new_session=True)
+            demo.wait_until(wrote.with_suffix(".begun").exists, process, wrote)
+            threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+            return demo.end_of(process)
+
+    monkeypatch.setattr(demo, "demonstrate", demonstrate)
+    assert demo.main([str(tmp_path / "a")]) == 130
+    assert found == [True]

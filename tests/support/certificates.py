@@ -26,6 +26,17 @@ def with_expired_link(folder: Path, *names: str) -> Path:
     return folder
 
 
+def for_host_alone(folder: Path, host: str) -> Path:
+    """A SuperLink's certificate that does not name 127.0.0.1, as of an authority of others."""
+    keys.make(folder, host, ["s0"])
+    authority, link = keys.new_key(), keys.new_key()
+    dates = (LONG_AGO[0], NEVER)
+    (folder / "ca.crt").write_bytes(keys.certificate(authority, authority, dates))
+    (folder / "link.crt").write_bytes(keys.certificate(link, authority, dates, host))
+    (folder / "link.key").write_bytes(keys.private_bytes(link, "PKCS8"))
+    return folder
+
+
 def expired_root(folder: Path) -> Path:
     """The certificate of an authority that has expired."""
     folder.mkdir()
