@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -193,11 +194,24 @@ def _as_yaml(key: str, value: Any) -> str:
     try:
         text: str = yaml.safe_dump(plain, default_flow_style=True, width=2**20, allow_unicode=True)
     except yaml.YAMLError:
-        raise ConfigError(
-            f"{key} is {repr(value)[:60]}. Give text, a number of Python's, a bool, None, a list "
-            "or a mapping of these"
-        ) from None
+        where, what = _not_plain("" if key == "config" else key, plain) or (key, value)
+        advice = "Give text, a number of Python's, a bool, None, a list or a mapping of these"
+        if isinstance(what, type | FunctionType):
+            advice = f'Give its name: "{what.__module__}:{what.__qualname__}"'
+        raise ConfigError(f"{where} is {repr(what)[:60]}. {advice}") from None
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _not_plain(key: str, value: Any) -> tuple[str, Any] | None:
+    """The first value inside that YAML cannot have, and its dotted key."""
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        inner = ((f"{key}.{name}".removeprefix("."), item) for name, item in value.items())
+    elif isinstance(value, list | tuple):
+        inner = ((key, item) for item in value)
+    elif not isinstance(value, str | int | float | None):
+        return key, value
+    return next(filter(None, (_not_plain(*one) for one in inner)), None)
 
 
 def _with_rows(config: Config, data: Dataset | None, folder: Path | None) -> Config:

@@ -107,7 +107,7 @@ def payload_bytes(message: Message) -> int:
     return total
 
 
-_SCALARS = (bool, int, float, str, type(None))
+_SCALARS = bool | int | float | str | None
 
 
 def serialize(message: Message) -> bytes:
@@ -193,9 +193,22 @@ def _value(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
 
 
 def check(message: Message) -> None:
-    """Raise MessageError if a tensor's dtype is not allowed or a number is not finite."""
+    """Raise MessageError if a field cannot be sent, a tensor's dtype is not allowed or a number is
+    not finite."""
     for name, value in vars(message).items():
-        check_numbers(f"{type(message).__name__}.{name}", value)
+        field = f"{type(message).__name__}.{name}"
+        if not _can_be_sent(value):
+            raise MessageError(
+                f"{field} is a {type(value).__name__}, which no message carries. Give a tensor, a "
+                "state dict (names with tensors), a number, text or None"
+            )
+        check_numbers(field, value)
+
+
+def _can_be_sent(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(tensor, Tensor) for tensor in value.values())
+    return isinstance(value, Tensor | _SCALARS)
 
 
 def check_numbers(field: str, value: Any) -> None:
@@ -213,7 +226,7 @@ def check_numbers(field: str, value: Any) -> None:
 
 def _all_finite(tensor: Tensor) -> bool:
     """Whether all numbers are finite. Their sum is a fast test, which may overflow."""
-    return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())
+    return math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 def _fits(value: Any, hint: Any) -> bool:

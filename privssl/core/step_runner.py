@@ -9,13 +9,15 @@ ends the run:
 * a step is charged once, with the event of the account's plan, and sends only the fields that the
   plan names: no other field, weight, metric, refusal or memory;
 * these fields have the bits that a private mechanism made, once, under that event;
-* memory is replaced, never mutated, so results do not depend on the worker process or on resuming.
+* memory is replaced, never mutated, and rows stay as they are, so results do not depend on the
+  worker process or on resuming.
 
 This guards against mistakes, not against a malicious author, whose step runs in the same process.
 The mechanisms are ``local_dp_sgd`` and ``label_histogram``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +30,7 @@ from privssl.core.messages import Declined, Message
 from privssl.core.private_release import Made, is_release, mechanism_is_reading, watch_mechanisms
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
+from privssl.runtime.randomness import others_seeded
 
 Step = Callable[[Any, Any, Context], Message]
 
@@ -35,9 +38,13 @@ Step = Callable[[Any, Any, Context], Message]
 class ChargedRows(LabelledRows):
     """Labelled rows with an account: readable from the current step's charge to its end."""
 
-    def __init__(self, rows: LabelledRows, paid: Callable[[], bool], *, sealed: bool) -> None:
-        """``sealed``: whether rows and labels are for the private mechanism alone."""
-        for name, value in (("_rows", rows), ("_paid", paid), ("_sealed", sealed)):
+    def __init__(
+        self, rows: LabelledRows, paid: Callable[[], bool], who: str, *, sealed: bool
+    ) -> None:
+        """``who``: reads them, for errors; ``sealed``: whether rows and labels are for the private
+        mechanism alone."""
+        own = {"_rows": rows, "_paid": paid, "_who": who, "_sealed": sealed}
+        for name, value in own.items():
             object.__setattr__(self, name, value)
 
     def __getattribute__(self, name: str) -> Any:
@@ -45,15 +52,16 @@ class ChargedRows(LabelledRows):
             return super().__getattribute__(name)
         if not self._paid():
             raise PrivacyError(
-                "labelled rows were read before their account was charged, or after the step. Read "
-                "them and their number within account.spend only"
+                f"{self._who}: labelled rows were read before their account was charged, or after "
+                "the step. Read them and their number within account.spend only"
             )
         if name != "ids" and self._sealed and not mechanism_is_reading():
             raise PrivacyError(
-                "labelled rows were read outside of private training, so one row could reach the "
-                "gradients of others (by a class's share, a mean), which clipping does not bound, "
-                "or their counts. Give agent.labelled to train_classifier, train_rows_privately or "
-                "count_rows, where draws, losses and clusters get single rows"
+                f"{self._who}: labelled rows were read outside of private training, so one row "
+                "could reach the gradients of others (by a class's share, a mean), which clipping "
+                "does not bound, or their counts. Give agent.labelled to train_classifier, "
+                "train_rows_privately or count_rows, where draws, losses and clusters get single "
+                "rows"
             )
         return getattr(self._rows, name)
 
@@ -63,10 +71,12 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
 
     Raises:
         PrivacyError: labelled rows were read, or data was sent, without a charge.
-        TypeError: the step returned no message, or its memory contains other values than tensors.
-        RuntimeError: it wrote into a tensor of the agent's memory.
+        TypeError: the step returned no message, set an attribute of the agent, or its memory
+            contains other values than tensors.
+        RuntimeError: it wrote into a tensor of the agent's memory or rows.
     """
     account, before, here = agent.account, agent.memory, True
+    who = f"{getattr(step, '__name__', 'a step')} of {agent.id}"
     visits = 0 if account is None else account.visits()
 
     def paid() -> bool:
@@ -74,22 +84,33 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
 
     labelled = agent.held_labelled
     if account is not None and labelled is not None:
-        labelled = ChargedRows(labelled, paid, sealed=account.plan.scope == "sound")
+        labelled = ChargedRows(labelled, paid, who, sealed=account.plan.scope == "sound")
     lent: Memory = MappingProxyType(before)
     seen = Agent(
         id=agent.id, location=agent.location, held_labelled=labelled,
         held_unlabelled=agent.held_unlabelled, account=account, memory=lent,
     )  # fmt: skip
-    written = _versions(before)
+    written, rows = _versions(before), _versions(_rows(agent))
     try:
-        with watch_mechanisms() as made:
+        with watch_mechanisms() as made, _repeatable(step, ctx):
             content = step(seen, message, ctx)
         charged = () if account is None else account.events[visits:]
     finally:
         here = False
-    who = f"{getattr(step, '__name__', 'a step')} of {agent.id}"
     if not isinstance(content, Message):
         raise TypeError(f"{who} returned {type(content).__name__}. Return a Message, or Declined")
+    if changed := [
+        name for name, number in _versions(_rows(agent)).items() if number != rows[name]
+    ]:
+        raise RuntimeError(
+            f"{who} wrote into its rows ({', '.join(changed)}), which later rounds read. Work on a "
+            "copy: x.clone()"
+        )
+    if lost := sorted(vars(seen).keys() - vars(agent).keys()):
+        raise TypeError(
+            f"{who} set agent.{', agent.'.join(lost)}, which its next visit does not have. Assign "
+            "agent.memory, a mapping of tensors"
+        )
     if changed := [name for name, version in _versions(before).items() if version != written[name]]:
         raise RuntimeError(
             f"{who} wrote into the agent's memory ({', '.join(changed)}). Assign agent.memory "
@@ -99,11 +120,36 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     if account is not None and charged:
         _refuse_unplanned_release(who, account.plan, charged, content, ctx, memory_changed, made)
     if memory_changed:
+        if not isinstance(seen.memory, Mapping):
+            what = type(seen.memory).__name__
+            raise TypeError(f"{who}: agent.memory is a {what}. Assign a mapping of tensors")
         held = seen.memory if isinstance(seen.memory, dict) else {}  # tensors in files are not read
         if strange := [name for name, value in held.items() if not isinstance(value, Tensor)]:
             raise TypeError(f"{who}: agent.memory has {', '.join(strange)}, which is no tensor")
         agent.memory = seen.memory
     return content
+
+
+def _rows(agent: Agent) -> dict[str, Tensor]:
+    """An agent's rows by what a step calls them."""
+    kinds = (("labelled", agent.held_labelled), ("unlabelled", agent.held_unlabelled))
+    return {
+        f"{kind}.{name}": tensor
+        for kind, held in kinds
+        for name in ("x", "y", "ids")
+        if isinstance(tensor := getattr(held, name, None), Tensor) and not tensor.is_inference()
+    }
+
+
+@contextmanager
+def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
+    """Seed what libraries of a step from outside of privssl draw from; engines seed torch."""
+    home = type(getattr(step, "__self__", None)).__module__
+    if home.partition(".")[0] in ("privssl", "builtins"):
+        yield
+        return
+    with others_seeded(ctx.rng("numpy")):
+        yield
 
 
 def _versions(memory: Memory) -> dict[str, int]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -51,9 +52,17 @@ class Context:
         return f"{self.visit_key}@{self.session_id}"
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number under a name such as ``train/loss``; dropped for rows with an account."""
+        """Log a number under a name such as ``train/loss``; dropped for rows with an account.
+
+        Raises:
+            TypeError: it is no number, and no tensor of one.
+        """
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not isinstance(number, int | float | np.number):
+            what = type(value).__name__
+            raise TypeError(f"log_metric got a {what} for {name}. Give a number, such as a mean")
         if self.telemetry:
-            self.metrics[name] = value
+            self.metrics[name] = number if isinstance(number, int) else float(number)
 
     def pseudo_labels(self, ids: Tensor, probs: Tensor, kept: Tensor | None = None) -> None:
         """Report pseudo-labels for coverage and accuracy: ids (B,), probs (B, C), kept (B,)."""

@@ -7,6 +7,7 @@ with ``check_wire`` they are also serialised, as for a network.
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +16,19 @@ from typing_extensions import NotRequired, TypedDict, Unpack
 
 from privssl.core.agents import Agent, AgentRef, Memory, natural_order
 from privssl.core.engine import Call
-from privssl.core.messages import Declined, M, Message, Reply, check, deserialize, serialize
+from privssl.core.messages import (
+    Declined,
+    M,
+    Message,
+    MessageError,
+    Reply,
+    check,
+    deserialize,
+    serialize,
+)
 from privssl.core.step_runner import run_step
 from privssl.core.task import Context, LabelMeter
+from privssl.remote.step_lookup import check_declared
 from privssl.runtime.randomness import seeded
 from privssl.storage.spill_store import SpillStore
 from privssl.training import local_training
@@ -76,7 +87,8 @@ class LocalEngine:
         if self._meter is not None and buffer is not None:
             buffer.flush(self._meter)
         self._set_memory(call.to.id, self._agents[call.to.id].memory)
-        return dataclasses.replace(reply, content=self._copy_message(reply.content))
+        with named_in_errors(call):
+            return dataclasses.replace(reply, content=self._copy_message(reply.content))
 
     def _run_on_agent(
         self, call: Call, message: Message, buffer: PseudoLabelBuffer | None
@@ -97,6 +109,7 @@ class LocalEngine:
         # Dropout draws from torch's global generator.
         with seeded(ctx.rng("torch")), local_training.copy_once():
             content = run_step(agent, call.step, message, ctx)
+        check_declared(call.step, message, content)
         return Reply(agent.ref, content, weight=ctx.weight, metrics=dict(ctx.metrics))
 
     def _copy_message(self, message: Message) -> Message:
@@ -123,6 +136,15 @@ class LocalEngine:
                 agent.account.close()
 
 
+@contextmanager
+def named_in_errors(call: Call) -> Iterator[None]:
+    """Say in a MessageError which agent's reply to which step it is about."""
+    try:
+        yield
+    except MessageError as error:
+        raise MessageError(f"{call.step.__name__} of {call.to.id}: {error}") from None
+
+
 def roundtrip(message: M) -> M:
     """Serialise and deserialise a message. Raises MessageError as ``deserialize`` does."""
     return deserialize(type(message), serialize(message))
@@ -130,7 +152,7 @@ def roundtrip(message: M) -> M:
 
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.clone()
+        return value.detach().clone()  # a message carries numbers
     if isinstance(value, Mapping):
         return {key: _copy(item) for key, item in value.items()}
     return value

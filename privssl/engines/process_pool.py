@@ -43,6 +43,7 @@ from privssl.engines.local import (
     EngineOptions,
     LocalEngine,
     PseudoLabelBuffer,
+    named_in_errors,
     roundtrip,
     roundtrip_calls,
 )
@@ -352,7 +353,8 @@ class WorkerEngine(LocalEngine):
         agent.memory = before
         call = Call(agent.ref, step, message, request["round"], request["visit"])
         reply = self._run_on_agent(call, message, buffer)
-        check(reply.content)
+        with named_in_errors(call):
+            check(reply.content)
         after, agent.memory = agent.memory, {}
         changed = after is not before
         fields, tensors = to_parts(reply.content)

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from privssl.core.plugin_errors import Frame, frames_of
 from privssl.errors import UserError
 from privssl.runtime.process import STOPPING
 from privssl.storage.tensor_files import PackedTensors, TensorSlice, places_in
@@ -107,7 +108,11 @@ class SharedBuffer:
 
 
 class ErrorInWorker(Exception):  # noqa: N818  (it only carries a traceback)
-    """The traceback of an error in the worker where it was raised."""
+    """The traceback of an error in the worker where it was raised, and its frames."""
+
+    def __init__(self, trace: str, frames: Sequence[Sequence[Any]]) -> None:
+        super().__init__(trace)
+        self.frames = [Frame(*frame) for frame in frames]
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
@@ -122,6 +127,7 @@ def encode_error(error: BaseException) -> dict[str, Any]:
         "arguments": list(error.args) if plain else [text],
         "text": text,
         "trace": "".join(traceback.format_exception(error)),
+        "frames": frames_of(error),
     }
 
 
@@ -134,7 +140,7 @@ def decode_error(values: dict[str, Any]) -> Exception:
         if isinstance(kind, type) and issubclass(kind, Exception):
             same = kind(*values["arguments"])
             error = same if str(same) == values["text"] else error
-    error.__cause__ = ErrorInWorker(values["trace"])
+    error.__cause__ = ErrorInWorker(values["trace"], values["frames"])
     return error
 
 

@@ -27,6 +27,7 @@ from privssl.engines import batched
 from privssl.errors import ConfigError
 from privssl.experiment.later_keys import forget_later_keys, leave_out_former
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
+from privssl.experiment.own_methods import not_private, problems_of
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings import names
@@ -258,7 +259,7 @@ def _delta_for(rows: float) -> str:
 
 def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     name = config.algorithm.name
-    yield from algorithms[name].problems(config)
+    yield from problems_of(algorithms[name], config)
     if config.data.labels == "labels-at-both" and name not in LABELS_AT_BOTH:
         text = f"labels-at-both, but {name} has no round in which a server and agents learn "
         advice = f"from labels. Set algorithm.name: {either(LABELS_AT_BOTH)}, or data.labels"
@@ -268,11 +269,7 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
         yield Problem("data.labels", f"{text}server would hold labelled rows. Set support")
     if config.privacy is not None and not algorithms[name].can_be_private:
         private = [known for known, algorithm in algorithms.items() if algorithm.can_be_private]
-        yield Problem(
-            "algorithm.name",
-            f"{name} reads labelled rows without noise, so nothing could be claimed. Use "
-            f"{either(private)}, or write privacy: null",
-        )
+        yield Problem("algorithm.name", not_private(name, private))
 
 
 def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:

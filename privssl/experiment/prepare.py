@@ -25,14 +25,16 @@ from privssl import data, models
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
+from privssl.core.plugin_errors import plugin_errors
 from privssl.core.rows import Shape
 from privssl.core.task import Task
 from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.data.datasets import Dataset
 from privssl.errors import ConfigError, PrivacyError, first_few, first_line
+from privssl.experiment import own_methods
 from privssl.experiment.config import Config
 from privssl.experiment.devices import check_side_by_side, device_of_run
-from privssl.experiment.plugin_names import describe_plugins, refuse_taken_names
+from privssl.experiment.plugin_names import describe_plugins, plugins_of, refuse_taken_names
 from privssl.experiment.row_checks import (
     refuse_classes_of_labels_alone,
     refuse_order_by_labels,
@@ -149,9 +151,10 @@ def prepare(
             _refuse_unaffordable(plan, config.privacy)
     promises = _account_plans(plan, config.privacy, holders)
     check_steps(kind)
-    algorithm = kind(config.algorithm, task, plan)
+    algorithm = own_methods.make(kind, config, task, plan)
     if plan is not None:
-        with _own_network_refused(config):
+        own_methods.refuse_unchecked(algorithm, config.algorithm.name)
+        with plugin_errors(plugins_of(config)), _own_network_refused(config):
             check_private(algorithm, config)
             check_plan_networks(plan, algorithm)
             if plan.visits and config.run.engine == "local":

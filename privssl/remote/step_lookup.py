@@ -4,15 +4,19 @@ A request names a step and a message class. Only steps marked ``@on_agent`` can 
 classes in their annotations are built.
 """
 
+import dataclasses
 import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
+from torch import Tensor
+
 from privssl.core.engine import Step
-from privssl.core.messages import Declined, Message
+from privssl.core.messages import Declined, Message, MessageError, StateDict
 from privssl.errors import ConfigError
 
 
@@ -28,7 +32,8 @@ def find_step(algorithm: object, name: str) -> Step[Any]:
 
 
 def check_steps(kind: type) -> None:
-    """Raise ConfigError for a step whose annotations do not name its messages.
+    """Raise ConfigError for a step whose annotations do not name its messages, or whose messages
+    have fields that cannot be read.
 
     Worker processes and sites read a message by them; one process alone does not need them.
     """
@@ -55,6 +60,59 @@ def check_steps(kind: type) -> None:
                     f"{said} has no annotation `{what}`, by which worker processes and sites read "
                     "a message. Name its class of privssl.core.messages.Message"
                 )
+            for found in _message_classes(hints[key]):
+                if wrong := _unreadable(found):
+                    raise ConfigError(f"{said} its message {found.__qualname__} {wrong}")
+
+
+def _unreadable(kind: type[Message]) -> str | None:
+    """Why a message class cannot be read from its fields; None: it can."""
+    own = vars(kind)
+    if "__dataclass_params__" not in own and {"__init__", "__annotations__"} & own.keys():
+        return "is no dataclass of its own. Write @dataclass(frozen=True) above it"
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        if not all(part in _READ for part in (typing.get_args(hint) if union else (hint,))):
+            text = str(hint).replace("typing.", "")
+            return (
+                f"declares {field.name} as {text}, which worker processes and sites do not read. "
+                "Declare StateDict (of privssl.core.messages), Tensor, float, int, bool or str, "
+                "with | None where it may be absent"
+            )
+    return None
+
+
+_READ = (StateDict, Tensor, float, int, bool, str, type(None))
+
+
+def check_declared(step: Callable[..., Any], message: Message, reply: Message) -> None:
+    """Raise MessageError for messages that a step does not declare, which worker processes and
+    sites would not read. A step without annotations is not checked."""
+    takes, gives = _declared(getattr(step, "__func__", step))
+    for what, found, known in (("takes", message, takes), ("returns", reply, gives)):
+        if known and type(found).__name__ not in known:
+            raise MessageError(
+                f"{step.__name__} {what} {' or '.join(known)} by its annotations, and here a "
+                f"{type(found).__name__}. Name that class there, as worker processes and sites need"
+            )
+
+
+@lru_cache(maxsize=256)
+def _declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the messages that a step takes and returns; empty: any."""
+    try:
+        hints = _hints_of(function)
+    except NameError:
+        return (), ()
+    message = list(signature(function).parameters)[-2]
+    takes, gives = ([*_message_classes(hints.get(key))] for key in (message, "return"))
+    for known in (takes, gives):
+        if Message in known:
+            known.clear()
+    gives += [Declined] * bool(gives)
+    return tuple(k.__name__ for k in takes), tuple(dict.fromkeys(k.__name__ for k in gives))
 
 
 def input_type(step: Callable[..., Any], name: str) -> type[Message]:
@@ -85,4 +143,9 @@ def _message_classes(hint: Any) -> Iterator[type[Message]]:
 
 
 def _hints(step: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(getattr(step, "__func__", step))
+    return _hints_of(getattr(step, "__func__", step))
+
+
+@lru_cache(maxsize=256)
+def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(function)

@@ -57,7 +57,8 @@ def run_all(
 ) -> int:  # fmt: skip
     """Run what is missing, then what is old; returns the exit status.
 
-    A cell that fails is told and left out for this call.
+    A cell that fails is told and left out for this call; with a wrong config of a table that was
+    named, before the first run.
     """
     order = list(in_order(wanted, by_seed=by_seed))
     states: list[tuple[Cell, int, State]] = []
@@ -65,6 +66,8 @@ def run_all(
     broken: set[tuple[str, str]] = set()
     for cell, seed in order:
         try:
+            if not by_seed and cell.size != "absent":  # of tables that were named: soon done
+                store.config(cell, seed)
             states.append((cell, seed, store.state(cell, seed)))
         except UserError as problem:
             if (cell.table, cell.slug) not in broken:

@@ -1,6 +1,7 @@
 """Start or resume a run in its folder, with log and trackers; used by ``train`` and ``compare``."""
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from privssl.core.plugin_errors import plugin_errors
 from privssl.core.rows import kind_of
 from privssl.data import FederatedDataset, class_counts_of
 from privssl.experiment import config as configs
+from privssl.experiment.plugin_names import plugins_of
 from privssl.experiment.prepare import Prepared
 from privssl.ops import dispatch
 from privssl.reporting.outside_trackers import TrackedRun, open_trackers
@@ -74,7 +77,13 @@ def launch(
             *watchers(after),
         ]
 
-    round_loop.train(prepared, folder, trackers, snapshot)
+    def keep(error: Exception) -> str:
+        text = "".join(traceback.format_exception(error))
+        file.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))
+        return f". The traceback is in {folder / 'train.log'}"
+
+    with plugin_errors(plugins_of(prepared.config), keep):
+        round_loop.train(prepared, folder, trackers, snapshot)
     return folder
 
 

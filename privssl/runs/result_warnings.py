@@ -4,6 +4,7 @@ In a private run each sentence is computed from what the claim releases (weights
 server, numbers of the config) and from test rows, which belong to no agent.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 
 from privssl.core.federation import Roster
@@ -12,6 +13,15 @@ from privssl.runs.checkpoint import UNKNOWN
 from privssl.training.evaluation import Scores
 
 NOT_FINITE = "are not finite (NaN or infinite)"
+
+log = logging.getLogger("privssl")
+
+
+def warn_once(said: list[str], sentence: str) -> None:
+    """Log a warning of a round, and add it to those that results.json will have."""
+    if sentence not in said:
+        said.append(sentence)
+        log.warning("%s", sentence)
 
 
 def not_finite_warning(scores: Scores) -> str:

@@ -46,11 +46,13 @@ from privssl.runs.accounts import (
 )
 from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
+from privssl.runs.own_method import checked
 from privssl.runs.result_warnings import (
     NOT_FINITE,
     idle_agent_warnings,
     not_finite_warning,
     score_warnings,
+    warn_once,
 )
 from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings, public_parts
 from privssl.runs.round_plan import planned_rounds, rounds_of
@@ -81,7 +83,9 @@ class RoundLoop:
         """``label_meter`` and ``spill_store`` are those of ``engine``."""
         config = prepared.config
         self._prepared, self._config, self._folder = prepared, config, folder
-        self._algorithm, self._trackers = prepared.algorithm, trackers
+        self._trackers, self._events = trackers, list[str]()  # warnings of rounds
+        warn = partial(warn_once, self._events)
+        self._algorithm = checked(prepared.algorithm, config.algorithm.name, warn)
         dataset = prepared.federated_data.dataset
         self._test = (dataset.x_test, dataset.y_test)
         self._label_meter, self._engine = label_meter, engine
@@ -100,8 +104,7 @@ class RoundLoop:
         self._durations: list[float] = []
         self._names = dataset.class_names
         self._scores: Scores | None = None  # of the last evaluation on test rows
-        self._events: list[str] = []  # warnings of rounds, and those of the end
-        self._at_end: list[str] = []
+        self._at_end: list[str] = []  # warnings
 
     def begin(self) -> None:
         """The state before round 1."""
@@ -131,7 +134,7 @@ class RoundLoop:
             ) from None
         self._federation.trained = set(progress.trained.split())
         self._federation.asked = set(progress.asked.split())
-        self._events = [*json.loads(progress.warnings), *other_code_warnings(snapshot)]
+        self._events[:] = [*json.loads(progress.warnings), *other_code_warnings(snapshot)]
         # A copy: the snapshot's file may be gone before the next round is at its end.
         self._record(state, progress)
         log.info("Goes on after round %d", progress.round)
@@ -260,8 +263,7 @@ class RoundLoop:
         self._scores = scores["test"]
         said = not_finite_warning(self._scores)
         if said and not any(NOT_FINITE in text for text in self._events):
-            self._events.append(f"round {now.number}: {said}")
-            log.warning("%s", self._events[-1])
+            warn_once(self._events, f"round {now.number}: {said}")
         return found
 
     def _log_images(self, number: int, state: Any) -> None:

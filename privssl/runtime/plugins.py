@@ -14,6 +14,7 @@ import importlib
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -164,14 +165,25 @@ def import_object(said: str, reference: str) -> Any:
             f"{said} there is no module {error.name} here. Install it, or start in the folder that "
             "holds it (PYTHONPATH=.)"
         ) from None
-    except Exception as error:
-        raise ConfigError(f"{failed}{type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{failed}{type(error).__name__}: {_at(error, module_name)}") from error
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError:
         near = difflib.get_close_matches(path, dir(module), n=1)
         advice = f"Did you mean {near[0]}?" if near else "Write package.module:Name"
         raise ConfigError(f"{said} {module_name} has no {path}. {advice}") from None
+
+
+def _at(error: BaseException, module: str) -> str:
+    """The text of an error, and the line of the module or its package that was being run."""
+    package = module.partition(".")[0]
+    frames = [
+        (Path(frame.f_code.co_filename).name, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == package
+    ]
+    return f"{error} ({frames[-1][0]}, line {frames[-1][1]})" if frames else str(error)
 
 
 def call(said: str, build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -205,6 +217,18 @@ def describe(kind: Kind, name: str) -> dict[str, str | None]:
         "sha256": digest,
         "package_sha256": None if file is None else _hash_files(source_files(module_name)),
     }
+
+
+def files_of(kind: Kind, name: str) -> Mapping[str, Path]:
+    """:func:`source_files` of a plug-in that was imported; none of a script's or notebook's, and
+    none of privssl's own."""
+    if (kind, name) in (given := _provided.get({})):
+        module = str(getattr(given[kind, name], "__module__", ""))
+    else:
+        point = None if is_reference(name) else entry_points(kind).get(name)
+        module = (name if point is None else point.value).partition(":")[0]
+    outside = module.partition(".")[0] not in ("privssl", "__main__")
+    return source_files(module) if outside and module in sys.modules else {}
 
 
 def source_files(module: str) -> dict[str, Path]:

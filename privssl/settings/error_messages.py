@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from privssl.runtime import plugins
 from privssl.settings.yaml_reader import ConfigProblem, ExponentText, as_yaml_number
 
 _TYPES = {
@@ -63,6 +64,17 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     folded = {one.casefold(): one for one in known}
     near = difflib.get_close_matches(name.casefold(), folded, n=1)
     return folded[near[0]] if near else None
+
+
+def as_reference(name: str) -> str | None:
+    """``package.module:Name`` for a name that has a dot in place of the colon; None: it has none.
+
+    >>> as_reference("mine.method.Mine"), as_reference("mine")
+    ('mine.method:Mine', None)
+    """
+    module, dot, last = name.rpartition(".")
+    reference = f"{module}:{last}"
+    return reference if dot and plugins.is_reference(reference) else None
 
 
 def either(names: Sequence[str]) -> str:
@@ -150,12 +162,16 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
     if value in schema.get("items", {}).get("enum", []):
         return f"{text}. Write [{value}]"
     near = nearest(str(value), _enumerated(schema))
+    if "plugins" in schema and isinstance(value, str):
+        near = as_reference(value) or near
     return f"{text}. Did you mean {near}?" if near else text
 
 
 def _enumerated(schema: Mapping[str, Any]) -> Iterator[str]:
-    """All names of a JSON schema, at any depth of its alternatives."""
+    """All names of a JSON schema, at any depth of its alternatives, and those of plug-ins."""
     yield from schema.get("enum", [])
+    if "plugins" in schema:
+        yield from plugins.entry_points(schema["plugins"])
     for option in schema.get("anyOf", []):
         yield from _enumerated(option)
 

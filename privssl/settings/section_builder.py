@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from privssl.errors import ConfigError
+from privssl.runtime import plugins
 from privssl.settings import yaml_reader
 from privssl.settings.error_messages import (
+    as_reference,
     describe_errors,
     either,
     nearest,
@@ -23,6 +25,8 @@ from privssl.settings.error_messages import (
     show,
     unknown,
 )
+from privssl.settings.names import ALGORITHMS
+from privssl.settings.own_config import check_own_config
 from privssl.settings.schema import (
     AgentSettings,
     DataSettings,
@@ -170,17 +174,25 @@ class ConfigBuilder:
         name = given.get("name")
         if isinstance(name, str) and name in self._algorithms:
             try:
-                kind: type[Any] | None = self._algorithms[name].Config
+                algorithm = self._algorithms[name]
+                if name not in ALGORITHMS:
+                    check_own_config(name, algorithm)
             except ConfigError as error:  # a plug-in that cannot be imported
                 self.add("algorithm.name", str(error).removeprefix("algorithm.name "))
                 return None
+            kind: type[Any] | None = algorithm.Config
             if kind is not None:
                 return kind
             return dataclasses.make_dataclass("Unread", [(key, Any) for key in given], frozen=True)
         if "algorithm.name" not in self.bad:
-            known = list(self._algorithms)
-            got = unknown("algorithm", name, known) if isinstance(name, str) else None
-            self.add("algorithm.name", got or f"missing: needs {either(known)}")
+            known = [*self._algorithms, *plugins.entry_points("algorithms")]
+            text = f"missing: needs {either(known)}"
+            if isinstance(name, str) and (reference := as_reference(name)):
+                text = f"unknown algorithm. Did you mean {reference}?"
+            elif isinstance(name, str):
+                text = unknown("algorithm", name, known)
+                text += f"{'' if text.endswith('?') else '.'} Your own is package.module:Name"
+            self.add("algorithm.name", text)
         return None
 
     def _build(self, section: str, kind: type[Any], given: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from privssl.algorithms.base import Algorithm
 from privssl.errors import ConfigError
 from privssl.remote.step_lookup import check_steps
 from privssl.settings.error_messages import unknown
+from privssl.settings.own_config import check_own_config
 from privssl.testing.promises import PLACES, PROMISES, BrokenPromise, NotChecked, Trial
 
 
@@ -52,7 +53,9 @@ def check_algorithm(
         if name not in known:
             raise ConfigError(f"check_algorithm: {name}: {unknown(what, name, known)}")
     if not kind.__module__.startswith("privssl.algorithms."):
-        check_own(f"{kind.__module__}:{kind.__qualname__}", kind)
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        check_own(name, kind)
+        check_own_config(name, kind)
     check_steps(kind)
     sent = frozenset(torch.Size(shape) for shape in also_sent)
     trial = Trial(kind, settings or {}, labels, sent, private or {}, sequential, sparse)

@@ -175,8 +175,8 @@ def _why_not_the_same(trial: Trial) -> str | None:
     torch.manual_seed(20_242)
     if not same_bits(trial.whole.state, play(trial.algorithm(), trial.parties()).state):
         return (
-            "two runs of one seed differ: something draws from torch's global generator, from time "
-            "or from a set. Draw from ctx.rng(purpose)"
+            "two runs of one seed differ: something draws from a global generator, from time or "
+            "from a set. Draw from ctx.rng(purpose), on the server from federation.rng(purpose)"
         )
     fresh = play(trial.algorithm(), trial.parties(), engine=Unused)
     if not same_bits(trial.whole.state, fresh.state):

@@ -195,6 +195,17 @@ def test_a_name_of_privssl_or_of_another_package_is_refused(install: Any, tmp_pa
     )
 
 
+@pytest.mark.parametrize(("key", "group"), [
+    ("algorithm.name", "algorithms"), ("model.name", "models"), ("data.partition", "partitions"),
+])  # fmt: skip
+def test_an_installed_name_that_is_misspelt_is_suggested(
+    key: str, group: str, install: Any, tmp_path: Path
+) -> None:
+    install("quokka", f"[privssl.{group}]\nquokka_one = quokka:One\n")
+    outcome = command(config(tmp_path, RUN), f"{key}=quoka_one")
+    assert outcome.status == 2 and "Did you mean quokka_one?" in " ".join(outcome.err.split())
+
+
 def test_an_entry_point_that_fails_to_import_names_its_package(
     install: Any, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from accounting.ledger import read_journal
 from privssl.algorithms.base import Algorithm
 from privssl.audit import __main__ as audit
+from privssl.core import messages
 from privssl.data import split_manifest
 from tests.support import command_line
 
@@ -56,6 +57,15 @@ def test_the_page_checks_it(
     method: type[Algorithm[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     imported("check_of_the_page", CHECK, tmp_path, monkeypatch)
+
+
+def test_the_messages_of_the_page_of_rules_can_be_read_where_they_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [block] = re.findall(r"```python\n(.*?)```", (DOCS / "method_rules.md").read_text(), re.DOTALL)
+    sent = imported("rules_of_the_page", block, tmp_path, monkeypatch).update
+    back = messages.deserialize(type(sent), messages.serialize(sent))
+    assert back.steps == 0 and back.prototypes.equal(sent.prototypes)
 
 
 def runs(folder: Path, text: str, *given: str) -> Path:

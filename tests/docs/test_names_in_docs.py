@@ -25,6 +25,7 @@ PLACES = (
 #: curves whose names the code puts together.
 FOREIGN = {"sigma_a", "psi_a", "main_fed", "main_fed.py", "check.py", "utils.py"}
 FOREIGN |= {"loss_sigma", "loss_psi", "accuracy_averaged"}
+FOREIGN |= {"configs/mine.yaml", "configs/tables/mine.yaml", "mine/method.py"}
 
 
 @cache

@@ -268,13 +268,23 @@ def test_a_mistake_on_the_command_line_is_placed_there(
         ("algorithm: {rounds: 3}", "line 1 algorithm.name missing: needs fedssl"),
         (
             "algorithm: {name: fedsl}",
-            "line 1 algorithm.name unknown algorithm. Did you mean fedssl?",
+            "line 1 algorithm.name unknown algorithm. Did you mean fedssl? "
+            "Your own is package.module:Name",
         ),
         (
             "algorithm: {name: FedSSL}",
-            "line 1 algorithm.name unknown algorithm. Did you mean fedssl?",
+            "line 1 algorithm.name unknown algorithm. Did you mean fedssl? "
+            "Your own is package.module:Name",
         ),
-        ("algorithm: {name: other}", "line 1 algorithm.name unknown algorithm. Known: fedssl"),
+        (
+            "algorithm: {name: other}",
+            "line 1 algorithm.name unknown algorithm. Known: fedssl. "
+            "Your own is package.module:Name",
+        ),
+        (
+            "algorithm: {name: mine.method.Mine}",
+            "line 1 algorithm.name unknown algorithm. Did you mean mine.method:Mine?",
+        ),
     ],
 )
 def test_an_algorithm_must_be_named_and_known(write: Any, section: str, row: str) -> None:

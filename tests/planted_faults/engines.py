@@ -161,7 +161,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an agent gets the server's own tensors",
-        ((LOCAL, "        return value.clone()\n", "        return value\n"),),
+        ((LOCAL, "        return value.detach().clone()  #", "        return value  #"),),
         (IN_CONFORMANCE + "an_agent_cannot_write_into_the_servers_state",),
     ),
     # Engines -------------------------------------------------------------------------------------

@@ -5,7 +5,25 @@ from tests.planted_faults.fault import Fault
 IN_PLUGINS = "tests/api/test_plugins.py::test_"
 IN_CHECK = "tests/testing/test_check_algorithm.py::test_"
 
+IN_MISTAKES = "tests/api/test_own_method_mistakes.py::test_"
+RUNNER = "privssl/core/step_runner.py"
+
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a step writes into its agent's rows",
+        ((RUNNER, "if number != rows[name]", "if number < 0"),),
+        (IN_MISTAKES + "a_mistake_in_a_round_is_told_with_its_place[RowsChanged]",),
+    ),
+    Fault(
+        "NumPy's numbers of a method from outside follow from what ran before",
+        (("privssl/runtime/randomness.py", "    np.random.seed(seed)\n", ""),),
+        (IN_MISTAKES + "global_generators_are_seeded_for_a_method_from_outside",),
+    ),
+    Fault(
+        "a run ends with a state that no checkpoint gives back",
+        (("privssl/runs/own_method.py", "if type(state) is not kind:", "if state is None:"),),
+        (IN_MISTAKES + "a_mistake_in_a_round_is_told_with_its_place[OtherState]",),
+    ),
     Fault(
         "a site imports whatever the experiment names",
         (

@@ -510,6 +510,18 @@ def test_a_failing_cell_is_told_with_its_last_lines_and_others_go_on(
     assert clone.store.state(cell(clone, "Pseudo (all)"), 0) == "measured"
 
 
+def test_a_cell_whose_config_is_wrong_is_told_before_the_first_run(
+    clone: Clone, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clone.change("{algorithm.name: supervise}", "{algorithm.name: supervise, agents.mixed: 2}")
+
+    assert command(clone, "small", "--seeds", "1", "--cells", "*/40*") == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Left out: small, cell 'Supervise/40 labels, 2 + 2':")
+    assert "agents.mixed" in second  # and only then the other cell
+    assert clone.store.state(cell(clone, "Pseudo (all)"), 0) == "measured"
+
+
 def test_no_cell_is_started_after_the_minutes(clone: Clone) -> None:
     def slow(*arguments: Any) -> Ended:
         time.sleep(0.05)

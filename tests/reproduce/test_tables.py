@@ -1,11 +1,15 @@
 """Table files: which run stands for a cell, and what is refused."""
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from privssl.errors import ConfigError
 from privssl.reproduce.tables import Cell, Table, load_tables
+from privssl.runtime.plugins import imports_allowed
+from tests.support.product import ROOT
 from tests.support.table_clone import TABLE, Clone, make_clone, shipped_tables
 
 
@@ -127,6 +131,30 @@ def test_tables_come_by_priority(clone: Clone) -> None:
     (clone.file.parent / "first.yaml").write_text(TABLE.replace("priority: 5", "priority: 4"))
 
     assert [table.name for table in clone.tables] == ["first", "small"]
+
+
+# The page -------------------------------------------------------------------------------------
+
+
+def test_the_table_of_the_page_has_an_own_method_and_the_same_agents_in_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [table] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "reproduce.md").read_text(), re.S)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs", ignore=lambda *_: ["papers", "tables"])
+    (tmp_path / "configs" / "tables").mkdir()
+    (tmp_path / "configs" / "tables" / "mine.yaml").write_text(table)
+    own = "data: {name: digits}\nalgorithm: {name: 'privssl_example.method:FedOwn'}\n"
+    (tmp_path / "configs" / "mine.yaml").write_text(own)
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "privssl_example"))
+    [made] = load_tables(tmp_path, ["mine"])
+    with imports_allowed():
+        loaded = [one.load(0) for one in made.cells]
+    assert [one.algorithm.name.rpartition(":")[2] for one in loaded] == [
+        "FedOwn",
+        "fixmatch",
+        "fedavg",
+    ]
+    assert len({(one.agents, one.data) for one in loaded}) == 1
 
 
 # The tables that are shipped --------------------------------------------------------------------

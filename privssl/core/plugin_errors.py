@@ -1,0 +1,82 @@
+"""Errors in code from outside of privssl: the line of it that failed, and no traceback."""
+
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from accounting.errors import AccountingError
+from privssl.core.step_runner import run_step
+from privssl.errors import UserError, first_line
+from privssl.runtime import plugins
+
+
+class PluginError(UserError):
+    """Code from outside of privssl raised an error that it did not mean for the user."""
+
+
+class Frame(NamedTuple):
+    """A frame of a traceback. ``visit``: the step and agent below it, "" on the server."""
+
+    file: str
+    line: int
+    function: str
+    visit: str
+
+
+def frames_of(error: BaseException) -> list[Frame]:
+    """The frames of an error, innermost last; of one from a worker process with those that it had
+    there (``ErrorInWorker.frames``)."""
+    found, visit = list[Frame](), ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is run_step.__code__:
+            step, agent, ctx = (frame.f_locals[name] for name in ("step", "agent", "ctx"))
+            visit = f"{getattr(step, '__name__', 'a step')} of {agent.id} in round {ctx.round}"
+        found.append(Frame(frame.f_code.co_filename, line, frame.f_code.co_name, visit))
+    return [*found, *getattr(error.__cause__, "frames", ())]
+
+
+#: kind, key and name of each plug-in: those of ``experiment/plugin_names.py``.
+Named = Iterable[tuple[plugins.Kind, str, str]]
+
+
+@contextmanager
+def plugin_errors(
+    named: Named,
+    keep: Callable[[Exception], str] | None = None,
+    passing: type[Exception] = UserError,
+) -> Iterator[None]:
+    """Raise an error from a line of a plug-in as PluginError with its key, name, file and line.
+
+    Args:
+        named: the plug-ins that were imported.
+        keep: writes the traceback down, and returns where: ". The traceback is in FILE".
+        passing: errors that are raised as they are, beside a user's mistakes.
+    """
+    try:
+        yield
+    except (UserError, AccountingError, passing):
+        raise
+    except Exception as error:
+        said = _describe(error, named)
+        if said is None:
+            raise
+        raise PluginError(said + (keep(error) if keep else "")) from error
+
+
+def _describe(error: Exception, named: Named) -> str | None:
+    """The innermost line of a plug-in, and the error; None: no plug-in is in its traceback."""
+    frames = frames_of(error)
+    files = {os.path.realpath(frame.file) for frame in frames}
+    for kind, key, name in named:
+        own = {os.path.realpath(p): short for short, p in plugins.files_of(kind, name).items()}
+        if not own.keys() & files:
+            continue
+        at = [frame for frame in frames if os.path.realpath(frame.file) in own][-1]
+        visit = f", {at.visit}" if at.visit else ""
+        return (
+            f"{key} {name} fails in {at.function} ({own[os.path.realpath(at.file)]}, line "
+            f"{at.line}){visit}: {type(error).__name__}: {first_line(error)}"
+        )
+    return None

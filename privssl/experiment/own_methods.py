@@ -1,0 +1,71 @@
+"""A method from outside of privssl before its run: its errors and its private form, in words."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from privssl.algorithms.base import Algorithm
+from privssl.core.plugin_errors import plugin_errors
+from privssl.core.task import Task
+from privssl.errors import ConfigError, PrivacyError
+from privssl.experiment.plugin_names import plugins_of
+from privssl.privacy.plan import Plan
+from privssl.runtime import plugins
+from privssl.settings.names import ALGORITHMS
+from privssl.settings.schema import Problem
+from privssl.settings.section_builder import UnusableValue
+
+
+def problems_of(kind: type[Any], config: Any) -> Iterator[Problem]:
+    """What the algorithm of a config says of it. Raises ConfigError: an own ``problems`` yields
+    something else, or fails; what it reads may have a problem of its own."""
+    if config.algorithm.name in ALGORITHMS:
+        yield from kind.problems(config)
+        return
+    own: plugins.Kind = "algorithms"
+    with plugin_errors([(own, "algorithm.name", config.algorithm.name)], passing=UnusableValue):
+        found = kind.problems(config)
+        for one in found if hasattr(found, "__iter__") else [found]:
+            if not (isinstance(one, tuple) and len(one) == 2 and all(map(_is_text, one))):
+                raise ConfigError(
+                    f"algorithm.name {config.algorithm.name}: problems gives {str(one)[:60]!r}. "
+                    'Yield Problem("section.key", "what is wrong, and what to do")'
+                )
+            yield Problem(*one)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def not_private(name: str, private: Sequence[str]) -> str:
+    """Why an algorithm cannot have a privacy section; ``private``: those of privssl that can."""
+    own = "write its private form (can_be_private, docs/extending.md), "
+    return (
+        f"{name} reads labelled rows without noise, so nothing could be claimed. Use "
+        f"{', '.join(private)}, {'' if name in ALGORITHMS else own}or write privacy: null"
+    )
+
+
+def make(kind: type[Algorithm[Any]], config: Any, task: Task, plan: Plan | None) -> Algorithm[Any]:
+    """The algorithm of a run. Raises ConfigError: an own one cannot be made like this."""
+    try:
+        inspect.signature(kind).bind(config.algorithm, task, plan)
+    except TypeError as error:
+        raise ConfigError(
+            f"algorithm.name {config.algorithm.name}: __init__ cannot be called ({error}). Write "
+            "__init__(self, config, task, plan=None), and call that of Algorithm in it"
+        ) from None
+    with plugin_errors(plugins_of(config)):
+        return kind(config.algorithm, task, plan)
+
+
+def refuse_unchecked(algorithm: Algorithm[Any], name: str) -> None:
+    """Raise PrivacyError for an own private method that checks no loss."""
+    unwritten = type(algorithm).check_private is Algorithm.check_private
+    if unwritten and algorithm.mechanism != "census":
+        raise PrivacyError(
+            f"algorithm.name {name} has can_be_private = True and no check_private, so nobody "
+            "checks whether one row changes another's loss. Write it (docs/extending.md), such as "
+            "dp.check_classifier(self._F, self.task)"
+        )

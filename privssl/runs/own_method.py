@@ -1,0 +1,142 @@
+"""A method from outside of privssl, as a run sees it: what it returns is checked in each round.
+
+Without these checks the mistake would show where the traceback names no line of the method, or at
+the first checkpoint, or never.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from privssl.algorithms.base import Algorithm
+from privssl.core.federation import Federation
+from privssl.core.messages import StateDict
+from privssl.core.plugin_errors import PluginError
+from privssl.runtime.randomness import others_seeded, seeded
+from privssl.settings.names import ALGORITHMS
+from privssl.storage.tensor_files import LazyTensors
+
+#: What the run itself measures; an agent's number would stand where there is none in a round.
+RESERVED = ("test/", "validation/", "pseudo/", "comm/", "dp/", "time/", "images/")
+
+
+def checked(algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> Algorithm[Any]:
+    """An algorithm of privssl as it is, another one with checks. ``warn``: gets sentences."""
+    own = name not in ALGORITHMS
+    return _Checked(algorithm, name, warn) if own else algorithm  # type: ignore[return-value]
+
+
+class _Checked:
+    """Everything else is the algorithm's. Steps are not called through here."""
+
+    def __init__(self, algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> None:
+        self._algorithm, self._name, self._warn = algorithm, name, warn
+        self._told: set[str] = set()
+        # As it was made for a run: networks stay, and have no meaning between steps.
+        self._like = {n: t.shape for n, t in algorithm.task.new_classifier().state_dict().items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._algorithm, name)
+
+    def start(self, federation: Federation) -> Any:
+        return self._called("start", federation)
+
+    def round(self, state: Any, federation: Federation) -> Any:
+        after = self._called("round", federation, state)
+        for name in federation.metrics:
+            self._refuse_reserved("a step", name)
+        return after
+
+    def finish(self, state: Any, federation: Federation) -> Any:
+        return self._called("finish", federation, state)
+
+    def classifier(self, state: Any) -> StateDict:
+        weights = self._algorithm.classifier(state)
+        if not isinstance(weights, Mapping):
+            raise self._wrong("classifier", f"returns a {_type(weights)}. Return F's state dict")
+        for name in [*self._like, *weights]:
+            here, there = self._like.get(name), getattr(weights.get(name), "shape", None)
+            if here != there:
+                text = f"lacks {name}" if there is None else f"has {name} as {[*there]}"
+                has = "lacks it" if here is None else f"has it as {[*here]}"
+                raise self._wrong(
+                    "classifier", f"{text}, and the network of model.name {has}. Return all of F"
+                )
+        return weights
+
+    def metrics(self, state: Any) -> Mapping[str, float]:
+        found = self._algorithm.metrics(state)
+        if not isinstance(found, Mapping):
+            raise self._wrong("metrics", f"returns a {_type(found)}. Return {{name: number}}")
+        for name, value in found.items():
+            self._refuse_reserved("metrics", name)
+            if not isinstance(value, int | float):
+                raise self._wrong("metrics", f"gives {name} as a {_type(value)}. Give a number")
+        return found
+
+    def _called(self, what: str, federation: Federation, *state: Any) -> Any:
+        before = self._kept_on_itself()
+        rng = federation.rng(f"own {what}")
+        with seeded(rng), others_seeded(rng):
+            after = getattr(self._algorithm, what)(*state, federation)
+        self._check_state(what, after)
+        new = self._kept_on_itself()
+        changed = [name for name in new if name not in before or new[name] is not before[name]]
+        for name in changed:
+            if name not in self._told:
+                self._told.add(name)
+                self._warn(
+                    f"{self._name} keeps {name} on the algorithm object, which no checkpoint has "
+                    "and no worker process shares: a resumed run would end otherwise. Keep it in "
+                    "the state, or in agent.memory"
+                )
+        return after
+
+    def _kept_on_itself(self) -> dict[str, Any]:
+        return {n: v for n, v in vars(self._algorithm).items() if not isinstance(v, nn.Module)}
+
+    def _check_state(self, what: str, state: Any) -> None:
+        kind = self._algorithm.StateType
+        if type(state) is not kind:
+            raise self._wrong(
+                what,
+                f"returns a {_type(state)}, and StateType is {kind.__name__}, by which a "
+                f"checkpoint is read. Return a {kind.__name__}",
+            )
+        for field in dataclasses.fields(kind):
+            self._check_part(what, f"{kind.__name__}.{field.name}", getattr(state, field.name))
+
+    def _check_part(self, what: str, place: str, value: Any) -> None:
+        """Raise where a checkpoint cannot hold a value: ``runs/state_tree.py``."""
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                raise self._wrong(what, f"returns {place} with a gradient. Give {place}.detach()")
+        elif isinstance(value, LazyTensors):  # of a former round, in a file
+            return
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                if not isinstance(key, str):
+                    raise self._wrong(what, f"returns {place} with the key {key!r}. Give text")
+                self._check_part(what, f"{place}[{key!r}]", inner)
+        elif isinstance(value, tuple):
+            for inner in value:
+                self._check_part(what, place, inner)
+        elif not isinstance(value, bool | int | float | str | None):
+            raise self._wrong(
+                what,
+                f"returns {place} as a {_type(value)}, which no checkpoint holds. Give tensors, "
+                "numbers, text, None, and tuples or mappings of these",
+            )
+
+    def _refuse_reserved(self, what: str, name: str) -> None:
+        if name.startswith(RESERVED):
+            raise self._wrong(what, f"logs {name}, which the run measures. Name it train/WORD")
+
+    def _wrong(self, what: str, text: str) -> PluginError:
+        return PluginError(f"algorithm.name {self._name}: {what} {text}")
+
+
+def _type(value: object) -> str:
+    return "torch module" if isinstance(value, nn.Module) else type(value).__name__
