@@ -131,11 +131,11 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
 
 
 def _rows(agent: Agent) -> dict[str, Tensor]:
-    """An agent's rows by what a step calls them."""
-    kinds = (("labelled", agent.held_labelled), ("unlabelled", agent.held_unlabelled))
+    """An agent's rows by what a step calls them; not those with an account, before their charge."""
+    labelled = agent.held_labelled if agent.account is None else None
     return {
         f"{kind}.{name}": tensor
-        for kind, held in kinds
+        for kind, held in (("labelled", labelled), ("unlabelled", agent.held_unlabelled))
         for name in ("x", "y", "ids")
         if isinstance(tensor := getattr(held, name, None), Tensor) and not tensor.is_inference()
     }
