@@ -381,7 +381,7 @@ def test_without_flower_the_demonstration_makes_no_folder(
 SLOW_TO_STOP = """\
 import signal, sys, time
 def stop(*_):
-    time.sleep(0.5)
+    time.sleep(0.1)
     open(sys.argv[1], "w").write("a checkpoint")
     sys.exit(130)
 signal.signal(signal.SIGINT, stop)
@@ -409,7 +409,7 @@ def test_a_demonstration_that_is_stopped_waits_for_the_checkpoint_before_its_sit
             command = [sys.executable, "-c", SLOW_TO_STOP, str(wrote)]
             process = subprocess.Popen(command, start_new_session=True)
             demo.wait_until(wrote.with_suffix(".begun").exists, process, wrote)
-            threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+            threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
             return demo.end_of(process)
 
     monkeypatch.setattr(demo, "demonstrate", demonstrate)
