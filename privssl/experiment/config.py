@@ -27,7 +27,7 @@ from privssl.engines import batched
 from privssl.errors import ConfigError
 from privssl.experiment.later_keys import forget_later_keys, leave_out_former
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
-from privssl.experiment.own_methods import not_private, problems_of
+from privssl.experiment.own_method_checks import not_private, problems_of
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings import names

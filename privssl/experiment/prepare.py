@@ -31,7 +31,7 @@ from privssl.core.task import Task
 from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.data.datasets import Dataset
 from privssl.errors import ConfigError, PrivacyError, first_few, first_line
-from privssl.experiment import own_methods
+from privssl.experiment import own_method_checks
 from privssl.experiment.config import Config
 from privssl.experiment.devices import check_side_by_side, device_of_run
 from privssl.experiment.plugin_names import describe_plugins, plugins_of, refuse_taken_names
@@ -151,9 +151,9 @@ def prepare(
             _refuse_unaffordable(plan, config.privacy)
     promises = _account_plans(plan, config.privacy, holders)
     check_steps(kind)
-    algorithm = own_methods.make(kind, config, task, plan)
+    algorithm = own_method_checks.make(kind, config, task, plan)
     if plan is not None:
-        own_methods.refuse_unchecked(algorithm, config.algorithm.name)
+        own_method_checks.refuse_unchecked(algorithm, config.algorithm.name)
         with plugin_errors(plugins_of(config)), _own_network_refused(config):
             check_private(algorithm, config)
             check_plan_networks(plan, algorithm)

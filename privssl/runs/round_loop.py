@@ -44,9 +44,9 @@ from privssl.runs.accounts import (
     record_former_ledgers,
     releases,
 )
+from privssl.runs.checked_algorithm import add_checks
 from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
-from privssl.runs.own_method import checked
 from privssl.runs.result_warnings import (
     NOT_FINITE,
     idle_agent_warnings,
@@ -85,7 +85,7 @@ class RoundLoop:
         self._prepared, self._config, self._folder = prepared, config, folder
         self._trackers, self._events = trackers, list[str]()  # warnings of rounds
         warn = partial(warn_once, self._events)
-        self._algorithm = checked(prepared.algorithm, config.algorithm.name, warn)
+        self._algorithm = add_checks(prepared.algorithm, config.algorithm.name, warn)
         dataset = prepared.federated_data.dataset
         self._test = (dataset.x_test, dataset.y_test)
         self._label_meter, self._engine = label_meter, engine

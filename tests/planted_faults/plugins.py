@@ -21,7 +21,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run ends with a state that no checkpoint gives back",
-        (("privssl/runs/own_method.py", "if type(state) is not kind:", "if state is None:"),),
+        (
+            (
+                "privssl/runs/checked_algorithm.py",
+                "if type(state) is not kind:",
+                "if state is None:",
+            ),
+        ),
         (IN_MISTAKES + "a_mistake_in_a_round_is_told_with_its_place[OtherState]",),
     ),
     Fault(

@@ -457,6 +457,21 @@ FAULTS: tuple[Fault, ...] = (
         False,
     ),
     Fault(
+        "the check whether a step wrote into rows reads them before they are paid for",
+        (
+            (
+                VISITS,
+                "labelled = agent.held_labelled if agent.account is None else None",
+                "labelled = agent.held_labelled",
+            ),
+        ),
+        (
+            "tests/privacy/test_private_fedavg.py"
+            "::test_every_visit_is_paid_for_before_its_rows_are_read[1]",
+        ),
+        False,
+    ),
+    Fault(
         "the largest radii of noise have 64 bits",
         ((SECURE, "far = np.flatnonzero(radii < FAR)", "far = np.flatnonzero(radii < 0)"),),
         (

@@ -22,13 +22,13 @@ from privssl.storage.tensor_files import LazyTensors
 RESERVED = ("test/", "validation/", "pseudo/", "comm/", "dp/", "time/", "images/")
 
 
-def checked(algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> Algorithm[Any]:
+def add_checks(algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> Algorithm[Any]:
     """An algorithm of privssl as it is, another one with checks. ``warn``: gets sentences."""
     own = name not in ALGORITHMS
-    return _Checked(algorithm, name, warn) if own else algorithm  # type: ignore[return-value]
+    return CheckedAlgorithm(algorithm, name, warn) if own else algorithm  # type: ignore[return-value]
 
 
-class _Checked:
+class CheckedAlgorithm:
     """Everything else is the algorithm's. Steps are not called through here."""
 
     def __init__(self, algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> None:
