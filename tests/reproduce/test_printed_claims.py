@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from privssl.reproduce.pages import PRINTED, printed_accuracies
 from privssl.reproduce.tables import Order, Table, TableFile
 from tests.support.table_clone import shipped_tables
 
@@ -76,6 +77,24 @@ def test_a_claim_is_asked_in_every_column_in_which_its_paper_prints_it(name: str
 def test_a_papers_claim_compares_rows_that_it_prints_and_no_other(name: str) -> None:
     for order in TABLES[name].file.orders:
         assert not not_printed(TABLES[name].file, order), order.claim
+
+
+def test_as_many_accuracies_are_counted_as_the_tables_of_each_paper_print() -> None:
+    counted = dict.fromkeys(PRINTED, 0)
+    for table in TABLES.values():
+        counted[table.file.paper] += len(printed_accuracies(table))
+    assert counted == PRINTED
+
+
+def test_the_control_diverged_training_shares_of_messages_and_quoted_numbers_are_not_counted() -> (
+    None
+):
+    cells = {name: len(table.cells) for name, table in TABLES.items()}
+    counted = {name: len(printed_accuracies(table)) for name, table in TABLES.items()}
+    # Table 4 of FedSSL has "-" in 12 of 30 places.
+    assert (cells["fedssl-table-4"], counted["fedssl-table-4"]) == (30, 18)
+    assert (cells["fedmatch-communication"], counted["fedmatch-communication"]) == (4, 0)
+    assert (cells["fedtrinet-readings"], counted["fedtrinet-readings"]) == (12, 0)
 
 
 def test_the_control_a_claim_turned_round_contradicts_the_print() -> None:
