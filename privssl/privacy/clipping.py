@@ -9,7 +9,7 @@ whose product is never computed for one row: of a linear layer (Goodfellow 2015;
 "ghost clipping") or a convolution. The norm is that of what is summed, in both.
 
 Norms, factors and sums are float64: a row weighs the clip norm to one part in 10^9, and n rows are
-summed to within n^2 x 2.3e-16 of it (docs/dp_sgd.md). A device without float64 sums on the CPU.
+summed to within n^2 x 2.3e-16 of it (docs/dp_sgd.md).
 """
 
 import math
@@ -112,8 +112,7 @@ class OuterProductGradients:
     @cached_property
     def _wide(self) -> tuple[Tensor, Tensor]:
         """Copies in float64, which :meth:`norms` reads and :meth:`total` then overwrites."""
-        left, right = (side.clone() if side.dtype == torch.float64 else to_float64(side)
-                       for side in (self.left, self.right))  # fmt: skip
+        left, right = (side.to(torch.float64, copy=True) for side in (self.left, self.right))
         return left, right
 
     def kernel_input(self) -> KernelInput | None:
@@ -196,11 +195,6 @@ def _places(kept: torch.Size, axes: tuple[int, ...] | None) -> tuple[torch.Size,
     return torch.Size(kept[axis] for axis in axes), tuple(strides[axis] for axis in axes)
 
 
-def to_float64(numbers: Tensor) -> Tensor:
-    """As float64; on the CPU, where the device has none."""
-    return numbers.to("cpu" if numbers.device.type == "mps" else numbers.device, torch.float64)
-
-
 def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
     """Infinite, where a factor is too long: the other one may be subnormal, with few digits."""
     keep = torch.stack([length < LONGEST for length in lengths]).all(dim=0)
@@ -210,7 +204,7 @@ def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
 def _norms(sample: Tensor) -> Tensor:
     """Norm of each row (B,), in blocks that fit a cache in float64."""
     flat = sample.reshape(len(sample), -1)
-    return torch.cat([to_float64(some).norm(dim=1) for some in torch.split(flat, _at_once(flat))])
+    return torch.cat([some.double().norm(dim=1) for some in torch.split(flat, _at_once(flat))])
 
 
 def _weighted(factors: Tensor, numbers: Tensor) -> Tensor:
@@ -218,7 +212,7 @@ def _weighted(factors: Tensor, numbers: Tensor) -> Tensor:
     size = _at_once(numbers)
     parts = zip(torch.split(factors, size, -1), torch.split(numbers, size, -2), strict=True)
     return sum(
-        ((some[..., None, :] @ to_float64(those)).squeeze(-2) for some, those in parts),
+        ((some[..., None, :] @ those.double()).squeeze(-2) for some, those in parts),
         start=factors.new_zeros((*factors.shape[:-1], numbers.shape[-1])),
     )
 
