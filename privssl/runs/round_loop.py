@@ -49,16 +49,17 @@ from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
 from privssl.runs.result_warnings import (
     NOT_FINITE,
+    fingerprint_networks,
     idle_agent_warnings,
     not_finite_warning,
     score_warnings,
+    untrained_warnings,
     warn_once,
 )
 from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings, public_parts
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim
 from privssl.runs.summary import summarise, write_confusion, write_summary
-from privssl.runs.untrained import fingerprint_networks, untrained_warnings
 from privssl.runtime.code_version import fingerprint
 from privssl.runtime.process import defer_interrupts, raise_if_interrupted
 from privssl.storage import atomic_files, tensor_files
@@ -99,7 +100,6 @@ class RoundLoop:
         self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
         validate = None if prepared.plan else self._evaluator.validation_loss  # no claim names it
         self._federation = Federation(self._engine, config.run.seed, validate)
-        self._plugins = prepared.plugins
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
         self._names = dataset.class_names
@@ -288,8 +288,8 @@ class RoundLoop:
     def _save(self) -> None:
         kept, folder = self._kept, self._folder / "checkpoints"
         fixed: dict[str, str | int] = {SOURCES: fingerprint(), **public_parts(self._prepared)}
-        if self._plugins:
-            fixed[PLUGINS] = json.dumps(self._plugins)
+        if self._prepared.plugins:
+            fixed[PLUGINS] = json.dumps(self._prepared.plugins)
         if self._prepared.plan is None:
             fixed[SPLIT] = self._prepared.federated_data.manifest.hash
         for agent in self._prepared.labelled_agents:

@@ -222,7 +222,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a private run gets more rounds",
-        ((LENGTHENING, "if former.privacy is not None:", "if False:"),),
+        ((LENGTHENING, "if config.privacy is not None:", "if False:"),),
         (IN_LENGTHENING + "what_cannot_be_lengthened_is_refused_with_the_reason",),
     ),
     Fault(
