@@ -230,13 +230,13 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 LOOP,
-                "fixed[LEDGER_SEQ + agent.id] = agent.account.seq",
-                "fixed[LEDGER_SEQ + agent.id] = 0",
+                "fixed[accounts.LEDGER_SEQ + agent.id] = agent.account.seq",
+                "fixed[accounts.LEDGER_SEQ + agent.id] = 0",
             ),
             (
                 LOOP,
-                "fixed[LEDGER_HEAD + agent.id] = agent.account.head",
-                'fixed[LEDGER_HEAD + agent.id] = ""',
+                "fixed[accounts.LEDGER_HEAD + agent.id] = agent.account.head",
+                'fixed[accounts.LEDGER_HEAD + agent.id] = ""',
             ),
         ),
         (
