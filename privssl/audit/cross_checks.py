@@ -149,7 +149,7 @@ def _row_differences(results: Mapping[str, Any], card: PrivacyCard) -> Iterator[
     classes = len(names) if isinstance(names, list) else None
     if card["task"] != {"classes": classes, "shape": rows.get("shape")}:
         yield "privacy.json has other classes or rows than results.json"
-    if card.get("encoder") != rows.get("encoder"):
+    if card["encoder"] != rows.get("encoder"):
         yield "privacy.json says something else of the encoder than results.json"
 
 
@@ -214,7 +214,7 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
         found.problems.append(f"the run has ended, but its card does not plan {plan.visits} visits")
     found.problems += _public_part_differences(config, card)
     clips = None if plan.update == (CENSUS,) else config.privacy.clip_norm
-    if card.get("clip_norm") != clips:
+    if card["clip_norm"] != clips:
         found.problems.append(
             f"config.yaml says clip_norm {clips}, the card {card.get('clip_norm')}"
         )
@@ -231,7 +231,7 @@ def _unpaid(agent: str, journal: Journal, plan: AccountPlan, files: RunFiles) ->
 
 def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]:
     """Where the card keeps quiet of what the claim takes as public, or tells of another."""
-    encoder, network, model = card.get("encoder"), card.get("network"), config.model
+    encoder, network, model = card["encoder"], card["network"], config.model
     if (encoder["name"] if encoder else "") != config.data.encoder:
         yield f"config.yaml has the encoder {config.data.encoder or 'none'}, the card another"
     if card["algorithm"] != config.algorithm.name:

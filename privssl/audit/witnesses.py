@@ -74,7 +74,7 @@ def check(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> 
 def _absent(files: RunFiles, card: PrivacyCard) -> Iterator[str]:
     """Files that bear on the claim. An interrupted run releases no classifier, and has no metrics
     before its first round."""
-    run, released = files.run, files.ended or card.get("weights") is not None
+    run, released = files.run, files.ended or card["weights"] is not None
     text = "{} is absent: every run writes it, and it was not possible to compare it"
     if not (run / "results.json").exists():
         yield text.format("results.json")
@@ -100,13 +100,8 @@ def _interruption(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
 
 def _check_weights(files: RunFiles, card: PrivacyCard, found: Findings) -> None:
     """Compare the released weights with the hash on the card."""
-    path, weights = files.run / CLASSIFIER, card.get("weights")
-    if "weights" not in card:
-        found.notes.append(
-            "the card has no hash of the released weights, so they were not compared: privssl "
-            f"{card['versions'].get('privssl', 'unknown')} wrote none, or it was removed"
-        )
-    elif weights is None:
+    path, weights = files.run / CLASSIFIER, card["weights"]
+    if weights is None:
         if files.ended:
             found.doubts.append("the run has ended, but its card names no weights")
     elif weights["file"] != CLASSIFIER:
