@@ -15,7 +15,7 @@ summed to within n^2 x 2.3e-16 of it (docs/dp_sgd.md).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -78,8 +78,9 @@ class DenseGradients:
         return (self.each, None) if dispatch.available_for(self.each) else None
 
     def from_totals(self, totals: Tensor, first: int) -> Tensor:
-        shape, strides = _places(self.each.shape[1:], self.axes)
-        return totals.as_strided(shape, strides, first)
+        kept = self.each.shape[1:]
+        total = totals[first : first + kept.numel()].view(kept)
+        return total if self.axes is None else total.permute(self.axes)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class OuterProductGradients:
 
     def from_totals(self, totals: Tensor, first: int) -> Tensor:
         high, wide = self.left.shape[-1], self.right.shape[-1]
-        return self.reshape_like(totals.as_strided((high, wide), (wide, 1), first))
+        return self.reshape_like(totals[first : first + high * wide].view(high, wide))
 
     def reshape_like(self, matrices: Tensor) -> Tensor:
         """(..., p, d) -> (..., *shape of the parameter)."""
@@ -184,15 +185,6 @@ def _factors(norms: Tensor, drawn: Tensor, clip_norm: float) -> Tensor:
     # False for NaN, and for norms whose square overflows float32.
     keep = (norms < LONGEST) & drawn.to(norms.device)
     return torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
-
-
-@lru_cache(maxsize=1024)
-def _places(kept: torch.Size, axes: tuple[int, ...] | None) -> tuple[torch.Size, tuple[int, ...]]:
-    """Shape and strides of a parameter whose gradients are stored with other axes."""
-    strides = kernel.strides(kept)
-    if axes is None:
-        return kept, strides
-    return torch.Size(kept[axis] for axis in axes), tuple(strides[axis] for axis in axes)
 
 
 def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
