@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from privssl.errors import RunFolderError, UserError
 from privssl.runtime.plugins import imports_allowed
-from privssl.runtime.process import INTERRUPTED, STOPPING, interrupt_on_signals
+from privssl.runtime.process import INTERRUPTED, STOPPING, end_group, interrupt_on_signals
 from privssl.site import keys
 
 CONFIG = "configs/fedssl_dp.yaml"
@@ -216,11 +216,7 @@ def _running(
     try:
         yield process
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
+        end_group(process, seconds=10)
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
