@@ -21,12 +21,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 MARK = "PRIVSSL_BENCHMARK"
 SIGN = "#benchmark "  # begins a line of standard output that is meant for the benchmark
 EVERY = 0.25  # seconds between two weighings
 CPUINFO = Path("/proc/cpuinfo")
-#: What tells a processor from others of its name, as Linux has it (x86).
-GENERATION = {"family": "cpu family", "model": "model"}
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,6 @@ class Told:
 
     def cpu_between(self, one: float, other: float) -> float:
         """CPU seconds that its processes took between two times; other work is not in it."""
-        import numpy as np  # here: benchmarks.start times imports, and has this module before
-
         times, used = zip(*self.cpu, strict=True)
         begun, ended = np.interp([one, other], times, used)
         return float(ended - begun)
@@ -110,6 +108,14 @@ def carry_out(
     lines = [json.loads(s.removeprefix(SIGN)) for s in texts[0] if s.startswith(SIGN)]
     errors = "".join(texts[1])[-2000:]
     return Told(begun, tuple(lines), peak, tuple(cpu), running[0].returncode, errors)
+
+
+def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
+    """The parser of ``benchmarks.MODULE``, with the module's docstring as its help."""
+    return argparse.ArgumentParser(
+        prog=f"benchmarks.{module}", description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -209,26 +215,19 @@ def _cpu(process: int) -> float:
 
 def about() -> str:
     """The machine, versions and kernels, a line for the head of a table. On any system."""
-    from privssl.ops import (
-        dispatch,  # here: benchmarks.start times imports, and has this module before
-    )
+    # Here: environments of competitors have no privssl.
+    from privssl.installation.machine import usable_cores
+    from privssl.ops import dispatch
+    from privssl.reproduce.machine import processor
 
-    ours = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if ours else os.cpu_count()
+    chip = processor(CPUINFO)
+    # By its name alone nobody tells two generations apart: "AMD EPYC" is Zen 4 (family 25), and
+    # Zen 5 (26), whose AVX-512 is twice as wide.
+    numbers = ", ".join(f"{key} {chip[key]}" for key in ("family", "model") if chip[key])
+    name = f"{chip['name']} ({numbers})" if numbers else chip["name"]
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return (
-        f"{_chip()}, {cores} cores, Python {sys.version.split()[0]}, torch {version('torch')}, "
-        f"kernels: {dispatch.instruction_set() or 'torch'}. "
+        f"{name}, {usable_cores()} cores, Python {platform.python_version()}, "
+        f"torch {version('torch')}, kernels: {dispatch.instruction_set() or 'torch'}. "
         f"Load average at the start: {load} (of other work, if this began on its own)"
     )
-
-
-def _chip() -> str:
-    """The processor. By its name alone nobody tells two generations apart: a virtual machine says
-    "AMD EPYC" of a Zen 4 (family 25) and of a Zen 5 (26), whose AVX-512 is twice as wide."""
-    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
-    pairs = (line.partition(":") for line in lines)
-    told = {key.strip(): value.strip() for key, _, value in pairs}
-    name = told.get("model name", platform.machine())
-    more = [f"{key} {told[full]}" for key, full in GENERATION.items() if full in told]
-    return f"{name} ({', '.join(more)})" if more else name

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.processes import about, at_least, configs_of, numbers
+from benchmarks.processes import about, at_least, configs_of, numbers, parser_of
 
 LABELLED, TESTED, CLASSES = 100, 200, 10
 CHUNK = 10_000  # rows that are made at once
@@ -156,10 +156,7 @@ def cell(options: argparse.Namespace, config: str, overrides: list[str], agents:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0, or the status of a cell that failed."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.scale", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("scale", __doc__)
     parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
     parser.add_argument("--agents", type=numbers, default=[10, 100, 1000, 10000])
     parser.add_argument("--rows", type=at_least(1), default=50, help="of each agent")
