@@ -1,8 +1,6 @@
 """``privssl compare --vary``, paired differences, and the files for a paper."""
 
-import contextlib
 import csv
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from privssl.compare import __main__ as compare
 from privssl.compare import files, latex, paired, plan, vary
 from privssl.errors import ConfigError
 from tests.support import comparison_row
-from tests.support.command_line import Outcome, assert_refused
+from tests.support.command_line import Outcome, assert_refused, called
 
 CONFIG = """\
 data: {name: toy, labelled: 40, unlabelled: 80}
@@ -29,21 +27,15 @@ run: {images_every: 100, workers: 1}
 
 
 def command(*arguments: object) -> Outcome:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = compare.main([str(argument) for argument in arguments])
-    return Outcome(status, out.getvalue(), err.getvalue())
+    return called(compare.main, *arguments)
 
 
 def row(name: str, accuracies: Sequence[float], splits: Sequence[str] = (), **more: Any) -> Any:
     runs = [
-        {
-            "algorithm": "pseudo", "dataset": "toy", "labels": 40, "rounds": 3, "seed": seed,
-            "status": "finished", "test_accuracy": {"final": value, "best": value},
-            "seconds": {"total": 1.0}, "bytes": {"up": 1, "down": 2}, "versions": {},
-            "privacy": {"guarantee": None, "nominal_epsilon": None},
-            "split_hash": splits[seed] if splits else f"split {seed}",
-        }
+        comparison_row.results(
+            seed=seed, test_accuracy={"final": value, "best": value},
+            split_hash=splits[seed] if splits else f"split {seed}",
+        )
         for seed, value in enumerate(accuracies)
     ]  # fmt: skip
     return comparison_row.row(name, runs, **more)

@@ -184,10 +184,13 @@ def test_the_run_folders_of_shipped_tables_have_names_that_a_config_may_contain(
 
 def contradicted(table: Table) -> list[str]:
     """Claims of a paper that its own printed numbers contradict."""
-    printed = {(one.row, one.column): one.paper_value for one in table.cells}
-    found = []
+    every, found = [column.name for column in table.file.columns], []
+    printed = {
+        (row, column): value
+        for row, values in table.file.paper_values.items()
+        for column, value in zip(every, values, strict=True)
+    }
     for order in table.file.orders:
-        every = [column.name for column in table.file.columns]
         for column in every if order.columns == "all" else order.columns:
             better = printed.get((order.better, column))
             others = [printed.get((row, column)) for row in order.than]
