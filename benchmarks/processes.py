@@ -11,7 +11,7 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,49 +64,40 @@ def carry_out(
     a competitor of two commands would get twice the share beside other work.
 
     Args:
-        commands: the first is the one whose lines count.
+        commands: the first is the one whose lines and errors count.
         environments: added to this process's, one for each command.
         limit: seconds after which all are killed; the status is then -9.
     """
-    word = uuid.uuid4().hex
+    word, quiet = uuid.uuid4().hex, subprocess.DEVNULL
     begun = time.monotonic()
-    running = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **more, MARK: word},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command, more in zip(commands, environments, strict=True)
-    ]
-    texts: dict[int, list[str]] = {}
-    readers = []
-    for number, process in enumerate(running):
-        for place, stream in enumerate((process.stdout, process.stderr)):
-            kept = texts.setdefault(2 * number + place, [])
-            readers.append(threading.Thread(target=_drain, args=(stream, kept), daemon=True))
-            readers[-1].start()
     peak, used, cpu = 0.0, dict[int, float](), [(begun, 0.0)]
-    try:
-        while running[0].poll() is None and time.monotonic() - begun < limit:
-            marked = _marked(word)
-            peak = max(peak, sum(map(pss, marked)))
-            used |= {process: _cpu(process) or used.get(process, 0.0) for process in marked}
-            cpu.append((time.monotonic(), sum(used.values())))
-            with suppress(subprocess.TimeoutExpired):
-                running[0].wait(EVERY)
-        for process in running[1:]:  # they end with the first, if it ended well
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(5 if running[0].poll() == 0 else 0)
-    finally:
-        end_all(word)
-        for process in running:
-            process.wait()
-    for reader in readers:
-        reader.join(5)  # they close what they read
-    lines = [json.loads(s.removeprefix(SIGN)) for s in texts[0] if s.startswith(SIGN)]
-    errors = "".join(texts[1])[-2000:]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for command, more in zip(commands, environments, strict=True):
+                streams = (quiet, quiet) if running else (out, err)
+                environment = {**os.environ, **more, MARK: word}
+                running.append(
+                    subprocess.Popen(command, env=environment, stdout=streams[0], stderr=streams[1])
+                )
+            while running[0].poll() is None and time.monotonic() - begun < limit:
+                marked = _marked(word)
+                peak = max(peak, sum(map(pss, marked)))
+                used |= {process: _cpu(process) or used.get(process, 0.0) for process in marked}
+                cpu.append((time.monotonic(), sum(used.values())))
+                with suppress(subprocess.TimeoutExpired):
+                    running[0].wait(EVERY)
+            for process in running[1:]:  # they end with the first, if it ended well
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(5 if running[0].poll() == 0 else 0)
+        finally:
+            end_all(word)
+            for process in running:
+                process.wait()
+        for file in (out, err):
+            file.seek(0)
+        lines = [json.loads(s.removeprefix(SIGN)) for s in out if s.startswith(SIGN)]
+        errors = err.read()[-2000:]
     return Told(begun, tuple(lines), peak, tuple(cpu), running[0].returncode, errors)
 
 
@@ -179,11 +170,6 @@ def end_all(word: str) -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.1)
-
-
-def _drain(stream: Any, kept: list[str]) -> None:
-    with stream:
-        kept.extend(stream)
 
 
 def _marked(word: str) -> list[int]:
