@@ -75,17 +75,12 @@ def _run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
     pooling = _next(layers, first)
     if pooling is None or not _pools(layers[pooling]):
         return None
-    norm, last = _next(layers, pooling), pooling
-    if norm is not None and isinstance(layer := layers[norm], nn.GroupNorm) and layer.affine:
-        last = norm
-    else:
-        norm = None
+    norm, last, groups, eps = None, pooling, 0, 0.0
+    behind = _next(layers, pooling)
+    if behind is not None and isinstance(layer := layers[behind], nn.GroupNorm) and layer.affine:
+        norm, last, groups, eps = behind, behind, layer.num_groups, layer.eps
     rectifier = _next(layers, last)
     rectified = rectifier is not None and type(layers[rectifier]) is nn.ReLU
-    groups, eps = 0, 0.0
-    if norm is not None:
-        normed = cast(nn.GroupNorm, layers[norm])
-        groups, eps = normed.num_groups, normed.eps
     padding = cast(tuple[int, int], cast(nn.Conv2d, layers[first]).padding)
     form = Form(padding, groups, eps, rectified)
     return LayerRun(first, norm, (rectifier if rectified and rectifier else last) + 1, form)
