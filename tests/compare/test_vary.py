@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from privssl.compare import __main__ as compare
-from privssl.compare import files, latex, paired, plan, vary
+from privssl.compare import files, paired, plan, vary
 from privssl.errors import ConfigError
 from tests.support import comparison_row
 from tests.support.command_line import Outcome, assert_refused, called
@@ -106,7 +106,7 @@ def test_a_paper_gets_latex_and_a_figure_in_vectors(swept: tuple[Path, Outcome])
 
 def test_what_latex_would_read_as_a_command_is_escaped() -> None:
     odd = r"a_b%c&d#e$f{g}h~i^j\k"
-    text = latex.latex([row(odd, [0.5]), row("b\n\\input{x}", [0.5])], [])
+    text = files.latex([row(odd, [0.5]), row("b\n\\input{x}", [0.5])], [])
     expected = r"a\_b\%c\&d\#e\$f\{g\}h\textasciitilde{}i\textasciicircum{}j\textbackslash{}k"
     assert expected in text and odd not in text
     assert r"\input" not in text
