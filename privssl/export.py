@@ -6,6 +6,7 @@ Exit status: 0 written, 2 the user's mistake, 130 interrupted.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(options: argparse.Namespace, console: Console, _: ExitStack) -> int:
     from privssl.api.run import open_run
     from privssl.models import exported
+    from privssl.runs.model_card import scaling_of
     from privssl.runtime.process import in_one_thread
     from privssl.storage import atomic_files
 
@@ -46,10 +48,10 @@ def _export(options: argparse.Namespace, console: Console, _: ExitStack) -> int:
     run = open_run(options.run, options.model, options.plugin)
     network = run.classifier()  # which refuses folders without "rows"
     rows = run.results["rows"]
-    shape = tuple(rows["shape"])
+    shape, columns = tuple(rows["shape"]), rows.get("columns")
     about = {
         "class_names": "\n".join(run.class_names), "shape": "x".join(map(str, shape)),
-        "scaling": rows["scaling"],
+        "scaling": scaling_of(rows), **({"columns": json.dumps(columns)} if columns else {}),
     }  # fmt: skip
     write = exported.as_onnx if options.onnx else exported.as_torch_export
     written, apart = exported.checked(write, network, shape, about)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from privssl.api import frames
 from privssl.core.agents import natural_order
 from privssl.data import datasets
 from privssl.data.npz import NAMES, NO_LABEL, UNLABELLED, check_arrays
@@ -129,9 +130,7 @@ class Dataset:
             privssl.UserError: no such column, a number is missing and not declared so, or a wrong
                 declaration.
         """
-        from privssl.api.frames import read_frame
-
-        rows, scales = read_frame(frame, label, test, columns, class_names)
+        rows, scales = frames.read_frame(frame, label, test, columns, class_names)
         made = cls(rows)
         made._scales = scales
         return made
@@ -142,13 +141,11 @@ class Dataset:
         Raises:
             privssl.UserError: the data set is not from a frame, or a column is missing.
         """
-        from privssl.api.frames import frame_rows
-
         if not self._scales:
             raise DataError(
                 "network_rows: this data set is from no frame. Give rows as it has them"
             )
-        return frame_rows(frame, self._scales)
+        return frames.frame_rows(frame, self._scales)
 
     @classmethod
     def federated(
@@ -182,6 +179,7 @@ class Dataset:
         x: list[NDArray[Any]] = []
         y: list[NDArray[Any]] = []
         held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        parts: dict[str, Any] = {}
         if _is_split(test):
             class_names = class_names or getattr(test.features.get(label), "names", None)
             test = _of_split(f"{where}: test", test, row, label)
@@ -191,6 +189,7 @@ class Dataset:
                 found = _of_split(f"{where}: {name}", given, row, label)
                 given = found[0] if name.startswith("q") else found
             rows, labels = _of_agent(where, name, given)
+            parts[name] = given if name.startswith("q") else given[0]
             ids = np.arange(len(rows)) + sum(map(len, x))
             known = labels != NO_LABEL
             held[name] = tuple(ids[known].tolist()), tuple(ids[~known].tolist())
@@ -198,6 +197,7 @@ class Dataset:
             y.append(labels)
         if not isinstance(test, tuple | list) or len(test) != 2:
             raise DataError(f"{where}: test is {type(test).__name__}. Give (x, y) of the test rows")
+        frames.refuse_other_columns(where, parts | {"test": test[0]})
         _agents_of(where, held)
         if len({rows.shape[1:] for rows in x}) != 1 or len({rows.dtype for rows in x}) != 1:
             forms = {name: (r.dtype.name, r.shape[1:]) for name, r in zip(held, x, strict=True)}
@@ -297,6 +297,7 @@ def _agents_of(where: str, held: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(
     where: str, given: Mapping[str, Any], names: Sequence[str] | None, held: Any = None
 ) -> Dataset:
+    frames.refuse_other_columns(where, {n: x for n, x in given.items() if n.startswith("x")})
     found = {name: to_array(f"{where}: {name}", value) for name, value in given.items()}
     if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
         raise DataError(f"{where}: class_names is {names!r}. Give a list of names")

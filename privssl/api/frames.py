@@ -27,6 +27,7 @@ def read_frame(
 ) -> tuple[datasets.Dataset, Mapping[str, Scale]]:
     """The rows of a frame, and the scales of its columns; arguments and errors as of
     ``Dataset.from_frame``."""
+    label = str(label)
     declared = None if columns is None else _declared(columns, label)
     wanted = None if declared is None else tuple(declared)
     everything = _columns(WHERE, frame, label, wanted, others=True)  # they name a record
@@ -104,9 +105,9 @@ def _columns(
     by_name = {str(name): name for name in there}
     names = list(by_name) if wanted is None else [*wanted]
     needed = dict.fromkeys([*([] if label is None else [label]), *names])
-    if len(by_name) < len(list(there)) or not set(needed) <= set(by_name):
-        lacking = ", ".join(sorted(set(needed) - set(by_name))) or "columns of one name each"
+    if lacking := ", ".join(sorted(set(needed) - set(by_name))):
         raise DataError(f"{where} has no {lacking}; it has {', '.join(map(str, there))}")
+    refuse_doubled_columns(where, there)
     needed |= dict.fromkeys(by_name) if others else {}
     found = {name: [field_of(value) for value in frame[by_name[name]]] for name in needed}
     if label is not None:
@@ -114,6 +115,29 @@ def _columns(
     if not found or not len(next(iter(found.values()))):
         raise DataError(f"{where} has no rows. Give at least one")
     return found
+
+
+def refuse_doubled_columns(where: str, columns: Iterable[Any]) -> None:
+    """Raise DataError where two columns have one name."""
+    names = [str(name) for name in columns]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{where} has the column {twice[0]} twice. Rename one, or leave it out")
+
+
+def refuse_other_columns(where: str, parts: Mapping[str, Any]) -> None:
+    """Raise DataError where two frames differ in their columns, which an array of them lacks."""
+    names = {n: [str(c) for c in rows.columns] for n, rows in parts.items() if _is_frame(rows)}
+    for name, there in names.items():
+        first = next(iter(names))
+        if there != names[first]:
+            raise DataError(
+                f"{where}: {name} has the columns {', '.join(there)}, and {first} "
+                f"{', '.join(names[first])}. Bring them into one order: rows are taken by place"
+            )
+
+
+def _is_frame(rows: Any) -> bool:
+    return hasattr(rows, "columns") and hasattr(rows, "__getitem__")
 
 
 def label_of(value: Any) -> str:
@@ -149,7 +173,12 @@ def _drawn(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np
     for rows in parts if by_class else [known]:
         kept[rows[: round(share * len(rows))]] = True
     if not kept.any():
-        raise DataError(f"{WHERE}: test {share} of {len(y)} rows is none. Give a larger share")
+        few = f"of {len(y)} rows is none" if len(parts) < 2 or not by_class else (
+            f"of each class is none: {len(known)} rows have {len(parts)} different labels"
+        )  # fmt: skip
+        raise DataError(
+            f"{WHERE}: test {share} {few}. Give a larger share, or another column as label"
+        )
     return kept
 
 

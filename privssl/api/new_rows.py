@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from privssl.api.datasets import to_array, to_pixels
-from privssl.api.frames import field_of
+from privssl.api.frames import field_of, refuse_doubled_columns
 from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new, texts_of
 from privssl.data.datasets import encode_new
 from privssl.data.npz import Scale, check_rows
@@ -92,14 +92,16 @@ class RowForm:
 
     def convert(self, x: Any) -> NDArray[Any]:
         """Rows as the run stored its own (N, *shape), of arrays, tensors, lists of images of
-        Pillow; texts where the run was trained on texts; a data frame or mapping of columns where
-        it was on a table.
+        Pillow; texts where the run was trained on texts; a data frame, a mapping of columns, or a
+        list of mappings where it was on a table.
 
         Raises:
             DataError: rows of another form, or the encoder is absent or has other weights.
         """
         if isinstance(x, Mapping) or hasattr(x, "columns"):
             return self._convert_table(x)
+        if self.columns is not None and _has_no_numbers(x):
+            return self._convert_table(_by_column(self.folder, x, tuple(self.columns)))
         texts = _texts(x)
         if texts is not None:
             return self._encode_texts(texts)
@@ -136,6 +138,7 @@ class RowForm:
     def _convert_table(self, x: Any) -> NDArray[np.float32]:
         if self.columns is None:
             raise DataError(f"{HERE}: {self.folder} was trained on {self._what}, not on columns")
+        refuse_doubled_columns(HERE, getattr(x, "columns", x))
         there = {str(name): x[name] for name in getattr(x, "columns", x)}
         if absent := [name for name in self.columns if name not in there]:
             raise DataError(
@@ -177,3 +180,26 @@ def _texts(x: Any) -> list[str] | None:
     if kind in ("U", "O") and len(x) and all(isinstance(row, str) for row in x):
         return [str(row) for row in x]
     return None
+
+
+def _has_no_numbers(x: Any) -> bool:
+    """Whether they are lines of a table, with or without names, rather than features."""
+    if isinstance(x, Sequence):
+        return any(isinstance(row, str | Mapping) or _has_no_numbers(row) for row in x)
+    return getattr(getattr(x, "dtype", None), "kind", "") in ("O", "U", "S")
+
+
+def _by_column(folder: Path, x: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
+    """Columns of a list of mappings. Raises DataError: a line is none, or lacks a column."""
+    for number, line in enumerate(x):
+        if not isinstance(line, Mapping):
+            raise DataError(
+                f"{HERE}: lines without names of columns, and {folder} was trained on a table. "
+                "Give a data frame, a mapping of columns, or a list of mappings"
+            )
+        if absent := [name for name in columns if name not in line]:
+            raise DataError(
+                f"{HERE}, row {number}: no column {', '.join(absent[:3])}. Give each row all "
+                f"columns that {folder} was trained on; None: missing"
+            )
+    return {name: [line[name] for line in x] for name in columns}

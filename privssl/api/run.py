@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from privssl import models
 from privssl.algorithms import WITH_UNREAD
+from privssl.api.frames import label_of
 from privssl.api.new_rows import RowForm
+from privssl.data.fields import class_number
 from privssl.errors import ConfigError, DataError, RunFolderError, first_line
 from privssl.experiment import config as configs
 from privssl.experiment.devices import device_of
@@ -182,8 +184,8 @@ class Run:
 
         Args:
             x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow. Where the run
-                was trained on texts, texts; on a table, a data frame or a mapping of columns. A
-                frozen encoder of the run maps them.
+                was trained on texts, texts; on a table, a data frame, a mapping of columns, or a
+                list of mappings. A frozen encoder of the run maps them.
 
         Raises:
             privssl.UserError: rows of another form than those that the run was trained on; its
@@ -214,7 +216,7 @@ class Run:
 
         Args:
             x: rows as of :meth:`predict`.
-            y: their class numbers, or class names (N,).
+            y: their class numbers, or class names (N,); the label column of a frame as it is.
         """
         rows, true = self._convert(x), self._classes(y)
         if len(rows) != len(true) or not len(rows):
@@ -236,16 +238,25 @@ class Run:
     def _classes(self, y: Any) -> NDArray[np.int64]:
         """Class numbers (N,) of numbers or names."""
         names = self.class_names
+        number = {name: place for place, name in enumerate(names)}
         found = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.array(y)
+        if found.ndim == 1 and found.dtype.kind in "bf":  # of a frame, as a data set reads them
+            labels = [label_of(label) for label in found]
+            whole = all(label.removeprefix("-").isdecimal() for label in labels)
+            found = np.array(labels, dtype=np.int64 if whole and labels else object)
         if found.ndim == 1 and found.dtype.kind in "UO":
-            number = {name: place for place, name in enumerate(names)}
-            strange = sorted({str(label) for label in found} - set(names))
+            labels = [label_of(label) for label in found]
+            if "" in labels:
+                raise DataError(
+                    f"evaluate, row {labels.index('')}: no label. Leave out rows without one"
+                )
+            strange = sorted({label for label in labels if class_number(label, number) is None})
             if strange:
                 raise DataError(
                     f"evaluate: {self.folder} knows no class {', '.join(strange[:3])}. It has "
                     f"{', '.join(names[:20])}"
                 )
-            return np.array([number[str(label)] for label in found], dtype=np.int64)
+            return np.array([class_number(label, number) for label in labels], dtype=np.int64)
         if found.ndim != 1 or found.dtype.kind not in "iu":
             raise DataError(
                 f"evaluate: labels are {found.dtype} of shape {found.shape}. Give class numbers or "
@@ -255,7 +266,8 @@ class Run:
             raise DataError(f"evaluate: labels go from {found.min()} to {found.max()}, and classes "
                             f"from 0 to {len(names) - 1}. Number them as in training")  # fmt: skip
         said = set(map(str, found.tolist()))
-        if said <= set(names) and any(names[int(number)] != number for number in said):
+        by_name = {label: class_number(label, number) for label in said}
+        if None not in by_name.values() and any(at != int(n) for n, at in by_name.items()):
             raise DataError(
                 f"evaluate: labels {', '.join(sorted(said)[:3])} can be class numbers, which begin "
                 f"at 0, or the names {', '.join(names[:3])}. Give names, as text: y.astype(str)"

@@ -21,15 +21,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from privssl.data.declared_columns import MISSING, read_columns
+from privssl.data.fields import (
+    class_number,
+    doubled,
+    is_absent,
+    is_number,
+    odd_categories,
+    odd_numbers,
+    places_of,
+    plain,
+)  # fmt: skip
 from privssl.data.npz import NO_LABEL, Arrays, Scale, refuse_unprintable
-from privssl.errors import DataError
+from privssl.errors import DataError, first_few
 
 log = logging.getLogger("privssl")
 
 MOST_CATEGORIES = 1000  # of a column
 FEW_ROWS = 20  # fewer may have a different value each by chance
 COLUMNS = "Set data.label to the column of the classes"  # advice
-ABSENT = {"", "na", "n/a", "nan", "null", "none", "<na>"}  # a missing number, in small letters
 TWEET_CLASSES = ("negative", "positive")  # 0 and 1 in the files of Sentiment140
 
 
@@ -176,7 +185,7 @@ def part_of(
 
 def _records(fields: Sequence[str], columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     return tuple(
-        "\x1f".join(f"{n}={_plain(v)}" for n, v in zip(fields, values, strict=True))
+        "\x1f".join(f"{n}={plain(v)}" for n, v in zip(fields, values, strict=True))
         for values in zip(*(columns[n] for n in fields), strict=True)
     )
 
@@ -251,7 +260,11 @@ def _class_names(train: Part) -> tuple[str, ...]:
     if len(names) < 2:
         raise DataError(f"{train.path} has {len(names)} classes in its label column. Give two")
     refuse_unprintable(train.path, names)
-    if odd := [name for name in names if _is_absent(name)]:
+    if alike := doubled(names):
+        log.warning(
+            "%s: %r and %r are two classes. Write them alike if they are one.", train.path, *alike
+        )
+    if odd := [name for name in names if is_absent(name)]:
         rows = train.labels.count(odd[0])
         log.warning(
             "%s: %d rows have the label %s, which counts as a class. Leave the field empty where "
@@ -269,13 +282,13 @@ def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[n
                 f"{part.path}, {part.unit} {line}: no label. Give each test row its class, or move "
                 "it to the training rows"
             )
-        if value not in numbers:
+        if class_number(value, numbers) is None:
             why = "which no training row has" if known else "which is no declared class"
             raise DataError(
                 f"{part.path}, {part.unit} {line}: the label is {value!r}, {why}. Give one of "
                 f"{', '.join(names[:10])}"
             )
-    return np.array([numbers[value] for value in part.labels], dtype=np.int64)
+    return np.array([class_number(value, numbers) for value in part.labels], dtype=np.int64)
 
 
 # Columns -------------------------------------------------------------------------------------
@@ -297,19 +310,21 @@ def scales_of(train: Part) -> dict[str, Scale]:
                 f"{train.path} has a column without a name: row numbers of another program? Leave "
                 "it out (pandas: to_csv(index=False)), or name it"
             )
-        there = [(at, v) for at, v in enumerate(values) if not _is_absent(v)]
-        if there and all(_is_number(value) for _, value in there):
+        there = [(at, v) for at, v in enumerate(values) if not is_absent(v)]
+        if there and all(is_number(value) for _, value in there):
             numbers = [_number(train, name, v, at) for at, v in there]
             low, high, lacking = min(numbers), max(numbers), len(values) - len(there)
             if low == high and not lacking:
                 log.warning("%s: column %s is constant, so it tells nothing.", train.path, name)
+            if len(values) >= FEW_ROWS and (odd := odd_numbers(numbers)):
+                log.warning("%s: column %s %s.", train.path, name, odd)
             high = high if high > low else low + 1
             scales[name] = (low, high)
             if lacking:
                 scales[name] = (low, high, MISSING)
                 lacks.append(f"{name} ({lacking} of {len(values)})")
             continue
-        strange = [at for at, value in there if not _is_number(value)]
+        strange = [at for at, value in there if not is_number(value)]
         if strange and 2 * len(strange) < len(there):
             at = strange[0]
             raise DataError(
@@ -325,13 +340,8 @@ def scales_of(train: Part) -> dict[str, Scale]:
                 f"{train.path}: column {name} has {len(categories)} different values that are no "
                 f"numbers. Leave it out, or set data.text: {name}"
             )
-        if len(values) >= FEW_ROWS and 2 * len(categories) > len(values):
-            log.warning(
-                "%s: column %s has %d different values in %d rows: an identifier cannot help on "
-                "other rows. Leave it out (data.columns; Python: columns=), or set data.text if it "
-                "is a text.",
-                train.path, name, len(categories), len(values),
-            )  # fmt: skip
+        if len(values) >= FEW_ROWS and (odd := odd_categories(values)):
+            log.warning("%s: column %s %s.", train.path, name, odd)
         scales[name] = categories
     if not scales:
         raise DataError(f"{train.path} has no column beside its label")
@@ -349,8 +359,8 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
     if isinstance(scale[0], float):
         low, high = float(scale[0]), float(scale[1])
         if lacks := MISSING in scale:
-            absent = np.array([_is_absent(value) for value in values], dtype=bool)
-            values = ["0" if _is_absent(value) else value for value in values]
+            absent = np.array([is_absent(value) for value in values], dtype=bool)
+            values = ["0" if is_absent(value) else value for value in values]
         x = np.array([_number(part, name, v, at) for at, v in enumerate(values)])
         x = np.where(absent, (low + high) / 2, x) if lacks else x
         if beyond := int(((x < low) | (x > high)).sum()):
@@ -359,11 +369,16 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
         scaled = 2 * (x.clip(low, high) - low) / (high - low) - 1
         both = (scaled, 2.0 * absent - 1) if lacks else (scaled,)
         return np.stack(both, axis=1).astype(np.float32)
-    if new := sum(value not in scale for value in values):
-        log.warning("%s: %d values of column %s are no category of it, and count as none.",
-                    part.path, new, name)  # fmt: skip
-    hit = np.array([[value == category for category in scale] for value in values])
-    return (2.0 * hit.reshape(-1, len(scale)) - 1).astype(np.float32)
+    categories = tuple(map(str, scale))
+    places = np.array(places_of(values, categories), dtype=np.int64)
+    if new := int((places < 0).sum()):
+        log.warning(
+            "%s: %d values of column %s are no category of it (the first: %.40r; it has %s), and "
+            "count as none.", part.path, new, name, values[int((places < 0).argmax())],
+            first_few(categories),
+        )  # fmt: skip
+    hit: NDArray[np.bool_] = places[:, None] == np.arange(len(categories))
+    return np.where(hit, 1, -1).astype(np.float32)
 
 
 def _number(part: Part, name: str, value: str, place: int) -> float:
@@ -379,26 +394,3 @@ def _number(part: Part, name: str, value: str, place: int) -> float:
             f"{name}: [lowest, highest, {MISSING}]"
         )
     return number
-
-
-def _plain(value: str) -> str:
-    """A field in one form: equal are 1 and 1.0, an empty field and NA, True and true, and numbers
-    with a fraction that are equal in single precision, as frames may have them."""
-    if _is_absent(value):
-        return ""
-    if not _is_number(value):
-        return value.casefold()
-    number = float(value)  # a whole one may be an id, which single precision would round
-    return repr(number if number.is_integer() else float(np.float32(number)))
-
-
-def _is_absent(value: str) -> bool:
-    return value.strip().lower() in ABSENT
-
-
-def _is_number(value: str) -> bool:
-    try:
-        float(value)
-    except ValueError:
-        return False
-    return True

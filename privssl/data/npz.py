@@ -348,7 +348,8 @@ def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     seen = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
     seen = _not_finite(x) or seen
     raise DataError(
-        f"{path}: {name} is {x.dtype}{seen}. Give uint8 in 0..255, or floats in [0, 1] without NaN"
+        f"{path}: {name} is {x.dtype}{seen}. Give uint8 in 0..255, or floats in [0, 1] without "
+        "NaN, as images have them; time series as vectors: x.reshape(len(x), -1)"
     )
 
 

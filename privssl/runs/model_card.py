@@ -89,12 +89,19 @@ def _input_and_output(results: Mapping[str, Any]) -> list[str]:
     encoder = rows["encoder"]
     return [
         f"- input: {rows['kind']} rows (B, {', '.join(map(str, rows['shape']))}), float32, "
-        f"scaling: {rows['scaling']}",
+        f"scaling: {scaling_of(rows)}",
         *([f"- encoder: {encoder['name']}, weights {encoder['weights'][:12]}, trained on "
            f"{encoder['trained_on']}"] if encoder else []),
         *([f"- columns: {', '.join(rows['columns'])}"] if "columns" in rows else []),
         f"- output: logits (B, {len(names)}); classes in order: {', '.join(names)}",
     ]  # fmt: skip
+
+
+def scaling_of(rows: Mapping[str, Any]) -> str:
+    """How numbers become the network's input; ``rows``: of results.json."""
+    if rows.get("columns"):
+        return "columns by their bounds to [-1, 1], categories to one number each"
+    return str(rows["scaling"])
 
 
 def _results(results: Mapping[str, Any]) -> list[str]:

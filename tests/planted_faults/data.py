@@ -6,7 +6,7 @@ DATA = "privssl/data/__init__.py"
 SPLIT = "privssl/data/split.py"
 MANIFEST = "privssl/data/split_manifest.py"
 PARTITION = "privssl/data/partition.py"
-CSV_ROWS = "privssl/data/csv_rows.py"
+FIELDS = "privssl/data/fields.py"
 
 IN_CANONICAL = "tests/data/test_canonical.py::test_"
 IN_FRAMES = "tests/api/test_dataset.py::test_"
@@ -14,6 +14,7 @@ IN_KINDS = "tests/rows/test_kinds_of_rows.py::test_"
 IN_FEDERATION = "tests/data/test_federation.py::test_"
 IN_MANIFEST = "tests/data/test_split_manifest.py::test_"
 IN_TABLES = "tests/rows/test_csv_rows.py::test_"
+IN_SPELLINGS = "tests/rows/test_spellings.py::test_"
 IN_PARTITION = "tests/data/test_partition.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
@@ -28,7 +29,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a line of a table has another account in single precision",
-        ((CSV_ROWS, "else float(np.float32(number)))", "else number)"),),
+        ((FIELDS, "else float(np.float32(number)))", "else number)"),),
         (
             IN_FRAMES
             + "a_row_of_a_frame_is_the_same_record_in_single_precision_and_by_another_reader",
@@ -44,11 +45,24 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a patient's number is rounded, and patients share an account",
-        ((CSV_ROWS, "number if number.is_integer() else float(", "float("),),
+        ((FIELDS, "number if number.is_integer() else float(", "float("),),
         (
             IN_FRAMES
             + "a_row_of_a_frame_is_the_same_record_in_single_precision_and_by_another_reader",
         ),
+    ),
+    Fault(
+        "a whole number beside a missing one is no category",
+        ((FIELDS, "else places.get(plain(v), -1)", "else -1"),),
+        (
+            IN_SPELLINGS
+            + "a_category_of_whole_numbers_beside_a_missing_one_is_the_category_that_it_was",
+        ),
+    ),
+    Fault(
+        "frames are taken by place whatever their columns are",
+        (("privssl/api/frames.py", "if there != names[first]:", "if False:"),),
+        (IN_SPELLINGS + "frames_whose_columns_stand_in_another_order_are_not_taken_by_place",),
     ),
     Fault(
         "private vectors may be scaled by their own statistics",
@@ -182,8 +196,8 @@ FAULTS: tuple[Fault, ...] = (
         "a record has another account where a missing number is written otherwise",
         (
             (
-                "privssl/data/csv_rows.py",
-                "    if _is_absent(value):\n        return",
+                "privssl/data/fields.py",
+                "    if is_absent(value):\n        return",
                 "    if False:\n        return",
             ),
         ),
