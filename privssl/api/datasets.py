@@ -1,7 +1,6 @@
 """Rows in memory as a data set of a run: ``privssl.Dataset``."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -227,7 +226,7 @@ class Dataset:
     @property
     def warnings(self) -> list[str]:
         """What is odd about the rows. Of a private run's rows it is here alone: it counts rows."""
-        return [r.getMessage() for r in self.rows.said if r.levelno >= logging.WARNING]
+        return self.rows.warnings
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ def row_problems(
             yield Problem(f"algorithm.{key}", text)
     if getattr(config.algorithm, "generator", "") == "variational" and kind is not IMAGE:
         yield Problem("algorithm.generator", f"variational is for images, and {rows}. Set mixing")
-    if getattr(config.algorithm, "flip", False) and not kind.flips:
+    if getattr(config.algorithm, "flip", False) and kind is not IMAGE:
         yield Problem("algorithm.flip", f"true mirrors images, and {rows}. Leave it out")
 
 
