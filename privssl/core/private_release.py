@@ -4,7 +4,7 @@ labelled rows. The mechanisms say so, the step runner compares it with what is r
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,13 @@ def watch_mechanisms() -> Iterator[Made]:
         _made.reset(token)
 
 
+class Mechanism(Protocol):
+    """A plan of a private mechanism."""
+
+    @property
+    def event(self) -> Event: ...  # what it does in a visit
+
+
 def begin_release() -> None:
     """Say, inside a step, that a mechanism begins to use rows; outside of steps do nothing.
 
@@ -69,11 +76,10 @@ def begin_release() -> None:
     made.begun = True
 
 
-def record_release(event: Event, name: str, value: Mapping[str, Tensor] | Tensor) -> None:
-    """Write down, inside a step, what a mechanism with this event made for a field; outside of
-    steps do nothing."""
+def record_release(mechanism: Mechanism, name: str, value: Mapping[str, Tensor] | Tensor) -> None:
+    """Write down, inside a step, what a mechanism made for a field; outside of steps do nothing."""
     if (made := _made.get()) is not None:
-        made[name] = event, {n: t.detach().clone() for n, t in _tensors(value).items()}
+        made[name] = mechanism.event, {n: t.detach().clone() for n, t in _tensors(value).items()}
 
 
 def is_release(made: Made, event: Event, name: str, sent: Any) -> bool:

@@ -241,7 +241,7 @@ class PrivateTraining:
             for parameter, value in zip(self._optimizer.params, mean, strict=False):
                 parameter.copy_(value)
         for name, weights in self._parameters.items():
-            record_release(self._plan.event, name, weights)
+            record_release(self._plan, name, weights)
 
     def _apply_average(self, mean: list[Tensor], seen: int) -> list[Tensor]:
         """Add the present iterate to the mean of iterates: post-processing, which removes most of

@@ -67,7 +67,7 @@ class CensusPlan:
         begin_release()
         noise = torch.from_numpy(discrete_laplace(self.epsilon, counts.numel()))
         released = counts.cpu() + noise.view(counts.shape)
-        record_release(self.event, CENSUS, released)
+        record_release(self, CENSUS, released)
         return released
 
     def spending(self, settings: PrivacySettings) -> str:

@@ -29,6 +29,12 @@ PLAN = AccountPlan(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Mechanism:
+    event: PoissonSampledGaussianEvent
+
+
+MECHANISM = Mechanism(EVENT)
 Visit = Callable[[Any, "Sent", Any], Any]
 
 
@@ -65,7 +71,7 @@ def paying(inside: Visit) -> Visit:
     def step(agent: Any, message: Sent, ctx: Any) -> Any:
         with agent.account.spend(EVENT, ctx.charge_id):
             begin_release()
-            record_release(EVENT, "F", torch.ones(2))
+            record_release(MECHANISM, "F", torch.ones(2))
             with mechanism_reads():
                 return inside(agent, message, ctx)
 
@@ -274,7 +280,7 @@ def test_a_mechanism_that_did_something_else_than_was_charged_is_refused(
 ) -> None:
     def longer(agent: Any, message: Sent, ctx: Any) -> Sent:
         with agent.account.spend(EVENT, ctx.charge_id):
-            record_release(PoissonSampledGaussianEvent(4.0, 0.5, 11), "F", torch.ones(2))
+            record_release(Mechanism(PoissonSampledGaussianEvent(4.0, 0.5, 11)), "F", torch.ones(2))
             return Sent(F=torch.ones(2))
 
     with pytest.raises(PrivacyError, match="no private mechanism made its F"):
@@ -286,7 +292,7 @@ def test_weights_that_diverged_are_the_bits_that_were_made(there: LocalEngine) -
 
     def diverges(agent: Any, message: Sent, ctx: Any) -> Weights:
         with agent.account.spend(EVENT, ctx.charge_id):
-            record_release(EVENT, "F", lost)
+            record_release(MECHANISM, "F", lost)
             return Weights(F={name: tensor.clone() for name, tensor in lost.items()})
 
     with pytest.raises(MessageError, match="not finite"):  # of the engine: the step itself passed
