@@ -32,11 +32,7 @@ def kind_in(config: Any) -> RowKind | None:
 def row_problems(
     config: Any, kind: RowKind, algorithms: Mapping[str, type[Any]] = ALGORITHMS
 ) -> Iterator[Problem]:
-    """What in a config does not fit rows of a kind.
-
-    Args:
-        config: the ``privssl.experiment.config.Config`` being checked.
-    """
+    """What in a config (``experiment.config.Config``) does not fit rows of a kind."""
     name, model, rows = config.algorithm.name, config.model, f"rows are {kind.name}s"
     if config.data.encoder:
         rows = f"{config.data.encoder} makes {kind.name}s"
