@@ -1,7 +1,6 @@
 """Rows in memory as a data set of a run: ``privssl.Dataset``."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from privssl.api import frames
+from privssl.api.frames import frame_rows, read_frame, refuse_other_columns
 from privssl.core.agents import natural_order
 from privssl.data import datasets
 from privssl.data.npz import NAMES, NO_LABEL, UNLABELLED, check_arrays
@@ -31,7 +30,6 @@ class Dataset:
     def __init__(self, checked: datasets.Dataset) -> None:
         """``checked``: as the functions below make it."""
         self.rows = checked
-        self._scales: Mapping[str, Any] = {}  # of the columns of a frame
 
     @classmethod
     def from_arrays(
@@ -56,9 +54,8 @@ class Dataset:
         Raises:
             privssl.UserError: the arrays are not in that form.
         """
-        given = dict(zip(NAMES, (x_train, y_train, x_test, y_test), strict=True))
-        if x_unlabelled is not None:
-            given[UNLABELLED] = x_unlabelled
+        rest = () if x_unlabelled is None else (x_unlabelled,)
+        given = (x_train, y_train, x_test, y_test, *rest)
         return _checked("Dataset.from_arrays", given, class_names)
 
     @classmethod
@@ -71,12 +68,9 @@ class Dataset:
         Raises:
             privssl.UserError: an item is no (row, label), or the rows are not in that form.
         """
-        names = getattr(train, "classes", None)
-        parts: dict[str, Any] = {}
-        for part, items in (("train", train), ("test", test)):
-            where = f"Dataset.from_torch: {part}"
-            parts[f"x_{part}"], parts[f"y_{part}"] = _collected(where, _pairs(where, items))
-        return _checked("Dataset.from_torch", parts, names)
+        where = "Dataset.from_torch"
+        given = (*_of_pairs(f"{where}: train", train), *_of_pairs(f"{where}: test", test))
+        return _checked(where, given, getattr(train, "classes", None))
 
     @classmethod
     def from_huggingface(
@@ -94,12 +88,10 @@ class Dataset:
         Raises:
             privssl.UserError: no such column, or the rows are not in that form.
         """
-        parts: dict[str, Any] = {}
-        for part, items in (("train", train), ("test", test)):
-            where = f"Dataset.from_huggingface: {part}"
-            parts[f"x_{part}"], parts[f"y_{part}"] = _of_split(where, items, row, label)
-        names = getattr(train.features[label], "names", None)
-        return _checked("Dataset.from_huggingface", parts, names)
+        where = "Dataset.from_huggingface"
+        rows = _of_split(f"{where}: train", train, row, label)
+        tests = _of_split(f"{where}: test", test, row, label)
+        return _checked(where, (*rows, *tests), getattr(train.features[label], "names", None))
 
     @classmethod
     def from_frame(
@@ -130,10 +122,7 @@ class Dataset:
             privssl.UserError: no such column, a number is missing and not declared so, or a wrong
                 declaration.
         """
-        rows, scales = frames.read_frame(frame, label, test, columns, class_names)
-        made = cls(rows)
-        made._scales = scales
-        return made
+        return cls(read_frame(frame, label, test, columns, class_names))
 
     def network_rows(self, frame: Any) -> NDArray[np.float32]:
         """Rows of another frame with these columns (N, features), as ``run.predict`` takes them.
@@ -141,11 +130,11 @@ class Dataset:
         Raises:
             privssl.UserError: the data set is not from a frame, or a column is missing.
         """
-        if not self._scales:
+        if self.rows.scales is None:
             raise DataError(
                 "network_rows: this data set is from no frame. Give rows as it has them"
             )
-        return frames.frame_rows(frame, self._scales)
+        return frame_rows(frame, self.rows.scales)
 
     @classmethod
     def federated(
@@ -197,15 +186,14 @@ class Dataset:
             y.append(labels)
         if not isinstance(test, tuple | list) or len(test) != 2:
             raise DataError(f"{where}: test is {type(test).__name__}. Give (x, y) of the test rows")
-        frames.refuse_other_columns(where, parts | {"test": test[0]})
+        refuse_other_columns(where, parts | {"test": test[0]})
         _agents_of(where, held)
         if len({rows.shape[1:] for rows in x}) != 1 or len({rows.dtype for rows in x}) != 1:
             forms = {name: (r.dtype.name, r.shape[1:]) for name, r in zip(held, x, strict=True)}
             raise DataError(
                 f"{where}: agents have rows of different forms or types: {forms}. Make them alike"
             )
-        arrays = dict(zip(NAMES, (np.concatenate(x), np.concatenate(y), *test), strict=True))
-        return _checked(where, arrays, class_names, held)
+        return _checked(where, (np.concatenate(x), np.concatenate(y), *test), class_names, held)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -227,7 +215,7 @@ class Dataset:
     @property
     def warnings(self) -> list[str]:
         """What is odd about the rows. Of a private run's rows it is here alone: it counts rows."""
-        return [r.getMessage() for r in self.rows.said if r.levelno >= logging.WARNING]
+        return self.rows.warnings
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -295,10 +283,12 @@ def _agents_of(where: str, held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(
-    where: str, given: Mapping[str, Any], names: Sequence[str] | None, held: Any = None
+    where: str, given: Sequence[Any], names: Sequence[str] | None, held: Any = None
 ) -> Dataset:
-    frames.refuse_other_columns(where, {n: x for n, x in given.items() if n.startswith("x")})
-    found = {name: to_array(f"{where}: {name}", value) for name, value in given.items()}
+    """``given``: rows and classes in the order of ``NAMES``, and rows without a label, if any."""
+    by_name = dict(zip((*NAMES, UNLABELLED), given, strict=False))
+    refuse_other_columns(where, {n: x for n, x in by_name.items() if n.startswith("x")})
+    found = {name: to_array(f"{where}: {name}", value) for name, value in by_name.items()}
     if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
         raise DataError(f"{where}: class_names is {names!r}. Give a list of names")
     with datasets.recorded() as said:
@@ -360,11 +350,16 @@ def _of_split(
     return _collected(where, ((item[row], item[label]) for item in _items(where, items)))
 
 
-def _pairs(where: str, items: Any) -> Iterator[tuple[Any, Any]]:
-    for number, item in enumerate(_items(where, items)):
-        if not (isinstance(item, tuple | list) and len(item) == 2):
-            raise DataError(f"{where}: item {number} is no (row, label) but {_short(item)}")
-        yield item[0], item[1]
+def _of_pairs(where: str, items: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """The same of a map-style data set of (row, label)."""
+
+    def pairs() -> Iterator[tuple[Any, Any]]:
+        for number, item in enumerate(_items(where, items)):
+            if not (isinstance(item, tuple | list) and len(item) == 2):
+                raise DataError(f"{where}: item {number} is no (row, label) but {_short(item)}")
+            yield item[0], item[1]
+
+    return _collected(where, pairs())
 
 
 def _collected(

@@ -24,9 +24,8 @@ def read_frame(
     test: Any,
     columns: Mapping[str, Sequence[Any]] | None,
     class_names: Sequence[str] | None,
-) -> tuple[datasets.Dataset, Mapping[str, Scale]]:
-    """The rows of a frame, and the scales of its columns; arguments and errors as of
-    ``Dataset.from_frame``."""
+) -> datasets.Dataset:
+    """The rows of a frame; arguments and errors as of ``Dataset.from_frame``."""
     label = str(label)
     declared = None if columns is None else _declared(columns, label)
     wanted = None if declared is None else tuple(declared)
@@ -52,7 +51,7 @@ def read_frame(
     return replace(
         made, said=tuple(said), table=table,
         tests_drawn=drawn, names_declared=names is not None,
-    ), scales  # fmt: skip
+    )  # fmt: skip
 
 
 def frame_rows(frame: Any, scales: Mapping[str, Scale]) -> NDArray[np.float32]:

@@ -154,8 +154,6 @@ class RowForm:
         lengths = {len(values) for values in columns.values()}
         if len(lengths) > 1:
             raise DataError(f"{HERE}: columns have different lengths. Give each row all of them")
-        if lengths == {0}:
-            return np.zeros((0, *self.shape), dtype=np.float32)
         return numbers_of(Part(Path(HERE), columns, (), range(*lengths), (), "row"), self.columns)
 
     def _encode_texts(self, texts: Sequence[str]) -> NDArray[Any]:

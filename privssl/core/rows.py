@@ -27,8 +27,6 @@ class RowKind:
     networks: tuple[str, ...]  # of ``model.name``
     norms: tuple[str, ...]  # of ``model.norm``
     views: tuple[str, ...]  # names of augmentations
-    flips: bool  # whether rows can be mirrored
-    drawn: bool  # whether pictures show rows
     scaling: str  # of a network's input
 
 
@@ -39,16 +37,15 @@ IMAGE = RowKind(
     ("group", "batch", "static", "none"),
     ("none", "weak", "mid", "strong", "crop", "shift", "fixmatch", "fedmatch", "fedseal",
      "fedtrinet"),
-    flips=True, drawn=True, scaling="[-1, 1]",
+    scaling="[-1, 1]",
 )  # fmt: skip
 SEQUENCE = RowKind(
     "sequence", ("linear", "mlp", "text_cnn", "gru"), ("group", "batch", "none"),
-    ("none", "weak", "mid", "strong"), flips=False, drawn=False, scaling="as stored",
+    ("none", "weak", "mid", "strong"), scaling="as stored",
 )  # fmt: skip
 VECTOR = RowKind(
     "vector", ("linear", "mlp"), ("group", "batch", "none"),
-    ("none", "weak", "mid", "strong"), flips=False, drawn=False,
-    scaling="bytes to [-1, 1], other numbers as stored",
+    ("none", "weak", "mid", "strong"), scaling="bytes to [-1, 1], other numbers as stored",
 )  # fmt: skip
 #: Networks with dropout, which private runs refuse.
 WITH_DROPOUT = ("trinet_cnn", "trinet_svhn")

@@ -13,6 +13,7 @@ from privssl.ops.precision import Precision
 from privssl.runtime import randomness
 
 StepT = TypeVar("StepT")
+NetworkFactory = Callable[[], nn.Module]  # builds an untrained network
 
 
 def on_agent(step: StepT) -> StepT:
@@ -84,15 +85,9 @@ class Task:
 
     classes: int
     shape: Shape
-    new_classifier: "NetworkFactory"
+    new_classifier: NetworkFactory
     precision: Precision = "float32"
-    narrow_classifier: "Callable[[float], nn.Module] | None" = None
-
-
-class NetworkFactory(Protocol):
-    """Builds an untrained network."""
-
-    def __call__(self) -> nn.Module: ...
+    narrow_classifier: Callable[[float], nn.Module] | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from privssl.core.agents import (
     natural_order,
 )
 from privssl.data import split_manifest as manifests
-from privssl.data.datasets import Dataset, checksum, expand_path, load_dataset, redraw_test_rows
+from privssl.data.datasets import Dataset as Dataset
+from privssl.data.datasets import checksum, expand_path, load_dataset, redraw_test_rows
 from privssl.data.encoded import HeldRows
 from privssl.data.npz import NO_LABEL
 from privssl.data.split import SERVER, RoleAssignment, Split, draw_split, holders, settings_of_split
@@ -37,18 +38,6 @@ from privssl.data.split_manifest import AgentRows, Manifest
 from privssl.errors import DataError
 from privssl.runtime import randomness
 from privssl.settings.schema import AgentSettings, DataSettings
-
-__all__ = [
-    "Dataset",
-    "FederatedDataset",
-    "build",
-    "class_counts",
-    "class_counts_of",
-    "test_rows_only",
-    "agent_refs",
-    "labelled_rows",
-    "unlabelled_rows",
-]
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,6 +76,11 @@ class Dataset:
         return tuple(self.x_train.shape[1:])
 
     @property
+    def warnings(self) -> list[str]:
+        """What reading the rows warned of."""
+        return [record.getMessage() for record in self.said if record.levelno >= logging.WARNING]
+
+    @property
     def about_rows(self) -> dict[str, Any]:
         """The form of a row and the class names in output order, for users of the classifier."""
         kind = kind_of(self.shape)

@@ -15,6 +15,7 @@ from privssl.errors import DataError
 from privssl.settings.yaml_reader import ExponentText, YamlError, read_document
 
 MISSING = "missing"  # third in the scale of a numeric column that may lack values
+NUMBERS = (int, float, ExponentText)  # of bounds, where 1e6 is a number
 
 
 def read_columns(path: Path, label: str) -> dict[str, Scale]:
@@ -30,23 +31,7 @@ def read_columns(path: Path, label: str) -> dict[str, Scale]:
     if found.problems:
         first = found.problems[0]
         raise DataError(f"{path}, line {first.line}: {first.key}: {first.text}")
-    return check_scales(path, _with_numbers(found.value), label)
-
-
-def _with_numbers(found: object) -> object:
-    """The value of a document, in which 1e6 is a number where it is a bound."""
-    if not isinstance(found, dict):
-        return found
-    return {
-        name: _bounds(values) if isinstance(values, tuple) else values
-        for name, values in found.items()
-    }
-
-
-def _bounds(values: tuple[object, ...]) -> list[object]:
-    if not all(isinstance(value, int | float | ExponentText) for value in values[:2]):
-        return list(values)
-    return [float(value) if isinstance(value, ExponentText) else value for value in values]
+    return check_scales(path, found.value, label)
 
 
 def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
@@ -55,23 +40,20 @@ def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
         raise DataError(f"{path}: give a line for each column, name: [lowest, highest]")
     scales: dict[str, Scale] = {}
     for name, values in found.items():
-        bounds = values[:2] if isinstance(values, list | tuple) else ()
-        numbers = len(bounds) == 2 and all(type(v) in (int, float) for v in bounds)
-        lacks = values[2:] if numbers else ()
-        known = list(lacks) in ([], [MISSING])
-        if numbers and known and -math.inf < bounds[0] < bounds[1] < math.inf:
-            low, high = map(float, bounds)
-            scales[str(name)] = (low, high, MISSING) if lacks else (low, high)
-        elif (
-            isinstance(values, list | tuple) and values and all(isinstance(v, str) for v in values)
-        ):
-            if twice := sorted({v for v in values if list(values).count(v) > 1}):
+        given = list(values) if isinstance(values, list | tuple) else []
+        numbers = len(given) > 1 and all(type(v) in NUMBERS for v in given[:2])
+        low, high = map(float, given[:2]) if numbers else (0.0, 0.0)
+        if -math.inf < low < high < math.inf and given[2:] in ([], [MISSING]):
+            scales[str(name)] = (low, high, MISSING) if given[2:] else (low, high)
+        elif given and not numbers and all(isinstance(v, str) for v in given):
+            if twice := sorted({v for v in given if given.count(v) > 1}):
                 raise DataError(f"{path}: {name} has the category {twice[0]!r} twice. Drop one")
-            scales[str(name)] = tuple(map(str, values))
+            scales[str(name)] = tuple(map(str, given))
         else:
             raise DataError(
-                f"{path}: {name} is {values!r}. Give [lowest, highest], two finite numbers, with "
-                f"{MISSING} as a third where values may be, or a list of categories in quotes"
+                f"{path}: {name} is {given or values!r}. Give [lowest, highest], two finite "
+                f"numbers, with {MISSING} as a third where values may be, or a list of categories "
+                "in quotes"
             )
     if label in scales:
         raise DataError(f"{path} declares {label}, which is data.label. Leave it out")

@@ -211,17 +211,16 @@ _CIFAR_FILES = tuple(
     for file in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta")
 )
 
+
+def _like_mnist(name: str, class_names: tuple[str, ...]) -> _Published:
+    folder = f"{name}/raw"
+    read = partial(_idx, folder, class_names)
+    return _Published(name, _idx_files(folder), (1, 28, 28), read, "")
+
+
 PUBLISHED = {
-    "mnist": _Published(
-        "MNIST", _idx_files("MNIST/raw"), (1, 28, 28), partial(_idx, "MNIST/raw", DIGITS), ""
-    ),
-    "fashion_mnist": _Published(
-        "FashionMNIST",
-        _idx_files("FashionMNIST/raw"),
-        (1, 28, 28),
-        partial(_idx, "FashionMNIST/raw", GARMENTS),
-        "",
-    ),
+    "mnist": _like_mnist("MNIST", DIGITS),
+    "fashion_mnist": _like_mnist("FashionMNIST", GARMENTS),
     "cifar10": _Published("CIFAR10", _CIFAR_FILES, (3, 32, 32), _cifar10, ""),
     "svhn": _Published("SVHN", ("train_32x32.mat", "test_32x32.mat"), (3, 32, 32), _svhn, "test"),
 }

@@ -95,7 +95,8 @@ def read_folder(
     rest = _sorted_images(beside, skipped, "it") if beside.is_dir() else []
     if not train and not rest:
         raise DataError(f"{root} holds no image in train/CLASS or unlabelled. Correct its path")
-    skipped |= _folders_beside(root)
+    beyond = _folders(root) - {"train", "test", UNLABELLED}
+    skipped |= Counter(f"folder {name}" for name in beyond)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         heads = list(pool.map(_head, train + test + rest))
         form = _form(heads, image_size)
@@ -136,9 +137,7 @@ def _classes_of_both(root: Path, skipped: Counter[str]) -> tuple[str, ...]:
 
 def _refuse_undeclared(folder: Path, classes: Sequence[str]) -> None:
     """Raise DataError for a folder that is no declared class."""
-    there = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
-    strange = sorted(name for name in there if name[0] != "." and name not in classes)
-    if strange:
+    if strange := sorted(_folders(folder).difference(classes) if folder.is_dir() else ()):
         raise DataError(
             f"{folder}: {', '.join(map(ascii, strange))} is no declared class. Give one of "
             f"{', '.join(classes[:10])}"
@@ -197,13 +196,11 @@ def _log_skipped(root: Path, skipped: Counter[str]) -> None:
 
 def _classes(folder: Path, skipped: Counter[str]) -> tuple[str, ...]:
     try:
-        entries = list(folder.iterdir())
+        found, entries = _folders(folder), list(folder.iterdir())
     except OSError as error:
         raise DataError(
             f"{folder}: {error.strerror}. data.root must hold train/CLASS/* and test/CLASS/*"
         ) from None
-    names = [p.name for p in entries if p.is_dir() and p.name[0] != "."]
-    found = sorted(names, key=lambda name: (natural_order(name), name))
     for entry in entries:
         if entry.name[0] == ".":
             skipped[HIDDEN] += 1
@@ -214,12 +211,11 @@ def _classes(folder: Path, skipped: Counter[str]) -> tuple[str, ...]:
             f"{folder} has {len(found)} folders. Make one for each class, at least two, with "
             "the images of the class in it"
         )
-    return tuple(found)
+    return tuple(sorted(found, key=lambda name: (natural_order(name), name)))
 
 
-def _folders_beside(root: Path) -> Counter[str]:
-    names = [p.name for p in root.iterdir() if p.is_dir() and p.name[0] != "."]
-    return Counter(f"folder {name}" for name in names if name not in ("train", "test", UNLABELLED))
+def _folders(place: Path) -> set[str]:
+    return {p.name for p in place.iterdir() if p.is_dir() and p.name[0] != "."}
 
 
 def _files(

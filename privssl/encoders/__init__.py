@@ -19,6 +19,8 @@ from privssl.core.rows import SEQUENCE, VECTOR, RowKind
 from privssl.encoders.frozen import Encoder as Encoder
 from privssl.encoders.frozen import caches as caches
 from privssl.encoders.frozen import encode as encode
+from privssl.encoders.own_encoders import open_own_encoder
+from privssl.encoders.text_encoders import open_text_encoder
 from privssl.errors import DataError
 from privssl.runtime import plugins
 from privssl.settings.names import (
@@ -65,12 +67,8 @@ def open_encoder(name: str, weights: str = "") -> Encoder:
     if not is_known(name):
         raise DataError(f"data.encoder is {name!r}. Give one of {', '.join(NAMES)}")
     if is_own_encoder(name):
-        from privssl.encoders.own_encoders import open_own_encoder
-
         return open_own_encoder(name, weights)
     if reads_texts(name):
-        from privssl.encoders.text_encoders import open_text_encoder
-
         return open_text_encoder(name)
     from privssl.encoders.image_encoders import open_image_encoder
 

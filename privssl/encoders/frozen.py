@@ -70,18 +70,21 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
         return found
     names = [digest_of(row) for row in rows]
     plain = "".join(c if c.isalnum() else "_" for c in encoder.name)[-60:]
-    cache = _Cache(folder / CACHES / f"{plain}-{encoder.checksum[:16]}-{FORMAT}")
-    known = cache.read(set(names), found.shape[1:])
+    cache = folder / CACHES / f"{plain}-{encoder.checksum[:16]}-{FORMAT}"
+    known = _read(cache, set(names), found.shape[1:])
     missing = list({name: place for place, name in enumerate(names) if name not in known}.values())
     if missing:
         log.info("%s encodes %d of %d rows, once", encoder.name, len(missing), len(rows))
         per_block = max(1, BLOCK_BYTES // (2 * math.prod(encoder.shape)))
-        with _progress() as bar:
+        on_terminal = sys.stderr.isatty()
+        with Progress(
+            console=Terminal(stderr=True), transient=True, disable=not on_terminal
+        ) as bar:
             task = bar.add_task(f"{encoder.name}: rows encoded", total=len(missing))
             for start in range(0, len(missing), per_block):
                 block = missing[start : start + per_block]
                 _fill(encoder, rows, found, block, lambda: bar.advance(task))
-                cache.write([names[place] for place in block], found[block])
+                _keep(cache, [names[place] for place in block], found[block])
         known |= {names[place]: found[place] for place in missing}
     for place, name in enumerate(names):
         found[place] = known[name]
@@ -135,50 +138,35 @@ def _fill(
             done()
 
 
-def _progress() -> Progress:
-    """A bar on standard error, if that is a terminal."""
-    return Progress(
-        console=Terminal(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    )  # fmt: skip
-
-
-class _Cache:
-    """The features that one encoder has made, in blocks."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def read(self, wanted: set[bytes], shape: Sequence[int]) -> dict[bytes, Tensor]:
-        """The features of those rows that are there; blocks with damage are removed."""
-        known: dict[bytes, Tensor] = {}
-        for path in sorted(self._folder.glob("*.safetensors")):
-            if len(known) == len(wanted):
-                break
-            try:
-                names, features = _read_block(path, shape)
-            except (OSError, SafetensorError, ValueError, KeyError) as error:
-                log.warning("%s is damaged (%s): its rows are encoded again.", path, error)
-                path.unlink(missing_ok=True)
-                continue
-            known |= {n: f for n, f in zip(names, features, strict=True) if n in wanted}
-        return known
-
-    def write(self, names: Sequence[bytes], features: Tensor) -> None:
-        """Add a block. Without room on the disk the features are used, and not kept."""
+def _read(cache: Path, wanted: set[bytes], shape: Sequence[int]) -> dict[bytes, Tensor]:
+    """The features of those rows that are there; blocks with damage are removed."""
+    known: dict[bytes, Tensor] = {}
+    for path in sorted(cache.glob("*.safetensors")):
+        if len(known) == len(wanted):
+            break
         try:
-            self._folder.mkdir(0o700, parents=True, exist_ok=True)  # names tell of rows
-            tensors = {
-                "rows": torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(
-                    -1, 16
-                ),
-                "features": features.contiguous(),
-            }
-            about = {"format": FORMAT, "sha256": _checksum(tensors)}
-            name = hashlib.sha256(b"".join(names)).hexdigest()[:16]
-            atomic_files.replace(self._folder / f"{name}.safetensors", save(tensors, about))
-        except OSError as error:
-            log.warning("%s: features cannot be kept (%s), so the next run encodes again.",
-                        self._folder, error)  # fmt: skip
+            names, features = _read_block(path, shape)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            log.warning("%s is damaged (%s): its rows are encoded again.", path, error)
+            path.unlink(missing_ok=True)
+            continue
+        known |= {n: f for n, f in zip(names, features, strict=True) if n in wanted}
+    return known
+
+
+def _keep(cache: Path, names: Sequence[bytes], features: Tensor) -> None:
+    """Add a block. Without room on the disk the features are used, and not kept."""
+    whole = b"".join(names)
+    rows = torch.frombuffer(bytearray(whole), dtype=torch.uint8).view(-1, 16)
+    tensors = {"rows": rows, "features": features.contiguous()}
+    about = {"format": FORMAT, "sha256": _checksum(tensors)}
+    path = cache / f"{hashlib.sha256(whole).hexdigest()[:16]}.safetensors"
+    try:
+        cache.mkdir(0o700, parents=True, exist_ok=True)  # names tell of rows
+        atomic_files.replace(path, save(tensors, about))
+    except OSError as error:
+        log.warning("%s: features cannot be kept (%s), so the next run encodes again.",
+                    cache, error)  # fmt: skip
 
 
 def _read_block(path: Path, shape: Sequence[int]) -> tuple[list[bytes], Tensor]:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from privssl.encoders.frozen import Encoder, Rows, checksum_of, load_tensors
 from privssl.errors import DataError
+from privssl.models.own_networks import library_maker
 from privssl.ops.precision import has_instructions
 
 SIDE = 112  # pixels of the shorter side, at least
@@ -30,11 +31,11 @@ def open_image_encoder(name: str, weights: str) -> Encoder:
     if prefix == "efficientnet_lite0":
         return _efficientnet_lite0(name)
     path = _weights_path(name, prefix, network, weights)
-    shape = (_features_of(_untrained(name, prefix, network)),)
+    shape = (_features_of(_untrained(name)),)
     steps = {**STEPS, "name": name, "mean": MEAN, "deviation": DEVIATION}
 
     def build() -> Callable[[Rows], Tensor]:
-        net = _untrained(name, prefix, network)
+        net = _untrained(name)
         wanted, found = net.state_dict(), load_tensors(path)
         fitting = {n: w for n, w in found.items() if n in wanted and w.shape == wanted[n].shape}
         if absent := sorted(wanted.keys() - fitting.keys()):
@@ -90,33 +91,21 @@ def _weights_path(name: str, prefix: str, network: str, weights: str) -> Path:
     return path
 
 
-def _untrained(name: str, prefix: str, network: str) -> nn.Module:
-    """The network without its last layer. Raises DataError for an unknown name."""
-    if prefix == "timm":
+def _untrained(name: str) -> nn.Module:
+    """The network without its last layer. Raises ConfigError for an unknown name, DataError where
+    there is no such layer."""
+    make = library_maker("data.encoder", name)
+    if name.startswith("timm:"):
         try:
-            import timm
-        except ImportError:
-            raise DataError(
-                f"data.encoder {name} needs the package timm: pip install timm"
-            ) from None
-        if not timm.is_model(network):  # other names read folders, or a hub
-            raise DataError(f"data.encoder is {name}, which timm does not have. Give another name")
-        try:
-            found: nn.Module = timm.create_model(network, pretrained=False, num_classes=0)
-        except RuntimeError as error:
+            found: nn.Module = make(pretrained=False, num_classes=0)
+        except RuntimeError as error:  # the part of the name behind a dot
             raise DataError(f"data.encoder is {name}: {error}. Give another name") from None
         return found
-    import torchvision
-
-    try:
-        net: nn.Module = torchvision.models.get_model(network, weights=None)
-    except ValueError as error:
-        raise DataError(f"data.encoder is {name}: {error}. Give another name") from None
+    net: nn.Module = make(weights=None)
     heads = [n for n, layer in net.named_modules() if isinstance(layer, nn.Linear)]
     if not heads:
         raise DataError(f"data.encoder is {name}, which has no linear layer to take off")
-    parent, _, last = heads[-1].rpartition(".")
-    setattr(net.get_submodule(parent), last, nn.Identity())
+    net.set_submodule(heads[-1], nn.Identity())
     return net
 
 

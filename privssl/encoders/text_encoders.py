@@ -5,6 +5,7 @@ by a constant, so that their numbers are of about 1. ``minilm_tweets`` is one ve
 text's tokens in three layers. Inner layers of a network that compares meanings say more of tone.
 """
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -71,8 +72,6 @@ def _minilm_folder(name: str) -> Path:
 
 
 def _hidden_size(path: Path) -> int:
-    import json
-
     try:
         settings = json.loads(path.read_text())
         size = int(settings["hidden_size"])

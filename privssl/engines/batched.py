@@ -2,12 +2,9 @@
 
 A small network leaves a GPU idle, because most of a step's time is kernel launches. So steps of
 several agents run in lockstep (``training/batched/scheduler.py``), each with its own batches and
-random numbers. When a step calls a network or takes an optimiser step
-(``local_training.minimise``), it waits for the others, and the operation is done for all at once
-(``training/batched/stacking.py``). Algorithms need not know.
-
-Forward passes come first. When every step waits for its optimiser, the optimiser steps are taken.
-DP-SGD works likewise (``privacy/batched_dp_sgd.py``). Each account is charged by its own step,
+random numbers. When a step calls a network or takes an optimiser step, it waits for the others, and
+the operation is done for all at once: forward passes first (``training/batched/stacking.py``,
+``privacy/batched_dp_sgd.py``). Algorithms need not know. Each account is charged by its own step,
 before its rows are read, and no agent's rows or noise enter another's network.
 
 Each step has a copy of the algorithm with networks of its own, which later serves another agent.

@@ -277,20 +277,16 @@ class WorkerEngine(LocalEngine):
     # Starting and ending workers -----------------------------------------------------------
 
     def _fill_places(self) -> None:
-        for place, worker in enumerate(self._workers):
-            if worker is None:
-                self._start_worker(place)
-
-    def _start_worker(self, place: int) -> None:
-        with pending_signals():
+        for place in [place for place, worker in enumerate(self._workers) if worker is None]:
+            serve = partial(self._serve, place)
             try:
-                worker = Worker.fork(partial(self._serve, place), [self._common_buffer])
+                with pending_signals():
+                    self._workers[place] = Worker.fork(serve, [self._common_buffer])
             except OSError as error:
                 raise WorkerError(
                     f"The system starts no worker process: {error.strerror}. Set run.workers=1, "
                     "and all agents work in one process"
                 ) from error
-            self._workers[place] = worker
 
     def _stop_worker(self, worker: Worker) -> str:
         self._workers = [None if other is worker else other for other in self._workers]

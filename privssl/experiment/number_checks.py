@@ -10,12 +10,8 @@ LARGEST = {"agents": 10**6, "model": 2**16, "algorithm": 10**7}
 
 
 def number_problems(config: Any, bad: Collection[str]) -> Iterator[Problem]:
-    """Problems of single numbers of a config, and of batch norm with batches of one row.
-
-    Args:
-        config: the ``privssl.experiment.config.Config`` being checked.
-        bad: keys that are reported already.
-    """
+    """Problems of single numbers of a config (``experiment.config.Config``), and of batch norm with
+    batches of one row. ``bad``: keys that are reported already."""
     for problem in (*_whole(config), *_real(config), *_batch_norm(config)):
         if problem.key not in bad:
             yield problem

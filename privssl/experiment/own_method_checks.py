@@ -26,16 +26,13 @@ def problems_of(kind: type[Any], config: Any) -> Iterator[Problem]:
     with plugin_errors([(own, "algorithm.name", config.algorithm.name)], passing=UnusableValue):
         found = kind.problems(config)
         for one in found if hasattr(found, "__iter__") else [found]:
-            if not (isinstance(one, tuple) and len(one) == 2 and all(map(_is_text, one))):
+            text = isinstance(one, tuple) and all(isinstance(part, str) for part in one)
+            if not (text and len(one) == 2):
                 raise ConfigError(
                     f"algorithm.name {config.algorithm.name}: problems gives {str(one)[:60]!r}. "
                     'Yield Problem("section.key", "what is wrong, and what to do")'
                 )
             yield Problem(*one)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def not_private(name: str, private: Sequence[str]) -> str:

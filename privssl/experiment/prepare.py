@@ -5,7 +5,6 @@ cannot be split, an absent device, a privacy plan that cannot be met, a delta th
 """
 
 import dataclasses
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,7 +88,9 @@ class Prepared:
     @property
     def warnings(self) -> list[str]:
         """All that was warned of before the first round, without what a private run may not say."""
-        return [*self.config.warnings, *self.nominal_warnings, *self.data_warnings]
+        # those of rows have no noise
+        of_rows = [] if self.config.privacy else self.federated_data.dataset.warnings
+        return [*self.config.warnings, *self.nominal_warnings, *of_rows]
 
     @property
     def nominal_warnings(self) -> list[str]:
@@ -99,14 +100,6 @@ class Prepared:
             return []
         bare = tuple(n for n in privacy.update_at_support if n not in privacy.protect)
         return [str(Nominal(privacy.epsilon, privacy.delta, privacy.protect, bare))]
-
-    @property
-    def data_warnings(self) -> list[str]:
-        """Warnings of reading the rows; none in a private run, as they have no noise."""
-        if self.config.privacy is not None:
-            return []
-        said = self.federated_data.dataset.said
-        return [record.getMessage() for record in said if record.levelno >= logging.WARNING]
 
     @property
     def published_split_hash(self) -> str:

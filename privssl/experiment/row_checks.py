@@ -32,11 +32,7 @@ def kind_in(config: Any) -> RowKind | None:
 def row_problems(
     config: Any, kind: RowKind, algorithms: Mapping[str, type[Any]] = ALGORITHMS
 ) -> Iterator[Problem]:
-    """What in a config does not fit rows of a kind.
-
-    Args:
-        config: the ``privssl.experiment.config.Config`` being checked.
-    """
+    """What in a config (``experiment.config.Config``) does not fit rows of a kind."""
     name, model, rows = config.algorithm.name, config.model, f"rows are {kind.name}s"
     if config.data.encoder:
         rows = f"{config.data.encoder} makes {kind.name}s"
@@ -55,7 +51,7 @@ def row_problems(
             yield Problem(f"algorithm.{key}", text)
     if getattr(config.algorithm, "generator", "") == "variational" and kind is not IMAGE:
         yield Problem("algorithm.generator", f"variational is for images, and {rows}. Set mixing")
-    if getattr(config.algorithm, "flip", False) and not kind.flips:
+    if getattr(config.algorithm, "flip", False) and kind is not IMAGE:
         yield Problem("algorithm.flip", f"true mirrors images, and {rows}. Leave it out")
 
 

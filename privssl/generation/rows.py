@@ -100,19 +100,17 @@ def generate_rows(
     wanted = torch.tensor([names.index(name) for name in dict.fromkeys(asked)])
     labels = wanted[torch.arange(count) % len(wanted)]
     levels = _draw(generator, labels, names, shape, seed)
-    for draw in range(1, DRAWS):
+    for draw in range(1, DRAWS + 1):
         again = _unsure(levels, labels, confidence, classify)
         if not len(again):
-            break
-        levels[again] = _draw(generator, labels[again], names, shape, seed, draw)
-    again = _unsure(levels, labels, confidence, classify)
-    if len(again):
-        name = names[int(labels[again[0]])]
-        raise UserError(
-            f"--confidence {confidence}: {len(again)} of {count} rows stay below it after {DRAWS} "
-            f"draws, one of class {name}. Give less, or classes that the generator shows well"
-        )
-    return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by)
+            return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by)
+        if draw < DRAWS:
+            levels[again] = _draw(generator, labels[again], names, shape, seed, draw)
+    raise UserError(
+        f"--confidence {confidence}: {len(again)} of {count} rows stay below it after {DRAWS} "
+        f"draws, one of class {names[int(labels[again[0]])]}. Give less, or classes that the "
+        "generator shows well"
+    )
 
 
 def _asked_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:

@@ -4,14 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from privssl.core.rows import Shape, filled, pooled
-from privssl.ops.group_norm import GroupNorm
+from privssl.models.convnets import norm_layer
 
 
 def feature_norm(norm: str, features: int) -> nn.Module:
     """Normalisation of vectors (B, features)."""
-    if norm == "group":
-        return GroupNorm(4 if features % 4 == 0 else 1, features)
-    return nn.BatchNorm1d(features) if norm == "batch" else nn.Identity()
+    return nn.BatchNorm1d(features) if norm == "batch" else norm_layer(norm, features)
 
 
 class Linear(nn.Module):

@@ -37,6 +37,7 @@ from privssl.settings.schema import ModelSettings
 
 #: A class or function of (shape, classes, **options), or a module whose last layer is replaced.
 NetworkSource: TypeAlias = Callable[..., nn.Module] | nn.Module
+LIBRARIES = ("torchvision", "timm")
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
 #: Other classes may do more than batch norm.
@@ -56,15 +57,14 @@ def is_imported(name: str) -> bool:
 
 def reference_of(source: NetworkSource) -> str:
     """The ``model.name`` of a network that was given from Python. Raises ConfigError."""
-    if isinstance(source, nn.Module):
-        return f"__main__:<{type(source).__name__}>"
     if not callable(source):
         raise ConfigError(
             f"model is {source!r}. Give a torch.nn.Module class, a function of (shape, classes) "
             "that returns one, or its name (package.module:Name)"
         )
-    name = getattr(source, "__qualname__", f"<{type(source).__name__}>")
-    return f"{source.__module__}:{name}" if hasattr(source, "__qualname__") else f"__main__:{name}"
+    if not hasattr(source, "__qualname__"):  # a module, or another object that can be called
+        return f"__main__:<{type(source).__name__}>"
+    return f"{source.__module__}:{source.__qualname__}"
 
 
 def runs_behind(network: nn.Module) -> tuple[Path, ...]:
@@ -87,7 +87,7 @@ def build_network(
             network(torch.zeros(TRIED, *shape))
     if settings.weights:
         load_initial_weights(network, settings.weights)
-    if not _takes_shape(settings, source):
+    if source is None or isinstance(source, nn.Module):  # others are made for shape and classes
         _fit_ends(network, shape[0], classes)
     _exchange_norms(network, settings)
     for layer in network.modules():
@@ -97,19 +97,11 @@ def build_network(
     return network
 
 
-def _takes_shape(settings: ModelSettings, source: NetworkSource | None) -> bool:
-    """Whether the network is made for a shape and classes, instead of being fitted to them."""
-    library = settings.name.partition(":")[0] in LIBRARIES
-    return not isinstance(source, nn.Module) and (source is not None or not library)
-
-
 def _made(
     settings: ModelSettings, shape: Shape, classes: int, source: NetworkSource | None
 ) -> nn.Module:
-    library, _, name = settings.name.partition(":")
-    if source is None and library in LIBRARIES:
-        _refuse_files(settings)
-        return LIBRARIES[library](name, shape, classes, dict(settings.options))
+    if source is None and not is_imported(settings.name):
+        return _of_library(settings, shape[0], classes)
     source = import_network(settings.name) if source is None else source
     if isinstance(source, nn.Module):
         return copy.deepcopy(source)
@@ -163,33 +155,36 @@ def _built(name: str, build: Callable[..., Any], options: Any) -> nn.Module:
 # Libraries ----------------------------------------------------------------------------------
 
 
-def _torchvision(name: str, shape: Shape, classes: int, options: dict[str, Any]) -> nn.Module:
-    from torchvision import models as zoo
-
-    known = zoo.list_models(module=zoo)
-    if name not in known:
-        raise ConfigError(f"model.name torchvision:{name}: {unknown('network', name, known)}")
-    given = {"weights": None, "num_classes": classes, **options}
-    return _built(f"torchvision:{name}", partial(zoo.get_model, name), given)
+def _of_library(settings: ModelSettings, channels: int, classes: int) -> nn.Module:
+    _refuse_files(settings)
+    make = library_maker("model.name", settings.name)
+    own = {"pretrained": False, "in_chans": channels}
+    given = own if settings.name.startswith("timm:") else {"weights": None}
+    return _built(settings.name, make, {**given, "num_classes": classes, **settings.options})
 
 
-def _timm(name: str, shape: Shape, classes: int, options: dict[str, Any]) -> nn.Module:
-    try:
-        import timm
-    except ImportError:
-        raise ConfigError(
-            f"model.name is timm:{name}, and timm is not installed: pip install timm"
-        ) from None
-    if not timm.is_model(name):
-        known = timm.list_models()
-        raise ConfigError(f"model.name timm:{name}: {unknown('network', name, known)[:300]}")
-    given = {"pretrained": False, "num_classes": classes, "in_chans": shape[0], **options}
-    return _built(f"timm:{name}", partial(timm.create_model, name), given)
+def library_maker(key: str, name: str) -> Callable[..., Any]:
+    """What makes the network ``torchvision:NAME`` or ``timm:NAME`` of its options, and downloads
+    nothing. Raises ConfigError: the library is not installed, or has no such network. ``key``: of
+    the config, for errors."""
+    library, _, network = name.partition(":")
+    if library == "torchvision":
+        from torchvision import models as zoo
 
-
-LIBRARIES: dict[str, Callable[[str, Shape, int, dict[str, Any]], nn.Module]] = {
-    "torchvision": _torchvision, "timm": _timm,
-}  # fmt: skip
+        known = zoo.list_models(module=zoo)
+        found, make = network.lower() in known, zoo.get_model
+    else:
+        try:
+            import timm
+        except ImportError:
+            raise ConfigError(
+                f"{key} is {name}, and timm is not installed: pip install timm"
+            ) from None
+        known, make = timm.list_models(), timm.create_model
+        found = timm.is_model(network)  # other names read folders, or a hub
+    if not found:
+        raise ConfigError(f"{key} {name}: {unknown('network', network, known)[:300]}")
+    return partial(make, network)
 
 
 def _fit_ends(network: nn.Module, channels: int, classes: int) -> None:

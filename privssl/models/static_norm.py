@@ -20,8 +20,7 @@ Rows of a batch are coupled: private runs refuse the layer as a batch norm
 """
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -108,25 +107,18 @@ def collect(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
         return model
     for layer in layers:
         layer.reset_running_stats()
-    with _collecting(model, layers):
-        for batch in batches:
-            model(batch)
-    return model
-
-
-@contextmanager
-def _collecting(model: nn.Module, layers: list[StaticNorm]) -> Iterator[None]:
+        layer.collecting = True
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        for layer in layers:
-            layer.collecting = True
-        yield
+        for batch in batches:
+            model(batch)
     finally:
         for layer in layers:
             layer.collecting = False
         for module, training in modes:
             module.training = training
+    return model
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from generators.base import ConditionalGenerator
 from generators.sampling import draw_samples
 from privssl.core.agents import natural_order
-from privssl.core.rows import kind_of
+from privssl.core.rows import IMAGE, kind_of
 from privssl.runtime import randomness
 
 Picture = NDArray[np.uint8]
@@ -49,7 +49,7 @@ def of_generator(
         y: their classes (N,).
         classes: C; the grid of mixes has a column for each as the target.
     """
-    if not kind_of(tuple(x.shape[1:])).drawn:
+    if kind_of(tuple(x.shape[1:])) is not IMAGE:
         return {}
     # Column c starts from a row of the nearest class before it, so that lambda 1 and 0 differ.
     first = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from privssl.core.plugin_errors import plugin_errors
-from privssl.core.rows import kind_of
+from privssl.core.rows import IMAGE, kind_of
 from privssl.data import FederatedDataset, class_counts_of
 from privssl.experiment import config as configs
 from privssl.experiment.plugin_names import plugins_of
@@ -109,7 +109,7 @@ def _log_start(prepared: Prepared) -> None:
         *(device_text(prepared), version("torch"), dispatch.instruction_set() or "torch", roles),
     )
     kind = kind_of(prepared.federated_data.dataset.shape)
-    if not kind.drawn:
+    if kind is not IMAGE:
         log.info("Rows are %ss, of which TensorBoard has no pictures", kind.name)
     warn([*config.warnings, *prepared.nominal_warnings])
 

@@ -20,7 +20,7 @@ from accounting.errors import LedgerError
 from privssl import data
 from privssl.core.engine import Engine
 from privssl.core.federation import Federation, Round
-from privssl.core.rows import kind_of
+from privssl.core.rows import IMAGE, kind_of
 from privssl.engines.worker_process import WorkerError
 from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
@@ -226,7 +226,7 @@ class RoundLoop:
             values |= self._evaluate(state, now)
             predict = partial(self._evaluator.classes_of, self._algorithm.classifier(state))
             generator = self._algorithm.generator(state)
-            if generator is not None and kind_of(self._algorithm.task.shape).drawn:
+            if generator is not None and kind_of(self._algorithm.task.shape) is IMAGE:
                 closely = self._draws(now, last) and self._prepared.plan is None
                 training = self._prepared.federated_data.rows() if closely else ()
                 taught = now.number % self._config.run.images_every == 0

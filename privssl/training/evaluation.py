@@ -133,30 +133,27 @@ class Evaluator:
         self._sets, self._device = sets, device
         self._last: list[tuple[StateDict, dict[str, Scores]]] = []
 
+    def _score(self, weights: StateDict, name: str) -> Scores:
+        x, y = self._sets[name]
+        return score(self._network, weights, x, y, device=self._device)
+
     def scores(self, weights: StateDict) -> Mapping[str, Scores]:
         """By name of the set."""
         known = next((scores for of, scores in self._last if of is weights), None)
         if known is None:
-            known = {
-                name: score(self._network, weights, x, y, device=self._device)
-                for name, (x, y) in self._sets.items()
-            }
+            known = {name: self._score(weights, name) for name in self._sets}
             self._last.append((weights, known))
         return known
 
     def validation_loss(self, weights: StateDict) -> float | None:
         """Mean cross-entropy on the set of that name; None without one, or a finite output."""
-        if "validation" not in self._sets:
-            return None
-        x, y = self._sets["validation"]
-        return score(self._network, weights, x, y, device=self._device).loss
+        return self._score(weights, "validation").loss if "validation" in self._sets else None
 
     def of_agents(self, own: Mapping[str, StateDict]) -> dict[str, float]:
         """Accuracy of single agents' networks on the test rows: the mean, and that of each of a
         few."""
-        x, y = self._sets["test"]
         reached = {
-            agent: score(self._network, own[agent], x, y, device=self._device).accuracy
+            agent: self._score(own[agent], "test").accuracy
             for agent in sorted(own, key=natural_order)
         }
         if not reached:

@@ -306,7 +306,7 @@ def test_a_missing_category_is_predicted_as_it_was_trained(missing: object) -> N
     )
     data = Rows.from_frame(frame, "target", test=0.25)
     settings = DataSettings(name="arrays")
-    form = RowForm(Path("run"), settings, data.shape, None, data._scales, None)
+    form = RowForm(Path("run"), settings, data.shape, None, data.rows.scales, None)
     found = form.convert(frame)
     assert found.tolist() == data.network_rows(frame).tolist()
     assert found[1, :2].tolist() == [1.0, -1.0]  # no value, then red
@@ -342,7 +342,9 @@ def test_what_is_odd_about_private_rows_is_on_the_screen_and_in_no_file(
 def test_columns_that_are_named_by_numbers_are_found_again() -> None:
     """As pandas names the columns of an array."""
     data = Rows.from_frame(Frame(**{"0": AGES, "target": ["no", "yes"] * 4}), "target", test=0.25)
-    form = RowForm(Path("run"), DataSettings(name="arrays"), data.shape, None, data._scales, None)
+    form = RowForm(
+        Path("run"), DataSettings(name="arrays"), data.shape, None, data.rows.scales, None
+    )
     assert form.convert({0: AGES}).tolist() == form.convert({"0": AGES}).tolist()
     with pytest.raises(privssl.UserError, match="no column 0"):  # the control
         form.convert({1: AGES})

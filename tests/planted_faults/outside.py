@@ -64,7 +64,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "options of a library's network read files",
-        (("privssl/models/own_networks.py", "        _refuse_files(settings)\n", ""),),
+        (("privssl/models/own_networks.py", "    _refuse_files(settings)\n", ""),),
         (IN_NETWORKS + "no_option_of_a_library_reads_or_downloads_a_file",),
     ),
     Fault(

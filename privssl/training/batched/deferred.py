@@ -104,11 +104,9 @@ def submit(request: BatchRequest) -> Any:
     return _answer.get()(request)
 
 
-def _run_single(request: BatchRequest) -> Any:
-    return request.run_single()
-
-
-_answer: ContextVar[Callable[[BatchRequest], Any]] = ContextVar("answer", default=_run_single)
+_answer: ContextVar[Callable[[BatchRequest], Any]] = ContextVar(
+    "answer", default=lambda request: request.run_single()
+)
 
 
 @contextmanager

@@ -59,6 +59,7 @@ class Stackable:
         self._parameters = _places(network, "_parameters")
         self._buffers = _places(network, "_buffers")
         self._by_mode = [layer for layer in _layers(network) if _kind(layer) not in BY_ROW]
+        self.names = [name for name, *_ in (*self._parameters, *self._buffers)]
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
         known = all(isinstance(layer, BY_MODE) for layer in self._by_mode)
         self.never = not known or hooked or precision_of(network) != "float32"
@@ -80,11 +81,6 @@ class Stackable:
 
     def buffers(self) -> list[Tensor]:
         return [store[key] for _, store, key in self._buffers]
-
-    def names(self) -> tuple[list[str], list[str]]:
-        """Of parameters and of buffers, in the order of the two above."""
-        parameters, buffers = ([n for n, *_ in p] for p in (self._parameters, self._buffers))
-        return parameters, buffers
 
 
 def _layers(network: nn.Module) -> list[nn.Module]:
@@ -162,21 +158,27 @@ def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
     first = passes[0]
     if len(passes) == 1:
         return [first.run_single()]
-    names, buffer_names = first.copy.names()
-    parameters = dict(zip(names, _by_agent(p.copy.parameters() for p in passes), strict=True))
-    buffers = dict(zip(buffer_names, _by_agent(p.copy.buffers() for p in passes), strict=True))
+    copies = [one.copy for one in passes]
+    tensors, buffers = _stack(copies)
     rows = [len(one.inputs[0]) for one in passes]
     inputs = _by_agent([pad_to(x, max(rows)) for x in one.inputs] for one in passes)
 
-    def of_one(parameters: Any, buffers: Any, *inputs: Tensor) -> Any:
-        return functional_call(first.copy.network, (parameters, buffers), inputs)
+    def of_one(tensors: Any, *inputs: Tensor) -> Any:
+        return functional_call(first.copy.network, tensors, inputs)
 
-    stacked: Tensor = vmap(of_one)(parameters, buffers, *inputs)
-    _unstack([one.copy for one in passes], list(buffers.values()))
+    stacked: Tensor = vmap(of_one)(tensors, *inputs)
+    _unstack(copies, buffers)
     return [
         out if len(out) == count else out[:count]
         for out, count in zip(stacked.unbind(0), rows, strict=True)
     ]
+
+
+def _stack(copies: Sequence[Stackable]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Parameters and buffers of a network by name, (agents, ...) each; and the buffers again."""
+    parameters = _by_agent(copy.parameters() for copy in copies)
+    buffers = _by_agent(copy.buffers() for copy in copies)
+    return dict(zip(copies[0].names, [*parameters, *buffers], strict=True)), buffers
 
 
 def _by_agent(tensors: Any) -> list[Tensor]:
@@ -211,15 +213,11 @@ def can_compute(one: BatchedCall) -> bool:
 
 def _kind_of(one: BatchedCall) -> Hashable:
     """Calls of one kind can be stacked."""
-    copies = list(_copies(one).values())
+    copies: list[Stackable] = [vars(network)[COPY] for network in one.networks.values()]
     modes = tuple((copy.modes(), *(p.requires_grad for p in copy.parameters())) for copy in copies)
     leaves, tree = tree_flatten(one.fields)
     forms = repr(tree), *((x.shape, x.dtype, x.requires_grad) for x in leaves)
     return one.function, tuple(one.networks), modes, forms, one.settings, one.derivatives
-
-
-def _copies(one: BatchedCall) -> dict[str, Stackable]:
-    return {name: vars(network)[COPY] for name, network in one.networks.items()}
 
 
 def _run_calls(wanted: Sequence[BatchedCall]) -> Sequence[Any]:
@@ -227,13 +225,8 @@ def _run_calls(wanted: Sequence[BatchedCall]) -> Sequence[Any]:
     first = wanted[0]
     if len(wanted) == 1:
         return [first.run_single()]
-    copies = [_copies(one) for one in wanted]
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for name in first.networks:
-        names, buffer_names = copies[0][name].names()
-        stacks = _by_agent(own[name].parameters() for own in copies)
-        buffers = _by_agent(own[name].buffers() for own in copies)
-        tensors[name] = dict(zip([*names, *buffer_names], [*stacks, *buffers], strict=True))
+    copies = {name: [vars(one.networks[name])[COPY] for one in wanted] for name in first.networks}
+    stacked = {name: _stack(own) for name, own in copies.items()}
     stacks = _by_agent(tree_flatten(one.fields)[0] for one in wanted)
     fields = tree_unflatten(stacks, tree_flatten(first.fields)[1])
 
@@ -241,13 +234,12 @@ def _run_calls(wanted: Sequence[BatchedCall]) -> Sequence[Any]:
         networks = {n: FunctionalModule(net, tensors[n]) for n, net in first.networks.items()}
         return first.of(fields, networks)
 
-    found = vmap(of_one)(tensors, fields)
-    for name, stacked in tensors.items():
-        _, buffer_names = copies[0][name].names()
-        _unstack([own[name] for own in copies], [stacked[key] for key in buffer_names])
+    found = vmap(of_one)({name: tensors for name, (tensors, _) in stacked.items()}, fields)
+    for name, own in copies.items():
+        _unstack(own, stacked[name][1])
     leaves, form = tree_flatten(found)
     by_agent = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
-    return [tree_unflatten(list(own), form) for own in by_agent]
+    return [tree_unflatten(list(leaves), form) for leaves in by_agent]
 
 
 def _unstack(copies: Sequence[Stackable], buffers: Sequence[Tensor]) -> None:
