@@ -62,6 +62,17 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "the nominal epsilon of a replaced run is added to a guarantee",
+        (
+            (
+                "privssl/privacy/former_ledgers.py",
+                "{_NOTHING if ledger in nothing else _BOTH}",
+                "{_BOTH}",
+            ),
+        ),
+        (IN_CARD + "a_nominal_epsilon_of_a_replaced_run_is_not_added_to_a_guarantee",),
+    ),
+    Fault(
         "an error says the hash of a split",
         (
             (
