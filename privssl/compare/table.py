@@ -124,8 +124,8 @@ def epsilon_of(runs: Sequence[Results], delta: float | None, *, lasting: bool = 
     nominal = [claim["nominal_epsilon"] for claim in privacy]
     if all(guarantees):
         weakest = max(guarantees, key=lambda claim: float(claim["epsilon"]))
-        covers = tuple(weakest["covers"])
-        return Epsilon("guarantee", weakest["epsilon"], weakest["delta"], covers, lasting)
+        covers, largest = tuple(weakest["covers"]), max(claim["delta"] for claim in guarantees)
+        return Epsilon("guarantee", weakest["epsilon"], largest, covers, lasting)
     if None not in nominal:
         return Epsilon("nominal", max(nominal), delta, lasting=lasting)
     return Epsilon("none")
