@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from privssl.privacy import batched_dp_sgd, row_bits
 from privssl.privacy.clipping import DenseGradients
 from privssl.privacy.dp_sgd import ClippedSum
+from privssl.privacy.per_example_gradients import factored_gradients
 from privssl.training.batched.deferred import ExampleLoss
 from privssl.training.losses import hard_label_loss
 
@@ -50,7 +51,7 @@ def by_the_rows_of_another_agent(x: Tensor) -> Tensor:
 @pytest.fixture
 def rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Tensor], Tensor]], None]:
     """Rounds gradients of stacked agents as told."""
-    real = row_bits.factored_gradients
+    real = factored_gradients
 
     def round_them(error: Callable[[Tensor], Tensor]) -> None:
         def wrong(loss: Any, own: Any, fields: Mapping[str, Tensor], *, agents: bool) -> Any:
@@ -69,10 +70,14 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Tensor], Te
 
 def stacked(monkeypatch: pytest.MonkeyPatch) -> tuple[bool, list[Any]]:
     """Whether three agents were summed as one, and their sums."""
-    alone: list[ClippedSum] = []
-    real = ClippedSum.run_single
+    alone, real = list[ClippedSum](), ClippedSum.run_single
+
+    def run_single(one: ClippedSum) -> Any:
+        alone.append(one)
+        return real(one)
+
     with monkeypatch.context() as patch:
-        patch.setattr(ClippedSum, "run_single", lambda self: alone.append(self) or real(self))
+        patch.setattr(ClippedSum, "run_single", run_single)
         found = list(batched_dp_sgd._sum_batched(wanted := sums()))
     assert len(alone) in (0, len(wanted))
     return not alone, found
