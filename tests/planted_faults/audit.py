@@ -84,6 +84,20 @@ FAULTS: tuple[Fault, ...] = (
         (IN_TAMPERING + "an_audit_tells_no_hash_of_a_split_that_was_changed",),
     ),
     Fault(
+        "the error on a split of other rows says their checksum",
+        (
+            (
+                "privssl/data/split_manifest.py",
+                "{dataset.name} here has {other}.",
+                "{dataset.name} here has {other} ({checksum[:12]}).",
+            ),
+        ),
+        (
+            "tests/data/test_split_manifest.py::test_the_error_on_a_split_of_other_data_says_no_"
+            "checksum_by_which_rows_could_be_tried",
+        ),
+    ),
+    Fault(
         "absent checkpoints are no doubt",
         (
             (
