@@ -120,20 +120,22 @@ def refuse_partial_account(folder: Path, agent: str) -> None:
             f"what was spent. Put it back. (If no run ever began with this folder, remove {rows}.)"
         )
     if journal.exists() and not rows.exists():
-        raise LedgerError(
-            f"{rows}: missing, though {journal} is there. Without it nobody knows which rows have "
-            "an account, or were used without protection: copy the whole folder"
-        )
+        raise _lost_rows(folder, agent)
 
 
 def _refuse_lost_rows(folder: Path, known: Iterable[str]) -> None:
     """Rows are put down before their journal is made, also those of agents of other runs."""
     there = {path.stem for path in folder.glob("*.jsonl")}
     for agent in sorted(there - set(known)):
-        raise LedgerError(
-            f"{folder / 'registry' / agent}.rows: missing, though {agent}.jsonl is there. Without "
-            "it nobody knows which rows have an account: copy the whole folder"
-        )
+        raise _lost_rows(folder, agent)
+
+
+def _lost_rows(folder: Path, agent: str) -> LedgerError:
+    return LedgerError(
+        f"{folder / 'registry' / agent}.rows: missing, though {agent}.jsonl is there. Without it "
+        "nobody knows which rows have an account, or were used without protection: copy the whole "
+        "folder"
+    )
 
 
 def _refuse_overlap(folder: Path, holdings: Mapping[str, set[bytes]]) -> None:

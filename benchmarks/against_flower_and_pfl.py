@@ -41,7 +41,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.cell import work as cell
-from benchmarks.processes import Told, about, at_least, beside_option, carry_out, other_work
+from benchmarks.processes import (
+    Told,
+    about,
+    at_least,
+    beside_option,
+    carry_out,
+    other_work,
+    parser_of,
+)
 from privssl.ops.precision import has_instructions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,10 +183,7 @@ def competitors(options: argparse.Namespace) -> list[Competitor]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table; 1 where a competitor failed."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.against_flower_and_pfl", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("against_flower_and_pfl", __doc__)
     parser.add_argument("--pfl-python", type=Path, metavar="PATH")
     parser.add_argument("--flower-python", type=Path, metavar="PATH")
     parser.add_argument("--rounds", type=at_least(1), default=5, help="timed ones of a repeat")

@@ -20,7 +20,6 @@ noise: ``agents.support=32``) and, where agents are drawn, ``algorithm.query_per
 work on the machine shows in the numbers.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -35,8 +34,7 @@ from torch import Tensor
 
 from benchmarks import far_device
 from benchmarks.far_device import Asked
-from benchmarks.processes import about, at_least, configs_of, numbers
-from benchmarks.rounds import check_phase
+from benchmarks.processes import about, at_least, configs_of, numbers, parser_of
 from privssl.core.federation import Federation
 from privssl.errors import UserError
 from privssl.experiment.config import load_config
@@ -74,7 +72,7 @@ def prepared(
 
 
 def play(
-    one: Prepared, rounds: int, phase: str, into: Measured, asked: Callable[[], Asked] | None
+    one: Prepared, rounds: int, phase: str, into: Measured, asked: Callable[[], Asked] | None = None
 ) -> None:
     """Adds the first rounds (of a phase, if one is named), but for the very first.
 
@@ -82,8 +80,16 @@ def play(
 
     Args:
         asked: what the device was asked for since the call before, where that is counted.
+
+    Raises:
+        UserError: there is no phase of that name; ``""`` names none.
     """
     algorithm, played = one.algorithm, 0
+    names = [each.name for each in algorithm.phases()]
+    if phase and phase not in names:
+        raise UserError(
+            f"{one.config.source}: there is no phase {phase}. Phases: {', '.join(names)}"
+        )
     with (
         tempfile.TemporaryDirectory() as folder,
         open_accounts(one, Path(folder), None),
@@ -145,10 +151,7 @@ def counts(name: str, measured: Mapping[int, Measured]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table; 2 where a config cannot be measured."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.batched_agents", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("batched_agents", __doc__)
     parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
     parser.add_argument("--at-once", type=numbers, default=[1, 8, 32])
     parser.add_argument("--rounds", type=at_least(1), default=6)
@@ -169,7 +172,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for _ in range(1 if options.count else PASSES):
                 for n in options.at_once:
                     one = prepared(Path(name), overrides, n, device)
-                    check_phase(Path(name), one.algorithm, options.phase)
                     play(one, options.rounds, options.phase, measured[n], asked)
         except UserError as error:
             print(error, file=sys.stderr)

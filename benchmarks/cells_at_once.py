@@ -13,7 +13,6 @@ of the clone; where there is no git, that of the variable ``PRIVSSL_COMMIT``, an
 code is as committed.
 """
 
-import argparse
 import functools
 import os
 import resource
@@ -29,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.processes import at_least
+from benchmarks.processes import at_least, parser_of
 from privssl.data import datasets, downloads
 from privssl.errors import UserError
 from privssl.experiment.prepare import prepare
@@ -112,10 +111,7 @@ def run_all(todo: Sequence[tuple[Cell, int]], root: Path, at_once: int, minutes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 if cells are left; 2 for the user's mistake; 130 interrupted."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.cells_at_once", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("cells_at_once", __doc__)
     parser.add_argument("tables", nargs="+", metavar="TABLE")
     parser.add_argument("--cells", metavar="PATTERN")
     parser.add_argument("--seeds", type=at_least(1), default=1)

@@ -17,7 +17,6 @@ A section that fails is written down with its error; one that the time does not 
 ``left_out``. ``--small`` makes each section tiny, to try the program on a CPU.
 """
 
-import argparse
 import itertools
 import json
 import platform
@@ -50,7 +49,7 @@ from benchmarks.private_step import (
     open_step,
     our_step,
 )
-from benchmarks.processes import about, at_least
+from benchmarks.processes import about, at_least, parser_of
 from privssl.errors import PrivacyError
 from privssl.models import build_classifier
 from privssl.privacy.per_example_gradients import Parameters
@@ -220,9 +219,7 @@ def _play(
     config = RESULTS.parents[1] / "configs" / f"{name}.yaml"
     texts = [f"{key}={value}" for key, value in changes.items()]
     measured = batched_agents.Measured()
-    batched_agents.play(
-        batched_agents.prepared(config, texts, at_once, None), rounds, "", measured, None
-    )
+    batched_agents.play(batched_agents.prepared(config, texts, at_once, None), rounds, "", measured)
     return measured
 
 
@@ -269,10 +266,7 @@ def report(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 1 if a section failed; 2 where there is no such device."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu_report", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("gpu_report", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=at_least(1), default=8)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))

@@ -11,7 +11,6 @@ One thread; CPU time of this process. Cases take turns, ``--passes`` times; a nu
 ``resnet9`` has rows of 3x32x32, the others of 1x28x28, channels last.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.processes import about, at_least
+from benchmarks.processes import about, at_least, parser_of
 from privssl.models import build_classifier
 from privssl.ops import dispatch
 from privssl.ops.precision import Precision, has_instructions
@@ -120,10 +119,7 @@ def arithmetic(passes: int, precisions: Sequence[Precision]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table."""
     usual = PRECISIONS if has_instructions() else PRECISIONS[:1]
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.hot_loop", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("hot_loop", __doc__)
     parser.add_argument("--passes", type=at_least(1), default=5)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=usual)
     options = parser.parse_args(arguments)

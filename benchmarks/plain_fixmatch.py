@@ -29,13 +29,12 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -46,9 +45,10 @@ from benchmarks.plain_loop import (
     SEED,
     Competitor,
     Order,
+    as_image,
     common_options,
-    engine_of,
     mean,
+    our_rounds,
     set_up,
     table,
     take_turns,
@@ -58,7 +58,6 @@ from privssl import data
 from privssl.algorithms.baselines.fixmatch_uda import FixMatch, FixMatchConfig
 from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelState
 from privssl.core.agents import Agent
-from privssl.core.federation import Federation, Round
 from privssl.core.task import Task
 from privssl.errors import UserError
 from privssl.models import build_classifier
@@ -97,8 +96,7 @@ class TwoViews(Dataset[tuple[Tensor, Tensor, int]]):
         return len(self.x)
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
-        row = self.x[number]
-        image = Image.fromarray(row[:, :, 0] if row.shape[2] == 1 else row)
+        image = as_image(self.x[number])
         weak: Tensor = self.tensor(self.crop(image))
         if self.y is not None:
             return weak, weak, int(self.y[number])
@@ -221,17 +219,10 @@ class Work:
         """privssl's; its workers are forked now."""
         dataset = self.federated_data.dataset
         task = Task(dataset.classes, dataset.shape, partial(self.new, precision), precision)
-        algorithm, agents = FixMatch(self.config, task), self.federated_data.agents
-        engine = stack.enter_context(closing(engine_of(agents, algorithm, workers)))
-        federation, states = Federation(engine, SEED), [PseudoLabelState(self.begin, self.begin)]
-
-        def play(number: int) -> None:
-            federation.begin(Round(number))
-            states[:] = [algorithm.round(states[0], federation)]
-            shares[:] = federation.metrics["train/kept"]
-
-        name = f"ours, {precision}, {workers} process{'es' * (workers > 1)}"
-        return Competitor(name, play, lambda: dict(states[0].F))
+        return our_rounds(
+            FixMatch(self.config, task), self.federated_data.agents,
+            PseudoLabelState(self.begin, self.begin), workers, stack, shares,
+        )  # fmt: skip
 
     def accuracy(self, weights: dict[str, Tensor]) -> float:
         """On rows that no agent holds, and that are no test rows."""
@@ -242,14 +233,14 @@ class Work:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table."""
-    parser = common_options("benchmarks.plain_fixmatch", __doc__, rows=300, batch=32)
+    parser = common_options("plain_fixmatch", __doc__, rows=300, batch=32)
     parser.add_argument("--labels", type=int, default=100, help="at the server")
     parser.add_argument(
         "--rate", type=float, default=0.005, help="of learning; small batches: less"
     )
     parser.add_argument("--warm-up", type=int, default=200, help="steps on labels before")
     options = parser.parse_args(arguments)
-    defaults = set_up()
+    threads = set_up()
     try:
         work = Work.of(options)
     except UserError as error:
@@ -263,13 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for n in (1, 2)
             for p in precisions
         ]
-        threads = {1: "1 thread"}
-        if defaults > 1:
-            threads[defaults] = f"defaults ({defaults} threads)"
-        plain = [
-            work.plain(f"plain loop, float32, {label}", n, shares.setdefault(f"plain, {label}", []))
-            for n, label in threads.items()
-        ]
+        plain = [work.plain(name, n, shares.setdefault(name, [])) for name, n in threads.items()]
         competitors = [*plain, *ours]
         stack.enter_context(other_work(options.beside))
         take_turns(competitors, options.rounds)

@@ -44,11 +44,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import transforms
 
-from benchmarks.processes import about, at_least, beside_option, other_work
+from benchmarks.processes import about, at_least, beside_option, other_work, parser_of
 from privssl import data
 from privssl.algorithms.base import Algorithm
 from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig, SupervisedState
-from privssl.algorithms.local_ssl import ModelState
 from privssl.core.agents import Agent
 from privssl.core.engine import Engine
 from privssl.core.federation import Federation, Round
@@ -96,9 +95,12 @@ class Images(Dataset[tuple[Tensor, int]]):
         return len(self.y)
 
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
-        row = self.x[number]
-        image = Image.fromarray(row[:, :, 0] if row.shape[2] == 1 else row)
-        return self.transform(image), int(self.y[number])
+        return self.transform(as_image(self.x[number])), int(self.y[number])
+
+
+def as_image(row: np.ndarray) -> Image.Image:
+    """A row (height, width, channels) as PIL has it."""
+    return Image.fromarray(row[:, :, 0] if row.shape[2] == 1 else row)
 
 
 class Order(Sampler[int]):
@@ -212,19 +214,10 @@ class Work:
         )  # fmt: skip
         dataset = self.federated_data.dataset
         task = Task(dataset.classes, dataset.shape, partial(self.new, precision), precision)
-        algorithm, agents = FedAvg(config, task), self.federated_data.agents
-        engine = stack.enter_context(closing(engine_of(agents, algorithm, workers)))
-        federation, states = (
-            Federation(engine, SEED),
-            list[ModelState]([SupervisedState(self.begin)]),
-        )
-
-        def play(number: int) -> None:
-            federation.begin(Round(number))
-            states[:] = [algorithm.round(states[0], federation)]
-
-        name = f"ours, {precision}, {workers} process{'es' * (workers > 1)}"
-        return Competitor(name, play, lambda: dict(states[0].F))
+        return our_rounds(
+            FedAvg(config, task), self.federated_data.agents, SupervisedState(self.begin), workers,
+            stack,
+        )  # fmt: skip
 
     def accuracy(self, weights: dict[str, Tensor]) -> float:
         """On the test rows."""
@@ -232,11 +225,28 @@ class Work:
         return score(network, weights, dataset.x_test, dataset.y_test, device=CPU).accuracy
 
 
-def engine_of(agents: Sequence[Agent], algorithm: Algorithm[Any], workers: int) -> Engine:
-    """Ours; worker processes are forked now."""
-    if workers == 1:
-        return LocalEngine(agents, seed=SEED, device=CPU)
-    return WorkerEngine(agents, algorithm=algorithm, workers=workers, seed=SEED, device=CPU)
+def our_rounds(
+    algorithm: Algorithm[Any], agents: Sequence[Agent], begun: Any, workers: int,
+    stack: ExitStack, shares: list[float] | None = None,
+) -> Competitor:  # fmt: skip
+    """privssl's rounds from a state with weights F on; its workers are forked now.
+
+    shares: where the shares of sure rows in the last round are put.
+    """
+    engine: Engine = LocalEngine(agents, seed=SEED, device=CPU)
+    if workers > 1:
+        engine = WorkerEngine(agents, algorithm=algorithm, workers=workers, seed=SEED, device=CPU)
+    stack.enter_context(closing(engine))
+    federation, states = Federation(engine, SEED), [begun]
+
+    def play(number: int) -> None:
+        federation.begin(Round(number))
+        states[:] = [algorithm.round(states[0], federation)]
+        if shares is not None:
+            shares[:] = federation.metrics["train/kept"]
+
+    name = f"ours, {algorithm.task.precision}, {workers} process{'es' * (workers > 1)}"
+    return Competitor(name, play, lambda: dict(states[0].F))
 
 
 @contextmanager
@@ -263,9 +273,9 @@ def counted_steps() -> Iterator[list[int]]:
         yield count
 
 
-def set_up() -> int:
-    """What comes before everything else: says where this is. How many threads PyTorch takes by
-    itself; from here it takes one, as workers are forked from a process with one."""
+def set_up() -> dict[str, int]:
+    """Say where this is. Names of plain loops, with their threads: one, and as many as PyTorch
+    takes by itself; from here it takes one, as workers are forked from a process with one."""
     defaults = torch.get_num_threads()
     torch.set_num_threads(1)
     tune_malloc()
@@ -273,7 +283,8 @@ def set_up() -> int:
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         if name in os.environ:
             print(f"{name}={os.environ[name]} is set: PyTorch's defaults are others without it.")
-    return defaults
+    threads = {"1 thread": 1} | {f"defaults ({n} threads)": n for n in {defaults} - {1}}
+    return {f"plain loop, float32, {name}": n for name, n in threads.items()}
 
 
 def take_turns(competitors: Sequence[Competitor], rounds: int) -> None:
@@ -303,9 +314,7 @@ def common_options(
     module: str, about: str | None, *, rows: int, batch: int
 ) -> argparse.ArgumentParser:
     """Those of both comparisons with a plain loop, with their defaults."""
-    parser = argparse.ArgumentParser(
-        prog=module, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(module, about)
     parser.add_argument("--data", default="mnist", choices=("mnist", "fashion_mnist", "digits"))
     parser.add_argument("--agents", type=at_least(1), default=10)
     parser.add_argument("--rows", type=at_least(1), default=rows, help="of each agent")
@@ -317,12 +326,12 @@ def common_options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table."""
-    parser = common_options("benchmarks.plain_loop", __doc__, rows=100, batch=10)
+    parser = common_options("plain_loop", __doc__, rows=100, batch=10)
     parser.add_argument("--epochs", type=at_least(1), default=1)
     parser.add_argument("--augment", default="none", choices=("none", "weak", "mid"))
     parser.add_argument("--workers", type=at_least(1), default=2)
     options = parser.parse_args(arguments)
-    defaults = set_up()
+    threads = set_up()
     try:
         work = Work.of(options)
     except UserError as error:
@@ -332,12 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         precisions: tuple[Precision, ...] = ("float32", "bfloat16")
         numbers = sorted({1, options.workers})
         ours = [work.ours(p, n, stack) for n in numbers for p in precisions]
-        plain = [work.plain("plain loop, float32, 1 thread", 1)]
-        if defaults > 1:
-            plain.append(
-                work.plain(f"plain loop, float32, defaults ({defaults} threads)", defaults)
-            )
-        competitors = [*plain, *ours]
+        competitors = [*(work.plain(name, n) for name, n in threads.items()), *ours]
         stack.enter_context(other_work(options.beside))
         take_turns(competitors, options.rounds)
     return report(competitors, work, options)

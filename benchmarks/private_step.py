@@ -20,7 +20,6 @@ cases take turns and a number is the median of ``--passes`` readings. The projec
 2.3 times the step without privacy, and no Opacus mode faster.
 """
 
-import argparse
 import math
 import sys
 import warnings
@@ -36,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.hot_loop import median_seconds
-from benchmarks.processes import about, at_least
+from benchmarks.processes import about, at_least, parser_of
 from generators import ImageDiscriminator, ImageGenerator
 from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
 from privssl.algorithms.fedssl.settings import FedSSLConfig
@@ -290,10 +289,7 @@ def line(name: str, rows: int, times: Mapping[str, float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.private_step", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("private_step", __doc__)
     parser.add_argument("--rows", type=at_least(1), nargs="+", default=[16, 64, 256])
     parser.add_argument("--passes", type=at_least(1), default=5)
     parser.add_argument("--classifier", choices=PRIVATE)

@@ -11,7 +11,7 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +21,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 MARK = "PRIVSSL_BENCHMARK"
 SIGN = "#benchmark "  # begins a line of standard output that is meant for the benchmark
 EVERY = 0.25  # seconds between two weighings
 CPUINFO = Path("/proc/cpuinfo")
-#: What tells a processor from others of its name, as Linux has it (x86).
-GENERATION = {"family": "cpu family", "model": "model"}
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,6 @@ class Told:
 
     def cpu_between(self, one: float, other: float) -> float:
         """CPU seconds that its processes took between two times; other work is not in it."""
-        import numpy as np  # here: benchmarks.start times imports, and has this module before
-
         times, used = zip(*self.cpu, strict=True)
         begun, ended = np.interp([one, other], times, used)
         return float(ended - begun)
@@ -66,50 +64,49 @@ def carry_out(
     a competitor of two commands would get twice the share beside other work.
 
     Args:
-        commands: the first is the one whose lines count.
+        commands: the first is the one whose lines and errors count.
         environments: added to this process's, one for each command.
         limit: seconds after which all are killed; the status is then -9.
     """
-    word = uuid.uuid4().hex
+    word, quiet = uuid.uuid4().hex, subprocess.DEVNULL
     begun = time.monotonic()
-    running = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **more, MARK: word},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command, more in zip(commands, environments, strict=True)
-    ]
-    texts: dict[int, list[str]] = {}
-    readers = []
-    for number, process in enumerate(running):
-        for place, stream in enumerate((process.stdout, process.stderr)):
-            kept = texts.setdefault(2 * number + place, [])
-            readers.append(threading.Thread(target=_drain, args=(stream, kept), daemon=True))
-            readers[-1].start()
     peak, used, cpu = 0.0, dict[int, float](), [(begun, 0.0)]
-    try:
-        while running[0].poll() is None and time.monotonic() - begun < limit:
-            marked = _marked(word)
-            peak = max(peak, sum(map(pss, marked)))
-            used |= {process: _cpu(process) or used.get(process, 0.0) for process in marked}
-            cpu.append((time.monotonic(), sum(used.values())))
-            with suppress(subprocess.TimeoutExpired):
-                running[0].wait(EVERY)
-        for process in running[1:]:  # they end with the first, if it ended well
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(5 if running[0].poll() == 0 else 0)
-    finally:
-        end_all(word)
-        for process in running:
-            process.wait()
-    for reader in readers:
-        reader.join(5)  # they close what they read
-    lines = [json.loads(s.removeprefix(SIGN)) for s in texts[0] if s.startswith(SIGN)]
-    errors = "".join(texts[1])[-2000:]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for command, more in zip(commands, environments, strict=True):
+                streams = (quiet, quiet) if running else (out, err)
+                environment = {**os.environ, **more, MARK: word}
+                running.append(
+                    subprocess.Popen(command, env=environment, stdout=streams[0], stderr=streams[1])
+                )
+            while running[0].poll() is None and time.monotonic() - begun < limit:
+                marked = _marked(word)
+                peak = max(peak, sum(map(pss, marked)))
+                used |= {process: _cpu(process) or used.get(process, 0.0) for process in marked}
+                cpu.append((time.monotonic(), sum(used.values())))
+                with suppress(subprocess.TimeoutExpired):
+                    running[0].wait(EVERY)
+            for process in running[1:]:  # they end with the first, if it ended well
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(5 if running[0].poll() == 0 else 0)
+        finally:
+            end_all(word)
+            for process in running:
+                process.wait()
+        for file in (out, err):
+            file.seek(0)
+        lines = [json.loads(s.removeprefix(SIGN)) for s in out if s.startswith(SIGN)]
+        errors = err.read()[-2000:]
     return Told(begun, tuple(lines), peak, tuple(cpu), running[0].returncode, errors)
+
+
+def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
+    """The parser of ``benchmarks.MODULE``, with the module's docstring as its help."""
+    return argparse.ArgumentParser(
+        prog=f"benchmarks.{module}", description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -175,11 +172,6 @@ def end_all(word: str) -> None:
         time.sleep(0.1)
 
 
-def _drain(stream: Any, kept: list[str]) -> None:
-    with stream:
-        kept.extend(stream)
-
-
 def _marked(word: str) -> list[int]:
     found, sign = [], f"{MARK}={word}".encode()
     for entry in Path("/proc").iterdir():
@@ -209,26 +201,19 @@ def _cpu(process: int) -> float:
 
 def about() -> str:
     """The machine, versions and kernels, a line for the head of a table. On any system."""
-    from privssl.ops import (
-        dispatch,  # here: benchmarks.start times imports, and has this module before
-    )
+    # Here: environments of competitors have no privssl.
+    from privssl.installation.machine import usable_cores
+    from privssl.ops import dispatch
+    from privssl.reproduce.machine import processor
 
-    ours = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if ours else os.cpu_count()
+    chip = processor(CPUINFO)
+    # By its name alone nobody tells two generations apart: "AMD EPYC" is Zen 4 (family 25), and
+    # Zen 5 (26), whose AVX-512 is twice as wide.
+    numbers = ", ".join(f"{key} {chip[key]}" for key in ("family", "model") if chip[key])
+    name = f"{chip['name']} ({numbers})" if numbers else chip["name"]
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return (
-        f"{_chip()}, {cores} cores, Python {sys.version.split()[0]}, torch {version('torch')}, "
-        f"kernels: {dispatch.instruction_set() or 'torch'}. "
+        f"{name}, {usable_cores()} cores, Python {platform.python_version()}, "
+        f"torch {version('torch')}, kernels: {dispatch.instruction_set() or 'torch'}. "
         f"Load average at the start: {load} (of other work, if this began on its own)"
     )
-
-
-def _chip() -> str:
-    """The processor. By its name alone nobody tells two generations apart: a virtual machine says
-    "AMD EPYC" of a Zen 4 (family 25) and of a Zen 5 (26), whose AVX-512 is twice as wide."""
-    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
-    pairs = (line.partition(":") for line in lines)
-    told = {key.strip(): value.strip() for key, _, value in pairs}
-    name = told.get("model name", platform.machine())
-    more = [f"{key} {told[full]}" for key, full in GENERATION.items() if full in told]
-    return f"{name} ({', '.join(more)})" if more else name

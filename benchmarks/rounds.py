@@ -10,74 +10,24 @@ give run.workers=1 as well: two processes on two cores also tell how free the co
 on the machine shows in it: leave the machine alone.
 """
 
-import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.processes import about, at_least, configs_of
-from privssl.algorithms.base import Algorithm
-from privssl.core.federation import Federation
+from benchmarks.batched_agents import PASSES, Measured, play
+from benchmarks.processes import about, at_least, configs_of, parser_of
 from privssl.errors import UserError
 from privssl.experiment.config import load_config
 from privssl.experiment.prepare import prepare
-from privssl.runs.engine_factory import make_engine
-from privssl.runs.round_plan import planned_rounds
 from privssl.runtime.process import tune_malloc
-from privssl.training.evaluation import HiddenLabelMeter
-
-PASSES = 3
-
-
-def of_rounds(
-    path: Path, overrides: Sequence[str], rounds: int, phase: str, clock: Callable[[], Any]
-) -> list[Any]:
-    """What a clock says that each of the first rounds took (of a phase, if one is named), but for
-    the very first."""
-    prepared = prepare(load_config(path, overrides))
-    if prepared.plan is not None:
-        raise UserError(
-            f"{path}: private rounds are timed by benchmarks.batched_agents. "
-            "Give a config without privacy"
-        )
-    algorithm = prepared.algorithm
-    check_phase(path, algorithm, phase)
-    found: list[Any] = []
-    with closing(
-        make_engine(prepared, HiddenLabelMeter(prepared.federated_data.true_labels))
-    ) as engine:
-        federation = Federation(engine, prepared.config.run.seed)
-        state = algorithm.start(federation)
-        for now in planned_rounds(algorithm.phases()):
-            if len(found) > rounds:
-                break
-            federation.begin(now)
-            begun = clock()
-            state = algorithm.round(state, federation)
-            if now.phase == (phase or now.phase):
-                found.append(clock() - begun)
-    return found[1:]
-
-
-def check_phase(path: Path, algorithm: Algorithm[Any], phase: str) -> None:
-    """Raises UserError where a config has no phase of that name. None is named by ``""``."""
-    names = [one.name for one in algorithm.phases()]
-    if phase and phase not in names:
-        raise UserError(f"{path}: there is no phase {phase}. Phases: {', '.join(names)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0, or 2 where a config cannot be measured."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.rounds", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("rounds", __doc__)
     parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
     parser.add_argument("--vary", default="run.workers=1,2", metavar="KEY=VALUE,VALUE")
     parser.add_argument("--rounds", type=at_least(1), default=6)
@@ -92,18 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| config | " + " | ".join(f"{one}, s" for one in varied) + " | times |")
     print("|---" * (len(varied) + 2) + "|")
     for name in configs:
-        seen: dict[str, list[float]] = {one: [] for one in varied}
+        seen = {one: Measured() for one in varied}
         try:
             for _ in range(PASSES):
                 for one in varied:
-                    seen[one] += of_rounds(
-                        Path(name), [*overrides, one], options.rounds, options.phase,
-                        time.perf_counter,
-                    )  # fmt: skip
+                    prepared = prepare(load_config(Path(name), [*overrides, one]))
+                    play(prepared, options.rounds, options.phase, seen[one])
         except UserError as error:
             print(error, file=sys.stderr)
             return 2
-        times = [statistics.median(seen[one]) for one in varied]
+        times = [statistics.median(seen[one].seconds) for one in varied]
         cells = [f"{t:.2f}" for t in times] + [f"{times[0] / times[-1]:.2f}"]
         print(f"| {Path(name).stem} | " + " | ".join(cells) + " |", flush=True)
     return 0

@@ -20,7 +20,6 @@ FedSEAL's own rule, that every agent predicts in every round, makes its rounds g
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.processes import about, at_least, configs_of, numbers
+from benchmarks.processes import about, at_least, configs_of, numbers, parser_of
 
 LABELLED, TESTED, CLASSES = 100, 200, 10
 CHUNK = 10_000  # rows that are made at once
@@ -71,7 +70,7 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
 
     from privssl.experiment.config import load_config
     from privssl.experiment.prepare import prepare
-    from privssl.reporting.trackers import CsvTracker, TensorBoardTracker
+    from privssl.reporting.trackers import CsvTracker, TensorBoardTracker, Tracker
     from privssl.runs import engine_factory, round_loop
     from privssl.storage.spill_store import SpillStore
     from privssl.training.evaluation import HiddenLabelMeter
@@ -81,7 +80,12 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
     begun = time.perf_counter()
     prepared = prepare(load_config(Path(config), overrides))
     found["prepare"] = time.perf_counter() - begun
-    rounds = _Clock()
+    clocks: list[tuple[float, float]] = []  # after each round
+
+    class Clock(Tracker):
+        def round(self, record: Any) -> None:
+            clocks.append((time.perf_counter(), time.process_time()))
+
     with ExitStack() as stack:
         oracle = HiddenLabelMeter(prepared.federated_data.true_labels)
         limit = prepared.config.run.memories_mb * 2**20
@@ -90,7 +94,7 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
         begun = time.perf_counter()
         prepared.federated_data.manifest.write(folder / "split.json")
         csv, board = CsvTracker(folder / "metrics.csv"), TensorBoardTracker(folder)
-        there = round_loop.RoundLoop(prepared, folder, engine, oracle, [csv, board, rounds], shelf)
+        there = round_loop.RoundLoop(prepared, folder, engine, oracle, [csv, board, Clock()], shelf)
         stack.callback(there.close)
         there.begin()
         found["begin"] = time.perf_counter() - begun
@@ -100,34 +104,8 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
         found["save"] = time.perf_counter() - begun
     latest = sorted((folder / "checkpoints").glob("round_*"))[-1]
     found["bytes"] = sum(file.stat().st_size for file in latest.iterdir())
-    return found | rounds.medians() | {"peak": peak_megabytes()}
-
-
-class _Clock:
-    """A tracker that looks at two clocks after each round."""
-
-    def __init__(self) -> None:
-        self._wall: list[float] = []
-        self._processor: list[float] = []
-
-    def round(self, record: Any) -> None:
-        self._wall.append(time.perf_counter())
-        self._processor.append(time.process_time())
-
-    def images(self, round_number: int, tag: str, image: Any) -> None:
-        """Pictures take their time in the round that shows them."""
-
-    def keep(self) -> None:
-        """Checkpoints take their time in the round after which they are."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def medians(self) -> dict[str, float]:
-        return {
-            name: statistics.median(np.diff(seen).tolist())
-            for name, seen in (("round", self._wall), ("processor", self._processor))
-        }
+    wall, processor = np.median(np.diff(clocks, axis=0), axis=0).tolist()
+    return found | {"round": wall, "processor": processor, "peak": peak_megabytes()}
 
 
 # The table -------------------------------------------------------------------------------------
@@ -156,10 +134,7 @@ def cell(options: argparse.Namespace, config: str, overrides: list[str], agents:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0, or the status of a cell that failed."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.scale", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("scale", __doc__)
     parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
     parser.add_argument("--agents", type=numbers, default=[10, 100, 1000, 10000])
     parser.add_argument("--rows", type=at_least(1), default=50, help="of each agent")

@@ -14,7 +14,6 @@ Of the others the table has the first, lowest, highest and last weight, and by h
 lies above the lowest. Linux (/proc); needs Flower; about ten seconds for a round.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from benchmarks.processes import about, pss
+from benchmarks.processes import about, parser_of, pss
 from privssl.errors import UserError
 from privssl.site import demo
 
@@ -118,10 +117,7 @@ def table(weights: Sequence[Weights], warm_up: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 2 where something could not be started or ended before its time."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.sites_memory", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = parser_of("sites_memory", __doc__)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--sites", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=5, help="rounds that are not counted")

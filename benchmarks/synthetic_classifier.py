@@ -25,6 +25,7 @@ from privssl.data.datasets import load_dataset
 from privssl.experiment.config import load_config
 from privssl.reporting.generator_quality import TRAINED_ON, train_judge
 from privssl.runtime import randomness
+from privssl.training.evaluation import score
 from privssl.training.local_training import network_input
 
 BATCH, RATE = 64, 2e-3
@@ -61,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         network_input(tests.x_test[:learned]), tests.y_test[:learned], len(run.class_names)
     )
     shares = [
-        _share_right(names, torch.from_numpy(asked)),
-        _share_right(_classes(judge, torch.from_numpy(x)), torch.from_numpy(asked)),
-        _share_right(_classes(judge, tests.x_test[learned:]), tests.y_test[learned:]),
-        _share_right(_classes(network.eval(), tests.x_test), tests.y_test),
+        float((names == torch.from_numpy(asked)).float().mean()),
+        _accuracy(judge, torch.from_numpy(x), torch.from_numpy(asked)),
+        _accuracy(judge, tests.x_test[learned:], tests.y_test[learned:]),
+        _accuracy(network, tests.x_test, tests.y_test),
         run.results["test_accuracy"]["final"],
     ]
     print(
@@ -79,15 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-@torch.no_grad()
-def _classes(network: nn.Module, x: Tensor) -> Tensor:
-    """What the network calls stored rows (N, *shape): (N,)."""
-    parts = torch.split(x, 1000)
-    return torch.cat([network(network_input(part)).argmax(dim=1) for part in parts])
-
-
-def _share_right(found: Tensor, true: Tensor) -> float:
-    return float((found == true).float().mean())
+def _accuracy(network: nn.Module, x: Tensor, y: Tensor) -> float:
+    """Of the network, on rows (N, *shape) as stored."""
+    return score(network, dict(network.state_dict()), x, y, device=torch.device("cpu")).accuracy
 
 
 if __name__ == "__main__":

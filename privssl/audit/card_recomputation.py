@@ -59,12 +59,12 @@ def card_problems(
             ],
             scope=card["scope"], delta=card["delta"], releases=_stated_releases(card),
             algorithm=card["algorithm"], dataset=card["dataset"],
-            task=card["task"], encoder=card.get("encoder"),
-            network=card.get("network"),
+            task=card["task"], encoder=card["encoder"],
+            network=card["network"],
             this_run=card["this_run"], planned=card["planned_visits"],
             promised={e["agent"]: j.promised for e, j in zip(card["agents"], found, strict=True)},
             former=card["former_ledgers"], ledger_problems=card["ledger_problems"],
-            weights=card.get("weights"), clip_norm=card.get("clip_norm"),
+            weights=card["weights"], clip_norm=card["clip_norm"],
         )  # fmt: skip
     except PrivacyError as error:
         yield f"no true card follows from the ledgers: {error}"

@@ -29,7 +29,7 @@ from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan
 from privssl.runs.accounts import FORMER
 from privssl.runs.model_card import privacy_section, read_privacy_section
-from privssl.runs.private_device import other_device
+from privssl.runs.resume import other_device
 from privssl.runs.run_dir import MODEL_CARD, claim_sentences
 from privssl.settings.names import is_outside
 
@@ -149,7 +149,7 @@ def _row_differences(results: Mapping[str, Any], card: PrivacyCard) -> Iterator[
     classes = len(names) if isinstance(names, list) else None
     if card["task"] != {"classes": classes, "shape": rows.get("shape")}:
         yield "privacy.json has other classes or rows than results.json"
-    if card.get("encoder") != rows.get("encoder"):
+    if card["encoder"] != rows.get("encoder"):
         yield "privacy.json says something else of the encoder than results.json"
 
 
@@ -171,8 +171,8 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
     if wrong := other_device(files.run, config):
         found.doubts.append(wrong)
     local = config.run.engine == "local"
+    wanted = set(holders(config.data.labels, config.agents).labelled)
     if local:
-        wanted = set(holders(config.data.labels, config.agents).labelled)
         missing = [
             f"config.yaml gives labels to {agent}, which has no ledger"
             for agent in sorted(wanted - journals.keys())
@@ -188,10 +188,12 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
     if config.privacy.ledger:
         own = {agent: files.own[agent] for agent in journals if agent in files.own}
     try:
-        plan, noise = _plan_of(config)
+        plan = make_plan(config, len(wanted))
     except (UserError, AccountingError) as error:
         found.doubts.append(f"config.yaml was not compared with the ledgers: {error}")
         return
+    calibrated = config.privacy.noise_multiplier is None
+    noise = _noise_of(plan.event) if calibrated else None
     for agent, journal in own.items():
         of = [
             (list(_plan_differences(agent, one, config, plan, noise)), one)
@@ -212,7 +214,7 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
         found.problems.append(f"the run has ended, but its card does not plan {plan.visits} visits")
     found.problems += _public_part_differences(config, card)
     clips = None if plan.update == (CENSUS,) else config.privacy.clip_norm
-    if card.get("clip_norm") != clips:
+    if card["clip_norm"] != clips:
         found.problems.append(
             f"config.yaml says clip_norm {clips}, the card {card.get('clip_norm')}"
         )
@@ -229,7 +231,7 @@ def _unpaid(agent: str, journal: Journal, plan: AccountPlan, files: RunFiles) ->
 
 def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]:
     """Where the card keeps quiet of what the claim takes as public, or tells of another."""
-    encoder, network, model = card.get("encoder"), card.get("network"), config.model
+    encoder, network, model = card["encoder"], card["network"], config.model
     if (encoder["name"] if encoder else "") != config.data.encoder:
         yield f"config.yaml has the encoder {config.data.encoder or 'none'}, the card another"
     if card["algorithm"] != config.algorithm.name:
@@ -243,14 +245,6 @@ def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]
         yield "config.yaml and the card differ in whether the network has initial weights"
 
 
-def _plan_of(config: Config) -> tuple[Plan, float | None]:
-    """The plan that follows from the config, and its noise where that was calibrated."""
-    privacy = config.privacy
-    assert privacy is not None
-    plan = make_plan(config, len(holders(config.data.labels, config.agents).labelled))
-    return plan, None if privacy.noise_multiplier is not None else _noise_of(plan.event)
-
-
 def _noise_of(event: Event) -> float | None:
     """The noise multiplier of a visit with Gaussian noise; None for a census."""
     gaussians = (e for e in leaf_events(event) if isinstance(e, PoissonSampledGaussianEvent))
@@ -260,7 +254,8 @@ def _noise_of(event: Event) -> float | None:
 def _plan_differences(
     agent: str, plan: AccountPlan, config: Config, true: Plan, noise: float | None
 ) -> Iterator[str]:
-    """Where a ledger's plan is not the one that follows from the config."""
+    """Where a ledger's plan is not the one that follows from the config. ``noise``: of that one,
+    where it was calibrated."""
     privacy = config.privacy
     assert privacy is not None
     charged, budget = plan.event, Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)

@@ -15,9 +15,7 @@ is in one cell, whatever the other records are, is the algorithm's to show.
 """
 
 import math
-import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +27,7 @@ from accounting.discrete_laplace import log_pmf
 from accounting.two_sample_audit import two_sample_bound_from_scores
 from privssl.privacy.label_histogram import CensusPlan
 from privssl.privacy.secure_noise import secure_uniform
-from privssl.runtime.randomness import seeded
+from privssl.runtime.randomness import others_seeded, seeded
 
 ALARM = 1e-6  # level of each test
 
@@ -127,23 +125,10 @@ def judge_census(found: CensusAttack, epsilon: float) -> Iterator[str]:
 
 def _release(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
     """One release of a table (cells,), from generators that are seeded alike every time."""
-    with _seeded():
+    alike = torch.Generator().manual_seed(0)
+    with seeded(alike), others_seeded(alike):  # noise must come from none of these
         table = plan.release(torch.from_numpy(counts.copy()).view(-1, classes))
     return np.asarray(table.numpy(), dtype=np.int64).ravel()
-
-
-@contextmanager
-def _seeded() -> Iterator[None]:
-    """Seed alike the generators that noise must not come from."""
-    python, legacy = random.getstate(), np.random.get_state()
-    with seeded(torch.Generator().manual_seed(0)):
-        random.seed(0)
-        np.random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)
 
 
 def _law_p(noise: Whole, epsilon: float) -> float:

@@ -20,6 +20,7 @@ from privssl.experiment import config as configs
 from privssl.experiment.config import Config
 from privssl.privacy.card_schema import PrivacyCard
 from privssl.runs.accounts import LEDGER_SEQ, SPENT, to_number
+from privssl.runs.resume import read_log
 from privssl.runs.run_dir import CLASSIFIER
 from privssl.storage import tensor_files
 
@@ -63,8 +64,8 @@ def check(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> 
             "config.yaml is not the one that the checkpoints were made with (or it is of another "
             f"version: the card says privssl {card['versions'].get('privssl', 'unknown')})"
         )
-    found.doubts += _split_differences(files, config, journals)
     if config.run.engine == "local":
+        found.doubts += _split_differences(files, journals)
         found.doubts += _missing_records(files, config)
         found.problems += _spending_differences(files, config, journals)
         found.doubts += _missing_visits(files, config, card)
@@ -73,7 +74,7 @@ def check(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> 
 def _absent(files: RunFiles, card: PrivacyCard) -> Iterator[str]:
     """Files that bear on the claim. An interrupted run releases no classifier, and has no metrics
     before its first round."""
-    run, released = files.run, files.ended or card.get("weights") is not None
+    run, released = files.run, files.ended or card["weights"] is not None
     text = "{} is absent: every run writes it, and it was not possible to compare it"
     if not (run / "results.json").exists():
         yield text.format("results.json")
@@ -99,13 +100,8 @@ def _interruption(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
 
 def _check_weights(files: RunFiles, card: PrivacyCard, found: Findings) -> None:
     """Compare the released weights with the hash on the card."""
-    path, weights = files.run / CLASSIFIER, card.get("weights")
-    if "weights" not in card:
-        found.notes.append(
-            "the card has no hash of the released weights, so they were not compared: privssl "
-            f"{card['versions'].get('privssl', 'unknown')} wrote none, or it was removed"
-        )
-    elif weights is None:
+    path, weights = files.run / CLASSIFIER, card["weights"]
+    if weights is None:
         if files.ended:
             found.doubts.append("the run has ended, but its card names no weights")
     elif weights["file"] != CLASSIFIER:
@@ -168,11 +164,10 @@ def _metrics_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterato
 
 def _later_rounds(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
     """Whether train.log has a later round than results.json: somebody went back."""
-    try:
-        log = (files.run / "train.log").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    last, rounds = max(map(int, _ROUND.findall(log)), default=0), results.get("rounds")
+    last, rounds = (
+        max(map(int, _ROUND.findall(read_log(files.run))), default=0),
+        results.get("rounds"),
+    )
     if isinstance(rounds, int) and last > rounds:
         yield f"train.log tells of round {last}, results.json of {rounds} rounds"
 
@@ -209,12 +204,10 @@ def _course(journal: Journal) -> list[float]:
     return course
 
 
-def _split_differences(
-    files: RunFiles, config: Config, journals: Mapping[str, Journal]
-) -> Iterator[str]:
+def _split_differences(files: RunFiles, journals: Mapping[str, Journal]) -> Iterator[str]:
     """Where split.json is damaged, or gives other numbers of rows than public counts say."""
     path = files.run / "split.json"
-    if not path.is_file() or config.run.engine != "local":
+    if not path.is_file():
         return
     try:
         held = split_manifest.read_manifest(path).agents

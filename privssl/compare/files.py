@@ -1,18 +1,22 @@
 """The files of a comparison: Markdown, CSV, LaTeX, and the plot as PNG and PDF."""
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 
-from privssl.compare.latex import latex
 from privssl.compare.paired import Difference, differences, explanation, p_heading
 from privssl.compare.plot import curve, figure
-from privssl.compare.table import Row, csv_lines, csv_text, markdown, table_lines
+from privssl.compare.table import Row, cells, csv_lines, csv_text, markdown, notes, table_lines
 from privssl.storage import atomic_files
 
+ESCAPES = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "±": r"$\pm$", "<": r"$<$", ">": r"$>$", **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+}  # fmt: skip
 FILES = ("comparison.md", "comparison.csv", "runs.csv", "comparison.tex")
 
 
@@ -73,5 +77,43 @@ def runs_text(rows: Sequence[Row], varied: Mapping[str, Mapping[str, Any]]) -> s
             }
             for of in rows
             for run in of.runs
+        ]
+    )
+
+
+def escape(text: str) -> str:
+    r"""
+    >>> print(escape("a_1 ± 5%"))
+    a\_1 $\pm$ 5\%
+    """
+    return re.sub(r"[\\~^±<>&%$#_{}]", lambda sign: ESCAPES[sign[0]], text)
+
+
+def latex(rows: Sequence[Row], found: Sequence[Difference]) -> str:
+    """The table for a paper, with booktabs: a row per config; the best accuracy, chosen on test
+    rows, is left out. Notes are comments.
+
+    ``found``: differences from the first config, of those that can be paired.
+    """
+    headings = ["config", "algorithm", "labels", "rounds", "final test accuracy", "epsilon"]
+    paired = {one.config: one for one in found}
+    lines = []
+    for of in rows:
+        named = cells(of, rows[0].config)
+        line = [*named[:5], named[9] + (" (DIFFERENT split)" if of.differs else "")]
+        if found:
+            one = paired.get(of.config)
+            line += [one.interval(), one.p_text()] if one else ["", ""]
+        lines.append(" & ".join(map(escape, line)) + r" \\")
+    if found:
+        headings += [f"difference from {rows[0].config}", p_heading(found)]
+    # A note of several lines would leave the comment.
+    comments = [f"% {' '.join(note.split())}" for note in notes(rows)]
+    return "\n".join(
+        [
+            *(*comments, r"% \usepackage{booktabs}"),
+            r"\begin{tabular}{llrr" + "l" * (len(headings) - 4) + "}",
+            *(r"\toprule", " & ".join(map(escape, headings)) + r" \\", r"\midrule"),
+            *(*lines, r"\bottomrule", r"\end{tabular}", ""),
         ]
     )

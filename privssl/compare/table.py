@@ -80,6 +80,12 @@ class Epsilon:
     covers: tuple[str, ...] = ()  # networks; none unless guaranteed
     lasting: bool = False
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind, "epsilon": self.value, "delta": self.delta,
+            "covers": list(self.covers),
+        }  # fmt: skip
+
     def __str__(self) -> str:
         if self.value is None:
             return "none"
@@ -318,10 +324,7 @@ def _json_row(of: Row) -> dict[str, Any]:
         "seconds": seconds,
         "bytes": {"up": up, "down": down},
         "privacy": {
-            "kind": of.epsilon.kind,
-            "epsilon": of.epsilon.value,
-            "delta": of.epsilon.delta,
-            "covers": list(of.epsilon.covers),
+            **of.epsilon.as_json(),
             "of": "all runs of the account so far" if of.epsilon.lasting else "one run",
         },
         "split": {

@@ -51,11 +51,11 @@ class FusedSequential(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         layers, at = list(self), 0
         while at < len(layers):
-            request = _fusion_request(x, layers, self.runs, at)
-            if request is None:
-                x, at = layers[at](x), at + 1
+            own, forms, end = _fusible(x, layers, self.runs, at)
+            if own:
+                x, at = fused_conv(x, own, forms), end
             else:
-                x, at = fused_conv(x, request.own, request.forms), request.end
+                x, at = layers[at](x), at + 1
         return x
 
 
@@ -75,17 +75,12 @@ def _run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
     pooling = _next(layers, first)
     if pooling is None or not _pools(layers[pooling]):
         return None
-    norm, last = _next(layers, pooling), pooling
-    if norm is not None and isinstance(layer := layers[norm], nn.GroupNorm) and layer.affine:
-        last = norm
-    else:
-        norm = None
+    norm, last, groups, eps = None, pooling, 0, 0.0
+    behind = _next(layers, pooling)
+    if behind is not None and isinstance(layer := layers[behind], nn.GroupNorm) and layer.affine:
+        norm, last, groups, eps = behind, behind, layer.num_groups, layer.eps
     rectifier = _next(layers, last)
     rectified = rectifier is not None and type(layers[rectifier]) is nn.ReLU
-    groups, eps = 0, 0.0
-    if norm is not None:
-        normed = cast(nn.GroupNorm, layers[norm])
-        groups, eps = normed.num_groups, normed.eps
     padding = cast(tuple[int, int], cast(nn.Conv2d, layers[first]).padding)
     form = Form(padding, groups, eps, rectified)
     return LayerRun(first, norm, (rectifier if rectified and rectifier else last) + 1, form)
@@ -117,19 +112,11 @@ def _pools(layer: nn.Module) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class FusionRequest:
-    """Runs of layers for the kernels."""
-
-    own: tuple[Parameters, ...]
-    forms: tuple[Form, ...]
-    end: int  # the first place behind
-
-
-def _fusion_request(
+def _fusible(
     x: Tensor, layers: Sequence[nn.Module], runs: Mapping[int, LayerRun], at: int
-) -> FusionRequest | None:
-    """As many consecutive runs from here as the kernels can compute; None: torch computes."""
+) -> tuple[tuple[Parameters, ...], tuple[Form, ...], int]:
+    """Parameters and forms of as many consecutive runs from here as the kernels can compute, and
+    the first place behind them; empty: torch computes."""
     apply = (
         at in runs
         and dispatch.instruction_set() is not None
@@ -150,9 +137,9 @@ def _fusion_request(
         forms.append(run.form)
         ends.append(at := run.end)
     if not own:
-        return None
+        return (), (), at
     some = _fitting(x.shape, tuple(each.weight.shape for each in own), tuple(forms))
-    return FusionRequest(tuple(own[:some]), tuple(forms[:some]), ends[some - 1]) if some else None
+    return tuple(own[:some]), tuple(forms[:some]), ends[some - 1]
 
 
 def _may_be_done(layers: Sequence[nn.Module], run: LayerRun) -> bool:

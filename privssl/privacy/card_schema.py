@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from typing_extensions import NotRequired, TypedDict  # pydantic needs it before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from accounting.account_plan import Scope
 from accounting.budget import Adjacency, Span
@@ -57,7 +57,7 @@ class FormerLedger(TypedDict):
     kind: Literal["guaranteed", "nominal"]
     epsilon: float | None
     delta: float | None
-    budget: NotRequired[float | None]
+    budget: float | None
 
 
 class Claim(TypedDict):
@@ -122,8 +122,8 @@ class PrivacyCard(TypedDict):
     algorithm: str
     dataset: str
     task: TaskEntry | None
-    encoder: NotRequired[EncoderEntry | None]
-    network: NotRequired[dict[Literal["name", "weights"], str] | None]
+    encoder: EncoderEntry | None
+    network: dict[Literal["name", "weights"], str] | None
     scope: Scope
     kind: Kind
     guarantee: Claim | None
@@ -132,7 +132,7 @@ class PrivacyCard(TypedDict):
     adjacency: Adjacency
     delta: float
     record_counts: Literal["public", "private"]
-    clip_norm: NotRequired[float | None]
+    clip_norm: float | None
     update: list[str]
     protect: list[str]
     agents: list[AgentEntry]
@@ -140,7 +140,7 @@ class PrivacyCard(TypedDict):
     this_run: dict[str, float] | None
     former_ledgers: list[FormerLedger]
     ledger_problems: list[str]
-    weights: NotRequired[dict[Literal["file", "sha256"], str] | None]
+    weights: dict[Literal["file", "sha256"], str] | None
     epsilon: Totals
     releases: list[ReleaseEntry]
     not_sent: list[str]

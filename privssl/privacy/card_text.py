@@ -80,11 +80,10 @@ def render_markdown(card: Mapping[str, Any]) -> str:
     trained = f"Trained on labelled rows: {_names(card['update'])}; with noise: "
     if card["update"] == [CENSUS]:
         trained = "No network is trained on labelled rows. Released about them, with noise: "
-    delta = delta_up(card["delta"])
+    delta, clip_norm = delta_up(card["delta"]), card["clip_norm"]
     if (card["guarantee"] or {}).get("delta") == 0:
         delta = f"0 (pure epsilon; {delta} in the accounts)"
-    clip_norm = card.get("clip_norm")
-    tighter, released, bounds = headline_sentence(card), card.get("weights"), card["attack_bounds"]
+    tighter, released, bounds = headline_sentence(card), card["weights"], card["attack_bounds"]
     lines = [
         f"# Privacy card: {_cell(card['algorithm'])} on {_cell(card['dataset'])}",
         "",

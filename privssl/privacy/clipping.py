@@ -9,13 +9,13 @@ whose product is never computed for one row: of a linear layer (Goodfellow 2015;
 "ghost clipping") or a convolution. The norm is that of what is summed, in both.
 
 Norms, factors and sums are float64: a row weighs the clip norm to one part in 10^9, and n rows are
-summed to within n^2 x 2.3e-16 of it (docs/dp_sgd.md). A device without float64 sums on the CPU.
+summed to within n^2 x 2.3e-16 of it (docs/dp_sgd.md).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -78,8 +78,9 @@ class DenseGradients:
         return (self.each, None) if dispatch.available_for(self.each) else None
 
     def from_totals(self, totals: Tensor, first: int) -> Tensor:
-        shape, strides = _places(self.each.shape[1:], self.axes)
-        return totals.as_strided(shape, strides, first)
+        kept = self.each.shape[1:]
+        total = totals[first : first + kept.numel()].view(kept)
+        return total if self.axes is None else total.permute(self.axes)
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,7 @@ class OuterProductGradients:
     @cached_property
     def _wide(self) -> tuple[Tensor, Tensor]:
         """Copies in float64, which :meth:`norms` reads and :meth:`total` then overwrites."""
-        left, right = (side.clone() if side.dtype == torch.float64 else to_float64(side)
-                       for side in (self.left, self.right))  # fmt: skip
+        left, right = (side.to(torch.float64, copy=True) for side in (self.left, self.right))
         return left, right
 
     def kernel_input(self) -> KernelInput | None:
@@ -123,7 +123,7 @@ class OuterProductGradients:
 
     def from_totals(self, totals: Tensor, first: int) -> Tensor:
         high, wide = self.left.shape[-1], self.right.shape[-1]
-        return self.reshape_like(totals.as_strided((high, wide), (wide, 1), first))
+        return self.reshape_like(totals[first : first + high * wide].view(high, wide))
 
     def reshape_like(self, matrices: Tensor) -> Tensor:
         """(..., p, d) -> (..., *shape of the parameter)."""
@@ -187,20 +187,6 @@ def _factors(norms: Tensor, drawn: Tensor, clip_norm: float) -> Tensor:
     return torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
 
 
-@lru_cache(maxsize=1024)
-def _places(kept: torch.Size, axes: tuple[int, ...] | None) -> tuple[torch.Size, tuple[int, ...]]:
-    """Shape and strides of a parameter whose gradients are stored with other axes."""
-    strides = kernel.strides(kept)
-    if axes is None:
-        return kept, strides
-    return torch.Size(kept[axis] for axis in axes), tuple(strides[axis] for axis in axes)
-
-
-def to_float64(numbers: Tensor) -> Tensor:
-    """As float64; on the CPU, where the device has none."""
-    return numbers.to("cpu" if numbers.device.type == "mps" else numbers.device, torch.float64)
-
-
 def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
     """Infinite, where a factor is too long: the other one may be subnormal, with few digits."""
     keep = torch.stack([length < LONGEST for length in lengths]).all(dim=0)
@@ -210,7 +196,7 @@ def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
 def _norms(sample: Tensor) -> Tensor:
     """Norm of each row (B,), in blocks that fit a cache in float64."""
     flat = sample.reshape(len(sample), -1)
-    return torch.cat([to_float64(some).norm(dim=1) for some in torch.split(flat, _at_once(flat))])
+    return torch.cat([some.double().norm(dim=1) for some in torch.split(flat, _at_once(flat))])
 
 
 def _weighted(factors: Tensor, numbers: Tensor) -> Tensor:
@@ -218,7 +204,7 @@ def _weighted(factors: Tensor, numbers: Tensor) -> Tensor:
     size = _at_once(numbers)
     parts = zip(torch.split(factors, size, -1), torch.split(numbers, size, -2), strict=True)
     return sum(
-        ((some[..., None, :] @ to_float64(those)).squeeze(-2) for some, those in parts),
+        ((some[..., None, :] @ those.double()).squeeze(-2) for some, those in parts),
         start=factors.new_zeros((*factors.shape[:-1], numbers.shape[-1])),
     )
 

@@ -27,7 +27,7 @@ from accounting.accountants import calibrate_noise
 from privssl.core.private_release import begin_release, record_release
 from privssl.errors import PrivacyError
 from privssl.ops import self_test
-from privssl.privacy.clipping import PerExampleGradients, clipped_sums, to_float64
+from privssl.privacy.clipping import PerExampleGradients, clipped_sums
 from privssl.privacy.layer_gradients import Key
 from privssl.privacy.per_example_gradients import Parameters, RowLoss, factored_gradients
 from privssl.privacy.plan import PrivatePlan
@@ -267,5 +267,5 @@ class PrivateTraining:
     def _step(self) -> None:
         for parameter in self._optimizer.params:
             if parameter.summed_grad is None:  # no row, or no row's loss depends on it
-                parameter.summed_grad = to_float64(torch.zeros_like(parameter))
+                parameter.summed_grad = torch.zeros_like(parameter, dtype=torch.float64)
         deferred.submit(NoisyOptimizerStep(self._optimizer, self._plan.expected_batch))

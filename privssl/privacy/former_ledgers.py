@@ -97,7 +97,7 @@ def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:
         if entry["epsilon"] is not None:
             nominal = "nominal " if entry["kind"] == "nominal" else ""
             nothing |= {entry["ledger"]} if nominal else set()
-            budget = "" if entry.get("budget") is None else f" of {entry['budget']:g}"
+            budget = "" if entry["budget"] is None else f" of {entry['budget']:g}"
             at = delta_up(entry["delta"])
             spent = f"{nominal}epsilon {round_up(entry['epsilon'])}{budget} at delta {at}"
         spending.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")

@@ -60,7 +60,7 @@ def refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
         evaluated = network.eval()(one)
     for with_gradients in (False, True):  # some remember in training alone
         with torch.set_grad_enabled(with_gradients):
-            _refuse_memory(network.train(), shape)
+            _refuse_memory(network.train(), one)
     # Running statistics may lie in any object, and be used in evaluation alone.
     with torch.no_grad():
         if not torch.equal(network.eval()(one), evaluated):
@@ -72,8 +72,7 @@ def refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
     network.train()
 
 
-def _refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
-    one = torch.linspace(-1, 1, 3 * prod(shape)).view(3, *shape)
+def _refuse_memory(network: nn.Module, one: Tensor) -> None:
     before = _attributes(network)
     values = {n: v.detach().clone() for n, v in before.items() if isinstance(v, torch.Tensor)}
     first = network(one)

@@ -133,7 +133,7 @@ def _product(
 
     ``kernel``: as in :class:`clipping.OuterProductGradients`.
     """
-    if _less_work(left.shape[1], left.shape[2] * right.shape[2], left.device):
+    if _less_work(left.shape[1], left.shape[2] * right.shape[2]):
         each = left.mT @ right
         if kernel is None:
             return DenseGradients(each)
@@ -141,10 +141,9 @@ def _product(
     return OuterProductGradients(left, right, kernel)
 
 
-def _less_work(places: int, numbers: int, device: torch.device) -> bool:
+def _less_work(places: int, numbers: int) -> bool:
     """Whether a weight of so many elements is to be multiplied out."""
-    no_float64 = device.type == "mps"
-    return MANY * places**2 > numbers or (places > 1 and no_float64)
+    return MANY * places**2 > numbers
 
 
 def _of_kernels(
@@ -157,7 +156,7 @@ def _of_kernels(
     kernel, stride = in_pair(tuple(shape[2:])), in_pair(given.get("stride", 1))
     padding = in_pair(given.get("padding", 0))
     places = math.prod((smaller.shape[1], *smaller.shape[3:]))
-    if dispatch.available_for(larger) and _less_work(places, shape.numel(), x.device):
+    if dispatch.available_for(larger) and _less_work(places, shape.numel()):
         return DenseGradients(
             per_example_conv.sums(larger, smaller, kernel, stride, padding), (3, 2, 0, 1)
         )

@@ -8,13 +8,14 @@ number comes from the agents' ledgers, every sentence from the scope. Under the 
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Literal
 
 from accounting.account_plan import AccountPlan, Scope
 from accounting.accountants import ZERO_COST
 from accounting.budget import Span
 from accounting.events import Event
+from privssl import __version__
 from privssl.errors import PrivacyError
 from privssl.privacy.card_numbers import agent_entry, fixed_beforehand, paper_sum
 from privssl.privacy.card_schema import (
@@ -38,6 +39,7 @@ AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
 #: name of a tensor or number that leaves a support agent, whether the claim covers it, why
 Release = tuple[str, Status, str]
 
+_version = cache(version)  # which reads a file
 _ROUNDING = (
     "Rounding: arithmetic is floating point. One row moves a sum by at most 1 + 1e-6 clip norms, "
     "for batches of up to 65,536 rows.",
@@ -175,7 +177,10 @@ def privacy_card(
             *(_IDEAL_BITS if census and claimed == 0 else _ROUNDING),
         ],
         "attack_bounds": attack_bounds(bound, claimed) if claims else None,
-        "versions": {name: _version(name) for name in ("privssl", "opacus", "torch", "scipy")},
+        "versions": {
+            "privssl": __version__,
+            **{name: _version(name) for name in ("opacus", "torch", "scipy")},
+        },
         "headline": _headline(agents, kind) if fixed else None,
         "sentence": "",
     }
@@ -242,11 +247,3 @@ def _check(
         )
     if scope == "as_published" and "covered" in statuses.values():
         raise PrivacyError("scope as_published guarantees nothing, so nothing it sends is covered")
-
-
-@cache
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

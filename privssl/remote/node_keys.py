@@ -5,7 +5,7 @@ agent (NAME.pub, in OpenSSH's format) and accepts a name only from the node whos
 SuperLink verified. The keys are compared as text in Flower's format (PEM).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from privssl.errors import ConfigError
@@ -14,10 +14,10 @@ from privssl.errors import ConfigError
 class NodeKeys:
     """Public keys of agents."""
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        """Read ``files``: agent -> its public key in OpenSSH's format. Raises ConfigError: one is
-        missing or not such a key, or two agents have the same."""
-        self.files = dict(files)
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        """Read FOLDER/NAME.pub for these agents. Raises ConfigError: one is missing or not such a
+        key, or two agents have the same."""
+        self.files = {name: folder.expanduser().resolve() / f"{name}.pub" for name in names}
         self._owner: dict[str, str] = {}
         for name, path in self.files.items():
             if (other := self._owner.setdefault(_read_pem(path), name)) != name:
@@ -26,11 +26,6 @@ class NodeKeys:
     def owner(self, pem: str) -> str:
         """The agent with this key (PEM); empty if there is none."""
         return self._owner.get(pem, "")
-
-
-def read_node_keys(folder: Path, names: Iterable[str]) -> NodeKeys:
-    """Read FOLDER/NAME.pub for these agents. Raises ConfigError."""
-    return NodeKeys({name: folder.expanduser().resolve() / f"{name}.pub" for name in names})
 
 
 def _read_pem(path: Path) -> str:

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from inspect import signature
 from typing import Any
@@ -47,22 +47,22 @@ def check_steps(kind: type) -> None:
                 f"{said} takes ({', '.join(parameters)}). A step takes (self, agent, message, ctx)"
             )
         try:
-            hints = _hints(step)
+            takes, gives = _messages_of(step)
         except NameError as error:
             raise ConfigError(
                 f"{said} its annotations cannot be read ({error}). Import what they name where the "
                 "module is run, not under TYPE_CHECKING alone"
             ) from None
-        message = parameters[2]
-        for key, what in ((message, f"{message}: MESSAGE"), ("return", "-> MESSAGE | Declined")):
-            if not any(found is not Message for found in _message_classes(hints.get(key))):
+        what = f"{parameters[2]}: MESSAGE"
+        for found, where in ((takes, what), (gives, "-> MESSAGE | Declined")):
+            if not any(kind is not Message for kind in found):
                 raise ConfigError(
-                    f"{said} has no annotation `{what}`, by which worker processes and sites read "
+                    f"{said} has no annotation `{where}`, by which worker processes and sites read "
                     "a message. Name its class of privssl.core.messages.Message"
                 )
-            for found in _message_classes(hints[key]):
-                if wrong := _unreadable(found):
-                    raise ConfigError(f"{said} its message {found.__qualname__} {wrong}")
+            for one in found:
+                if wrong := _unreadable(one):
+                    raise ConfigError(f"{said} its message {one.__qualname__} {wrong}")
 
 
 def _unreadable(kind: type[Message]) -> str | None:
@@ -73,8 +73,7 @@ def _unreadable(kind: type[Message]) -> str | None:
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        if not all(part in _READ for part in (typing.get_args(hint) if union else (hint,))):
+        if not all(part in _READ for part in _alternatives(hint)):
             text = str(hint).replace("typing.", "")
             return (
                 f"declares {field.name} as {text}, which worker processes and sites do not read. "
@@ -90,62 +89,60 @@ _READ = (StateDict, Tensor, float, int, bool, str, type(None))
 def check_declared(step: Callable[..., Any], message: Message, reply: Message) -> None:
     """Raise MessageError for messages that a step does not declare, which worker processes and
     sites would not read. A step without annotations is not checked."""
-    takes, gives = _declared(getattr(step, "__func__", step))
-    for what, found, known in (("takes", message, takes), ("returns", reply, gives)):
-        if known and type(found).__name__ not in known:
+    try:
+        takes, gives = _messages_of(step)
+    except NameError:
+        return
+    for what, found, known, also in (
+        ("takes", message, takes, ()), ("returns", reply, gives, (Declined,)),
+    ):  # fmt: skip
+        names = list(dict.fromkeys(kind.__name__ for kind in (*known, *also)))
+        if known and Message not in known and type(found).__name__ not in names:
             raise MessageError(
-                f"{step.__name__} {what} {' or '.join(known)} by its annotations, and here a "
+                f"{step.__name__} {what} {' or '.join(names)} by its annotations, and here a "
                 f"{type(found).__name__}. Name that class there, as worker processes and sites need"
             )
 
 
-@lru_cache(maxsize=256)
-def _declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the messages that a step takes and returns; empty: any."""
-    try:
-        hints = _hints_of(function)
-    except NameError:
-        return (), ()
-    message = list(signature(function).parameters)[-2]
-    takes, gives = ([*_message_classes(hints.get(key))] for key in (message, "return"))
-    for known in (takes, gives):
-        if Message in known:
-            known.clear()
-    gives += [Declined] * bool(gives)
-    return tuple(k.__name__ for k in takes), tuple(dict.fromkeys(k.__name__ for k in gives))
-
-
 def input_type(step: Callable[..., Any], name: str) -> type[Message]:
     """The message class of that name that a step takes. Raises StepError."""
-    message = list(signature(step).parameters)[1]  # after the agent
-    return _find_class(step, name, _hints(step)[message])
+    return _find_class(step, name, _messages_of(step)[0])
 
 
 def output_type(step: Callable[..., Any], name: str) -> type[Message]:
     """The message class of that name that a step returns, or Declined. Raises StepError."""
-    return _find_class(step, name, _hints(step)["return"], Declined)
+    return _find_class(step, name, (*_messages_of(step)[1], Declined))
 
 
-def _find_class(step: Callable[..., Any], name: str, *hints: Any) -> type[Message]:
-    for hint in hints:
-        for kind in _message_classes(hint):
-            if kind.__name__ == name:
-                return kind
+def _find_class(
+    step: Callable[..., Any], name: str, known: Sequence[type[Message]]
+) -> type[Message]:
+    for kind in known:
+        if kind.__name__ == name:
+            return kind
     raise StepError(f"{step.__name__} neither takes nor returns a message {name}")
 
 
-def _message_classes(hint: Any) -> Iterator[type[Message]]:
-    """The classes of messages in an annotation."""
-    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    for kind in typing.get_args(hint) if union else (hint,):
-        if isinstance(kind, type) and issubclass(kind, Message):
-            yield kind
-
-
-def _hints(step: Callable[..., Any]) -> dict[str, Any]:
-    return _hints_of(getattr(step, "__func__", step))
+def _messages_of(step: Callable[..., Any]) -> tuple[Sequence[type[Message]], ...]:
+    """The classes of messages in a step's annotations: that it takes, that it returns. Raises
+    NameError: they cannot be read."""
+    return _read_annotations(getattr(step, "__func__", step))
 
 
 @lru_cache(maxsize=256)
-def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(function)
+def _read_annotations(function: Callable[..., Any]) -> tuple[Sequence[type[Message]], ...]:
+    hints = typing.get_type_hints(function)
+    message = list(signature(function).parameters)[-2]  # before the context
+    return tuple(
+        [
+            kind for kind in _alternatives(hints.get(key))
+            if isinstance(kind, type) and issubclass(kind, Message)
+        ]
+        for key in (message, "return")
+    )  # fmt: skip
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; of another annotation itself."""
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if union else (hint,)

@@ -4,7 +4,6 @@ Rows of images are in [-1, 1], as networks see them; pictures are (height, width
 Drawn with Pillow and with matplotlib's Agg canvas, which needs no display and no global state.
 """
 
-import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -90,27 +89,19 @@ def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
 
 
 def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
-    """Rows of one class on their way to each other class: ``images/mixes``. Raises ValueError where
-    the shapes do not match.
+    """Rows of one class on their way to each other class: ``images/mixes``.
 
     Args:
         real: (C, channels, H, W) in [-1, 1], the inputs of G; the first line.
         mixes: (L, C, channels, H, W), from lambda 1 to 0; a column per class.
     """
-    if mixes.shape[1:] != real.shape or len(mixes) != len(lambdas):
-        raise ValueError(
-            f"{len(lambdas)} lambdas and mixes {tuple(mixes.shape)} for real {tuple(real.shape)}"
-        )
     lines = torch.cat([real[None], mixes])
     labels = ["real", *(f"{lam:.2f}" for lam in lambdas)]
     return _tiles(lines, labels, [str(c) for c in range(len(real))], corner="lambda")
 
 
 def reconstruction_grid(real: Tensor, rebuilt: Tensor) -> Picture:
-    """Rows (N, channels, H, W) in [-1, 1] above their reconstructions by G at lambda 1. Raises
-    ValueError where the shapes differ."""
-    if real.shape != rebuilt.shape:
-        raise ValueError(f"real {tuple(real.shape)} and rebuilt {tuple(rebuilt.shape)} differ")
+    """Rows (N, channels, H, W) in [-1, 1] above their reconstructions by G at lambda 1."""
     return _tiles(torch.stack([real, rebuilt]), ["real", "rebuilt"], [""] * len(real))
 
 
@@ -163,21 +154,10 @@ def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
     return _pixels(figure)
 
 
-def confusion_csv(counts: NDArray[np.int64], names: Sequence[str]) -> str:
-    """A confusion matrix as text: a line per true class, a column per predicted class. ``counts``:
-    (C, C + 1); the last column, of outputs that are not finite, is written if it has any."""
-    width = len(names) + bool(counts[:, -1].any())
-    head = ["true class", *names, "not finite"][: width + 1]
-    lines = [[name, *row[:width]] for name, row in zip(names, counts.tolist(), strict=True)]
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows([head, *lines])
-    return buffer.getvalue()
-
-
 def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
-    """The same as a picture: rows are true classes, columns predicted ones. The darker a cell, the
-    larger the share of the true class. With Pillow, which is there already: matplotlib takes half a
-    second."""
+    """A confusion matrix (C, C + 1) as a picture: rows are true classes, columns predicted ones.
+    The darker a cell, the larger the share of the true class. With Pillow, which is there already:
+    matplotlib takes half a second."""
     classes, cell = len(names), max(1, min(CELL, LARGEST_MATRIX // len(names)))
     shares = counts[:, :classes] / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     colours = np.array(PAPER) + shares[..., None] * (np.array(FULL) - np.array(PAPER))

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -76,7 +77,6 @@ class GeneratorQuality:
     def __init__(self, x: Tensor, y: Tensor, classes: int) -> None:
         """``x``, ``y``: test rows as stored (N, *shape) and their classes (N,)."""
         self._x, self._y, self._classes = x, y, classes
-        self._reference: _Reference | None = None
         each = max(2, SAMPLES // classes)
         self._labels = torch.arange(classes).repeat_interleave(each)
 
@@ -111,7 +111,7 @@ class GeneratorQuality:
         """
         if len(self._x) < FEWEST:
             return {}
-        real, images = self._prepare(), self.sample(generator)
+        real, images = self._reference, self.sample(generator)
         with torch.no_grad():
             features = real.judge.features(images)
             named = real.judge.output(features).argmax(dim=1)
@@ -157,16 +157,14 @@ class GeneratorQuality:
         ours, theirs = nearest[: len(images)].median(), nearest[len(images) :].median()
         return {"gen/nearest_training_row": float(ours / theirs.clamp(min=1e-12))}
 
-    def _prepare(self) -> "_Reference":
-        """The judge and real rows' numbers, made when they are first needed: once in a process for
-        the same test rows."""
-        if self._reference is None:
-            digest = hashlib.sha256(self._x.numpy().tobytes() + self._y.numpy().tobytes())
-            key = digest.hexdigest(), self._classes
-            if key not in _KNOWN:
-                _KNOWN[key] = _reference_of(self._x, self._y, self._classes)
-            self._reference = _KNOWN[key]
-        return self._reference
+    @cached_property
+    def _reference(self) -> "_Reference":
+        """The judge and real rows' numbers: made once in a process for the same test rows."""
+        digest = hashlib.sha256(self._x.numpy().tobytes() + self._y.numpy().tobytes())
+        key = digest.hexdigest(), self._classes
+        if key not in _KNOWN:
+            _KNOWN[key] = _reference_of(self._x, self._y, self._classes)
+        return _KNOWN[key]
 
 
 @dataclass(frozen=True)

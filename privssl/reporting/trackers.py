@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from privssl.errors import RunFolderError
+from privssl.errors import RunFolderError, first_few
 from privssl.runtime.console import Terminal, ignore_closed_stream
 from privssl.runtime.process import defer_interrupts, without_tensorflow
 from privssl.storage import atomic_files
@@ -119,8 +119,11 @@ class CsvTracker(Tracker):
         found = [int(row[0]) for row in kept]
         if found != list(range(1, after_round + 1)):
             lost = sorted(set(range(1, after_round + 1)) - set(found))
-            some = ", ".join(map(str, lost[:3])) + (", ..." if len(lost) > 3 else "")
-            what = f"lacks {len(lost)} rounds ({some})" if lost else "has rounds twice or unordered"
+            what = (
+                f"lacks {len(lost)} rounds ({first_few(lost)})"
+                if lost
+                else "has rounds twice or unordered"
+            )
             log.warning("%s %s. The run continues; its curves have a gap", self._path, what)
         if header:
             self._rewrite(kept)
@@ -137,7 +140,7 @@ class CsvTracker(Tracker):
                 self._file = self._path.open("a", encoding="utf-8", newline="")
         with atomic_files.writing(self._path):
             cells = [values.get(name, "") for name in self._columns]
-            self._file.write(_lines([[str(record.round), *cells]]))
+            self._file.write(csv_text([[str(record.round), *cells]]))
             self._file.flush()
 
     def keep(self) -> None:
@@ -171,7 +174,7 @@ class CsvTracker(Tracker):
     def _rewrite(self, rows: Iterable[list[str]]) -> None:
         width = len(self._columns) + 1
         padded = [row + [""] * (width - len(row)) for row in rows]
-        atomic_files.write(self._path, _lines([["round", *self._columns], *padded]))
+        atomic_files.write(self._path, csv_text([["round", *self._columns], *padded]))
 
 
 def _text(value: float) -> str:
@@ -190,7 +193,8 @@ def for_the_log(values: Mapping[str, float], *, nominal: bool) -> str:
     )
 
 
-def _lines(rows: Iterable[list[str]]) -> str:
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """Rows as the text of a CSV file."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(rows)
     return buffer.getvalue()

@@ -91,7 +91,7 @@ def _reproduce(options: argparse.Namespace, root: Path, console: Console, _: Exi
     until = time.monotonic() + 60 * (options.minutes or float("inf"))
     with gc_paused():  # here, so that --help and a typo in the command take no second
         from privssl.errors import ConfigError
-        from privssl.reproduce import overview, schedule
+        from privssl.reproduce import schedule
         from privssl.reproduce.runner import Runner
         from privssl.reproduce.store import Store
         from privssl.reproduce.tables import load_tables
@@ -112,7 +112,7 @@ def _reproduce(options: argparse.Namespace, root: Path, console: Console, _: Exi
         )
     wanted = schedule.select(tables, options.cells, options.seeds)
     if options.list:
-        overview.print_states(wanted, store, console)
+        schedule.print_states(wanted, store, console)
         return 0
     runner = Runner(root, store, keep=options.keep)
     return schedule.run_all(wanted, store, runner, console, until, by_seed=options.next)

@@ -23,15 +23,16 @@ from privssl.reproduce.table_page import (
     matrix,
     rows_of,
 )
-from privssl.reproduce.tables import Table
+from privssl.reproduce.tables import Cell, Table
 from privssl.storage import atomic_files
 
 FOLDER = Path("docs") / "results"
 SUMMARY = Path("docs") / "results.md"
 OPEN_CLAIMS = FOLDER / "open_claims.md"
 LONGEST_PAGE = 200  # lines
-#: How many accuracies the tables of each paper print.
-PRINTED = {"fedssl": 136, "fedseal": 71, "semifl": 80, "fedmatch": 96, "fedtrinet": 108}
+#: How many accuracies the tables of each paper print. "-", for diverged training, is none.
+PRINTED = {"fedssl": 112, "fedseal": 71, "semifl": 80, "fedmatch": 96, "fedtrinet": 108}
+QUOTING = ("fedtrinet-readings",)  # its printed numbers are those of Tables I and II
 _BLOCK = re.compile(r"(<!-- results: (\S+)( link)? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -180,9 +181,20 @@ def _counts(of_tables: Sequence[Measurements]) -> list[str]:
 
 def _sizes(of: Measurements) -> Iterator[str]:
     """The size of each printed accuracy that was measured, or whose data are absent."""
-    for cell in of.table.cells:
-        if cell.paper_value is not None and (of.kept(cell) or cell.size == "absent"):
+    for cell in printed_accuracies(of.table):
+        if of.kept(cell) or cell.size == "absent":
             yield cell.size
+
+
+def printed_accuracies(table: Table) -> list[Cell]:
+    """The cells for which a paper prints an accuracy, in the table that prints it."""
+    return [
+        cell
+        for cell in table.cells
+        if cell.paper_value is not None
+        and table.name not in QUOTING
+        and cell.metric.startswith(("final", "test/accuracy"))
+    ]
 
 
 def _tables(of_tables: Sequence[Measurements]) -> list[str]:

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from privssl.errors import RunFolderError, UserError
 from privssl.experiment.config import Config
@@ -189,7 +189,7 @@ class Runner:
 
     def _keep_result(self, cell: Cell, seed: int, folder: Path, note: "_Note") -> Entry:
         with defer_interrupts():
-            entry = self._store.write(cell, seed, folder, note.measured())
+            entry = self._store.write(cell, seed, folder, note.cost)
             if not self._keep:
                 shutil.rmtree(folder, ignore_errors=True)
                 for ending in (".json", ".log"):
@@ -256,15 +256,13 @@ class _Note:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._content: dict[str, Any] = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            self._content = {}
+        self.cost = Measured(0.0, 0.0, 0.0, {})
+        with suppress(OSError, ValueError, TypeError):
+            self.cost = Measured(**json.loads(path.read_bytes()))
 
     @property
     def sources(self) -> str | None:
-        known: str | None = self._content.get("origin", {}).get("sources")
-        return known
+        return self.cost.origin.get("sources")
 
     def begin(self, sources: str, root: Path, config: Config) -> None:
         gpu = gpu_name(config)
@@ -275,19 +273,14 @@ class _Note:
             "processor": processor(),
             "threads": int(os.environ.get("OMP_NUM_THREADS") or 1),
         }
-        self._content = {"origin": origin, "wall": 0.0, "cpu": 0.0, "peak_mb": 0.0}
-        self._write()
+        self._write(Measured(0.0, 0.0, 0.0, origin))
 
     def add(self, ended: Ended) -> None:
         """One more session."""
-        content = self._content
-        content["wall"] += ended.wall
-        content["cpu"] += ended.cpu
-        content["peak_mb"] = max(content["peak_mb"], ended.peak_mb)
-        self._write()
+        was = self.cost
+        largest = max(was.peak_mb, ended.peak_mb)
+        self._write(Measured(was.wall + ended.wall, was.cpu + ended.cpu, largest, was.origin))
 
-    def measured(self) -> Measured:
-        return Measured(**self._content)
-
-    def _write(self) -> None:
-        atomic_files.write(self._path, json.dumps(self._content, indent=1) + "\n")
+    def _write(self, cost: Measured) -> None:
+        self.cost = cost
+        atomic_files.write(self._path, json.dumps(vars(cost), indent=1) + "\n")

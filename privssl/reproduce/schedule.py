@@ -1,10 +1,13 @@
-"""Which cells are run, in which order, until when."""
+"""Which cells are run, in which order, until when; and ``--list``: all with their state."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.table import Column
+from rich.table import Table as Drawn
 
 from privssl.errors import ConfigError, UserError
 from privssl.reproduce.runner import Runner
@@ -38,17 +41,51 @@ def select(tables: Sequence[Table], pattern: str | None, seeds: int | None) -> l
     return found
 
 
-def in_order(wanted: Sequence[Wanted], *, by_seed: bool) -> Iterator[tuple[Cell, int]]:
+def print_states(wanted: Sequence[Wanted], store: Store, console: Console) -> None:
+    """A table of cells for each table, the hours that are left, and what the states mean."""
+    left = 0.0
+    for of in wanted:
+        file = of.table.file
+        heading = f"{of.table.name}: {file.title} ({file.paper}, {file.place})"
+        console.print(heading, style="bold", markup=False)
+        drawn = Drawn(Column("cell", overflow="fold"), "state", "size", "minutes", box=None)
+        for cell in of.cells:
+            state, missing = _state(store, cell, of.seeds)
+            left += missing * cell.minutes
+            drawn.add_row(cell.title, state, cell.size, f"{cell.minutes:g}")
+        console.print(drawn, markup=False)
+    console.print(
+        f"Left: about {left / 60:.1f} hours on one core.\n"
+        "State: seeds measured; old: the method's code or config has changed since; missing: not "
+        "measured; absent: the data are not at hand. Minutes: of one seed.",
+        markup=False,
+    )
+
+
+def _state(store: Store, cell: Cell, seeds: Sequence[int]) -> tuple[str, int]:
+    """In words, and how many runs are left."""
+    try:
+        counts = Counter(store.state(cell, seed) for seed in seeds)
+    except UserError as problem:
+        return f"wrong: {problem}", 0
+    if counts["absent"]:
+        return "absent", 0
+    parts = [f"measured {counts['measured']} of {len(seeds)} seeds"] if counts["measured"] else []
+    parts += [f"old {counts['old']}"] if counts["old"] else []
+    return ", ".join(parts) or "missing", counts["missing"] + counts["old"]
+
+
+def in_order(wanted: Sequence[Wanted], *, by_seed: bool) -> list[tuple[Cell, int]]:
     """All runs: table by table, in each of them seed by seed; or seed by seed over all tables."""
-    if not by_seed:
-        for of in wanted:
-            for seed in of.seeds:
-                yield from ((cell, seed) for cell in of.cells)
-        return
-    for place in range(max(len(of.seeds) for of in wanted)):
-        for of in wanted:
-            if place < len(of.seeds):
-                yield from ((cell, of.seeds[place]) for cell in of.cells)
+    runs = [
+        (place, cell, seed)
+        for of in wanted
+        for place, seed in enumerate(of.seeds)
+        for cell in of.cells
+    ]
+    if by_seed:
+        runs.sort(key=lambda run: run[0])  # stable: in a seed, tables keep their order
+    return [(cell, seed) for _, cell, seed in runs]
 
 
 def run_all(
@@ -60,11 +97,10 @@ def run_all(
     A cell that fails is told and left out for this call; with a wrong config of a table that was
     named, before the first run.
     """
-    order = list(in_order(wanted, by_seed=by_seed))
     states: list[tuple[Cell, int, State]] = []
     failed = busy = done = 0
     broken: set[tuple[str, str]] = set()
-    for cell, seed in order:
+    for cell, seed in in_order(wanted, by_seed=by_seed):
         try:
             if not by_seed and cell.size != "absent":  # of tables that were named: soon done
                 store.config(cell, seed)

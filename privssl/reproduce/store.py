@@ -299,7 +299,7 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
         "status": results["status"],
         "rounds": results["rounds"],
         "algorithm": results["algorithm"],
-        "privacy": _privacy(results, recorded["privacy"]),
+        "privacy": epsilon_of([results], (recorded["privacy"] or {}).get("delta")).as_json(),
         "bytes": results["bytes"],
         "seconds": seconds,
         "peak_mb": round(measured.peak_mb),
@@ -325,17 +325,6 @@ def _value(
             "for (metric)"
         )
     return values[-1]
-
-
-def _privacy(results: Mapping[str, Any], section: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The claim of a run: guarantee, nominal or none."""
-    epsilon = epsilon_of([results], section["delta"] if section else None)
-    return {
-        "kind": epsilon.kind,
-        "epsilon": epsilon.value,
-        "delta": epsilon.delta,
-        "covers": list(epsilon.covers),
-    }
 
 
 def as_text(entry: Entry) -> str:

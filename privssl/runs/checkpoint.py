@@ -42,7 +42,6 @@ FORMAT = 3
 #: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
 TREES = {"state": 2, "memories": 1}
 MAX_JSON_BYTES = 64 * 2**20
-UNKNOWN = "unknown"  # in checkpoints of versions that did not count who took a step
 _NO_TENSORS = LazyTensors(lambda at, size: bytearray(size), {})
 _FOLDER = re.compile(r"round_([0-9]{5,9})")
 
@@ -75,9 +74,9 @@ class Progress:
     down: int = 0
     seconds: float = 0.0
     refused: int = 0  # visits that a budget did not pay for
-    start: str = ""  # fingerprint of the networks before round 1; empty: by an older version
+    start: str = "{}"  # fingerprint of the networks before round 1
     trained: str = ""  # ids of agents that took a step, in one text
-    asked: str = UNKNOWN  # roles that were visited, in one text
+    asked: str = ""  # roles that were visited, in one text
     warnings: str = "[]"  # of the rounds so far, as JSON
 
 
@@ -102,7 +101,7 @@ def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
         RunFolderError: the disk is full or not writable, or there are more tensors or agents than
             could be read again. Older snapshots are as they were.
     """
-    target = folder / f"round_{snapshot.round:05d}"
+    target = folder / _name_of(snapshot.round)
     temporary = folder / f"{atomic_files.TEMPORARY}{target.name}"
     about, trees = _manifest(snapshot)
     with atomic_files.writing(target):
@@ -143,7 +142,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 def update_pointer(folder: Path, name: Literal["latest", "best"], round_number: int) -> None:
     """Let ``latest`` or ``best`` name the snapshot of a round; it must have been saved."""
-    atomic_files.write(folder / name, f"round_{round_number:05d}\n")
+    atomic_files.write(folder / name, f"{_name_of(round_number)}\n")
 
 
 def load_snapshot(
@@ -220,15 +219,17 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _prune(folder: Path, current: int, keep: int) -> None:
     """Keep the newest up to ``current``, and the best. Later rounds were of a run undone."""
-    rounds = sorted(_rounds(folder), reverse=True)
-    kept = {number for number in rounds if number <= current}
-    kept = set(sorted(kept, reverse=True)[: max(keep, 1)])
-    best = _read_pointer(folder, "best")
-    for number in rounds:
-        name = f"round_{number:05d}"
-        if number not in kept and name != best:
+    rounds = sorted(_rounds(folder))
+    newest = [number for number in rounds if number <= current][-keep:]
+    kept = {_read_pointer(folder, "best"), *map(_name_of, newest)}
+    for name in map(_name_of, rounds):
+        if name not in kept:
             shutil.rmtree(folder / name)
     _remove_leftovers(folder)
+
+
+def _name_of(round_number: int) -> str:
+    return f"round_{round_number:05d}"
 
 
 def _rounds(folder: Path) -> list[int]:
@@ -253,7 +254,7 @@ def _read_pointer(folder: Path, name: str) -> str | None:
 
 def _candidates(folder: Path) -> list[str]:
     """Snapshot folders in the order in which to try them."""
-    names = [f"round_{number:05d}" for number in sorted(_rounds(folder), reverse=True)]
+    names = map(_name_of, sorted(_rounds(folder), reverse=True))
     latest = _read_pointer(folder, "latest")
     return sorted(names, key=lambda name: name != latest)  # stable: the others stay newest first
 
@@ -293,7 +294,7 @@ def _check_manifest(about: dict[str, Any], name: str) -> None:
         raise _Damaged(f"format {about['format']!r}, this version of privssl reads {FORMAT}")
     if about.pop("sha256", None) != _checksum(about):
         raise _Damaged("snapshot.json does not match its checksum")
-    if type(about["round"]) is not int or f"round_{about['round']:05d}" != name:
+    if type(about["round"]) is not int or _name_of(about["round"]) != name:
         raise _Damaged(f"snapshot.json is of round {about['round']}")
 
 

@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal as size
 from rich.markup import escape
 from rich.table import Table
 
@@ -157,15 +158,3 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
-
-
-def size(number: int) -> str:
-    """Bytes with a unit that suits; up to 10 kB every byte.
-
-    >>> size(56), size(97704), size(2**31)
-    ('56 bytes', '97.7 kB', '2.1 GB')
-    """
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= 10 * scale or (number >= scale and unit != "kB"):
-            return f"{number / scale:.1f} {unit}"
-    return f"{number} bytes"

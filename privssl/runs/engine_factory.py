@@ -24,7 +24,7 @@ from privssl.experiment.prepare import Prepared
 from privssl.remote import tls
 from privssl.remote.discovery import RemoteTimeouts, SiteError
 from privssl.remote.flower_transport import FlowerTransport
-from privssl.remote.node_keys import NodeKeys, read_node_keys
+from privssl.remote.node_keys import NodeKeys
 from privssl.storage import atomic_files
 from privssl.storage.spill_store import SpillStore
 from privssl.training.evaluation import HiddenLabelMeter
@@ -45,7 +45,7 @@ def refuse_unreachable(prepared: Prepared) -> None:
 def _node_keys(prepared: Prepared) -> NodeKeys | None:
     sites = [agent.id for agent in prepared.roster if agent.location is not AgentLocation.SERVER]
     keys = prepared.config.run.keys
-    return read_node_keys(Path(keys), sites) if keys else None
+    return NodeKeys(Path(keys), sites) if keys else None
 
 
 def make_engine(

@@ -64,7 +64,9 @@ def launch(
         warn(runs_resume.check_same_plugins(folder, prepared, snapshot))
         if lengthening.asks_for_more(folder, prepared.config):
             lengthening.record(folder, prepared.config.algorithm.rounds)
-    after = None if snapshot is None else snapshot.round
+    after, config = None if snapshot is None else snapshot.round, prepared.config
+    sections, private = configs.without_paths(config), config.privacy is not None
+    told = TrackedRun(config.run.name, folder, sections, private, after)
     _log_start(prepared)
     for record in rows_told(prepared):
         file.handle(record)
@@ -73,7 +75,7 @@ def launch(
         return [
             CsvTracker(folder / "metrics.csv", resume_after=after),
             TensorBoardTracker(folder / "tensorboard", resume_after=after),
-            *open_trackers(prepared.config.run.trackers, _tracked(prepared, folder, after)),
+            *open_trackers(config.run.trackers, told),
             *watchers(after),
         ]
 
@@ -91,13 +93,6 @@ def progress_bar(prepared: Prepared, after: int | None, *, shown: bool) -> list[
     """The bar of one run, as ``watchers`` of :func:`launch`."""
     total, nominal = rounds_of(prepared.algorithm), prepared.is_nominal
     return [ProgressTracker(total, after, nominal=nominal)] if shown else []
-
-
-def _tracked(prepared: Prepared, folder: Path, after: int | None) -> TrackedRun:
-    """What trackers of ``run.trackers`` are told of a run."""
-    config = prepared.config
-    sections = configs.without_paths(config)
-    return TrackedRun(config.run.name, folder, sections, config.privacy is not None, after)
 
 
 def _log_start(prepared: Prepared) -> None:

@@ -53,21 +53,9 @@ def read_finished_outcome(folder: Path, config: Config) -> tuple[dict[str, Any],
 
 
 def _refusal(folder: Path, former: Config) -> str:
-    name = former.algorithm.name
     known = run_dir.read_outcome(folder)
-    if former.privacy is not None:
-        return (
-            "its privacy plan fixes how often rows are used in all rounds together, and the noise "
-            "for that. Start a new run, which has its own epsilon"
-        )
-    if getattr(former.algorithm, "schedule", "") == "cosine":
-        return "its learning rate falls over all its rounds (algorithm.schedule). Start a new run"
-    if not _is_alike_in_all_rounds(former):
-        able = [other for other, kind in ALGORITHMS.items() if kind.can_be_lengthened]
-        return (
-            f"rounds of {name} may depend on how many there are. Start a new run (these can be "
-            f"lengthened: {', '.join(able)})"
-        )
+    if reason := _dependence(former):
+        return f"{reason}. Start a new run"
     if former.run.engine != "local":
         return "its sites are gone (run.engine). Start a new run"
     if known is None or known[0]["status"] != "finished":
@@ -75,17 +63,29 @@ def _refusal(folder: Path, former: Config) -> str:
     return ""
 
 
-def _is_alike_in_all_rounds(config: Config) -> bool:
-    """Whether a round is the same whatever ``rounds`` is; a stream is divided among them."""
-    streams = getattr(config.algorithm, "stream_slices", 1) > 1
-    return ALGORITHMS[config.algorithm.name].can_be_lengthened and not streams
+def _dependence(config: Config) -> str:
+    """Why a round may depend on how many there are; empty: it is the same."""
+    kind, cfg = ALGORITHMS[config.algorithm.name], config.algorithm
+    if config.privacy is not None:
+        return (
+            "its privacy plan fixes how often rows are used in all rounds together, and the noise "
+            "for that"
+        )
+    if getattr(cfg, "schedule", "") == "cosine":
+        return "its learning rate falls over all its rounds (algorithm.schedule)"
+    # A stream is divided among the rounds.
+    if not kind.can_be_lengthened or getattr(cfg, "stream_slices", 1) > 1:
+        able = [name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened]
+        return (
+            f"rounds of {cfg.name} may depend on how many there are (these can be lengthened: "
+            f"{', '.join(able)})"
+        )
+    return ""
 
 
 def digest_after(config: Config, rounds: int) -> str | None:
     """The ``config_hash`` of the same run with as few rounds; None where a run cannot go on."""
-    able = _is_alike_in_all_rounds(config) and config.privacy is None
-    able = able and getattr(config.algorithm, "schedule", "") != "cosine"
-    if not able or not 0 < rounds < config.algorithm.rounds:
+    if _dependence(config) or not 0 < rounds < config.algorithm.rounds:
         return None
     return configs.config_hash(with_rounds(config, rounds))
 

@@ -4,12 +4,19 @@ In a private run each sentence is computed from what the claim releases (weights
 server, numbers of the config) and from test rows, which belong to no agent.
 """
 
+import hashlib
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from torch import Tensor
+
+from privssl.algorithms.base import Algorithm
 from privssl.core.federation import Roster
+from privssl.core.messages import StateDict
 from privssl.errors import first_few
-from privssl.runs.checkpoint import UNKNOWN
+from privssl.storage.tensor_files import bytes_of
 from privssl.training.evaluation import Scores
 
 NOT_FINITE = "are not finite (NaN or infinite)"
@@ -81,8 +88,6 @@ def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[
         asked: roles of agents that the run visited; a method that never visits query agents leaves
             them idle by design.
     """
-    if UNKNOWN in asked:
-        return []
     idle = [a.id for a in roster if a.role in asked and a.id not in set(trained)]
     if not idle:
         return []
@@ -90,4 +95,35 @@ def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[
         f"{len(idle)} of {len(roster)} agents took no training step in this run "
         f"({first_few(idle)}), so their rows had no effect. They were not drawn, or had no "
         "budget, no rows, no batch large enough or no pseudo-label sure enough"
+    ]
+
+
+def fingerprint_networks(algorithm: Algorithm[Any], state: Any) -> str:
+    """A hash of each network of a server's state, as JSON; F is the classifier."""
+    networks: dict[str, StateDict] = {"F": algorithm.classifier(state)}
+    for name in algorithm.networks():
+        held = getattr(state, name, None)
+        if isinstance(held, Mapping) and all(isinstance(item, Tensor) for item in held.values()):
+            networks.setdefault(name, held)
+    return json.dumps({name: _hash(weights) for name, weights in networks.items()})
+
+
+def _hash(weights: StateDict) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(bytes_of(weights[name]))
+    return digest.hexdigest()[:16]
+
+
+def untrained_warnings(before: str, after: str) -> list[str]:
+    """A sentence on the networks that took no training step in a whole run, by their fingerprints.
+    ``before``: of the state before round 1."""
+    start, end = json.loads(before), json.loads(after)
+    same = [name for name in end if start.get(name) == end[name]]
+    if not same:
+        return []
+    return [
+        f"{', '.join(same)} took no training step: the weights are those before round 1, and the "
+        "results mean nothing. Check the rows of the agents, the batch size and the budget"
     ]

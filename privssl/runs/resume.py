@@ -6,6 +6,7 @@ interruption, visits to one row would be spread over accounts.
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,6 @@ from privssl.experiment.prepare import Prepared
 from privssl.runs import run_dir
 from privssl.runs.accounts import check_metrics, ledger_of, read_metrics
 from privssl.runs.checkpoint import Snapshot
-from privssl.runs.private_device import other_device
 from privssl.runtime.code_version import fingerprint
 
 log = logging.getLogger("privssl")
@@ -34,6 +34,8 @@ SOURCES = "sources"
 PLUGINS = "plugins"
 #: The key under which it stores what the claim takes as public, as JSON: checksums of files.
 PUBLIC = "public"
+#: The line of train.log with the device of a session, where that is not the CPU.
+_OTHER_DEVICE = re.compile(r"^[\d-]+ [\d:,]+ INFO Device (?!cpu\b)(\S+), torch ", re.MULTILINE)
 
 
 def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> None:
@@ -140,6 +142,34 @@ def check_device(folder: Path) -> None:
     former = configs.load_config(folder / "config.yaml", algorithms=WITH_UNREAD)
     if wrong := other_device(folder, former):
         raise RunFolderError(f"{folder}: {wrong}. Start a new run with another run.output")
+
+
+def other_device(folder: Path, config: Config) -> str:
+    """A sentence where a run's folder says that private steps took another device than the CPU, as
+    an earlier version let them: rounding there may depend on other rows, so clipping bounds
+    nothing. Empty: it does not. ``config``: that of its config.yaml."""
+    census = getattr(WITH_UNREAD[config.algorithm.name], "mechanism", "dp-sgd") == "census"
+    privacy = config.privacy
+    if privacy is None or privacy.scope != "sound" or census or config.run.engine != "local":
+        return ""
+    place, device = "config.yaml", config.run.device
+    if device in ("auto", "cpu"):
+        place, found = "train.log", _OTHER_DEVICE.search(read_log(folder))
+        device = "" if found is None else found[1]
+    if not device:
+        return ""
+    return (
+        f"{place} says that private steps took {device}, where rounding may let a row change the "
+        "gradients of others, so no guarantee holds (docs/performance.md, A GPU)"
+    )
+
+
+def read_log(folder: Path) -> str:
+    """train.log of a run; empty where there is none that can be read."""
+    try:
+        return (folder / "train.log").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def check_spending_shown(folder: Path, prepared: Prepared) -> None:

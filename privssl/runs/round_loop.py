@@ -34,31 +34,14 @@ from privssl.remote.discovery import SiteError
 from privssl.reporting import figures
 from privssl.reporting.generator_quality import GeneratorQuality
 from privssl.reporting.trackers import RoundRecord, Tracker, for_the_log
-from privssl.runs import checkpoint
-from privssl.runs.accounts import (
-    LEDGER_HEAD,
-    LEDGER_SEQ,
-    RUN_ID,
-    copy_ledgers,
-    open_accounts,
-    record_former_ledgers,
-    releases,
-)
+from privssl.runs import accounts, checkpoint, result_warnings
 from privssl.runs.checked_algorithm import add_checks
 from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
-from privssl.runs.result_warnings import (
-    NOT_FINITE,
-    idle_agent_warnings,
-    not_finite_warning,
-    score_warnings,
-    warn_once,
-)
 from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings, public_parts
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim
 from privssl.runs.summary import summarise, write_confusion, write_summary
-from privssl.runs.untrained import fingerprint_networks, untrained_warnings
 from privssl.runtime.code_version import fingerprint
 from privssl.runtime.process import defer_interrupts, raise_if_interrupted
 from privssl.storage import atomic_files, tensor_files
@@ -84,7 +67,7 @@ class RoundLoop:
         config = prepared.config
         self._prepared, self._config, self._folder = prepared, config, folder
         self._trackers, self._events = trackers, list[str]()  # warnings of rounds
-        warn = partial(warn_once, self._events)
+        warn = partial(result_warnings.warn_once, self._events)
         self._algorithm = add_checks(prepared.algorithm, config.algorithm.name, warn)
         dataset = prepared.federated_data.dataset
         self._test = (dataset.x_test, dataset.y_test)
@@ -99,7 +82,6 @@ class RoundLoop:
         self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
         validate = None if prepared.plan else self._evaluator.validation_loss  # no claim names it
         self._federation = Federation(self._engine, config.run.seed, validate)
-        self._plugins = prepared.plugins
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
         self._names = dataset.class_names
@@ -109,7 +91,9 @@ class RoundLoop:
     def begin(self) -> None:
         """The state before round 1."""
         state = self._spill_store.put_parts(self._algorithm.start(self._federation))
-        progress = Progress(start=fingerprint_networks(self._algorithm, state), asked="")
+        progress = Progress(
+            start=result_warnings.fingerprint_networks(self._algorithm, state), asked=""
+        )
         self._kept = CompletedRound(state, self._engine.memories(), progress)
         labelled, unlabelled = data.class_counts(self._prepared.federated_data)
         # In a private run none: what an agent has of a class without labels tells of those with.
@@ -261,9 +245,9 @@ class RoundLoop:
         if self._config.run.evaluate_agents:
             found |= self._evaluator.of_agents(self._algorithm.own_classifiers(state))
         self._scores = scores["test"]
-        said = not_finite_warning(self._scores)
-        if said and not any(NOT_FINITE in text for text in self._events):
-            warn_once(self._events, f"round {now.number}: {said}")
+        said = result_warnings.not_finite_warning(self._scores)
+        if said and not any(result_warnings.NOT_FINITE in text for text in self._events):
+            result_warnings.warn_once(self._events, f"round {now.number}: {said}")
         return found
 
     def _log_images(self, number: int, state: Any) -> None:
@@ -288,16 +272,16 @@ class RoundLoop:
     def _save(self) -> None:
         kept, folder = self._kept, self._folder / "checkpoints"
         fixed: dict[str, str | int] = {SOURCES: fingerprint(), **public_parts(self._prepared)}
-        if self._plugins:
-            fixed[PLUGINS] = json.dumps(self._plugins)
+        if self._prepared.plugins:
+            fixed[PLUGINS] = json.dumps(self._prepared.plugins)
         if self._prepared.plan is None:
             fixed[SPLIT] = self._prepared.federated_data.manifest.hash
         for agent in self._prepared.labelled_agents:
             if agent.account is not None:
-                fixed[LEDGER_SEQ + agent.id] = agent.account.seq
-                fixed[LEDGER_HEAD + agent.id] = agent.account.head
-                fixed[RUN_ID] = agent.account.run
-        fixed |= record_former_ledgers(self._config, self._folder)
+                fixed[accounts.LEDGER_SEQ + agent.id] = agent.account.seq
+                fixed[accounts.LEDGER_HEAD + agent.id] = agent.account.head
+                fixed[accounts.RUN_ID] = agent.account.run
+        fixed |= accounts.record_former_ledgers(self._config, self._folder)
         extra = {**dataclasses.asdict(kept.progress), **fixed}
         state = vars(kept.state)
         snapshot = Snapshot(kept.progress.round, state, kept.memories, self._digest, extra)
@@ -336,7 +320,7 @@ class RoundLoop:
         problems = [] if card is None else card["ledger_problems"]
         if card is not None:
             if not problems:
-                copy_ledgers(self._prepared, self._folder)
+                accounts.copy_ledgers(self._prepared, self._folder)
             text = json.dumps(card, indent=2) + "\n"
             atomic_files.write(self._folder / "privacy.json", text)
             atomic_files.write(self._folder / "privacy.md", render_markdown(card))
@@ -353,13 +337,15 @@ class RoundLoop:
     def _warnings_of_end(self, scores: Scores) -> Iterator[str]:
         """What makes the results mean little, from what the claim releases and test rows."""
         progress = self._kept.progress
-        end = fingerprint_networks(self._algorithm, self._kept.state)
-        yield from untrained_warnings(progress.start, end)
+        end = result_warnings.fingerprint_networks(self._algorithm, self._kept.state)
+        yield from result_warnings.untrained_warnings(progress.start, end)
         roles = progress.asked.split()
         if self._prepared.plan is not None:  # a budget of 0 asks nobody
             roles += ["support", "mixed"]
-        yield from idle_agent_warnings(self._federation.agents, progress.trained.split(), roles)
-        yield from score_warnings(scores, self._names)
+        yield from result_warnings.idle_agent_warnings(
+            self._federation.agents, progress.trained.split(), roles
+        )
+        yield from result_warnings.score_warnings(scores, self._names)
 
     def _write_results(
         self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
@@ -382,7 +368,7 @@ class RoundLoop:
         journals, this_run, problems = spending(self._engine, self._prepared, self._folder, over)
         return privacy_card(
             [(name, j.plan, tuple(j.events), j.head) for name, j in journals.items()],
-            scope=plan.scope, delta=privacy.delta, releases=releases(plan, self._config),
+            scope=plan.scope, delta=privacy.delta, releases=accounts.releases(plan, self._config),
             algorithm=self._config.algorithm.name, dataset=self._config.data.name,
             task={"classes": task.classes, "shape": list(task.shape)},
             encoder=self._prepared.about_rows["rows"]["encoder"],
@@ -404,7 +390,7 @@ def train(
     """Run in a folder, from the start or from a snapshot. ``make_trackers``: called when the
     accounts are open: trackers cut what a resumed run will write again, and nothing may be cut when
     a ledger forbids the run."""
-    with open_accounts(prepared, folder, snapshot), ExitStack() as stack:
+    with accounts.open_accounts(prepared, folder, snapshot), ExitStack() as stack:
         private = prepared.plan is not None
         label_meter = HiddenLabelMeter(prepared.federated_data.measured_labels(private=private))
         limit = prepared.config.run.memories_mb * 2**20

@@ -7,10 +7,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from privssl import __version__
 from privssl.experiment.prepare import Prepared
 from privssl.ops import dispatch
 from privssl.reporting import figures
+from privssl.reporting.trackers import csv_text
 from privssl.runs.checkpoint import Progress
 from privssl.runs.model_card import model_card
 from privssl.runs.run_dir import CONFUSION, MODEL_CARD, claim_sentences, remove
@@ -85,6 +89,15 @@ def write_confusion(folder: Path, scores: Scores, names: Sequence[str]) -> figur
     """Write confusion.csv and confusion.png; returns the picture."""
     table, drawing = (folder / name for name in CONFUSION)
     picture = figures.confusion_plot(scores.confusion, names)
-    atomic_files.write(table, figures.confusion_csv(scores.confusion, names))
+    atomic_files.write(table, confusion_csv(scores.confusion, names))
     atomic_files.write(drawing, figures.as_png(picture))
     return picture
+
+
+def confusion_csv(counts: NDArray[np.int64], names: Sequence[str]) -> str:
+    """A confusion matrix as text: a line per true class, a column per predicted class. ``counts``:
+    (C, C + 1); the last column, of outputs that are not finite, is written if it has any."""
+    width = len(names) + bool(counts[:, -1].any())
+    head = ["true class", *names, "not finite"][: width + 1]
+    lines = [[name, *row[:width]] for name, row in zip(names, counts.tolist(), strict=True)]
+    return csv_text([head, *lines])

@@ -4,6 +4,7 @@ The version number does not change while somebody works on a method.
 """
 
 import hashlib
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,11 +26,16 @@ def python_fingerprint() -> str:
 
 def fingerprint_of(root: Path, endings: tuple[str, ...] = ENDINGS) -> str:
     """That of the packages in a folder."""
+    paths = (path for package in PACKAGES for path in sorted((root / package).rglob("*")))
+    # An editor's lock is a link to nowhere.
+    found = (path for path in paths if path.suffix in endings and path.is_file())
+    return hash_files({path.relative_to(root).as_posix(): path for path in found})[:12]
+
+
+def hash_files(files: Mapping[str, Path]) -> str:
+    """SHA-256 over names and contents, in their order."""
     found = hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*")):
-            if path.suffix in endings and path.is_file():  # an editor's lock is a link to nowhere
-                content = path.read_bytes()
-                name = path.relative_to(root).as_posix()
-                found.update(f"{name} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:12]
+    for name, path in files.items():
+        content = path.read_bytes()
+        found.update(f"{name} {len(content)}\n".encode() + content)
+    return found.hexdigest()

@@ -16,7 +16,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache, reduce
 from importlib import metadata
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from privssl.errors import ConfigError, UserError, first_line
+from privssl.runtime.code_version import hash_files
 
 Kind = Literal["algorithms", "models", "datasets", "encoders", "partitions", "trackers"]
 
@@ -205,8 +206,9 @@ def describe(kind: Kind, name: str) -> dict[str, str | None]:
     module_name = reference.partition(":")[0]
     module = sys.modules.get(module_name)
     about = None if point is None else point.dist
-    if about is None:
-        about = _distribution_of(reference.partition(".")[0].partition(":")[0])
+    if about is None:  # most packages have the name of their distribution
+        with suppress(metadata.PackageNotFoundError):
+            about = metadata.distribution(module_name.partition(".")[0])
     module = None if module is sys.modules.get("__main__") else module  # a script or a notebook
     file = None if module is None else inspect.getsourcefile(module)
     digest = None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
@@ -215,7 +217,7 @@ def describe(kind: Kind, name: str) -> dict[str, str | None]:
         "distribution": None if about is None else about.name,
         "version": None if about is None else about.version,
         "sha256": digest,
-        "package_sha256": None if file is None else _hash_files(source_files(module_name)),
+        "package_sha256": None if file is None else hash_files(source_files(module_name)),
     }
 
 
@@ -242,21 +244,3 @@ def source_files(module: str) -> dict[str, Path]:
     top = Path(file).parents[package.count(".")]
     files = (path for path in sorted(top.rglob("*.py")) if path.is_file())  # no broken links
     return {path.relative_to(top.parent).as_posix(): path for path in files}
-
-
-def _hash_files(files: Mapping[str, Path]) -> str:
-    """SHA-256 over names and contents."""
-    found = hashlib.sha256()
-    for name, path in files.items():
-        content = path.read_bytes()
-        found.update(f"{name} {len(content)}\n".encode())
-        found.update(content)
-    return found.hexdigest()
-
-
-def _distribution_of(package: str) -> metadata.Distribution | None:
-    """The installed distribution of the name of a top-level package, which most have."""
-    try:
-        return metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return None

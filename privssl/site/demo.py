@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from privssl.errors import RunFolderError, UserError
+from privssl.runtime.command import run_command
 from privssl.runtime.plugins import imports_allowed
-from privssl.runtime.process import INTERRUPTED, STOPPING, interrupt_on_signals
+from privssl.runtime.process import end_group
 from privssl.site import keys
 
 CONFIG = "configs/fedssl_dp.yaml"
@@ -43,23 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--config", type=Path, default=None, help=f"default: a small {CONFIG}")
     options = parser.parse_intermixed_args(argv)
-    console = Console(highlight=False, soft_wrap=True)
-    try:
-        with interrupt_on_signals(*STOPPING):  # any other end would leave the processes running
+
+    def body(console: Console, stack: ExitStack) -> int:
+        try:
             return demonstrate(options.folder, options.config, options.overrides, console)
-    except UserError as problem:
-        console.print(str(problem), style="yellow", markup=False)
-        return problem.exit_status
-    except OSError as error:
-        where = error.filename or options.folder
-        console.print(
-            f"{where}: {error.strerror}. Free space, or give another folder", style="yellow",
-            markup=False,
-        )  # fmt: skip
-        return UserError.exit_status
-    except KeyboardInterrupt:
-        console.print("Stopped. All processes have ended.", style="yellow")
-        return INTERRUPTED
+        except OSError as error:
+            where = error.filename or options.folder
+            raise UserError(
+                f"{where}: {error.strerror}. Free space, or give another folder"
+            ) from error
+
+    return run_command(body, json=False, interrupted="Stopped. All processes have ended.")
 
 
 def demonstrate(
@@ -216,11 +211,7 @@ def _running(
     try:
         yield process
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
+        end_group(process, seconds=10)
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:

@@ -21,14 +21,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from accounting.errors import AccountingError
 from accounting.ledger import Account
 from privssl.algorithms.base import Algorithm
-from privssl.core.agents import Agent
+from privssl.core.agents import Agent, Memory
 from privssl.core.engine import Step, visit_key
 from privssl.core.messages import Message, MessageError, deserialize, serialize, to_parts
 from privssl.core.step_runner import run_step
@@ -132,14 +132,17 @@ class SiteRequestHandler:
                 return stored
             if self.clock() > request.deadline:
                 raise WireError("late", f"step {_key(request)} came after its deadline")
-            work = self._parse_request(request)
-            account = None
+            # Before anything is opened, charged or written.
+            step = find_step(self.algorithm, request.step)
+            message = deserialize(input_type(step, request.message), request.body)
+            memory, account = self._memory(request), None
             if self.open_account is not None:
+                _check_weights(message)
                 self.store.check_room(len(request.body))
                 account = stack.enter_context(closing(self._open_agent_account(request)))
                 if account.is_charged(_charge_id(request)):
                     raise WireError("lost", f"step {_key(request)} was charged and has no reply")
-            return self._run_and_store(request, work, account)
+            return self._run_and_store(request, step, message, memory, account)
 
     def _stored_answer(self, request: StepRequest) -> bytes | None:
         """The stored reply; None if there is none or it is damaged."""
@@ -163,19 +166,12 @@ class SiteRequestHandler:
             raise
         return account
 
-    def _parse_request(self, request: StepRequest) -> "_ParsedRequest":
-        """Check a request before anything is opened, charged or written."""
-        step = find_step(self.algorithm, request.step)
-        message = deserialize(input_type(step, request.message), request.body)
-        if self.open_account is not None:
-            _check_weights(message)
-        return _ParsedRequest(step, message, self._memory(request))
-
     def _run_and_store(
-        self, request: StepRequest, work: "_ParsedRequest", account: Account | None
-    ) -> bytes:
+        self, request: StepRequest, step: Step[Message], message: Message, memory: Memory,
+        account: Account | None,
+    ) -> bytes:  # fmt: skip
         """Run the step, store its memory and reply, and return the reply."""
-        agent = replace(self.agent, account=account, memory=work.memory)
+        agent = replace(self.agent, account=account, memory=memory)
         ctx = Context(
             seed=self.seed, round=request.round, agent=agent.id, visit_key=_key(request),
             session_id=request.charge_id, device=self.device,
@@ -183,7 +179,7 @@ class SiteRequestHandler:
         )  # fmt: skip
         try:
             with seeded(ctx.rng("torch")):
-                content = run_step(agent, work.step, work.message, ctx)
+                content = run_step(agent, step, message, ctx)
             body = _body(content)
         finally:  # the charge counts even if the step failed
             if account is not None:
@@ -194,18 +190,18 @@ class SiteRequestHandler:
                 "refused", f"{_key(request)} has the weight {ctx.weight:g}, and the largest that a "
                 f"site may send is {protocol.MOST_SHARE:g}"
             )  # fmt: skip
-        memory = self._store_memory(request, work.memory, agent.memory)
+        version = self._store_memory(request, memory, agent.memory)
         answer = protocol.to_bytes(
             StepResponse(
                 request.id, message=type(content).__name__, weight=ctx.weight,
-                notes=_sendable(ctx.metrics), memory=memory, charged=charged, body=body,
+                notes=_sendable(ctx.metrics), memory=version, charged=charged, body=body,
             )
         )  # fmt: skip
         self.store.put_answer(request.run, request.id, answer)
         log.info("Step %s done", _key(request))
         return answer
 
-    def _memory(self, request: StepRequest) -> Mapping[str, torch.Tensor]:
+    def _memory(self, request: StepRequest) -> Memory:
         if not request.memory:
             return {}
         found = self.store.memory(request.run, request.memory)
@@ -213,9 +209,7 @@ class SiteRequestHandler:
             raise WireError("forgotten", f"no memory of the step {request.memory[:12]}")
         return found
 
-    def _store_memory(
-        self, request: StepRequest, before: object, after: Mapping[str, torch.Tensor]
-    ) -> str:
+    def _store_memory(self, request: StepRequest, before: object, after: Memory) -> str:
         """Store the memory; returns its version."""
         if after is not before:
             self.store.put_memory(request.run, request.id, after)
@@ -224,14 +218,6 @@ class SiteRequestHandler:
         else:
             return ""
         return request.id
-
-
-class _ParsedRequest(NamedTuple):
-    """A checked request."""
-
-    step: Step[Message]
-    message: Message
-    memory: Mapping[str, torch.Tensor]
 
 
 def error_code_for(error: BaseException) -> str:

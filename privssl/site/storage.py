@@ -77,8 +77,7 @@ class Store:
 
     def put_answer(self, run: str, visit: str, answer: bytes) -> None:
         """Store a reply, and delete all but the last ``keep``."""
-        folder = self._folder(run)
-        atomic_files.replace(folder / f"{self._number(run, visit):08d}-{visit}.answer", answer)
+        atomic_files.replace(self._path(run, visit, "answer"), answer)
         oldest = self._last(run) - self.keep
         for number, path in self._files(run):
             if number <= oldest:
@@ -102,17 +101,15 @@ class Store:
         plain = [tensor.detach().cpu().contiguous().clone() for tensor in memory.values()]
         tensors = {str(place): tensor for place, tensor in enumerate(plain)}
         data = safetensors.torch.save(tensors, {"names": json.dumps(list(memory))})
-        folder = self._folder(run)
-        atomic_files.replace(folder / f"{self._number(run, visit):08d}-{visit}.memory", data)
+        atomic_files.replace(self._path(run, visit, "memory"), data)
 
     def keep_memory(self, run: str, visit: str, before: str) -> None:
         """Store that a step left the memory of step ``before`` unchanged."""
-        old, folder = self._find(run, before, "memory"), self._folder(run)
-        new = folder / f"{self._number(run, visit):08d}-{visit}.memory"
+        old, new = self._find(run, before, "memory"), self._path(run, visit, "memory")
         if old is not None and old != new:
             new.unlink(missing_ok=True)
             os.link(old, new)
-            atomic_files.sync_folder(folder)
+            atomic_files.sync_folder(new.parent)
 
     # The ledger's end -----------------------------------------------------------------------
 
@@ -186,7 +183,8 @@ class Store:
     def _last(self, run: str) -> int:
         return max((number for number, _ in self._files(run)), default=0)
 
-    def _number(self, run: str, visit: str) -> int:
-        """The number of a step that has a file, else the next number."""
+    def _path(self, run: str, visit: str, kind: str) -> Path:
+        """A step's file, with the number of its other file, else the next number."""
+        folder = self._folder(run)
         known = (n for n, path in self._files(run) if path.name[9:73] == visit)
-        return next(known, self._last(run) + 1)
+        return folder / f"{next(known, self._last(run) + 1):08d}-{visit}.{kind}"

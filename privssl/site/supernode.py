@@ -14,17 +14,16 @@ Flower alone would retry for ever and not log the reason.
 import logging
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from privssl.errors import ConfigError
 from privssl.remote import tls
 from privssl.remote.flower_transport import environment, free_port, program
+from privssl.runtime.process import end_group
 from privssl.settings.schema import LOOPBACK, host_of
 from privssl.site import sandbox
 
@@ -115,11 +114,7 @@ class SuperNode:
     def stop(self) -> None:
         """End the SuperNode and its processes. May be called twice."""
         self._stopped.set()
-        self._end(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            if self._process is not None:
-                self._process.wait(timeout=5)
-        self._end(signal.SIGKILL)
+        self._end()
 
     def _keep_running(self) -> None:
         logged = ""
@@ -138,7 +133,7 @@ class SuperNode:
                 reason = f"{error}. Check space and rights of {self._folder}"
             if not self._stopped.is_set():
                 log.warning("The SuperNode ended: %s. Another one is started", reason)
-                self._end(signal.SIGKILL)
+                self._end()  # what it started
                 self._stopped.wait(RESTART_SECONDS)
 
     def _run(self) -> str:
@@ -160,11 +155,9 @@ class SuperNode:
             return _REFUSED[code[1]]
         return f"status {status}, see {self._log}{_CLOCK if self._signs else ''}"
 
-    def _end(self, number: signal.Signals) -> None:
-        """Signal its process group."""
+    def _end(self) -> None:
         if self._process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+            end_group(self._process, seconds=5)
 
 
 def check_files(certificate: str, key: str) -> None:

@@ -15,8 +15,7 @@ from accounting.events import (
     PoissonSampledGaussianEvent,
     PureDpEvent,
 )
-
-VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+from tests.support.ledger import VISIT
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from accounting.errors import BudgetExhausted
 from accounting.events import ComposedEvent, Event, PoissonSampledGaussianEvent, PureDpEvent
 from accounting.ledger import Account, read_journal
 from privssl.privacy.card_numbers import agent_entry, paper_sum
-from tests.support.ledger import rebuilt
+from tests.support.ledger import plan, rebuilt
 
 DELTA = 1e-5
 LOUD = PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=0.1, steps=100)
@@ -131,10 +131,7 @@ def test_what_an_account_counted_never_falls(events: tuple[Event, ...]) -> None:
 
 
 def promise(event: Event, budget: float) -> AccountPlan:
-    return AccountPlan(
-        agent="s0", budget=Budget(budget, DELTA), scope="sound", update=("F",), protect=("F",),
-        event=event, n_public=34,
-    )  # fmt: skip
+    return plan(budget=Budget(budget, DELTA), event=event)
 
 
 def spend(path: Path, event: Event, budget: float, most: int, run: str = "") -> int:

@@ -33,25 +33,9 @@ from accounting.events import (
     PureDpEvent,
 )
 from accounting.journal import JournalFile
-from accounting.ledger import Account, AccountPlan, read_journal
-from tests.support.ledger import rebuilt, spend_all
+from accounting.ledger import Account, read_journal
+from tests.support.ledger import VISIT, plan, rebuilt, spend_all
 from tests.support.posts import beside
-
-# Full batches: closed form, so the tests need no slow accountant. One visit costs 1.0 or so.
-VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
-
-
-def plan(**changes: Any) -> AccountPlan:
-    usual = AccountPlan(
-        agent="s0",
-        budget=Budget(epsilon=4.0, delta=1e-5),
-        scope="sound",
-        update=("F", "G"),
-        protect=("F", "G"),
-        event=VISIT,
-        n_public=34,
-    )
-    return replace(usual, **changes)
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import privssl
-from privssl import schema
 from privssl.audit.__main__ import main as audit
 from privssl.data import partition
 from privssl.data.datasets import load_dataset
 from privssl.encoders import Encoder
 from privssl.errors import ConfigError, DataError
+from privssl.experiment.json_schema import config_schema
 from privssl.predict import main as predict
 from privssl.runs.resume import other_file
 from privssl.runtime import plugins
@@ -213,7 +213,7 @@ def test_an_entry_point_that_fails_to_import_names_its_package(
     with pytest.raises(privssl.UserError, match=r"of fails 1\.0, and importing fails failed: Mod"):
         privssl.train(config(tmp_path, RUN), {"algorithm.name": "fails"})
     with pytest.raises(privssl.UserError, match=r"of fails 1\.0, and importing fails failed"):
-        schema.config_schema()
+        config_schema()
 
 
 # Who chooses code ---------------------------------------------------------------------------------

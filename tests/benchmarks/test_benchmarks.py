@@ -1,9 +1,6 @@
 """Benchmarks that numbers of the docs come from: they measure what they say."""
 
 import json
-import os
-import re
-import time
 from pathlib import Path
 
 import pytest
@@ -13,24 +10,20 @@ from benchmarks import (
     census_curve,
     census_map,
     epsilon_figure,
-    ledger_cost,
     rounds,
     sites_memory,
     synthetic_classifier,
     uneven_split,
 )
+from benchmarks.batched_agents import Measured
 from benchmarks.epsilon_figure import Point, points_of
 from privssl.data.datasets import load_dataset
 from privssl.data.split_manifest import Manifest
 from privssl.errors import UserError
 from privssl.experiment.config import load_config
-from privssl.experiment.prepare import prepare
+from privssl.experiment.prepare import Prepared, prepare
 from tests.api.digits import PLAIN
 from tests.support.command_line import command
-from tests.support.resume import PRIVATE
-
-#: A private run of two rounds, with one visit of each support agent in each.
-SHORT = PRIVATE.replace("rounds: 4", "rounds: 2")
 
 CONFIG = Path(__file__).parents[2] / "configs" / "label_census.yaml"
 SMALL = [
@@ -157,25 +150,18 @@ def test_rounds_are_timed_for_each_number_of_workers(capsys: pytest.CaptureFixtu
     name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
     one, two, times = map(float, cells)
     assert name == "fedssl" and one > 0 and two > 0 and times > 0
-    private = str(CONFIG.with_name("fedssl_dp.yaml"))
-    assert rounds.main([private]) == 2
-    assert "Give a config without privacy" in capsys.readouterr().err
 
 
 def test_any_setting_can_be_varied_and_the_ratio_is_of_the_first_to_the_last(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of_rounds(
-        path: Path, given: list[str], number: int, phase: str, clock: object
-    ) -> list[float]:
-        assert (path.stem, number, phase) == ("fedssl", 4, "")
-        one, also = {"run.precision=float32": (3.0, 100.0), "run.precision=bfloat16": (2.0, 1.5)}[
-            given[-1]
-        ]
-        assert given[:-1] == ["run.workers=1"]
-        return [also, one, one]  # the median is not the mean
+    def play(prepared: Prepared, number: int, phase: str, into: Measured) -> None:
+        run = prepared.config.run
+        assert (prepared.config.source.stem, number, phase, run.workers) == ("fedssl", 4, "", 1)
+        one, also = {"float32": (3.0, 100.0), "bfloat16": (2.0, 1.5)}[run.precision]
+        into.seconds += [also, one, one]  # the median is not the mean
 
-    monkeypatch.setattr(rounds, "of_rounds", of_rounds)
+    monkeypatch.setattr(rounds, "play", play)
     varied = ["--vary", "run.precision=float32,bfloat16", "--rounds", "4"]
     assert rounds.main([str(CONFIG.with_name("fedssl.yaml")), "run.workers=1", *varied]) == 0
     *_, head, _, line = capsys.readouterr().out.splitlines()
@@ -189,41 +175,6 @@ def test_memory_of_sites_counts_growth_after_the_warm_up_and_not_before() -> Non
     *_, flat, grows = sites_memory.table(rounds, 1).splitlines()
     assert flat == "| flat | 80.0 | 80.0 | 80.0 | 80.0 | 0.0% |"
     assert grows == "| grows | 100.0 | 100.0 | 125.0 | 125.0 | 25.0% |"
-
-
-def test_the_benchmark_counts_the_time_of_the_account(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "tiny.yaml"
-    config.write_text(SHORT)
-    fsync, slow = os.fsync, 0.005
-
-    def slowly(descriptor: int) -> None:
-        time.sleep(slow)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", slowly)
-
-    assert ledger_cost.main([str(config), "--repeats", "1"]) == 1
-
-    shown = capsys.readouterr().out
-    assert "machine: " in shown and "NOT below 2%" in shown
-    found = re.search(r"([0-9.]+) ms in accounts for 4 visits: ([0-9.]+)%", shown)
-    assert found is not None
-    # Two plan lines, and reserve and settle of four visits: each forces file and folder.
-    assert float(found[1]) >= 1e3 * slow * 2 * (2 + 2 * 4)
-    assert float(found[2]) > 2
-
-
-def test_the_benchmark_refuses_a_run_that_has_no_account(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "tiny.yaml"
-    config.write_text(SHORT)
-
-    assert ledger_cost.main([str(config), "privacy=null"]) == 2
-
-    assert "no account to measure" in capsys.readouterr().err
 
 
 def test_a_network_that_learned_synthetic_rows_is_measured_on_the_test_rows_of_the_run(

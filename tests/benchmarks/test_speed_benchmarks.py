@@ -34,7 +34,6 @@ from benchmarks import (
     rounds,
     scale,
     sites_memory,
-    start,
 )
 from benchmarks.cell import ours as cell_ours
 from benchmarks.cell import plain as cell_plain
@@ -60,7 +59,7 @@ FEW = argparse.Namespace(
         b.main
         for b in (
             *(against_flower_and_pfl, batched_agents, gpu_report, hot_loop, plain_loop),
-            *(plain_fixmatch, private_step, rounds, scale, sites_memory, start),
+            *(plain_fixmatch, private_step, rounds, scale, sites_memory),
         )
     ],
     ids=lambda main: main.__module__.partition(".")[2],
@@ -103,44 +102,6 @@ def test_without_a_gpu_its_report_ends_with_a_sentence(capsys: pytest.CaptureFix
     assert "torch sees no GPU here" in capsys.readouterr().err
 
 
-def test_a_start_is_told_in_its_parts_and_ends_before_the_first_round(tmp_path: Path) -> None:
-    told = start.launched("configs/server_sl.yaml", "data.name=toy", f"run.output={tmp_path}/run")
-    assert told.status == 130  # interrupted
-    found = start.stages(told)
-    parts = [found[name] for name in ("torch", "imports", "work")]
-    assert min(parts) > 0
-    assert sum(parts) == pytest.approx(found["in all"])
-    assert found["in all"] == pytest.approx(told.lines[-1]["at"] - told.begun)
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("round_*")] == ["round_00000"]
-
-
-def test_imports_are_timed_once_and_those_of_torch_by_themselves(tmp_path: Path) -> None:
-    (tmp_path / "outer.py").write_text("import time; time.sleep(0.2); import inner")
-    (tmp_path / "inner.py").write_text("import time; time.sleep(0.3); import torch")
-    (tmp_path / "torch.py").write_text("import time; time.sleep(0.4)")  # in place of the true one
-    code = (
-        "from benchmarks.start import Imports; imports = Imports(); seen = []\n"
-        "imports.then['inner'] = lambda module: seen.append(module.__name__)\n"
-        "import sys, time; sys.path.insert(0, sys.argv[1]); begun = time.monotonic()\n"
-        "before = imports.seconds; import outer, torch; took = time.monotonic() - begun\n"
-        "print(imports.seconds - before, imports.torch, took, *seen)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    *told, seen = subprocess.check_output(command, text=True).split()
-    seconds, of_torch, took = map(float, told)
-    assert seen == "inner"
-    assert of_torch >= 0.4
-    assert of_torch + 0.5 <= seconds <= took  # counted twice, they would be more than it took
-
-
-@pytest.mark.slow
-def test_a_start_that_fails_is_told_with_what_it_said(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert start.main(["configs/server_sl.yaml", "run.sead=1", "--passes", "1"]) == 1
-    assert "Did you mean" in capsys.readouterr().err
-
-
 def test_the_head_of_a_table_tells_two_processors_of_one_name_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,10 +115,11 @@ def test_the_head_of_a_table_tells_two_processors_of_one_name_apart(
     assert heads[0].startswith("AMD EPYC (family 25, model 17), ")
     assert heads[1].startswith("AMD EPYC (family 26, model 17), ")
     info.write_text("processor\t: 0\nCPU part\t: 0xd40\n")  # ARM has other fields
-    assert processes.about().startswith(f"{platform.machine()}, ")
+    name = platform.processor() or platform.machine()
+    assert processes.about().startswith(f"{name} (model 0xd40), ")
     info.unlink()
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert processes.about().startswith(f"{platform.machine()}, {os.cpu_count()} cores, ")
+    assert processes.about().startswith(f"{name}, {os.cpu_count()} cores, ")
 
 
 # Agents in one stream of kernels --------------------------------------------------------------
@@ -538,7 +500,6 @@ def _alive(process: int) -> bool:
         (batched_agents, ["configs/semifl.yaml", "--at-once", "1,x"], "is needed, not x"),
         (batched_agents, ["run.seed=1"], "which config?"),
         (scale, ["configs/semifl.yaml", "--rounds", "1"], "from 2 is needed, not 1"),
-        (start, ["--passes", "0"], "from 1 is needed, not 0"),
         (private_step, ["--width", "4"], "--width is of a --classifier"),
         (against_flower_and_pfl, ["--only", "nobody"], "part of no competitor"),
     ],
@@ -569,16 +530,3 @@ def test_a_config_that_does_not_fit_ends_the_cell_of_a_scale_without_a_traceback
     assert scale.main(["configs/nope.yaml", "--agents", "10", "--rounds", "2"]) == 2
     said = capfd.readouterr().err
     assert "configs/nope.yaml" in said and "Traceback" not in said
-
-
-def test_benchmarks_of_starts_take_values_behind_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    def launched(*words: str) -> Any:
-        asked.append(words)
-        return Told(0.0, ({"at": 3.0, "torch": 1.0, "imports": 1.5},), 100.0, (), 0, "")
-
-    monkeypatch.setattr(start, "launched", launched)
-    assert start.main(["a.yaml", "--passes", "1", "run.seed=1"]) == 0
-    [(config, output, override)] = asked
-    assert (config, override) == ("a.yaml", "run.seed=1") and output.startswith("run.output=")

@@ -12,6 +12,7 @@ import privssl
 from privssl import export, models
 from privssl.api.experiment import train
 from privssl.errors import ConfigError, UserError
+from privssl.models import exported
 from privssl.models.static_norm import collect
 from privssl.settings.schema import ModelSettings
 from tests.api.digits import config, dataset
@@ -27,7 +28,7 @@ SLOWLY = (
     "lenet32", "alexnet", "trinet_svhn", "resnet18", "resnet18_3x3", "fedavg_cnn", "trinet_cnn",
     "resnet9", "wresnet28x2", "lenet", "linear",
 )  # fmt: skip
-FORMS = {"onnx": export.as_onnx, "torch-export": export.as_torch_export}
+FORMS = {"onnx": exported.as_onnx, "torch-export": exported.as_torch_export}
 ABOUT = {"class_names": "a\nb"}
 
 
@@ -54,31 +55,31 @@ def test_every_network_of_the_product_is_tested() -> None:
 )
 def test_torch_export_computes_what_the_network_does(name: str) -> None:
     network = classifier(name)
-    written, apart = export.checked(export.as_torch_export, network, SHAPES[name], ABOUT)
+    written, apart = exported.checked(exported.as_torch_export, network, SHAPES[name], ABOUT)
     assert len(written) > 1000 and apart <= 1e-4
 
 
 def test_static_norms_are_exported_with_the_statistics_that_were_collected() -> None:
-    _, apart = export.checked(
-        export.as_torch_export, classifier("small_cnn", "static"), SHAPES["small_cnn"], ABOUT
+    _, apart = exported.checked(
+        exported.as_torch_export, classifier("small_cnn", "static"), SHAPES["small_cnn"], ABOUT
     )
     assert apart <= 1e-4
     bare = models.build_classifier(ModelSettings("small_cnn", 4, "static"), SHAPES["small_cnn"], 3)
     with pytest.raises(UserError, match="no statistics"):
-        export.checked(export.as_torch_export, bare.eval(), SHAPES["small_cnn"], ABOUT)
+        exported.checked(exported.as_torch_export, bare.eval(), SHAPES["small_cnn"], ABOUT)
 
 
 def test_a_file_names_no_path_and_has_no_line_of_source(monkeypatch: pytest.MonkeyPatch) -> None:
     network, here = classifier("mlp"), str(Path(models.__file__).parents[1]).encode()
 
     def traces() -> list[int]:
-        written, _ = export.checked(export.as_torch_export, network, SHAPES["mlp"], ABOUT)
+        written, _ = exported.checked(exported.as_torch_export, network, SHAPES["mlp"], ABOUT)
         return [written.count(text) for text in (here, b".py", b"self.")]
 
     assert traces() == [0, 0, 0]
     rows = ({0: torch.export.Dim("rows")},)
     plain = torch.export.export(network, (torch.zeros(3, 5),), dynamic_shapes=rows)
-    monkeypatch.setattr(export, "_traced", lambda *_: plain)
+    monkeypatch.setattr(exported, "_traced", lambda *_: plain)
     assert min(traces()) > 0  # the control: what torch writes by itself
 
 
@@ -94,7 +95,7 @@ def test_each_network_with_each_norm_is_exported_in_each_form(
         pytest.importorskip("onnxscript")
     if norm == "static" and len(SHAPES[name]) < 3:
         return  # of images alone
-    export.checked(FORMS[form], classifier(name, norm), SHAPES[name], ABOUT)
+    exported.checked(FORMS[form], classifier(name, norm), SHAPES[name], ABOUT)
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +180,9 @@ class Three(Plain):
     ],
 )
 def test_a_network_that_cannot_be_written_truly_is_refused(network: nn.Module, said: str) -> None:
-    export.checked(export.as_torch_export, Plain().eval(), (4,), ABOUT)  # the control
+    exported.checked(exported.as_torch_export, Plain().eval(), (4,), ABOUT)  # the control
     with pytest.raises(UserError, match=said):
-        export.checked(export.as_torch_export, network.eval(), (4,), ABOUT)
+        exported.checked(exported.as_torch_export, network.eval(), (4,), ABOUT)
 
 
 @pytest.mark.parametrize("wrong", [2e-4, float("nan"), None])
@@ -192,7 +193,7 @@ def test_a_file_whose_outputs_differ_is_not_written(wrong: float | None) -> None
         return b"", lambda x: network(x)[:, :2] if wrong is None else network(x) + wrong
 
     with pytest.raises(UserError, match="so it was not written"):
-        export.checked(faulty, network, (4,), ABOUT)
+        exported.checked(faulty, network, (4,), ABOUT)
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime", "onnxscript"])
@@ -202,7 +203,7 @@ def test_a_package_that_is_missing_is_named_once(
     for name in ("onnx", "onnxruntime", "onnxscript"):
         monkeypatch.setitem(sys.modules, name, None if name == package else object())
     with pytest.raises(ConfigError, match=f"needs {package}: pip install onnx onnxscript"):
-        export.as_onnx(Plain(), (4,), ABOUT)
+        exported.as_onnx(Plain(), (4,), ABOUT)
 
 
 def test_what_is_no_run_and_no_form_are_mistakes(

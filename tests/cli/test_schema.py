@@ -12,6 +12,7 @@ import pytest
 from privssl import schema
 from privssl.algorithms import ALGORITHMS
 from privssl.experiment.config import load_config, to_yaml
+from privssl.experiment.json_schema import config_schema
 from privssl.settings.yaml_reader import ExponentText, read_document
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +20,7 @@ CONFIGS = [
     path for path in sorted((ROOT / "configs").rglob("*.yaml"))
     if "algorithm:" in path.read_text(encoding="utf-8") and path.parent.name != "tables"
 ]  # fmt: skip
-SCHEMA = schema.config_schema()
+SCHEMA = config_schema()
 KINDS: dict[str, Any] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list | tuple,
     "object": dict, "null": type(None),

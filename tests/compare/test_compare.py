@@ -32,6 +32,7 @@ from privssl.runs import run_dir
 from privssl.storage import atomic_files
 from tests.support import command_line, comparison_row
 from tests.support.command_line import Outcome, assert_refused, tree
+from tests.support.comparison_row import results
 from tests.support.interruption import interrupted_in
 
 SPLIT = """\
@@ -50,10 +51,7 @@ RUNS = tuple(f"{name}-{seed}" for seed in SEEDS for name in CONFIGS)  # in the o
 
 def command(*arguments: object) -> Outcome:
     """``python -m privssl.compare`` with these arguments."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = compare.main([str(argument) for argument in arguments])
-    return Outcome(status, out.getvalue(), err.getvalue())
+    return command_line.called(compare.main, *arguments)
 
 
 @dataclass(frozen=True)
@@ -178,17 +176,6 @@ def test_markdown_has_the_same_numbers_and_says_that_best_was_chosen_on_test_row
         assert row.startswith(f"| {config} |")
         assert f"| {shown} |" in row
         assert row.endswith("| none | shared |")
-
-
-def results(**changes: Any) -> dict[str, Any]:
-    """results.json of a run that never was."""
-    return {
-        "algorithm": "fedssl", "dataset": "toy", "seed": 0, "status": "finished", "rounds": 4,
-        "labels": 40, "test_accuracy": {"final": 0.5, "best": 0.5, "best_round": 4},
-        "seconds": {"total": 1.0, "round_median": 0.2}, "bytes": {"up": 1, "down": 2},
-        "privacy": {"guarantee": None, "nominal_epsilon": None, "scope": "none"},
-        "split_hash": "0" * 64, "versions": {"privssl": "1.0", "torch": "2.0"},
-    } | changes  # fmt: skip
 
 
 def reaching(*accuracies: float) -> list[dict[str, Any]]:

@@ -1,8 +1,6 @@
 """``privssl compare --vary``, paired differences, and the files for a paper."""
 
-import contextlib
 import csv
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -14,10 +12,10 @@ import pytest
 from scipy import stats
 
 from privssl.compare import __main__ as compare
-from privssl.compare import files, latex, paired, plan, vary
+from privssl.compare import files, paired, plan, vary
 from privssl.errors import ConfigError
 from tests.support import comparison_row
-from tests.support.command_line import Outcome, assert_refused
+from tests.support.command_line import Outcome, assert_refused, called
 
 CONFIG = """\
 data: {name: toy, labelled: 40, unlabelled: 80}
@@ -29,21 +27,15 @@ run: {images_every: 100, workers: 1}
 
 
 def command(*arguments: object) -> Outcome:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = compare.main([str(argument) for argument in arguments])
-    return Outcome(status, out.getvalue(), err.getvalue())
+    return called(compare.main, *arguments)
 
 
 def row(name: str, accuracies: Sequence[float], splits: Sequence[str] = (), **more: Any) -> Any:
     runs = [
-        {
-            "algorithm": "pseudo", "dataset": "toy", "labels": 40, "rounds": 3, "seed": seed,
-            "status": "finished", "test_accuracy": {"final": value, "best": value},
-            "seconds": {"total": 1.0}, "bytes": {"up": 1, "down": 2}, "versions": {},
-            "privacy": {"guarantee": None, "nominal_epsilon": None},
-            "split_hash": splits[seed] if splits else f"split {seed}",
-        }
+        comparison_row.results(
+            seed=seed, test_accuracy={"final": value, "best": value},
+            split_hash=splits[seed] if splits else f"split {seed}",
+        )
         for seed, value in enumerate(accuracies)
     ]  # fmt: skip
     return comparison_row.row(name, runs, **more)
@@ -114,7 +106,7 @@ def test_a_paper_gets_latex_and_a_figure_in_vectors(swept: tuple[Path, Outcome])
 
 def test_what_latex_would_read_as_a_command_is_escaped() -> None:
     odd = r"a_b%c&d#e$f{g}h~i^j\k"
-    text = latex.latex([row(odd, [0.5]), row("b\n\\input{x}", [0.5])], [])
+    text = files.latex([row(odd, [0.5]), row("b\n\\input{x}", [0.5])], [])
     expected = r"a\_b\%c\&d\#e\$f\{g\}h\textasciitilde{}i\textasciicircum{}j\textbackslash{}k"
     assert expected in text and odd not in text
     assert r"\input" not in text

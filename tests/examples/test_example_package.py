@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import privssl
-from privssl import schema
+from privssl.experiment.json_schema import config_schema
 from privssl.runtime import plugins
 from tests.support.command_line import command
 
@@ -75,7 +75,7 @@ def test_a_run_names_every_part_and_records_where_it_is_from(
 
 
 def test_editors_know_the_parts_and_their_keys(installed: Path) -> None:
-    known = schema.config_schema()
+    known = config_schema()
     assert "fedown" in known["definitions"]
     assert known["definitions"]["fedown"]["properties"]["decay"]["maximum"] == 1
     sections = known["properties"]

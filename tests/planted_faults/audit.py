@@ -306,8 +306,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CROSS,
-                'if card.get("clip_norm") != clips:',
-                'if card.get("clip_norm") not in (None, clips):',
+                'if card["clip_norm"] != clips:',
+                'if card["clip_norm"] not in (None, clips):',
             ),
         ),
         (IN_TAMPERING + ANEW + "[changes4-the card None]",),

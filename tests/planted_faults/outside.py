@@ -176,7 +176,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an export has paths of the machine that made it",
-        (("privssl/export.py", '        node.meta.pop("stack_trace", None)\n', "        pass\n"),),
+        (
+            (
+                "privssl/models/exported.py",
+                '        node.meta.pop("stack_trace", None)\n',
+                "        pass\n",
+            ),
+        ),
         ("tests/cli/test_export.py::test_a_file_names_no_path_and_has_no_line_of_source",),
     ),
     Fault(

@@ -222,7 +222,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a private run gets more rounds",
-        ((LENGTHENING, "if former.privacy is not None:", "if False:"),),
+        ((LENGTHENING, "if config.privacy is not None:", "if False:"),),
         (IN_LENGTHENING + "what_cannot_be_lengthened_is_refused_with_the_reason",),
     ),
     Fault(
@@ -230,13 +230,13 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 LOOP,
-                "fixed[LEDGER_SEQ + agent.id] = agent.account.seq",
-                "fixed[LEDGER_SEQ + agent.id] = 0",
+                "fixed[accounts.LEDGER_SEQ + agent.id] = agent.account.seq",
+                "fixed[accounts.LEDGER_SEQ + agent.id] = 0",
             ),
             (
                 LOOP,
-                "fixed[LEDGER_HEAD + agent.id] = agent.account.head",
-                'fixed[LEDGER_HEAD + agent.id] = ""',
+                "fixed[accounts.LEDGER_HEAD + agent.id] = agent.account.head",
+                'fixed[accounts.LEDGER_HEAD + agent.id] = ""',
             ),
         ),
         (

@@ -22,7 +22,7 @@ from privssl.engines.local import LocalEngine
 from privssl.engines.remote import SitesEngine
 from privssl.remote.discovery import RemoteTimeouts, SiteError
 from privssl.remote.flower_transport import FlowerTransport
-from privssl.remote.node_keys import read_node_keys
+from privssl.remote.node_keys import NodeKeys
 from privssl.site import demo, keys
 from privssl.site.supernode import SuperNode
 from tests.support import certificates, posts
@@ -58,7 +58,7 @@ class Link:
         self.folder, self.keys = folder, folder / "keys"
         keys.make(self.keys, "127.0.0.1", ["q0", "q1", "q2"])
         self.address = stack.enter_context(demo.superlink(folder / "link", made=self.keys))
-        self.pins = read_node_keys(self.keys, ["q0", "q1"])
+        self.pins = NodeKeys(self.keys, ["q0", "q1"])
         self.post = FlowerTransport(self.address, str(self.keys / "ca.crt"), self.pins)
         stack.callback(self.post.close)
         for name in ("q0", "q1"):
@@ -138,7 +138,7 @@ def test_a_registered_site_that_takes_the_name_of_one_that_is_away_is_refused_an
 
 
 def test_a_key_that_is_registered_and_of_no_agent_is_nobodys(link: Link, tmp_path: Path) -> None:
-    others = read_node_keys(link.keys, ["q2"])
+    others = NodeKeys(link.keys, ["q2"])
     assert [others.owner(link.post._keys[a]) for a in link.post.addresses()] == ["", ""]
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from privssl.reporting import figures
 from privssl.reporting.figures import GAP, MARGIN_LEFT, MARGIN_TOP, partition_plot
+from privssl.runs.summary import confusion_csv
 
 pytestmark = pytest.mark.usefixtures("costs_of_users_in_file")
 
@@ -67,14 +68,6 @@ def test_a_whole_factor_keeps_pixels_square_and_sharp() -> None:
     shown = tile(picture, 0, 0, side=56)[..., 0]  # 28 px, twice as large
     assert (shown[::2, ::2] == (checker.numpy() + 1) * 127.5).all()
     assert set(np.unique(shown)) == {0, 255}
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 1, 8, 8), (3, 2, 1, 8, 8), (3, 3, 1, 8, 9)])
-def test_shapes_that_do_not_belong_together_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="mixes"):
-        figures.mix_grid(torch.zeros(3, 1, 8, 8), torch.zeros(shape), LAMBDAS)
-    with pytest.raises(ValueError, match="differ"):
-        figures.reconstruction_grid(torch.zeros(3, 1, 8, 8), torch.zeros(shape[1:])[:, :, :7])
 
 
 def area(picture: figures.Picture, colour: str) -> int:
@@ -137,7 +130,7 @@ def test_a_confusion_matrix_has_a_bounded_size_and_takes_any_name(classes: int) 
 
 
 def test_confusion_csv_has_a_column_for_outputs_that_are_not_finite_if_there_are_any() -> None:
-    text = figures.confusion_csv(COUNTS, ["a", "b, c"])
+    text = confusion_csv(COUNTS, ["a", "b, c"])
     assert text == 'true class,a,"b, c",not finite\na,4,0,0\n"b, c",1,1,2\n'
     finite = np.array([[4, 0, 0], [1, 1, 0]])
-    assert figures.confusion_csv(finite, ["a", "b"]) == "true class,a,b\na,4,0\nb,1,1\n"
+    assert confusion_csv(finite, ["a", "b"]) == "true class,a,b\na,4,0\nb,1,1\n"

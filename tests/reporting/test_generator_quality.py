@@ -59,7 +59,7 @@ def quality(few_steps: None) -> GeneratorQuality:
 
 
 def measured(quality: GeneratorQuality, generator: ConditionalGenerator) -> dict[str, float]:
-    judge = quality._prepare().judge  # a classifier that is as good as the judge
+    judge = quality._reference.judge  # a classifier that is as good as the judge
     return quality.measure(generator, lambda x: judge(x).argmax(dim=1))
 
 

@@ -202,7 +202,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ([1, 2, 3, 4, 5, 6], ""),  # those after the checkpoint are written again
         ([1, 2], "lacks 2 rounds (3, 4)"),
         ([1, 3, 4], "lacks 1 rounds (2)"),
-        ([], "lacks 4 rounds (1, 2, 3, ...)"),
+        ([], "lacks 4 rounds (1, 2, 3, 4)"),
         ([1, 2, 2, 3, 4], "has rounds twice or unordered"),
     ],
 )

@@ -179,8 +179,8 @@ def test_the_summary_has_a_line_for_each_claim_and_table_and_counts_cells(clone:
     )
     assert f"| {link} | A small table | 4 of 4 | 2 | 0 of 1 |" in text
     # Three numbers are printed: two of them at the paper's size, one reduced.
-    assert "| FedSSL (Fan, Hu, Huang, IJCAI 2022) | 136 | 2 | 1 | 0 |" in text
-    assert "| all | 491 | 2 | 1 | 0 |" in text
+    assert "| FedSSL (Fan, Hu, Huang, IJCAI 2022) | 112 | 2 | 1 | 0 |" in text
+    assert "| all | 467 | 2 | 1 | 0 |" in text
 
 
 def test_where_the_summary_would_be_too_long_open_claims_have_a_page_of_their_own(

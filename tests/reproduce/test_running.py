@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from privssl.compare.table import epsilon_of
 from privssl.core.federation import Federation, Round
 from privssl.errors import RunFolderError
 from privssl.experiment.config import load_config
@@ -21,7 +22,7 @@ from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce import runner as reproduce_runner
 from privssl.reproduce.machine import gpu_name
 from privssl.reproduce.runner import Ended, Interrupted, Runner
-from privssl.reproduce.store import Store, _other_rows, _privacy, _value, _without_places
+from privssl.reproduce.store import Store, _other_rows, _value, _without_places
 from privssl.reproduce.table_page import _machines
 from privssl.reproduce.tables import Cell
 from tests.support.interruption import interrupted_in
@@ -156,12 +157,15 @@ def test_no_folder_of_a_machine_is_stored() -> None:
     assert [path for path in stored if re.search(r': "(/|~)', path.read_text())] == []
 
 
-def test_cells_that_are_the_same_run_are_run_once(clone: Clone) -> None:
-    clone.change(
-        '  - {name: "Pseudo (all)"}', "  - {name: Again, set: {algorithm.name: supervise}}"
-    )
+def with_a_row_again(clone: Clone, settings: str) -> None:
+    """Give the table a row Again with these settings, in place of Pseudo."""
+    clone.change('  - {name: "Pseudo (all)"}', f"  - {{name: Again, set: {{{settings}}}}}")
     clone.change("Pseudo (all):", "Again:")
     clone.change('"Pseudo (all)"', "Again")
+
+
+def test_cells_that_are_the_same_run_are_run_once(clone: Clone) -> None:
+    with_a_row_again(clone, "algorithm.name: supervise")
     again = cell(clone, "Again")
     outcomes: list[object] = []
 
@@ -192,12 +196,7 @@ def test_other_rows_are_no_same_run_and_age_what_was_measured(
     split = "runs/reproduce/small/" + CELLS[0] + "/0/split.json"
     for name in ("a.json", "b.json"):
         (clone.root / name).write_bytes((clone.root / split).read_bytes())
-    clone.change(
-        '  - {name: "Pseudo (all)"}',
-        "  - {name: Again, set: {algorithm.name: supervise, data.split: b.json}}",
-    )
-    clone.change("Pseudo (all):", "Again:")
-    clone.change('"Pseudo (all)"', "Again")
+    with_a_row_again(clone, "algorithm.name: supervise, data.split: b.json")
     clone.change("{algorithm.name: supervise}}", "{algorithm.name: supervise, data.split: a.json}}")
 
     assert clone.store.state(cell(clone), 0) == "old"  # measured on the split that was drawn
@@ -264,26 +263,20 @@ def test_the_number_is_that_of_the_last_round_and_not_the_best(clone: Clone) -> 
     assert _value("final", results, [], clone.root) == 0.4
 
 
-def results_of(guarantee: dict[str, Any] | None, nominal: float | None) -> dict[str, Any]:
-    """What is read of results.json for its claim."""
-    return {
-        "privacy": {"guarantee": guarantee, "nominal_epsilon": nominal},
-        "test_accuracy": {"final": 0.5, "best": 0.5}, "seconds": {"total": 1.0},
-        "bytes": {"up": 1, "down": 1},
-    }  # fmt: skip
-
-
 def test_a_guarantee_a_nominal_epsilon_and_none_are_told_apart() -> None:
     claim = {"epsilon": 7.9, "delta": 1e-5, "unit": "record", "covers": ["F"]}
-    section = {"delta": 1e-5}
 
-    assert _privacy(results_of(claim, None), section) == {
+    def told(guarantee: dict[str, Any] | None, nominal: float | None, delta: float | None) -> Any:
+        privacy = {"guarantee": guarantee, "nominal_epsilon": nominal}
+        return epsilon_of([{"privacy": privacy}], delta).as_json()
+
+    assert told(claim, None, 1e-5) == {
         "kind": "guarantee", "epsilon": 7.9, "delta": 1e-5, "covers": ["F"]
     }  # fmt: skip
-    assert _privacy(results_of(None, 8.0), section) == {
+    assert told(None, 8.0, 1e-5) == {
         "kind": "nominal", "epsilon": 8.0, "delta": 1e-5, "covers": []
     }  # fmt: skip
-    assert _privacy(results_of(None, None), None)["kind"] == "none"
+    assert told(None, None, None)["kind"] == "none"
 
 
 def test_a_damaged_entry_is_told_with_its_file(clone: Clone) -> None:

@@ -180,28 +180,3 @@ def test_the_run_folders_of_shipped_tables_have_names_that_a_config_may_contain(
 
     assert len(set(folders)) == len(folders)
     assert max(map(len, folders)) < 200
-
-
-def contradicted(table: Table) -> list[str]:
-    """Claims of a paper that its own printed numbers contradict."""
-    printed = {(one.row, one.column): one.paper_value for one in table.cells}
-    found = []
-    for order in table.file.orders:
-        every = [column.name for column in table.file.columns]
-        for column in every if order.columns == "all" else order.columns:
-            better = printed.get((order.better, column))
-            others = [printed.get((row, column)) for row in order.than]
-            if better is not None and any(o is not None and o >= better for o in others):
-                found.append(f"{order.claim}: {column}")
-    return found
-
-
-@pytest.mark.parametrize("table", SHIPPED, ids=lambda table: table.name)
-def test_a_papers_printed_numbers_bear_out_what_it_claims(table: Table) -> None:
-    assert contradicted(table) == []
-
-
-def test_a_claim_that_printed_numbers_contradict_is_found(clone: Clone) -> None:
-    assert contradicted(clone.table) == []
-    clone.change('"Pseudo (all)", than: [Supervise]', 'Supervise, than: ["Pseudo (all)"]')
-    assert contradicted(clone.table) == ["Pseudo is above Supervise: 40 labels, 2 + 2"]

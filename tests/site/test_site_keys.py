@@ -21,7 +21,7 @@ from privssl.experiment import config as configs
 from privssl.remote import protocol, tls
 from privssl.remote.discovery import SiteError
 from privssl.remote.flower_transport import FlowerTransport
-from privssl.remote.node_keys import NodeKeys, read_node_keys
+from privssl.remote.node_keys import NodeKeys
 from privssl.remote.protocol import IdentifyRequest, StepResponse
 from privssl.site import __main__ as site_command
 from privssl.site import keys, supernode
@@ -64,14 +64,14 @@ def run(program: str, *arguments: object) -> str:
 def test_a_key_has_the_form_that_others_give_it_on_every_curve(tmp_path: Path, bits: int) -> None:
     kind = ("-q", "-t", "ecdsa", "-b", bits, "-N", "", "-C", "s0")
     run("ssh-keygen", *kind, "-f", tmp_path / "s0")
-    pins = read_node_keys(tmp_path, ["s0"])
+    pins = NodeKeys(tmp_path, ["s0"])
     assert pins.owner(pem(tmp_path / "s0.pub")) == "s0"
 
 
 def test_a_key_belongs_to_the_agent_whose_file_it_is_and_all_others_to_nobody(made: Path) -> None:
-    pins = read_node_keys(made, ["s0", "q0"])
+    pins = NodeKeys(made, ["s0", "q0"])
     assert [pins.owner(pem(made / f"{name}.pub")) for name in ("s0", "q0")] == ["s0", "q0"]
-    assert read_node_keys(made, ["s0"]).owner(pem(made / "q0.pub")) == ""
+    assert NodeKeys(made, ["s0"]).owner(pem(made / "q0.pub")) == ""
     both = pem(made / "q0.pub") + pem(made / "s0.pub")  # a SuperLink reads the first alone
     for text in ("", "none", pem(made / "s0.pub")[:-5], both):
         assert pins.owner(text) == ""
@@ -94,12 +94,14 @@ def test_a_file_that_is_no_public_key_is_refused(
     if content is not None:
         (tmp_path / "s0.pub").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"s0\.pub: {text}"):
-        read_node_keys(tmp_path, ["s0"])
+        NodeKeys(tmp_path, ["s0"])
 
 
-def test_two_agents_with_one_key_are_refused(made: Path) -> None:
+def test_two_agents_with_one_key_are_refused(made: Path, tmp_path: Path) -> None:
+    for name in ("q0", "s0"):
+        shutil.copy(made / "q0.pub", tmp_path / f"{name}.pub")
     with pytest.raises(ConfigError, match=r"s0\.pub: also the key of q0"):
-        NodeKeys({"q0": made / "s0.pub", "q1": made / "s0.pub"})
+        NodeKeys(tmp_path, ["q0", "s0"])
 
 
 # Who is believed ----------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ def test_keys_are_made_known_to_the_superlink_unless_it_knows_them(
     (flower / "flwr").write_text(
         f'#!/bin/sh\necho "$@" >> {flower}/asked\necho "[code: {code}] said"\nexit 1\n'
     )
-    pins = read_node_keys(made, ["q0"])
+    pins = NodeKeys(made, ["q0"])
     with listening(None) as address, pytest.raises(SiteError, match=f"flwr {failed} failed: "):
         FlowerTransport(address, "", pins)
     asked = (flower / "asked").read_text().splitlines()
@@ -382,6 +384,6 @@ def test_no_supernode_is_started_for_a_superlink_that_cannot_be_spoken_with(
 
 
 def test_the_keys_of_a_trial_are_what_pins_are_made_of(made: Path) -> None:
-    assert set(read_node_keys(made, ["s0", "q0"]).files) == {"s0", "q0"}
+    assert set(NodeKeys(made, ["s0", "q0"]).files) == {"s0", "q0"}
     words = (made / "s0.pub").read_text().split()
     assert words[0] == "ecdsa-sha2-nistp384" and base64.b64decode(words[1])

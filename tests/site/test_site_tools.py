@@ -351,7 +351,7 @@ def test_a_demonstration_on_a_full_disk_is_told_in_words(
 
     monkeypatch.setattr(demo, "demonstrate", full)
     assert demo.main([str(tmp_path / "a")]) == 2
-    assert f"{tmp_path / 'a'}: No space left on device. Free space" in capsys.readouterr().out
+    assert f"{tmp_path / 'a'}: No space left on device. Free space" in capsys.readouterr().err
     pytest.importorskip("cryptography")
     monkeypatch.setattr(Path, "write_bytes", full)
     assert keys.main([str(tmp_path / "keys"), "s0"]) == 2
@@ -374,7 +374,7 @@ def test_without_flower_the_demonstration_makes_no_folder(
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert demo.main([str(tmp_path / "a")]) == 2
-    assert "is not installed. Install Flower: pip install" in capsys.readouterr().out
+    assert "is not installed. Install Flower: pip install" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 

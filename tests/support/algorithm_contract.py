@@ -8,23 +8,12 @@ from privssl.data.datasets import Dataset
 from privssl.testing.federations import relabelled as relabelled
 from tests.support.toy_worlds import make, toy_rows
 
+NO_RAMP: dict[str, Any] = {"local_epochs": 1, "ramp_up": 0, "steps_of": "labelled"}
 NEEDS: dict[str, dict[str, Any]] = {
     "fedmatch_mixup": {"warm_up": 0},
-    "pi_model": {"local_epochs": 1, "ramp_up": 0, "steps_of": "labelled"},
-    "mean_teacher": {
-        "local_epochs": 1,
-        "ramp_up": 0,
-        "steps_of": "labelled",
-        "teacher_decay": 0.5,
-    },
-    "remixmatch": {
-        "local_epochs": 1,
-        "ramp_up": 0,
-        "steps_of": "labelled",
-        "teacher_decay": 0.5,
-        "strong_views": 1,
-        "strong": "strong",
-    },
+    "pi_model": NO_RAMP,
+    "mean_teacher": NO_RAMP | {"teacher_decay": 0.5},
+    "remixmatch": NO_RAMP | {"teacher_decay": 0.5, "strong_views": 1, "strong": "strong"},
     # with a higher threshold no agent is sure of a row, and none learns
     "semifl": {"threshold": 0.0, "epochs": 1.0, "server_epochs": 1.0},
     "fedseal": {"bootstrap_epochs": 3, "client_epochs": 1, "server_epochs": 1},

@@ -2,19 +2,16 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accounting.budget import Budget
-from accounting.events import (
-    Event,
-    PoissonSampledGaussianEvent,
-)
+from accounting.events import Event
 from accounting.ledger import Account, AccountPlan
 from privssl.privacy.privacy_card import AgentSpend, Release, privacy_card
+from tests.support import ledger
 
-VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+VISIT = ledger.VISIT
 RELEASES: list[Release] = [
     ("F", "covered", "trained with clipping and noise"),
     ("row count", "post-processing", "public under zero_out"),
@@ -27,16 +24,8 @@ AS_PUBLISHED: list[Release] = [
 
 
 def plan(agent: str, **changes: Any) -> AccountPlan:
-    usual = AccountPlan(
-        agent=agent,
-        budget=Budget(epsilon=8.0, delta=1e-5),
-        scope="sound",
-        update=("F",),
-        protect=("F",),
-        event=VISIT,
-        n_public=34,
-    )
-    return replace(usual, **changes)
+    usual = {"budget": Budget(epsilon=8.0, delta=1e-5), "update": ("F",), "protect": ("F",)}
+    return ledger.plan(**{"agent": agent, **usual, **changes})
 
 
 def card_of(accounts: Sequence[AgentSpend], **changes: Any) -> dict[str, Any]:

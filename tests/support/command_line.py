@@ -5,6 +5,7 @@ Not a test itself; test_train_command.py and test_resume.py import it.
 
 import contextlib
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +35,17 @@ class Outcome:
     err: str
 
 
-def command(*arguments: object) -> Outcome:
-    """``python -m privssl.train`` with these arguments."""
+def called(main: Callable[[list[str]], int], *arguments: object) -> Outcome:
+    """The ``main`` of a command with these arguments."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = train.main([str(argument) for argument in arguments])
+        status = main([str(argument) for argument in arguments])
     return Outcome(status, out.getvalue(), err.getvalue())
+
+
+def command(*arguments: object) -> Outcome:
+    """``python -m privssl.train`` with these arguments."""
+    return called(train.main, *arguments)
 
 
 def assert_refused(outcome: Outcome, *fragments: str) -> None:

@@ -1,14 +1,34 @@
-"""What test_ledger.py shares with other tests."""
+"""Accounts for tests: a plan, the visits that it pays for, and journals that were tampered with."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accounting.accountants import max_repeats
+from accounting.budget import Budget
 from accounting.canonical_json import encode
 from accounting.errors import BudgetExhausted
+from accounting.events import PoissonSampledGaussianEvent
 from accounting.journal import FIRST_PREV, line_hash
 from accounting.ledger import Account, AccountPlan
+
+# Full batches: closed form, so the tests need no slow accountant. One visit costs 1.0 or so.
+VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+
+
+def plan(**changes: Any) -> AccountPlan:
+    usual = AccountPlan(
+        agent="s0",
+        budget=Budget(epsilon=4.0, delta=1e-5),
+        scope="sound",
+        update=("F", "G"),
+        protect=("F", "G"),
+        event=VISIT,
+        n_public=34,
+    )
+    return replace(usual, **changes)
+
 
 # --- tampering ---------------------------------------------------------------------------------
 

@@ -62,13 +62,17 @@ class Forks(Doors):
         return in_a_fork(lambda: self.handlers[address](letter) or b"")
 
 
+def fork() -> int:
+    """``os.fork``, without its warning of threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
 def in_a_fork(work: Callable[[], bytes]) -> bytes | None:
     """What ``work`` gives in a process of its own; None where that process ended before."""
     ours, theirs = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
-        child = os.fork()
-    if child == 0:
+    if (child := fork()) == 0:
         status = 1
         try:
             os.close(ours)
@@ -89,10 +93,7 @@ def beside(work: Callable[[Callable[[], None]], None]) -> Iterator[Callable[[], 
     """A process of its own at work, from when it has called what ``work`` is given; yields what
     kills it."""
     ours, theirs = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
-        child = os.fork()
-    if child == 0:
+    if (child := fork()) == 0:
         try:
             os.close(ours)
 

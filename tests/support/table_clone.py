@@ -3,8 +3,6 @@
 Not a test itself.
 """
 
-import contextlib
-import io
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-import privssl.train as train
 from privssl.reproduce.runner import Ended, Interrupted, Runner
 from privssl.reproduce.store import Store, config_hash
 from privssl.reproduce.tables import Cell, Table, load_tables
 from privssl.runtime.process import INTERRUPTED
+from tests.support.command_line import command
 from tests.support.product import PACKAGES, ROOT
 
 CONFIG = """\
@@ -131,19 +127,14 @@ def make_clone(root: Path, table: str = TABLE) -> Clone:
 def train_here(arguments: Sequence[str], log: Path, lock: int, until: float) -> Ended:
     """Training in this process: as ``runner.train_in_a_process``, without its start of seconds."""
     begun = time.monotonic()
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        status = train.main([*arguments, "--quiet"])
-    log.write_text(out.getvalue())
-    ended = Ended(status, status == INTERRUPTED, time.monotonic() - begun, 0.5, 100.0)
-    if status == INTERRUPTED:
+    outcome = command(*arguments, "--quiet")
+    log.write_text(outcome.out + outcome.err)
+    stopped = outcome.status == INTERRUPTED
+    ended = Ended(outcome.status, stopped, time.monotonic() - begun, 0.5, 100.0)
+    if stopped:
         raise Interrupted(ended)
     return ended
 
 
 def runner(clone: Clone, training: Callable[..., Ended] = train_here, **how: bool) -> Runner:
     return Runner(clone.root, clone.store, train=training, **how)
-
-
-def config_of(entry: dict[str, Any]) -> str:
-    return str(yaml.safe_dump(entry["config"]))

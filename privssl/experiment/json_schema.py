@@ -1,0 +1,74 @@
+"""The JSON schema of a config: every key with its type, range and meaning, for editors."""
+
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from privssl.algorithms import ALGORITHMS
+from privssl.runtime import plugins
+from privssl.settings.descriptions import descriptions
+from privssl.settings.section_builder import ORDER, SECTIONS
+
+DRAFT = "http://json-schema.org/draft-07/schema#"  # what editors of YAML understand
+
+
+def config_schema() -> dict[str, Any]:
+    """The schema of a config file, draft 7."""
+    sections = {name: _section(SECTIONS[name]) for name in ORDER if name in SECTIONS}
+    kinds = dict(ALGORITHMS)
+    with plugins.imports_allowed():  # what somebody installed as a plug-in
+        kinds |= {name: ALGORITHMS[name] for name in plugins.entry_points("algorithms")}
+    methods = {name: _section(kind.Config) for name, kind in kinds.items()}
+    for name, method in methods.items():
+        method["properties"]["name"] = {"const": name}
+    reference = {"type": "string", "pattern": plugins.REFERENCE}
+    named = {
+        "anyOf": [{"enum": list(methods)}, reference],
+        "description": "The method; its keys follow.",
+    }
+    algorithm = {
+        "description": "The method and its settings.",
+        "type": "object",
+        "properties": {"name": named},
+        "required": ["name"],
+        # Not oneOf: an editor then says which key is wrong, and not that no method fits.
+        "allOf": [
+            {
+                "if": {"properties": {"name": {"const": name}}, "required": ["name"]},
+                "then": {"$ref": f"#/definitions/{name}"},
+            }
+            for name in methods
+        ],
+    }
+    for section in sections.values():
+        section["type"] = ["object", "null"]  # nothing written: the defaults; privacy: null
+    return {
+        "$schema": DRAFT,
+        "title": "Config of privssl",
+        "type": "object",
+        "properties": {name: sections.get(name, algorithm) for name in ORDER},
+        "required": ["algorithm"],
+        "additionalProperties": False,
+        "definitions": methods,
+    }
+
+
+def _section(kind: type[Any]) -> dict[str, Any]:
+    """The schema of a section, with the meaning of its keys from the code."""
+    schema, texts = TypeAdapter(kind).json_schema(), descriptions(kind)
+    schema["description"] = " ".join(schema["description"].split()).replace("``", "`")
+    for name, key in schema["properties"].items():
+        key.pop("title", None)
+        if texts[name]:
+            key["description"] = texts[name]
+        _add_plugins(key)
+    return schema
+
+
+def _add_plugins(key: dict[str, Any]) -> None:
+    """The names of installed plug-ins beside those of privssl, at any depth of a key's rule."""
+    kind = key.pop("plugins", None)
+    if kind is not None:
+        key["anyOf"][0]["enum"] += sorted(plugins.entry_points(kind))
+    for part in (*key.get("anyOf", ()), *([key["items"]] if "items" in key else ())):
+        _add_plugins(part)
