@@ -12,8 +12,9 @@ import pytest
 from privssl.compare import __main__ as compare
 from privssl.compare import table as compare_table
 from privssl.data.split_manifest import read_manifest
-from tests.compare.test_compare import guaranteed, nominal, results
+from tests.compare.test_compare import guaranteed, nominal
 from tests.support import comparison_row
+from tests.support.comparison_row import results
 
 PRIVATE = (
     "data: {name: toy, labelled: 40, unlabelled: 80}\n"
