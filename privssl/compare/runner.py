@@ -18,6 +18,7 @@ from privssl.compare.paired import differences, explanation, p_heading
 from privssl.compare.plan import Planned
 from privssl.errors import ConfigError, DataError, UserError
 from privssl.experiment import config as configs
+from privssl.experiment.config import Config
 from privssl.experiment.plugin_names import describe_here
 from privssl.experiment.prepare import WITHHELD, prepare
 from privssl.reporting.trackers import ProgressTracker, RoundRecord, Tracker
@@ -124,8 +125,22 @@ def rows_of(
         delta, lasting = (privacy.delta, bool(privacy.ledger)) if privacy else (None, False)
         epsilon = compare_table.epsilon_of(runs, delta, lasting=lasting)
         other = tuple(_other_code(of))
-        rows.append(compare_table.Row(name, runs, epsilon, tuple(differs[name]), every, other))
+        rows.append(
+            compare_table.Row(
+                name, runs, epsilon, tuple(differs[name]), every, other,
+                splits=tuple(run.split for run in of), bare=_uses_bare_rows(of[0].config),
+            )
+        )  # fmt: skip
     return rows
+
+
+def _uses_bare_rows(config: Config) -> bool:
+    """Whether a private config uses rows without noise: unlabelled, validation or drawn test
+    rows."""
+    data, agents = config.data, config.agents
+    learns = WITH_UNREAD[config.algorithm.name].reads_unlabelled
+    held = bool(agents.query or agents.mixed)
+    return bool((learns and held) or data.validation or data.test)
 
 
 def _other_code(of: Sequence[Planned]) -> Iterator[str]:

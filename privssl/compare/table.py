@@ -106,6 +106,8 @@ class Row:
     differs: tuple[str, ...]  # keys for which its split is not that of the first config
     evaluate_every: tuple[int, ...]  # rounds, of each run
     other_code: tuple[str, ...]  # sentences on runs of other plug-ins than those here
+    splits: tuple[str, ...]  # hash of each run's split; shown nowhere
+    bare: bool  # whether other rows than those with labels are used, without noise
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -128,8 +130,8 @@ def epsilon_of(runs: Sequence[Results], delta: float | None, *, lasting: bool = 
     nominal = [claim["nominal_epsilon"] for claim in privacy]
     if all(guarantees):
         weakest = max(guarantees, key=lambda claim: float(claim["epsilon"]))
-        covers = tuple(weakest["covers"])
-        return Epsilon("guarantee", weakest["epsilon"], weakest["delta"], covers, lasting)
+        covers, largest = tuple(weakest["covers"]), max(claim["delta"] for claim in guarantees)
+        return Epsilon("guarantee", weakest["epsilon"], largest, covers, lasting)
     if None not in nominal:
         return Epsilon("nominal", max(nominal), delta, lasting=lasting)
     return Epsilon("none")
@@ -175,14 +177,15 @@ def notes(rows: Sequence[Row]) -> list[str]:
                 "between these runs may come from that alone."
             )
     found += [sentence for of in rows for sentence in of.other_code]
-    if any(of.epsilon.value is not None and not of.epsilon.lasting for of in rows):
+    if any(of.epsilon.kind == "guarantee" and not of.epsilon.lasting for of in rows):
         found.append(
             "An epsilon is that of one run unless it says otherwise, the largest over seeds. A "
-            "record that takes part in several of these runs pays for each: whoever publishes "
+            "record that has its label in several of these runs pays for each: whoever publishes "
             "them, or chooses among them, can spend up to their sum."
         )
     if any(of.epsilon.kind == "nominal" for of in rows):
         found.append("NOMINAL: the number of a scheme that guarantees nothing.")
+    found += _unprotected_in_other_splits(rows)
     found += _unprotected_beside_private(rows)
     warned: dict[str, list[str]] = {}
     for of in rows:
@@ -198,6 +201,25 @@ def notes(rows: Sequence[Row]) -> list[str]:
         else "All configs had the same split in each seed."
     )
     return found
+
+
+def _unprotected_in_other_splits(rows: Sequence[Row]) -> list[str]:
+    """That a labelled record of one split may have no noise in another; by public numbers alone."""
+    claims = [of for of in rows if of.epsilon.kind == "guarantee"]
+    splits: dict[str, set[str]] = {}  # by data set
+    for of in claims:
+        for run, split in zip(of.runs, of.splits, strict=True):
+            splits.setdefault(run["dataset"], set()).add(split)
+    several = {name for name, own in splits.items() if len(own) > 1}
+    bare = [of.config for of in claims if of.bare and several & {r["dataset"] for r in of.runs}]
+    if not bare:
+        return []
+    return [
+        f"{', '.join(bare)}: private runs on several splits. A record with its label in one split "
+        "may be an unlabelled, validation or test row of another, which no noise protects. For all "
+        "runs together it is then bounded by no epsilon above, nor by their sum. Give all runs one "
+        "split (data.split)."
+    ]
 
 
 def _unprotected_beside_private(rows: Sequence[Row]) -> list[str]:

@@ -32,7 +32,7 @@ from privssl.data import split_manifest as manifests
 from privssl.data.datasets import Dataset as Dataset
 from privssl.data.datasets import checksum, expand_path, load_dataset, redraw_test_rows
 from privssl.data.encoded import HeldRows
-from privssl.data.npz import NO_LABEL
+from privssl.data.npz import NO_LABEL, are_standardised
 from privssl.data.split import SERVER, RoleAssignment, Split, draw_split, holders, settings_of_split
 from privssl.data.split_manifest import AgentRows, Manifest
 from privssl.errors import DataError
@@ -118,7 +118,23 @@ def build(
     if not isinstance(split, Manifest):
         split = _manifest(split, data, seed, dataset, digest.result())
     rest, labels = _without_training_rows(dataset), dataset.y_train.clone()
+    if not labelled_is_declared and _is_one_standardised(dataset, held):
+        rest = dataclasses.replace(rest, standardised=True)
     return FederatedDataset(rest, held, validation, labels, split)
+
+
+def _is_one_standardised(dataset: Dataset, agents: Sequence[Agent]) -> bool:
+    """Whether vectors of an agent with labels seem scaled by statistics of its own rows. (Few rows
+    tell nothing, so that this could tell their number.)"""
+    if dataset.unencoded is not None or dataset.scales is not None:
+        return False
+    for agent in agents:
+        if agent.held_labelled is not None:
+            mine = agent.held_labelled.x.numpy()
+            rest = [] if agent.held_unlabelled is None else [agent.held_unlabelled.x.numpy()]
+            if are_standardised(mine) or are_standardised(mine, *rest):
+                return True
+    return False
 
 
 def test_rows_only(data: DataSettings, seed: int) -> FederatedDataset:

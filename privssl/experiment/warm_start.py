@@ -52,6 +52,13 @@ def _warnings_of(key: str, file: Path, split: Manifest, counted: bool) -> Iterat
     if run is None:
         return
     former = read_manifest(run / SPLIT)
+    if not split.agents:  # they are sites
+        yield (
+            f"{key} is of the run {run} on {former.dataset}. Whether rows of the sites are among "
+            "them was not looked at, and the claim takes them as public. If that run used labelled "
+            "rows of a site, nothing is guaranteed for these, or its epsilon adds up"
+        )
+        return
     if former.checksum != split.checksum:
         yield from _of_other_files(key, run, former, split)
         return

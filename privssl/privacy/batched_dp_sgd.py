@@ -2,20 +2,23 @@
 
 Rows, noise and budgets are each agent's own, as in ``privacy/dp_sgd.py``. Passes, norms and sums
 (``per_example_gradients.factored_gradients``), noise and steps run once for all agents. Sums have
-another order; nothing of one agent's rows reaches another's sum.
+another order; nothing of one agent's rows reaches another's sum. Agents whose rows would be rounded
+by their place or their neighbours in a stack are computed one by one.
 
 Not batched: losses that are no ``deferred.ExampleLoss`` of the trained networks, and layers that
 ``training/batched/stacking.py`` does not list.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from privssl.ops import dispatch
+from privssl.privacy import row_bits
 from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep, pad_rows
 from privssl.privacy.layer_gradients import Key
-from privssl.privacy.per_example_gradients import factored_gradients
+from privssl.privacy.per_example_gradients import Parameters, factored_gradients
 from privssl.runtime.process import single_threaded
 from privssl.training.batched.deferred import ExampleLoss
 from privssl.training.batched.stacking import COPY, JointSteps
@@ -82,6 +85,8 @@ def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
         }
         for net, named in first.parameters.items()
     }  # fmt: skip
+    if not _keeps_bits(first, parameters, fields):
+        return [one.run_single() for one in wanted]
     drawn = torch.stack([pad_rows(one.drawn, rows) for one in wanted])
     with single_threaded():
         gradients = factored_gradients(first.row_loss, parameters, fields, agents=True)
@@ -89,6 +94,28 @@ def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
             key: total.unbind(0) for key, total in first.add_clipped_sum(gradients, drawn).items()
         }
     return [{key: own[n] for key, own in sums.items()} for n in range(len(wanted))]
+
+
+def _keeps_bits(one: ClippedSum, parameters: Parameters, fields: Mapping[str, Tensor]) -> bool:
+    """Whether a row of such a stack has the same bits beside any other rows. Tried on made-up rows,
+    once for each kind and size: other kernels work here than for one agent."""
+    assert isinstance(one.row_loss, ExampleLoss)
+    networks = tuple(map(row_bits.identity, one.row_loss.networks.values()))
+    sizes = tuple(x.shape[:2] for x in fields.values())
+    key = _kind(one), networks, sizes, dispatch.instruction_set()
+    if key not in _TRIED:
+        chance = torch.Generator().manual_seed(0)
+        made_up = {
+            name: torch.rand(x.shape, generator=chance, dtype=x.dtype) * 2 - 1
+            if x.is_floating_point()
+            else (torch.arange(x.numel()) % 2).view(x.shape).to(x.dtype)
+            for name, x in fields.items()
+        }
+        _TRIED[key] = row_bits.stack_keeps_bits(one.row_loss, parameters, made_up)
+    return _TRIED[key]
+
+
+_TRIED: dict[Hashable, bool] = {}
 
 
 def noisy_steps_batched(steps: Sequence[NoisyOptimizerStep], joint: JointSteps) -> None:

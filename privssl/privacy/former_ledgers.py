@@ -78,20 +78,31 @@ def _head(journal: Journal) -> str:
     return journal.head if journal.plans and not journal.problems else ""
 
 
+_BOTH = (
+    "For a row with its label in both runs, epsilons and deltas add up; of a run that was stopped, "
+    "its budget counts. A labelled row of this run that the other used without its label had no "
+    "noise there."
+)
+_NOTHING = (
+    "That run guarantees nothing for any row, so for a row that both runs used no sum is a bound."
+)
+
+
 def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     """One sentence for each ledger of a replaced run: the card does not count its spending."""
     spending: dict[str, list[str]] = {}
+    nothing = set[str]()  # ledgers of runs that guarantee nothing
     for entry in entries:
         spent = "damaged, so what it spent is unknown"
         if entry["epsilon"] is not None:
             nominal = "nominal " if entry["kind"] == "nominal" else ""
+            nothing |= {entry["ledger"]} if nominal else set()
             budget = "" if entry["budget"] is None else f" of {entry['budget']:g}"
             at = delta_up(entry["delta"])
             spent = f"{nominal}epsilon {round_up(entry['epsilon'])}{budget} at delta {at}"
         spending.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")
     return [
         f"Not counted: a run that this one replaced, whose ledger is in {ledger}: "
-        f"{', '.join(spent)}. For a row that both runs used, epsilons and deltas add up; of a run "
-        "that was stopped, its budget counts."
+        f"{', '.join(spent)}. {_NOTHING if ledger in nothing else _BOTH}"
         for ledger, spent in spending.items()
     ]

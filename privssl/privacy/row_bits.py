@@ -10,6 +10,7 @@ process checks before it trains.
 import time
 import weakref
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from privssl.training.batched.deferred import ExampleLoss
 SCALES = (1.0, 1e8, 1e-8)  # of the weights
 SHIFTS = 15  # places that rows move by are 1 to this: alignment in memory changes with each
 TRIES = 15  # of other weights, for the places of rows: rounding shows in few numbers
+STACK_TRIES = 4  # the same, of a stack of agents
 SECONDS = 2.0  # after these, large networks have been compared at enough numbers
 
 _passed = set[Hashable]()
@@ -93,6 +95,57 @@ def refuse_batch_dependent_rounding(
     _passed.add(key)
 
 
+def stack_keeps_bits(
+    row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor]
+) -> bool:
+    """Whether the rows of stacked agents are rounded alike at other places and beside other rows.
+
+    Rows of the first and of the last agent change in turn; those of the others keep their bits too.
+
+    Args:
+        parameters: of A agents, as ``factored_gradients`` takes them.
+        fields: of made-up rows (A, B, ...).
+    """
+    agents, rows = next(iter(fields.values())).shape[:2]
+    same, start = torch.arange(rows), time.monotonic()
+    chance = torch.Generator().manual_seed(0)
+    for number in range(len(SCALES) + STACK_TRIES):
+        if number >= len(SCALES) and time.monotonic() - start > SECONDS:
+            break
+        scale = SCALES[number] if number < len(SCALES) else 1.0
+        spread, who = 0.5 * (number >= len(SCALES)), (number % 2) * (agents - 1)
+        scaled: Parameters = {
+            net: {
+                n: (p.detach() * scale * _about_one(p, spread, chance)).requires_grad_()
+                for n, p in named.items()
+            }
+            for net, named in parameters.items()
+        }
+
+        def bits(own: Mapping[str, Tensor], who: int = who, scaled: Parameters = scaled) -> Any:
+            given = {name: field.clone() for name, field in fields.items()}
+            for name, value in own.items():
+                given[name][who] = value
+            with single_threaded():
+                found = factored_gradients(row_loss, scaled, given, agents=True)
+                return [part.reshape(agents, rows, -1) for part in _bits(found, agents, rows)]
+
+        before, others = bits({}), torch.arange(agents) != who
+        changes = [
+            ({n: f[who, order] for n, f in fields.items()}, same, order)
+            for order in (same.flip(0), same.roll(1 + number))
+        ] + [
+            ({n: _with_others(f[who], kept) for n, f in fields.items()}, kept, kept)
+            for kept in (same[::2], same[1::2])
+        ]
+        for own, here, there in changes:
+            after = bits(own)
+            alike = _equal([a[who] for a in after], [b[who] for b in before], here, there)
+            if not (alike and _equal(after, before, others, others)):
+                return False
+    return True
+
+
 def _about_one(like: Tensor, spread: float, chance: torch.Generator) -> Tensor:
     """Random factors in the shape of a parameter."""
     drawn = torch.randn(like.shape, generator=chance, dtype=like.dtype) if spread else 0.0
@@ -109,12 +162,13 @@ def _with_others(field: Tensor, kept: Tensor) -> Tensor:
     return changed
 
 
-def _bits(gradients: Mapping[tuple[str, str], PerExampleGradients], rows: int) -> list[Tensor]:
-    """What decides what each row adds: factors, and gradients (rows, ...)."""
+def _bits(gradients: Mapping[tuple[str, str], PerExampleGradients], *rows: int) -> list[Tensor]:
+    """What decides what each row adds: factors, and gradients (rows, ...). ``rows``: their
+    number, or that of agents and of each one's rows."""
     every = list(gradients.values())
     if not every:
         return []
-    factors, _ = factors_and_inputs(every, torch.ones(rows, dtype=torch.bool), clip_norm=1.0)
+    factors, _ = factors_and_inputs(every, torch.ones(*rows, dtype=torch.bool), clip_norm=1.0)
     parts = [factors]
     for one in every:
         assert isinstance(one, DenseGradients | OuterProductGradients)
@@ -138,7 +192,7 @@ def _kind(
     made = tuple(
         (
             net,
-            _identity(network),
+            identity(network),
             *((n, p.shape, p.stride()) for n, p in network.named_parameters()),
         )
         for net, network in networks.items()
@@ -146,7 +200,7 @@ def _kind(
     return forms, made, _of_loss(row_loss), dispatch.instruction_set()
 
 
-def _identity(network: nn.Module) -> Hashable:
+def identity(network: nn.Module) -> Hashable:
     """What a network computes: of ours its form, of another itself, whose code may be anything."""
     known = ("privssl.", "generators.", "torch.nn.")
     ours = all(type(layer).__module__.startswith(known) for layer in network.modules())

@@ -6,7 +6,7 @@ from functools import cached_property
 from statistics import median
 from textwrap import fill
 
-from accounting.budget import round_up
+from accounting.budget import delta_up, round_up
 from privssl.compare.table import MeanStd, table_lines
 from privssl.experiment.prepare import WITHHELD
 from privssl.reproduce.claims import Verdict, verdicts
@@ -176,7 +176,8 @@ def _epsilon(kept: Kept) -> str:
         return "none"
     value = max(claim["epsilon"] for claim in claims if claim["kind"] == weakest["kind"])
     kind = "NOMINAL" if weakest["kind"] == "nominal" else "guarantee"
-    return f"{kind} {round_up(value)} (delta {weakest['delta']:g})"
+    delta = max(claim["delta"] for claim in claims if claim["kind"] == weakest["kind"])
+    return f"{kind} {round_up(value)} (delta {delta_up(delta)})"
 
 
 def _claims(of: Sequence[Verdict]) -> list[str]:

@@ -214,6 +214,31 @@ def test_settings_that_would_divide_given_rows_are_refused(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+VECTORS = {
+    "model": {"name": "linear"}, "algorithm": {"name": "fedavg", "rounds": 1},
+    "privacy": {"epsilon": 8.0, "delta": 1e-3, "sample_rate": 1.0, "steps": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("agent", ["s1", "q0"])
+def test_an_agent_that_scales_private_vectors_by_its_own_rows_is_refused(
+    agent: str, tmp_path: Path
+) -> None:
+    """Also where the rows of others hide it in those of all."""
+    rng, y = np.random.default_rng(0), np.arange(50) % 2
+    rows = {name: rng.uniform(-1, 1, (50, 6)).astype(np.float32) for name in ("s0", "s1", "q0")}
+    rows[agent] = (rows[agent] - rows[agent].mean(axis=0)) / rows[agent].std(axis=0)
+    agents: Any = {name: x if name == "q0" else (x, y) for name, x in rows.items()}
+    data = Rows.federated(agents, (rng.uniform(-1, 1, (40, 6)), y[:40]), ["a", "b"])
+    assert not data.rows.standardised
+    if agent == "q0":  # the control: a claim is about rows with labels
+        assert privssl.train(VECTORS, data=data, output=tmp_path / "run").guarantee
+        return
+    with pytest.raises(PrivacyError, match="scaled by their own statistics"):
+        privssl.train(VECTORS, data=data, output=tmp_path / "run")
+    assert privssl.train(VECTORS, {"privacy": None}, data, output=tmp_path / "run")
+
+
 # Tables -------------------------------------------------------------------------------------------
 
 

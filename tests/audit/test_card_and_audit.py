@@ -36,7 +36,7 @@ from privssl.audit import claim_verification
 from privssl.audit.__main__ import audit, main
 from privssl.errors import PrivacyError
 from privssl.privacy.card_text import guarantee_sentence, headline_sentence, render_markdown
-from privssl.privacy.former_ledgers import former_ledgers
+from privssl.privacy.former_ledgers import former_ledgers, former_sentences
 from privssl.privacy.privacy_card import AgentSpend, Release, attack_bounds
 from tests.support.card_and_audit import (
     RELEASES,
@@ -939,6 +939,20 @@ def test_a_damaged_former_ledger_has_no_number(tmp_path: Path) -> None:
     assert entry["epsilon"] is entry["delta"] is entry["budget"] is None
     card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], former=[entry])
     assert "s0 damaged, so what it spent is unknown" in render_markdown(card)
+
+
+def test_a_nominal_epsilon_of_a_replaced_run_is_not_added_to_a_guarantee() -> None:
+    def said(kind: str) -> str:
+        entry = {"ledger": "run.ledger-001", "agent": "s0", "kind": kind, "delta": 1e-5}
+        (sentence,) = former_sentences([{**entry, "epsilon": 8.0, "budget": 8.0}])
+        return sentence
+
+    assert "add up" not in said("nominal")
+    assert "s0 nominal epsilon 8.0000 of 8" in said("nominal")
+    assert said("nominal").endswith("for a row that both runs used no sum is a bound.")
+    # The control: a guarantee adds up, for rows whose labels both runs protected.
+    assert "For a row with its label in both runs, epsilons and deltas add up" in said("guaranteed")
+    assert said("guaranteed").endswith("used without its label had no noise there.")
 
 
 def test_a_former_ledger_that_the_account_goes_on_with_is_counted_once(tmp_path: Path) -> None:

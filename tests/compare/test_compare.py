@@ -224,6 +224,18 @@ def test_a_guarantee_is_the_largest_over_seeds_and_never_rounded_down() -> None:
     }  # fmt: skip
 
 
+def test_a_guarantee_has_the_largest_delta_over_seeds_where_some_are_pure() -> None:
+    """As of accounts whose first run was a census, and a later one DP-SGD."""
+    pure, noisy = guaranteed(8.0), guaranteed(8.0)
+    pure["privacy"]["guarantee"]["delta"] = 0.0
+    for runs in ([pure, noisy], [noisy, pure]):
+        assert str(comparison_row.row("a", runs, 1e-5).epsilon).startswith(
+            "guarantee 8.0000 (delta 1e-05)"
+        )
+    # The control: of pure ones alone it is 0.
+    assert comparison_row.row("a", [pure, pure], 1e-5).epsilon.delta == 0.0
+
+
 def test_the_epsilon_of_accounts_that_outlive_runs_is_not_said_to_be_of_one_run() -> None:
     row = comparison_row.row("a", [guaranteed(4.0), guaranteed(6.5)], 1e-5, lasting=True)
 

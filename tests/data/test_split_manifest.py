@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,16 @@ def test_a_split_of_other_data_is_refused() -> None:
     toy = load_dataset(DataSettings(name="toy"))
     theirs = checksum(toy)
     example(checksum=theirs, rows=1000).check(toy, theirs)
-    with pytest.raises(DataError, match="Use the same data"):
+    with pytest.raises(DataError, match=r"1000 other ones\. Use the same data"):
         example(rows=1000).check(toy, theirs)
     with pytest.raises(DataError, match="40 training rows"):
         example(checksum=theirs).check(toy, theirs)
+
+
+def test_the_error_on_a_split_of_other_data_says_no_checksum_by_which_rows_could_be_tried() -> None:
+    toy = load_dataset(DataSettings(name="toy"))
+    theirs, split = checksum(toy), example(rows=1000)
+    with pytest.raises(DataError) as error:
+        split.check(toy, theirs)
+    assert not re.search("[0-9a-f]{8}", str(error.value))
+    assert re.search("[0-9a-f]{8}", theirs) and re.search("[0-9a-f]{8}", split.checksum)

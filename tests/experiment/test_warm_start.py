@@ -187,6 +187,24 @@ def test_what_is_said_of_former_weights_tells_a_private_number_of_rows_to_nobody
     assert said and (now == said) is (counts == "private")  # public numbers are the control
 
 
+@pytest.mark.parametrize("guarantee", [None, {"epsilon": 8.0}], ids=["without", "with"])
+def test_over_sites_whose_rows_are_elsewhere_it_is_said_that_nobody_looked(
+    tmp_path: Path, guarantee: object
+) -> None:
+    weights, sites = weights_of_a_run(tmp_path, guarantee=guarantee), "run.engine=flower"
+
+    def said(*overrides: str) -> list[str]:
+        here = prepared(tmp_path, sites, "run.workers=auto", *overrides)
+        assert not here.federated_data.manifest.agents
+        return [text for text in here.warnings if "model.weights" in text]
+
+    (text,) = said(*PRIVATE, weights)
+    assert "Whether rows of the sites are among them was not looked at" in text
+    # The controls: without such weights, or without a claim, there is nothing to say.
+    assert not said(*PRIVATE)
+    assert not said(weights)
+
+
 def test_rows_that_a_private_run_used_without_a_label_are_refused_too(tmp_path: Path) -> None:
     weights = weights_of_a_run(tmp_path, "run.seed=1", guarantee={"epsilon": 8.0})
     # Of 40 labelled rows among 1,000 some were among the 100 unlabelled ones of the other split.

@@ -62,6 +62,17 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "the nominal epsilon of a replaced run is added to a guarantee",
+        (
+            (
+                "privssl/privacy/former_ledgers.py",
+                "{_NOTHING if ledger in nothing else _BOTH}",
+                "{_BOTH}",
+            ),
+        ),
+        (IN_CARD + "a_nominal_epsilon_of_a_replaced_run_is_not_added_to_a_guarantee",),
+    ),
+    Fault(
         "an error says the hash of a split",
         (
             (
@@ -71,6 +82,20 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (IN_TAMPERING + "an_audit_tells_no_hash_of_a_split_that_was_changed",),
+    ),
+    Fault(
+        "the error on a split of other rows says their checksum",
+        (
+            (
+                "privssl/data/split_manifest.py",
+                "{dataset.name} here has {other}.",
+                "{dataset.name} here has {other} ({checksum[:12]}).",
+            ),
+        ),
+        (
+            "tests/data/test_split_manifest.py::test_the_error_on_a_split_of_other_data_says_no_"
+            "checksum_by_which_rows_could_be_tried",
+        ),
     ),
     Fault(
         "absent checkpoints are no doubt",

@@ -70,6 +70,20 @@ FAULTS: tuple[Fault, ...] = (
         (IN_KINDS + "a_private_run_refuses_vectors_that_were_scaled_by_their_own_statistics",),
     ),
     Fault(
+        "an agent of a run may scale private vectors by its own rows",
+        (
+            (
+                "privssl/data/__init__.py",
+                "rest = dataclasses.replace(rest, standardised=True)",
+                "pass",
+            ),
+        ),
+        (
+            "tests/api/test_dataset.py::test_an_agent_that_scales_private_vectors_by_its_own_rows_"
+            "is_refused",
+        ),
+    ),
+    Fault(
         "a site may scale private vectors by its own rows",
         (
             (

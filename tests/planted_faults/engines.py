@@ -25,6 +25,34 @@ IN_PROTOCOL = "tests/remote/test_protocol.py::test_"
 IN_SITE = "tests/site/test_site.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "agents are stacked although a stack rounds their rows by other rows",
+        (
+            (
+                "privssl/privacy/batched_dp_sgd.py",
+                "if not _keeps_bits(first, parameters, fields):",
+                "if False:",
+            ),
+        ),
+        (
+            "tests/privacy/test_stacked_rounding.py::test_agents_whose_rows_a_stack_would_round_by_"
+            "other_rows_are_computed_alone[by_place]",
+        ),
+    ),
+    Fault(
+        "the rows of other agents are not looked at when a stack is tried",
+        (
+            (
+                "privssl/privacy/row_bits.py",
+                "if not (alike and _equal(after, before, others, others)):",
+                "if not alike:",
+            ),
+        ),
+        (
+            "tests/privacy/test_stacked_rounding.py::test_agents_whose_rows_a_stack_would_round_by_"
+            "other_rows_are_computed_alone[by_the_rows_of_another_agent]",
+        ),
+    ),
     # The mean ------------------------------------------------------------------------------------
     Fault(
         "every reply weighs as much as all before it",

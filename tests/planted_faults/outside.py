@@ -333,6 +333,11 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "over sites nobody says that the rows behind initial weights were not looked at",
+        ((WARM, "if not split.agents:  # they are sites", "if False:"),),
+        (IN_WARM + "over_sites_whose_rows_are_elsewhere_it_is_said_that_nobody_looked[without]",),
+    ),
+    Fault(
         "nobody says that the epsilons of two runs on the same rows add up",
         ((WARM, "if both or (paid and not counted):", "if both := 0:"),),
         (IN_WARM + "a_private_run_says_that_epsilons_add_up_with_those_of_the_run_of_its_weights",),

@@ -22,6 +22,9 @@ def row(
     lasting: bool = False, **more: Any,
 ) -> Row:  # fmt: skip
     """Evaluated after each round, with the split of all, unless told otherwise."""
-    usual: dict[str, Any] = {"differs": (), "evaluate_every": (1,) * len(runs), "other_code": ()}
+    usual: dict[str, Any] = {
+        "differs": (), "evaluate_every": (1,) * len(runs), "other_code": (),
+        "splits": ("a split",) * len(runs), "bare": True,
+    }  # fmt: skip
     epsilon = epsilon_of(runs, delta, lasting=lasting)
     return Row(config, tuple(runs), epsilon, **{**usual, **more})

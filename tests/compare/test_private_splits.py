@@ -1,0 +1,86 @@
+"""What a comparison says of private runs on several splits: a record that one of them protects may
+have no noise in another."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privssl.compare import __main__ as compare
+from privssl.compare import table as compare_table
+from privssl.data.split_manifest import read_manifest
+from tests.compare.test_compare import guaranteed, nominal
+from tests.support import comparison_row
+from tests.support.comparison_row import results
+
+PRIVATE = (
+    "data: {name: toy, labelled: 40, unlabelled: 80}\n"
+    "agents: {support: 2, query: 2}\n"
+    "model: {name: small_cnn, width: 4}\n"
+    "privacy: {epsilon: 8.0, delta: 1.0e-3, sample_rate: 1.0, steps: 1}\n"
+)
+FEDSSL = PRIVATE + "algorithm: {name: fedssl, rounds: 1, local_steps: 1, generator_width: 4}\n"
+FEDAVG = PRIVATE + "algorithm: {name: fedavg, rounds: 1}\n"
+
+
+def told(*rows: compare_table.Row) -> list[str]:
+    return [note for note in compare_table.notes(rows) if "nor by their sum" in note]
+
+
+def row(name: str, *splits: str, **more: Any) -> compare_table.Row:
+    runs = [guaranteed(4.0) | {"seed": seed} for seed in range(len(splits))]
+    return comparison_row.row(name, runs, 1e-5, splits=splits, **more)
+
+
+def test_private_runs_on_several_splits_are_said_to_have_no_bound_together() -> None:
+    (note,) = told(row("ours", "one", "two"))
+    assert note.startswith("ours: private runs on several splits")
+    # Also where each config has one split: a row of the first may be unlabelled in the second.
+    (note,) = told(row("ours", "one"), row("theirs", "two", bare=False))
+    assert note.startswith("ours: ")
+
+
+def test_private_runs_on_one_split_pay_the_sum_of_their_epsilons() -> None:
+    """The controls: one split, no rows without noise, other data, and no claim at all."""
+    assert not told(row("ours", "one", "one"), row("theirs", "one", "one"))
+    assert not told(row("ours", "one", "two", bare=False))
+    elsewhere = comparison_row.row(
+        "theirs", [guaranteed(4.0) | {"dataset": "another"}], 1e-5, splits=("two",)
+    )
+    assert not told(row("ours", "one"), elsewhere)
+    bound = comparison_row.row("bound", [results(), results(seed=1)], splits=("one", "two"))
+    assert not told(bound)
+
+
+def test_nominal_numbers_are_not_said_to_add_up_to_a_bound() -> None:
+    published = comparison_row.row("published", [nominal(3.0), nominal(3.0)], 1e-5)
+    assert not any("up to their sum" in note for note in compare_table.notes([published]))
+    # The control: guarantees are.
+    assert any("up to their sum" in note for note in compare_table.notes([row("ours", "one")]))
+
+
+@pytest.mark.parametrize(("config", "bare"), [(FEDSSL, True), (FEDAVG, False)])
+def test_the_command_says_so_where_seeds_draw_splits_of_their_own(
+    tmp_path: Path, config: str, bare: bool
+) -> None:
+    file, output = tmp_path / "ours.yaml", tmp_path / "out"
+    file.write_text(config)
+
+    def notes(*arguments: str) -> list[str]:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            assert compare.main([str(file), "--json", "--quiet", *arguments]) == 0
+        found = json.loads(out.getvalue())["notes"]
+        return [note for note in found if "nor by their sum" in note]
+
+    assert bool(notes("--seeds", "2", "--output", str(output))) == bare
+    one, two = (read_manifest(output / f"ours-{seed}" / "split.json") for seed in (0, 1))
+    labelled = {row for held in one.agents.values() for row in held.labelled}
+    without = {row for held in two.agents.values() for row in held.unlabelled}
+    assert labelled & without  # it is not said for nothing
+    # The control: one split for all seeds.
+    split = f"data.split={output / 'ours-0' / 'split.json'}"
+    assert not notes("--seeds", "2", "--output", str(tmp_path / "again"), split)
