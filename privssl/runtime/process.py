@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -187,15 +186,6 @@ def defer_interrupts() -> Iterator[None]:
         if _state.deferred and not _state.depth:
             _state.deferred = False
             raise KeyboardInterrupt
-
-
-def end_group(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """End a process and its group: SIGTERM, and SIGKILL for what is left after ``seconds``."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=seconds)
 
 
 @contextmanager

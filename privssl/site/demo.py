@@ -25,8 +25,8 @@ from rich.table import Table
 from privssl.errors import RunFolderError, UserError
 from privssl.runtime.command import run_command
 from privssl.runtime.plugins import imports_allowed
-from privssl.runtime.process import end_group
 from privssl.site import keys
+from privssl.site.supernode import end_group
 
 CONFIG = "configs/fedssl_dp.yaml"
 #: Five sites and few rounds, so that the demonstration takes minutes.

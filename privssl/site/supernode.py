@@ -14,16 +14,17 @@ Flower alone would retry for ever and not log the reason.
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from privssl.errors import ConfigError
 from privssl.remote import tls
 from privssl.remote.flower_transport import environment, free_port, program
-from privssl.runtime.process import end_group
 from privssl.settings.schema import LOOPBACK, host_of
 from privssl.site import sandbox
 
@@ -158,6 +159,15 @@ class SuperNode:
     def _end(self) -> None:
         if self._process is not None:
             end_group(self._process, seconds=5)
+
+
+def end_group(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """End a process and its group: SIGTERM, and SIGKILL for what is left after ``seconds``."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=seconds)
 
 
 def check_files(certificate: str, key: str) -> None:
