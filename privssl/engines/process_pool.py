@@ -15,9 +15,10 @@ pseudo-labels come with the reply and are reported to the meter here, in the ord
 A worker is killed when the engine closes or a delivery breaks off, so that no late reply can be
 taken for one of the next delivery. It ends by itself when this process ends.
 
-Workers need Linux and no visible accelerator: beside one, autograd refuses to work in a fork of a
-process that has trained. A replacement may be forked beside threads (of trackers), which is safe:
-workers take none of their locks, and Python, libc and OpenBLAS reset theirs after a fork.
+Workers need Linux, no visible accelerator and no torch.compile before the first backward pass: else
+autograd has threads, and refuses to work in a fork. A replacement may be forked beside threads of
+trackers, which is safe: workers take none of their locks, and Python, libc and OpenBLAS reset
+theirs after a fork.
 """
 
 import json
@@ -26,9 +27,11 @@ import os
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -79,7 +82,22 @@ def unsupported_reason(device: torch.device) -> str | None:
             "torch sees a GPU, and beside one it cannot train in worker processes (hide it: "
             "CUDA_VISIBLE_DEVICES= before the command)"
         )
+    if _has_autograd_threads():
+        return (
+            "autograd has threads in this process, so it cannot train in worker processes (they "
+            "begin with torch.compile or torch.export: train before, or in another process)"
+        )
     return None
+
+
+def _has_autograd_threads() -> bool:
+    """Whether autograd has threads here, so that torch refuses a backward pass in a fork."""
+    torch.zeros((), requires_grad=True).backward()  # begins them, or decides that there are none
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            if (thread / "comm").read_text().startswith("pt_autograd"):
+                return True
+    return False
 
 
 def resolve_worker_count(

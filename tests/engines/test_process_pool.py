@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import weakref
@@ -829,6 +830,20 @@ def test_a_number_of_workers_is_refused_where_there_can_be_none(
         prepared(allowed)
     monkeypatch.setattr(sys, "platform", "darwin")
     assert unsupported_reason(CPU) == "worker processes need Linux, and this is darwin"
+
+
+AFTER_COMPILE = """
+import torch
+from privssl.engines.process_pool import unsupported_reason
+torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2)).sum().backward()
+print(unsupported_reason(torch.device("cpu")))
+"""
+
+
+def test_after_torch_compile_autograd_cannot_work_in_a_fork_and_one_process_does_all() -> None:
+    assert unsupported_reason(CPU) is None  # the control: here it had begun without threads
+    done = subprocess.run([sys.executable, "-c", AFTER_COMPILE], capture_output=True, text=True)
+    assert done.stdout.startswith("autograd has threads in this process"), done.stderr
 
 
 @pytest.mark.parametrize(

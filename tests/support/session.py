@@ -25,6 +25,9 @@ torch.set_num_threads(1)
 # An operation that cannot promise the same bits twice raises instead of passing by luck.
 # (Said this way torch does not load its compiler, which takes each worker seconds.)
 torch.set_deterministic_debug_mode("error")
+# Autograd begins without threads. After the first torch.export it would begin with some, and no
+# later test could train in a worker process.
+torch.zeros((), requires_grad=True).backward()
 # Every run reads a few configs, several times, and nobody changes what was parsed.
 patch.object(yaml_reader, "_root", functools.cache(yaml_reader._root)).start()
 
