@@ -92,7 +92,7 @@ def unsupported_reason(device: torch.device) -> str | None:
 
 def _has_autograd_threads() -> bool:
     """Whether autograd has threads here, so that torch refuses a backward pass in a fork."""
-    torch.zeros((), requires_grad=True).backward()  # begins them, or decides that there are none
+    torch.autograd.backward(torch.zeros((), requires_grad=True))  # begins them, or never will
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
             if (thread / "comm").read_text().startswith("pt_autograd"):

@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 torch.set_deterministic_debug_mode("error")
 # Autograd begins without threads. After the first torch.export it would begin with some, and no
 # later test could train in a worker process.
-torch.zeros((), requires_grad=True).backward()
+torch.autograd.backward(torch.zeros((), requires_grad=True))
 # Every run reads a few configs, several times, and nobody changes what was parsed.
 patch.object(yaml_reader, "_root", functools.cache(yaml_reader._root)).start()
 
