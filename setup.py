@@ -5,9 +5,11 @@ does not compile, for want of a compiler or on a processor of another kind, is l
 kernels then do the work.
 """
 
+import copy
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 #: As privssl/ops/dispatch.py knows them.
 INSTRUCTION_SETS = {
@@ -25,7 +27,19 @@ KERNELS = {
     "noise": ["-ffp-contract=fast", "-fno-trapping-math"],
 }
 
+
+class BuildKernels(build_ext):
+    """Kernels compile side by side (setup.cfg), two of them from each source."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile one, in a folder of its own: objects are named by their source."""
+        alone = copy.copy(self)
+        alone.build_temp = str(Path(self.build_temp, ext.name))
+        super(BuildKernels, alone).build_extension(ext)
+
+
 setup(
+    cmdclass={"build_ext": BuildKernels},
     ext_modules=[
         Extension(
             f"privssl.ops._{kernel}_{name}",
@@ -37,5 +51,5 @@ setup(
         )
         for kernel, special in KERNELS.items()
         for name, processor in INSTRUCTION_SETS.items()
-    ]
+    ],
 )
