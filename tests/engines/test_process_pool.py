@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -840,8 +841,26 @@ print(unsupported_reason(torch.device("cpu")))
 """
 
 
-def test_after_torch_compile_autograd_cannot_work_in_a_fork_and_one_process_does_all() -> None:
-    assert unsupported_reason(CPU) is None  # the control: here it had begun without threads
+def test_where_autograd_has_threads_one_process_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    named, over = threading.Event(), threading.Event()
+
+    def like_autograds() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
+        named.set()
+        over.wait()
+
+    thread = threading.Thread(target=like_autograds)
+    thread.start()
+    named.wait()
+    assert resolve_worker_count("auto", agents(4), CPU) == 1
+    over.set()
+    thread.join()
+    assert resolve_worker_count("auto", agents(4), CPU) == 4  # the control
+
+
+@pytest.mark.slow
+def test_after_torch_compile_autograd_has_threads() -> None:
     done = subprocess.run([sys.executable, "-c", AFTER_COMPILE], capture_output=True, text=True)
     assert done.stdout.startswith("autograd has threads in this process"), done.stderr
 
