@@ -20,8 +20,7 @@ from privssl.experiment import config as configs
 from privssl.experiment.config import Config
 from privssl.privacy.card_schema import PrivacyCard
 from privssl.runs.accounts import LEDGER_SEQ, SPENT, to_number
-from privssl.runs.resume import read_log
-from privssl.runs.run_dir import CLASSIFIER
+from privssl.runs.run_dir import CLASSIFIER, read_log
 from privssl.storage import tensor_files
 
 _ROUNDING = 1e-6  # relative
@@ -164,10 +163,8 @@ def _metrics_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterato
 
 def _later_rounds(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
     """Whether train.log has a later round than results.json: somebody went back."""
-    last, rounds = (
-        max(map(int, _ROUND.findall(read_log(files.run))), default=0),
-        results.get("rounds"),
-    )
+    last = max(map(int, _ROUND.findall(read_log(files.run))), default=0)
+    rounds = results.get("rounds")
     if isinstance(rounds, int) and last > rounds:
         yield f"train.log tells of round {last}, results.json of {rounds} rounds"
 

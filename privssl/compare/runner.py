@@ -128,13 +128,14 @@ def rows_of(
         rows.append(
             compare_table.Row(
                 name, runs, epsilon, tuple(differs[name]), every, other,
-                splits=tuple(run.split for run in of), bare=_uses_bare_rows(of[0].config),
+                splits=tuple(run.split for run in of),
+                unprotected=_uses_unprotected_rows(of[0].config),
             )
         )  # fmt: skip
     return rows
 
 
-def _uses_bare_rows(config: Config) -> bool:
+def _uses_unprotected_rows(config: Config) -> bool:
     """Whether a private config uses rows without noise: unlabelled, validation or drawn test
     rows."""
     data, agents = config.data, config.agents

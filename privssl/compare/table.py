@@ -107,7 +107,7 @@ class Row:
     evaluate_every: tuple[int, ...]  # rounds, of each run
     other_code: tuple[str, ...]  # sentences on runs of other plug-ins than those here
     splits: tuple[str, ...]  # hash of each run's split; shown nowhere
-    bare: bool  # whether other rows than those with labels are used, without noise
+    unprotected: bool  # whether other rows than those with labels are used, without noise
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -211,11 +211,15 @@ def _unprotected_in_other_splits(rows: Sequence[Row]) -> list[str]:
         for run, split in zip(of.runs, of.splits, strict=True):
             splits.setdefault(run["dataset"], set()).add(split)
     several = {name for name, own in splits.items() if len(own) > 1}
-    bare = [of.config for of in claims if of.bare and several & {r["dataset"] for r in of.runs}]
-    if not bare:
+    names = [
+        of.config
+        for of in claims
+        if of.unprotected and several & {run["dataset"] for run in of.runs}
+    ]
+    if not names:
         return []
     return [
-        f"{', '.join(bare)}: private runs on several splits. A record with its label in one split "
+        f"{', '.join(names)}: private runs on several splits. A record with its label in one split "
         "may be an unlabelled, validation or test row of another, which no noise protects. For all "
         "runs together it is then bounded by no epsilon above, nor by their sum. Give all runs one "
         "split (data.split)."

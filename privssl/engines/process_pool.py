@@ -93,9 +93,9 @@ def unsupported_reason(device: torch.device) -> str | None:
 def _has_autograd_threads() -> bool:
     """Whether autograd has threads here, so that torch refuses a backward pass in a fork."""
     torch.autograd.backward(torch.zeros((), requires_grad=True))  # begins them, or never will
-    for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended
-            if (thread / "comm").read_text().startswith("pt_autograd"):
+    for name in Path("/proc/self/task").glob("*/comm"):  # none where there is no /proc
+        with suppress(OSError):  # the thread has ended
+            if name.read_text().startswith("pt_autograd"):
                 return True
     return False
 

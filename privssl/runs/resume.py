@@ -154,7 +154,7 @@ def other_device(folder: Path, config: Config) -> str:
         return ""
     place, device = "config.yaml", config.run.device
     if device in ("auto", "cpu"):
-        place, found = "train.log", _OTHER_DEVICE.search(read_log(folder))
+        place, found = "train.log", _OTHER_DEVICE.search(run_dir.read_log(folder))
         device = "" if found is None else found[1]
     if not device:
         return ""
@@ -162,14 +162,6 @@ def other_device(folder: Path, config: Config) -> str:
         f"{place} says that private steps took {device}, where rounding may let a row change the "
         "gradients of others, so no guarantee holds (docs/performance.md, A GPU)"
     )
-
-
-def read_log(folder: Path) -> str:
-    """train.log of a run; empty where there is none that can be read."""
-    try:
-        return (folder / "train.log").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def check_spending_shown(folder: Path, prepared: Prepared) -> None:

@@ -183,6 +183,14 @@ def read_card(folder: Path) -> dict[str, Any] | None:
     return _read_json(folder / "privacy.json")
 
 
+def read_log(folder: Path) -> str:
+    """train.log of a run; empty where there is none that can be read."""
+    try:
+        return (folder / "train.log").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())

@@ -39,14 +39,14 @@ def test_private_runs_on_several_splits_are_said_to_have_no_bound_together() -> 
     (note,) = told(row("ours", "one", "two"))
     assert note.startswith("ours: private runs on several splits")
     # Also where each config has one split: a row of the first may be unlabelled in the second.
-    (note,) = told(row("ours", "one"), row("theirs", "two", bare=False))
+    (note,) = told(row("ours", "one"), row("theirs", "two", unprotected=False))
     assert note.startswith("ours: ")
 
 
 def test_private_runs_on_one_split_pay_the_sum_of_their_epsilons() -> None:
     """The controls: one split, no rows without noise, other data, and no claim at all."""
     assert not told(row("ours", "one", "one"), row("theirs", "one", "one"))
-    assert not told(row("ours", "one", "two", bare=False))
+    assert not told(row("ours", "one", "two", unprotected=False))
     elsewhere = comparison_row.row(
         "theirs", [guaranteed(4.0) | {"dataset": "another"}], 1e-5, splits=("two",)
     )
@@ -62,9 +62,9 @@ def test_nominal_numbers_are_not_said_to_add_up_to_a_bound() -> None:
     assert any("up to their sum" in note for note in compare_table.notes([row("ours", "one")]))
 
 
-@pytest.mark.parametrize(("config", "bare"), [(FEDSSL, True), (FEDAVG, False)])
+@pytest.mark.parametrize(("config", "unprotected"), [(FEDSSL, True), (FEDAVG, False)])
 def test_the_command_says_so_where_seeds_draw_splits_of_their_own(
-    tmp_path: Path, config: str, bare: bool
+    tmp_path: Path, config: str, unprotected: bool
 ) -> None:
     file, output = tmp_path / "ours.yaml", tmp_path / "out"
     file.write_text(config)
@@ -76,7 +76,7 @@ def test_the_command_says_so_where_seeds_draw_splits_of_their_own(
         found = json.loads(out.getvalue())["notes"]
         return [note for note in found if "nor by their sum" in note]
 
-    assert bool(notes("--seeds", "2", "--output", str(output))) == bare
+    assert bool(notes("--seeds", "2", "--output", str(output))) == unprotected
     one, two = (read_manifest(output / f"ours-{seed}" / "split.json") for seed in (0, 1))
     labelled = {row for held in one.agents.values() for row in held.labelled}
     without = {row for held in two.agents.values() for row in held.unlabelled}
