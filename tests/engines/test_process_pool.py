@@ -846,9 +846,11 @@ def test_where_autograd_has_threads_one_process_does_all(monkeypatch: pytest.Mon
     named, over = threading.Event(), threading.Event()
 
     def like_autograds() -> None:
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
+        comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+        comm.write_text("pt_autograd_0")
         named.set()
         over.wait()
+        comm.write_text("python")  # after join() the kernel may list the thread for a moment
 
     thread = threading.Thread(target=like_autograds)
     thread.start()
