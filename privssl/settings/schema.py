@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from privssl.settings.addresses import LOOPBACK, host_of
 from privssl.settings.names import (
     PARTITIONS,
     DataSetName,
@@ -33,7 +34,6 @@ DP_SGD_KEYS = (
 )
 MAX_CLIP_NORM, MAX_LEARNING_RATE = 1e6, 1e3
 MAX_NUMBER = 1e6  # of the algorithm section
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -42,12 +42,6 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 def _shown(**limits: float) -> Any:
     """Limits for the JSON schema alone, where ``problems`` refuses with a reason."""
     return Field(json_schema_extra=dict(limits))
-
-
-def host_of(address: str) -> str:
-    """The host of host:port; empty if it is not that, as with https:// before it."""
-    host, _, port = address.rpartition(":")
-    return host if "/" not in host and port.isdecimal() and 0 < int(port) < 2**16 else ""
 
 
 class Problem(NamedTuple):
