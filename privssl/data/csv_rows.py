@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from privssl.data.declared_columns import MISSING, read_columns
 from privssl.data.fields import (
+    ADVICE,
     class_number,
     doubled,
     is_absent,
@@ -30,6 +31,7 @@ from privssl.data.fields import (
     odd_numbers,
     places_of,
     plain,
+    tells_classes,
 )  # fmt: skip
 from privssl.data.npz import NO_LABEL, Arrays, Scale, refuse_unprintable
 from privssl.errors import DataError, first_few
@@ -162,6 +164,12 @@ def table_of(
     """The numbers of two parts; ``names``: of the classes, None: those of training rows. Raises
     DataError."""
     names = names or _class_names(train)
+    for column in scales:
+        if tells_classes(train.columns[column], train.labels):
+            log.warning(
+                "%s: column %s alone tells the class of every row with a label. %s if it was made "
+                "from the label.", train.path, column, ADVICE,
+            )  # fmt: skip
     x_train, x_test = (numbers_of(part, scales) for part in (train, test))
     y_train, y_test = _classes(train, names), _classes(test, names, known=True)
     return Arrays(x_train, y_train, x_test, y_test, names, train.records, scales)

@@ -1,10 +1,14 @@
 """Fields of a table as text: which are absent, numbers or equal, and what is odd about a column."""
 
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 
+BY_CHANCE = 1e-4  # at most, of what a column tells
 ABSENT = {"", "na", "n/a", "nan", "null", "none", "<na>"}  # a missing number, in small letters
 ADVICE = "Leave it out (data.columns; Python: columns=)"
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?(\D.*)?|\d\d?[./]\d\d?[./]\d{4}(\D.*)?")
@@ -85,3 +89,19 @@ def odd_categories(values: Sequence[str]) -> str:
             f"help on other rows. {ADVICE}, or set data.text if it is a text"
         )
     return ""
+
+
+def tells_classes(values: Sequence[str], labels: Sequence[str]) -> bool:
+    """Whether a column alone tells the class of every row with a label, and not by chance: equal
+    values have one class, or numbers in their order change it as rarely as they can."""
+    known = [(value, label) for value, label in zip(values, labels, strict=True) if label]
+    pairs, classes = set(known), Counter(label for _, label in known)
+    if len({value for value, _ in pairs}) < len(pairs) or len(classes) < 2:
+        return False  # a value with two classes, or a single class
+    ways = len(pairs) * math.log(len(classes))  # classes for each value
+    if all(is_number(value) for value, _ in pairs):
+        order = sorted(known, key=lambda pair: float(pair[0]))
+        if len([*groupby(label for _, label in order)]) == len(classes):
+            ways = min(ways, math.lgamma(len(classes) + 1))  # orders of the classes
+    every = math.lgamma(len(known) + 1) - sum(math.lgamma(n + 1) for n in classes.values())
+    return ways - every < math.log(BY_CHANCE)

@@ -12,7 +12,7 @@ import torch
 import privssl
 from privssl import export
 from privssl.data.csv_rows import read_table
-from privssl.data.fields import doubled, odd_categories, odd_numbers, places_of
+from privssl.data.fields import doubled, odd_categories, odd_numbers, places_of, tells_classes
 from tests.api.digits import Frame, arrays
 from tests.rows.test_csv_rows import save
 
@@ -250,6 +250,36 @@ def test_a_column_that_numbers_its_rows_is_warned_of() -> None:
         said = [w for w in found.warnings if "column number has another whole number" in w]
         assert bool(said) == told
     assert not odd_numbers([1.0, 2.5]) and odd_numbers([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (["yes", "no"] * 30, True),
+        (["yes", "no"] * 29 + ["no", "no"], False),  # one row is another's
+        (np.where(np.arange(ROWS) % 2, -1, 1) * np.linspace(1, 9, ROWS), True),  # by a threshold
+        (np.linspace(1, 9, ROWS), False),
+        ([f"row {number}" for number in range(ROWS)], False),  # by chance: each value is its own
+        (["only"] * ROWS, False),
+    ],
+)
+def test_a_column_that_tells_the_classes_is_found(values: Sequence[Any], told: bool) -> None:
+    labels = ["ill", "well"] * 30
+    assert tells_classes([str(value) for value in values], labels) == told
+
+
+def test_a_column_that_was_made_from_the_label_is_warned_of() -> None:
+    """The control: the other columns."""
+    found = privssl.Dataset.from_frame(patients(made=["yes", "no"] * 30), "ill")
+    said = [warning for warning in found.warnings if "alone tells the class" in warning]
+    assert [warning.split()[2] for warning in said] == ["made"]
+
+
+def test_what_chance_can_do_is_not_told() -> None:
+    assert not tells_classes(["yes", "no"] * 5, ["ill", "well"] * 5)  # 1 in 63 of ten rows
+    rare = ["a"] + ["b"] * 99
+    assert not tells_classes(rare, ["ill"] + ["well"] * 99)  # 1 in 25: one row is ill
+    assert not tells_classes(["yes"] * 40, ["ill"] * 20 + [""] * 20)  # one class
 
 
 def test_a_label_of_measured_numbers_is_named_where_no_class_has_a_test_row() -> None:
