@@ -290,9 +290,9 @@ def test_missing_noise_also_shows_as_more_epsilon_than_is_claimed(
 @pytest.mark.parametrize("repeats", [5, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_correct_code_stays_green_over_repeats(repeats: int) -> None:
     # Of 40 p-values (160 of 20 repeats) one is below 1e-4 by chance in 0.4% of all runs of this
-    # test, three in 1e-8 (7e-7): two alarms are allowed. The bound on epsilon exceeds the claim with less: it would have to overstate
-    # the truth by chance, and the attack sees a part of it (0.5 of 2.8 here). Sensitivity is no
-    # chance at all.
+    # test, three in 1e-8 (7e-7): two alarms are allowed. The bound on epsilon exceeds the claim
+    # with less: it would have to overstate the truth by chance, and the attack sees a part of it
+    # (0.5 of 2.8 here). Sensitivity is no chance at all.
     alarms: list[str] = []
     for repeat in range(repeats):
         found, problems = on_mechanism(THREE_NETWORKS if repeat % 5 == 0 else PLAN)
