@@ -9,6 +9,7 @@ import hashlib
 import multiprocessing
 import os
 import stat
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -287,8 +288,10 @@ def winners(folder: Path, holdings: Mapping[str, list[bytes]]) -> list[str]:
         context.Process(target=compete, args=(folder, agent, rows, start, won))
         for agent, rows in holdings.items()
     ]
-    for child in children:
-        child.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        for child in children:
+            child.start()
     results = [won.get(timeout=300) for _ in children]
     for child in children:
         child.join(300)

@@ -100,6 +100,23 @@ def test_a_supernode_that_ends_is_followed_by_another(
         there.stop()
 
 
+def test_a_supernode_that_starts_while_its_site_is_stopped_is_ended(
+    flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
+    start = subprocess.Popen
+
+    def stopped_before(*command: Any, **how: Any) -> Any:
+        there.stop()  # there is no process yet that it could end
+        return start(*command, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", stopped_before)
+    there.start()
+    there._thread.join(60)
+    assert not there._thread.is_alive()
+    assert there._process is not None and there._process.poll() is not None
+
+
 @pytest.mark.parametrize("blocked", ["supernode.log", "own"])
 def test_a_supernode_whose_files_cannot_be_written_is_started_when_they_can(
     flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
