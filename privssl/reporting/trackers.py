@@ -29,6 +29,7 @@ from privssl.storage import atomic_files
 log = logging.getLogger("privssl")
 
 Image = NDArray[np.uint8]  # (H, W) or (H, W, 3)
+EVENTS = "events.out.tfevents.*"  # TensorBoard's files
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,11 @@ class TensorBoardTracker(Tracker):
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
         without_tensorflow()
-        # Imported here: it takes a second, and a run without TensorBoard should not wait.
-        from torch.utils.tensorboard import SummaryWriter
-
         self._folder = folder
         purge = None if resume_after is None else resume_after + 1
         with defer_interrupts(), atomic_files.writing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            writer: Any = SummaryWriter(str(folder), purge_step=purge)
-            self._writer = writer
+            self._writer = _event_writer(folder, purge)
 
     def round(self, record: RoundRecord) -> None:
         with defer_interrupts(), atomic_files.writing(self._folder):
@@ -94,6 +91,26 @@ class TensorBoardTracker(Tracker):
     def close(self) -> None:
         with defer_interrupts(), atomic_files.writing(self._folder):
             self._writer.close()
+
+
+def _event_writer(folder: Path, purge: int | None) -> Any:
+    """A writer whose file is read last. Files are read in the order of their names, which begin
+    with the second; in one second the tenth writer of a process would come before its ninth."""
+    # Imported here: it takes a second, and a run without TensorBoard should not wait.
+    from torch.utils.tensorboard import SummaryWriter
+
+    before = set(folder.glob(EVENTS))
+    end = time.monotonic() + 2
+    while True:
+        writer: Any = SummaryWriter(str(folder), purge_step=purge)
+        now = set(folder.glob(EVENTS))
+        # After the end: the clock was put back since, and no name would do.
+        if max(now) not in before or time.monotonic() > end:
+            return writer
+        writer.close()
+        for path in now - before:
+            path.unlink()
+        time.sleep(0.1)
 
 
 class CsvTracker(Tracker):

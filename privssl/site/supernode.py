@@ -148,6 +148,8 @@ class SuperNode:
                 [*self._command, *port], env=own, stdout=out, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
+        if self._stopped.is_set():  # maybe since before there was a process to end
+            self._end()
         status = self._process.wait()
         with self._log.open("rb") as log_:
             log_.seek(max(begins, log_.seek(0, os.SEEK_END) - _TAIL))

@@ -9,6 +9,7 @@ import hashlib
 import multiprocessing
 import os
 import stat
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -287,11 +288,13 @@ def winners(folder: Path, holdings: Mapping[str, list[bytes]]) -> list[str]:
         context.Process(target=compete, args=(folder, agent, rows, start, won))
         for agent, rows in holdings.items()
     ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        for child in children:
+            child.start()
+    results = [won.get(timeout=300) for _ in children]
     for child in children:
-        child.start()
-    results = [won.get(timeout=30) for _ in children]
-    for child in children:
-        child.join(30)
+        child.join(300)
     return sorted(agent for agent, success in results if success)
 
 
@@ -315,7 +318,7 @@ def test_without_the_lock_the_race_is_lost(tmp_path: Path, monkeypatch: pytest.M
 
     def and_wait(*given: Any) -> None:
         refuse(*given)
-        meeting.wait(30)
+        meeting.wait(300)
 
     (tmp_path / "registry").mkdir()
     (tmp_path / "registry" / "key").write_bytes(bytes(32))

@@ -58,6 +58,13 @@ STEPS = PLAN.visits * PLAN.steps
 pytestmark = pytest.mark.usefixtures("small_attacks")
 
 
+@pytest.fixture
+def alarms_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an attack's eight p-values one is below the level of users by chance once in 1,200
+    attacks: too often for a test that allows none. Planted bugs are held against the users'."""
+    monkeypatch.setattr(canary_attack, "ALARM", 1e-9)
+
+
 def on_mechanism(plan: PrivatePlan = PLAN) -> tuple[MechanismAttack, list[str]]:
     """What the attack on the steps of a plan measured, and what the audit makes of it."""
     claimed = epsilon([plan.event] * plan.visits, DELTA)
@@ -264,6 +271,7 @@ def test_a_planted_bug_is_caught_and_named(bug: str, monkeypatch: pytest.MonkeyP
     assert any(named in problem for problem in problems), problems
 
 
+@pytest.mark.usefixtures("alarms_are_rare")
 def test_missing_noise_also_shows_as_more_epsilon_than_is_claimed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -281,17 +289,17 @@ def test_missing_noise_also_shows_as_more_epsilon_than_is_claimed(
 
 @pytest.mark.parametrize("repeats", [5, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_correct_code_stays_green_over_repeats(repeats: int) -> None:
-    # Of 80 p-values one is below 1e-4 by chance in 0.8% of all runs of this test, two in 3e-5: one
-    # alarm is allowed. The bound on epsilon exceeds the claim with less: it would have to overstate
-    # the truth by chance, and the attack sees a part of it (0.5 of 2.8 here). Sensitivity is no
-    # chance at all.
+    # Of 40 p-values (160 of 20 repeats) one is below 1e-4 by chance in 0.4% of all runs of this
+    # test, three in 1e-8 (7e-7): two alarms are allowed. The bound on epsilon exceeds the claim
+    # with less: it would have to overstate the truth by chance, and the attack sees a part of it
+    # (0.5 of 2.8 here). Sensitivity is no chance at all.
     alarms: list[str] = []
     for repeat in range(repeats):
         found, problems = on_mechanism(THREE_NETWORKS if repeat % 5 == 0 else PLAN)
         alarms += problems
         assert found.sensitivity == pytest.approx(1.0, abs=1e-5)
         assert found.lower_bound < found.ceiling
-    assert len(alarms) <= 1, alarms
+    assert len(alarms) <= 2, alarms
 
 
 def test_the_ceiling_of_the_mechanism_attack_is_that_of_its_trials() -> None:
@@ -426,6 +434,7 @@ def finished(folder: Path, *overrides: str) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("alarms_are_rare")
 def test_an_honest_run_is_consistent_and_the_ceilings_are_printed(
     sound: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -441,7 +450,7 @@ def test_an_honest_run_is_consistent_and_the_ceilings_are_printed(
         assert words in shown
 
 
-@pytest.mark.usefixtures("no_second_library")
+@pytest.mark.usefixtures("no_second_library", "alarms_are_rare")
 def test_the_json_report_carries_the_attack(
     sound: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

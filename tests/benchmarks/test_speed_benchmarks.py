@@ -212,15 +212,15 @@ def test_other_work_keeps_cores_busy_until_its_benchmark_ends_or_is_killed() -> 
         assert len({os.getsid(0), *map(os.getsid, beside)}) == 3
     assert not any(running(one) for one in beside)
     with processes.other_work(0):
-        assert children(os.getpid()) == before
+        assert children(os.getpid()) <= before
     killed = "import time; from benchmarks.processes import other_work as w\n"
-    killed += "with w(1): print('begun', flush=True); time.sleep(60)"
+    killed += "with w(1): print('begun', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", killed], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"begun\n"
         (beside_it,) = children(parent.pid)
         parent.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while running(beside_it):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -235,7 +235,7 @@ def running(process: int) -> bool:
     """Whether it is there, and no zombie that nobody has waited for."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # it ended before its file was opened, or read
         return False
 
 
@@ -442,15 +442,15 @@ def test_step_times_are_told_for_each_network_and_precision(
 
 # Other programs ------------------------------------------------------------------------------
 
-#: Takes 50 MB, tells one line, and leaves a process behind that has left its group and lost its
-#: parent.
+#: Takes 50 MB for so many seconds, tells one line, and leaves a process behind that has left its
+#: group and lost its parent.
 LEAVES_ONE = """
-import subprocess, time
+import subprocess, sys, time
 from benchmarks.processes import tell
 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-child = subprocess.Popen(["sleep", "60"], start_new_session=True, **quiet)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True, **quiet)
 taken = b"x" * 50_000_000
-time.sleep(1)
+time.sleep(float(sys.argv[1]))
 tell(child=child.pid)
 """
 
@@ -460,12 +460,12 @@ def test_nothing_that_a_program_started_outlives_its_measurement(
 ) -> None:
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", LEAVES_ONE]
-    told = carry_out([command], [environment], limit=60)
+    told = carry_out([[*command, "2"]], [environment], limit=300)
     assert told.status == 0 and 50 < told.peak_pss < 200
     assert not _alive(told.lines[0]["child"])
     # the control
     monkeypatch.setattr(processes, "end_all", lambda word: None)
-    left = carry_out([command], [environment], limit=60).lines[0]["child"]
+    left = carry_out([[*command, "0"]], [environment], limit=300).lines[0]["child"]
     assert _alive(left)
     os.kill(left, signal.SIGKILL)
 
@@ -475,7 +475,7 @@ def test_commands_side_by_side_share_a_session_and_so_one_share_of_the_cores(
 ) -> None:
     files = [tmp_path / "one", tmp_path / "other"]
     note = "import os, sys; open(sys.argv[1], 'w').write(str(os.getsid(0)))"
-    told = carry_out([[sys.executable, "-c", note, str(f)] for f in files], [{}, {}], limit=60)
+    told = carry_out([[sys.executable, "-c", note, str(f)] for f in files], [{}, {}], limit=300)
     assert told.status == 0
     assert [int(file.read_text()) for file in files] == [os.getsid(0)] * 2
 

@@ -262,5 +262,6 @@ def test_no_gradient_is_recorded_through_a_step() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have rules of their own")
 def test_freed_memory_stays_with_the_process_for_the_next_tensor() -> None:
     held, given_back = map(int, told()["held"])
-    assert held > 2**26 - 2**20
-    assert given_back < 2**22  # the negative control: as the C library has it
+    # Linux counts pages by core, and tells the sum to within some of them.
+    assert held > 2**26 - 2**23
+    assert given_back < 2**23  # the negative control: as the C library has it

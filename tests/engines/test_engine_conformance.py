@@ -24,6 +24,7 @@ from privssl.core.engine import Call
 from privssl.core.messages import Declined, Message, MessageError, Reply
 from privssl.engines.local import LocalEngine
 from privssl.engines.process_pool import unsupported_reason
+from tests.support import posts
 from tests.support.algorithm_contract import CASES, algorithm, rows_of
 from tests.support.engine_conformance import (
     CPU,
@@ -352,11 +353,11 @@ def test_a_step_that_remembers_nothing_new_leaves_what_was_remembered(name: str)
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of open files")
 @every_engine
 def test_an_engine_can_be_closed_twice_and_leaves_no_file_open(name: str) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = posts.open_files()
     with made(name) as there:
         ask(there, STEPS.draw)
         there.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert posts.open_files() == before
 
 
 @every_engine

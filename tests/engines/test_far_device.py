@@ -25,7 +25,7 @@ def seen(request: pytest.FixtureRequest) -> Any:
     """What ``on_far_device.py`` saw: of some algorithms and runs, or of all."""
     program = Path(__file__).parents[1] / "support" / "on_far_device.py"
     done = subprocess.run(
-        [sys.executable, str(program), request.param], capture_output=True, text=True, timeout=450,
+        [sys.executable, str(program), request.param], capture_output=True, text=True, timeout=1800,
         env=os.environ | {
             "PYTHONPATH": os.pathsep.join([str(program.parents[2]), *sys.path]),
             "PRIVSSL_KERNELS": "torch",  # ours are for the CPU alone, and round differently

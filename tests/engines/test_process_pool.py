@@ -44,6 +44,7 @@ from privssl.runs import engine_factory
 from privssl.storage.tensor_files import PackedTensors
 from tests.support.command_line import assert_refused
 from tests.support.forked_command import ForkedCommand, wait_for
+from tests.support.posts import fork, open_files
 from tests.support.resume import PRIVATE, Place, command, place, same
 
 CPU = torch.device("cpu")
@@ -120,7 +121,7 @@ class Steps:
         with turns.open("a") as file:
             file.write(agent.id + "\n")
         while agent.id == "q0" and len(turns.read_text().split()) < 4:
-            assert time.monotonic() - waited < 60, "nobody else has a turn"
+            assert time.monotonic() - waited < 300, "nobody else has a turn"
             time.sleep(0.01)
         return Told(text=agent.id)
 
@@ -163,8 +164,15 @@ class Steps:
 
     def sleep(self, agent: Agent, message: Told, ctx: Any) -> Told:
         Path(message.text, f"{agent.id}-{os.getpid()}").touch()
-        time.sleep(60)
+        time.sleep(600)
         return Told()
+
+    def fail_or_stay(self, agent: Agent, message: Told, ctx: Any) -> Told:
+        """q1 fails; q0 is at it for as long as anybody looks."""
+        if agent.id == "q1":
+            raise KeyError("of q1")
+        time.sleep(30)
+        return Told(text="late")
 
 
 STEPS: Any = Steps()
@@ -228,7 +236,7 @@ def gone(process: int) -> bool:
         return True
 
 
-def soon(true: Callable[[], bool], seconds: float = 20.0) -> bool:
+def soon(true: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Whether something becomes true."""
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
@@ -419,28 +427,34 @@ def test_an_error_that_cannot_be_made_again_keeps_its_name_and_text(step: Any, t
     assert str(error.value) == text
 
 
-def test_no_late_reply_is_taken_for_one_of_the_next_delivery(tmp_path: Path) -> None:
+def test_no_late_reply_is_taken_for_one_of_the_next_delivery() -> None:
     with engine(agents(2)) as there:
         before = processes_of(there)
         with pytest.raises(KeyError):  # q0 is still at it
-            ask(there, STEPS.fail, whom="q1 q0")
+            ask(there, STEPS.fail_or_stay, whom="q1 q0")
         replies = ask(there, STEPS.where)
         assert [reply.payload.text for reply in replies] == ["q0", "q1"]
         assert len(set(before) & set(processes_of(there))) == 1  # the other one was replaced
 
 
 def test_ctrl_c_in_a_delivery_ends_what_is_under_way_and_the_next_is_whole(tmp_path: Path) -> None:
+    def press_when_both_are_at_it(*_: object) -> None:
+        if len(list(tmp_path.iterdir())) == 2:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.raise_signal(signal.SIGINT)
+
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with engine(agents(2)) as there:
             before = processes_of(there)
-            signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            signal.signal(signal.SIGALRM, press_when_both_are_at_it)
             with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
                 ask(there, STEPS.sleep, Told(text=str(tmp_path)))
             assert all(map(gone, before))
             assert [reply.payload.text for reply in ask(there, STEPS.where)] == ["q0", "q1"]
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, former)
 
@@ -554,28 +568,28 @@ def test_a_system_that_starts_no_process_is_told_of_and_leaves_nothing_open(
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", no_fork)
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     said = r"no worker process: Resource temp.*run\.workers=1"
     with pytest.raises(WorkerError, match=said), engine():
         pass
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 # Nothing is left behind ---------------------------------------------------------------------
 
 
 def test_a_closed_engine_leaves_no_process_and_no_file() -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     with engine() as there:
         ask(there, STEPS.count)
         workers = processes_of(there)
         assert not any(map(gone, workers))
-        assert set(os.listdir("/proc/self/fd")) != before
+        assert open_files() != before
         there.close()
         for worker in workers:
             with pytest.raises(ProcessLookupError):  # not even a zombie
                 os.kill(worker, 0)
-    assert set(os.listdir("/proc/self/fd")) == before  # and a second close harms nothing
+    assert open_files() == before  # and a second close harms nothing
 
 
 def test_a_worker_holds_no_file_of_this_process_so_no_lock_outlives_it(tmp_path: Path) -> None:
@@ -604,7 +618,7 @@ def open_now() -> list[str]:
 
 
 def test_workers_in_the_middle_of_a_visit_end_when_their_process_is_killed(tmp_path: Path) -> None:
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             with engine(agents(2)) as there:
@@ -613,7 +627,7 @@ def test_workers_in_the_middle_of_a_visit_end_when_their_process_is_killed(tmp_p
             os._exit(1)
     assert soon(lambda: len(list(tmp_path.iterdir())) == 2)
     workers = [int(path.name.partition("-")[2]) for path in tmp_path.iterdir()]
-    assert not any(map(gone, workers))  # each would sleep for a minute
+    assert not any(map(gone, workers))  # each would sleep for ten minutes
 
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -741,7 +755,7 @@ def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all(
         rest = {str(len(other)): other for other in others}
         forms = [small, PackedTensors(rest).form()]
         pipe = os.pipe()
-        child = os.fork()
+        child = fork()
         if child == 0:
             try:
                 os.close(pipe[1])
@@ -761,12 +775,12 @@ def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all(
 
 
 def test_a_sheet_opens_one_file_and_closes_it() -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     sheet = SharedBuffer()
     sheet.write({"x": torch.zeros(100_000)})
-    assert len(set(os.listdir("/proc/self/fd")) - before) == 1
+    assert len(open_files() - before) == 1
     sheet.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 # How many -----------------------------------------------------------------------------------
@@ -991,11 +1005,20 @@ def test_ctrl_c_in_a_terminal_ends_every_process_and_leaves_a_run_that_can_go_on
 ) -> None:
     arguments = [str(here.config), here.output, "run.checkpoint_every=100", "run.workers=2"]
     arguments.append("--quiet")
-    process = ForkedCommand(train.main, arguments, here.config.parent, own_session=True)
-    wait_for(here.run / "metrics.csv", process)
+    began = here.run.parent / "began"
+
+    def stay(step: Any, agent: Any, message: Any, ctx: Any) -> Any:
+        if ctx.round == 3:
+            began.touch()
+            time.sleep(600)
+        return step(agent, message, ctx)
+
+    with instead("query_pass", stay):
+        process = ForkedCommand(train.main, arguments, here.config.parent, own_session=True)
+    wait_for(began, process)
     group = members(process.pid)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
 
     assert len(group) == 3, "the control: there were two workers"
     assert process.returncode == 130, err

@@ -18,10 +18,11 @@ from privssl.core.agents import Agent, AgentRef
 from privssl.core.engine import Call
 from privssl.core.federation import Federation, Round
 from privssl.core.messages import Ack, NoReply, serialize
+from privssl.engines import remote
 from privssl.engines.local import LocalEngine
 from privssl.engines.remote import SitesEngine
 from privssl.errors import RunFolderError
-from privssl.remote import protocol
+from privssl.remote import discovery, protocol
 from privssl.remote.discovery import SiteError
 from privssl.remote.protocol import IdentifyRequest, StepRequest, StepResponse
 from tests.support import posts
@@ -30,7 +31,31 @@ from tests.support.posts import AGREED, CPU, SOON, Doors
 from tests.support.sites_engine import says
 from tests.support.toy_worlds import at_server, make
 
-SKIP = dataclasses.replace(SOON, absent="skip", quorum=0.5, visit_seconds=0.3)
+SKIP = dataclasses.replace(SOON, absent="skip", quorum=0.5)
+
+
+class Clock:
+    """Stands for the module time: time passes where somebody sleeps, however slow the machine."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return time.time() + 3600  # no deadline has passed where a site looks at its own clock
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the engine and its directory of sites look at."""
+    clock = Clock()
+    for module in (remote, discovery):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -147,11 +172,9 @@ def test_a_site_of_other_code_of_the_same_version_takes_part_and_is_warned_of(
     assert said[0].endswith("Install the same checkout on both sides")
 
 
-def test_a_site_that_comes_late_is_waited_for() -> None:
-    begun = time.monotonic()
-
+def test_a_site_that_comes_late_is_waited_for(clock: Clock) -> None:
     def late(letter: bytes) -> bytes:
-        ready = time.monotonic() - begun > 0.1
+        ready = clock.now > 0.1
         return says("q0")(letter) if ready else protocol.to_bytes(StepResponse("", error="data"))
 
     assert meet({"x": late}, "q0")._sites.address == {"q0": "x"}
@@ -168,7 +191,7 @@ class Waits(Doors):
 
 
 def test_one_that_is_there_and_says_nothing_costs_no_other_its_visit(here: Path) -> None:
-    terms = dataclasses.replace(SOON, visit_seconds=2.0, hello_seconds=0.1)
+    terms = dataclasses.replace(SOON, hello_seconds=0.1)
     with closing(engine(here, terms, post=Waits)) as there:
         post = doors(there)
         post.handlers["mute"] = lambda letter: None
@@ -177,7 +200,7 @@ def test_one_that_is_there_and_says_nothing_costs_no_other_its_visit(here: Path)
 
 
 def test_a_dead_address_that_is_still_listed_is_no_second_site_of_its_name(here: Path) -> None:
-    terms = dataclasses.replace(SOON, visit_seconds=5.0, hello_seconds=0.1)
+    terms = dataclasses.replace(SOON, hello_seconds=0.1)
     with closing(engine(here, terms, post=Waits)) as there:
         post = doors(there)
         post.handlers["elsewhere"] = post.handlers["at q0"]  # its SuperNode was started again
@@ -329,12 +352,12 @@ def test_a_step_that_stands_on_everyone_stops_a_run_whatever_its_config_says(her
         ask(there, STEPS.look)
 
 
-def test_a_site_that_never_answers_is_gone_at_the_deadline(here: Path) -> None:
+def test_a_site_that_never_answers_is_gone_at_the_deadline(here: Path, clock: Clock) -> None:
     there = engine(here, SKIP)
     bend(there, "q2", nothing)
-    begun = time.monotonic()
+    begun = clock.now
     assert words(ask(there, STEPS.draw)) == ["", "", "gone"]
-    assert 0.3 <= time.monotonic() - begun < 5
+    assert clock.now - begun == pytest.approx(SKIP.visit_seconds)
 
 
 def test_below_the_quorum_a_parallel_step_stops_the_run(here: Path) -> None:
@@ -417,7 +440,7 @@ def test_at_the_end_sites_forget_the_run(here: Path) -> None:
 
 
 def test_a_run_that_waits_at_its_end_says_for_whom_and_how_to_end_the_wait(
-    here: Path, caplog: pytest.LogCaptureFixture
+    here: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     there = engine(here)
     there.end_run(over=False)

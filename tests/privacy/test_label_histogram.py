@@ -490,10 +490,10 @@ def released_by_all(folder: Path, epsilon: float) -> Tensor:
 
 
 def test_every_count_that_leaves_a_support_agent_has_its_noise(tmp_path: Path) -> None:
-    # At epsilon 0.01 a draw has standard deviation 141, and is 0 once in 200 times.
+    # At epsilon 0.01 a draw has standard deviation 141, and the sum of two is 0 once in 400 times.
     noisy = released_by_all(tmp_path / "noisy", 0.01)
     assert int((noisy.abs() > 100).sum()) > noisy.numel() / 4
-    assert int((noisy == 0).sum()) < noisy.numel() / 20
+    assert int((noisy == 0).sum()) < noisy.numel() / 10
     # the control: at epsilon 40 no noise is left to be seen, and the counts are those of 40 rows
     exact = released_by_all(tmp_path / "exact", 40.0)
     assert int(exact.min()) == 0

@@ -147,8 +147,9 @@ def test_parameters_in_bfloat16_have_noise_on_sums_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
     released = noisy(torch.full((300,), 2.0), parameter)
     assert released.dtype == torch.bfloat16
-    assert 1.7 < float(released.double().mean()) < 2.3
-    assert 0.7 < float(released.double().std()) < 1.1
+    # Of 300 numbers: the mean is 0.053 wide and the deviation of 0.91 is 0.037: once in 10^9.
+    assert 1.65 < float(released.double().mean()) < 2.35
+    assert 0.65 < float(released.double().std()) < 1.2
 
 
 @pytest.mark.usefixtures("each_way")

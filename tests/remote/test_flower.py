@@ -59,8 +59,11 @@ pytestmark = [
     pytest.mark.skipif(not FLOWER, reason="Flower is not installed: pip install '.[flower]'"),
 ]
 NAMES = ("s0", "s1", "q0", "q1", "q2")
-PATIENT = RemoteTimeouts(join_seconds=300.0, visit_seconds=300.0, hello_seconds=100.0)
-HUNG = 450.0  # seconds after which a run says where it is, and ends
+#: Six runs begin at once, each with several processes of Flower: on a slow machine that takes
+#: minutes, in which nothing is wrong.
+LONG = 1200.0
+PATIENT = RemoteTimeouts(join_seconds=LONG, visit_seconds=LONG, hello_seconds=LONG)
+HUNG = 2 * LONG  # seconds after which a run says where it is, and ends
 Handler = Callable[[bytes], bytes]
 #: Stands before a command that gets a network of its own.
 ALONE = ["unshare", "--map-root-user", "--net"]
@@ -87,6 +90,10 @@ class Network:
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     folder = tmp_path_factory.mktemp("net")
     with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(demo, "START_SECONDS", LONG)
+        for limit in ("START_SECONDS", "GRACE_SECONDS"):
+            patch.setattr(flower_transport, limit, LONG)
         address = stack.enter_context(superlink(folder / "link"))
         for name, sites in _sites(folder).items():
             (folder / name).mkdir()
@@ -187,7 +194,7 @@ def _train(folder: Path, address: str, method: str) -> None:
     patch.setattr(
         engine_factory, "FlowerTransport", lambda *to: Marked(FlowerTransport(*to), MARKS[method])
     )
-    how = ("run.engine=flower", f"run.superlink={address}", "run.join_seconds=300.0", "--quiet")
+    how = ("run.engine=flower", f"run.superlink={address}", f"run.join_seconds={LONG}", "--quiet")
     outcome = command(there.config, there.output, *how)
     print(outcome.out, outcome.err)
     sys.exit(outcome.status)
@@ -324,7 +331,7 @@ def test_five_sites_over_flower_come_to_the_weights_of_one_process_and_of_worker
     network: Network, tmp_path: Path, method: str
 ) -> None:
     there = place(network.folder, method)
-    network.runs[method].join(500)
+    network.runs[method].join(HUNG + 60)
     assert network.runs[method].exitcode == 0
     for workers in (1, 2):
         here = Place(there.config, tmp_path / f"{workers}")
@@ -339,7 +346,7 @@ def test_five_sites_over_flower_come_to_the_weights_of_one_process_and_of_worker
 
 def test_no_process_of_flower_had_a_connection_beyond_loopback(network: Network) -> None:
     for run in network.runs.values():
-        run.join(500)
+        run.join(HUNG + 60)
     assert network.seen, "the control: there are connections"
     assert [one for one in network.seen if not one.startswith(("127.", "::1"))] == []
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
+from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
 
 from privssl.errors import RunFolderError
 from privssl.reporting.trackers import (
@@ -177,7 +178,12 @@ def test_the_x_axis_is_the_round(tmp_path: Path) -> None:
         assert (image.step, image.width, image.height) == (2, 6, 4)
 
 
-def test_a_resumed_run_draws_no_round_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writers", [0, 9, 99])
+def test_a_resumed_run_draws_no_round_twice_whatever_writers_were_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: int
+) -> None:
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(writers))
+
     def draw(resume_after: int | None, rounds: range, value: float) -> list[tuple[int, float]]:
         tracker = TensorBoardTracker(tmp_path, resume_after)
         for number in rounds:

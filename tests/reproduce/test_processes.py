@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from privssl.reproduce import __main__ as reproduce
+from privssl.reproduce import runner
 from privssl.reproduce.runner import Ended, _locked, _start, train_in_a_process
 from tests.support.forked_command import ForkedCommand
 from tests.support.table_clone import make_clone
@@ -49,10 +51,14 @@ def test_a_process_tells_status_time_and_memory(
 
 
 def test_a_process_is_asked_to_stop_when_time_is_up(
-    tmp_path: Path, script: Callable[[str], None]
+    tmp_path: Path, script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script("trap 'exit 130' TERM; while true; do sleep 0.05; done")
-    ended = run_script(tmp_path, until=time.monotonic() + 0.3)
+    ready = tmp_path / "ready"
+    # Time is up when the script can be asked, however long a shell takes to begin.
+    clock = SimpleNamespace(monotonic=lambda: float(ready.exists()), sleep=time.sleep)
+    monkeypatch.setattr(runner, "time", clock)
+    script(f"trap 'exit 130' TERM; touch {ready}; while true; do sleep 0.05; done")
+    ended = run_script(tmp_path, until=1.0)
 
     assert (ended.status, ended.stopped) == (130, True)
 
@@ -78,19 +84,19 @@ def test_ctrl_c_reaches_the_run_which_writes_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clone = make_clone(tmp_path)
-    clone.change("name: supervise}", "name: supervise, algorithm.rounds: 400}")
+    clone.change("name: supervise}", "name: supervise, algorithm.rounds: 20000}")
     folder = tmp_path / "runs" / "reproduce" / "small" / "supervise--40-labels-2-2"
     arguments = ["small", "--cells", "Supervise/40*", "--seeds", "1"]
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the run that it starts
     process = ForkedCommand(
         partial(reproduce.main, root=tmp_path), arguments, tmp_path, cwd=tmp_path
     )
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while not list(folder.glob("0/checkpoints/round_0*[1-9]*")) and time.monotonic() < until:
         time.sleep(0.05)
         assert process.poll() is None, process.communicate(1)
     process.send_signal(signal.SIGINT)
-    out = "".join(process.communicate(timeout=120))
+    out = "".join(process.communicate(timeout=600))
 
     assert process.returncode == 130, out
     assert "nothing is lost" in out and "Traceback" not in out

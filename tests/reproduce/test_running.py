@@ -5,9 +5,9 @@ import os
 import random
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from privssl.experiment.config import load_config
 from privssl.reporting import figures
 from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce import runner as reproduce_runner
+from privssl.reproduce import schedule
 from privssl.reproduce.machine import gpu_name
 from privssl.reproduce.runner import Ended, Interrupted, Runner
 from privssl.reproduce.store import Store, _other_rows, _value, _without_places
@@ -516,13 +517,18 @@ def test_a_cell_whose_config_is_wrong_is_told_before_the_first_run(
 
 
 def test_no_cell_is_started_after_the_minutes(clone: Clone) -> None:
+    minutes = [0.0]
+
     def slow(*arguments: Any) -> Ended:
-        time.sleep(0.05)
+        minutes[0] += 3
         return train_here(*arguments)
 
+    clock = SimpleNamespace(monotonic=lambda: 60 * minutes[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproduce_runner, "train_in_a_process", slow)
-        assert command(clone, "small", "--minutes", "0.0005") == 0  # 30 ms
+        patch.setattr(reproduce, "time", clock)
+        patch.setattr(schedule, "time", clock)
+        assert command(clone, "small", "--minutes", "2") == 0
 
     assert len(entries(clone)) == 1
 

@@ -104,7 +104,7 @@ def test_noise_from_which_no_bound_follows_is_refused_in_no_time_and_no_memory(
 
     started = time.process_time()
     outcomes.append(command(*given))
-    assert time.process_time() - started < 0.1
+    assert time.process_time() - started < 5  # an accountant of such noise would take minutes
     assert memory_of(lambda: outcomes.append(command(*given))) < 50 * 2**20
 
     for outcome in outcomes:

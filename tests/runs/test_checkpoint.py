@@ -323,7 +323,7 @@ def test_a_write_that_is_killed_is_invisible_and_cleaned_up_by_the_next(
         save_snapshot(tmp_path, Snapshot(20, {"w": torch.ones(3)}, {}, "d"))
         return 0
 
-    assert ForkedCommand(save, [], tmp_path_factory.mktemp("printed")).wait(60) == -signal.SIGKILL
+    assert ForkedCommand(save, [], tmp_path_factory.mktemp("printed")).wait(300) == -signal.SIGKILL
     assert any(name.startswith(atomic_files.TEMPORARY) for name in names(tmp_path))
     assert load_snapshot(tmp_path, "d").round == 10
     save_snapshot(tmp_path, snapshot(20))

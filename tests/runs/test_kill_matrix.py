@@ -268,7 +268,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
     def live(folder: Path, kill: Kill | None = None, bug: str = "") -> int | None:
         folder.mkdir(exist_ok=True)
         here.send((folder, kill, bug))
-        assert here.poll(120), "the process neither ended nor died"
+        assert here.poll(600), "the process neither ended nor died"
         exit_code: int = here.recv()
         return exit_code
 

@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,13 +185,35 @@ def test_signals_are_as_before_when_the_command_has_ended(stopped: Place) -> Non
     assert {number: signal.getsignal(number) for number in BEFORE} == BEFORE
 
 
-def test_a_real_process_is_stopped_by_ctrl_c_pressed_twice(here: Place, unbroken: Place) -> None:
+def test_a_real_process_is_stopped_by_ctrl_c_pressed_twice(
+    here: Place, unbroken: Place, tmp_path: Path
+) -> None:
+    """In a round, and while the checkpoint is written that the first one asked for."""
+    began, saves, pressed = (tmp_path / name for name in ("began", "saves", "pressed"))
+
+    def stay(old: Any, self: Any, record: Any) -> None:
+        old(self, record)
+        if record.round == 2:
+            began.touch()
+            time.sleep(600)
+
+    def save(old: Any, *given: Any, **named: Any) -> Any:
+        if began.exists():
+            saves.touch()
+            end = time.monotonic() + 300
+            while not pressed.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+        return old(*given, **named)
+
     arguments = [str(here.config), here.output, "run.checkpoint_every=100", "--quiet"]
-    process = ForkedCommand(train.main, arguments, here.config.parent)
-    wait_for(here.run / "metrics.csv", process)
+    with replaced(CsvTracker, "round", stay), replaced(checkpoint, "_manifest", save):
+        process = ForkedCommand(train.main, arguments, here.config.parent)
+    wait_for(began, process)
     process.send_signal(signal.SIGINT)
+    wait_for(saves, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    pressed.touch()
+    out, err = process.communicate(timeout=300)
 
     assert process.returncode == 130, err
     assert "Interrupted; continue with --resume" in out

@@ -113,7 +113,7 @@ def test_a_run_is_finished_although_the_readers_of_both_streams_have_left(tmp_pa
     process = run(tmp_path, "--json", stdout=ends[0][1], stderr=ends[1][1])
     for _, write in ends:
         os.close(write)
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=600) == 0
     assert status_of(tmp_path) == "finished"
 
 
@@ -122,7 +122,7 @@ def test_files_never_get_the_numbers_of_streams_that_a_caller_closed(tmp_path: P
         os.closerange(0, 3)
 
     process = run(tmp_path, preexec_fn=close_them)
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=600) == 0
     assert status_of(tmp_path) == "finished"
 
 

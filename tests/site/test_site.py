@@ -1089,25 +1089,23 @@ def test_a_ledger_that_cannot_be_written_is_told_with_what_to_do(place: Path) ->
 
 def test_letters_go_through_a_door_and_one_that_waits_holds_no_other_up(tmp_path: Path) -> None:
     def handle(letter: bytes) -> bytes:
-        time.sleep(5.0 if letter == b"long" else 0.0)
+        time.sleep(300.0 if letter == b"long" else 0.0)
         return letter[::-1]
 
     with serving(tmp_path / "door", handle):
-        assert send_request(tmp_path / "door", b"", 5) == b""
+        assert send_request(tmp_path / "door", b"", 60) == b""
         long = b"ab" * 3_000_000
-        assert send_request(tmp_path / "door", long, 5) == long[::-1]
+        assert send_request(tmp_path / "door", long, 60) == long[::-1]
         waits = threading.Thread(target=_patiently, args=(tmp_path / "door",), daemon=True)
         waits.start()
-        begun = time.monotonic()
-        assert send_request(tmp_path / "door", b"abc", 5) == b"cba"
-        assert time.monotonic() - begun < 4
+        assert send_request(tmp_path / "door", b"abc", 60) == b"cba"
         with pytest.raises(OSError):
             send_request(tmp_path / "door", b"long", 0.1)
 
 
 def _patiently(path: Path) -> None:
     with contextlib.suppress(OSError):
-        send_request(path, b"long", 10)
+        send_request(path, b"long", 300)
 
 
 def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
@@ -1120,13 +1118,13 @@ def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
             for _ in range(socket_server.MAX_CONNECTIONS)
         ]
         for number, unfinished in enumerate(begun):
-            assert send_request(path, b"a", 5) == b"A", f"{number} letters are under way"
+            assert send_request(path, b"a", 60) == b"A", f"{number} letters are under way"
             unfinished.connect(str(path))
             unfinished.sendall((10**9).to_bytes(8, "little") + b"the first words")
         with pytest.raises(TimeoutError):
             send_request(path, b"a", 0.5)
         begun[0].close()
-        assert send_request(path, b"a", 5) == b"A"
+        assert send_request(path, b"a", 60) == b"A"
 
 
 def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(
@@ -1142,7 +1140,7 @@ def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(
     with pytest.raises(OSError):
         send_request(path, b"a", 1)
     with serving(path, bytes.upper):
-        assert soon(lambda: send_request(path, b"a", 5) == b"A")
+        assert soon(lambda: send_request(path, b"a", 60) == b"A")
 
 
 def test_a_disk_that_takes_no_socket_is_told_of(
@@ -1153,7 +1151,7 @@ def test_a_disk_that_takes_no_socket_is_told_of(
         with pytest.raises(UserError, match=r"door: no socket can be made here: No space.*door"):
             socket_server.serve(tmp_path / "door", bytes.upper)
     with serving(tmp_path / "door", bytes.upper):  # the control
-        assert send_request(tmp_path / "door", b"a", 5) == b"A"
+        assert send_request(tmp_path / "door", b"a", 60) == b"A"
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
@@ -1172,7 +1170,7 @@ def test_what_is_no_socket_is_left_in_the_place_of_a_door(tmp_path: Path, kind: 
 
 
 def soon(true: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         with contextlib.suppress(OSError):
             return true()
@@ -1193,7 +1191,7 @@ def test_a_letter_that_breaks_off_harms_nobody(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as huge:
             huge.connect(str(tmp_path / "door"))
             huge.sendall((2**60).to_bytes(8, "little"))
-        assert send_request(tmp_path / "door", b"a", 5) == b"A"
+        assert send_request(tmp_path / "door", b"a", 60) == b"A"
 
 
 def test_the_ledgers_end_is_remembered_beside_it(place: Path) -> None:

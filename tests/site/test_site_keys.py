@@ -328,7 +328,7 @@ def heard(there: supernode.SuperNode, caplog: pytest.LogCaptureFixture, text: st
     """Whether a text is in the log soon."""
     there.start()
     try:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 300
         while time.monotonic() < end and not any(text in line for line in caplog.messages):
             time.sleep(0.02)
         return any(text in line for line in caplog.messages)

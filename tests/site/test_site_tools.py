@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("flwr", "flower-supernode", "flower-superlink"):
         (folder / name).write_text(
             f'#!/bin/sh\nenv > "$FLWR_HOME/env"\necho "$@" >> "$FLWR_HOME/{name}"\n'
-            'test "$1" = run && exit 3\nsleep 30\n'
+            'test "$1" = run && exit 3\nsleep 600\n'
         )
         (folder / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
@@ -50,12 +50,20 @@ def link() -> Iterator[str]:
         yield address
 
 
-def started(there: Any, folder: Path) -> str:
-    there.start()
-    end = time.monotonic() + 20
-    while not (folder / "flower-supernode").exists() and time.monotonic() < end:
+def soon(true: Callable[[], bool]) -> bool:
+    """Whether something becomes true."""
+    end = time.monotonic() + 300
+    while not true() and time.monotonic() < end:
         time.sleep(0.02)
-    return (folder / "flower-supernode").read_text()
+    return true()
+
+
+def started(there: Any, folder: Path) -> str:
+    """What a SuperNode was started with. A shell makes a file before it writes a line into it."""
+    there.start()
+    file = folder / "flower-supernode"
+    assert soon(lambda: file.exists() and file.read_text().endswith("\n"))
+    return file.read_text()
 
 
 def test_a_supernode_is_started_offline_with_the_door_and_nothing_else_of_the_site(
@@ -85,14 +93,28 @@ def test_a_supernode_that_ends_is_followed_by_another(
     try:
         started(there, tmp_path / "own")
         assert there._process is not None
-        first = there._process.pid
-        os.killpg(first, signal.SIGKILL)
-        end = time.monotonic() + 20
-        while there._process.pid == first and time.monotonic() < end:
-            time.sleep(0.02)
-        assert there._process.pid != first
+        first = there._process
+        os.killpg(first.pid, signal.SIGKILL)
+        assert soon(lambda: there._process is not first)
     finally:
         there.stop()
+
+
+def test_a_supernode_that_starts_while_its_site_is_stopped_is_ended(
+    flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
+    start = subprocess.Popen
+
+    def stopped_before(*command: Any, **how: Any) -> Any:
+        there.stop()  # there is no process yet that it could end
+        return start(*command, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", stopped_before)
+    there.start()
+    there._thread.join(60)
+    assert not there._thread.is_alive()
+    assert there._process is not None and there._process.poll() is not None
 
 
 @pytest.mark.parametrize("blocked", ["supernode.log", "own"])
@@ -109,14 +131,10 @@ def test_a_supernode_whose_files_cannot_be_written_is_started_when_they_can(
     there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
     there.start()
     try:
-        end = time.monotonic() + 20
-        while "Check space and rights of" not in caplog.text and time.monotonic() < end:
-            time.sleep(0.02)
-        assert "Check space and rights of" in caplog.text and there._process is None
+        assert soon(lambda: "Check space and rights of" in caplog.text)
+        assert there._process is None
         (tmp_path / blocked).rename(tmp_path / "away")
-        while there._process is None and time.monotonic() < end:
-            time.sleep(0.02)
-        assert there._process is not None
+        assert soon(lambda: there._process is not None)
     finally:
         there.stop()
 
@@ -157,7 +175,7 @@ def test_the_supernode_of_a_site_cannot_read_the_sites_folder(
     (tmp_path / "rows").write_text("patient 4711")
     (flower / "flower-supernode").write_text(
         f'#!/bin/sh\ncat {tmp_path / "rows"} > "$FLWR_HOME/stolen" 2> "$FLWR_HOME/error"\n'
-        'echo "$@" > "$FLWR_HOME/flower-supernode"\nsleep 30\n'
+        'echo "$@" > "$FLWR_HOME/flower-supernode"\nsleep 600\n'
     )
     own = tmp_path / "own"
     there = SuperNode(tmp_path / "door", own, link, "", "")
@@ -180,7 +198,7 @@ def test_code_behind_the_fence_cannot_have_the_site_write_for_it(
         '#!/bin/sh\necho "import os"\ncd "$FLWR_HOME"\n'
         f'for log in *.log supernode.log log; do ln -sf {target} "$log"; done\n'
         'echo once >> started\ntest $(wc -l < started) -ge 3 && echo "$@" > flower-supernode\n'
-        "test $(wc -l < started) -ge 3 && sleep 30\n"
+        "test $(wc -l < started) -ge 3 && sleep 600\n"
     )
     there = SuperNode(tmp_path / "door", own, link, "", "")
     try:
@@ -277,8 +295,8 @@ def test_after_ctrl_c_no_late_answer_is_taken_for_another(
     with contextlib.closing(FlowerTransport("127.0.0.1:1", "")) as post:
         with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
             now.setattr(flower_transport, "receive", stopped)
-            post.exchange({"7": b"a visit"}, 1.0)
-        assert post.exchange({"7": b"farewell"}, 1.0) == {"7": b"answer to farewell"}
+            post.exchange({"7": b"a visit"}, 60.0)
+        assert post.exchange({"7": b"farewell"}, 60.0) == {"7": b"answer to farewell"}
     assert "is lost" not in caplog.text
 
 
@@ -381,12 +399,12 @@ def test_without_flower_the_demonstration_makes_no_folder(
 SLOW_TO_STOP = """\
 import signal, sys, time
 def stop(*_):
-    time.sleep(0.1)
+    time.sleep(0.5)
     open(sys.argv[1], "w").write("a checkpoint")
     sys.exit(130)
 signal.signal(signal.SIGINT, stop)
 open(sys.argv[1] + ".begun", "w").close()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -409,7 +427,14 @@ def test_a_demonstration_that_is_stopped_waits_for_the_checkpoint_before_its_sit
             command = [sys.executable, "-c", SLOW_TO_STOP, str(wrote)]
             process = subprocess.Popen(command, start_new_session=True)
             demo.wait_until(wrote.with_suffix(".begun").exists, process, wrote)
-            threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+            waits = process.wait
+
+            def stopped_while_it_waits() -> int:
+                monkeypatch.setattr(process, "wait", waits)
+                signal.raise_signal(number)
+                return waits()
+
+            monkeypatch.setattr(process, "wait", stopped_while_it_waits)
             return demo.end_of(process)
 
     monkeypatch.setattr(demo, "demonstrate", demonstrate)

@@ -64,7 +64,8 @@ class ForkedCommand:
 
 def wait_for(path: Path, process: ForkedCommand) -> None:
     """Wait until a file appears, or the process ends."""
-    for _ in range(6000):
+    end = time.monotonic() + 300
+    while time.monotonic() < end:
         if path.exists() or process.poll() is not None:
             return
         time.sleep(0.01)

@@ -6,6 +6,7 @@ letter, as Flower does, which a test can have killed at a chosen moment. Not a t
 
 import contextlib
 import copy
+import gc
 import os
 import signal
 import warnings
@@ -67,6 +68,13 @@ def fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
+
+
+def open_files() -> set[str]:
+    """The files that this process has open, by number. Garbage that earlier tests left may hold
+    some, and would close them at any moment: it is collected first."""
+    gc.collect()
+    return set(os.listdir("/proc/self/fd"))
 
 
 def in_a_fork(work: Callable[[], bytes]) -> bytes | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from privssl.remote.framing import receive, send
 from privssl.site import socket_server
+from tests.support.posts import fork
 
 # The door -------------------------------------------------------------------------------------
 
@@ -18,14 +19,14 @@ from privssl.site import socket_server
 @contextlib.contextmanager
 def serving(path: Path, handle: Callable[[bytes], bytes]) -> Iterator[None]:
     """A process behind a door, which is killed in the end."""
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             socket_server.serve(path, handle)
         finally:
             os._exit(1)
     try:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while not _open(path) and time.monotonic() < end:
             time.sleep(0.01)
         yield

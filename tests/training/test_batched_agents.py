@@ -15,7 +15,6 @@ import gc
 import os
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -173,13 +172,13 @@ def test_the_first_piece_that_fails_is_heard_and_later_ones_are_given_up() -> No
 
         return work
 
-    threads = threading.active_count()
+    threads = threading.enumerate()
     # b fails first, then a, which comes before it: one after the other would have stopped at a
     pieces = [piece("a", 2, KeyError), piece("b", 1, ValueError), piece("c", 9)]
     with pytest.raises(KeyError, match="a"):
         run_in_lockstep(pieces, no_answer, CPU)
     assert ended == ["b", "a", "c given up"]
-    assert threading.active_count() == threads
+    assert no_thread_is_new(threads)
 
 
 def test_an_interruption_ends_every_piece() -> None:
@@ -197,40 +196,41 @@ def test_an_interruption_ends_every_piece() -> None:
     def answer(questions: Sequence[Any]) -> dict[int, Any]:
         raise KeyboardInterrupt
 
-    threads, before = threading.active_count(), torch.get_rng_state()
+    threads, before = threading.enumerate(), torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt):
         run_in_lockstep([work, work], answer, CPU)
     assert ended == [1, 1]
-    assert threading.active_count() == threads
+    assert no_thread_is_new(threads)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_ctrl_c_while_a_piece_works_ends_it_where_it_asks_next() -> None:
-    went_on, sent = [], threading.Event()
+    went_on, arrived = [], threading.Event()
 
-    def press() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        sent.set()
-
-    pressing = threading.Timer(0.05, press)
+    def pressed(*_: object) -> None:
+        arrived.set()
+        raise KeyboardInterrupt
 
     def work(ask: scheduler.Request) -> None:
-        pressing.start()  # not before a piece works, however busy the machine is
-        sent.wait(60)
-        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)  # a signal interrupts the main thread, which waits
+        assert arrived.wait(300)
         ask(1)
         went_on.append(1)
 
-    threads = threading.active_count()
+    threads = threading.enumerate()
     # A shell starts what runs in its background with Ctrl-C ignored.
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    former = signal.signal(signal.SIGINT, pressed)
     try:
         with pytest.raises(KeyboardInterrupt):
             run_in_lockstep([work, work], no_answer, CPU)
     finally:
         signal.signal(signal.SIGINT, former)
-    pressing.join()
-    assert not went_on and threading.active_count() == threads
+    assert arrived.is_set() and not went_on and no_thread_is_new(threads)
+
+
+def no_thread_is_new(before: Sequence[threading.Thread]) -> bool:
+    """Threads that earlier tests left may have ended since."""
+    return set(threading.enumerate()) <= set(before)
 
 
 # Stacked passes ------------------------------------------------------------------------------
@@ -935,11 +935,11 @@ def test_what_has_no_company_or_is_somebody_elses_works_alone() -> None:
 
 
 def test_the_error_is_that_of_the_first_call_and_no_thread_is_left() -> None:
-    steps, threads = Steps(), threading.active_count()
+    steps, threads = Steps(), threading.enumerate()
     for alone in (True, False):
         with pytest.raises(DataError, match="q0 has no such file"):
             asked(engine_of(steps, alone=alone), steps.fail, ["q2", "q0", "q1"])
-    assert threading.active_count() == threads
+    assert no_thread_is_new(threads)
 
 
 def test_the_algorithm_that_was_given_is_left_as_it_was() -> None:
