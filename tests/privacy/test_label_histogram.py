@@ -626,7 +626,8 @@ def test_an_error_of_a_cluster_shows_no_row_and_no_label(told: str, tmp_path: Pa
 def test_a_census_counts_single_rows_as_one_row_would_move_the_clusters_of_others(
     counted: Callable[[Any], Tensor], refused: bool, tmp_path: Path
 ) -> None:
-    with pytest.raises(PrivacyError, match="count_rows") if refused else contextlib.nullcontext():
+    error = pytest.raises(PrivacyError, match=r"read outside of private training.*count_rows")
+    with error if refused else contextlib.nullcontext():
         assert Asked(tmp_path)(counted).shape == (2, 2)
     # Without an account both count.
     assert counted(six_rows()).tolist() == [[2, 1], [1, 2]]
