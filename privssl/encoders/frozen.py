@@ -141,8 +141,8 @@ def _fill(
         for features in pool.map(one, places):
             first = features if first is None else first
             done()
-        own = first is not None and is_own_encoder(encoder.name)
-        if own and not torch.equal(one(places[0]), first):
+        own = is_own_encoder(encoder.name)
+        if own and first is not None and not torch.equal(one(places[0]), first):
             del _networks[encoder.checksum]  # with what it keeps
             raise DataError(
                 f"data.encoder {encoder.name} gives a row other features once it has seen more "

@@ -157,8 +157,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/encoders/frozen.py",
-                "own = first is not None and is_own_encoder(encoder.name)",
-                "own = first is None and is_own_encoder(encoder.name)",
+                "own = is_own_encoder(encoder.name)",
+                "own = is_own_encoder('')",
             ),
         ),
         (IN_ENCODERS + "an_encoder_from_outside_that_keeps_something_after_a_warm_up_is_refused",),

@@ -71,7 +71,7 @@ class CentredLater:
         self.warm_up, self.seen, self.sum = warm_up, 0, torch.zeros(4)
 
     def __call__(self, rows: Any) -> Tensor:
-        x = rows[:, 0, 0, :4].float() / 255
+        x: Tensor = rows[:, 0, 0, :4].float() / 255
         self.seen, self.sum = self.seen + 1, self.sum + x[0]
         return x - self.sum / self.seen if self.seen > self.warm_up else x
 
