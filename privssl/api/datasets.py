@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from torch import Tensor
 from privssl.api.frames import frame_rows, read_frame, refuse_other_columns
 from privssl.core.agents import natural_order
 from privssl.data import datasets
-from privssl.data.npz import NAMES, NO_LABEL, UNLABELLED, check_arrays
+from privssl.data.npz import KIND, NAMES, NO_LABEL, UNLABELLED, check_arrays
 from privssl.data.split import holders
 from privssl.errors import DataError
 from privssl.settings.schema import AgentSettings
@@ -23,8 +23,10 @@ ARRAYS = "arrays"  # as data.name
 class Dataset:
     """Training and test rows in memory, checked as an NPZ file is.
 
-    Rows are (N, H, W), (N, H, W, C) or (N, C, H, W) with 1 or 3 channels: bytes, or floats in
-    [0, 1]. Classes are 0, 1, 2, ...; the label -1 is none. Made by one of the functions below.
+    Images are (N, H, W), (N, H, W, C) or (N, C, H, W) with 1 or 3 channels: bytes, or floats in
+    [0, 1]. Vectors are (N, F), time series and other sequences (N, length, F) with
+    ``kind="sequence"``. Classes are 0, 1, 2, ...; the label -1 is none. Made by one of the
+    functions below.
     """
 
     def __init__(self, checked: datasets.Dataset) -> None:
@@ -40,6 +42,7 @@ class Dataset:
         y_test: Any,
         class_names: Sequence[str] | None = None,
         x_unlabelled: Any = None,
+        kind: Literal["sequence"] | None = None,
     ) -> "Dataset":
         """A data set from NumPy arrays, tensors or nested lists, which are copied.
 
@@ -50,13 +53,14 @@ class Dataset:
             y_test: their classes, without -1.
             class_names: names in the order of the class numbers; None: the numbers.
             x_unlabelled: training rows without a label, beside those of -1.
+            kind: "sequence": three axes are (N, length, features), not images.
 
         Raises:
             privssl.UserError: the arrays are not in that form.
         """
         rest = () if x_unlabelled is None else (x_unlabelled,)
         given = (x_train, y_train, x_test, y_test, *rest)
-        return _checked("Dataset.from_arrays", given, class_names)
+        return _checked("Dataset.from_arrays", given, class_names, kind=kind)
 
     @classmethod
     def from_torch(cls, train: Any, test: Any) -> "Dataset":
@@ -144,6 +148,7 @@ class Dataset:
         class_names: Sequence[str] | None = None,
         row: str = "image",
         label: str = "label",
+        kind: Literal["sequence"] | None = None,
     ) -> "Dataset":
         """A data set whose rows lie at agents already: nothing is drawn or divided.
 
@@ -155,6 +160,7 @@ class Dataset:
             class_names: as of ``from_arrays``.
             row: column of the rows in such splits.
             label: column of their class numbers.
+            kind: as of ``from_arrays``.
 
         Raises:
             privssl.UserError: names that no run has, or rows not in the form of the class.
@@ -193,7 +199,8 @@ class Dataset:
             raise DataError(
                 f"{where}: agents have rows of different forms or types: {forms}. Make them alike"
             )
-        return _checked(where, (np.concatenate(x), np.concatenate(y), *test), class_names, held)
+        given = (np.concatenate(x), np.concatenate(y), *test)
+        return _checked(where, given, class_names, held, kind)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -219,7 +226,8 @@ class Dataset:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of an image, or the features of a vector."""
+        """Channels, height and width of an image; length and features of a sequence; or the
+        features of a vector."""
         return self.rows.shape
 
     @cached_property
@@ -283,14 +291,17 @@ def _agents_of(where: str, held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(
-    where: str, given: Sequence[Any], names: Sequence[str] | None, held: Any = None
-) -> Dataset:
+    where: str, given: Sequence[Any], names: Sequence[str] | None, held: Any = None,
+    kind: str | None = None,
+) -> Dataset:  # fmt: skip
     """``given``: rows and classes in the order of ``NAMES``, and rows without a label, if any."""
     by_name = dict(zip((*NAMES, UNLABELLED), given, strict=False))
     refuse_other_columns(where, {n: x for n, x in by_name.items() if n.startswith("x")})
     found = {name: to_array(f"{where}: {name}", value) for name, value in by_name.items()}
     if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
         raise DataError(f"{where}: class_names is {names!r}. Give a list of names")
+    if kind is not None:
+        found[KIND] = np.array(kind)
     with datasets.recorded() as said:
         arrays = check_arrays(where, found, names)
         datasets.warn_of_equal_rows(where, arrays)
@@ -356,7 +367,7 @@ def _of_pairs(where: str, items: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
     def pairs() -> Iterator[tuple[Any, Any]]:
         for number, item in enumerate(_items(where, items)):
             if not (isinstance(item, tuple | list) and len(item) == 2):
-                raise DataError(f"{where}: item {number} is no (row, label) but {_short(item)}")
+                raise DataError(f"{where}: item {number} is no (row, label) but {item!r:.60}")
             yield item[0], item[1]
 
     return _collected(where, pairs())
@@ -402,10 +413,6 @@ def _label(where: str, label: Any) -> int:
         number = NO_LABEL - 1
     if number < NO_LABEL or number != label:
         raise DataError(
-            f"{where} has the label {_short(label)}. Give its class number, or None or -1 for none"
+            f"{where} has the label {label!r:.60}. Give its class number, or None or -1 for none"
         )
     return number
-
-
-def _short(value: object) -> str:
-    return repr(value)[:60]

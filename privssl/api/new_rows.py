@@ -116,7 +116,7 @@ class RowForm:
             raise DataError(f"{HERE}: {str(x)[:60]} is one value. Give rows, (N, *shape)")
         if not len(found):
             return np.zeros((0, *self.shape), dtype=np.float32)
-        rows = check_rows(HERE, found)
+        rows = check_rows(HERE, found, sequences=len(self._wanted) == 2)
         if self.weights is not None and rows.shape[1:] == self.raw_shape:
             return self._encode(torch.from_numpy(rows))
         if rows.shape[1:] == self.shape:  # of an encoder: features

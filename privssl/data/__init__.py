@@ -32,9 +32,10 @@ from privssl.data import split_manifest as manifests
 from privssl.data.datasets import Dataset as Dataset
 from privssl.data.datasets import checksum, expand_path, load_dataset, redraw_test_rows
 from privssl.data.encoded import HeldRows
-from privssl.data.npz import NO_LABEL, are_standardised
+from privssl.data.npz import NO_LABEL
 from privssl.data.split import SERVER, RoleAssignment, Split, draw_split, holders, settings_of_split
 from privssl.data.split_manifest import AgentRows, Manifest
+from privssl.data.standardisation import are_standardised
 from privssl.errors import DataError
 from privssl.runtime import randomness
 from privssl.settings.schema import AgentSettings, DataSettings

@@ -2,7 +2,8 @@
 
 An image as PNG or NPZ, uint8 or float, grey or RGB with three equal channels has one content: its
 8-bit levels, the nearest ones where floats lie between (digits of 17 shades, divided by 16).
-Vectors and sequences have the float32 numbers that networks take as their content.
+Vectors and sequences have the float32 numbers that networks take as their content, in one line: a
+time series is one row as a sequence and as a vector.
 
 Registries of version 0.1 have fingerprints of rows as loaded (``as_loaded``); both are checked.
 """
@@ -56,7 +57,7 @@ def canonical(x: Origin) -> Iterator[bytes]:
         return
     for start in range(0, len(x) if x.dim() < 4 else 0, CHUNK):
         for row in (network_input(x[start : start + CHUNK].cpu()) + 0.0).numpy():  # no -0.0
-            yield _content(row)
+            yield _content(row.reshape(-1))
     for start in range(0, len(x) if x.dim() == 4 else 0, CHUNK):
         for row in _levels(x[start : start + CHUNK].cpu().numpy()):
             yield _content(row[:1] if (row == row[:1]).all() else row)

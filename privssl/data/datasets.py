@@ -25,7 +25,8 @@ from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.encoded import Unencoded
 from privssl.data.image_folder import read_folder
-from privssl.data.npz import NO_LABEL, Arrays, Scale, are_standardised, read_npz
+from privssl.data.npz import NO_LABEL, Arrays, Scale, read_npz
+from privssl.data.standardisation import are_standardised
 from privssl.encoders import Encoder, encode, open_encoder, reads_texts
 from privssl.encoders.own_encoders import refuse_state
 from privssl.errors import ConfigError, DataError
@@ -197,8 +198,7 @@ def _encoder(settings: DataSettings, x: Origin) -> Encoder:
     own = is_own_encoder(settings.encoder)
     opened = open_encoder(settings.encoder, settings.encoder_weights) if own else None
     takes = opened.takes if opened else "texts" if reads_texts(settings.encoder) else "images"
-    is_images = isinstance(x, Tensor) and x.dim() == 4
-    if takes != ("images" if is_images else "texts" if not isinstance(x, Tensor) else "vectors"):
+    if takes != (f"{kind_of(tuple(x.shape[1:])).name}s" if isinstance(x, Tensor) else "texts"):
         form = describe(tuple(x.shape[1:])) if isinstance(x, Tensor) else "texts"
         raise DataError(
             f"data.encoder {settings.encoder} takes {takes}, and rows of {settings.name} are "
@@ -231,10 +231,11 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
 
 
 def _are_standardised(arrays: Arrays) -> bool:
-    """Whether vectors have mean 0 and deviation 1: all, those that train, or those with a label."""
+    """Whether vectors or sequences have mean 0 and deviation 1: all, those that train, or those
+    with a label."""
     x, known = arrays.x_train, arrays.y_train != NO_LABEL
     parts = ((x,), (x, arrays.x_test), *(() if known.all() else ((x[known],),)))
-    return x.ndim == 2 and any(are_standardised(*some) for some in parts)
+    return x.ndim < 4 and any(are_standardised(*some) for some in parts)
 
 
 def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Dataset:

@@ -4,11 +4,11 @@ An NPZ file has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Training ro
 have y = -1, or are in ``x_unlabelled``, and come after the others. Images are (N, H, W), one
 channel; (N, H, W, C) as in NumPy and Keras; or (N, C, H, W) as in torch. With 1 or 3 in both
 places the last axis has the channels. Vectors are (N, F), as bytes or as finite floats, which
-networks take as they are. Pickles are refused, because reading one can run code.
+networks take as they are. With ``kind="sequence"`` in the file rows are sequences (N, length, F) of
+finite floats, such as time series. Pickles are refused, because reading one can run code.
 """
 
 import logging
-import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,13 +23,12 @@ from privssl.errors import DataError, first_few
 log = logging.getLogger("privssl")
 
 NAMES, UNLABELLED = ("x_train", "y_train", "x_test", "y_test"), "x_unlabelled"
+KIND = "kind"  # of rows; absent: images or vectors, by their axes
 CHANNELS = (1, 3)
 NO_LABEL = -1
 DARK = 64  # of 255: arrays without a pixel as bright are probably scaled wrongly
 
 MAX_FEATURE = 1e4  # of a vector: networks expect numbers of about 1
-FEW_ROWS = 20  # fewer may have any mean and deviation by chance
-NEARLY = 1e-3  # of a mean to 0, and of a deviation to 1: rows may be float16
 MAX_CLASS = 2**20 - 1  # a classifier has an output for each
 MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousand times more
 
@@ -51,7 +50,7 @@ Scale = tuple[float, float] | tuple[float, float, str] | tuple[str, ...]
 
 class Arrays(NamedTuple):
     """Images (N, C, H, W), uint8 in 0..255 or float32 in [0, 1]; vectors (N, F), uint8 or float32;
-    classes (N,) int64."""
+    sequences (N, length, F), float32; classes (N,) int64."""
 
     x_train: NDArray[Any]
     y_train: NDArray[np.int64]  # NO_LABEL where the class is unknown
@@ -66,7 +65,7 @@ class Arrays(NamedTuple):
 def read_npz(path: Path) -> Arrays:
     """The four arrays of an NPZ file, checked. Raises DataError: no such file, or not in the format
     above."""
-    return check_arrays(path, _open(path, NAMES, (UNLABELLED,), warn=True))
+    return check_arrays(path, _open(path, NAMES, (UNLABELLED, KIND), warn=True))
 
 
 def check_arrays(
@@ -77,7 +76,7 @@ def check_arrays(
 
     Args:
         path: where they are from, for errors.
-        found: by the names of an NPZ file; ``x_unlabelled`` may be absent.
+        found: by the names of an NPZ file; ``x_unlabelled`` and ``kind`` may be absent.
         class_names: in the order of the class numbers; None: the numbers.
     """
     x_train, y_train = _rows(path, found, "train")
@@ -129,9 +128,9 @@ def _check_names(path: object, names: tuple[str, ...], classes: int) -> None:
         )
 
 
-def check_rows(path: object, x: NDArray[Any]) -> NDArray[Any]:
+def check_rows(path: object, x: NDArray[Any], *, sequences: bool = False) -> NDArray[Any]:
     """Rows in their final layout and type. Raises DataError."""
-    return _numbers(path, "x", _channels_first(path, "x", x))
+    return _numbers(path, "x", _layout(path, "x", x, sequences=sequences))
 
 
 def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
@@ -152,7 +151,7 @@ def read_rows(
     """
     names = [*(("x_labelled", "y_labelled") if labelled else ()),
              *(("x_unlabelled",) if unlabelled else ())]  # fmt: skip
-    found = _open(path, names)
+    found = _open(path, names, (KIND,))
     x, y = _rows(path, found, "labelled", may_be_empty) if labelled else (None, None)
     rest = _unlabelled(path, found) if unlabelled else None
     parts = {"x_labelled": x, "x_unlabelled": rest}
@@ -184,7 +183,8 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
 
 
 def _unlabelled(path: object, found: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    x = _numbers(path, UNLABELLED, _channels_first(path, UNLABELLED, found[UNLABELLED]))
+    x = _layout(path, UNLABELLED, found[UNLABELLED], sequences=_are_sequences(path, found))
+    x = _numbers(path, UNLABELLED, x)
     if not len(x):
         raise DataError(f"{path}: {UNLABELLED} has no rows. Give at least one, or leave it out")
     return x
@@ -197,8 +197,8 @@ def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
         if (x.shape[1:], x.dtype) != (other.shape[1:], other.dtype):
             raise DataError(
                 f"{path}: {first} has rows {x.shape[1:]} of {x.dtype} and {name} "
-                f"{other.shape[1:]} of {other.dtype} (channels, height, width, or features). Make "
-                "them alike"
+                f"{other.shape[1:]} of {other.dtype} (channels, height, width; or features; or "
+                "length, features). Make them alike"
             )
     if x.ndim < 4:
         return
@@ -287,9 +287,9 @@ def _reason(error: BaseException) -> str:
 def _rows(
     path: object, found: Mapping[str, NDArray[Any]], part: str, may_be_empty: bool = False
 ) -> tuple[NDArray[Any], Any]:
-    """Images and labels of one part in their final layout and type."""
+    """Rows and labels of one part in their final layout and type."""
     x, y = found[f"x_{part}"], found[f"y_{part}"]
-    x = _channels_first(path, f"x_{part}", x)
+    x = _layout(path, f"x_{part}", x, sequences=_are_sequences(path, found))
     if y.ndim != 1 or y.dtype.kind not in "iu":
         raise DataError(
             f"{path}: y_{part} is {y.dtype} of shape {y.shape}. Give integers of shape (N,), "
@@ -313,11 +313,27 @@ def _rows(
     return _numbers(path, f"x_{part}", x), y.astype(np.int64)
 
 
-def _channels_first(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
-    """Images (N, channels, height, width), or vectors (N, F) as they are."""
+def _are_sequences(path: object, found: Mapping[str, NDArray[Any]]) -> bool:
+    """Whether the arrays say that their rows are sequences."""
+    kind = found.get(KIND)
+    if kind is not None and str(kind) != "sequence":
+        raise DataError(
+            f'{path}: {KIND} is {str(kind)!a:.40}. Give "sequence" for rows (length, features), or '
+            "leave it out for images and vectors"
+        )
+    return kind is not None
+
+
+def _layout(path: object, name: str, x: NDArray[Any], *, sequences: bool) -> NDArray[Any]:
+    """Images (N, channels, height, width); vectors (N, F), or ``sequences`` (N, length, F)."""
     if 0 in x.shape[1:]:
         raise DataError(f"{path}: {name} has the shape {x.shape}: its rows have no number")
-    if x.ndim == 2:
+    if sequences and x.ndim != 3:
+        raise DataError(
+            f"{path}: {name} has the shape {x.shape}, and sequences are (N, length, features). "
+            f"Reshape it, or leave {KIND} out"
+        )
+    if x.ndim == 2 or sequences:
         return x
     if x.ndim == 3:
         return x[:, None]
@@ -338,9 +354,9 @@ def _channels_first(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
-    if x.dtype == np.uint8:
+    if x.dtype == np.uint8 and x.ndim != 3:
         return np.ascontiguousarray(x)
-    if x.ndim == 2:
+    if x.ndim < 4:
         return _features(path, name, x)
     # NaN is refused as well: no comparison with it is true.
     if x.dtype.kind == "f" and (not x.size or (x.min() >= 0 and x.max() <= 1)):
@@ -349,41 +365,22 @@ def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     seen = _not_finite(x) or seen
     raise DataError(
         f"{path}: {name} is {x.dtype}{seen}. Give uint8 in 0..255, or floats in [0, 1] without "
-        "NaN, as images have them; time series as vectors: x.reshape(len(x), -1)"
+        f'NaN, as images have them; of time series (N, length, features) say {KIND}="sequence"'
     )
 
 
 def _features(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
-    """Vectors as float32. Raises DataError where a number is not finite, or far from 1."""
+    """Vectors or sequences as float32. Raises DataError where a number is not finite, or far from
+    1."""
     top = float(np.abs(x).max(initial=0.0)) if x.dtype.kind == "f" else np.nan
     if top <= MAX_FEATURE:  # no comparison with NaN is true
         return np.ascontiguousarray(x, dtype=np.float32)
     seen = _not_finite(x) or (f", with numbers up to {top:g}" if x.dtype.kind == "f" else "")
+    kind, give = ("sequences", "") if x.ndim == 3 else ("vectors", "uint8, or ")
     raise DataError(
-        f"{path}: {name} has vectors of {x.dtype}{seen}. Give uint8, or finite floats scaled by "
-        f"public bounds to about [-1, 1], none beyond {MAX_FEATURE:g}"
+        f"{path}: {name} has {kind} of {x.dtype}{seen}. Give {give}finite floats scaled by public "
+        f"bounds to about [-1, 1], none beyond {MAX_FEATURE:g}"
     )
-
-
-def are_standardised(*parts: NDArray[Any]) -> bool:
-    """Whether most columns of vectors (N, F) have mean 0 and deviation 1 over all parts together:
-    scaled by statistics of these very rows. Columns of 1 and -1 alone say nothing."""
-    rows = sum(map(len, parts))
-    if rows < FEW_ROWS or any(x.ndim != 2 or x.dtype.kind != "f" for x in parts):
-        return False
-    total: Any = 0.0  # of each column
-    square, plain = total, np.array(True)
-    for x in parts:
-        for start in range(0, len(x), 4096):
-            some = x[start : start + 4096].astype(np.float64)
-            total, square = total + some.sum(axis=0), square + np.square(some).sum(axis=0)
-            plain = plain & (np.square(some) == 1).all(axis=0)
-    mean = total / rows
-    deviation = np.sqrt(np.maximum(square / rows - np.square(mean), 0))
-    near = [abs(deviation * by - 1) < NEARLY for by in (1, math.sqrt(rows / (rows - 1)))]
-    told = (deviation > 0) & ~plain
-    found = told & (abs(mean) < NEARLY) & (near[0] | near[1])
-    return bool(2 * found.sum() > told.sum())
 
 
 def _not_finite(x: NDArray[Any]) -> str:

@@ -27,7 +27,7 @@ from privssl.remote import tls
 from privssl.remote.discovery import SiteError
 from privssl.remote.framing import receive, send
 from privssl.remote.node_keys import NodeKeys
-from privssl.settings.schema import LOOPBACK
+from privssl.settings.addresses import LOOPBACK
 
 PARALLEL_REGISTRATIONS = 4  # processes of Flower
 ALREADY_REGISTERED = "[code: 23]"  # Flower's answer to a known key

@@ -80,7 +80,7 @@ def _kind(results: Mapping[str, Any]) -> str:
     """image, text or tabular, whatever an encoder made of it."""
     rows = results["rows"]
     if rows["encoder"] is None:
-        return {"image": "image", "sequence": "text", "vector": "tabular"}[rows["kind"]]
+        return "image" if rows["kind"] == "image" else "tabular"
     return {3: "image", 1: "tabular", 0: "text"}[len(rows.get("raw_shape", ()))]
 
 

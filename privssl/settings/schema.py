@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from privssl.settings.addresses import LOOPBACK, host_of
 from privssl.settings.names import (
     PARTITIONS,
     DataSetName,
@@ -33,16 +34,14 @@ DP_SGD_KEYS = (
 )
 MAX_CLIP_NORM, MAX_LEARNING_RATE = 1e6, 1e3
 MAX_NUMBER = 1e6  # of the algorithm section
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-def host_of(address: str) -> str:
-    """The host of host:port; empty if it is not that, as with https:// before it."""
-    host, _, port = address.rpartition(":")
-    return host if "/" not in host and port.isdecimal() and 0 < int(port) < 2**16 else ""
+def _shown(**limits: float) -> Any:
+    """Limits for the JSON schema alone, where ``problems`` refuses with a reason."""
+    return Field(json_schema_extra=dict(limits))
 
 
 class Problem(NamedTuple):
@@ -305,25 +304,25 @@ class PrivacySettings:
     it, support agents are visited until the budget is spent.
     """
 
-    epsilon: float
+    epsilon: Annotated[float, _shown(minimum=0)]
     """Privacy budget of each support agent, at least 0. 0: no labelled row is ever read."""
-    delta: float = 1e-5
+    delta: Annotated[float, _shown(exclusiveMinimum=0, exclusiveMaximum=1)] = 1e-5
     """Probability in (0, 1) that the bound fails, for each row; choose it well below 1 / rows."""
     update_at_support: tuple[Network, ...] = ("F",)
     """Networks that a support agent trains."""
     protect: tuple[Network, ...] = ("F",)
     """Networks that it trains with private noise. Must be all of them, or the published [G]."""
-    noise_multiplier: float | None = None
+    noise_multiplier: Annotated[float | None, _shown(minimum=0.2, maximum=1e4)] = None
     """Noise standard deviation / clip norm, 0.2 to 10000. Absent: calibrated from epsilon."""
-    clip_norm: float = 1.0
+    clip_norm: Annotated[float, _shown(minimum=1e-3, maximum=MAX_CLIP_NORM)] = 1.0
     """Largest l2 norm of one row's gradient over all protected networks, 0.001 to 1000000."""
-    sample_rate: float = 0.1
+    sample_rate: Annotated[float, _shown(exclusiveMinimum=0, maximum=1)] = 0.1
     """Probability in (0, 1] that a row is in a batch. 1: every row in every step."""
     steps: Positive = 10
     """Private steps of one visit."""
     visits: Positive | None = None
     """Planned visits of each support agent. Absent: one in every round."""
-    learning_rate: Rate = 1.0
+    learning_rate: Annotated[Rate, _shown(maximum=MAX_LEARNING_RATE)] = 1.0
     """Learning rate of SGD on the noisy mean gradient, at most 1000."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of SGD on the noisy mean gradient."""

@@ -26,8 +26,9 @@ from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.rows import Shape, describe_task
 from privssl.data import agent_refs, datasets, labelled_rows, split_manifest, unlabelled_rows
 from privssl.data.encoded import HeldRows
-from privssl.data.npz import NO_LABEL, Scale, are_standardised, read_rows
+from privssl.data.npz import NO_LABEL, Scale, read_rows
 from privssl.data.split import RoleAssignment, holders
+from privssl.data.standardisation import are_standardised
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config

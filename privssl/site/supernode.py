@@ -25,7 +25,7 @@ from pathlib import Path
 from privssl.errors import ConfigError
 from privssl.remote import tls
 from privssl.remote.flower_transport import environment, free_port, program
-from privssl.settings.schema import LOOPBACK, host_of
+from privssl.settings.addresses import LOOPBACK, host_of
 from privssl.site import sandbox
 
 RESTART_SECONDS = 15.0  # before another SuperNode

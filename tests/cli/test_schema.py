@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from privssl import schema
 from privssl.algorithms import ALGORITHMS
 from privssl.experiment.config import load_config, to_yaml
 from privssl.experiment.json_schema import config_schema
+from privssl.settings.schema import PrivacySettings
 from privssl.settings.yaml_reader import ExponentText, read_document
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +136,40 @@ def test_a_mistake_is_marked_at_its_key(section: str, key: str, value: Any, said
     config.setdefault(section, {})[key] = value
     [problem] = problems(config, SCHEMA)
     assert problem.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("key", "inside", "outside"),
+    [
+        ("epsilon", [0.0], [-0.1]),
+        ("delta", [1e-12, 0.99], [0.0, 1.0]),
+        ("noise_multiplier", [0.2, 1e4, None], [0.19, 10001.0]),
+        ("clip_norm", [0.001, 1e6], [0.0009, 1000001.0]),
+        ("sample_rate", [1e-6, 1.0], [0.0, 1.01]),
+        ("learning_rate", [1e-9, 1000.0], [0.0, 1000.1]),
+        ("momentum", [0.0, 0.99], [-0.01, 1.0]),
+    ],
+)
+def test_a_number_of_the_privacy_section_is_marked_where_a_run_would_be_refused(
+    key: str, inside: list[float | None], outside: list[float]
+) -> None:
+    def marked(value: float | None) -> list[str]:
+        return list(problems({"algorithm": {"name": "fedssl"}, "privacy": privacy(value)}, SCHEMA))
+
+    def privacy(value: float | None) -> dict[str, Any]:
+        return {"epsilon": 8.0, key: value}
+
+    def refused(value: float | None) -> bool:
+        try:
+            return any(
+                problem.key == key for problem in PrivacySettings(**privacy(value)).problems()
+            )
+        except ValidationError:
+            return True
+
+    assert [(v, marked(v), refused(v)) for v in inside] == [(v, [], False) for v in inside]
+    for value in outside:
+        assert [said.split()[0] for said in marked(value)] == [f".privacy.{key}"] and refused(value)
 
 
 def test_what_must_be_there_is_asked_for_and_what_may_be_empty_is_not() -> None:

@@ -45,8 +45,8 @@ def test_every_method_has_the_same_bits_as_on_the_cpu(seen: Any, how: str) -> No
 
 def test_runs_with_all_that_belongs_to_them_leave_the_same_weights(seen: Any) -> None:
     assert seen["runs"] == dict.fromkeys(seen["runs"], True)
-    assert "agents under noise, together" in seen["runs"]
-    assert "F, G and D under noise" in seen["runs"] or seen["how much"] == "some"
+    assert "no privacy" in seen["runs"]
+    assert "label census" in seen["runs"] or seen["how much"] == "some"
 
 
 def test_other_work_has_other_bits(seen: Any) -> None:

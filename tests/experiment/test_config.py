@@ -197,7 +197,7 @@ def test_an_argument_replaces_what_was_wrong_in_the_file(write: Any) -> None:
             "data.alpha needs a number > 0 or null, got nan",
         ),
         ("data: {partition: dirichlet}", "data.alpha missing: partition dirichlet needs it"),
-        ("privacy: {delta: 1.0e-5}", "privacy.epsilon missing: needs a number"),
+        ("privacy: {delta: 1.0e-5}", "privacy.epsilon missing: needs a number >= 0"),
         (
             "privacy: {epsilon: 8, protect: F}",
             "privacy.protect needs a list of F, G or D, got 'F'. Write [F]",

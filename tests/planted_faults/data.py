@@ -15,6 +15,7 @@ IN_FEDERATION = "tests/data/test_federation.py::test_"
 IN_MANIFEST = "tests/data/test_split_manifest.py::test_"
 IN_TABLES = "tests/rows/test_csv_rows.py::test_"
 IN_SPELLINGS = "tests/rows/test_spellings.py::test_"
+IN_SERIES = "tests/rows/test_time_series.py::test_"
 IN_PARTITION = "tests/data/test_partition.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
@@ -68,6 +69,22 @@ FAULTS: tuple[Fault, ...] = (
         "private vectors may be scaled by their own statistics",
         (("privssl/experiment/row_checks.py", "if dataset.standardised:", "if False:"),),
         (IN_KINDS + "a_private_run_refuses_vectors_that_were_scaled_by_their_own_statistics",),
+    ),
+    Fault(
+        "a time series has a second budget as a sequence",
+        (("privssl/data/canonical.py", "_content(row.reshape(-1))", "_content(row)"),),
+        (IN_SERIES + "a_series_is_one_record_to_an_account_as_sequence_and_as_vector",),
+    ),
+    Fault(
+        "private time series may be scaled by statistics of each feature",
+        (
+            (
+                "privssl/data/standardisation.py",
+                "return by_number or (by_feature and",
+                "return by_number or (False and",
+            ),
+        ),
+        (IN_SERIES + "a_private_run_refuses_sequences_that_were_scaled_by_statistics_of_them_all",),
     ),
     Fault(
         "an agent of a run may scale private vectors by its own rows",

@@ -255,12 +255,3 @@ def test_a_column_that_numbers_its_rows_is_warned_of() -> None:
 def test_a_label_of_measured_numbers_is_named_where_no_class_has_a_test_row() -> None:
     with pytest.raises(privssl.UserError, match="60 rows have 60 different labels"):
         privssl.Dataset.from_frame(patients(), label="pressure")
-
-
-def test_time_series_that_would_be_images_are_told_to_be_vectors() -> None:
-    x = np.linspace(-3, 3, 20 * 6).reshape(20, 3, 2)
-    y = np.arange(20) % 2
-    with pytest.raises(privssl.UserError, match=r"time series as vectors: x\.reshape"):
-        privssl.Dataset.from_arrays(x, y, x, y)
-    flat = x.reshape(len(x), -1)
-    assert privssl.Dataset.from_arrays(flat, y, flat, y).shape == (6,)

@@ -1,0 +1,46 @@
+"""Were rows scaled by their own mean and deviation? Then one private row moved all others."""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FEW_ROWS = 20  # fewer may have any mean and deviation by chance
+NEARLY = 1e-3  # of a mean to 0, and of a deviation to 1: rows may be float16
+
+
+def are_standardised(*parts: NDArray[Any]) -> bool:
+    """Whether most columns of vectors (N, F) have mean 0 and deviation 1 over all parts together:
+    scaled by statistics of these very rows. Columns of 1 and -1 alone say nothing. Sequences
+    (N, length, F) are asked with a column for each number, and for each feature of all places."""
+    if parts and parts[0].ndim == 3:
+        by_number = are_standardised(*(x.reshape(len(x), -1) for x in parts))
+        by_feature = are_standardised(*(x.reshape(-1, x.shape[2]) for x in parts))
+        return by_number or (by_feature and not all(map(_each_alone_is_standardised, parts)))
+    rows = sum(map(len, parts))
+    if rows < FEW_ROWS or any(x.ndim != 2 or x.dtype.kind != "f" for x in parts):
+        return False
+    total: Any = 0.0  # of each column
+    square, plain = total, np.array(True)
+    for x in parts:
+        for start in range(0, len(x), 4096):
+            some = x[start : start + 4096].astype(np.float64)
+            total, square = total + some.sum(axis=0), square + np.square(some).sum(axis=0)
+            plain = plain & (np.square(some) == 1).all(axis=0)
+    mean = total / rows
+    deviation = np.sqrt(np.maximum(square / rows - np.square(mean), 0))
+    near = [abs(deviation * by - 1) < NEARLY for by in (1, math.sqrt(rows / (rows - 1)))]
+    told = (deviation > 0) & ~plain
+    found = told & (abs(mean) < NEARLY) & (near[0] | near[1])
+    return bool(2 * found.sum() > told.sum())
+
+
+def _each_alone_is_standardised(x: NDArray[Any]) -> bool:
+    """Whether in each sequence (length, F) each feature has mean 0, and deviation 1 or 0: scaled by
+    its own numbers, so that no row moved another."""
+    mean, length = x.mean(axis=1, dtype=np.float64), x.shape[1]
+    deviation = x.std(axis=1, dtype=np.float64)
+    unbiased = deviation * math.sqrt(length / max(length - 1, 1))
+    fine = (abs(deviation - 1) < NEARLY) | (abs(unbiased - 1) < NEARLY) | (deviation < NEARLY)
+    return bool((fine & (abs(mean) < NEARLY)).all())
