@@ -181,7 +181,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         found.append(
             "An epsilon is that of one run unless it says otherwise, the largest over seeds. A "
             "record that has its label in several of these runs pays for each: whoever publishes "
-            "them, or chooses among them, can spend up to their sum."
+            "them, or chooses among them, can spend up to their sum, at the sum of their deltas."
         )
     if any(of.epsilon.kind == "nominal" for of in rows):
         found.append("NOMINAL: the number of a scheme that guarantees nothing.")

@@ -1,14 +1,17 @@
 """What private mechanisms read and made in the step that runs: all that its message may say of
 labelled rows. The mechanisms say so, the step runner compares it with what is read and sent."""
 
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import PurePath
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from accounting.errors import AccountingError
 from accounting.events import Event
 from privssl.errors import PrivacyError
 
@@ -16,10 +19,15 @@ from privssl.errors import PrivacyError
 class Made(dict[str, tuple[Event, dict[str, Tensor]]]):
     """Field of a message -> what was charged for it, and its tensors by name ("" where it is one).
 
-    ``begun``: whether a mechanism has begun to use rows.
+    ``begun``: whether a mechanism has begun to use rows. ``counted``: the tables that a census
+    counted.
     """
 
     begun = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: list[Tensor] = []
 
 
 _made: ContextVar[Made | None] = ContextVar("made", default=None)
@@ -52,6 +60,23 @@ def watch_mechanisms() -> Iterator[Made]:
         _made.reset(token)
 
 
+@contextmanager
+def errors_without_rows(what: str) -> Iterator[None]:
+    """Raise an error of code that gets labelled rows as a PrivacyError without its text, which may
+    show them: errors are on the screen, in train.log and in tracebacks. ``what``: that code."""
+    try:
+        yield
+    except (PrivacyError, AccountingError):  # of the mechanism itself
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise PrivacyError(
+            f"{what} fails on labelled rows: {type(error).__name__} in {at.name} "
+            f"({PurePath(at.filename).name}, line {at.lineno}). The text of the error is withheld, "
+            "because it may show rows. Try that code on made-up rows, of all classes"
+        ) from None
+
+
 class Mechanism(Protocol):
     """A plan of a private mechanism."""
 
@@ -74,6 +99,35 @@ def begin_release() -> None:
             "protected networks in one call, or in two visits"
         )
     made.begun = True
+
+
+def record_counts(counts: Tensor) -> None:
+    """Write down, inside a step, a table that was counted; outside of steps do nothing."""
+    if (made := _made.get()) is not None:
+        made.counted.append(counts.clone())
+
+
+def refuse_other_counts(counts: Tensor) -> None:
+    """Refuse, inside a step, a table that is not the one that was counted in it.
+
+    Raises:
+        PrivacyError: it was changed since, so a row may move it by more than one; or several were
+            counted, of which the rows may have chosen.
+    """
+    made = _made.get()
+    if made is None:
+        return
+    if len(made.counted) != 1:
+        raise PrivacyError(
+            f"a census releases the one table that was counted in its step, and "
+            f"{len(made.counted)} were: which of several is released could follow from the rows. "
+            "Call count_rows once"
+        )
+    if not torch.equal(made.counted[0], counts.cpu()):
+        raise PrivacyError(
+            "a census releases counts as count_rows made them, and these were changed, so one row "
+            "could move them by more than 1. Change them after the noise"
+        )
 
 
 def record_release(mechanism: Mechanism, name: str, value: Mapping[str, Tensor] | Tensor) -> None:

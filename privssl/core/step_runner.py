@@ -5,7 +5,7 @@ ends the run:
 
 * labelled rows with an account are readable only from the step's charge to its end, and by the
   private mechanism alone: no clipping bounds a number that follows from several rows, and a census
-  is of single rows;
+  is of single rows. So is their number where it is private;
 * a step is charged once, with the event of the account's plan, and sends only the fields that the
   plan names: no other field, weight, metric, refusal or memory;
 * these fields have the bits that a private mechanism made, once, under that event;
@@ -39,11 +39,14 @@ class ChargedRows(LabelledRows):
     """Labelled rows with an account: readable from the current step's charge to its end."""
 
     def __init__(
-        self, rows: LabelledRows, paid: Callable[[], bool], who: str, *, sealed: bool
-    ) -> None:
+        self, rows: LabelledRows, paid: Callable[[], bool], who: str, *, sealed: bool,
+        counted: bool = True,
+    ) -> None:  # fmt: skip
         """``who``: reads them, for errors; ``sealed``: whether rows and labels are for the private
-        mechanism alone."""
-        own = {"_rows": rows, "_paid": paid, "_who": who, "_sealed": sealed}
+        mechanism alone; ``counted``: whether their number is public."""
+        own = {
+            "_rows": rows, "_paid": paid, "_who": who, "_sealed": sealed, "_counted": counted,
+        }  # fmt: skip
         for name, value in own.items():
             object.__setattr__(self, name, value)
 
@@ -54,6 +57,12 @@ class ChargedRows(LabelledRows):
             raise PrivacyError(
                 f"{self._who}: labelled rows were read before their account was charged, or after "
                 "the step. Read them and their number within account.spend only"
+            )
+        if name == "ids" and self._sealed and not (self._counted or mechanism_is_reading()):
+            raise PrivacyError(
+                f"{self._who}: the number of labelled rows is private (privacy.record_counts), and "
+                "was read outside of private training: in a loss or a rate it would move the "
+                "gradients of all rows. Use the declared number, data.labelled"
             )
         if name != "ids" and self._sealed and not mechanism_is_reading():
             raise PrivacyError(
@@ -84,7 +93,10 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
 
     labelled = agent.held_labelled
     if account is not None and labelled is not None:
-        labelled = ChargedRows(labelled, paid, who, sealed=account.plan.scope == "sound")
+        labelled = ChargedRows(
+            labelled, paid, who, sealed=account.plan.scope == "sound",
+            counted=account.plan.record_counts == "public",
+        )  # fmt: skip
     lent: Memory = MappingProxyType(before)
     seen = Agent(
         id=agent.id, location=agent.location, held_labelled=labelled,

@@ -30,6 +30,7 @@ from torch import Tensor
 from privssl.errors import DataError
 from privssl.runtime.console import Terminal
 from privssl.runtime.process import single_threaded
+from privssl.settings.names import is_own_encoder
 from privssl.storage import atomic_files, tensor_files
 
 log = logging.getLogger("privssl")
@@ -111,12 +112,13 @@ def _fill(
     encoder: Encoder, rows: Rows, found: Tensor, places: Sequence[int],
     done: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
-    """Encode the rows at some places into ``found``, each alone, side by side in threads."""
+    """Encode the rows at some places into ``found``, each alone, side by side in threads. Of an
+    encoder from outside the first is encoded again at the end."""
     if encoder.checksum not in _networks:
         _networks[encoder.checksum] = encoder.build()
     network = _networks[encoder.checksum]
 
-    def one(place: int) -> None:
+    def one(place: int) -> Tensor:
         # Each row in one thread: torch's own threads would wait for each other.
         with torch.inference_mode():
             features = network(rows[place : place + 1])
@@ -131,11 +133,22 @@ def _fill(
                 "Look at this row, and at the encoder's weights"
             )
         found[place] = features[0].half()
+        return features.clone()
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     with single_threaded(), ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(one, places):
+        first = None
+        for features in pool.map(one, places):
+            first = features if first is None else first
             done()
+        own = is_own_encoder(encoder.name)
+        if own and first is not None and not torch.equal(one(places[0]), first):
+            del _networks[encoder.checksum]  # with what it keeps
+            raise DataError(
+                f"data.encoder {encoder.name} gives a row other features once it has seen more "
+                "rows, so it keeps something of them (a running mean, a cache?): one row would "
+                "move the features of others. Use what depends on its weights and a row alone"
+            )
 
 
 def _read(cache: Path, wanted: set[bytes], shape: Sequence[int]) -> dict[bytes, Tensor]:

@@ -9,6 +9,7 @@ cluster of a record depends on nothing but this record and what is public.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -17,7 +18,14 @@ from torch import Tensor
 from accounting.discrete_laplace import discrete_laplace, exact_epsilon
 from accounting.events import PureDpEvent
 from privssl.core.agents import LabelledRows
-from privssl.core.private_release import begin_release, mechanism_reads, record_release
+from privssl.core.private_release import (
+    begin_release,
+    errors_without_rows,
+    mechanism_reads,
+    record_counts,
+    record_release,
+    refuse_other_counts,
+)
 from privssl.errors import PrivacyError
 from privssl.settings.schema import PrivacySettings
 
@@ -51,7 +59,8 @@ class CensusPlan:
             (K, C) int64 on the CPU; may be negative.
 
         Raises:
-            PrivacyError: these are no counts, or the step has released some before.
+            PrivacyError: these are no counts, not those that :func:`count_rows` made in this step,
+                or the step has released some before.
             accounting.errors.PlanError: the plan has no epsilon to add noise for.
         """
         if counts.dtype != torch.int64:
@@ -64,6 +73,7 @@ class CensusPlan:
                 f"a census is a table of clusters by classes of counts >= 0; this one has shape "
                 f"{tuple(counts.shape)}, or a negative count"
             )
+        refuse_other_counts(counts)
         begin_release()
         noise = torch.from_numpy(discrete_laplace(self.epsilon, counts.numel()))
         released = counts.cpu() + noise.view(counts.shape)
@@ -90,14 +100,35 @@ def count_rows(
     could depend on the number of other rows.
 
     Args:
-        cluster_of: a stored row (1, *shape) -> its cluster (1,), by what is public.
+        cluster_of: a stored row (1, *shape) -> its cluster (1,), by what is public. One from
+            outside of privssl is asked twice, in both orders of the rows.
+
+    Raises:
+        PrivacyError: the cluster of a row depends on the rows before it; or ``cluster_of`` raised
+            an error, whose text is withheld.
     """
     with mechanism_reads():
         x, y = rows.x, rows.y
     counts = torch.zeros(clusters, classes, dtype=torch.int64)
-    for row, label in zip(x, y.tolist(), strict=True):
-        counts[int(cluster_of(row[None])), label] += 1
+    with errors_without_rows("the cluster of a row"):
+        found = [int(cluster_of(row[None])) for row in x]
+        own = _module_of(cluster_of).partition(".")[0] != "privssl"
+        if own and found != [int(cluster_of(row[None])) for row in x.flip(0)][::-1]:
+            raise PrivacyError(
+                "the cluster of a row depends on the rows before it, so one row would move the "
+                "counts of others. Find clusters by what is public and the row alone"
+            )
+        for cluster, label in zip(found, y.tolist(), strict=True):
+            counts[cluster, label] += 1
+    record_counts(counts)
     return counts
+
+
+def _module_of(function: Callable[..., Tensor]) -> str:
+    """The module of a function, or of what a partial one calls."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__module__", ""))
 
 
 def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:

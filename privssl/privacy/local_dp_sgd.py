@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from privssl.core.agents import LabelledRows
-from privssl.core.private_release import mechanism_reads
+from privssl.core.private_release import errors_without_rows, mechanism_reads
 from privssl.core.rows import Shape
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
 from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
 from privssl.privacy.per_example_gradients import RowLoss
 from privssl.privacy.plan import PrivatePlan
-from privssl.privacy.row_bits import refuse_batch_dependent_rounding
+from privssl.privacy.row_bits import gradient_bits, is_ours, refuse_batch_dependent_rounding
 
 BLOCK = 64  # rows drawn for at once, where record counts are public
 
@@ -43,7 +43,8 @@ def train_rows_privately(
 ) -> None:
     """One visit of DP-SGD, in place. The caller has charged the plan's event.
 
-    ``draw`` and ``row_loss`` are first checked on synthetic rows.
+    ``draw`` and ``row_loss`` are first checked on synthetic rows, and after the visit again, where
+    any of it is not of privssl.
 
     Args:
         networks: the protected ones.
@@ -53,8 +54,9 @@ def train_rows_privately(
         counts_public: whether neighbours have as many rows.
 
     Raises:
-        PrivacyError: one row reaches another's fields, or its gradient by rounding; the plan has
-            other record counts; or networks or fields are not on the CPU.
+        PrivacyError: one row reaches another's fields, or its gradient by rounding; something
+            keeps what it saw of the rows; the plan has other record counts; networks or fields are
+            not on the CPU; or a draw or loss raised an error, whose text is withheld.
     """
     if counts_public != (plan.record_counts == "public"):
         raise PrivacyError(
@@ -73,7 +75,42 @@ def train_rows_privately(
     refuse_batch_dependent_rounding(
         networks, row_loss, made_up, by_place=not plan.keeps_places(count)
     )
-    PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
+    trial = None if is_ours(networks, row_loss, draw) else _Trial(networks, row_loss, drawn, size)
+    training = PrivateTraining(plan, networks)
+    with errors_without_rows("a draw, loss or network of private training"):
+        training.run(len(rows), drawn.fields, row_loss, at_once=at_once)
+    if trial is not None:
+        trial.refuse_change()
+
+
+class _Trial:
+    """The gradients of synthetic rows by the weights before a visit: what networks, loss and draw
+    keep of labelled rows, wherever and from whatever number of calls on, would change them."""
+
+    def __init__(
+        self, networks: Mapping[str, nn.Module], row_loss: RowLoss, drawn: "_DrawnBlocks", rows: int
+    ) -> None:
+        self._row_loss, self._drawn, self._rows = row_loss, drawn, rows
+        self._parameters = {
+            net: {n: p.detach().clone().requires_grad_() for n, p in network.named_parameters()}
+            for net, network in networks.items()
+        }
+        self._before = self._found()
+
+    def _found(self) -> list[Tensor]:
+        fields = self._drawn.made_up(self._rows)
+        return [*fields.values(), *gradient_bits(self._parameters, self._row_loss, fields)]
+
+    def refuse_change(self) -> None:
+        """Raise PrivacyError where they are not the same any more."""
+        after = self._found()
+        if len(after) != len(self._before) or not all(map(torch.equal, after, self._before)):
+            raise PrivacyError(
+                "a network, loss or draw keeps something of the rows that it is trained on (a "
+                "running mean, a memory bank, a cache?): rows would reach other rows' gradients, "
+                "which clipping does not bound. The visit stays charged, and nothing was sent. "
+                "Use what depends on its weights and its input alone"
+            )
 
 
 def tried_out(

@@ -9,7 +9,7 @@ process checks before it trains.
 
 import time
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ SHIFTS = 15  # places that rows move by are 1 to this: alignment in memory chang
 TRIES = 15  # of other weights, for the places of rows: rounding shows in few numbers
 STACK_TRIES = 4  # the same, of a stack of agents
 SECONDS = 2.0  # after these, large networks have been compared at enough numbers
+
+_KNOWN = ("privssl.", "generators.", "torch.nn.")  # beginnings of modules with our layers
 
 _passed = set[Hashable]()
 
@@ -73,8 +75,7 @@ def refuse_batch_dependent_rounding(
         }
 
         def bits(given: Mapping[str, Tensor], scaled: Parameters = scaled) -> list[Tensor]:
-            with single_threaded():
-                return _bits(factored_gradients(row_loss, scaled, given), rows)
+            return gradient_bits(scaled, row_loss, given)
 
         before = bits(fields)
         shifts = (1 + (4 * number + further) % SHIFTS for further in range(4))
@@ -93,6 +94,15 @@ def refuse_batch_dependent_rounding(
                 "another network, another device (run.device) or another release of torch"
             )
     _passed.add(key)
+
+
+def gradient_bits(
+    parameters: Parameters, row_loss: RowLoss, fields: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """What decides what each row adds to a clipped sum. ``fields``: of rows (B, ...)."""
+    with single_threaded():
+        gradients = factored_gradients(row_loss, parameters, fields)
+        return _bits(gradients, len(next(iter(fields.values()))))
 
 
 def stack_keeps_bits(
@@ -202,9 +212,27 @@ def _kind(
 
 def identity(network: nn.Module) -> Hashable:
     """What a network computes: of ours its form, of another itself, whose code may be anything."""
-    known = ("privssl.", "generators.", "torch.nn.")
-    ours = all(type(layer).__module__.startswith(known) for layer in network.modules())
-    return repr(network) if ours else weakref.ref(network)
+    return repr(network) if _has_known_layers(network) else weakref.ref(network)
+
+
+def _has_known_layers(network: nn.Module) -> bool:
+    return all(type(layer).__module__.startswith(_KNOWN) for layer in network.modules())
+
+
+def is_ours(networks: Mapping[str, nn.Module], row_loss: RowLoss, draw: Callable[..., Any]) -> bool:
+    """Whether all code of a private loss is of privssl: functions, and networks without hooks,
+    frozen ones included."""
+    loss = row_loss.function if isinstance(row_loss, ExampleLoss) else row_loss
+    known = all(str(getattr(f, "__module__", "")).startswith(_KNOWN) for f in (loss, draw))
+    held = [cell.cell_contents for cell in getattr(row_loss, "__closure__", None) or ()]
+    held += [getattr(row_loss, "networks", None), networks]
+    parts = [part for one in held for part in (one.values() if isinstance(one, Mapping) else [one])]
+    return known and all(_is_plain(part) for part in parts if isinstance(part, nn.Module))
+
+
+def _is_plain(network: nn.Module) -> bool:
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
+    return _has_known_layers(network) and not hooked
 
 
 def _of_loss(row_loss: RowLoss) -> Hashable:

@@ -1,5 +1,7 @@
 """What a step may touch and let go of: the mistakes that the author of a step can make honestly."""
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,6 +238,39 @@ def test_under_dp_sgd_private_training_alone_reads_rows(
 
     with pytest.raises(PrivacyError, match="read outside of private training"):
         ask(there, balances)
+
+
+@pytest.mark.parametrize("counts", ["private", "public"])
+@pytest.mark.parametrize("look", [len, lambda rows: rows.ids], ids=["number", "ids"])
+def test_a_private_number_of_rows_is_read_by_private_training_alone(
+    counts: Any, look: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    # In a loss or a rate, one row more would move the gradients of all others.
+    hidden = counts == "private"
+    plan = dataclasses.replace(
+        PLAN, record_counts=counts, n_public=None if hidden else 4,
+        adjacency="add_remove" if hidden else "zero_out",
+    )  # fmt: skip
+    account = Account.open(tmp_path / "m0.jsonl", plan, resume=False)
+    engine = LocalEngine(
+        [Agent(id="m0", held_labelled=LABELLED, account=account)], seed=0,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+    def divides_by_their_number(agent: Any, message: Sent, ctx: Any) -> Sent:
+        with agent.account.spend(EVENT, ctx.charge_id):
+            begin_release()
+            record_release(MECHANISM, "F", torch.ones(2))
+            look(agent.labelled)
+            return Sent(F=torch.ones(2))
+
+    with contextlib.closing(engine):
+        if hidden:
+            with pytest.raises(PrivacyError, match="the number of labelled rows is private"):
+                ask(engine, divides_by_their_number)
+        else:
+            ask(engine, divides_by_their_number)
+        assert len(LABELLED) == 4
 
 
 # What it sends of them ------------------------------------------------------------------------

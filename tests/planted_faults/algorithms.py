@@ -60,8 +60,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/step_runner.py",
-                'sealed=account.plan.scope == "sound")',
-                "sealed=not account.plan.visit_cost.is_pure)",
+                'sealed=account.plan.scope == "sound",',
+                "sealed=not account.plan.visit_cost.is_pure,",
             ),
         ),
         (
@@ -660,8 +660,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/label_histogram.py",
-                "counts[int(cluster_of(row[None])), label] += 1",
-                "counts[int(cluster_of(row[None])), : label + 1] += 1",
+                "counts[cluster, label] += 1",
+                "counts[cluster, : label + 1] += 1",
             ),
         ),
         (IN_CENSUS + "each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in",),

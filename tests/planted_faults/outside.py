@@ -215,8 +215,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/row_bits.py",
-                "return repr(network) if ours else weakref.ref(network)",
-                "return repr(network) if ours or network else None",
+                "return repr(network) if _has_known_layers(network) else weakref.ref(network)",
+                "return repr(network)",
             ),
         ),
         (

@@ -5,6 +5,10 @@ from tests.planted_faults.fault import Fault
 IN_PLUGINS = "tests/api/test_plugins.py::test_"
 IN_CHECK = "tests/testing/test_check_algorithm.py::test_"
 
+IN_CENSUS = "tests/privacy/test_label_histogram.py::test_"
+IN_STEPS = "tests/core/test_step_runner.py::test_"
+IN_ROWS = "tests/privacy/test_independence.py::test_"
+IN_ENCODERS = "tests/rows/test_encoders.py::test_"
 IN_MISTAKES = "tests/api/test_own_method_mistakes.py::test_"
 RUNNER = "privssl/core/step_runner.py"
 
@@ -91,6 +95,73 @@ FAULTS: tuple[Fault, ...] = (
         "a partition of one's own gives a row to two agents",
         (("privssl/data/partition.py", " and np.bincount(ids).max() == 1", ""),),
         (IN_PLUGINS + "a_mistake_is_one_clear_error[data.partition-Twice]",),
+    ),
+    Fault(
+        "a census of a method of one's own releases whatever it is given",
+        (("privssl/privacy/label_histogram.py", "        refuse_other_counts(counts)\n", ""),),
+        (IN_CENSUS + "a_census_releases_one_count_of_single_rows_as_it_was_made",),
+    ),
+    Fault(
+        "a method of one's own chooses among several tables of counts",
+        (
+            (
+                "privssl/core/private_release.py",
+                "if len(made.counted) != 1:",
+                "if not any(torch.equal(one, counts.cpu()) for one in made.counted):",
+            ),
+            (
+                "privssl/core/private_release.py",
+                "if not torch.equal(made.counted[0], counts.cpu()):",
+                "if not made.counted:",
+            ),
+        ),
+        (IN_CENSUS + "a_census_releases_one_count_of_single_rows_as_it_was_made",),
+    ),
+    Fault(
+        "a cluster of one's own moves with the rows before",
+        (
+            (
+                "privssl/privacy/label_histogram.py",
+                "if own and found != ",
+                "if own is None and found != ",
+            ),
+        ),
+        (IN_CENSUS + "a_census_releases_one_count_of_single_rows_as_it_was_made",),
+    ),
+    Fault(
+        "a private number of rows is read beside private training",
+        ((RUNNER, "not (self._counted or mechanism_is_reading())", "not self._rows"),),
+        (IN_STEPS + "a_private_number_of_rows_is_read_by_private_training_alone",),
+    ),
+    Fault(
+        "what a network of one's own keeps of a visit's rows is not looked for",
+        (("privssl/privacy/local_dp_sgd.py", "        trial.refuse_change()\n", "        pass\n"),),
+        (IN_ROWS + "what_keeps_something_of_rows_after_a_warm_up_is_refused_after_its_visit",),
+    ),
+    Fault(
+        "an error on labelled rows has its text",
+        (
+            (
+                "privssl/core/private_release.py",
+                "    except (PrivacyError, AccountingError):  # of the mechanism itself\n",
+                "    except Exception:\n",
+            ),
+        ),
+        (
+            IN_CENSUS + "an_error_of_a_cluster_shows_no_row_and_no_label",
+            IN_ROWS + "an_error_of_a_draw_on_labelled_rows_shows_no_label",
+        ),
+    ),
+    Fault(
+        "an encoder of one's own is tried on few rows alone",
+        (
+            (
+                "privssl/encoders/frozen.py",
+                "own = is_own_encoder(encoder.name)",
+                "own = is_own_encoder('')",
+            ),
+        ),
+        (IN_ENCODERS + "an_encoder_from_outside_that_keeps_something_after_a_warm_up_is_refused",),
     ),
     Fault(
         "an encoder of one's own is not tried",

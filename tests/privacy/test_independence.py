@@ -1,6 +1,7 @@
 """Rows of a private loss do not see each other, whatever network, draw or chance is in it."""
 
 import math
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,11 @@ from privssl.models import build_classifier
 from privssl.models.convnets import SmallCNN
 from privssl.privacy import local_dp_sgd
 from privssl.privacy.dp_sgd import make_dp_sgd_plan
-from privssl.privacy.independence import check_rows_independent, refuse_coupling_layers
+from privssl.privacy.independence import (
+    check_rows_independent,
+    refuse_coupling_layers,
+    refuse_memory,
+)
 from privssl.privacy.local_dp_sgd import Draw, train_rows_privately
 from privssl.privacy.per_example_gradients import (
     Parameters,
@@ -188,6 +193,95 @@ def test_what_is_drawn_for_a_row_may_not_depend_on_others(
     with pytest.raises(PrivacyError, match=named):
         train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
     assert torch.equal(F.layer.weight, before)
+
+
+class Seen:
+    """What a careless network or draw keeps where no check of attributes looks."""
+
+    def __init__(self) -> None:
+        self.calls, self.mean = 0, torch.zeros(())
+
+
+class CentredLater(nn.Module):
+    """Uses what it saw in its last call, but not before a warm-up; or keeps it unused."""
+
+    def __init__(self, uses: bool) -> None:
+        super().__init__()
+        self.layer, self.seen, self.uses = nn.Linear(math.prod(SHAPE), CLASSES), Seen(), uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat, before = x.flatten(1), self.seen.mean
+        self.seen.calls += 1
+        if self.training and self.seen.calls > 15:
+            self.seen.mean = flat.detach()
+        logits: Tensor = self.layer(flat - before if self.uses else flat)
+        return logits
+
+
+def drawn_later(uses: bool) -> Draw:
+    seen = Seen()
+
+    def draw(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+        seen.calls += 1
+        if seen.calls > 12:
+            seen.mean = (x / 255).mean()
+        return {"x": x / 255 - (seen.mean if uses else 0.0), "y": y}
+
+    return draw
+
+
+@pytest.mark.parametrize("where", ["network", "draw"])
+@pytest.mark.parametrize("uses", [True, False])
+def test_what_keeps_something_of_rows_after_a_warm_up_is_refused_after_its_visit(
+    where: str, uses: bool
+) -> None:
+    plan = make_dp_sgd_plan(
+        PrivacySettings(epsilon=8.0, steps=20, sample_rate=1.0), rounds=1, rows_per_agent=4
+    )
+    rows = LabelledRows(
+        torch.randint(256, (4, *SHAPE), dtype=torch.uint8), torch.arange(4) % CLASSES,
+        torch.arange(4),
+    )  # fmt: skip
+    F = CentredLater(uses and where == "network").train()
+    draw = drawn_later(uses and where == "draw")
+    if where == "network":
+        refuse_memory(CentredLater(uses), SHAPE)  # too few calls to see it before a run
+
+    def visit() -> None:
+        loss = ExampleLoss(hard_label_loss, (), {"F": F})
+        ctx = Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
+        train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=True)
+
+    if not uses:  # the control: it is called as often, and keeps nothing that it uses
+        return visit()
+    with pytest.raises(PrivacyError, match="keeps something of the rows that it is trained on"):
+        visit()
+    return None
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_error_of_a_draw_on_labelled_rows_shows_no_label(fails: bool) -> None:
+    plan = make_dp_sgd_plan(PrivacySettings(epsilon=8.0, steps=2), rounds=1, rows_per_agent=4)
+    rows = LabelledRows(
+        torch.full((4, *SHAPE), 77, dtype=torch.uint8), torch.arange(4) % CLASSES, torch.arange(4)
+    )
+    F, ctx = Dropping(0.0), Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
+
+    def refuses_grey(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
+        if fails and (x == 77).all():
+            raise ValueError(f"these are classes {y.tolist()}")
+        return plain_fields(x, y, here)
+
+    def visit() -> None:
+        loss = ExampleLoss(hard_label_loss, (), {"F": F})
+        train_rows_privately(plan, {"F": F}, rows, ctx, refuses_grey, loss, counts_public=True)
+
+    if not fails:
+        return visit()
+    with pytest.raises(PrivacyError, match="ValueError in refuses_grey") as error:
+        visit()
+    assert "these are" not in "".join(traceback.format_exception(error.value))
+    return None
 
 
 def test_torchs_recurrent_layers_are_refused_and_the_gru_of_linear_layers_is_not() -> None:

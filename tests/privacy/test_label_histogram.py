@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import shutil
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -533,29 +534,100 @@ def above_one_half(rows: Any) -> Tensor:
     return count_rows(rows, lambda row: (row.flatten() > 0.5).long(), 2, 2)
 
 
+def above_the_mean_so_far(rows: Any) -> Tensor:
+    seen = list[float]()
+
+    def cluster_of(row: Tensor) -> Tensor:
+        seen.append(float(row))
+        return (row.flatten() >= sum(seen) / len(seen)).long()
+
+    return count_rows(rows, cluster_of, 2, 2)
+
+
+def cumulative(rows: Any) -> Tensor:
+    return above_one_half(rows).cumsum(dim=0)
+
+
+def tenfold(rows: Any) -> Tensor:
+    return 10 * above_one_half(rows)
+
+
+def the_purer_of_two(rows: Any) -> Tensor:
+    return max(
+        (
+            count_rows(rows, lambda row, at=at: (row.flatten() > at).long(), 2, 2)  # type: ignore[misc]
+            for at in (0.2, 0.8)
+        ),
+        key=lambda table: int(table.amax(dim=1).sum()),
+    )
+
+
+def six_rows() -> LabelledRows:
+    return LabelledRows(torch.linspace(0, 1, 6).view(6, 1), torch.arange(6) % 2, torch.arange(6))
+
+
+@dataclass
+class Asked:
+    """One support agent that answers a census of two clusters and two classes."""
+
+    folder: Path
+
+    def __call__(self, counted: Callable[[Any], Tensor]) -> Tensor:
+        def answer(agent: Any, message: Ack, ctx: Any) -> Answer:
+            with agent.account.spend(PLAN.event, ctx.charge_id):
+                return Answer(PLAN.release(counted(agent.labelled)))
+
+        promise = AccountPlan(
+            agent="s0", budget=Budget(2.0, 1e-5), scope="sound", update=PLAN.update,
+            protect=PLAN.protect, event=PLAN.event, n_public=6,
+        )  # fmt: skip
+        account = Account.open(self.folder / "s0.jsonl", promise, resume=False)
+        agent = Agent(id="s0", held_labelled=six_rows(), account=account)
+        engine = LocalEngine([agent], seed=0, device=torch.device("cpu"))
+        with contextlib.closing(engine):
+            [reply] = engine.deliver([Call(engine.roster()[0], answer, Ack(), 1)])
+        return reply.payload.census  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("counted", "why"),
+    [
+        (above_the_mean_of_all, "count_rows"),
+        (above_the_mean_so_far, "the cluster of a row depends on the rows before it"),
+        (cumulative, "these were changed, so one row could move them by more than 1"),
+        (tenfold, "these were changed, so one row could move them by more than 1"),
+        (the_purer_of_two, "and 2 were: which of several is released could follow from the rows"),
+        (lambda rows: torch.zeros(2, 2, dtype=torch.int64), "and 0 were"),
+    ],
+)
+def test_a_census_releases_one_count_of_single_rows_as_it_was_made(
+    counted: Callable[[Any], Tensor], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError, match=why):
+        Asked(tmp_path)(counted)
+    Asked(tmp_path / "control")(above_one_half)
+
+
+@pytest.mark.parametrize("told", ["class 1", "a row of 0.8"])
+def test_an_error_of_a_cluster_shows_no_row_and_no_label(told: str, tmp_path: Path) -> None:
+    def fails(row: Tensor) -> Tensor:
+        if float(row) > 0.7:
+            raise ValueError(told)
+        return (row.flatten() > 0.5).long()
+
+    with pytest.raises(PrivacyError, match="fails on labelled rows: ValueError in fails") as error:
+        Asked(tmp_path)(lambda rows: count_rows(rows, fails, 2, 2))
+    assert told not in "".join(traceback.format_exception(error.value))
+
+
 @pytest.mark.parametrize(
     ("counted", "refused"), [(above_the_mean_of_all, True), (above_one_half, False)]
 )
 def test_a_census_counts_single_rows_as_one_row_would_move_the_clusters_of_others(
     counted: Callable[[Any], Tensor], refused: bool, tmp_path: Path
 ) -> None:
-    rows = LabelledRows(torch.linspace(0, 1, 6).view(6, 1), torch.arange(6) % 2, torch.arange(6))
-
-    def answer(agent: Any, message: Ack, ctx: Any) -> Answer:
-        with agent.account.spend(PLAN.event, ctx.charge_id):
-            return Answer(PLAN.release(counted(agent.labelled)))
-
-    promise = AccountPlan(
-        agent="s0", budget=Budget(2.0, 1e-5), scope="sound", update=PLAN.update,
-        protect=PLAN.protect, event=PLAN.event, n_public=6,
-    )  # fmt: skip
-    account = Account.open(tmp_path / "s0.jsonl", promise, resume=False)
-    engine = LocalEngine(
-        [Agent(id="s0", held_labelled=rows, account=account)], seed=0, device=torch.device("cpu")
-    )
-    asked = Call(engine.roster()[0], answer, Ack(), 1)
-    with pytest.raises(PrivacyError, match="count_rows") if refused else contextlib.nullcontext():
-        [reply] = engine.deliver([asked])
-        assert reply.payload.census.shape == (2, 2)
-    assert counted(rows).tolist() == [[2, 1], [1, 2]]  # without an account, and the same here
-    engine.close()
+    error = pytest.raises(PrivacyError, match=r"read outside of private training.*count_rows")
+    with error if refused else contextlib.nullcontext():
+        assert Asked(tmp_path)(counted).shape == (2, 2)
+    # Without an account both count.
+    assert counted(six_rows()).tolist() == [[2, 1], [1, 2]]

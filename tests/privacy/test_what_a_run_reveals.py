@@ -30,6 +30,7 @@ from privssl.algorithms.fedssl.algorithm import FedSSL
 from privssl.core.agents import Agent, LabelledRows
 from privssl.core.messages import Ack, Reply, serialize
 from privssl.engines.local import LocalEngine
+from privssl.errors import PrivacyError
 from privssl.experiment import config
 from privssl.experiment.prepare import prepare
 from privssl.privacy import plan as privacy_plan
@@ -317,10 +318,10 @@ def test_the_text_of_a_crash_in_a_private_visit_holds_no_row(
         return torch.cat([batch.mild, batch.p1])  # cannot be
 
     monkeypatch.setattr(losses, "mixing_losses", crash)
-    with accounts(prepared, tmp_path) as agents, pytest.raises(RuntimeError) as crashed:
+    with accounts(prepared, tmp_path) as agents, pytest.raises(PrivacyError) as crashed:
         pixels = agents["s0"].labelled.x[:, 0, 0, :4]
         visit(prepared, agents["s0"], context("s0"))
     text = "".join(traceback.format_exception(crashed.value))
-    assert "cat" in text
+    assert "fails on labelled rows: RuntimeError in " in text
     for row in pixels.tolist():
         assert ", ".join(map(str, row)) not in text

@@ -3,6 +3,7 @@ refused in words."""
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from privssl.data.canonical import contents_of
 from privssl.encoders import frozen
 from privssl.encoders.frozen import Encoder, encode, load_tensors
 from privssl.encoders.image_encoders import standardised
+from privssl.encoders.own_encoders import refuse_state
 from privssl.errors import DataError, UserError
 from privssl.experiment import config
 from privssl.experiment.prepare import prepare
@@ -39,7 +41,7 @@ class Counting:
     def __init__(self, *, factor: float = 1.0, shape: tuple[int, ...] = (4,)) -> None:
         self.seen = 0
         self.encoder = Encoder(
-            f"counting{factor}{shape}", shape, f"{factor}{shape}", "nothing", lambda: self.run
+            f"timm:counting{factor}{shape}", shape, f"{factor}{shape}", "nothing", lambda: self.run
         )
         self.factor = factor
 
@@ -57,6 +59,37 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 def expected(images: Tensor) -> Tensor:
     return (images[:, 0, 0, :4].float() / 255).half()
+
+
+# What it keeps of rows -------------------------------------------------------------------------
+
+
+class CentredLater:
+    """Rows less their running mean, from some number of rows on."""
+
+    def __init__(self, warm_up: float) -> None:
+        self.warm_up, self.seen, self.sum = warm_up, 0, torch.zeros(4)
+
+    def __call__(self, rows: Any) -> Tensor:
+        x: Tensor = rows[:, 0, 0, :4].float() / 255
+        self.seen, self.sum = self.seen + 1, self.sum + x[0]
+        return x - self.sum / self.seen if self.seen > self.warm_up else x
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("warm_up", [20, math.inf])
+def test_an_encoder_from_outside_that_keeps_something_after_a_warm_up_is_refused(
+    warm_up: float, cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(frozen, "_networks", {})
+    own = Encoder("mine:late", (4,), "1" * 64, "nothing", lambda: CentredLater(warm_up), cached)
+    refuse_state(own, (1, 8, 8))  # too few rows to see it
+    if warm_up == math.inf:  # the control: it keeps the same, and uses none of it
+        assert torch.equal(encode(own, IMAGES, tmp_path), expected(IMAGES))
+        return
+    with pytest.raises(DataError, match="other features once it has seen more rows"):
+        encode(own, IMAGES, tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))  # no feature is kept
 
 
 # The cache -----------------------------------------------------------------------------------
@@ -427,7 +460,7 @@ def test_texts_are_encoded_once_and_returned_in_their_order(tmp_path: Path) -> N
         seen.extend(rows)
         return torch.tensor([[float(len(row))] for row in rows])
 
-    encoder = Encoder("fake", (1,), "of lengths", "nothing", lambda: lengths, takes="texts")
+    encoder = Encoder("timm:fake", (1,), "of lengths", "nothing", lambda: lengths, takes="texts")
     found = encode(encoder, ("ccc", "a", "bb", "a"), tmp_path)
     assert sorted(seen) == ["a", "bb", "ccc"]
     assert found.flatten().tolist() == [3, 1, 2, 1]
