@@ -89,7 +89,7 @@ def prose(item: Any) -> str:
     for block in re.split(r"\n\n+", text):
         title, _, body = block.partition("\n")
         if title not in SECTIONS:
-            paragraphs.append(block)
+            paragraphs.append(block if "\n " in block else " ".join(block.split()))
             continue
         for entry in textwrap.dedent(body).replace("\n    ", " ").splitlines():
             named = title != "Returns:" and re.sub(r"^[\w., ]+(?=: )", as_code, entry)

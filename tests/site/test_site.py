@@ -363,7 +363,7 @@ def test_labelled_rows_are_out_of_reach_of_a_step_that_forgot_to_pay(
     monkeypatch.setattr(FedSSL, "_private_pass", unpaid)
     desk = opened(place)
     assert ask(desk, visit_to(desk)).error == "failed" and not found
-    monkeypatch.setattr(step_runner, "ChargedRows", lambda rows, *_, sealed: rows)
+    monkeypatch.setattr(step_runner, "ChargedRows", lambda rows, *_, **__: rows)
     assert ask(desk, visit_to(desk, visit=2)).error == "" and found  # the control
 
 
@@ -496,7 +496,7 @@ def test_a_site_that_pays_after_it_has_read_would_be_found_out(place: Path) -> N
 
     def killed() -> bytes:
         Account.spend = late  # type: ignore[method-assign]
-        vars(step_runner)["ChargedRows"] = lambda rows, *_, sealed: rows
+        vars(step_runner)["ChargedRows"] = lambda rows, *_, **__: rows
         with noted(notes), at_moment(SecureNoise, "add_noise", after):
             return opened(place).handle(letter)
 
