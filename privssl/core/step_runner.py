@@ -40,7 +40,7 @@ class ChargedRows(LabelledRows):
 
     def __init__(
         self, rows: LabelledRows, paid: Callable[[], bool], who: str, *, sealed: bool,
-        counted: bool = True,
+        counted: bool,
     ) -> None:  # fmt: skip
         """``who``: reads them, for errors; ``sealed``: whether rows and labels are for the private
         mechanism alone; ``counted``: whether their number is public."""
