@@ -11,6 +11,7 @@ import torch
 from privssl.experiment.config import Config
 from privssl.experiment.devices import device_of_run
 from privssl.experiment.plugin_names import imports_of
+from privssl.ops.precision import is_emulated
 
 #: Instruction sets by which results or times differ.
 INSTRUCTIONS = (
@@ -44,6 +45,11 @@ def gpu_name(config: Config) -> str | None:
     with imports_of(config):  # the table names its plug-ins
         there = device_of_run(config)
     return torch.cuda.get_device_name(there) if there.type == "cuda" else None
+
+
+def is_bfloat16_emulated(config: Config) -> bool:
+    """Whether a run would compute in bfloat16 on a processor that has no instructions for it."""
+    return is_emulated(config.run.precision, config.run.device)
 
 
 def commit_of(root: Path) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from typing import Literal
 from privssl.errors import RunFolderError, UserError
 from privssl.experiment.config import Config
 from privssl.experiment.plugin_names import imports_of
-from privssl.reproduce.machine import commit_of, gpu_name, processor
-from privssl.reproduce.store import Entry, Measured, Store, config_hash
+from privssl.reproduce.machine import commit_of, gpu_name, is_bfloat16_emulated, processor
+from privssl.reproduce.store import Entry, Measured, Store, config_hash, in_float32
 from privssl.reproduce.tables import Cell
 from privssl.runs import resume
 from privssl.runtime.process import INTERRUPTED, defer_interrupts
@@ -164,6 +164,8 @@ class Runner:
         self, cell: Cell, seed: int, folder: Path, lock: int, until: float
     ) -> Entry | Literal["stopped"]:
         config = self._store.config(cell, seed)
+        if is_bfloat16_emulated(config):  # in float32 it takes a fraction of the time
+            config = in_float32(config)
         sources = self._store.sources(config)
         note = _Note(folder.with_suffix(".json"))
         state = "stale" if note.sources != sources else _state(folder, config)
@@ -171,7 +173,7 @@ class Runner:
             if state != "begun":
                 note.begin(sources, self._root, config)
             log = folder.with_suffix(".log")
-            arguments = _arguments(cell, seed, folder.relative_to(self._root), state)
+            arguments = _arguments(cell, config, folder.relative_to(self._root), state)
             try:
                 with _in(self._root):
                     ended = self._train(arguments, log, lock, until)
@@ -197,11 +199,17 @@ class Runner:
         return entry
 
 
-def _arguments(cell: Cell, seed: int, folder: Path, state: str) -> list[str]:
+def _arguments(cell: Cell, config: Config, folder: Path, state: str) -> list[str]:
     """Arguments of ``privssl.train``."""
-    fixed = [f"run.seed={seed}", f"run.output={json.dumps(str(folder))}"]
+    run = config.run
+    settings = [
+        *(text for text in cell.overrides if not text.startswith("run.precision=")),
+        f"run.seed={run.seed}",
+        f"run.precision={run.precision}",
+        f"run.output={json.dumps(str(folder))}",
+    ]
     start = ["--resume", str(folder)] if state == "begun" else ["run.overwrite=true"]
-    return [str(cell.config), *cell.overrides, *fixed, *start]
+    return [str(cell.config), *settings, *start]
 
 
 def _state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:

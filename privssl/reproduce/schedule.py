@@ -10,6 +10,7 @@ from rich.table import Column
 from rich.table import Table as Drawn
 
 from privssl.errors import ConfigError, UserError
+from privssl.reproduce.machine import is_bfloat16_emulated
 from privssl.reproduce.runner import Runner
 from privssl.reproduce.store import State, Store
 from privssl.reproduce.tables import Cell, Table, matching
@@ -119,6 +120,8 @@ def run_all(
         title = f"[{number}/{len(todo)}] {cell.table}: {cell.title}, seed {seed}"
         console.print(f"{title} (about {cell.minutes:g} min)", markup=False)
         try:
+            if is_bfloat16_emulated(store.config(cell, seed)):
+                console.print("  in float32, for want of bfloat16 instructions", markup=False)
             ended = runner.run(cell, seed, until)
         except UserError as problem:
             console.print(str(problem), markup=False)

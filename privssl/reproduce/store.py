@@ -102,7 +102,7 @@ class Store:
 
     def why_old(self, cell: Cell, seed: int, entry: Entry) -> str | None:
         """What has changed since an entry was measured; None: nothing."""
-        config = self.config(cell, seed)
+        config = _as_measured(self.config(cell, seed), entry)
         if entry["metric"] != cell.metric:
             return f"the table asks for {cell.metric}, not {entry['metric']}"
         if entry["config_hash"] != config_hash(config) and (
@@ -197,6 +197,18 @@ class Kept:
     @property
     def mean(self) -> float:
         return statistics.fmean(self.values)
+
+
+def in_float32(config: Config) -> Config:
+    """The same run with networks that multiply in float32."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, precision="float32"))
+
+
+def _as_measured(config: Config, entry: Entry) -> Config:
+    """Today's config of an entry: one in float32 answers a cell that asks for bfloat16, which saves
+    time where a processor has its instructions (``machine.is_bfloat16_emulated``)."""
+    precise = entry["config"]["run"].get("precision", "float32") == "float32"
+    return in_float32(config) if precise and config.run.precision == "bfloat16" else config
 
 
 def config_hash(config: Config) -> str:

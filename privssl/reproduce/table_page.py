@@ -215,7 +215,7 @@ def notes(of: Measurements) -> Iterator[Note]:
         yield "NOMINAL: the number of a scheme that guarantees nothing.", ()
     precise = {entry["config"]["run"].get("precision", "float32") for entry in entries}
     if "bfloat16" in precise:
-        some = "" if precise == {"bfloat16"} else " in some rows"
+        some = "" if precise == {"bfloat16"} else " in some cells"
         yield f"Networks compute in bfloat16{some}.", ()
     yield from _splits(of)
     same = {

@@ -356,6 +356,32 @@ def test_an_entry_is_old_when_a_value_of_its_config_has_changed(clone: Clone) ->
     assert why == "its config has changed (algorithm.rounds)"
 
 
+@pytest.mark.parametrize(("has_instructions", "trained"), [(False, "float32"), (True, "bfloat16")])
+def test_a_cell_in_bfloat16_is_run_in_float32_where_the_processor_has_no_instructions_for_it(
+    has_instructions: bool, trained: str, clone: Clone, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    clone.change("name: supervise}", "name: supervise, run.precision: bfloat16}")
+    monkeypatch.setattr("privssl.ops.precision.has_instructions", lambda: has_instructions)
+    assert command(clone, "small", "--cells", "Supervise/40*", "--seeds", "1") == 0
+
+    store = clone.store
+    entry = store.read(cell(clone), 0)
+    assert entry is not None and entry["config"]["run"]["precision"] == trained
+    told = "in float32, for want of bfloat16 instructions" in capsys.readouterr().out
+    assert told is not has_instructions
+    for there in (False, True):  # on whatever machine the entry is read
+        monkeypatch.setattr("privssl.ops.precision.has_instructions", lambda there=there: there)
+        assert clone.store.state(cell(clone), 0) == "measured"
+
+
+def test_an_entry_in_bfloat16_answers_no_cell_that_asks_for_float32(clone: Clone) -> None:
+    clone.change("name: supervise}", "name: supervise, run.precision: bfloat16}")
+    assert state_after(clone) == "measured"
+    clone.change("run.precision: bfloat16}", "run.precision: float32}")
+    assert clone.store.state(cell(clone), 0) == "old"
+
+
 def test_a_key_that_is_new_since_ages_no_entry_unless_it_is_set(clone: Clone) -> None:
     path = clone.put("Supervise", "40 labels, 2 + 2", 0, 0.5, config_hash="of fewer keys")
     entry = json.loads(path.read_text())
