@@ -24,6 +24,7 @@ from privssl.models.resnet18 import ResNet18, ResNet18Small
 from privssl.models.wide_resnet import WideResNet28x2
 from privssl.ops.dropout import Dropout
 from privssl.ops.fused_conv import fuse
+from privssl.ops.pointwise_conv import avoid_overrun
 from privssl.ops.precision import Precision, in_precision
 from privssl.settings.names import is_outside
 from privssl.settings.schema import ModelSettings
@@ -105,12 +106,13 @@ LATER: dict[type, tuple[type, ...]] = {
 def optimize_layout(network: Network) -> Network:
     """The network as it trains fastest: weights channels last, faster dropout, fused layers, and
     ReLU and dropout of whole channels after max pooling (on a quarter of the elements, with the
-    same result). Parameter names stay.
+    same result); and without layers that oneDNN computes wrongly. Parameter names stay.
 
     Call it when a network is built, not when it is used: another layout rounds otherwise, so the
     first step of a resumed run would differ.
     """
     for module in list(network.modules()):
+        avoid_overrun(module)
         for name, child in module.named_children():
             if type(child) is nn.Dropout:
                 setattr(module, name, Dropout(child.p, child.inplace).train(child.training))

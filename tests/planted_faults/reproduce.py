@@ -123,6 +123,19 @@ FAULTS: tuple[Fault, ...] = (
         (IN_PAGES + "rows_of_a_column_with_other_splits_are_told",),
     ),
     Fault(
+        "an entry in bfloat16 answers a cell that asks for float32",
+        (
+            (
+                STORE,
+                'return in_float32(config) if precise and config.run.precision == "bfloat16" else '
+                "config",
+                'return type(config)(**vars(config) | {"run": dataclasses.replace(config.run, '
+                'precision=entry["config"]["run"]["precision"])})',
+            ),
+        ),
+        (IN_RUNNING + "an_entry_in_bfloat16_answers_no_cell_that_asks_for_float32",),
+    ),
+    Fault(
         "an entry stays new on another split",
         (
             (

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from generators.spectral import SpectralNorm
 from privssl.models.static_norm import StaticNorm
 from privssl.ops.group_norm import GroupNorm
+from privssl.ops.pointwise_conv import PointwiseConv2d
 from privssl.ops.precision import precision_of
 from privssl.training.batched.deferred import BatchedCall, FunctionalModule
 from privssl.training.local_training import OptimizerStep
@@ -38,8 +39,8 @@ ROWS_AT_ONCE = 4096  # of one stacked pass, over all agents, to bound memory
 
 #: Layers that compute each row by itself, and the same in training as in evaluation.
 BY_ROW = (
-    nn.Conv2d, nn.ConvTranspose2d, nn.Linear, nn.GroupNorm, GroupNorm, nn.MaxPool2d,
-    nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Flatten, nn.Unflatten, nn.Identity,
+    nn.Conv2d, PointwiseConv2d, nn.ConvTranspose2d, nn.Linear, nn.GroupNorm, GroupNorm,
+    nn.MaxPool2d, nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Flatten, nn.Unflatten, nn.Identity,
 )  # fmt: skip
 
 #: Layers that differ in training (``is_single``, ``couples``).

@@ -1,0 +1,31 @@
+"""1x1 convolutions with a stride over few channels.
+
+For these oneDNN, which computes torch's convolutions on a CPU, writes the gradient of the weights
+past its memory, where rows are channels last: numbers are wrong, or the process dies (oneDNN issue
+6035; seen with torch 2.14 and AVX2). Skipping pixels first gives the same numbers.
+"""
+
+from torch import Tensor, nn
+from torch.nn.functional import conv2d
+
+CHANNELS = 16  # of a group; from here on oneDNN is right on every processor
+
+
+class PointwiseConv2d(nn.Conv2d):
+    """``nn.Conv2d`` with a 1x1 kernel and without padding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = self.stride
+        seen = x[..., ::rows, ::columns]  # also of one image without a batch
+        return conv2d(seen, self.weight, self.bias, groups=self.groups)
+
+
+def avoid_overrun(layer: nn.Module) -> None:
+    """Make a layer that oneDNN computes wrongly a ``PointwiseConv2d``; parameters stay."""
+    if (
+        type(layer) is nn.Conv2d
+        and (layer.kernel_size, layer.padding) in (((1, 1), (0, 0)), ((1, 1), "valid"))
+        and layer.stride != (1, 1)
+        and layer.in_channels // layer.groups < CHANNELS
+    ):
+        layer.__class__ = PointwiseConv2d
