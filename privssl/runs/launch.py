@@ -48,6 +48,7 @@ def launch(
         folder = stack.enter_context(run_dir.create_run_dir(prepared))
     else:
         folder = resume
+        run_dir.restore_replaced_run(folder)
         stack.enter_context(run_dir.lock_run_dir(folder))
     file = LogFile(folder / "train.log")
     stack.enter_context(logging_to(file))
@@ -72,6 +73,7 @@ def launch(
         file.handle(record)
 
     def trackers() -> list[Tracker]:
+        run_dir.remove_replaced_run(folder)  # nothing forbids the new run any more
         return [
             CsvTracker(folder / "metrics.csv", resume_after=after),
             TensorBoardTracker(folder / "tensorboard", resume_after=after),

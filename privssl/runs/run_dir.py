@@ -1,7 +1,8 @@
 """The folder of a run: made once, never overwritten by accident, private to the user (0700).
 
-One process works in it at a time. Replacing a private run moves its ledger beside the folder.
-Whatever is refused is refused before anything in the folder has changed.
+One process works in it at a time. A run that is to be replaced waits under a hidden name beside the
+folder until nothing can forbid the new one, and comes back if that does not begin. Then its ledger
+is moved beside the folder, and the rest goes.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +47,30 @@ NOT_BEGUN = {"config.yaml", "split.json", "train.log"}
 
 @contextmanager
 def create_run_dir(prepared: Prepared) -> Iterator[Path]:
-    """Make the folder of a new run, and lock it. Raises RunFolderError: it exists and may not be
+    """Make the folder of a new run, and lock it. A former run comes back at the end, unless
+    ``remove_replaced_run`` was called. Raises RunFolderError: the folder exists and may not be
     replaced, or cannot be made."""
     run = prepared.config.run
     folder = prepared.config.folder
+    restore_replaced_run(folder)
     check_free(prepared.config)
     check_shared_accounts(prepared)
-    if list_entries(folder):
-        with lock_run_dir(folder):
-            _remove(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-    except OSError as error:
-        raise RunFolderError(
-            f"{folder}: this folder cannot be made: {error.strerror}. Choose another run.output"
-        ) from error
-    with lock_run_dir(folder):
+    with ExitStack() as stack:
+        if entries := list_entries(folder):
+            stack.enter_context(lock_run_dir(folder))  # also under its other name
+            with atomic_files.writing(folder):
+                folder.rename(_replaced(folder))
+            if entries <= NOT_BEGUN:
+                remove_replaced_run(folder)
+            stack.callback(_put_back, folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.chmod(0o700)
+        except OSError as error:
+            raise RunFolderError(
+                f"{folder}: this folder cannot be made: {error.strerror}. Choose another run.output"
+            ) from error
+        stack.enter_context(lock_run_dir(folder))
         # In this order: a split.json says that the folder is a run, and may be replaced.
         prepared.federated_data.manifest.write(folder / "split.json")
         # Without overwrite: to run the file again must not replace the run that it is of.
@@ -82,8 +90,9 @@ def check_free(config: Config) -> None:
 
 
 @contextmanager
-def lock_run_dir(folder: Path) -> Iterator[None]:
-    """Lock the folder itself; another process that asks for it gets a RunFolderError.
+def lock_run_dir(folder: Path, named: Path | None = None) -> Iterator[None]:
+    """Lock the folder itself; another process that asks for it gets a RunFolderError, about
+    ``named`` where that is given.
 
     The system drops the lock when the process ends. A file system without locks is used without
     one.
@@ -94,7 +103,8 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunFolderError(
-                f"{folder}: another process is training in it. Wait, or choose another run.output"
+                f"{named or folder}: another process is training in it. Wait, or choose another "
+                "run.output"
             ) from error
         except OSError as error:
             log.warning("%s cannot be locked: %s", folder, error.strerror)
@@ -135,19 +145,48 @@ def _in_the_way(folder: Path) -> str:
     return f"{folder} exists and holds a run. You can {', or '.join(choices)}"
 
 
-def _remove(folder: Path) -> None:
-    """Remove a former run, but never the record of what it spent."""
+def _replaced(folder: Path) -> Path:
+    """Where a run lies until the one that replaces it begins."""
+    return folder.with_name(f"{atomic_files.TEMPORARY}{folder.name}.replaced")
+
+
+def restore_replaced_run(folder: Path) -> None:
+    """Put a run back whose replacement was killed before it began."""
+    former = _replaced(folder)
+    if former.exists():
+        with lock_run_dir(former, folder):
+            _put_back(folder)
+
+
+def _put_back(folder: Path) -> None:
+    former = _replaced(folder)
+    if former.exists():
+        with atomic_files.writing(folder):
+            if folder.exists():
+                shutil.rmtree(folder)
+            former.rename(folder)
+        log.warning("%s has its former run again: the new one did not begin.", folder)
+
+
+def remove_replaced_run(folder: Path) -> None:
+    """Remove the run that a new one replaces, but never the record of what it spent."""
+    former = _replaced(folder)
+    if not former.exists():
+        return
     with atomic_files.writing(folder):
-        ledger = folder / "ledger"
+        ledger = former / "ledger"
         if ledger.exists() and any(ledger.iterdir()):
             names = (f"{folder.name}.ledger-{number:03d}" for number in itertools.count(1))
-            former = next(path for path in map(folder.with_name, names) if not path.exists())
-            ledger.rename(former)
+            kept = next(path for path in map(folder.with_name, names) if not path.exists())
+            ledger.rename(kept)
             log.warning(
                 "The replaced run's ledger was moved to %s; what it spent still counts for these "
-                "rows, and the new card names it.", former,
+                "rows, and the new card names it.", kept,
             )  # fmt: skip
-        shutil.rmtree(folder)
+        gone = former.with_name(f"{former.name}.gone")  # half a run never comes back
+        shutil.rmtree(gone, ignore_errors=True)
+        former.rename(gone)
+        shutil.rmtree(gone)
 
 
 def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:

@@ -10,6 +10,7 @@ import errno
 import itertools
 import json
 import math
+import os
 import re
 import resource
 import shutil
@@ -36,7 +37,8 @@ from privssl.audit import __main__ as audit
 from privssl.ops import dispatch
 from privssl.privacy.card_text import render_markdown
 from privssl.privacy.privacy_card import privacy_card
-from privssl.runs import checkpoint
+from privssl.remote.discovery import SiteError
+from privssl.runs import checkpoint, round_loop, run_dir
 from privssl.storage import atomic_files
 from tests.support.command_line import PLAIN, Outcome, assert_refused, command, tree
 
@@ -313,6 +315,34 @@ def test_runs_are_replaced_again_and_again_whatever_became_of_former_ledgers(
     shutil.rmtree(kept[0])
     assert command(*arguments).status == 0
     assert all(path.is_dir() for path in kept)
+
+
+def test_a_former_run_comes_back_with_its_ledger_where_the_new_one_cannot_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    arguments = [written(tmp_path, PRIVATE), f"run.output={run}", "algorithm.rounds=1", "--quiet"]
+    assert command(*arguments).status == 0
+    before, names = tree(run), sorted(os.listdir(tmp_path))
+    assert any("ledger" in str(name) for name in before)
+    replace = [*arguments, "run.overwrite=true"]
+
+    def absent(*_: object) -> None:
+        raise SiteError("s1 is missing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(round_loop, "make_engine", absent)
+        assert_refused(command(*replace), "s1 is missing", "has its former run again")
+        assert (tree(run), sorted(os.listdir(tmp_path))) == (before, names)
+        patch.setattr(run_dir, "_put_back", lambda folder: None)  # killed before it could
+        assert_refused(command(*replace), "s1 is missing")
+    assert not (run / "results.json").exists()
+    assert_refused(command(*arguments), "has its former run again", "exists and holds a run")
+    assert (tree(run), sorted(os.listdir(tmp_path))) == (before, names)
+
+    assert command(*replace).status == 0  # the control: a run that begins replaces it
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, "run.ledger-001"])
+    assert tree(run) != before
 
 
 def test_running_the_config_of_a_run_again_does_not_replace_it(tmp_path: Path) -> None:

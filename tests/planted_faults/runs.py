@@ -39,6 +39,34 @@ FAULTS: tuple[Fault, ...] = (
             "test_a_private_run_writes_no_curve_and_no_pixel_of_labelled_rows",
         ),
     ),
+    Fault(
+        "a former run goes before the new one can begin",
+        (
+            (
+                "privssl/runs/run_dir.py",
+                "            if entries <= NOT_BEGUN:\n",
+                "            if True:\n",
+            ),
+        ),
+        (
+            "tests/cli/test_train_command.py::"
+            "test_a_former_run_comes_back_with_its_ledger_where_the_new_one_cannot_begin",
+        ),
+    ),
+    Fault(
+        "the replaced run goes with its ledger",
+        (
+            (
+                "privssl/runs/run_dir.py",
+                "            ledger.rename(kept)\n",
+                "            kept.mkdir()\n",
+            ),
+        ),
+        (
+            "tests/cli/test_train_command.py::"
+            "test_a_run_that_is_replaced_leaves_its_ledger_beside_it",
+        ),
+    ),
     # Paying ---------------------------------------------------------------------------------------
     Fault(
         "a visit is charged after its rows were read",
