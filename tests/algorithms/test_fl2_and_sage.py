@@ -235,9 +235,9 @@ def test_labelled_rows_are_also_guessed_unless_told_otherwise() -> None:
 )
 def test_toy_rows_are_learned(name: str, settings: dict[str, Any], parties: Any) -> None:
     algorithm = make(
-        name, rounds=6, local_epochs=2, weak="weak", strong="strong", momentum=0.9, **settings
+        name, rounds=10, local_epochs=2, weak="weak", strong="strong", momentum=0.9, **settings
     )
-    after = play(algorithm, parties(labelled=100), 6)
+    after = play(algorithm, parties(labelled=100), 10)
     network = algorithm.task.new_classifier()
     reached = score(network, after.classifier, TOY.x_test, TOY.y_test, device=CPU).accuracy
-    assert reached > 0.6  # chance is 0.1
+    assert reached > 0.6  # by seed and rounding 0.78 to 0.99; chance is 0.1

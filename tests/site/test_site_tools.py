@@ -408,6 +408,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("hang_up_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_demonstration_that_is_stopped_waits_for_the_checkpoint_before_its_sites_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals

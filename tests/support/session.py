@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 from unittest.mock import patch
@@ -91,3 +92,11 @@ def each_generation(request: pytest.FixtureRequest) -> Iterator[str]:
     """Kernels of ours do the work, as they were compiled for each generation of processors."""
     with patch.object(dispatch, "_latest", lambda: request.param):
         yield request.param
+
+
+@pytest.fixture
+def hang_up_heard() -> Iterator[None]:
+    """A closed terminal is noticed, as where tests are not run by nohup."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
