@@ -123,9 +123,8 @@ def _advice(key: str) -> str:
 def _was_over_sites(run: Path, former: Manifest) -> bool:
     """Whether agents of a run were sites: its split.json does not say which rows they had."""
     config = run / "config.yaml"
-    return not former.agents or (
-        config.is_file() and bool(_OVER_SITES.search(config.read_text(encoding="utf-8")))
-    )
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    return not former.agents or bool(_OVER_SITES.search(text))
 
 
 def _has_guarantee(run: Path) -> bool:
