@@ -223,10 +223,10 @@ def _with_rows(config: Config, data: Dataset | None, folder: Path | None) -> Con
     if data is None:
         return config
     known = config.data.checksum
-    if known not in ("", data.checksum):
+    if known not in ("", data.checksum):  # no checksum of private rows is said
         raise DataError(
-            f"data has other rows than {config.source} was written for (checksum "
-            f"{data.checksum[:12]} here, {known[:12]} there). Give the same rows in the same order"
+            f"data has other rows than {config.source} was written for. Give the same rows in the "
+            "same order"
         )
     if data.rows.held is not None and config.hides_counts:
         raise PrivacyError(

@@ -140,7 +140,8 @@ class Run:
                 f"{self.folder / CLASSIFIER} does not fit {name} ({first_line(error)}). Give the "
                 "network that the run was trained with"
             ) from None
-        setattr(trained, TRAINED_IN, str(self.folder.resolve()))  # as model= of a private run
+        for layer in trained.modules():  # each may become a part of model= of a private run
+            setattr(layer, TRAINED_IN, str(self.folder.resolve()))
         return trained
 
     @cached_property

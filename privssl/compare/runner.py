@@ -129,6 +129,7 @@ def rows_of(
             compare_table.Row(
                 name, runs, epsilon, tuple(differs[name]), every, other,
                 splits=tuple(run.split for run in of),
+                accounts=str(Path(privacy.ledger).expanduser().resolve()) if privacy else "",
                 unprotected=_uses_unprotected_rows(of[0].config),
             )
         )  # fmt: skip

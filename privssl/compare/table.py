@@ -107,6 +107,7 @@ class Row:
     evaluate_every: tuple[int, ...]  # rounds, of each run
     other_code: tuple[str, ...]  # sentences on runs of other plug-ins than those here
     splits: tuple[str, ...]  # hash of each run's split; shown nowhere
+    accounts: str  # folder of accounts that outlive runs; shown nowhere
     unprotected: bool  # whether other rows than those with labels are used, without noise
 
     @property
@@ -182,6 +183,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
             "An epsilon is that of one run unless it says otherwise, the largest over seeds. A "
             "record that has its label in several of these runs pays for each: whoever publishes "
             "them, or chooses among them, can spend up to their sum, at the sum of their deltas."
+        )
+    lasting = [of for of in rows if of.epsilon.kind == "guarantee" and of.epsilon.lasting]
+    if len({of.accounts for of in lasting}) > 1:
+        found.append(
+            "Accounts lie in several folders (privacy.ledger). A record with its label in several "
+            "of them pays in each: its epsilons add up, at the sum of their deltas."
         )
     if any(of.epsilon.kind == "nominal" for of in rows):
         found.append("NOMINAL: the number of a scheme that guarantees nothing.")

@@ -2,6 +2,7 @@
 of an encoder, as public."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -17,6 +18,7 @@ from privssl.settings.names import is_outside
 
 SPLIT, CARD = "split.json", "privacy.json"  # in the folder of a run
 DEPTH = 3  # RUN/checkpoints/round_00001/FILE
+_OVER_SITES = re.compile("^  engine: flower$", re.MULTILINE)  # in config.yaml
 
 
 def check_warm_start(
@@ -28,8 +30,9 @@ def check_warm_start(
     outside may contain one of ``run.classifier()``.
 
     Raises:
-        PrivacyError: that run used labelled rows of this one without protection; or one of both
-            drew test rows, so that their row numbers are not of the same rows.
+        PrivacyError: that run used labelled rows of this one without protection, or its folder is
+            gone; or one of both drew test rows, so that their row numbers are not of the same rows;
+            or its agents were sites, whose rows it does not know.
     """
     if config.privacy is None:
         return
@@ -43,6 +46,12 @@ def check_warm_start(
             yield from _warnings_of(key, Path(file).expanduser().resolve(), split, counted)
     if is_outside(config.model.name):
         for run in runs_behind(new_classifier()):
+            if not (run / SPLIT).is_file():
+                raise PrivacyError(
+                    f"model is of the run {run}, whose split.json is not there, so whether that "
+                    "run used labelled rows of this one without protection is unknown. Put the "
+                    "folder back, or give a network that has not seen these rows"
+                )
             yield from _warnings_of("model", run / SPLIT, split, counted)
 
 
@@ -62,6 +71,11 @@ def _warnings_of(key: str, file: Path, split: Manifest, counted: bool) -> Iterat
     if former.checksum != split.checksum:
         yield from _of_other_files(key, run, former, split)
         return
+    if _was_over_sites(run, former):
+        raise PrivacyError(
+            f"{key} is of the run {run} over sites on {former.dataset}, so whether that run used "
+            f"labelled rows of this one without protection is unknown. {_advice(key)}"
+        )
     mine = set(chain.from_iterable(held.labelled for held in split.agents.values()))
     bare = set(former.validation).union(*(held.unlabelled for held in former.agents.values()))
     paid = set(chain.from_iterable(held.labelled for held in former.agents.values()))
@@ -89,18 +103,28 @@ def _of_other_files(key: str, run: Path, former: Manifest, split: Manifest) -> I
     same = former.dataset == split.dataset
     if not same and {former.dataset, split.dataset} <= {*PUBLISHED, "sent140"}:
         return
-    advice = f"Leave {key} out, or copy the file elsewhere if it has not seen these rows"
     if same and any(one.settings.get("test") is not None for one in (former, split)):
         raise PrivacyError(
             f"{key} is of the run {run} on {former.dataset}, and one of both runs drew its test "
             "rows (data.test), so whether that run used labelled rows of this one without "
-            f"protection is unknown. {advice}"
+            f"protection is unknown. {_advice(key)}"
         )
     yield (
         f"{key} is of the run {run} on {'other rows of ' * same}{former.dataset}. Whether labelled "
         "rows of this run are among them was not looked at, and the claim takes them as public. "
-        f"{advice}"
+        f"{_advice(key)}"
     )
+
+
+def _advice(key: str) -> str:
+    return f"Leave {key} out, or copy the file elsewhere if it has not seen these rows"
+
+
+def _was_over_sites(run: Path, former: Manifest) -> bool:
+    """Whether agents of a run were sites: its split.json does not say which rows they had."""
+    config = run / "config.yaml"
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    return not former.agents or bool(_OVER_SITES.search(text))
 
 
 def _has_guarantee(run: Path) -> bool:

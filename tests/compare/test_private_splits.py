@@ -55,6 +55,17 @@ def test_private_runs_on_one_split_pay_the_sum_of_their_epsilons() -> None:
     assert not told(bound)
 
 
+def test_accounts_in_several_folders_are_said_to_add_up() -> None:
+    def told_of(*folders: str, lasting: bool = True) -> list[str]:
+        rows = [row(f"of {f}", "one", lasting=lasting, accounts=f) for f in folders]
+        return [note for note in compare_table.notes(rows) if "pays in each" in note]
+
+    assert len(told_of("here", "there")) == 1
+    # The controls: one folder counts all, and runs with accounts of their own have another note.
+    assert not told_of("here", "here")
+    assert not told_of("here", "there", lasting=False)
+
+
 def test_nominal_numbers_are_not_said_to_add_up_to_a_bound() -> None:
     published = comparison_row.row("published", [nominal(3.0), nominal(3.0)], 1e-5)
     assert not any("up to their sum" in note for note in compare_table.notes([published]))
@@ -84,3 +95,21 @@ def test_the_command_says_so_where_seeds_draw_splits_of_their_own(
     # The control: one split for all seeds.
     split = f"data.split={output / 'ours-0' / 'split.json'}"
     assert not notes("--seeds", "2", "--output", str(tmp_path / "again"), split)
+
+
+@pytest.mark.parametrize("folders", [("one", "two"), ("one", "one/../one")])
+def test_the_command_says_so_where_accounts_lie_in_several_folders(
+    tmp_path: Path, folders: tuple[str, str]
+) -> None:
+    (tmp_path / "one").mkdir()
+    files = []
+    for name, folder in zip("ab", folders, strict=True):
+        lasting = f"ledger: {tmp_path / folder}, ledger_epsilon: 20.0, steps"
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(FEDAVG.replace("steps", lasting))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        arguments = ["--json", "--quiet", "--seeds", "1", "--output", str(tmp_path / "out")]
+        assert compare.main([*map(str, files), *arguments]) == 0
+    said = [note for note in json.loads(out.getvalue())["notes"] if "pays in each" in note]
+    assert bool(said) == (folders == ("one", "two"))

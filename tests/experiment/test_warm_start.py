@@ -16,7 +16,7 @@ import privssl
 from privssl.data import split_manifest
 from privssl.data.datasets import load_dataset
 from privssl.errors import PrivacyError
-from privssl.experiment.config import Config, load_config
+from privssl.experiment.config import Config, load_config, to_yaml
 from privssl.experiment.prepare import Prepared, prepare
 from privssl.experiment.warm_start import check_warm_start
 from privssl.models.own_networks import reference_of
@@ -146,7 +146,7 @@ class Own(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, classes))
 
 
-@pytest.mark.parametrize("form", ["itself", "a copy", "a part", "a function's"])
+@pytest.mark.parametrize("form", ["itself", "a copy", "a part", "its layer", "a function's"])
 def test_a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_without_noise(
     tmp_path: Path, form: str
 ) -> None:
@@ -156,6 +156,7 @@ def test_a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_withou
         "itself": former,
         "a copy": copy.deepcopy(former),
         "a part": nn.Sequential(former, nn.Linear(10, 10)),
+        "its layer": nn.Sequential(nn.Flatten(), next(iter(former.modules()))[1]),  # type: ignore[index]
         "a function's": lambda shape, classes: former,
     }[form]
     private = (*PRIVATE, f"model.name={reference_of(network)}", "model.width=16")
@@ -163,6 +164,39 @@ def test_a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_withou
         prepare(load_config_of(tmp_path, *private), None, network)
     # The control: a network with weights of its own is taken.
     prepare(load_config_of(tmp_path, *private), None, Own)
+
+
+def test_a_classifier_of_a_run_whose_folder_is_gone_is_refused(tmp_path: Path) -> None:
+    config = yaml.safe_load(CONFIG)
+    former = privssl.train(config, {"run.seed": 1}, model=Own, output=tmp_path / "former")
+    network = former.classifier()
+    name = (f"model.name={reference_of(network)}", "model.width=16")
+    (tmp_path / "former").rename(tmp_path / "elsewhere")
+    with pytest.raises(PrivacyError, match=r"^model is of the run .* is unknown"):
+        prepare(load_config_of(tmp_path, *PRIVATE, *name), None, network)
+    # The controls: without a claim, and a network that no run made.
+    prepare(load_config_of(tmp_path, *name), None, network)
+    prepare(load_config_of(tmp_path, *PRIVATE, *name), None, Own((1, 8, 8), 10))
+
+
+@pytest.mark.parametrize("guarantee", [None, {"epsilon": 8.0}], ids=["without", "with"])
+@pytest.mark.parametrize("labels", ["support", "labels-at-server"])
+def test_weights_of_a_run_over_sites_on_the_same_data_are_refused(
+    tmp_path: Path, labels: str, guarantee: object
+) -> None:
+    """Its split.json has no rows of sites."""
+    server = (f"data.labels={labels}", "agents.support=0", "algorithm.name=server_sl")
+    at = () if labels == "support" else server
+    weights = weights_of_a_run(tmp_path, *at, guarantee=guarantee)
+    former = prepared(tmp_path, "run.engine=flower", "run.workers=auto", *at)
+    former.federated_data.manifest.write(tmp_path / "former" / "split.json")
+    (tmp_path / "former" / "config.yaml").write_text(to_yaml(former.config))
+    with pytest.raises(PrivacyError, match=r"^model\.weights is of the run .* over sites on toy"):
+        prepared(tmp_path, *PRIVATE, weights)
+    prepared(tmp_path, weights)  # the control: without a claim anything goes
+    copied = tmp_path / "copy.safetensors"
+    copied.write_bytes(Path(weights.removeprefix("model.weights=")).read_bytes())
+    prepared(tmp_path, *PRIVATE, f"model.weights={copied}")
 
 
 def test_a_private_run_says_that_epsilons_add_up_with_those_of_the_run_of_its_weights(

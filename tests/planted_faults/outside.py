@@ -48,7 +48,34 @@ FAULTS: tuple[Fault, ...] = (
         tuple(
             f"{IN_WARM}a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_without_"
             f"noise[{form}]"
-            for form in ("itself", "a copy", "a part", "a function's")
+            for form in ("itself", "a copy", "a part", "its layer", "a function's")
+        ),
+    ),
+    Fault(
+        "a private run begins with a layer of a classifier that has seen its rows",
+        (
+            (
+                "privssl/api/run.py",
+                "        for layer in trained.modules():  #",
+                "        for layer in [trained]:  #",
+            ),
+        ),
+        (
+            f"{IN_WARM}a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_without_"
+            "noise[its layer]",
+        ),
+    ),
+    Fault(
+        "a classifier of a run whose folder is gone is taken in silence",
+        ((WARM, "            if not (run / SPLIT).is_file():\n", "            if False:\n"),),
+        (IN_WARM + "a_classifier_of_a_run_whose_folder_is_gone_is_refused",),
+    ),
+    Fault(
+        "weights of a run over sites on the same data are taken in silence",
+        ((WARM, "    if _was_over_sites(run, former):\n", "    if False:\n"),),
+        tuple(
+            f"{IN_WARM}weights_of_a_run_over_sites_on_the_same_data_are_refused[support-{how}]"
+            for how in ("without", "with")
         ),
     ),
     Fault(

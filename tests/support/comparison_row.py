@@ -24,7 +24,7 @@ def row(
     """Evaluated after each round, with the split of all, unless told otherwise."""
     usual: dict[str, Any] = {
         "differs": (), "evaluate_every": (1,) * len(runs), "other_code": (),
-        "splits": ("a split",) * len(runs), "unprotected": True,
+        "splits": ("a split",) * len(runs), "unprotected": True, "accounts": "",
     }  # fmt: skip
     epsilon = epsilon_of(runs, delta, lasting=lasting)
     return Row(config, tuple(runs), epsilon, **{**usual, **more})
