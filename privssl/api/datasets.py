@@ -180,9 +180,7 @@ class Dataset:
             test = _of_split(f"{where}: test", test, row, label)
         for name in sorted(agents, key=natural_order):
             if name.rstrip("0123456789") not in (*KINDS, "server"):
-                raise DataError(
-                    f"{where}: {name!r} is no agent's name. Call agents s0, q0, m0, ..."
-                )
+                raise DataError(f"{where}: {name!r} is no agent's name. Call agents s0, q0, m0")
             given = agents[name]
             if _is_split(given):
                 found = _of_split(f"{where}: {name}", given, row, label)
