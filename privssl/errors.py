@@ -33,8 +33,14 @@ class RoleError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, at most 200 characters, without its full stop."""
-    return (str(error).strip().splitlines() or ["no message"])[0][:200].rstrip(".")
+    """The first line of an error's text that says something, at most 200 characters, without its
+    full stop: a line that ends with a colon announces the next.
+
+    >>> first_line(RuntimeError("Errors in loading:\\n\\tsize mismatch."))
+    'size mismatch'
+    """
+    lines = str(error).strip().splitlines() or ["no message"]
+    return lines[lines[0].endswith(":") and len(lines) > 1].strip()[:200].rstrip(".")
 
 
 def first_few(names: Sequence[object]) -> str:

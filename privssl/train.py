@@ -84,7 +84,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         options.overrides = [first, *(one for one in options.overrides if one != options.config)]
     if options.config is None and options.resume is None:
         parser.error("which config? Give a YAML file, for example configs/fedssl.yaml")
-    options.config = Path(options.config or options.resume / "config.yaml")
+    options.config = Path(options.config) if options.config else None
     return options
 
 
@@ -121,13 +121,15 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         from privssl.experiment import config as configs
         from privssl.experiment.plugin_names import imports_of
         from privssl.experiment.prepare import prepare
-        from privssl.runs import accounts, dry_run, launch, lengthening, run_dir
+        from privssl.runs import accounts, dry_run, launch, lengthening, resume, run_dir
 
         in_one_thread()
         tune_malloc()
         started = time.perf_counter()
         stack.enter_context(imports_allowed())
-        config = configs.load_config(options.config, options.overrides)
+        config = configs.load_config(
+            options.config or resume.config_of(options.resume), options.overrides
+        )
         stack.enter_context(imports_of(config))
         if options.resume is not None:
             known = lengthening.read_finished_outcome(options.resume, config)

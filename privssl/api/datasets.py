@@ -179,6 +179,8 @@ class Dataset:
             class_names = class_names or getattr(test.features.get(label), "names", None)
             test = _of_split(f"{where}: test", test, row, label)
         for name in sorted(agents, key=natural_order):
+            if name.rstrip("0123456789") not in (*KINDS, "server"):
+                raise DataError(f"{where}: {name!r} is no agent's name. Call agents s0, q0, m0")
             given = agents[name]
             if _is_split(given):
                 found = _of_split(f"{where}: {name}", given, row, label)

@@ -174,6 +174,11 @@ def _run(
                 f"give {folder / 'config.yaml'} for a new run"
             )
         more["run.output"] = str(output)
+    arguments = {"run": "output", "model": "model"}  # of ``train``, by the section that they set
+    for key in (text.partition("=")[0] for text in asked.overrides):
+        if key in more:
+            argument = arguments.get(key.partition(".")[0], "data")
+            raise ConfigError(f"{key}: set by {argument}=. Leave one of the two out")
     config = _load(asked.source, (*asked.overrides, *_as_arguments(more)), asked.text)
     source = None if isinstance(model, str) else model
     return _train(_with_rows(config, data, folder), data, source, folder, progress)

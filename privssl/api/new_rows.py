@@ -126,9 +126,14 @@ class RowForm:
                     "data frame, a mapping of columns, or a CSV file, which are scaled"
                 )
             return rows
+        channels, *sides = self._wanted
+        one = [self._wanted, (*sides, channels), *([(*sides,)] if channels == 1 else [])]
+        advice = "Resize or convert them"
+        if found.shape in one:
+            advice = "This is one row: give a batch of it, x[None]"
         raise DataError(
             f"{HERE}: rows have the shape {rows.shape[1:]}, and {self.folder} was trained on "
-            f"{self._wanted} (of images: channels, height, width). Resize or convert them"
+            f"{self._wanted} (of images: channels, height, width). {advice}"
         )
 
     @property

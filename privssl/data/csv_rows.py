@@ -145,12 +145,13 @@ def read_table(
     """
     declared = None if columns is None else read_columns(columns, label)
     wanted = None if declared is None else tuple(declared)
-    advice = COLUMNS if columns is None else f"{COLUMNS}, and correct the columns in {columns}"
-    train = _read_part(root / "train.csv", label, wanted, advice, may_be_empty=may_be_empty)
+    others = f"Correct the columns in {columns}" if columns else "Give both files the same columns"
+    train = _read_part(root / "train.csv", label, wanted, COLUMNS, others, may_be_empty)
     scales = declared or scales_of(train)
     if classes:
         return table_of(train, _no_rows(train), scales, classes)
-    return table_of(train, _read_part(root / "test.csv", label, tuple(scales), advice), scales)
+    test = _read_part(root / "test.csv", label, tuple(scales), COLUMNS, others)
+    return table_of(train, test, scales)
 
 
 def _no_rows(part: Part) -> Part:
@@ -210,11 +211,13 @@ def read_new(path: Path, columns: Sequence[str], label: str | None) -> Part:
 
 def _read_part(
     path: Path, label: str | None, wanted: Sequence[str] | None,
-    advice: str = f"{COLUMNS}, and data.text to that of texts", *, may_be_empty: bool = False,
+    advice: str = f"{COLUMNS}, and data.text to that of texts", others: str = "",
+    may_be_empty: bool = False,
 ) -> Part:  # fmt: skip
     """One file; ``wanted``: its columns, all but the label if None. Raises DataError.
 
-    ``label``: None where the file needs no classes. ``advice``: on a column that is absent.
+    ``label``: None where the file needs no classes. ``advice``: on a column that is absent;
+    ``others``: where the label's is there.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -236,7 +239,7 @@ def _read_part(
                     lines.append(reader.line_num)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}. Give the folder of train.csv and test.csv in "
-                        "data.root") from None  # fmt: skip
+                        "data.root (of a site: rows.root)") from None  # fmt: skip
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} is no CSV file in UTF-8: {error}. Save it again, as UTF-8"
@@ -248,8 +251,9 @@ def _read_part(
     names = [name for name in header if name != label] if wanted is None else [*wanted]
     needed = names if label is None else [label, *names]
     if absent := [name for name in needed if name not in header]:
+        said = others if others and label in header else advice
         raise DataError(
-            f"{path} has no column {', '.join(absent)}; it has {', '.join(header)}. {advice}"
+            f"{path} has no column {', '.join(absent)}; it has {', '.join(header)}. {said}"
         )
     if not (rows or may_be_empty):
         raise DataError(f"{path} has no rows. Give at least one")

@@ -67,9 +67,9 @@ def _write_pictures(made: SyntheticRows, folder: Path) -> None:
 
 
 def _sheet_of(output: Path) -> Path:
-    """``contact_sheet.png`` in the folder of pictures; ``FILE.contact_sheet.png`` beside an NPZ
-    file."""
-    return output.with_suffix(f".{SHEET}") if _is_npz(output) else output / SHEET
+    """``NAME.contact_sheet.png`` beside the NPZ file or the folder: a folder of rows has rows
+    alone, as ``predict`` reads every picture in it."""
+    return output.parent / f"{output.stem if _is_npz(output) else output.name}.{SHEET}"
 
 
 def _is_npz(output: Path) -> bool:

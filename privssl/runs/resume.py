@@ -38,6 +38,18 @@ PUBLIC = "public"
 _OTHER_DEVICE = re.compile(r"^[\d-]+ [\d:,]+ INFO Device (?!cpu\b)(\S+), torch ", re.MULTILINE)
 
 
+def config_of(folder: Path) -> Path:
+    """The config of a run, in its folder. Raises RunFolderError: it is no run."""
+    recorded = folder / "config.yaml"
+    if recorded.is_file():
+        return recorded
+    if (folder.parent / "config.yaml").is_file() and folder.is_file():
+        why, advice = "a file of one", f"--resume {folder.parent}"
+    else:
+        why, advice = "it has no config.yaml", "--resume the folder that a run named at its end"
+    raise RunFolderError(f"{folder} is not the folder of a run: {why}. Give {advice}")
+
+
 def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> None:
     """Check that this is the folder of a run of this config.
 
@@ -48,13 +60,7 @@ def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> No
         RunFolderError: it is no run, or a setting that decides over results differs.
         ConfigError: its config.yaml is damaged.
     """
-    recorded = folder / "config.yaml"
-    if not recorded.is_file():
-        raise RunFolderError(
-            f"{folder} is not the folder of a run: it has no config.yaml. Give --resume the "
-            "folder that an earlier run named in its last lines"
-        )
-    former = configs.load_config(recorded, algorithms=WITH_UNREAD)
+    former = configs.load_config(config_of(folder), algorithms=WITH_UNREAD)
     now, then = _result_relevant(config), _result_relevant(former)
     differing = [
         f"{key} is {_shown(now, key)} here, but {_shown(then, key)} there"
@@ -66,8 +72,8 @@ def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> No
         moved = any(text.startswith(("data.root", "data.split")) for text in differing)
         advice = " Data that was moved must be put back, or linked to." if moved else ""
         raise RunFolderError(
-            f"{folder} belongs to another config: {'; '.join(differing)}. Continue with "
-            f"{recorded}, or start a new run with another run.output.{advice}"
+            f"{folder} belongs to another config: {'; '.join(differing)}. Resume it as it is "
+            f"(--resume {folder} alone), or start a new run with another run.output.{advice}"
         )
     if config.run.engine != former.run.engine:  # elsewhere accounts would begin anew
         raise RunFolderError(

@@ -7,6 +7,7 @@ import argparse
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from difflib import get_close_matches
 from typing import NoReturn
 
 from accounting.errors import AccountingError
@@ -22,7 +23,14 @@ class ConfigParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
-            message += ". A value of the config is section.key=value, such as algorithm.rounds=5"
+            flags = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+            known = self._option_string_actions
+            near = [flag for word in flags for flag in get_close_matches(word, known, 1, 0.8)]
+            message += (
+                f". Did you mean {near[0]}?"
+                if near
+                else ". A value of the config is section.key=value, such as algorithm.rounds=5"
+            )
         super().error(message)
 
 

@@ -295,6 +295,4 @@ def _nearby(path: Path) -> str:
     near = difflib.get_close_matches(path.name, there, n=3, cutoff=0.5)
     if near:
         return f"Did you mean {either([str(path.parent / name) for name in near])}?"
-    if not there and path.name == "config.yaml":
-        return f"{path.parent} is not the folder of a run. Give one that a run named at its end"
     return f"In {path.parent} there is {', '.join(there[:10]) or 'no YAML file'}"

@@ -52,6 +52,8 @@ def check_algorithm(
     ):
         if name not in known:
             raise ConfigError(f"check_algorithm: {name}: {unknown(what, name, known)}")
+    if not isinstance(kind, type):
+        raise ConfigError(f"check_algorithm: {kind!r} is no class. Import the class and give it")
     if not kind.__module__.startswith("privssl.algorithms."):
         name = f"{kind.__module__}:{kind.__qualname__}"
         check_own(name, kind)

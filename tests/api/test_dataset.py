@@ -174,6 +174,7 @@ def test_the_agents_of_a_run_come_from_its_rows(tmp_path: Path) -> None:
 
 
 FEDERATED: dict[str, tuple[dict[str, Any], str]] = {
+    "a name": ({"hospital": (X, Y)}, "'hospital' is no agent's name. Call agents s0, q0"),
     "gap": ({"s0": (X, Y), "s2": (X, Y)}, "s0, s2, where a run would have s0, s1"),
     "no labels": ({"q0": X}, "agents.support is 0"),
     "none": ({}, "no agent would hold labels"),
@@ -200,6 +201,19 @@ def test_agents_that_no_run_has_are_one_error(agents: dict[str, Any], message: s
 def test_test_rows_of_agents_need_labels() -> None:
     with pytest.raises(privssl.UserError, match=r"test is ndarray. Give \(x, y\)"):
         Rows.federated(AGENTS, X_TEST)
+
+
+def test_a_key_that_an_argument_of_python_sets_is_refused_by_its_name(tmp_path: Path) -> None:
+    data = Rows.federated(AGENTS, (X_TEST, Y_TEST))
+    for key, given, argument in (
+        ("data.labelled", 5, "data"),
+        ("agents.query", 2, "data"),
+        ("run.output", "x", "output"),
+        ("model.name", "mlp", "model"),
+    ):
+        said = f"{key}: set by {argument}=. Leave one of the two out"
+        with pytest.raises(privssl.UserError, match=said):
+            privssl.train(config(tmp_path), {key: given}, data, "linear", tmp_path / "run")
 
 
 def test_settings_that_would_divide_given_rows_are_refused(tmp_path: Path) -> None:

@@ -207,7 +207,8 @@ def test_a_model_that_is_no_network_is_refused_when_the_run_is_opened(
 
 WRONG_ROWS = [
     (X_TEST[..., :1], r"the shape \(1, 8, 8\), .* trained on \(3, 8, 8\)"),
-    (X_TEST[:, :4], r"the shape \(3, 4, 8\)"),
+    (X_TEST[:, :4], r"the shape \(3, 4, 8\).*Resize or convert them"),
+    (X_TEST[0], r"This is one row: give a batch of it, x\[None\]"),
     (X_TEST.reshape(30, -1), r"the shape \(192,\)"),
     (X_TEST * 9, r"floats in \[0, 1\]"),
     (["a.png"], "Give numbers"),
@@ -222,6 +223,14 @@ def test_rows_of_another_form_are_one_error(
 ) -> None:
     with pytest.raises(privssl.UserError, match=message):
         npz[0].predict(x)
+
+
+def test_weights_that_do_not_fit_a_network_say_which(npz: tuple[privssl.Run, Path]) -> None:
+    def wider(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, classes + 1))
+
+    with pytest.raises(privssl.UserError, match=r"does not fit .* \(Missing key.*Give the network"):
+        privssl.open_run(npz[0].folder, model=wider).classifier()
 
 
 def test_wrong_labels_are_one_error(npz: tuple[privssl.Run, Path]) -> None:

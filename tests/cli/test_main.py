@@ -46,3 +46,15 @@ def test_an_unknown_flag_gets_the_form_of_a_value(capsys: pytest.CaptureFixture[
         with pytest.raises(SystemExit):
             main([command, "x.yaml", "--rounds", "5"])
         assert "section.key=value, such as algorithm.rounds=5" in capsys.readouterr().err
+
+
+def test_a_flag_with_a_typo_gets_the_flag_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command, typo, meant in (
+        ("train", "--dryrun", "--dry-run"),
+        ("compare", "--quite", "--quiet"),
+    ):
+        with pytest.raises(SystemExit):
+            main([command, "x.yaml", typo])
+        assert capsys.readouterr().err.endswith(f"{typo}. Did you mean {meant}?\n")

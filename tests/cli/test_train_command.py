@@ -147,7 +147,7 @@ def test_a_config_that_is_not_there_is_named(
 
     assert_refused(command("absent.yaml"), "absent.yaml: no such file")
     assert_refused(command("configs"), "configs: a folder, not a config file", "no YAML file")
-    no_run = "configs is not the folder of a run. Give one that a run named at its end"
+    no_run = "configs is not the folder of a run: it has no config.yaml. Give --resume the folder"
     assert_refused(command("--resume", "configs"), no_run)
 
 

@@ -233,7 +233,7 @@ def test_a_column_without_a_name_is_left_out_by_a_declaration(tmp_path: Path) ->
 def test_a_column_that_the_test_rows_lack_is_named(tmp_path: Path) -> None:
     table(tmp_path)
     save(tmp_path, "test", [("label", "size"), ("a", 1)])
-    with pytest.raises(DataError, match="has no column colour"):
+    with pytest.raises(DataError, match=r"has no column colour; .* both files the same columns$"):
         read_table(tmp_path, label="label", columns=None)
 
 
@@ -252,7 +252,10 @@ def test_a_column_that_the_test_rows_lack_is_named(tmp_path: Path) -> None:
         ("colour: [red, red]", "colour has the category 'red' twice"),
         ("colour: [on, off]", "line 1: colour: 'on' is true or false to YAML. .* in quotes"),
         ("", "give a line for each column"),
-        ("width: [0, 1]", "has no column width; .* and correct the columns in .*columns.yaml"),
+        (
+            "width: [0, 1]",
+            r"no column width; it has [^.]*\. Correct the columns in .*columns.yaml",
+        ),
     ],
 )
 def test_what_is_wrong_with_declared_columns_is_said(

@@ -419,6 +419,15 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(here: Place) -> None:
     assert_refused(command(here.config, "--resume", here.run), str(here.run), "not the folder of")
     assert [path.name for path in here.run.iterdir()] == ["thesis.txt"]
 
+    (here.config.parent / "other.yaml").write_text("data: {}")
+    refused = command("--resume", here.config.parent)
+    assert_refused(
+        refused, f"{here.config.parent} is not the folder of a run", "has no config.yaml"
+    )
+    (here.run / "config.yaml").write_text("data: {}")
+    refused = command("--resume", here.run / "config.yaml")
+    assert_refused(refused, "config.yaml is not the folder of a run", f"Give --resume {here.run}")
+
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(copy: Place) -> None:
     shutil.rmtree(copy.run / "checkpoints")

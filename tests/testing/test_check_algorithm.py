@@ -78,7 +78,8 @@ def test_what_has_no_meaning_is_returned_with_its_reason() -> None:
     (own_method.OwnPlan, {}, "has a make_plan of its own, and only privssl's plans carry a claim"),
     (own_method.FixedName, {}, "needs a Config with name: str and rounds: int"),
     (privssl.Dataset, {}, "Name a class of privssl.algorithms.base.Algorithm"),
-], ids=["promise", "place", "OwnPlan", "FixedName", "Dataset"])  # fmt: skip
+    ("m.own:Own", {}, "check_algorithm: 'm.own:Own' is no class. Import the class and give it"),
+], ids=["promise", "place", "OwnPlan", "FixedName", "Dataset", "name"])  # fmt: skip
 def test_mistakes_are_told_before_anything_is_played(
     kind: Any, given: dict[str, Any], said: str
 ) -> None:
