@@ -93,8 +93,12 @@ def filled(text: str, bullet: str = "") -> str:
 def _what_numbers_are(of: Measurements) -> str:
     rows, metric = of.table.file.rows, of.table.file.metric
     usual = "test accuracy after the last round" if metric == FINAL else f"the last `{metric}`"
-    named = [f"{row.name}: the last `{row.metric}`" for row in rows if row.metric]
-    if len(named) < len(rows):
+    by_metric: dict[str, list[str]] = {}
+    for row in rows:
+        by_metric.setdefault(row.metric or "", []).append(row.name)
+    others = by_metric.pop("", [])
+    named = [f"{', '.join(names)}: the last `{key}`" for key, names in by_metric.items()]
+    if others:
         named.insert(0, f"other rows: {usual}" if named else usual)
     printed = " After the slash stands what the paper prints." if _has_printed(of) else ""
     return (
