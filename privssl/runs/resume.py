@@ -46,7 +46,8 @@ def config_of(folder: Path) -> Path:
     if (folder.parent / "config.yaml").is_file() and folder.is_file():
         why, advice = "a file of one", f"--resume {folder.parent}"
     else:
-        why, advice = "it has no config.yaml", "--resume the folder that a run named at its end"
+        why = "it has no config.yaml" if folder.is_dir() else "there is no such folder"
+        advice = "--resume the folder that a run named at its end"
     raise RunFolderError(f"{folder} is not the folder of a run: {why}. Give {advice}")
 
 

@@ -405,7 +405,7 @@ def test_checkpoints_that_may_not_be_read_are_told_in_words(
 
 
 def test_a_folder_that_is_not_there_is_named_without_a_config_too(here: Place) -> None:
-    assert_refused(command("--resume", here.run), str(here.run), "no such file")
+    assert_refused(command("--resume", here.run), str(here.run), "there is no such folder")
     assert not here.run.exists()
 
 
