@@ -126,3 +126,5 @@ $(RUN):
 	  echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu:" >&2; \
 	  echo "  apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@# A pip of some years takes minutes to choose versions.
+	-$(RUN) -m pip install --quiet --upgrade pip
