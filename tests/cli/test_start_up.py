@@ -262,6 +262,6 @@ def test_no_gradient_is_recorded_through_a_step() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have rules of their own")
 def test_freed_memory_stays_with_the_process_for_the_next_tensor() -> None:
     held, given_back = map(int, told()["held"])
-    # Linux counts pages by core, and tells the sum to within some of them.
-    assert held > 2**26 - 2**23
-    assert given_back < 2**23  # the negative control: as the C library has it
+    # Half of the tensor: Linux tells pages roughly, and the first one brings pages of code with it.
+    assert held > 2**25
+    assert given_back < 2**25  # the negative control: as the C library has it
