@@ -7,6 +7,7 @@ two accounts.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +56,8 @@ from privssl.settings.schema import BUILT_IN
 from privssl.site.request_handler import SiteRequestHandler
 from privssl.site.settings import SiteConfig
 from privssl.site.storage import Store
+
+log = logging.getLogger("privssl")
 
 
 class _Held(NamedTuple):
@@ -325,6 +328,13 @@ def _account(
         refuse_change(read_journal(path).plan, plan)
     else:
         Account.open(path, plan, resume=False).close()
+    left = budget.epsilon - read_journal(path).epsilon
+    if privacy.epsilon > left:
+        log.warning(
+            "A new run of %s may spend epsilon %g of each labelled row, and of this site's "
+            "budget.epsilon %g at most %.4f is left. The site refuses steps that cost more",
+            config.source, privacy.epsilon, budget.epsilon, max(0.0, left),
+        )  # fmt: skip
 
     def open_account(run: str) -> Account:
         seq, head = store.mark or (0, "")

@@ -225,6 +225,18 @@ def test_a_smaller_budget_of_the_operator_holds_whatever_the_config_promises(pla
     assert few == spent(place)
 
 
+def test_an_operator_is_told_before_a_run_that_it_may_spend_more_than_is_left(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = opened(place)
+    assert "is left" not in caplog.text  # the control: a whole budget
+    assert ask(desk, visit_to(desk)).error == ""
+    left = 5.0 - read_journal(place / "kept/ledger/s0.jsonl").epsilon
+    opened(place)
+    assert "may spend epsilon 5 of each labelled row, and of this site's" in caplog.text
+    assert f"budget.epsilon 5 at most {left:.4f} is left" in caplog.text
+
+
 # A crooked coordinator ------------------------------------------------------------------------
 
 
