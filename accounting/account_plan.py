@@ -117,11 +117,14 @@ class AccountPlan:
             )
             if not good or len(set(networks)) != len(networks):
                 raise PlanError(f"{name} is {networks!r:.80}; name each network once, in a tuple")
-        bare = sorted(set(self.update) - set(self.protect))
-        true_scope = "as_published" if bare else "sound"
+        unprotected = sorted(set(self.update) - set(self.protect))
+        true_scope = "as_published" if unprotected else "sound"
         if self.scope != true_scope:
-            why = f"{bare} would be trained without noise" if bare else "all updates are protected"
-            raise PlanError(f"scope is {self.scope!r:.40}, but {why}: it is {true_scope}")
+            why = f"{unprotected} would be trained without noise"
+            raise PlanError(
+                f"scope is {self.scope!r:.40}, but "
+                f"{why if unprotected else 'all updates are protected'}: it is {true_scope}"
+            )
 
     def _check_counts(self) -> None:
         if self.record_counts not in ("public", "private"):

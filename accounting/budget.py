@@ -103,12 +103,12 @@ class Nominal:
     unprotected: tuple[str, ...]
 
     def __str__(self) -> str:
-        noisy, bare = " and ".join(self.protect), " and ".join(self.unprotected)
+        noisy, others = " and ".join(self.protect), " and ".join(self.unprotected)
         delta = delta_up(self.delta)
         return (
             f"NOMINAL epsilon = {round_up(self.epsilon)} (delta {delta}): this counts "
-            f"the noise on the labelled-data gradients of {noisy} as if {bare} were fixed public "
-            f"networks. {bare} are trained on the labelled records without noise and leave the "
+            f"the noise on the labelled-data gradients of {noisy} as if {others} were fixed public "
+            f"networks. {others} are trained on the labelled records without noise and leave the "
             f"agent; the gradients of {noisy} flow through them. There is no "
             f"differential-privacy guarantee for any record."
         )

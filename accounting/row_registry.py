@@ -8,7 +8,7 @@ use unprotected. So beside the journals lies, in ``registry/``:
     unprotected  the same of every row that a run ever used without protection
     lock         one process at a time
 
-A fingerprint is HMAC-SHA256 under the key, cut to 128 bits; a bare hash would let anybody test
+A fingerprint is HMAC-SHA256 under the key, cut to 128 bits; without a key anybody could test
 whether a candidate row is here. The registry stays with the rows; auditors need the journals only.
 Rows may join an account and count as charged with all that it ever spent. POSIX systems only.
 """
@@ -48,22 +48,22 @@ def shared_rows(holdings: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, 
             yield one, other, both
 
 
-def unprotected_rows(
-    holdings: Mapping[str, Iterable[bytes]], bare: Iterable[bytes]
+def find_double_use(
+    holdings: Mapping[str, Iterable[bytes]], unprotected: Iterable[bytes]
 ) -> Iterator[tuple[str, int]]:
     """Every agent with rows that are also used without protection, and how many of them.
 
-    holdings: as in :func:`shared_rows`. bare: as in :func:`claim`.
+    holdings: as in :func:`shared_rows`. unprotected: as in :func:`claim`.
     """
     key = os.urandom(_KEY_BYTES)
-    beside = _fingerprints(key, bare)
+    beside = _fingerprints(key, unprotected)
     for agent, rows in holdings.items():
         if both := len(_fingerprints(key, rows) & beside):
             yield agent, both
 
 
 def claim(
-    folder: Path, holdings: Mapping[str, Iterable[bytes]], *, bare: Iterable[bytes] = (),
+    folder: Path, holdings: Mapping[str, Iterable[bytes]], *, unprotected: Iterable[bytes] = (),
     only_check: bool = False,
 ) -> None:  # fmt: skip
     """Put rows under the accounts of their agents, for good; all of them, or none.
@@ -73,8 +73,8 @@ def claim(
     Args:
         folder: of the journals; ``registry`` is made in it.
         holdings: agent id -> content of each of its labelled rows, without the label.
-        bare: content of each row that the run uses without protection: unlabelled rows of every
-            agent, and validation rows. Test rows are not among them: nobody trains on them.
+        unprotected: content of each row that the run uses without protection: unlabelled rows of
+            every agent, and validation rows. Test rows are not among them: nobody trains on them.
         only_check: raise as usual, and store nothing.
 
     Raises:
@@ -92,7 +92,7 @@ def claim(
             _refuse_lost_rows(folder, known)
             key = _key(registry)
             beside = _unprotected(registry, begun=bool(known))
-            beside_now = (beside or set()) | _fingerprints(key, bare)
+            beside_now = (beside or set()) | _fingerprints(key, unprotected)
             fresh = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
             merged = {a: known.get(a, set()) | fresh.get(a, set()) for a in {*known, *fresh}}
             _refuse_overlap(folder, merged)

@@ -66,10 +66,9 @@ def _method(algorithm: str, config: Any) -> str:
         return "label census"
     trained = ", ".join(private["update_at_support"])
     noisy = ", ".join(private["protect"])
-    bare = set(private["update_at_support"]) - set(private["protect"])
-    return (
-        f"{algorithm}-dp, as published (NOMINAL)" if bare else f"{algorithm}-dp, {noisy or trained}"
-    )
+    unprotected = set(private["update_at_support"]) - set(private["protect"])
+    how = "as published (NOMINAL)" if unprotected else noisy or trained
+    return f"{algorithm}-dp, {how}"
 
 
 def draw(points: Sequence[Point], output: Path) -> list[str]:

@@ -4,9 +4,9 @@
 
 A SuperLink and so many sites, each with its SuperNode, are processes on loopback, and the training
 command runs over them: FedAvg on digits, no privacy, one parallel step in a round, so that a round
-is little else than its letters. When a line of metrics.csv says that a round is over, processes
-are weighed: the coordinator, the SuperLink, Flower's server process (it carries the coordinator's
-letters), and of the first site the site itself and its SuperNode. A weight is PSS, by which a page
+is little else than its requests. When a line of metrics.csv says that a round is over, processes
+are weighed: the coordinator, the SuperLink, Flower's server process (it delivers the coordinator's
+requests), and of the first site the site itself and its SuperNode. A weight is PSS, by which a page
 that several processes share counts in part for each of them.
 
 The first ``--warm-up`` rounds are not counted: caches fill and the first checkpoint is written.

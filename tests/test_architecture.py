@@ -139,8 +139,8 @@ def circles(modules: Sequence[Module]) -> Iterator[str]:
 
 
 def flower_elsewhere(module: Module) -> Iterator[str]:
-    """Imports of Flower, whose interfaces change, beside the one file that carries letters; and of
-    that file, which is for Flower's processes alone."""
+    """Imports of Flower, whose interfaces change, beside the one file that delivers requests; and
+    of that file, which is for Flower's processes alone."""
     for line, _, name in imports(module.source):
         if inside(name, "flwr") and module.name != "privssl.remote.flower_app":
             yield f"{module.name}:{line} imports {name} beside privssl.remote.flower_app"

@@ -56,7 +56,7 @@ from tests.support.command_line import PLAIN, assert_refused, command
 from tests.support.ledger import visits_left
 from tests.support.messages import Note, reply
 from tests.support.privacy import CLASSES, SHAPE
-from tests.support.private_fedssl import PRIVATE, accounts, context, lesson
+from tests.support.private_fedssl import PRIVATE, accounts, context, make_request
 from tests.support.private_visit import ALL, ONE_STEP, visit_with, with_row
 from tests.support.product import Module, dotted, imports, inside, nodes, product_modules
 from tests.support.toy_worlds import without_noise
@@ -289,8 +289,8 @@ def careless(module: Module) -> Iterator[str]:
                 yield f"{module.name}:{node.lineno} leaves out {key} of {ast.unparse(node.func)}"
 
 
-#: Who starts Flower's programs and ours, or asks the kernel for a fence. An operator asks for it;
-#: no file and no letter says what is started, and no shell reads it.
+#: Who starts Flower's programs and ours, or asks the kernel for a sandbox. An operator asks for it;
+#: no file and no request says what is started, and no shell reads it.
 MAY = {
     **dict.fromkeys(
         ("privssl.remote.flower_transport", "privssl.site.demo", "privssl.site.supernode"),
@@ -662,7 +662,7 @@ def protected(tmp_path: Path) -> Prepared:
 
 
 def damaged(came: FedSSLRequest, value: float, share: float) -> FedSSLRequest:
-    """A lesson in which the server has planted a number in a share of all weights."""
+    """A request in which the server has planted a number in a share of all weights."""
     generator = torch.Generator().manual_seed(0)
 
     def plant(weights: Any) -> dict[str, Tensor]:
@@ -703,7 +703,7 @@ def test_no_weights_from_the_server_make_a_support_agent_send_a_number_without_n
     value: float, share: float, protected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = Released(monkeypatch)
-    came = damaged(lesson(protected), value, share)
+    came = damaged(make_request(protected), value, share)
     visit_with(protected, tmp_path / "visit", lambda rows: rows, came)
     [total] = released.sums
     assert bool(total.isfinite().all())
@@ -720,7 +720,7 @@ def test_the_check_of_released_numbers_notices_that_rows_without_a_finite_gradie
     monkeypatch.setattr(
         clipping, "_factors", lambda norms, drawn, clip: (clip / norms).clamp(max=1.0) * drawn
     )
-    came = damaged(lesson(protected), math.nan, 1.0)
+    came = damaged(make_request(protected), math.nan, 1.0)
     visit_with(protected, tmp_path / "visit", lambda rows: rows, came)
     assert not released.noise_is_whole()
 
@@ -731,7 +731,7 @@ def test_under_hostile_weights_one_row_still_moves_the_sum_by_at_most_the_clip_n
 ) -> None:
     without_noise(monkeypatch)
     released = Released(monkeypatch)
-    came = damaged(lesson(protected), value, share)
+    came = damaged(make_request(protected), value, share)
     for number, shade in enumerate((0.3, math.nan)):
         visit_with(protected, tmp_path / str(number), with_row(shade), came)
     one, other = released.sums
@@ -739,18 +739,18 @@ def test_under_hostile_weights_one_row_still_moves_the_sum_by_at_most_the_clip_n
 
 
 def test_no_message_changes_what_an_agent_may_spend(tmp_path: Path) -> None:
-    # The budget is the agent's own: a lesson has no field for it, and bytes cannot add one.
+    # The budget is the agent's own: a request has no field for it, and bytes cannot add one.
     path = tmp_path / "tiny.yaml"
     path.write_text(PRIVATE)
     prepared = prepare(config.load_config(path, [*ONE_STEP, "privacy.epsilon=2.0"]))
-    packed = serialize(lesson(prepared))
+    packed = serialize(make_request(prepared))
     size = int.from_bytes(packed[:8], "little")
     header = json.loads(packed[8 : 8 + size])
     told = {**json.loads(header["__metadata__"]["fields"]), "epsilon": 1e6, "budget": 100}
     header["__metadata__"]["fields"] = json.dumps(told)
     text = json.dumps(header).encode()
     came = deserialize(FedSSLRequest, len(text).to_bytes(8, "little") + text + packed[8 + size :])
-    assert vars(came).keys() == vars(lesson(prepared)).keys()
+    assert vars(came).keys() == vars(make_request(prepared)).keys()
     assert isinstance(prepared.algorithm, FedSSL)
     step = prepared.algorithm.support_pass
     with accounts(prepared, tmp_path) as agents:

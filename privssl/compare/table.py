@@ -237,11 +237,11 @@ def _unprotected_beside_private(rows: Sequence[Row]) -> list[str]:
     """That configs use the rows of private ones without protection; by public names alone."""
     claims = [of for of in rows if of.epsilon.kind == "guarantee"]
     sets = {run["dataset"] for of in claims for run in of.runs}
-    bare = [of for of in rows if of not in claims and sets & {run["dataset"] for run in of.runs}]
-    if not bare:
+    others = [of for of in rows if of not in claims and sets & {run["dataset"] for run in of.runs}]
+    if not others:
         return []
     return [
-        f"{', '.join(of.config for of in bare)}: no guarantee, and rows of the same data set as "
+        f"{', '.join(of.config for of in others)}: no guarantee, and rows of the same data set as "
         f"{', '.join(of.config for of in claims)}. For a record that both use, whoever sees what "
         "the former release (weights, metrics, this table) is bounded by no epsilon above."
     ]

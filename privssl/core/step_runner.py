@@ -178,13 +178,13 @@ def _refuse_unplanned_release(
     """Raise PrivacyError if a charged step sends more than its plan names."""
     sent = [name for name, value in vars(content).items() if value is not None]
     protected = [name for name in sent if name in plan.protect]
-    bare = [n for n in protected if not is_release(made, plan.event, n, vars(content)[n])]
+    unprotected = [n for n in protected if not is_release(made, plan.event, n, vars(content)[n])]
     found = [
         what
         for what, wrong in (
             ("it declines", isinstance(content, Declined)),
             (f"it sends {', '.join(sent)}", not set(sent) <= set(plan.update)),
-            (f"no private mechanism made its {', '.join(bare)}", bool(bare)),
+            (f"no private mechanism made its {', '.join(unprotected)}", bool(unprotected)),
             ("its weight is not 1", ctx.weight != 1.0),
             ("its charge is not the planned one", tuple(charged) != (plan.event,)),
             (f"it logs {', '.join(ctx.metrics)}", bool(ctx.metrics)),

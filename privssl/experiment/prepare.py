@@ -98,8 +98,8 @@ class Prepared:
         privacy = self.config.privacy
         if privacy is None or not self.is_nominal:
             return []
-        bare = tuple(n for n in privacy.update_at_support if n not in privacy.protect)
-        return [str(Nominal(privacy.epsilon, privacy.delta, privacy.protect, bare))]
+        unprotected = tuple(n for n in privacy.update_at_support if n not in privacy.protect)
+        return [str(Nominal(privacy.epsilon, privacy.delta, privacy.protect, unprotected))]
 
     @property
     def published_split_hash(self) -> str:
@@ -374,15 +374,19 @@ def _refuse_shared_rows(holders: tuple[Agent, ...], federated_data: data.Federat
             f"{rows} labelled rows of {one} are rows of {other} as well, so that one record would "
             f"have two budgets. Remove doubled rows from the data"
         )
-    bare = chain.from_iterable(contents_of(rows) for rows in bare_rows(federated_data))
-    for name, rows in row_registry.unprotected_rows(labelled, bare):
+    unprotected = chain.from_iterable(
+        contents_of(rows) for rows in find_unprotected_rows(federated_data)
+    )
+    for name, rows in row_registry.find_double_use(labelled, unprotected):
         raise PrivacyError(
             f"{rows} labelled rows of {name} are unlabelled or validation rows as well, and would "
             f"be used there without protection. Remove doubled rows from the data"
         )
 
 
-def bare_rows(federated_data: data.FederatedDataset) -> Iterator[LabelledRows | UnlabelledRows]:
+def find_unprotected_rows(
+    federated_data: data.FederatedDataset,
+) -> Iterator[LabelledRows | UnlabelledRows]:
     """The rows that a run uses without protection: unlabelled and validation."""
     for agent in federated_data.agents:
         if agent.held_unlabelled is not None:
@@ -394,19 +398,19 @@ def bare_rows(federated_data: data.FederatedDataset) -> Iterator[LabelledRows | 
 def claim_rows(
     ledger: Path,
     holders: Iterable[Agent],
-    bare: Iterable[LabelledRows | UnlabelledRows],
+    unprotected: Iterable[LabelledRows | UnlabelledRows],
     *,
     only_check: bool = False,
 ) -> None:
     """Register the labelled rows of agents under their accounts in the folder ``ledger``, or only
-    check. ``bare``: the rows that the run uses without protection.
+    check. ``unprotected``: the rows that the run uses without protection.
 
     Raises:
         accounting.errors.LedgerError: a row has another account, or is used without protection.
     """
-    held, beside = list(holders), list(bare)
+    held, beside = list(holders), list(unprotected)
     # First by the form that version 0.1 stored: what it refused stays refused.
     for contents, check in ((as_loaded_of, True), (contents_of, only_check)):
         labelled = {agent.id: contents(agent.labelled) for agent in held}
         others = chain.from_iterable(contents(rows) for rows in beside)
-        row_registry.claim(ledger, labelled, bare=others, only_check=check)
+        row_registry.claim(ledger, labelled, unprotected=others, only_check=check)

@@ -77,11 +77,13 @@ def _warnings_of(key: str, file: Path, split: Manifest, counted: bool) -> Iterat
             f"labelled rows of this one without protection is unknown. {_advice(key)}"
         )
     mine = set(chain.from_iterable(held.labelled for held in split.agents.values()))
-    bare = set(former.validation).union(*(held.unlabelled for held in former.agents.values()))
+    unprotected = set(former.validation).union(
+        *(held.unlabelled for held in former.agents.values())
+    )
     paid = set(chain.from_iterable(held.labelled for held in former.agents.values()))
     if not _has_guarantee(run):
-        bare, paid = bare | paid, set()
-    if both := len(mine & bare):
+        unprotected, paid = unprotected | paid, set()
+    if both := len(mine & unprotected):
         raise PrivacyError(
             f"{key} is of the run {run}, which used {both} labelled rows of this run without "
             "protection, so nothing could be claimed for them. Give weights that have not seen "

@@ -3,7 +3,7 @@
 The network of FedMatch (Jeong et al., ICLR 2021: no norm, no bias) and of FedSEAL (Bian et al.
 2021: the same layers; with norm and biases it is the well-known tutorial network):
 
-    norm: none                   bare: 6,568,640 parameters at width 16, 10 classes, 3 channels
+    norm: none                   as is: 6,568,640 parameters at width 16, 10 classes, 3 channels
     norm: batch, group, static   each convolution normalised, biases everywhere: 6,575,370
 
 Layers at width 16: 64; 128, halve; residual 128, 128; 256, halve; 512, halve; residual 512, 512;

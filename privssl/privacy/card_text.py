@@ -32,8 +32,10 @@ def guarantee_sentence(card: Mapping[str, Any] | None) -> str:
             f"guaranteed for any record. Put the true ledger back and end the run with --resume."
         )
     if card["guarantee"] is None:
-        bare = tuple(name for name in card["update"] if name not in card["protect"])
-        return str(Nominal(card["nominal_epsilon"], card["delta"], tuple(card["protect"]), bare))
+        unprotected = tuple(name for name in card["update"] if name not in card["protect"])
+        return str(
+            Nominal(card["nominal_epsilon"], card["delta"], tuple(card["protect"]), unprotected)
+        )
     claim = card["guarantee"]
     return str(Guarantee(**{**claim, "covers": tuple(claim["covers"])}))
 

@@ -240,10 +240,10 @@ def _check(
         raise PrivacyError("agents differ in what they train, protect or publish: one card each")
     statuses = {name: status for name, status, _ in releases}
     updated = set(accounts[0][1].update)
-    bare = sorted(name for name in updated if statuses.get(name) == "not covered")
-    if scope == "sound" and (bare or set(statuses.values()) <= {"not covered"}):
+    unprotected = sorted(name for name in updated if statuses.get(name) == "not covered")
+    if scope == "sound" and (unprotected or set(statuses.values()) <= {"not covered"}):
         raise PrivacyError(
-            f"scope sound, but of what leaves an agent {bare or 'all'} is not covered"
+            f"scope sound, but of what leaves an agent {unprotected or 'all'} is not covered"
         )
     if scope == "as_published" and "covered" in statuses.values():
         raise PrivacyError("scope as_published guarantees nothing, so nothing it sends is covered")

@@ -16,7 +16,7 @@ from accounting.ledger import Account, read_journal, refuse_problems
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import RunFolderError
 from privssl.experiment.config import Config
-from privssl.experiment.prepare import Prepared, bare_rows, claim_rows
+from privssl.experiment.prepare import Prepared, claim_rows, find_unprotected_rows
 from privssl.privacy.former_ledgers import former_heads
 from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan
@@ -69,7 +69,9 @@ def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
     holders = prepared.labelled_agents if prepared.plan.visits else ()
     for agent in holders:
         row_registry.refuse_partial_account(ledger, agent.id)
-    claim_rows(ledger, holders, bare_rows(prepared.federated_data), only_check=only_check)
+    claim_rows(
+        ledger, holders, find_unprotected_rows(prepared.federated_data), only_check=only_check
+    )
 
 
 @contextmanager
@@ -148,8 +150,8 @@ def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
         why = "trained by DP-SGD under the agent's account"
         sent = [(name, "covered", why) for name in plan.protect]
     else:
-        bare = ", ".join(plainly)
-        through = f"noise was added, but its gradients flow through unprotected {bare}"
+        others = ", ".join(plainly)
+        through = f"noise was added, but its gradients flow through unprotected {others}"
         without = "trained on labelled rows without noise"
         sent = [
             (name, "not covered", through if name in plan.protect else without)

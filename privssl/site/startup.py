@@ -322,8 +322,8 @@ def _account(
     path = ledger / f"{agent.id}.jsonl"
     _refuse_other_ledger(path, store)
     row_registry.refuse_partial_account(ledger, agent.id)
-    bare = () if agent.held_unlabelled is None else (agent.held_unlabelled,)
-    claim_rows(ledger, [agent], bare)
+    unprotected = () if agent.held_unlabelled is None else (agent.held_unlabelled,)
+    claim_rows(ledger, [agent], unprotected)
     if path.exists():
         refuse_change(read_journal(path).plan, plan)
     else:

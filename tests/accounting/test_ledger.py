@@ -35,7 +35,7 @@ from accounting.events import (
 from accounting.journal import JournalFile
 from accounting.ledger import Account, read_journal
 from tests.support.ledger import VISIT, plan, rebuilt, spend_all
-from tests.support.posts import beside
+from tests.support.transports import beside
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 
 from accounting import row_registry
 from accounting.errors import LedgerError, PlanError
-from accounting.row_registry import claim, shared_rows, unprotected_rows
+from accounting.row_registry import claim, find_double_use, shared_rows
 
 A, B, C, D = (letter.encode() * 40 for letter in "abcd")
 
@@ -108,54 +108,58 @@ def test_rows_that_two_agents_share_are_found_without_storing_anything() -> None
 
 
 def test_a_row_of_an_account_cannot_be_used_without_protection_later(tmp_path: Path) -> None:
-    claim(tmp_path, {"s0": [A, B]}, bare=[C])
+    claim(tmp_path, {"s0": [A, B]}, unprotected=[C])
     before = contents(tmp_path)
     with pytest.raises(LedgerError, match=r"2 rows in the account of s0 .*without.*data\.split"):
-        claim(tmp_path, {"s1": [D]}, bare=[C, A, B, A])
+        claim(tmp_path, {"s1": [D]}, unprotected=[C, A, B, A])
     assert contents(tmp_path) == before
-    claim(tmp_path, {"s1": [D]})  # the control: without the bare rows it is accepted
+    claim(tmp_path, {"s1": [D]})  # the control: without the unprotected rows it is accepted
 
 
 def test_a_row_that_was_used_without_protection_cannot_get_an_account_later(
     tmp_path: Path,
 ) -> None:
-    claim(tmp_path, {"s0": [A]}, bare=[B])
-    claim(tmp_path, {"s0": [A]}, bare=[C])  # B is not forgotten, though this run has no use for it
+    claim(tmp_path, {"s0": [A]}, unprotected=[B])
+    claim(
+        tmp_path, {"s0": [A]}, unprotected=[C]
+    )  # B is not forgotten, though this run has no use for it
     before = contents(tmp_path)
     for row in (B, C):
         with pytest.raises(LedgerError, match=r"1 rows in the account of s0 .*have been"):
             claim(tmp_path, {"s0": [A, row]})
     assert contents(tmp_path) == before
     claim(tmp_path / "other", {"s0": [A]})
-    claim(tmp_path / "other", {"s0": [A, B, C]})  # the control: nobody said that B and C were bare
+    claim(
+        tmp_path / "other", {"s0": [A, B, C]}
+    )  # the control: nobody said that B and C were unprotected
 
 
 def test_a_row_cannot_be_both_within_one_claim(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="1 rows in the account of s1 would be used"):
-        claim(tmp_path, {"s0": [A], "s1": [B]}, bare=[C, B])
+        claim(tmp_path, {"s0": [A], "s1": [B]}, unprotected=[C, B])
     assert not list(tmp_path.glob("registry/*.rows"))
     assert not (tmp_path / "registry" / "unprotected").exists()
 
 
 def test_the_same_split_again_is_fine_and_changes_nothing(tmp_path: Path) -> None:
-    claim(tmp_path, {"s0": [A], "s1": [B]}, bare=[C, D])
+    claim(tmp_path, {"s0": [A], "s1": [B]}, unprotected=[C, D])
     before = contents(tmp_path)
-    claim(tmp_path, {"s0": [A], "s1": [B]}, bare=[D, C])
+    claim(tmp_path, {"s0": [A], "s1": [B]}, unprotected=[D, C])
     assert contents(tmp_path) == before
     assert len(before["unprotected"].split()) == 2
 
 
 def test_a_check_remembers_no_unprotected_row(tmp_path: Path) -> None:
-    claim(tmp_path, {"s0": [A]}, bare=[B], only_check=True)
+    claim(tmp_path, {"s0": [A]}, unprotected=[B], only_check=True)
     assert set(contents(tmp_path)) == {"key", "lock"}
     with pytest.raises(LedgerError, match="without protection"):
-        claim(tmp_path, {"s0": [A]}, bare=[A], only_check=True)
+        claim(tmp_path, {"s0": [A]}, unprotected=[A], only_check=True)
 
 
-def test_rows_within_a_run_that_are_also_bare_are_found_without_storing_anything() -> None:
-    found = list(unprotected_rows({"s0": [A, B, B], "s1": [C]}, iter([B, A, D])))
+def test_rows_within_a_run_that_are_also_unprotected_are_found_without_storing_anything() -> None:
+    found = list(find_double_use({"s0": [A, B, B], "s1": [C]}, iter([B, A, D])))
     assert found == [("s0", 2)]
-    assert list(unprotected_rows({"s0": [A], "s1": [C]}, [B, D])) == []
+    assert list(find_double_use({"s0": [A], "s1": [C]}, [B, D])) == []
 
 
 # What the files tell ----------------------------------------------------------------------------
@@ -198,8 +202,8 @@ def test_a_fingerprint_cannot_be_tested_without_the_key(tmp_path: Path) -> None:
 
 
 def test_rows_are_stored_in_an_order_that_says_nothing(tmp_path: Path) -> None:
-    bare = [number.to_bytes(2, "big") for number in range(8)]
-    claim(tmp_path, {"s0": [D, A, C, B]}, bare=bare)
+    unprotected = [number.to_bytes(2, "big") for number in range(8)]
+    claim(tmp_path, {"s0": [D, A, C, B]}, unprotected=unprotected)
     assert known_rows(tmp_path, "s0") == sorted(known_rows(tmp_path, "s0"))
     unprotected = contents(tmp_path)["unprotected"].split()
     assert unprotected == sorted(unprotected)

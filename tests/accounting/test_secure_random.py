@@ -14,7 +14,7 @@ from scipy.stats import binomtest, chisquare
 
 from accounting import secure_random
 from accounting.secure_random import random_uint64
-from tests.support.posts import in_a_fork
+from tests.support.transports import in_a_fork
 
 LEVEL = 1e-6
 WORDS = 200_000

@@ -391,9 +391,9 @@ def test_agents_train_with_sparse_differences_only_where_that_is_asked_for() -> 
         algorithm = fedmatch(sparse_down=sparse_down, smallest_change=1e-4, **EAGER)
         after = play(algorithm, at_server(), 2, engine=Overheard)
         before = play(algorithm, at_server(), 1).state
-        lessons = heard(after, 2, "learn_psi")
-        for agent, lesson in lessons.items():
-            dense, held = lesson.psi, before.held_psi[agent]
+        requests = heard(after, 2, "learn_psi")
+        for agent, request in requests.items():
+            dense, held = request.psi, before.held_psi[agent]
             if not sparse_down:
                 assert same_bits({"w": dense}, {"w": before.psi})
                 continue
@@ -466,20 +466,20 @@ def test_helpers_come_every_so_many_rounds_to_agents_that_were_seen(place: str) 
     after = play(fedmatch(helpers_every=2, rounds=5), PLACES[place](), 5, engine=Overheard)
     step = "learn_psi" if place == "labels-at-server" else "learn_both"
     came = {
-        number: [lesson.helpers is not None for lesson in heard(after, number, step).values()]
+        number: [request.helpers is not None for request in heard(after, number, step).values()]
         for number in range(1, 6)
     }
     assert came == {n: [n % 2 == 0] * 2 for n in range(1, 6)}
     at_first = play(fedmatch(helpers_every=1), PLACES[place](), 1, engine=Overheard)
-    assert all(lesson.helpers is None for lesson in heard(at_first, 1, step).values())
+    assert all(request.helpers is None for request in heard(at_first, 1, step).values())
 
 
 def test_a_helper_is_the_other_agents_last_psi() -> None:
     after = play(fedmatch(**EAGER), at_server(), 2, engine=Overheard)
     before = play(fedmatch(**EAGER), at_server(), 1).state
-    lessons = heard(after, 2, "learn_psi")
+    requests = heard(after, 2, "learn_psi")
     for agent, other in (("q0", "q1"), ("q1", "q0")):
-        [helper] = unbundle(lessons[agent].helpers)  # two were asked for, one is there
+        [helper] = unbundle(requests[agent].helpers)  # two were asked for, one is there
         assert same_bits(helper, before.held_psi[other])
     assert after.state.helped == 1.0 and before.helped == 0.0
 
@@ -513,11 +513,11 @@ def test_a_stream_shows_every_row_once_and_each_slice_for_as_many_rounds() -> No
 
 def test_an_agent_without_rows_in_its_slice_is_silent_unless_it_has_labels() -> None:
     settings: dict[str, Any] = {"rounds": 3, "stream_slices": 3}
-    lesson = FedMatchRequest(weights(SIGMA), weights(PSI))
-    reply = linear(**settings).learn_psi(party("query", LEVELS[:2]), lesson, context(3))
+    request = FedMatchRequest(weights(SIGMA), weights(PSI))
+    reply = linear(**settings).learn_psi(party("query", LEVELS[:2]), request, context(3))
     assert isinstance(reply, Declined)
     mixed = party("mixed", LEVELS[:2])
-    both = linear(**settings).learn_both(mixed, lesson, context(3))
+    both = linear(**settings).learn_both(mixed, request, context(3))
     # psi takes a step on its penalties, after sigma has taken its own
     assert both.sigma is not None and both.psi is not None
     sigma, psi = both.sigma[KEY], weights(PSI)[KEY]
@@ -546,8 +546,8 @@ def test_labels_at_the_server_sigma_is_the_servers_and_psi_the_plain_mean() -> N
     assert same_bits(after.state.sigma, first_reply.payload.sigma)
     for name, mean in after.state.psi.items():  # 31 and 30 rows count the same
         assert_close(mean, (said["q0"].psi[name] + said["q1"].psi[name]) / 2)
-    for lesson in heard(after, 1, "learn_psi").values():  # agents get the sigma of this round
-        assert same_bits(lesson.sigma, first_reply.payload.sigma)
+    for request in heard(after, 1, "learn_psi").values():  # agents get the sigma of this round
+        assert same_bits(request.sigma, first_reply.payload.sigma)
 
 
 def test_labels_at_clients_both_halves_are_plain_means_and_nobody_works_before() -> None:
@@ -682,13 +682,13 @@ def test_settings_under_which_psi_would_run_away_are_refused() -> None:
     assert keys(rounds=5, stream_slices=6) == ["stream_slices"]
     algorithm = fedmatch(learning_rate=0.11, threshold=1.0, l1_weight=0.0, batch_size=1)
     begun = play(algorithm, at_server(), 0)
-    lesson = FedMatchRequest(
+    request = FedMatchRequest(
         begun.begun.sigma, begun.begun.psi
     )  # 30 steps, each 1.2 times as far and back
-    reply = algorithm.learn_psi(begun.engine._agents["q0"], lesson, context())
+    reply = algorithm.learn_psi(begun.engine._agents["q0"], request, context())
     assert not isinstance(reply, Declined) and reply.psi is not None
     name = next(iter(reply.psi))
-    gap = (lesson.sigma[name] - reply.psi[name]) / (lesson.sigma[name] - lesson.psi[name])
+    gap = (request.sigma[name] - reply.psi[name]) / (request.sigma[name] - request.psi[name])
     assert_close(gap, torch.full_like(gap, 1.2**30), rtol=1e-3, atol=0)
 
 

@@ -66,8 +66,8 @@ def test_the_rate_of_every_agent_falls_by_the_validation_loss_of_its_own_network
     algorithm = fedmatch(decay_on="validation", patience=1, **EAGER)
     after = play(algorithm, PLACES[place](), 4, engine=Overheard)
     for number, rate in ((1, 1.0), (2, 1.0), (3, 1 / 3), (4, 1 / 9)):
-        for lesson in heard(after, number, STEPS[place]).values():
-            assert lesson.learning_rate == pytest.approx(0.01 * rate)
+        for request in heard(after, number, STEPS[place]).values():
+            assert request.learning_rate == pytest.approx(0.01 * rate)
     own = algorithm.own_classifiers(after.state)
     last = dict(zip(own, judged[-2:], strict=True))
     assert same_bits(last, own)  # what is judged is what the agent has
@@ -159,11 +159,11 @@ def test_what_is_counted_is_what_travels(place: str) -> None:
         places = math.ceil(entries / 8) if 0 < share < 1 else 0
         return 4 * share * entries + places
 
-    lessons = heard(after, 3, STEPS[place])
-    assert all(lesson.sparse and lesson.helpers is None for lesson in lessons.values())
+    requests = heard(after, 3, STEPS[place])
+    assert all(request.sparse and request.helpers is None for request in requests.values())
     down = [sum(t.numel() * t.element_size() for t in part.values())
-            for lesson in lessons.values() for part in (lesson.sigma, lesson.psi)]  # fmt: skip
-    assert sum(down) + 8 * len(lessons) == after.federation.traffic.down  # 8: that it is sparse
+            for request in requests.values() for part in (request.sigma, request.psi)]  # fmt: skip
+    assert sum(down) + 8 * len(requests) == after.federation.traffic.down  # 8: that it is sparse
     costs = [bytes_of(metrics[f"train/cost_down_{part}"]) for part in ("sigma", "psi")]
     assert sum(down) == pytest.approx(2 * sum(costs))
     assert metrics["train/bytes_down"] == pytest.approx((sum(costs) + 8) / (4 * entries))
@@ -236,8 +236,8 @@ def test_without_both_weights_psi_learns_from_its_penalties_alone() -> None:
     assert_close(reply.psi, weights(pull))
     # A threshold of 1 is no control: a row whose probability is 1 in float32 still counts.
     certain, ear = np.array([[40.0, 40.0], [-40.0, -40.0], [-40.0, -40.0]]), Ear()
-    lesson = FedMatchRequest(weights(certain), weights(-0.5 * certain))
-    linear(threshold=1.0).learn_psi(party("query"), lesson, context(meter=ear))
+    request = FedMatchRequest(weights(certain), weights(-0.5 * certain))
+    linear(threshold=1.0).learn_psi(party("query"), request, context(meter=ear))
     assert sum(ear.kept) == 1  # (255, 102): a logit that is 32 above the others
 
 
@@ -276,8 +276,8 @@ def test_slices_as_stored_are_consecutive_rows_in_the_agents_own_order() -> None
     agent, seen = party("query"), []
     for number in range(1, 5):
         ear = Ear()
-        lesson = FedMatchRequest(weights(SIGMA), weights(PSI))
-        algorithm.learn_psi(agent, lesson, context(number, ear))
+        request = FedMatchRequest(weights(SIGMA), weights(PSI))
+        algorithm.learn_psi(agent, request, context(number, ear))
         seen.append(ear.ids)
     assert [sorted(ids) for ids in seen] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     order = agent.memory["order/unlabelled"].tolist()

@@ -109,15 +109,15 @@ def test_a_large_weight_draws_agents_together() -> None:
 
 def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -> None:
     after, heard = overheard(1, order="sequential")  # FedSSL's Alg. 2
-    lessons = [call.message for call, _ in heard]
+    requests = [call.message for call, _ in heard]
     sent = [reply.payload.F for _, reply in heard]
     assert [call.to.id for call, _ in heard] == ["s0", "s1", "q0", "q1"]
-    assert same_bits(lessons[1].F, sent[0]) and same_bits(lessons[2].F, sent[1])
-    assert same_bits(lessons[3].F, sent[1])
+    assert same_bits(requests[1].F, sent[0]) and same_bits(requests[2].F, sent[1])
+    assert same_bits(requests[3].F, sent[1])
     mean = {name: ((w.double() + sent[3][name]) / 2).float() for name, w in sent[2].items()}
     assert apart(after.state.F, mean) < 1e-6
     _, parallel = overheard(1)
-    assert all(same_bits(call.message.F, lessons[0].F) for call, _ in parallel)  # the control
+    assert all(same_bits(call.message.F, requests[0].F) for call, _ in parallel)  # the control
 
 
 def test_agents_keep_steps_of_both_groups_apart() -> None:

@@ -525,8 +525,8 @@ def test_no_row_is_validated_where_only_one_is_held_and_then_no_class_is_ever_su
     after = play(brief(), parties, 2, check_wire=True, engine=Overheard)
     assert isinstance(after.engine, Overheard)
     assert finite(after.state) and not same_bits(after.begun, after.state)
-    lessons = [c.message for c, _ in after.engine.heard if isinstance(c.message, SignedRequest)]
-    assert lessons and all(lesson.tau.tolist() == [NEVER_SEEN] * 10 for lesson in lessons)
+    requests = [c.message for c, _ in after.engine.heard if isinstance(c.message, SignedRequest)]
+    assert requests and all(request.tau.tolist() == [NEVER_SEEN] * 10 for request in requests)
     assert after.federation.mean_metrics()["train/positive"] == 0
 
 
@@ -629,7 +629,7 @@ def test_a_batch_of_one_row_is_left_out_where_batch_norm_needs_two() -> None:
         for c, r in after.engine.heard
         if isinstance(c.message, SignedRequest)
     ]
-    assert got and all(same_bits(lesson.F, sent.F) for lesson, sent in got)
+    assert got and all(same_bits(request.F, sent.F) for request, sent in got)
     with pytest.raises(ValueError, match="more than 1 value per channel"):  # the control
         algorithm.task.new_classifier()(torch.zeros(1, 1, 8, 8))
     grouped = play(brief(threshold=0.0), one, 2)  # and without batch norm the row is learned

@@ -413,13 +413,13 @@ def test_in_parallel_all_start_from_the_same_networks() -> None:
 
 def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -> None:
     after, heard = overheard(1, order="sequential", warm_up=0)  # Alg. 2 l. 2 and 9
-    lessons = [call.message for call, _ in heard]
+    requests = [call.message for call, _ in heard]
     sent = [reply.payload for _, reply in heard]
     for name in ALL:
-        assert same_bits(getattr(lessons[0], name), getattr(after.begun, name))
-        assert same_bits(getattr(lessons[1], name), getattr(sent[0], name))
-        assert same_bits(getattr(lessons[2], name), getattr(sent[1], name))
-        assert same_bits(getattr(lessons[3], name), getattr(sent[1], name))
+        assert same_bits(getattr(requests[0], name), getattr(after.begun, name))
+        assert same_bits(getattr(requests[1], name), getattr(sent[0], name))
+        assert same_bits(getattr(requests[2], name), getattr(sent[1], name))
+        assert same_bits(getattr(requests[3], name), getattr(sent[1], name))
     # Alg. 2 l. 10: what is averaged are the query agents' networks
     mean = {k: ((v.double() + sent[3].F[k]) / 2).float() for k, v in sent[2].F.items()}
     assert apart(after.state.F, mean) < 1e-6

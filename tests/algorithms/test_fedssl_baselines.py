@@ -187,8 +187,8 @@ def test_a_row_mixed_with_itself_is_a_row_not_mixed(batch_size: int) -> None:
 def test_the_teacher_goes_down_and_is_what_is_released() -> None:
     after = play(make("pseudo", warm_up=0), federated_data(), 2, engine=Overheard)
     assert isinstance(after.engine, Overheard)
-    lessons = [call.message for call, _ in after.engine.heard if call.round == 2]
-    assert all(isinstance(lesson, TeacherRequest) for lesson in lessons)
+    requests = [call.message for call, _ in after.engine.heard if call.round == 2]
+    assert all(isinstance(request, TeacherRequest) for request in requests)
     assert after.classifier is after.state.teacher
     assert not same_bits(after.state.F, after.state.teacher)
     assert after.algorithm.also_evaluated(after.state) == {"unaveraged": after.state.F}

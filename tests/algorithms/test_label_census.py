@@ -466,9 +466,9 @@ def test_self_training_learns_the_teachers_guess_times_what_the_rows_cluster_say
     assert isinstance(after.algorithm, LabelCensus)
     known = torch.zeros(5, 10)
     known[0, 1] = known[1, 9] = 1.0  # the second guess, and a class that was not guessed
-    lesson = SelfTrainingRequest(after.state.F, known, 1e-3, after.state.F)
+    request = SelfTrainingRequest(after.state.F, known, 1e-3, after.state.F)
     after.algorithm.self_training_pass(
-        agent, lesson, Context(0, 8, agent.id, "1", "a", torch.device("cpu"))
+        agent, request, Context(0, 8, agent.id, "1", "a", torch.device("cpu"))
     )
     [(cluster, p)] = learned
     # Purity 0.9: 0.9 for the class of the cluster and 1/90 for each other; 0.5, 0.3 and 0.2 times.
@@ -621,7 +621,7 @@ def test_a_picture_shows_the_released_counts_and_numbers_tell_clusters_in_doubt(
 # A server that means harm ---------------------------------------------------------------------
 
 
-def crooked(name: str, map_of_rows: Map) -> Map:
+def malicious(name: str, map_of_rows: Map) -> Map:
     """The map with one thing wrong. Cell 4 is told to be in a cluster that there is not."""
     mean, cluster = map_of_rows.mean, map_of_rows.cluster
     encoder = dict(map_of_rows.encoder)
@@ -659,7 +659,7 @@ MAPS = [
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_a_crooked_map_is_refused_alike_whatever_rows_there_are(name: str) -> None:
+def test_a_malicious_map_is_refused_alike_whatever_rows_there_are(name: str) -> None:
     census = make("label_census", **FEW)
     after = play(census, federated_data(labelled=40), rounds=4)
     good = map_of(after.state)
@@ -672,7 +672,7 @@ def test_a_crooked_map_is_refused_alike_whatever_rows_there_are(name: str) -> No
         counted = federation.call(federation.support[0], census.answer, good).payload.census
         assert int(counted.sum()) == labelled // 2  # the control: the true map is answered
         with pytest.raises(MessageError) as refused:
-            federation.call(federation.support[0], census.answer, crooked(name, good))
+            federation.call(federation.support[0], census.answer, malicious(name, good))
         told.add(str(refused.value))
     assert len(told) == 1
 

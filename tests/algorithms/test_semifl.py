@@ -187,8 +187,8 @@ def test_an_untrained_model_is_sure_of_nothing_so_that_the_server_alone_trains()
     ]  # fmt: skip
     assert after.state.active == 0
     assert same_bits(after.begun.velocity, after.state.velocity)
-    *_, (_, _, lesson, reply) = heard(after)
-    assert same_bits(lesson.F, after.begun.F)  # nobody active: W and v stay as they are
+    *_, (_, _, request, reply) = heard(after)
+    assert same_bits(request.F, after.begun.F)  # nobody active: W and v stay as they are
     assert same_bits(reply.payload.F, after.state.F)
 
 
@@ -207,8 +207,8 @@ def test_agents_count_the_same_and_the_server_steps_with_momentum_then_fine_tune
 
     def pull(told: Any) -> dict[str, Tensor]:
         """W minus the plain mean of what the two agents sent."""
-        (_, _, lesson, first), (_, _, _, second) = told[:2]
-        return {k: lesson.F[k] - (v + second.payload.F[k]) / 2 for k, v in first.payload.F.items()}
+        (_, _, request, first), (_, _, _, second) = told[:2]
+        return {k: request.F[k] - (v + second.payload.F[k]) / 2 for k, v in first.payload.F.items()}
 
     first = pull(one)
     assert same_bits(one[0][2].F, after.begun.F)
@@ -226,8 +226,8 @@ def test_agents_count_the_same_and_the_server_steps_with_momentum_then_fine_tune
 
 def test_without_fine_tuning_the_server_trains_beside_the_agents_and_counts_one_half() -> None:
     after = play(new(fine_tune=False), unequal(), 1, engine=Overheard)
-    by_agent = {agent: (lesson, reply.payload) for agent, _, lesson, reply in heard(after)}
-    assert all(same_bits(lesson.F, after.begun.F) for lesson, _ in by_agent.values())
+    by_agent = {agent: (request, reply.payload) for agent, _, request, reply in heard(after)}
+    assert all(same_bits(request.F, after.begun.F) for request, _ in by_agent.values())
     sent = {agent: said.F for agent, (_, said) in by_agent.items()}
     expected = {
         k: sent["server"][k] / 2 + sent["q0"][k] / 4 + sent["q1"][k] / 4 for k in sent["q0"]
@@ -427,8 +427,8 @@ def test_in_the_order_of_the_text_the_server_trains_before_the_agents_and_at_the
     assert order(profile="semifl-text") == order(server_first=True)
     assert order() == ["q0", "q1", "server"] * 2  # the control: the authors' code
     after = play(new(server_first=True), at_server(), 1, engine=Overheard)
-    (_, _, _, first), (_, _, lesson, _), *_ = heard(after)
-    assert same_bits(first.payload.F, lesson.F)  # agents start from what the server trained
+    (_, _, _, first), (_, _, request, _), *_ = heard(after)
+    assert same_bits(first.payload.F, request.F)  # agents start from what the server trained
 
 
 def test_the_server_alone_learns_from_its_labels_and_asks_nobody() -> None:
@@ -604,8 +604,8 @@ def statistics_at(x: Tensor, round_number: int = 1) -> tuple[SemiFL, Mapping[str
     """What an agent with these rows sends as statistics of an untrained network, and who asked."""
     algorithm = new("static")
     agent = Agent(id="q0", held_unlabelled=UnlabelledRows(x, torch.arange(len(x))))
-    lesson = TrainRequest(untrained(algorithm))
-    return algorithm, algorithm.query_statistics(agent, lesson, context(round_number)).statistics
+    request = TrainRequest(untrained(algorithm))
+    return algorithm, algorithm.query_statistics(agent, request, context(round_number)).statistics
 
 
 def test_one_row_more_than_a_big_batch_leaves_statistics_nearly_as_they_were() -> None:

@@ -131,7 +131,7 @@ def agent(name: str, x: Tensor) -> Agent:
     return Agent(id=name, held_labelled=LabelledRows(x, torch.zeros_like(numbers), numbers))
 
 
-def bare(x: Tensor) -> list[UnlabelledRows]:
+def unprotected(x: Tensor) -> list[UnlabelledRows]:
     return [UnlabelledRows(x, torch.arange(len(x)))]
 
 
@@ -147,7 +147,7 @@ def test_one_picture_as_bytes_and_as_floats_gets_no_two_accounts(
     with pytest.raises(LedgerError, match="6 rows would be in the accounts of s0 and of s1"):
         prepare.claim_rows(tmp_path, [agent("s1", FLOATS)], [])
     with pytest.raises(LedgerError, match=r"6 rows in the account of s0 .* without"):
-        prepare.claim_rows(tmp_path, [], bare(FLOATS))
+        prepare.claim_rows(tmp_path, [], unprotected(FLOATS))
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "registry").iterdir()}
     # The control: told apart by their bytes, they would get both.
     monkeypatch.setattr(prepare, "contents_of", as_loaded_of)
@@ -159,15 +159,17 @@ def test_a_registry_of_version_0_1_refuses_what_it_refused(
 ) -> None:
     half, rest = FLOATS[:3], FLOATS[3:]
     row_registry.claim(
-        tmp_path, {"s0": as_loaded(half)}, bare=as_loaded(rest)
+        tmp_path, {"s0": as_loaded(half)}, unprotected=as_loaded(rest)
     )  # as that version did
     with pytest.raises(LedgerError, match="3 rows would be in the accounts of s0 and of s1"):
         prepare.claim_rows(tmp_path, [agent("s1", half)], [])
     with pytest.raises(LedgerError, match=r"3 rows in the account of s1 .* without"):
         prepare.claim_rows(tmp_path, [agent("s1", rest)], [])
     with pytest.raises(LedgerError, match=r"3 rows in the account of s0 .* without"):
-        prepare.claim_rows(tmp_path, [], bare(half))
-    prepare.claim_rows(tmp_path, [agent("s0", half)], bare(rest))  # the same use again is fine
+        prepare.claim_rows(tmp_path, [], unprotected(half))
+    prepare.claim_rows(
+        tmp_path, [agent("s0", half)], unprotected(rest)
+    )  # the same use again is fine
     # The control: by the new form alone, the old registry would know none of its rows.
     other = tmp_path / "other"
     row_registry.claim(other, {"s0": as_loaded(half)})

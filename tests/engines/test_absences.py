@@ -17,7 +17,7 @@ from privssl.experiment import config as configs
 from privssl.remote import protocol
 from privssl.remote.discovery import RemoteTimeouts, SiteError
 from privssl.remote.protocol import EndOfRun, IdentifyRequest, StepRequest, StepResponse
-from tests.support import posts
+from tests.support import transports
 from tests.support.algorithm_contract import CASES, algorithm
 from tests.support.toy_worlds import Played, at_clients, at_server, federated_data, finite, play
 
@@ -94,20 +94,20 @@ def walked(case: str, step: str, folder: Path, terms: RemoteTimeouts) -> tuple[P
     )
     away: list[str] = []
 
-    class Bent(posts.Doors):
-        def carry(self, address: str, letter: bytes) -> bytes | None:
-            visit = protocol.from_bytes(letter, IdentifyRequest, StepRequest, EndOfRun)
+    class Bent(transports.InProcessTransport):
+        def deliver(self, address: str, frame: bytes) -> bytes | None:
+            visit = protocol.from_bytes(frame, IdentifyRequest, StepRequest, EndOfRun)
             if isinstance(visit, StepRequest) and visit.step == step and visit.agent in (
                 *away[:1], *([] if away else [visit.agent])
             ):  # fmt: skip
                 away.append(visit.agent)
                 return protocol.to_bytes(StepResponse(visit.id, error="failed"))
-            return super().carry(address, letter)
+            return super().deliver(address, frame)
 
     there = algorithm(case, **ONLY_WITH.get((case, step), {}))
 
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
-        return posts.engine(agents, there, seed, folder, post=Bent, terms=terms)
+        return transports.engine(agents, there, seed, folder, transport=Bent, terms=terms)
 
     return play(there, parties, engine=engine), len(away)
 
@@ -138,15 +138,15 @@ def test_a_mean_of_nobody_is_not_made(tmp_path: Path) -> None:
     parties = federated_data(support=1, labelled=10)
     there = algorithm("fedavg")
 
-    class Away(posts.Doors):
-        def carry(self, address: str, letter: bytes) -> bytes | None:
-            visit = protocol.from_bytes(letter, IdentifyRequest, StepRequest, EndOfRun)
+    class Away(transports.InProcessTransport):
+        def deliver(self, address: str, frame: bytes) -> bytes | None:
+            visit = protocol.from_bytes(frame, IdentifyRequest, StepRequest, EndOfRun)
             if isinstance(visit, StepRequest):
                 return protocol.to_bytes(StepResponse(visit.id, error="failed"))
-            return super().carry(address, letter)
+            return super().deliver(address, frame)
 
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
-        return posts.engine(agents, there, seed, tmp_path, post=Away, terms=low)
+        return transports.engine(agents, there, seed, tmp_path, transport=Away, terms=low)
 
     with pytest.raises(SiteError, match="Nobody else replied either"):
         play(there, parties, engine=engine)
@@ -156,7 +156,7 @@ def test_a_labelled_server_is_always_there(tmp_path: Path) -> None:
     there = algorithm("server_sl")
 
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
-        return posts.engine(agents, there, seed, tmp_path, terms=STRICT)
+        return transports.engine(agents, there, seed, tmp_path, terms=STRICT)
 
     assert finite(play(there, at_server(), engine=engine).classifier)
 

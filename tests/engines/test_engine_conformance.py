@@ -24,7 +24,7 @@ from privssl.core.engine import Call
 from privssl.core.messages import Declined, Message, MessageError, Reply
 from privssl.engines.local import LocalEngine
 from privssl.engines.process_pool import unsupported_reason
-from tests.support import posts
+from tests.support import transports
 from tests.support.algorithm_contract import CASES, algorithm, rows_of
 from tests.support.engine_conformance import (
     CPU,
@@ -48,7 +48,7 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 
 
 NAMES = {name: pytest.param(name, marks=_marks(name)) for name in ENGINES}
-#: A fork for each letter takes most of the time, and finds what one process finds, except what
+#: A fork for each request takes most of the time, and finds what one process finds, except what
 #: memories and killed processes become.
 every_engine = pytest.mark.parametrize("name", [
     pytest.param(n, marks=[*_marks(n), *[pytest.mark.slow] * (n == "sites in processes")])
@@ -250,7 +250,7 @@ def test_the_server_cannot_write_into_an_agents_memory(name: str) -> None:
 
 
 @every_engine
-def test_silence_stays_in_its_place(name: str) -> None:
+def test_declining_stays_in_its_place(name: str) -> None:
     with made(name) as there:
         replies = ask(there, STEPS.hush)
     assert [reply.declined for reply in replies] == [True, False, True]
@@ -353,11 +353,11 @@ def test_a_step_that_remembers_nothing_new_leaves_what_was_remembered(name: str)
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of open files")
 @every_engine
 def test_an_engine_can_be_closed_twice_and_leaves_no_file_open(name: str) -> None:
-    before = posts.open_files()
+    before = transports.open_files()
     with made(name) as there:
         ask(there, STEPS.draw)
         there.close()
-    assert posts.open_files() == before
+    assert transports.open_files() == before
 
 
 @every_engine

@@ -44,8 +44,8 @@ from privssl.runs import engine_factory
 from privssl.storage.tensor_files import PackedTensors
 from tests.support.command_line import assert_refused
 from tests.support.forked_command import ForkedCommand, wait_for
-from tests.support.posts import fork, open_files
 from tests.support.resume import PRIVATE, Place, command, place, same
+from tests.support.transports import fork, open_files
 
 CPU = torch.device("cpu")
 HERE = os.getpid()

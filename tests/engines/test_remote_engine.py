@@ -1,6 +1,6 @@
-"""The engine over sites: what it does when letters, answers or sites go astray.
+"""The engine over sites: what it does when requests, answers or sites go astray.
 
-Sites are those of posts.py, in this process; what is between them and the engine is bent here.
+Sites are those of transports.py, in this process; what is between them and the engine is bent here.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from privssl.errors import RunFolderError
 from privssl.remote import discovery, protocol
 from privssl.remote.discovery import SiteError
 from privssl.remote.protocol import IdentifyRequest, StepRequest, StepResponse
-from tests.support import posts
+from tests.support import transports
 from tests.support.engine_conformance import STEPS, Told, agents, ask
-from tests.support.posts import AGREED, CPU, SOON, Doors
 from tests.support.sites_engine import says
 from tests.support.toy_worlds import at_server, make
+from tests.support.transports import AGREED, CPU, SOON, InProcessTransport
 
 SKIP = dataclasses.replace(SOON, absent="skip", quorum=0.5)
 
@@ -64,25 +64,25 @@ def here(tmp_path: Path) -> Path:
 
 
 def engine(folder: Path, terms: Any = SOON, **how: Any) -> SitesEngine:
-    return posts.engine(agents(), STEPS, 3, folder, terms=terms, **how)
+    return transports.engine(agents(), STEPS, 3, folder, terms=terms, **how)
 
 
-def doors(there: SitesEngine) -> Doors:
-    post = there._transport
-    assert isinstance(post, Doors)
-    return post
+def transport_of(there: SitesEngine) -> InProcessTransport:
+    transport = there._transport
+    assert isinstance(transport, InProcessTransport)
+    return transport
 
 
 def bend(there: SitesEngine, name: str, how: Callable[[bytes, Any], bytes | None]) -> None:
-    """Let ``how(letter, the site)`` answer the visits of an agent."""
-    post, address = doors(there), f"at {name}"
-    real = post.handlers[address]
+    """Let ``how(request, the site)`` answer the visits of an agent."""
+    transport, address = transport_of(there), f"at {name}"
+    real = transport.handlers[address]
 
-    def handle(letter: bytes) -> Any:
-        visit = b'"letter":"Visit"' in letter
-        return how(letter, real) if visit else real(letter)
+    def handle(frame: bytes) -> Any:
+        visit = b'"letter":"Visit"' in frame
+        return how(frame, real) if visit else real(frame)
 
-    post.handlers[address] = handle
+    transport.handlers[address] = handle
 
 
 def words(replies: Any) -> list[str]:
@@ -90,13 +90,13 @@ def words(replies: Any) -> list[str]:
 
 
 def error(word: str) -> Callable[[bytes, Any], bytes]:
-    return lambda letter, real: protocol.to_bytes(
-        StepResponse(protocol.from_bytes(letter, StepRequest).id, error=word)
+    return lambda frame, real: protocol.to_bytes(
+        StepResponse(protocol.from_bytes(frame, StepRequest).id, error=word)
     )
 
 
-def nothing(letter: bytes, real: Any) -> None:
-    """The letter, or its answer, is lost on the way."""
+def nothing(frame: bytes, real: Any) -> None:
+    """The request, or its answer, is lost on the way."""
 
 
 # Who is there ---------------------------------------------------------------------------------
@@ -106,7 +106,12 @@ def meet(handlers: Mapping[str, Callable[[bytes], bytes]], *names: str) -> Sites
     expected = [AgentRef(name, "query") for name in names]
     home = LocalEngine([], seed=0, device=CPU)
     return SitesEngine(
-        Doors(handlers), expected, algorithm=STEPS, agreement=AGREED, home=home, timeouts=SOON
+        InProcessTransport(handlers),
+        expected,
+        algorithm=STEPS,
+        agreement=AGREED,
+        home=home,
+        timeouts=SOON,
     )
 
 
@@ -126,7 +131,7 @@ def test_sites_are_found_by_asking_whatever_their_addresses_and_in_whatever_orde
         ({"x": says("q0"), "y": says("q1", "mixed")}, "q1 is a mixed agent there and query here"),
         ({"x": says("q0"), "y": lambda _: protocol.to_bytes(StepResponse("", error="version"))},
          "another version of privssl"),
-        ({"x": says("q0"), "y": lambda letter: b"HTTP/1.1 400"}, "not there .*: q1"),
+        ({"x": says("q0"), "y": lambda frame: b"HTTP/1.1 400"}, "not there .*: q1"),
     ],
     ids=["missing", "stranger", "twice", "config", "role", "version", "no site at all"],
 )  # fmt: skip
@@ -143,7 +148,7 @@ def test_two_parties_that_do_not_agree_see_what_to_compare(
     """The hash and the task, as the site's own command prints them; of a version, both numbers."""
     home = LocalEngine([], seed=0, device=CPU)
     how: dict[str, Any] = {"algorithm": STEPS, "home": home, "timeouts": SOON}
-    other = Doors({"x": says("q0", agreement="0" * 64)})
+    other = InProcessTransport({"x": says("q0", agreement="0" * 64)})
     with pytest.raises(SiteError) as error:
         SitesEngine(
             other, [AgentRef("q0", "query")], agreement=AGREED, task="2 classes (cat, dog)", **how
@@ -154,7 +159,7 @@ def test_two_parties_that_do_not_agree_see_what_to_compare(
     with monkeypatch.context() as patch:
         patch.setattr(protocol, "__version__", "0.0")
         frame = says("q0")(b"")
-    former = Doors({"x": lambda letter: frame})
+    former = InProcessTransport({"x": lambda _: frame})
     with pytest.raises(SiteError, match=f"privssl '0.0', this is {privssl.__version__}"):
         SitesEngine(former, [AgentRef("q0", "query")], agreement=AGREED, **how)
 
@@ -173,43 +178,45 @@ def test_a_site_of_other_code_of_the_same_version_takes_part_and_is_warned_of(
 
 
 def test_a_site_that_comes_late_is_waited_for(clock: Clock) -> None:
-    def late(letter: bytes) -> bytes:
+    def late(frame: bytes) -> bytes:
         ready = clock.now > 0.1
-        return says("q0")(letter) if ready else protocol.to_bytes(StepResponse("", error="data"))
+        return says("q0")(frame) if ready else protocol.to_bytes(StepResponse("", error="data"))
 
     assert meet({"x": late}, "q0")._sites.address == {"q0": "x"}
 
 
-class Waits(Doors):
+class Waits(InProcessTransport):
     """As a network: who is there and says nothing is waited for as long as one may."""
 
-    def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        came = super().exchange(letters, seconds)
-        if any(address in self.handlers and address not in came for address in letters):
+    def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+        came = super().exchange(frames, seconds)
+        if any(address in self.handlers and address not in came for address in frames):
             time.sleep(seconds)
         return came
 
 
 def test_one_that_is_there_and_says_nothing_costs_no_other_its_visit(here: Path) -> None:
     terms = dataclasses.replace(SOON, hello_seconds=0.1)
-    with closing(engine(here, terms, post=Waits)) as there:
-        post = doors(there)
-        post.handlers["mute"] = lambda letter: None
-        post.handlers["elsewhere"] = post.handlers.pop("at q0")  # q0 was started again
+    with closing(engine(here, terms, transport=Waits)) as there:
+        transport = transport_of(there)
+        transport.handlers["mute"] = lambda frame: None
+        transport.handlers["elsewhere"] = transport.handlers.pop("at q0")  # q0 was started again
         assert words(ask(there, STEPS.count, whom="q0")) == [""]
 
 
 def test_a_dead_address_that_is_still_listed_is_no_second_site_of_its_name(here: Path) -> None:
     terms = dataclasses.replace(SOON, hello_seconds=0.1)
-    with closing(engine(here, terms, post=Waits)) as there:
-        post = doors(there)
-        post.handlers["elsewhere"] = post.handlers["at q0"]  # its SuperNode was started again
-        post.handlers["at q0"] = lambda letter: None
-        post.handlers["q1 again"] = post.handlers.pop("at q1")
+    with closing(engine(here, terms, transport=Waits)) as there:
+        transport = transport_of(there)
+        transport.handlers["elsewhere"] = transport.handlers[
+            "at q0"
+        ]  # its SuperNode was started again
+        transport.handlers["at q0"] = lambda frame: None
+        transport.handlers["q1 again"] = transport.handlers.pop("at q1")
         assert words(ask(there, STEPS.count, whom="q1")) == [""]
         assert there._sites.address["q0"] == "elsewhere"
-        post.handlers["q1 twice"] = post.handlers["q1 again"]  # the control: both answer
-        post.handlers["q2 again"] = post.handlers.pop("at q2")
+        transport.handlers["q1 twice"] = transport.handlers["q1 again"]  # the control: both answer
+        transport.handlers["q2 again"] = transport.handlers.pop("at q2")
         with pytest.raises(SiteError, match="Two sites call themselves q1"):
             ask(there, STEPS.count, whom="q2", number=2)
 
@@ -217,28 +224,28 @@ def test_a_dead_address_that_is_still_listed_is_no_second_site_of_its_name(here:
 def test_no_visit_is_made_before_all_are_there() -> None:
     heard = []
 
-    def listens(letter: bytes) -> bytes:
-        heard.append(type(protocol.from_bytes(letter, IdentifyRequest, StepRequest)))
-        return says("q0")(letter)
+    def listens(frame: bytes) -> bytes:
+        heard.append(type(protocol.from_bytes(frame, IdentifyRequest, StepRequest)))
+        return says("q0")(frame)
 
     with pytest.raises(SiteError):
         meet({"x": listens}, "q0", "q1")
     assert set(heard) == {IdentifyRequest}
 
 
-# Letters and answers that go astray -------------------------------------------------------------
+# Requests and answers that go astray -------------------------------------------------------------
 
 
-def test_a_letter_or_an_answer_that_is_lost_is_sent_again_and_the_visit_done_once(
+def test_a_request_or_an_answer_that_is_lost_is_sent_again_and_the_visit_done_once(
     here: Path,
 ) -> None:
     there, tries = engine(here), []
 
-    def first_two_lost(letter: bytes, real: Any) -> bytes | None:
-        tries.append(letter)
+    def first_two_lost(frame: bytes, real: Any) -> bytes | None:
+        tries.append(frame)
         if len(tries) == 1:
-            return None  # the letter is lost
-        answer: bytes = real(letter)
+            return None  # the request is lost
+        answer: bytes = real(frame)
         return None if len(tries) == 2 else answer  # the answer is lost
 
     bend(there, "q1", first_two_lost)
@@ -253,10 +260,10 @@ def test_a_letter_or_an_answer_that_is_lost_is_sent_again_and_the_visit_done_onc
 def test_a_site_that_is_busy_is_asked_again(here: Path) -> None:
     there, tries = engine(here), []
 
-    def busy_once(letter: bytes, real: Any) -> bytes:
-        tries.append(letter)
-        busy = error("busy")(letter, real)
-        answer: bytes = busy if len(tries) == 1 else real(letter)
+    def busy_once(frame: bytes, real: Any) -> bytes:
+        tries.append(frame)
+        busy = error("busy")(frame, real)
+        answer: bytes = busy if len(tries) == 1 else real(frame)
         return answer
 
     bend(there, "q0", busy_once)
@@ -266,14 +273,14 @@ def test_a_site_that_is_busy_is_asked_again(here: Path) -> None:
 def test_a_site_that_comes_back_at_another_address_is_found_again(here: Path) -> None:
     there = engine(here)
     ask(there, STEPS.count)
-    post = doors(there)
-    post.handlers["elsewhere"] = post.handlers.pop("at q1")
+    transport = transport_of(there)
+    transport.handlers["elsewhere"] = transport.handlers.pop("at q1")
     assert [r.payload.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 2.0]
 
 
 def test_a_second_site_of_one_name_that_comes_later_stops_the_run(here: Path) -> None:
     there = engine(here)
-    doors(there).handlers["impostor"] = says("q0")
+    transport_of(there).handlers["impostor"] = says("q0")
     bend(there, "q1", nothing)  # so that the engine looks around
     with pytest.raises(SiteError, match="Two sites call themselves q0"):
         ask(there, STEPS.draw)
@@ -291,7 +298,7 @@ def test_a_second_site_of_one_name_that_comes_later_stops_the_run(here: Path) ->
 )
 def test_an_answer_that_is_none_to_this_visit_is_not_taken(here: Path, answer: bytes) -> None:
     there = engine(here, SKIP)
-    bend(there, "q0", lambda letter, real: answer)
+    bend(there, "q0", lambda frame, real: answer)
     assert words(ask(there, STEPS.draw)) == ["garbled", "", ""]
 
 
@@ -314,8 +321,8 @@ def test_a_reply_that_the_step_could_not_have_given_is_not_taken(
     here: Path, change: dict[str, Any]
 ) -> None:
     there = engine(here, SKIP)
-    bend(there, "q0", lambda letter, real: protocol.to_bytes(
-        dataclasses.replace(protocol.from_bytes(real(letter), StepResponse), **change)
+    bend(there, "q0", lambda frame, real: protocol.to_bytes(
+        dataclasses.replace(protocol.from_bytes(real(frame), StepResponse), **change)
     ))  # fmt: skip
     assert words(ask(there, STEPS.draw)) == ["garbled", "", ""]
 
@@ -446,7 +453,7 @@ def test_a_run_that_waits_at_its_end_says_for_whom_and_how_to_end_the_wait(
     there.end_run(over=False)
     assert "did not answer" not in caplog.text  # the control
     silent = there.roster()[0].id
-    doors(there).handlers[f"at {silent}"] = lambda _: None
+    transport_of(there).handlers[f"at {silent}"] = lambda _: None
     there.end_run(over=False)
     said = [line for line in caplog.messages if "did not answer" in line]
     assert len(said) == 1 and f"run {silent} did not answer" in said[0]
@@ -455,23 +462,23 @@ def test_a_run_that_waits_at_its_end_says_for_whom_and_how_to_end_the_wait(
 
 def test_messages_that_are_not_finite_are_not_sent(here: Path) -> None:
     there = engine(here)
-    heard = len(doors(there).heard)
+    heard = len(transport_of(there).heard)
     roster = there.roster()
     with pytest.raises(Exception, match="not finite"):
         list(
             there.deliver([Call(roster[0], STEPS.draw, Told(t=torch.full((3,), float("nan"))), 1)])
         )
-    assert len(doors(there).heard) == heard
+    assert len(transport_of(there).heard) == heard
 
 
 def test_closing_lets_go_of_the_post(here: Path) -> None:
     there = engine(here)
     there.close()
-    assert doors(there).closed == 1
+    assert transport_of(there).closed == 1
 
 
 def test_agents_of_a_labelled_server_are_no_sites(here: Path) -> None:
     parties = at_server().agents
-    there = posts.engine(parties, make("fedssl"), 0, here)
+    there = transports.engine(parties, make("fedssl"), 0, here)
     at_home: list[Agent] = [a for a in parties if a.id == "server"]
     assert len(at_home) == 1 and "server" not in there._sites.address

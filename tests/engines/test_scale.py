@@ -37,8 +37,8 @@ from privssl.storage import spill_store, tensor_files
 from privssl.storage.spill_store import SpillStore
 from privssl.storage.tensor_files import LazyTensors, TensorSlice
 from tests.support.command_line import PLAIN, assert_refused, command
-from tests.support.posts import beside
 from tests.support.toy_worlds import at_server, make, play, same_bits
+from tests.support.transports import beside
 
 
 def in_ram(store: SpillStore) -> int:

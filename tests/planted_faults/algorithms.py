@@ -681,9 +681,9 @@ FAULTS: tuple[Fault, ...] = (
         (IN_HISTOGRAM + "a_census_is_paid_for_before_its_rows_are_read",),
     ),
     Fault(
-        "label census: a crooked map is used",
+        "label census: a malicious map is used",
         ((CENSUS, "        self.check_map(msg)\n", ""),),
-        (IN_CENSUS + "a_crooked_map_is_refused_alike_whatever_rows_there_are",),
+        (IN_CENSUS + "a_malicious_map_is_refused_alike_whatever_rows_there_are",),
     ),
     Fault(
         "label census: noise is no part of the posterior",

@@ -1,4 +1,4 @@
-"""Mistakes between server and agents: engines, means, messages, letters and sites."""
+"""Mistakes between server and agents: engines, means, messages, requests and sites."""
 
 from tests.planted_faults.fault import Fault
 
@@ -119,7 +119,7 @@ FAULTS: tuple[Fault, ...] = (
         (IN_MESSAGES + "a_field_of_another_type_than_declared_is_refused",),
     ),
     Fault(
-        "a letter may have fields of its own",
+        "a message may have fields of its own",
         (
             (
                 PROTOCOL,
@@ -127,7 +127,7 @@ FAULTS: tuple[Fault, ...] = (
                 "fields = {k: v for k, v in fields.items() if k in names}",
             ),
         ),
-        (IN_PROTOCOL + "a_field_that_no_such_letter_has_is_refused",),
+        (IN_PROTOCOL + "a_field_that_no_such_message_has_is_refused",),
     ),
     Fault(
         "a stated size is believed",
@@ -135,9 +135,9 @@ FAULTS: tuple[Fault, ...] = (
         (IN_PROTOCOL + "a_header_beyond_its_bound_is_not_even_decoded",),
     ),
     Fault(
-        "a letter of any size is read",
+        "a request of any size is read",
         (("privssl/remote/framing.py", "if size > MAX_BYTES:", "if size > 2**62:"),),
-        (IN_SITE + "a_letter_that_states_a_larger_size_than_any_has_is_not_read",),
+        (IN_SITE + "a_request_that_states_a_larger_size_than_any_has_is_not_read",),
     ),
     Fault(
         "the id of a visit says nothing of its message",
@@ -312,7 +312,7 @@ FAULTS: tuple[Fault, ...] = (
         (IN_BATCHED + "nothing_that_an_agent_computes_once_it_is_charged_is_in_anothers_stack",),
     ),
     Fault(
-        "a letter that comes twice is done twice",
+        "a request that comes twice is done twice",
         (
             (
                 SITE,
@@ -320,7 +320,7 @@ FAULTS: tuple[Fault, ...] = (
                 "            if stored is not None and not visit.id:\n",
             ),
         ),
-        (IN_SITE + "a_visit_is_charged_and_the_same_letter_again_gets_the_stored_reply",),
+        (IN_SITE + "a_visit_is_charged_and_the_same_request_again_gets_the_stored_reply",),
     ),
     Fault(
         "a visit that was charged and lost is done again",

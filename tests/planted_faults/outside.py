@@ -360,7 +360,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a private run begins with weights that its rows trained without noise",
-        ((WARM, "if both := len(mine & bare):", "if both := 0:"),),
+        ((WARM, "if both := len(mine & unprotected):", "if both := 0:"),),
         (
             IN_WARM + "a_private_run_refuses_weights_of_a_run_that_used_its_rows_without_noise"
             "[same split]",

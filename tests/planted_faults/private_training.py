@@ -347,8 +347,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 VISITS,
-                "    bare = [n for n in protected if not is_release",
-                "    bare = [n for n in () if not is_release",
+                "    unprotected = [n for n in protected if not is_release",
+                "    unprotected = [n for n in () if not is_release",
             ),
         ),
         (IN_VISITS + "test_a_charged_step_sends_the_bits_that_a_private_mechanism_made",),

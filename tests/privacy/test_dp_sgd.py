@@ -34,8 +34,8 @@ from privssl.privacy.per_example_gradients import (
 )
 from privssl.settings.schema import PrivacySettings
 from tests.support.privacy import (
-    BARE,
     CLASSES,
+    PLAN,
     draw_rows,
     flat,
     joint_loss,
@@ -235,21 +235,21 @@ def test_a_row_of_very_many_numbers_weighs_no_more_than_the_clip_norm(numbers: i
 def test_a_network_with_buffers_is_refused_because_they_would_be_sent_without_noise() -> None:
     with_buffers = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
     with pytest.raises(PrivacyError, match="D cannot be protected"):
-        PrivateTraining(BARE, {"F": nn.Linear(2, 2), "D": with_buffers})
-    PrivateTraining(BARE, {"F": nn.Linear(2, 2), "D": nn.Linear(2, 2)})  # the control
+        PrivateTraining(PLAN, {"F": nn.Linear(2, 2), "D": with_buffers})
+    PrivateTraining(PLAN, {"F": nn.Linear(2, 2), "D": nn.Linear(2, 2)})  # the control
 
 
 def test_two_networks_with_a_parameter_in_common_are_refused() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight
     with pytest.raises(PrivacyError, match="F, G share a parameter"):
-        PrivateTraining(BARE, {"F": one, "G": other})
+        PrivateTraining(PLAN, {"F": one, "G": other})
 
 
 def test_matrix_products_that_are_rounded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")  # TF32
     with pytest.raises(PrivacyError, match=r"products are rounded.* Set .* to highest"):
-        PrivateTraining(BARE, {"F": nn.Linear(2, 2)})
+        PrivateTraining(PLAN, {"F": nn.Linear(2, 2)})
 
 
 def test_a_sum_of_another_shape_than_the_parameter_is_refused_and_not_repeated(
@@ -264,7 +264,7 @@ def test_a_sum_of_another_shape_than_the_parameter_is_refused_and_not_repeated(
 
     monkeypatch.setattr(dp_sgd, "factored_gradients", narrow)  # 0.bias has three numbers
     with pytest.raises(PrivacyError, match=r"gradient of F\.0\.bias has shape .*\[1\]"):
-        moved_by(network, small_rows(4), BARE)
+        moved_by(network, small_rows(4), PLAN)
 
 
 @pytest.mark.usefixtures("each_way")
@@ -334,8 +334,8 @@ def test_a_row_without_a_finite_gradient_counts_nothing_and_nobody_is_told(
     network, x = small_network(), small_rows(5)
     x[4, 1] = bad
     with caplog.at_level(logging.DEBUG, logger="privssl"):
-        moved = moved_by(network, x, BARE)  # a warning would be an error here
-    torch.testing.assert_close(moved, moved_by(network, x[:4], BARE), rtol=0, atol=1e-12)
+        moved = moved_by(network, x, PLAN)  # a warning would be an error here
+    torch.testing.assert_close(moved, moved_by(network, x[:4], PLAN), rtol=0, atol=1e-12)
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
 
@@ -477,7 +477,7 @@ def test_small_agents_compute_every_row_so_that_time_tells_nothing() -> None:
 def test_no_sum_without_noise_outlives_the_visit() -> None:
     network = nn.Linear(4, CLASSES).double()
     x, p = small_rows(3), torch.eye(CLASSES, dtype=torch.float64)
-    PrivateTraining(BARE, {"F": network}).run(
+    PrivateTraining(PLAN, {"F": network}).run(
         3, lambda rows, step: {"x": x[rows], "p": p[rows]}, small_loss(network)
     )
     for parameter in network.parameters():
@@ -497,9 +497,9 @@ def test_the_sum_of_a_visit_that_broke_off_does_not_enter_the_next() -> None:
         return {"x": x[rows], "p": p[rows % CLASSES]}
 
     with pytest.raises(RuntimeError, match="second chunk"):
-        PrivateTraining(BARE, {"F": network}).run(5, breaks_off, small_loss(network), at_once=4)
+        PrivateTraining(PLAN, {"F": network}).run(5, breaks_off, small_loss(network), at_once=4)
     assert any(vars(p).get("summed_grad") is not None for p in network.parameters())
-    PrivateTraining(BARE, {"F": network}).run(0, breaks_off, small_loss(network))
+    PrivateTraining(PLAN, {"F": network}).run(0, breaks_off, small_loss(network))
     assert torch.equal(flat(network), before)
 
 

@@ -147,11 +147,11 @@ def with_labelled(rows: Callable[[Any], Any]) -> property:
 
     def unlabelled(agent: Agent) -> UnlabelledRows:
         assert agent.held_unlabelled is not None
-        bare = agent.held_unlabelled
+        own = agent.held_unlabelled
         if agent.held_labelled is None:
-            return bare
+            return own
         more = rows(agent.held_labelled)
-        return UnlabelledRows(torch.cat([more.x, bare.x]), torch.cat([more.ids, bare.ids]))
+        return UnlabelledRows(torch.cat([more.x, own.x]), torch.cat([more.ids, own.ids]))
 
     return property(unlabelled)
 

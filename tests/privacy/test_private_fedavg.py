@@ -77,7 +77,7 @@ def configured(tmp_path: Path) -> Callable[..., Config]:
     return load
 
 
-def lesson(prepared: Prepared) -> ProximalRequest:
+def make_request(prepared: Prepared) -> ProximalRequest:
     F = prepared.algorithm.networks()["F"]
     return ProximalRequest({k: v.clone() for k, v in F.state_dict().items()})
 
@@ -184,7 +184,7 @@ def test_a_refused_visit_reads_nothing_and_the_others_go_on(
         rows = poor.labelled
         poor.held_labelled = Sealed(rows.x, rows.y, rows.ids)
         step = prepared.algorithm.labelled_pass  # type: ignore[attr-defined]
-        calls = [Call(agents[n].ref, step, lesson(prepared), 1) for n in ("s0", "s1", "s2")]
+        calls = [Call(agents[n].ref, step, make_request(prepared), 1) for n in ("s0", "s1", "s2")]
         replies = list(engine_of(prepared, at_once).deliver(calls))
     assert [reply.declined for reply in replies] == [False, True, False]
     assert replies[1].content == Declined("privacy budget is spent")

@@ -43,7 +43,7 @@ from tests.support.private_fedssl import (
     carry_out,
     context,
     epsilon_of_full_batches,
-    lesson,
+    make_request,
     visit,
 )
 from tests.support.toy_worlds import without_noise
@@ -219,7 +219,7 @@ def test_a_sound_visit_sends_the_parameters_of_protected_networks_and_nothing_el
 ) -> None:
     named = f"[{', '.join(networks)}]"
     prepared = prepare(configured(f"privacy.update_at_support={named}", f"privacy.protect={named}"))
-    came = lesson(prepared)
+    came = make_request(prepared)
     with accounts(prepared, tmp_path) as agents:
         ctx = context("s0")
         ctx.telemetry = agents["s0"].account is None
@@ -241,7 +241,7 @@ def test_the_check_of_frozen_networks_sees_a_spectral_norm_move(
     configured: Callable[..., Config],
 ) -> None:
     prepared = prepare(configured())
-    D, before = prepared.algorithm.networks()["D"], lesson(prepared).D
+    D, before = prepared.algorithm.networks()["D"], make_request(prepared).D
     with torch.no_grad():
         D.eval()(torch.zeros(1, 1, 8, 8), torch.ones(1, 10))
         assert equal(D.state_dict(), before)
@@ -458,7 +458,7 @@ def _shift_of_the_others(
     x[0] = math.nan  # its gradient is not finite, so it counts as zero
     agent.held_labelled = LabelledRows(x, rows.y, rows.ids)
     mask = torch.arange(len(rows)) % 2 == 1
-    algorithm, told, sums = prepared.algorithm, lesson(prepared), []
+    algorithm, told, sums = prepared.algorithm, make_request(prepared), []
     assert isinstance(algorithm, FedSSL)
     for first in (False, True):
         mask = mask.clone()

@@ -47,7 +47,7 @@ from tests.support.privacy import (
     repeats,
     shipped_classifiers,
 )
-from tests.support.private_fedssl import accounts, carry_out, context, lesson, sealed, visit
+from tests.support.private_fedssl import accounts, carry_out, context, make_request, sealed, visit
 from tests.support.private_visit import (
     ALL,
     CLIP,
@@ -75,7 +75,7 @@ def test_a_row_that_is_nulled_moves_what_a_visit_releases_by_at_most_the_clip_no
     named = f"[{', '.join(protect)}]"
     chosen = (f"privacy.update_at_support={named}", f"privacy.protect={named}")
     prepared = prepare(configured(*ONE_STEP, *chosen))
-    came = lesson(prepared)
+    came = make_request(prepared)
     whole = visit_with(prepared, tmp_path / "1", with_row(value), came)
     nulled = visit_with(prepared, tmp_path / "2", with_row(math.nan), came)
     assert shift(whole, nulled) <= 1 + 1e-4
@@ -91,7 +91,7 @@ def test_with_private_counts_a_row_less_moves_it_by_at_most_the_clip_norm(
     # The negative control: where counts are public, no neighbour has a row less, and the draws
     # of the rows after it may change with it. They do, by more than one clip norm.
     prepared = prepare(configured(*ONE_STEP, *ALL, f"privacy.record_counts={counts}"))
-    came = lesson(prepared)
+    came = make_request(prepared)
     whole = visit_with(prepared, tmp_path / "1", lambda rows: rows, came)
     fewer = visit_with(prepared, tmp_path / "2", without_row, came)
     assert (shift(whole, fewer) <= 1 + 1e-4) == bounded
@@ -126,7 +126,7 @@ def test_on_the_wire_a_sound_visit_is_its_parameters_a_weight_of_one_and_no_note
     with accounts(prepared, tmp_path) as agents:
         engine = LocalEngine(list(agents.values()), seed=0, device=torch.device("cpu"))
         step = prepared.algorithm.support_pass
-        [reply] = list(engine.deliver([Call(agents["s0"].ref, step, lesson(prepared), 1)]))
+        [reply] = list(engine.deliver([Call(agents["s0"].ref, step, make_request(prepared), 1)]))
     assert (reply.weight, dict(reply.metrics)) == (1.0, {})
     nets = prepared.algorithm.networks()
     expected = {f"{n}/{key}" for n in ("F", "G") for key, _ in nets[n].named_parameters()}
@@ -151,7 +151,7 @@ def test_a_visit_in_which_no_row_was_drawn_is_charged_and_sends_its_noise(
     draw_rows(monkeypatch, [False] * 12)
     monkeypatch.setattr(secure_noise, "secure_normal", np.ones)
     prepared = prepare(configured("privacy.learning_rate=1.0", "privacy.average_last=0.0"))
-    came = lesson(prepared)
+    came = make_request(prepared)
     with accounts(prepared, tmp_path) as agents:
         sent = visit(prepared, agents["s0"], context("s0"))
         account = agents["s0"].account
@@ -167,7 +167,7 @@ def test_an_agent_with_one_row_or_none_takes_its_steps_like_any_other(
     rows: int, configured: Callable[..., config.Config], tmp_path: Path
 ) -> None:
     prepared = prepare(configured("privacy.record_counts=private"))
-    came = lesson(prepared)
+    came = make_request(prepared)
 
     def first(held: LabelledRows) -> LabelledRows:
         return LabelledRows(held.x[:rows], held.y[:rows], held.ids[:rows])
@@ -194,7 +194,7 @@ def test_networks_that_are_trained_one_after_the_other_are_two_mechanisms_under_
     monkeypatch.setattr(losses, "train_networks_privately", in_turn)
     with accounts(prepared, tmp_path) as agents:
         assert isinstance(prepared.algorithm, FedSSL)
-        call = Call(agents["s0"].ref, prepared.algorithm.support_pass, lesson(prepared), 1)
+        call = Call(agents["s0"].ref, prepared.algorithm.support_pass, make_request(prepared), 1)
         engine = LocalEngine([agents["s0"]], seed=0, device=prepared.device)
         if refused:
             with pytest.raises(PrivacyError, match="uses rows twice in one step"):

@@ -22,9 +22,8 @@ from privssl.privacy.dp_sgd import PrivateTraining
 from privssl.privacy.noisy_optimizer import SecureNoise
 from privssl.privacy.secure_noise import _as_floats, box_muller, secure_normal, secure_uniform
 from tests.support.kernel_generations import HERE
-from tests.support.posts import in_a_fork
 from tests.support.privacy import (
-    BARE,
+    PLAN,
     flat,
     moved_by,
     plan,
@@ -34,6 +33,7 @@ from tests.support.privacy import (
     small_network,
     small_rows,
 )
+from tests.support.transports import in_a_fork
 
 pytestmark = pytest.mark.usefixtures("torch_begins_alike")
 
@@ -72,7 +72,7 @@ def most_alike_releases() -> float:
     """The largest correlation between what two steps release, of one visit and of another."""
     network, released = nn.Linear(50, 40), []
     for _ in range(2):
-        training = PrivateTraining(BARE, {"F": network})
+        training = PrivateTraining(PLAN, {"F": network})
         for _ in range(2):
             before = flat(network)
             training.run(0, lambda rows, step: {}, small_loss(network))

@@ -1,14 +1,14 @@
 """Over Flower itself: one SuperLink and five SuperNodes on loopback, for all tests here.
 
 What sites and their engine owe is tested without a network (test_engine_conformance.py,
-test_remote_engine.py, test_run_over_sites.py); here, that Flower carries their letters, and that
+test_remote_engine.py, test_run_over_sites.py); here, that Flower delivers their requests, and that
 all that Flower's processes can do to a run is to hold it up. It needs privssl[flower].
 
-A letter costs Flower some seconds and a process of its own, whatever is in it. So SuperNodes are
-started once and know doors, not what is behind: each door has a conformance site and one for each
-of five methods, and the first byte of a letter says which of them it is for. The runs of the five
-methods go on side by side from the beginning, each with a carrier of its own, while the tests of
-the conformance suite use the same SuperNodes.
+A request costs Flower some seconds and a process of its own, whatever is in it. So SuperNodes are
+started once and know sockets, not what is behind: each socket has a conformance site and one for
+each of five methods, and the first byte of a request says which of them it is for. The runs of
+the five methods go on side by side from the beginning, each with a relay of its own, while the
+tests of the conformance suite use the same SuperNodes.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from privssl.site import demo, settings, socket_server, startup
 from privssl.site.demo import superlink, write_sites
 from privssl.site.supernode import SuperNode
 from tests.support import engine_conformance as conformance
-from tests.support import posts
+from tests.support import transports
 from tests.support.command_line import command
 from tests.support.engine_conformance import STEPS, Told, ask
 from tests.support.resume import Place
@@ -68,7 +68,7 @@ Handler = Callable[[bytes], bytes]
 #: Stands before a command that gets a network of its own.
 ALONE = ["unshare", "--map-root-user", "--net"]
 
-#: First byte of a letter: which of the sites behind a door it is for.
+#: First byte of a request: which of the sites behind a socket it is for.
 CONFORMANCE = b"-"
 MARKS = {method: str(number).encode() for number, method in enumerate(DIGITS)}
 
@@ -78,7 +78,7 @@ MARKS = {method: str(number).encode() for number, method in enumerate(DIGITS)}
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A SuperLink, SuperNodes, and behind their doors the sites of five runs, under way."""
+    """A SuperLink, SuperNodes, and behind their sockets the sites of five runs, under way."""
 
     folder: Path
     address: str
@@ -114,10 +114,12 @@ def parties() -> list[Any]:
 
 
 def _sites(folder: Path) -> dict[str, dict[bytes, Handler]]:
-    """What is behind each door, by the first byte of letters to it."""
+    """What is behind each socket, by the first byte of requests to it."""
     found: dict[str, dict[bytes, Handler]] = {name: {} for name in NAMES}
     for name, agent in zip(NAMES, parties(), strict=True):
-        found[name][CONFORMANCE] = posts.desk(agent, STEPS, folder / "conformance").handle
+        found[name][CONFORMANCE] = transports.make_handler(
+            agent, STEPS, folder / "conformance"
+        ).handle
     for method, mark in MARKS.items():
         (folder / f"{method}.yaml").write_text(on_digits(method))
         assert tuple(write_sites(folder / method, folder / f"{method}.yaml", [])) == NAMES
@@ -127,13 +129,13 @@ def _sites(folder: Path) -> dict[str, dict[bytes, Handler]]:
     return found
 
 
-def _chosen(sites: Mapping[bytes, Handler], letter: bytes) -> bytes:
-    return sites[letter[:1]](letter[1:])
+def _chosen(sites: Mapping[bytes, Handler], frame: bytes) -> bytes:
+    return sites[frame[:1]](frame[1:])
 
 
 @contextlib.contextmanager
 def kept_up(path: Path, handle: Handler) -> Iterator[None]:
-    """A process behind a door, and another one whenever it dies."""
+    """A process behind a socket, and another one whenever it dies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
         keeper = os.fork()
@@ -154,17 +156,17 @@ def kept_up(path: Path, handle: Handler) -> Iterator[None]:
 
 
 class Marked:
-    """A post to one of the sites behind each door."""
+    """A transport to one of the sites behind each socket."""
 
-    def __init__(self, post: FlowerTransport, mark: bytes) -> None:
-        self._transport, self._mark = post, mark
+    def __init__(self, transport: FlowerTransport, mark: bytes) -> None:
+        self._transport, self._mark = transport, mark
 
     def addresses(self) -> Sequence[str]:
         return self._transport.addresses()
 
-    def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+    def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
         return self._transport.exchange(
-            {a: self._mark + said for a, said in letters.items()}, seconds
+            {a: self._mark + said for a, said in frames.items()}, seconds
         )
 
     def close(self) -> None:
@@ -256,8 +258,8 @@ def there(network: Network) -> Iterator[SitesEngine]:
         Marked(FlowerTransport(network.address, ""), CONFORMANCE),
         [agent.ref for agent in parties()],
         algorithm=STEPS,
-        agreement=posts.AGREED,
-        home=LocalEngine([], seed=3, device=posts.CPU),
+        agreement=transports.AGREED,
+        home=LocalEngine([], seed=3, device=transports.CPU),
         timeouts=PATIENT,
     )
     with contextlib.closing(engine):
@@ -287,7 +289,7 @@ def test_calls_of_one_agent_see_the_last_and_memories_stay_at_sites_and_are_put_
     assert [r.payload.number for r in ask(there, STEPS.count, None, whom, 2)] == [1.0, 3.0]
 
 
-def test_silence_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_run(
+def test_declining_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_run(
     there: SitesEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -306,7 +308,7 @@ def test_silence_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_ru
         ask(there, STEPS.fail, whom="q3 q1 q0", number=2)
 
 
-def test_large_letters_are_carried_whole(there: SitesEngine) -> None:
+def test_large_requests_are_carried_whole(there: SitesEngine) -> None:
     wide = Told(w={"a": torch.arange(5_000_000.0)})  # 20 MB: Flower cuts it into pieces
     said = ask(there, STEPS.scribble, wide, whom="q1")[0].payload
     assert said.w["a"].shape == (5_000_000,) and float(said.w["a"].min()) == 9.0
@@ -481,7 +483,7 @@ def test_a_private_run_survives_kills_at_six_moments_and_no_ledger_is_below_what
         os.killpg(there.sites["s0"].pid, signal.SIGKILL)
         there.start("s0")
 
-        # 2: a SuperNode, whose site goes on and gets its letters from another one.
+        # 2: a SuperNode, whose site goes on and gets its requests from another one.
         kill(ours("flower-supernode", there.folder / "q1"))
         there.until(lambda: there.rounds() >= 1, "a round after the death of a site")
         there.until(lambda: there.worked("q1"), "a visit after the death of a SuperNode")
@@ -491,7 +493,7 @@ def test_a_private_run_survives_kills_at_six_moments_and_no_ledger_is_below_what
         kill(ours("flwr-serverapp", there.folder))
         there.until(lambda: there.rounds() > done, "a round after the death of the carrier")
 
-        # 4: the process of Flower that brings a letter.
+        # 4: the process of Flower that brings a request.
         there.until(lambda: ours("flwr-clientapp", there.folder), "a letter on its way")
         done = there.rounds()
         kill(ours("flwr-clientapp", there.folder)[:1])

@@ -25,7 +25,7 @@ from privssl.remote.flower_transport import FlowerTransport
 from privssl.remote.node_keys import NodeKeys
 from privssl.site import demo, keys
 from privssl.site.supernode import SuperNode
-from tests.support import certificates, posts
+from tests.support import certificates, transports
 from tests.support.engine_conformance import STEPS, agents, ask
 from tests.support.site import serving
 
@@ -52,37 +52,37 @@ run: {images_every: 1000}
 
 
 class Link:
-    """A SuperLink with TLS, SuperNodes with the keys of q0 and q1, and what carries letters."""
+    """A SuperLink with TLS, SuperNodes with the keys of q0 and q1, and what delivers requests."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self.folder, self.keys = folder, folder / "keys"
         keys.make(self.keys, "127.0.0.1", ["q0", "q1", "q2"])
         self.address = stack.enter_context(demo.superlink(folder / "link", made=self.keys))
         self.pins = NodeKeys(self.keys, ["q0", "q1"])
-        self.post = FlowerTransport(self.address, str(self.keys / "ca.crt"), self.pins)
-        stack.callback(self.post.close)
+        self.transport = FlowerTransport(self.address, str(self.keys / "ca.crt"), self.pins)
+        stack.callback(self.transport.close)
         for name in ("q0", "q1"):
             (folder / name).mkdir()
             node = SuperNode(
-                self.door(name), folder / name / "flower", self.address,
+                self.socket_path(name), folder / name / "flower", self.address,
                 str(self.keys / "ca.crt"), str(self.keys / name),
             )  # fmt: skip
             stack.callback(node.stop)
             node.start()
-        until(lambda: len(self.post.addresses()) == 2, "two SuperNodes")
+        until(lambda: len(self.transport.addresses()) == 2, "two SuperNodes")
 
-    def door(self, name: str) -> Path:
+    def socket_path(self, name: str) -> Path:
         return self.folder / name / "door"
 
     def engine(self, *names: str, seconds: float = 60.0) -> SitesEngine:
         return SitesEngine(
-            self.post,
+            self.transport,
             [AgentRef(name, "query") for name in names],
             algorithm=STEPS,
-            agreement=posts.AGREED,
-            home=LocalEngine([], seed=3, device=posts.CPU),
+            agreement=transports.AGREED,
+            home=LocalEngine([], seed=3, device=transports.CPU),
             timeouts=RemoteTimeouts(join_seconds=seconds, visit_seconds=60.0),
-            key_owner=self.post.key_owner,
+            key_owner=self.transport.key_owner,
         )
 
 
@@ -106,13 +106,13 @@ def queries(*names: str) -> list[Agent]:
 def test_the_coordinator_knows_each_site_by_the_key_that_it_signs_with(
     link: Link, tmp_path: Path
 ) -> None:
-    assert sorted(map(link.post.key_owner, link.post.addresses())) == ["q0", "q1"]
+    assert sorted(map(link.transport.key_owner, link.transport.addresses())) == ["q0", "q1"]
     with contextlib.ExitStack() as stack:
         for agent in queries("q0", "q1"):
-            desk = posts.desk(agent, STEPS, tmp_path)
-            stack.enter_context(serving(link.door(agent.id), desk.handle))
+            handler = transports.make_handler(agent, STEPS, tmp_path)
+            stack.enter_context(serving(link.socket_path(agent.id), handler.handle))
         there = link.engine("q0", "q1")
-        assert {n: link.post.key_owner(a) for n, a in there._sites.address.items()} == {
+        assert {n: link.transport.key_owner(a) for n, a in there._sites.address.items()} == {
             "q0": "q0", "q1": "q1",
         }  # fmt: skip
         assert [reply.sender.id for reply in ask(there, STEPS.draw, whom="q0 q1")] == ["q0", "q1"]
@@ -123,23 +123,23 @@ def test_a_registered_site_that_takes_the_name_of_one_that_is_away_is_refused_an
 ) -> None:
     [q0] = queries("q0")
     sent: list[bytes] = []
-    carry = link.post.exchange
+    deliver = link.transport.exchange
 
-    def exchange(letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        sent.extend(letters.values())
-        return carry(letters, seconds)
+    def exchange(frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+        sent.extend(frames.values())
+        return deliver(frames, seconds)
 
-    monkeypatch.setattr(link.post, "exchange", exchange)
-    impostor = serving(link.door("q1"), posts.desk(q0, STEPS, tmp_path).handle)
-    # q0's own SuperNode is there, and nobody behind its door.
+    monkeypatch.setattr(link.transport, "exchange", exchange)
+    impostor = serving(link.socket_path("q1"), transports.make_handler(q0, STEPS, tmp_path).handle)
+    # q0's own SuperNode is there, and nobody behind its socket.
     with impostor, pytest.raises(SiteError, match="with the key of q1 says that it is q0"):
         link.engine("q0", seconds=20.0)
-    assert sent and not any(b'"letter":"Visit"' in letter for letter in sent)
+    assert sent and not any(b'"letter":"Visit"' in frame for frame in sent)
 
 
 def test_a_key_that_is_registered_and_of_no_agent_is_nobodys(link: Link, tmp_path: Path) -> None:
     others = NodeKeys(link.keys, ["q2"])
-    assert [others.owner(link.post._keys[a]) for a in link.post.addresses()] == ["", ""]
+    assert [others.owner(link.transport._keys[a]) for a in link.transport.addresses()] == ["", ""]
 
 
 # What is wrong, and who is told -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Letters: what was put in comes out, what was not asked for does not, and nothing is run."""
+"""Messages: what was put in comes out, what was not asked for does not, and nothing is run."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ ANSWER = StepResponse(
     VISIT.id, message="Networks", weight=1 / 3, memory="c" * 64, body=b"x",
     notes={"train/loss_F": 5e-324, "train/z": -0.0, "train/big": 1.7e308},
 )  # fmt: skip
-LETTERS = (
+FRAMES = (
     IdentifyRequest(),
     Identity("q10", "query", "d" * 64, False, "e" * 12),
     VISIT,
@@ -54,13 +54,13 @@ def word_of(data: bytes, *expected: Any) -> str:
     return error.value.error_code
 
 
-@pytest.mark.parametrize("letter", LETTERS, ids=lambda letter: type(letter).__name__)
-def test_a_letter_comes_out_as_it_was_put_in(letter: Any) -> None:
-    back = protocol.from_bytes(protocol.to_bytes(letter), *EVERY)
-    assert type(back) is type(letter) and back == letter
-    if isinstance(letter, StepResponse):  # -0.0 == 0.0
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
+def test_a_message_comes_out_as_it_was_put_in(frame: Any) -> None:
+    back = protocol.from_bytes(protocol.to_bytes(frame), *EVERY)
+    assert type(back) is type(frame) and back == frame
+    if isinstance(frame, StepResponse):  # -0.0 == 0.0
         assert [struct.pack("d", v) for v in back.notes.values()] == [
-            struct.pack("d", letter.notes[name]) for name in back.notes
+            struct.pack("d", frame.notes[name]) for name in back.notes
         ]
 
 
@@ -92,7 +92,7 @@ def test_another_version_or_format_is_refused_with_that_word(
     assert word_of(data[:7] + bytes([protocol.FORMAT + 1]) + data[8:]) == "version"
     monkeypatch.setattr(protocol, "__version__", "9.9.9")
     assert word_of(data) == "version"
-    # Even where that version has other letters: what is not understood is not judged.
+    # Even where that version has other messages: what is not understood is not judged.
     newer = protocol.to_bytes(VISIT).replace(b'"Visit"', b'"Lisit"')
     monkeypatch.undo()
     assert word_of(newer) == "version"
@@ -118,23 +118,23 @@ def test_another_version_or_format_is_refused_with_that_word(
     ],
     ids=range(14),
 )
-def test_what_is_not_a_letter_in_form_is_refused(change: Callable[[bytes], bytes]) -> None:
+def test_what_is_not_a_message_in_form_is_refused(change: Callable[[bytes], bytes]) -> None:
     data = protocol.to_bytes(VISIT)
     assert change(data) != data
     assert word_of(change(data)) == "refused"
 
 
-def test_a_field_that_no_such_letter_has_is_refused() -> None:
+def test_a_field_that_no_such_message_has_is_refused() -> None:
     data = protocol.to_bytes(VISIT)
     size = int.from_bytes(data[8:12], "little")
     about = json.loads(data[12 : 12 + size])
 
-    def letter(fields: dict[str, Any]) -> bytes:
+    def frame(fields: dict[str, Any]) -> bytes:
         header = encode({**about, "fields": fields})
         return data[:8] + len(header).to_bytes(4, "little") + header + data[12 + size :]
 
-    assert letter(about["fields"]) == data  # the control
-    assert word_of(letter({**about["fields"], "more": 1})) == "refused"
+    assert frame(about["fields"]) == data  # the control
+    assert word_of(frame({**about["fields"], "more": 1})) == "refused"
 
 
 def test_a_header_beyond_its_bound_is_not_even_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def made_by_hand(kind: str, fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
-def test_a_list_of_the_names_of_fields_is_no_letter(kind: Any) -> None:
+def test_a_list_of_the_names_of_fields_is_no_message(kind: Any) -> None:
     names = [spec.name for spec in dataclasses.fields(kind) if spec.name != "body"]
     assert word_of(made_by_hand(kind.__name__, names)) == "refused"
 

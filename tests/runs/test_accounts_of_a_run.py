@@ -30,9 +30,9 @@ from privssl.engines.local import LocalEngine
 from privssl.experiment import prepare
 from tests.support.command_line import Outcome, assert_refused, tree
 from tests.support.ledger import rebuilt
-from tests.support.posts import beside
 from tests.support.private_fedssl import sealed
 from tests.support.resume import PRIVATE, Place, command, ledgers, place, signalled
+from tests.support.transports import beside
 
 
 @pytest.fixture

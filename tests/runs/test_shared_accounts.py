@@ -400,7 +400,7 @@ def test_a_row_of_an_account_is_used_without_protection_in_no_run(
         accept(work, "two", *overrides)
     # The control: as it was when the registry knew of labelled rows alone.
     shutil.rmtree(work.ledger)
-    monkeypatch.setattr(accounts, "bare_rows", lambda _: iter(()))
+    monkeypatch.setattr(accounts, "find_unprotected_rows", lambda _: iter(()))
     accept(work, "one")
     accept(work, "two", *overrides)
 
@@ -410,7 +410,7 @@ def toy_rows() -> int:
 
 
 @pytest.mark.parametrize("kind", ["unlabelled", "validation"])
-def test_a_labelled_row_that_is_bare_in_the_same_run_is_refused_if_it_is_private(
+def test_a_labelled_row_that_is_unprotected_in_the_same_run_is_refused_if_it_is_private(
     tmp_path: Path, kind: str
 ) -> None:
     rng = np.random.default_rng(0)
@@ -426,8 +426,8 @@ def test_a_labelled_row_that_is_bare_in_the_same_run_is_refused_if_it_is_private
 
     assert asked().status == 0  # the control: no row is doubled
     split = prepare(config.load_config(tmp_path / "npz.yaml")).federated_data.manifest
-    bare = split.agents["q0"].unlabelled if kind == "unlabelled" else split.validation
-    for copy, row in zip(bare, split.agents["s1"].labelled[:2], strict=False):
+    unprotected = split.agents["q0"].unlabelled if kind == "unlabelled" else split.validation
+    for copy, row in zip(unprotected, split.agents["s1"].labelled[:2], strict=False):
         x[copy] = x[row]
     words = "2 labelled rows of s1 are unlabelled or validation rows as well"
     assert_refused(asked(), words, "without protection. Remove doubled rows")

@@ -1,7 +1,7 @@
-"""A whole run over sites: the training command, with sites of its own making behind the post.
+"""A whole run over sites: the training command, with sites of its own making behind the transport.
 
-Flower is replaced by a function call (``posts.Doors``); all else is what a deployment has, down to
-SITE.yaml and ledgers. test_flower.py has the same with Flower.
+Flower is replaced by a function call (``transports.InProcessTransport``); all else is what a
+deployment has, down to SITE.yaml and ledgers. test_flower.py has the same with Flower.
 """
 
 import contextlib
@@ -28,23 +28,23 @@ from privssl.runs import engine_factory, launch
 from privssl.site import settings, startup
 from privssl.site.demo import write_sites
 from tests.support.command_line import assert_refused
-from tests.support.posts import Doors
 from tests.support.resume import PLAIN, PRIVATE, Place, command
 from tests.support.run_over_sites import DIGITS, on_digits
+from tests.support.transports import InProcessTransport
 
 #: A second of waiting for a site that is gone tells no more.
 IMPATIENT = partial(RemoteTimeouts, retry_interval=0.02)
 
 
 class Over:
-    """Sites for a config, a place for the run over them, and what carries its letters."""
+    """Sites for a config, a place for the run over them, and what delivers its requests."""
 
     def __init__(self, folder: Path, text: str) -> None:
         (folder / "tiny.yaml").write_text(text)
         self.sites = folder / "sites"
         self.names = write_sites(self.sites, folder / "tiny.yaml", [])
         self.place = Place(self.sites / "experiment.yaml", folder / "run")
-        self.doors = Doors({})
+        self.transport = InProcessTransport({})
         self.open()
 
     def open(self) -> None:
@@ -52,10 +52,10 @@ class Over:
         for name in self.names:
             self.close(name)
             site = settings.load_site_config(self.sites / name / "site.yaml")
-            self.doors.handlers[f"{name} opened"] = startup.open_site(site).handle
+            self.transport.handlers[f"{name} opened"] = startup.open_site(site).handle
 
     def close(self, name: str) -> None:
-        self.doors.handlers.pop(f"{name} opened", None)
+        self.transport.handlers.pop(f"{name} opened", None)
 
     def train(self, *arguments: object) -> Any:
         how = {
@@ -67,7 +67,7 @@ class Over:
         how |= dict(str(given).split("=", 1) for given in arguments if "=" in str(given))
         flags = [given for given in arguments if "=" not in str(given)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_factory, "FlowerTransport", lambda *_: self.doors)
+            patch.setattr(engine_factory, "FlowerTransport", lambda *_: self.transport)
             patch.setattr(engine_factory, "RemoteTimeouts", IMPATIENT)
             patch.setattr(launch, "refuse_unreachable", lambda prepared: None)
             return command(self.place.config, *flags, *(f"{k}={v}" for k, v in how.items()))
@@ -205,15 +205,15 @@ def test_a_run_whose_site_dies_stops_after_a_checkpoint_and_goes_on_to_the_same_
     tmp_path: Path,
 ) -> None:
     over = Over(tmp_path, PRIVATE)
-    real = over.doors.handlers["s0 opened"]
+    real = over.transport.handlers["s0 opened"]
 
-    def dies_in_round_3(letter: bytes) -> Any:
-        if b'"round":3' in letter:
-            real(letter)
+    def dies_in_round_3(frame: bytes) -> Any:
+        if b'"round":3' in frame:
+            real(frame)
             return None  # what it did and stored never arrives
-        return real(letter)
+        return real(frame)
 
-    over.doors.handlers["s0 opened"] = dies_in_round_3
+    over.transport.handlers["s0 opened"] = dies_in_round_3
     how = ("run.visit_seconds=2.0", "run.checkpoint_every=100", "run.absent=stop")
     outcome = over.train(*how)
     assert_refused(
@@ -224,7 +224,7 @@ def test_a_run_whose_site_dies_stops_after_a_checkpoint_and_goes_on_to_the_same_
     over.open()
     assert over.train("--resume", over.place.run).status == 0
     assert over.place.results()["rounds"] == 4
-    # Round 3 was paid for once: the same letter got the stored reply.
+    # Round 3 was paid for once: the same request got the stored reply.
     assert len(over.journal("s0").events) == charged + 1 == 4
 
 
@@ -232,17 +232,17 @@ def test_a_visit_that_was_lost_stops_a_run_which_says_how_it_goes_on_without_it(
     tmp_path: Path,
 ) -> None:
     over = Over(tmp_path, PRIVATE)
-    real = over.doors.handlers["s0 opened"]
+    real = over.transport.handlers["s0 opened"]
 
-    def dies_after_the_charge(letter: bytes) -> Any:
-        known, answer = len(over.journal("s0").events), real(letter)
-        if b'"round":3' not in letter or len(over.journal("s0").events) == known:
+    def dies_after_the_charge(frame: bytes) -> Any:
+        known, answer = len(over.journal("s0").events), real(frame)
+        if b'"round":3' not in frame or len(over.journal("s0").events) == known:
             return answer
         for stored in (over.sites / "s0" / "runs").rglob("*.answer"):
             stored.unlink()
         return None
 
-    over.doors.handlers["s0 opened"] = dies_after_the_charge
+    over.transport.handlers["s0 opened"] = dies_after_the_charge
     strict = ("run.absent=stop", "run.checkpoint_every=100")
     lost = "s0 has no reply to support_pass in round 3 (lost): the step was charged and broke off"
     way = "never run again. To continue without it: --resume with run.absent=skip"
@@ -263,24 +263,24 @@ def test_a_visit_that_was_lost_stops_a_run_which_says_how_it_goes_on_without_it(
 
 def test_a_ledger_that_was_put_back_from_a_backup_makes_no_claim(tmp_path: Path) -> None:
     over = Over(tmp_path, PRIVATE)
-    true, kept = over.doors.handlers["s0 opened"], tmp_path / "backup"
+    true, kept = over.transport.handlers["s0 opened"], tmp_path / "backup"
     now = true
 
-    def forgets(letter: bytes) -> Any:
+    def forgets(frame: bytes) -> Any:
         """As it is when the second round begins, it is put back when the fourth does."""
         nonlocal now
-        if b'"round":2' in letter and not kept.exists():
+        if b'"round":2' in frame and not kept.exists():
             kept.mkdir()
             shutil.copytree(over.sites / "s0" / "ledger", kept / "ledger")
             shutil.copy(over.sites / "s0" / "ledger.mark", kept)
-        if b'"round":4' in letter and now is true:
+        if b'"round":4' in frame and now is true:
             shutil.copytree(kept, over.sites / "s0", dirs_exist_ok=True)
             now = startup.open_site(
                 settings.load_site_config(over.sites / "s0" / "site.yaml")
             ).handle
-        return now(letter)
+        return now(frame)
 
-    over.doors.handlers["s0 opened"] = forgets
+    over.transport.handlers["s0 opened"] = forgets
     lacks = "ledger that s0 shows is not in order: it lacks 2 visits that were charged, as if from"
     assert_refused(over.train("run.checkpoint_every=1"), lacks)
     privacy = over.place.results()["privacy"]
@@ -344,9 +344,9 @@ def test_a_run_that_a_site_was_missing_for_is_begun_by_the_same_command(
 
 def test_with_leave_to_skip_a_run_goes_on_without_a_site_and_counts_it(tmp_path: Path) -> None:
     over = Over(tmp_path, PLAIN.replace("rounds: 4", "rounds: 2"))
-    real = over.doors.handlers["q1 opened"]
-    over.doors.handlers["q1 opened"] = lambda letter: (
-        None if b'"letter":"Visit"' in letter else real(letter)
+    real = over.transport.handlers["q1 opened"]
+    over.transport.handlers["q1 opened"] = lambda frame: (
+        None if b'"letter":"Visit"' in frame else real(frame)
     )
     # Sites that are there answer in a tenth of this, so that a busy machine misses none of them.
     how = ("run.visit_seconds=1.5", "run.quorum=0.5")

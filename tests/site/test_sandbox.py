@@ -1,4 +1,4 @@
-"""Behind the fence: what is allowed can be had, what is not cannot, and each has its control."""
+"""Behind the sandbox: what is allowed can be had, what is not cannot, and each has its control."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not sandbox.version(), reason="this kernel has n
 
 
 def run(code: str, *flags: object) -> subprocess.CompletedProcess[str]:
-    """Python code behind a fence; without one where there are no flags."""
+    """Python code behind a sandbox; without one where there are no flags."""
     python = [sys.executable, "-c", code]
     wall = [sys.executable, "-m", "privssl.site.sandbox", *map(str, flags), "--"] if flags else []
     root = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def tries(own: Path) -> Sequence[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("number", range(7))
-def test_what_is_not_allowed_is_refused_behind_the_fence_and_possible_without(
+def test_what_is_not_allowed_is_refused_behind_the_sandbox_and_possible_without(
     own: Path, number: int
 ) -> None:
     what, code = tries(own)[number]
@@ -76,7 +76,7 @@ def test_the_own_folder_and_what_is_given_can_be_used(own: Path) -> None:
     assert done.stdout == "of the node\n" and (own / "a" / "g").read_text() == "x"
 
 
-def test_what_the_fence_does_not_close_is_what_the_docs_say_it_does_not(own: Path) -> None:
+def test_what_the_sandbox_does_not_close_is_what_the_docs_say_it_does_not(own: Path) -> None:
     """Landlock knows nothing of these; docs/deploy.md names them, and another user closes them."""
     secret, path = own.parent / "rows.npz", own.parent / "service"
     with socket.socket(socket.AF_UNIX) as service:
@@ -95,21 +95,21 @@ def test_what_the_fence_does_not_close_is_what_the_docs_say_it_does_not(own: Pat
 
 
 @pytest.mark.skipif(sandbox.version() < 6, reason="signals pass the fence before Linux 6.12")
-def test_signals_do_not_cross_the_fence(own: Path) -> None:
+def test_signals_do_not_cross_the_sandbox(own: Path) -> None:
     code = f"import os; os.kill({os.getpid()}, 0)"
     assert "Operation not permitted" in run(code, "--write", own).stderr
     assert run(code).returncode == 0
 
 
-def test_the_door_can_be_reached(own: Path) -> None:
+def test_the_socket_can_be_reached(own: Path) -> None:
     path = own.parent / "door"
-    with socket.socket(socket.AF_UNIX) as door:
-        door.bind(str(path))
-        door.listen()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
         heard: list[bytes] = []
 
         def answer() -> None:
-            with door.accept()[0] as wire:
+            with listener.accept()[0] as wire:
                 heard.append(wire.recv(9))
 
         waits = threading.Thread(target=answer)
@@ -120,7 +120,7 @@ def test_the_door_can_be_reached(own: Path) -> None:
     assert heard == [b"knock"]
 
 
-def test_what_is_behind_the_fence_ends_with_whoever_asked_for_it(own: Path) -> None:
+def test_what_is_behind_the_sandbox_ends_with_whoever_asked_for_it(own: Path) -> None:
     note = f"open({str(own / 'pid')!r}, 'w').write(str(os.getpid()))"
     wait = f"import os, time; {note}; time.sleep(600)"
     fenced = [sys.executable, "-m", "privssl.site.sandbox", "--write", str(own)]
@@ -159,6 +159,6 @@ def runs(process: int) -> bool:
         return False
 
 
-def test_a_command_does_not_start_where_the_fence_cannot_stand(own: Path) -> None:
+def test_a_command_does_not_start_where_the_sandbox_cannot_stand(own: Path) -> None:
     done = run("print('runs')", "--write", own / "nowhere")
     assert done.returncode == 2 and "was not started" in done.stderr and done.stdout == ""

@@ -1,8 +1,8 @@
-"""A site answers each visit once, charges before it reads, and is moved by no letter.
+"""A site answers each visit once, charges before it reads, and is moved by no request.
 
 The site is a real one, opened from a SITE.yaml: FedSSL-DP on toy rows. Its processes are killed at
-each moment of a visit, and what they read and drew is written down before it can leave. Letters of
-a crooked coordinator stand in a table, each with the word that it gets.
+each moment of a visit, and what they read and drew is written down before it can leave. Requests of
+a malicious coordinator stand in a table, each with the word that it gets.
 """
 
 import contextlib
@@ -53,10 +53,10 @@ from privssl.site.__main__ import main
 from privssl.site.request_handler import SiteRequestHandler
 from privssl.site.storage import Store
 from privssl.storage import atomic_files
-from tests.support import posts
+from tests.support import transports
 from tests.support.damage import KINDS, Watched, damaged
-from tests.support.posts import at_moment, in_a_fork
 from tests.support.site import send_request, serving
+from tests.support.transports import at_moment, in_a_fork
 
 # Epsilon of full batches is a formula and takes no time.
 CONFIG = """
@@ -96,8 +96,8 @@ def place(tmp_path: Path, split: Path) -> Path:
 
 
 def opened(place: Path, **changes: Any) -> SiteRequestHandler:
-    desk = startup.open_site(settings.load_site_config(place / "site.yaml"))
-    return dataclasses.replace(desk, **changes) if changes else desk
+    handler = startup.open_site(settings.load_site_config(place / "site.yaml"))
+    return dataclasses.replace(handler, **changes) if changes else handler
 
 
 def edit(path: Path, *pairs: tuple[str, str]) -> None:
@@ -108,28 +108,30 @@ def edit(path: Path, *pairs: tuple[str, str]) -> None:
     path.write_text(text)
 
 
-def lesson(desk: SiteRequestHandler) -> FedSSLRequest:
+def make_request(handler: SiteRequestHandler) -> FedSSLRequest:
     """What a coordinator sends first."""
-    home = LocalEngine([], seed=0, device=posts.CPU)
+    home = LocalEngine([], seed=0, device=transports.CPU)
     federation = Federation(home, 0)
     federation.begin(Round(1))
-    algorithm = desk.algorithm
+    algorithm = handler.algorithm
     assert isinstance(algorithm, FedSSL)
     return algorithm._request(algorithm.start(federation), federation)
 
 
-def visit_to(desk: SiteRequestHandler, told: Any = None, /, **changes: Any) -> StepRequest:
-    told = told or lesson(desk)
+def visit_to(handler: SiteRequestHandler, told: Any = None, /, **changes: Any) -> StepRequest:
+    told = told or make_request(handler)
     plain: dict[str, Any] = {
-        "run": "r1", "agreement": desk.agreement, "agent": desk.agent.id, "round": 1,
+        "run": "r1", "agreement": handler.agreement, "agent": handler.agent.id, "round": 1,
         "step": "support_pass", "visit": 1, "memory": "", "message": type(told).__name__,
         "deadline": 10**11, "body": serialize(told),
     }  # fmt: skip
     return StepRequest(**(plain | changes))
 
 
-def ask(desk: SiteRequestHandler, visit: StepRequest) -> StepResponse:
-    answer: StepResponse = protocol.from_bytes(desk.handle(protocol.to_bytes(visit)), StepResponse)
+def ask(handler: SiteRequestHandler, visit: StepRequest) -> StepResponse:
+    answer: StepResponse = protocol.from_bytes(
+        handler.handle(protocol.to_bytes(visit)), StepResponse
+    )
     return answer
 
 
@@ -169,17 +171,19 @@ def test_a_site_takes_no_split_whose_order_follows_from_labels(place: Path) -> N
 # Once -----------------------------------------------------------------------------------------
 
 
-def test_a_visit_is_charged_and_the_same_letter_again_gets_the_stored_reply(place: Path) -> None:
-    desk = opened(place)
-    letter = protocol.to_bytes(visit_to(desk))
+def test_a_visit_is_charged_and_the_same_request_again_gets_the_stored_reply(place: Path) -> None:
+    handler = opened(place)
+    frame = protocol.to_bytes(visit_to(handler))
     with watched() as seen:
-        first = desk.handle(letter)
+        first = handler.handle(frame)
         assert (spent(place), seen["read"]) == (1, 1) and seen["noise"] > 0
         drawn = seen["noise"]
-        assert desk.handle(letter) == first
-        assert opened(place).handle(letter) == first  # another process, later
-        late = dataclasses.replace(visit_to(desk), deadline=1)
-        assert desk.handle(protocol.to_bytes(late)) == first  # what is done costs nothing to tell
+        assert handler.handle(frame) == first
+        assert opened(place).handle(frame) == first  # another process, later
+        late = dataclasses.replace(visit_to(handler), deadline=1)
+        assert (
+            handler.handle(protocol.to_bytes(late)) == first
+        )  # what is done costs nothing to tell
         assert (spent(place), seen["read"], seen["noise"]) == (1, 1, drawn)
     answer = protocol.from_bytes(first, StepResponse)
     assert (answer.error, answer.message, answer.weight, answer.notes) == (
@@ -191,21 +195,22 @@ def test_a_visit_is_charged_and_the_same_letter_again_gets_the_stored_reply(plac
 
 
 def test_another_message_or_run_or_visit_is_charged_and_noised_anew(place: Path) -> None:
-    desk = opened(place)
-    other = dataclasses.replace(lesson(desk), mixes_teach=False)
+    handler = opened(place)
+    other = dataclasses.replace(make_request(handler), mixes_teach=False)
     visits = [
-        visit_to(desk), visit_to(desk, other), visit_to(desk, run="r2"), visit_to(desk, visit=2),
+        visit_to(handler), visit_to(handler, other), visit_to(handler, run="r2"),
+        visit_to(handler, visit=2),
     ]  # fmt: skip
-    answers = [ask(desk, visit) for visit in visits]
+    answers = [ask(handler, visit) for visit in visits]
     assert [answer.error for answer in answers] == [""] * 4
     assert spent(place) == 4
     assert len({answer.body for answer in answers}) == 4
 
 
-def test_no_number_of_letters_spends_more_than_the_budget(place: Path) -> None:
-    desk = opened(place)
+def test_no_number_of_requests_spends_more_than_the_budget(place: Path) -> None:
+    handler = opened(place)
     with watched() as seen:
-        answers = [ask(desk, visit_to(desk, visit=n, run=f"r{n}")) for n in range(1, 13)]
+        answers = [ask(handler, visit_to(handler, visit=n, run=f"r{n}")) for n in range(1, 13)]
     journal = read_journal(place / "kept/ledger/s0.jsonl")
     worked = [a for a in answers if a.message == "FedSSLUpdate"]
     assert 0 < len(worked) < len(answers) and journal.epsilon <= 5.0
@@ -216,8 +221,10 @@ def test_no_number_of_letters_spends_more_than_the_budget(place: Path) -> None:
 
 def test_a_smaller_budget_of_the_operator_holds_whatever_the_config_promises(place: Path) -> None:
     edit(place / "site.yaml", ("epsilon: 5.0", "epsilon: 2.0"))
-    desk = opened(place)
-    few = sum(ask(desk, visit_to(desk, visit=n)).message == "FedSSLUpdate" for n in range(1, 9))
+    handler = opened(place)
+    few = sum(
+        ask(handler, visit_to(handler, visit=n)).message == "FedSSLUpdate" for n in range(1, 9)
+    )
     assert read_journal(place / "kept/ledger/s0.jsonl").epsilon <= 2.0
     edit(place / "site.yaml", ("epsilon: 2.0", "epsilon: 5.0"))
     with pytest.raises(AccountingError, match="the budget cannot rise from 2 to 5"):
@@ -228,21 +235,21 @@ def test_a_smaller_budget_of_the_operator_holds_whatever_the_config_promises(pla
 def test_an_operator_is_told_before_a_run_that_it_may_spend_more_than_is_left(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk = opened(place)
+    handler = opened(place)
     assert "is left" not in caplog.text  # the control: a whole budget
-    assert ask(desk, visit_to(desk)).error == ""
+    assert ask(handler, visit_to(handler)).error == ""
     left = 5.0 - read_journal(place / "kept/ledger/s0.jsonl").epsilon
     opened(place)
     assert "may spend epsilon 5 of each labelled row, and of this site's" in caplog.text
     assert f"budget.epsilon 5 at most {left:.4f} is left" in caplog.text
 
 
-# A crooked coordinator ------------------------------------------------------------------------
+# A malicious coordinator ------------------------------------------------------------------------
 
 
-def _nan(desk: SiteRequestHandler) -> StepRequest:
-    F = {name: torch.full_like(w, float("nan")) for name, w in lesson(desk).F.items()}
-    return visit_to(desk, body=serialize(dataclasses.replace(lesson(desk), F=F)))
+def _nan(handler: SiteRequestHandler) -> StepRequest:
+    F = {name: torch.full_like(w, float("nan")) for name, w in make_request(handler).F.items()}
+    return visit_to(handler, body=serialize(dataclasses.replace(make_request(handler), F=F)))
 
 
 CROOKED: dict[str, tuple[Callable[[SiteRequestHandler], StepRequest], str]] = {
@@ -262,22 +269,22 @@ CROOKED: dict[str, tuple[Callable[[SiteRequestHandler], StepRequest], str]] = {
 
 
 @pytest.mark.parametrize("kind", CROOKED)
-def test_a_crooked_letter_gets_a_word_and_costs_nothing(place: Path, kind: str) -> None:
+def test_a_malicious_request_gets_a_word_and_costs_nothing(place: Path, kind: str) -> None:
     make, word = CROOKED[kind]
-    desk = opened(place)
+    handler = opened(place)
     with watched() as seen:
-        answer = ask(desk, make(desk))
+        answer = ask(handler, make(handler))
     assert answer == StepResponse(answer.id, error=word)
     assert (spent(place), seen) == (0, {"read": 0, "noise": 0})
-    assert ask(desk, visit_to(desk)).error == ""  # the control: an honest one is done
+    assert ask(handler, visit_to(handler)).error == ""  # the control: an honest one is done
 
 
 def test_weights_of_another_form_cost_the_crook_a_charge_and_tell_nothing(place: Path) -> None:
-    desk = opened(place)
-    crooked = dataclasses.replace(lesson(desk), F={"w": torch.zeros(3)})
-    assert ask(desk, visit_to(desk, crooked)).error == "failed"
+    handler = opened(place)
+    malicious = dataclasses.replace(make_request(handler), F={"w": torch.zeros(3)})
+    assert ask(handler, visit_to(handler, malicious)).error == "failed"
     assert spent(place) == 1  # paid before anything is looked at
-    assert ask(desk, visit_to(desk, crooked)).error == "lost"
+    assert ask(handler, visit_to(handler, malicious)).error == "lost"
     assert spent(place) == 1
 
 
@@ -306,9 +313,9 @@ def test_a_site_imports_only_the_network_that_its_own_file_names(
     (place / "site.yaml").write_text(
         SITE.replace("folder: kept", f"folder: kept, network: '{named}'")
     )
-    desk = opened(place)  # the control: it is imported, and its visits are charged
+    handler = opened(place)  # the control: it is imported, and its visits are charged
     assert mark.exists()
-    assert ask(desk, visit_to(desk)).charged
+    assert ask(handler, visit_to(handler)).charged
     assert spent(place) == 1
 
 
@@ -327,13 +334,13 @@ def test_a_site_imports_only_the_plug_ins_that_its_own_file_names(
     monkeypatch.syspath_prepend(place)
     monkeypatch.setenv("MARK", str(mark))
     # A coordinator with such a config is refused by a site of another one, which imports nothing.
-    desk, text = opened(place), (place / "c.yaml").read_text()
+    handler, text = opened(place), (place / "c.yaml").read_text()
     theirs = text[: text.index("algorithm:")] + f"algorithm: {{name: '{named}', rounds: 8}}\n"
     for key in ("step", "message"):  # a request has no place for a reference
         with pytest.raises(ValueError, match="should match pattern"):
-            visit_to(desk, **{key: named})
-    asked = [visit_to(desk, agreement="b" * 64), visit_to(desk, step="Own")]
-    assert [ask(desk, request).error for request in asked] == ["config", "refused"]
+            visit_to(handler, **{key: named})
+    asked = [visit_to(handler, agreement="b" * 64), visit_to(handler, step="Own")]
+    assert [ask(handler, request).error for request in asked] == ["config", "refused"]
     assert not mark.exists() and spent(place) == 0
     # A tracker is the coordinator's: no site has one.
     trackers = f"run: {{seed: 0, trackers: ['{named}'], "
@@ -349,17 +356,17 @@ def test_a_site_imports_only_the_plug_ins_that_its_own_file_names(
         assert not mark.exists()
     allowed = SITE.replace("folder: kept", f"folder: kept, plugins: ['{named}']")
     (place / "site.yaml").write_text(allowed)
-    desk = opened(place)  # the control
-    assert mark.exists() and type(desk.algorithm).__name__ == "Own"
+    handler = opened(place)  # the control
+    assert mark.exists() and type(handler.algorithm).__name__ == "Own"
 
 
 def test_less_noise_in_the_coordinators_config_is_another_config(place: Path) -> None:
-    desk = opened(place)
+    handler = opened(place)
     edit(place / "c.yaml", ("noise_multiplier: 2.0", "noise_multiplier: 0.5"))
     theirs = configs.compatibility_hash(
         configs.load_config(place / "c.yaml"), tuple(map(str, range(10))), (1, 8, 8)
     )
-    assert ask(desk, visit_to(desk, agreement=theirs)).error == "config"
+    assert ask(handler, visit_to(handler, agreement=theirs)).error == "config"
     assert spent(place) == 0
 
 
@@ -373,10 +380,10 @@ def test_labelled_rows_are_out_of_reach_of_a_step_that_forgot_to_pay(
         return Declined("read them")
 
     monkeypatch.setattr(FedSSL, "_private_pass", unpaid)
-    desk = opened(place)
-    assert ask(desk, visit_to(desk)).error == "failed" and not found
+    handler = opened(place)
+    assert ask(handler, visit_to(handler)).error == "failed" and not found
     monkeypatch.setattr(step_runner, "ChargedRows", lambda rows, *_, **__: rows)
-    assert ask(desk, visit_to(desk, visit=2)).error == "" and found  # the control
+    assert ask(handler, visit_to(handler, visit=2)).error == "" and found  # the control
 
 
 def test_a_plan_for_a_network_that_the_method_has_not_opens_no_site(
@@ -395,18 +402,18 @@ def test_of_an_error_one_word_leaves_and_the_rest_stays_in_the_log(
         raise RuntimeError("row 7 is patient 4711")
 
     monkeypatch.setattr(FedSSL, "_train_privately", fail)
-    desk = opened(place)
-    data = desk.handle(protocol.to_bytes(visit_to(desk)))
+    handler = opened(place)
+    data = handler.handle(protocol.to_bytes(visit_to(handler)))
     assert protocol.from_bytes(data, StepResponse).error == "failed" and b"4711" not in data
     assert "patient 4711" in caplog.text
 
 
 def test_an_introduction_tells_no_number_of_rows(place: Path) -> None:
-    desk = opened(place)
-    found = protocol.from_bytes(desk.handle(protocol.to_bytes(IdentifyRequest())), Identity)
-    assert found == Identity("s0", "support", desk.agreement, False, python_fingerprint())
+    handler = opened(place)
+    found = protocol.from_bytes(handler.handle(protocol.to_bytes(IdentifyRequest())), Identity)
+    assert found == Identity("s0", "support", handler.agreement, False, python_fingerprint())
     edit(place / "c.yaml", ("labelled: 24", "labelled: 25"))  # only what is declared is in it
-    assert opened(place).agreement != desk.agreement
+    assert opened(place).agreement != handler.agreement
 
 
 # Bad luck -------------------------------------------------------------------------------------
@@ -445,7 +452,7 @@ def half_an_answer(old: Any, path: Path, data: Any) -> None:
 
 
 FILE = journals.JournalFile
-#: moment -> where it is, what happens there, and what the letter gets when it comes again
+#: moment -> where it is, what happens there, and what the request gets when it comes again
 MOMENTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "before the reserve": (FILE, "append", on_line("reserve", before), ""),
     "within the reserve": (FILE, "append", on_line("reserve", half_a_line), ""),
@@ -477,22 +484,22 @@ def test_a_site_that_is_killed_at_any_moment_has_paid_for_what_it_read(
     place: Path, moment: str
 ) -> None:
     owner, name, action, word = MOMENTS[moment]
-    letter, notes = protocol.to_bytes(visit_to(opened(place))), place / "notes"
+    frame, notes = protocol.to_bytes(visit_to(opened(place))), place / "notes"
 
     def killed() -> bytes:
         with noted(notes), at_moment(owner, name, action):
-            return opened(place).handle(letter)
+            return opened(place).handle(frame)
 
     assert in_a_fork(killed) is None, "the control: it did die there"
     with noted(notes):
-        desk = opened(place)
-        answers = [desk.handle(letter) for _ in range(2)]
+        handler = opened(place)
+        answers = [handler.handle(frame) for _ in range(2)]
     assert answers[0] == answers[1]
     assert protocol.from_bytes(answers[0], StepResponse).error == word
     assert read_journal(place / "kept/ledger/s0.jsonl").problems == []
     assert len(notes.read_bytes()) <= spent(place) in (1, 2)  # 2: half a line counts as well
     # The next visit is one like any other.
-    assert ask(desk, visit_to(desk, visit=2)).error == ""
+    assert ask(handler, visit_to(handler, visit=2)).error == ""
 
 
 def test_a_site_that_pays_after_it_has_read_would_be_found_out(place: Path) -> None:
@@ -504,13 +511,13 @@ def test_a_site_that_pays_after_it_has_read_would_be_found_out(place: Path) -> N
         with real(self, event, visit):
             pass
 
-    letter, notes = protocol.to_bytes(visit_to(opened(place))), place / "notes"
+    frame, notes = protocol.to_bytes(visit_to(opened(place))), place / "notes"
 
     def killed() -> bytes:
         Account.spend = late  # type: ignore[method-assign]
         vars(step_runner)["ChargedRows"] = lambda rows, *_, **__: rows
         with noted(notes), at_moment(SecureNoise, "add_noise", after):
-            return opened(place).handle(letter)
+            return opened(place).handle(frame)
 
     assert in_a_fork(killed) is None
     assert len(notes.read_bytes()) == 1 > spent(place) == 0
@@ -521,8 +528,8 @@ def full(*_: Any, **__: Any) -> None:
 
 
 def test_a_disk_that_is_full_at_the_ledger_gets_a_word_and_no_row_is_read(place: Path) -> None:
-    desk = opened(place)
-    visit = visit_to(desk)
+    handler = opened(place)
+    visit = visit_to(handler)
 
     def no_room(old: Any, self: Any, record: Any) -> Any:
         with at_moment(journals, "_write_all", full):
@@ -530,55 +537,55 @@ def test_a_disk_that_is_full_at_the_ledger_gets_a_word_and_no_row_is_read(place:
 
     with watched() as seen:
         with at_moment(FILE, "append", on_line("reserve", no_room)):
-            assert ask(desk, visit).error == "ledger"
+            assert ask(handler, visit).error == "ledger"
         assert seen["read"] == 0 and spent(place) == 0
-        assert ask(desk, visit).error == "" and seen["read"] == 1  # the control
+        assert ask(handler, visit).error == "" and seen["read"] == 1  # the control
 
 
 def test_where_a_reply_would_find_no_room_nothing_is_charged(place: Path) -> None:
-    desk = opened(place)
-    visit = visit_to(desk)
+    handler = opened(place)
+    visit = visit_to(handler)
 
     def little(old: Any, folder: Path) -> Any:
         return old(folder)._replace(free=3 * len(visit.body))
 
     with at_moment(shutil, "disk_usage", little):
-        assert ask(desk, visit) == StepResponse(visit.id, error="disk")
+        assert ask(handler, visit) == StepResponse(visit.id, error="disk")
     assert spent(place) == 0
-    assert ask(desk, visit).error == ""  # the control
+    assert ask(handler, visit).error == ""  # the control
 
 
 def test_a_reply_that_cannot_be_stored_does_not_leave_and_is_lost(place: Path) -> None:
-    desk = opened(place)
-    visit = visit_to(desk)
+    handler = opened(place)
+    visit = visit_to(handler)
     with at_moment(Store, "put_answer", full):
-        assert ask(desk, visit) == StepResponse(visit.id, error="disk")
-    assert ask(desk, visit).error == "lost"
+        assert ask(handler, visit) == StepResponse(visit.id, error="disk")
+    assert ask(handler, visit).error == "lost"
     assert spent(place) == 1
 
 
 def test_a_ledger_that_is_gone_cut_or_in_use_gets_a_word_and_no_row_is_read(place: Path) -> None:
-    desk = opened(place)
-    assert ask(desk, visit_to(desk)).error == ""
+    handler = opened(place)
+    assert ask(handler, visit_to(handler)).error == ""
     ledger = place / "kept/ledger/s0.jsonl"
     whole = ledger.read_bytes()
     with watched() as seen:
         ledger.unlink()
-        assert ask(desk, visit_to(desk, visit=2)).error == "ledger"
+        assert ask(handler, visit_to(handler, visit=2)).error == "ledger"
         ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:1]))  # a chain, but shorter
-        assert ask(desk, visit_to(desk, visit=2)).error == "ledger"
+        assert ask(handler, visit_to(handler, visit=2)).error == "ledger"
         ledger.write_bytes(whole)
-        assert desk.open_account is not None
-        with contextlib.closing(desk.open_account("r7")):
-            assert ask(desk, visit_to(desk, visit=2)).error == "ledger"
+        assert handler.open_account is not None
+        with contextlib.closing(handler.open_account("r7")):
+            assert ask(handler, visit_to(handler, visit=2)).error == "ledger"
         assert seen["read"] == 0
-    assert ask(desk, visit_to(desk, visit=2)).error == ""  # the control
+    assert ask(handler, visit_to(handler, visit=2)).error == ""  # the control
 
 
 def test_a_ledger_is_moved_as_a_whole_folder_or_refused(place: Path) -> None:
     """The registry knows which rows were used without protection: without it they get a budget."""
-    desk = opened(place)
-    assert ask(desk, visit_to(desk, lesson(desk))).charged
+    handler = opened(place)
+    assert ask(handler, visit_to(handler, make_request(handler))).charged
     (place / "kept/ledger").rename(place / "moved")
     edit(place / "site.yaml", ("folder: kept", "folder: new"),
          ("delta: 1.0e-3", "delta: 1.0e-3, ledger: moved"))  # fmt: skip
@@ -591,41 +598,41 @@ def test_a_ledger_is_moved_as_a_whole_folder_or_refused(place: Path) -> None:
 
 
 def test_a_site_that_serves_begins_no_second_ledger_and_takes_no_older_one(place: Path) -> None:
-    desk = opened(place)
-    assert ask(desk, visit_to(desk)).error == ""
+    handler = opened(place)
+    assert ask(handler, visit_to(handler)).error == ""
     shutil.copytree(place / "kept", place / "backup")
-    assert ask(desk, visit_to(desk, visit=2)).error == ""
+    assert ask(handler, visit_to(handler, visit=2)).error == ""
     for former in (None, place / "backup"):  # deleted, with its mark; restored, with its mark
         (place / "kept").rename(place / f"true {former is None}")
         if former is not None:
             former.rename(place / "kept")
         with watched() as seen:
-            assert ask(desk, visit_to(desk, visit=3)).error == "ledger"
+            assert ask(handler, visit_to(handler, visit=3)).error == "ledger"
         assert seen["read"] == 0
         shutil.rmtree(place / "kept")
         (place / f"true {former is None}").rename(place / "kept")
-    assert ask(desk, visit_to(desk, visit=3)).error == "" and spent(place) == 3  # the control
+    assert ask(handler, visit_to(handler, visit=3)).error == "" and spent(place) == 3  # the control
 
 
 def test_a_stored_reply_that_the_disk_has_damaged_is_lost(place: Path) -> None:
-    desk = opened(place)
-    visit = visit_to(desk)
-    assert ask(desk, visit).error == ""
+    handler = opened(place)
+    visit = visit_to(handler)
+    assert ask(handler, visit).error == ""
     [stored] = (place / "kept/runs/r1").glob("*.answer")
     stored.write_bytes(b"privssl?")
-    assert ask(desk, visit).error == "lost"
+    assert ask(handler, visit).error == "lost"
     assert spent(place) == 1
 
 
 def test_two_processes_of_one_site_do_not_work_at_a_time(place: Path) -> None:
-    desk, other, answers = opened(place), opened(place), []
+    handler, other, answers = opened(place), opened(place), []
 
     def meanwhile(old: Any, *given: Any) -> Any:
         answers.append(ask(other, visit_to(other, visit=2)).error)
         return old(*given)
 
     with at_moment(FedSSL, "_train_privately", meanwhile):
-        assert ask(desk, visit_to(desk)).error == ""
+        assert ask(handler, visit_to(handler)).error == ""
     assert answers == ["busy"] and spent(place) == 1
 
 
@@ -633,15 +640,15 @@ def test_two_processes_of_one_site_do_not_work_at_a_time(place: Path) -> None:
 
 
 def test_the_last_visits_of_a_run_are_kept_and_older_ones_are_lost(place: Path) -> None:
-    desk = opened(place)
-    desk = dataclasses.replace(desk, store=Store(desk.store.folder, 2))
-    visits = [visit_to(desk, visit=n) for n in (1, 2, 3)]
-    assert [ask(desk, visit).error for visit in visits] == ["", "", ""]
-    assert [ask(desk, visit).error for visit in visits] == ["lost", "", ""]
+    handler = opened(place)
+    handler = dataclasses.replace(handler, store=Store(handler.store.folder, 2))
+    visits = [visit_to(handler, visit=n) for n in (1, 2, 3)]
+    assert [ask(handler, visit).error for visit in visits] == ["", "", ""]
+    assert [ask(handler, visit).error for visit in visits] == ["lost", "", ""]
     assert spent(place) == 3
 
 
-def test_memories_are_found_by_their_visit_in_their_order_and_unread_by_letters(
+def test_memories_are_found_by_their_visit_in_their_order_and_unread_by_requests(
     tmp_path: Path,
 ) -> None:
     store = Store(tmp_path / "kept", keep=2)
@@ -669,32 +676,32 @@ def test_only_the_last_few_runs_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_was_set_back_costs_no_run_its_replies(place: Path) -> None:
-    desk = opened(place)
+    handler = opened(place)
     for former in range(5):  # as if made in a time that is still to come
         folder = place / "kept/runs" / f"former{former}"
         folder.mkdir(parents=True)
         os.utime(folder, (10**10, 10**10))
-    letter = protocol.to_bytes(visit_to(desk))
-    first = desk.handle(letter)
-    assert protocol.from_bytes(first, StepResponse).error == "" and desk.handle(letter) == first
-    assert ask(desk, visit_to(desk, visit=2)).error == ""
+    frame = protocol.to_bytes(visit_to(handler))
+    first = handler.handle(frame)
+    assert protocol.from_bytes(first, StepResponse).error == "" and handler.handle(frame) == first
+    assert ask(handler, visit_to(handler, visit=2)).error == ""
     assert len(os.listdir(place / "kept/runs")) == 4 and spent(place) == 2
 
 
 def test_at_the_end_of_a_run_its_replies_go_and_the_journal_is_shown_if_allowed(
     place: Path,
 ) -> None:
-    desk = opened(place)
-    ask(desk, visit_to(desk))
-    desk.handle(
-        protocol.to_bytes(EndOfRun("r1", desk.agreement, False))
+    handler = opened(place)
+    ask(handler, visit_to(handler))
+    handler.handle(
+        protocol.to_bytes(EndOfRun("r1", handler.agreement, False))
     )  # a run that stops, and will go on
     assert list((place / "kept/runs/r1").glob("*.answer"))
-    leave = protocol.to_bytes(EndOfRun("r1", desk.agreement, True))
-    gone = protocol.from_bytes(desk.handle(leave), protocol.LedgerResponse)
+    leave = protocol.to_bytes(EndOfRun("r1", handler.agreement, True))
+    gone = protocol.from_bytes(handler.handle(leave), protocol.LedgerResponse)
     assert gone == protocol.LedgerResponse("s0", b"")
     assert not (place / "kept/runs/r1").exists()
-    assert ask(desk, visit_to(desk)).error == "lost"  # charged, and never done again
+    assert ask(handler, visit_to(handler)).error == "lost"  # charged, and never done again
 
     edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
     shown = protocol.from_bytes(opened(place).handle(leave), protocol.LedgerResponse)
@@ -707,13 +714,13 @@ STRUCK = [(kind, visit, when) for kind in KINDS for visit in (1, 2) for when in 
 def struck(place: Path, kind: str, visit: int, when: str) -> tuple[Watched, Any]:
     """A site whose ledger is damaged at a visit: what was charged, and what it shows at the end."""
     edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
-    desk = opened(place)
+    handler = opened(place)
     with damaged(kind, visit, when, seed=STRUCK.index((kind, visit, when))) as watched:
         for number in (1, 2, 3):
-            assert ask(desk, visit_to(desk, visit=number)).error in ("", "ledger")
-        leave = protocol.to_bytes(EndOfRun("r1", desk.agreement, True))
+            assert ask(handler, visit_to(handler, visit=number)).error in ("", "ledger")
+        leave = protocol.to_bytes(EndOfRun("r1", handler.agreement, True))
         return watched, protocol.from_bytes(
-            desk.handle(leave), protocol.LedgerResponse, StepResponse
+            handler.handle(leave), protocol.LedgerResponse, StepResponse
         )
 
 
@@ -745,11 +752,11 @@ def test_a_coordinator_of_another_config_is_shown_no_journal_and_removes_nothing
     place: Path,
 ) -> None:
     edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
-    desk = opened(place)
-    ask(desk, visit_to(desk))
+    handler = opened(place)
+    ask(handler, visit_to(handler))
     stranger = protocol.to_bytes(EndOfRun("r1", "0" * 64, True))
     assert protocol.from_bytes(
-        desk.handle(stranger), protocol.LedgerResponse, StepResponse
+        handler.handle(stranger), protocol.LedgerResponse, StepResponse
     ) == StepResponse("", "config")
     assert list((place / "kept/runs/r1").glob("*.answer"))
 
@@ -858,28 +865,28 @@ def test_with_private_counts_a_site_opens_whatever_the_number_of_its_rows(place:
 
 
 def test_a_site_with_a_budget_takes_no_weights_that_training_does_not_come_to(place: Path) -> None:
-    desk = opened(place)
-    told = lesson(desk)
+    handler = opened(place)
+    told = make_request(handler)
     key = next(iter(told.F))
     for size, word in ((2e6, "refused"), (-2e6, "refused"), (1e6, "")):
         F = {**told.F, key: torch.full_like(told.F[key], size)}
-        assert ask(desk, visit_to(desk, dataclasses.replace(told, F=F))).error == word
+        assert ask(handler, visit_to(handler, dataclasses.replace(told, F=F))).error == word
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.float64])
 def test_weights_that_are_too_large_are_refused_whatever_type_of_number_they_have(
     place: Path, kind: torch.dtype
 ) -> None:
-    desk = opened(place)
-    told = lesson(desk)
+    handler = opened(place)
+    told = make_request(handler)
     key = next(iter(told.F))
     lowest = torch.iinfo(kind).min if kind in (torch.int64, torch.int32) else -1e30
     for size, word in ((10**9, "refused"), (lowest, "refused"), (1, "")):
         F = {**told.F, key: torch.full_like(told.F[key], size, dtype=kind)}
-        assert ask(desk, visit_to(desk, dataclasses.replace(told, F=F))).error == word
+        assert ask(handler, visit_to(handler, dataclasses.replace(told, F=F))).error == word
 
 
-def test_a_letter_that_states_a_larger_size_than_any_has_is_not_read(
+def test_a_request_that_states_a_larger_size_than_any_has_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(framing, "MAX_BYTES", 10)
@@ -1020,8 +1027,8 @@ def test_features_that_an_encoder_has_kept_are_a_secret_of_the_site(
 def test_a_damaged_ledger_is_told_to_the_operator_before_the_site_serves(
     place: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[bytes], bytes], text: str
 ) -> None:
-    desk = opened(place)
-    ask(desk, visit_to(desk))
+    handler = opened(place)
+    ask(handler, visit_to(handler))
     ledger = place / "kept/ledger/s0.jsonl"
     ledger.write_bytes(damage(ledger.read_bytes()))
     assert main([str(place / "site.yaml")]) == 2
@@ -1066,8 +1073,8 @@ MARKED: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_a_ledger_that_every_step_would_be_refused_for_is_told_before_the_site_serves(
     place: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    desk = opened(place)
-    assert [ask(desk, visit_to(desk, visit=n)).error for n in (1, 2)] == ["", ""]
+    handler = opened(place)
+    assert [ask(handler, visit_to(handler, visit=n)).error for n in (1, 2)] == ["", ""]
     assert main([str(place / "site.yaml")]) == 0  # the control
     assert "spent (delta 0.001) in 2 steps" in capsys.readouterr().out
     harm, text = MARKED[kind]
@@ -1078,13 +1085,13 @@ def test_a_ledger_that_every_step_would_be_refused_for_is_told_before_the_site_s
     assert re.search(text.replace("entry .", "entry [0-9]+:"), told.err), told.err
     assert "Traceback" not in told.err and told.out == ""
     with watched() as seen:
-        assert ask(desk, visit_to(desk, visit=3)).error == "ledger"
+        assert ask(handler, visit_to(handler, visit=3)).error == "ledger"
     assert seen["read"] == 0
 
 
 def test_a_mistyped_folder_of_the_ledger_is_told_and_makes_nothing(place: Path) -> None:
-    desk = opened(place)
-    ask(desk, visit_to(desk))
+    handler = opened(place)
+    ask(handler, visit_to(handler))
     edit(place / "site.yaml", ("delta: 1.0e-3", "delta: 1.0e-3, ledger: kept/leger"))
     with pytest.raises(AccountingError, match=r"leger/s0.jsonl: missing, .*Correct site.folder or"):
         opened(place)
@@ -1099,10 +1106,10 @@ def test_a_ledger_that_cannot_be_written_is_told_with_what_to_do(place: Path) ->
         opened(place)
 
 
-def test_letters_go_through_a_door_and_one_that_waits_holds_no_other_up(tmp_path: Path) -> None:
-    def handle(letter: bytes) -> bytes:
-        time.sleep(300.0 if letter == b"long" else 0.0)
-        return letter[::-1]
+def test_requests_go_through_a_socket_and_one_that_waits_holds_no_other_up(tmp_path: Path) -> None:
+    def handle(frame: bytes) -> bytes:
+        time.sleep(300.0 if frame == b"long" else 0.0)
+        return frame[::-1]
 
     with serving(tmp_path / "door", handle):
         assert send_request(tmp_path / "door", b"", 60) == b""
@@ -1120,7 +1127,7 @@ def _patiently(path: Path) -> None:
         send_request(path, b"long", 300)
 
 
-def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
+def test_requests_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "door"
@@ -1167,7 +1174,7 @@ def test_a_disk_that_takes_no_socket_is_told_of(
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_what_is_no_socket_is_left_in_the_place_of_a_door(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_socket_is_left_where_it_is(tmp_path: Path, kind: str) -> None:
     path, rows = tmp_path / "door", tmp_path / "rows.npz"
     rows.write_text("rows")
     if kind == "folder":
@@ -1190,12 +1197,12 @@ def soon(true: Callable[[], bool]) -> bool:
     return False
 
 
-def test_who_brings_letters_needs_no_torch() -> None:
+def test_who_brings_requests_needs_no_torch() -> None:
     code = "import sys, privssl.site.socket_server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_letter_that_breaks_off_harms_nobody(tmp_path: Path) -> None:
+def test_a_request_that_breaks_off_harms_nobody(tmp_path: Path) -> None:
     with serving(tmp_path / "door", bytes.upper):
         with socket.socket(socket.AF_UNIX) as half:
             half.connect(str(tmp_path / "door"))
@@ -1207,10 +1214,10 @@ def test_a_letter_that_breaks_off_harms_nobody(tmp_path: Path) -> None:
 
 
 def test_the_ledgers_end_is_remembered_beside_it(place: Path) -> None:
-    desk = opened(place)
-    ask(desk, visit_to(desk))
+    handler = opened(place)
+    ask(handler, visit_to(handler))
     mark = json.loads((place / "kept/ledger.mark").read_text())
     journal = read_journal(place / "kept/ledger/s0.jsonl")
     assert mark == {"seq": journal.seq, "head": journal.head}
     (place / "kept/ledger.mark").write_text("{}")
-    assert ask(desk, visit_to(desk, visit=2)).error == "ledger"
+    assert ask(handler, visit_to(handler, visit=2)).error == "ledger"

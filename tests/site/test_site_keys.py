@@ -26,7 +26,7 @@ from privssl.remote.protocol import IdentifyRequest, StepResponse
 from privssl.site import __main__ as site_command
 from privssl.site import keys, supernode
 from privssl.site.demo import write_sites
-from tests.support import certificates, posts
+from tests.support import certificates, transports
 from tests.support.certificates import listening
 from tests.support.command_line import assert_refused, command
 from tests.support.engine_conformance import STEPS
@@ -111,14 +111,15 @@ HOLDERS = {"x": "q0", "y": "q1", "z": ""}
 
 def meet(
     handlers: dict[str, Callable[[bytes], bytes]], *names: str, pinned: bool = True
-) -> tuple[SitesEngine, posts.Doors]:
-    post = posts.Doors(handlers)
+) -> tuple[SitesEngine, transports.InProcessTransport]:
+    transport = transports.InProcessTransport(handlers)
     there = SitesEngine(
-        post, [AgentRef(name, "query") for name in names], algorithm=STEPS,
-        agreement=posts.AGREED, home=LocalEngine([], seed=0, device=posts.CPU), timeouts=posts.SOON,
+        transport, [AgentRef(name, "query") for name in names], algorithm=STEPS,
+        agreement=transports.AGREED, home=LocalEngine([], seed=0, device=transports.CPU),
+        timeouts=transports.SOON,
         key_owner=HOLDERS.__getitem__ if pinned else None,
     )  # fmt: skip
-    return there, post
+    return there, transport
 
 
 def test_a_site_that_takes_the_name_of_one_that_is_away_is_refused_by_its_key(
@@ -133,9 +134,11 @@ def test_a_site_that_takes_the_name_of_one_that_is_away_is_refused_by_its_key(
 
 
 def test_an_impostor_neither_stops_a_run_nor_is_visited() -> None:
-    there, post = meet({"x": says("q0"), "y": says("q0"), "z": says("q0")}, "q0")
+    there, transport = meet({"x": says("q0"), "y": says("q0"), "z": says("q0")}, "q0")
     assert there._sites.address == {"q0": "x"}
-    assert "z" not in [address for address, _ in post.heard], "a key of nobody is not even asked"
+    assert "z" not in [address for address, _ in transport.heard], (
+        "a key of nobody is not even asked"
+    )
     with pytest.raises(SiteError, match="Two sites call themselves q0"):  # the control
         meet({"x": says("q0"), "y": says("q0")}, "q0", pinned=False)
 
@@ -143,13 +146,13 @@ def test_an_impostor_neither_stops_a_run_nor_is_visited() -> None:
 def test_a_site_that_mends_its_name_is_taken() -> None:
     asked: list[bytes] = []
 
-    def mended(letter: bytes) -> bytes:
-        asked.append(letter)
-        return says("q0" if len(asked) == 1 else "q1")(letter)
+    def mended(frame: bytes) -> bytes:
+        asked.append(frame)
+        return says("q0" if len(asked) == 1 else "q1")(frame)
 
     there, _ = meet({"y": mended}, "q1")
     assert there._sites.address == {"q1": "y"} and len(asked) == 2
-    assert all(protocol.from_bytes(letter, IdentifyRequest) for letter in asked)
+    assert all(protocol.from_bytes(frame, IdentifyRequest) for frame in asked)
 
 
 def test_who_stops_a_run_is_named_by_its_key() -> None:

@@ -66,7 +66,7 @@ def started(there: Any, folder: Path) -> str:
     return file.read_text()
 
 
-def test_a_supernode_is_started_offline_with_the_door_and_nothing_else_of_the_site(
+def test_a_supernode_is_started_offline_with_the_socket_and_nothing_else_of_the_site(
     flower: Path, link: str, tmp_path: Path
 ) -> None:
     own = tmp_path / "own"
@@ -188,7 +188,7 @@ def test_the_supernode_of_a_site_cannot_read_the_sites_folder(
 
 
 @pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
-def test_code_behind_the_fence_cannot_have_the_site_write_for_it(
+def test_code_behind_the_sandbox_cannot_have_the_site_write_for_it(
     flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site opens the SuperNode's log, with its own rights, each time that it starts one."""
@@ -211,7 +211,7 @@ def test_code_behind_the_fence_cannot_have_the_site_write_for_it(
 
 
 @pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
-def test_a_site_whose_rows_lie_inside_the_fence_is_refused(flower: Path, tmp_path: Path) -> None:
+def test_a_site_whose_rows_lie_inside_the_sandbox_is_refused(flower: Path, tmp_path: Path) -> None:
     for inside in (Path(sys.prefix) / "rows.npz", tmp_path / "own" / "rows"):
         with pytest.raises(ConfigError, match="which a SuperNode has to read"):
             SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "", [inside])
@@ -272,31 +272,31 @@ def test_a_temporary_folder_that_takes_no_socket_is_told_and_leaves_nothing(
 def test_after_ctrl_c_no_late_answer_is_taken_for_another(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ctrl-C while letters are away; then, as a run does that stops, leave is taken."""
+    """Ctrl-C while requests are away; then, as a run does that stops, leave is taken."""
 
-    def carry(counter: socket.socket) -> None:
+    def deliver(counter: socket.socket) -> None:
         with counter, contextlib.suppress(OSError):
             while True:
                 framing.receive(counter)  # the order
-                letter = framing.receive(counter)
+                frame = framing.receive(counter)
                 framing.send(counter, b'["7"]')
-                framing.send(counter, b"answer to " + letter)
+                framing.send(counter, b"answer to " + frame)
 
-    def connect(post: FlowerTransport) -> socket.socket:
-        post._relay, far = socket.socketpair()
-        threading.Thread(target=carry, args=(far,), daemon=True).start()
-        return post._relay
+    def connect(transport: FlowerTransport) -> socket.socket:
+        transport._relay, far = socket.socketpair()
+        threading.Thread(target=deliver, args=(far,), daemon=True).start()
+        return transport._relay
 
     def stopped(_: socket.socket) -> bytes:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FlowerTransport, "_write_app", lambda *_: None)
     monkeypatch.setattr(FlowerTransport, "_connect", connect)
-    with contextlib.closing(FlowerTransport("127.0.0.1:1", "")) as post:
+    with contextlib.closing(FlowerTransport("127.0.0.1:1", "")) as transport:
         with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
             now.setattr(flower_transport, "receive", stopped)
-            post.exchange({"7": b"a visit"}, 60.0)
-        assert post.exchange({"7": b"farewell"}, 60.0) == {"7": b"answer to farewell"}
+            transport.exchange({"7": b"a visit"}, 60.0)
+        assert transport.exchange({"7": b"farewell"}, 60.0) == {"7": b"answer to farewell"}
     assert "is lost" not in caplog.text
 
 

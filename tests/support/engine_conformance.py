@@ -22,7 +22,7 @@ from privssl.engines.local import LocalEngine
 from privssl.engines.process_pool import WorkerEngine
 from privssl.errors import DataError
 from privssl.remote.discovery import SiteError
-from tests.support import posts
+from tests.support import transports
 from tests.support.toy_worlds import same_bits
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ class Steps:
     """Stands for an algorithm. ``text`` of a message is a file, where a step needs one."""
 
     plan = cfg = None
-    desk = torch.zeros(3)
+    buffer = torch.zeros(3)
 
     @classmethod
     def missing_reply_policy_for(cls, cfg: object, *, private: bool) -> MissingReplyPolicy:
@@ -93,7 +93,7 @@ class Steps:
     @on_agent
     def fill(self, agent: Agent, msg: Told, ctx: Context) -> Told:
         """Sends what it will write over in the next visit."""
-        return Told(t=self.desk.fill_(len(agent.unlabelled)), w={"a": self.desk[:2]})
+        return Told(t=self.buffer.fill_(len(agent.unlabelled)), w={"a": self.buffer[:2]})
 
     @on_agent
     def hush(self, agent: Agent, msg: Told, ctx: Context) -> Told | Declined:
@@ -171,9 +171,11 @@ ENGINES: dict[str, Under] = {
     "2 workers": Under(_workers, survives=True),
     "1 worker": Under(functools.partial(_workers, workers=1), rare=True),
     "4 workers": Under(functools.partial(_workers, workers=4), survives=True, rare=True),
-    "sites": Under(posts.engine, (SiteError,) * 3),
+    "sites": Under(transports.engine, (SiteError,) * 3),
     "sites in processes": Under(
-        functools.partial(posts.engine, post=posts.Forks), (SiteError,) * 3, survives=True
+        functools.partial(transports.engine, transport=transports.ForkedTransport),
+        (SiteError,) * 3,
+        survives=True,
     ),
 }
 

@@ -6,7 +6,7 @@ Code runs in a fork of this process that has forgotten the modules of the produc
 import sys
 from collections.abc import Collection
 
-from tests.support.posts import in_a_fork
+from tests.support.transports import in_a_fork
 
 OURS = ("privssl", "accounting", "generators")
 

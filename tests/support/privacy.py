@@ -36,14 +36,14 @@ from tests.support.kernel_generations import HERE
 from tests.support.toy_worlds import without_noise
 
 SHAPE, CLASSES, NOISE = (1, 8, 8), 3, 5
-BARE = PrivatePlan(
+PLAN = PrivatePlan(
     update=("F",), protect=("F",), noise_multiplier=1.0, clip_norm=1.0, sample_rate=1.0, steps=1,
     expected_batch=1.0, learning_rate=1.0, momentum=0.0, views=1, visits=1,
 )  # fmt: skip
 
 
 def plan(**changes: Any) -> PrivatePlan:
-    return dataclasses.replace(BARE, **changes)
+    return dataclasses.replace(PLAN, **changes)
 
 
 def draw_rows(monkeypatch: pytest.MonkeyPatch, *masks: list[bool]) -> None:

@@ -72,7 +72,7 @@ def context(agent: str, key: str = "1", seed: int = 0) -> Context:
     return Context(seed, 1, agent, key, "a", torch.device("cpu"), telemetry=False)
 
 
-def lesson(prepared: Prepared) -> FedSSLRequest:
+def make_request(prepared: Prepared) -> FedSSLRequest:
     """What an agent gets in the first round of a run."""
     nets = prepared.algorithm.networks()
     F, G, D = ({k: v.clone() for k, v in nets[n].state_dict().items()} for n in ("F", "G", "D"))
@@ -81,7 +81,7 @@ def lesson(prepared: Prepared) -> FedSSLRequest:
 
 def visit(prepared: Prepared, agent: Agent, ctx: Context) -> FedSSLUpdate | Declined:
     assert isinstance(prepared.algorithm, FedSSL)
-    return prepared.algorithm.support_pass(agent, lesson(prepared), ctx)
+    return prepared.algorithm.support_pass(agent, make_request(prepared), ctx)
 
 
 # The budget -------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from privssl.remote.framing import receive, send
 from privssl.site import socket_server
-from tests.support.posts import fork
+from tests.support.transports import fork
 
-# The door -------------------------------------------------------------------------------------
+# The socket -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def serving(path: Path, handle: Callable[[bytes], bytes]) -> Iterator[None]:
-    """A process behind a door, which is killed in the end."""
+    """A process behind a socket, which is killed in the end."""
     child = fork()
     if child == 0:
         try:
@@ -35,11 +35,11 @@ def serving(path: Path, handle: Callable[[bytes], bytes]) -> Iterator[None]:
         os.waitpid(child, 0)
 
 
-def send_request(door: Path, frame: bytes, seconds: float) -> bytes:
+def send_request(path: Path, frame: bytes, seconds: float) -> bytes:
     """Send a message to a site's socket and return the answer, within ``seconds``."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wire:
         wire.settimeout(seconds)
-        wire.connect(str(door))
+        wire.connect(str(path))
         send(wire, frame)
         return receive(wire)
 

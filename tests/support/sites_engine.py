@@ -6,11 +6,11 @@ from typing import Any
 from privssl.remote import protocol
 from privssl.remote.protocol import Identity
 from privssl.runtime.code_version import python_fingerprint
-from tests.support.posts import AGREED
+from tests.support.transports import AGREED
 
 
 def says(
     name: str, role: Any = "query", agreement: str = AGREED, code: str | None = None
 ) -> Callable[[bytes], bytes]:
     found = Identity(name, role, agreement, False, code or python_fingerprint())
-    return lambda letter: protocol.to_bytes(found)
+    return lambda frame: protocol.to_bytes(found)

@@ -1,7 +1,8 @@
-"""Sites without a network, for tests: letters are carried by a function call, or by a fork.
+"""Sites without a network, for tests: requests are delivered by a function call, or by a fork.
 
-``Doors`` hands a letter to the desk in this process; ``Forks`` to a process of its own for each
-letter, as Flower does, which a test can have killed at a chosen moment. Not a test itself.
+``InProcessTransport`` hands a request to the handler in this process; ``ForkedTransport`` to a
+process of its own for each request, as Flower does, which a test can have killed at a chosen
+moment. Not a test itself.
 """
 
 import contextlib
@@ -31,8 +32,8 @@ SOON = RemoteTimeouts(join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01)
 Handler = Callable[[bytes], bytes | None]
 
 
-class Doors:
-    """A post whose addresses are functions. ``heard`` has every letter that was sent."""
+class InProcessTransport:
+    """A transport whose addresses are functions. ``heard`` has every request that was sent."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self.handlers = dict(handlers)
@@ -42,25 +43,25 @@ class Doors:
     def addresses(self) -> Sequence[str]:
         return list(self.handlers)
 
-    def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        self.heard += letters.items()
-        came = {address: self.carry(address, letter) for address, letter in letters.items()}
+    def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+        self.heard += frames.items()
+        came = {address: self.deliver(address, frame) for address, frame in frames.items()}
         return {address: answer for address, answer in came.items() if answer is not None}
 
-    def carry(self, address: str, letter: bytes) -> bytes | None:
+    def deliver(self, address: str, frame: bytes) -> bytes | None:
         if address not in self.handlers:
             return None
-        return self.handlers[address](letter)
+        return self.handlers[address](frame)
 
     def close(self) -> None:
         self.closed += 1
 
 
-class Forks(Doors):
-    """Each letter is answered by a process of its own; one that ends otherwise has no answer."""
+class ForkedTransport(InProcessTransport):
+    """Each request is answered by a process of its own; one that ends otherwise has no answer."""
 
-    def carry(self, address: str, letter: bytes) -> bytes | None:
-        return in_a_fork(lambda: self.handlers[address](letter) or b"")
+    def deliver(self, address: str, frame: bytes) -> bytes | None:
+        return in_a_fork(lambda: self.handlers[address](frame) or b"")
 
 
 def fork() -> int:
@@ -129,7 +130,7 @@ def beside(work: Callable[[Callable[[], None]], None]) -> Iterator[Callable[[], 
         kill()
 
 
-def desk(
+def make_handler(
     agent: Agent, algorithm: Any, folder: Path, *, seed: int = 3, **own: Any
 ) -> SiteRequestHandler:
     """A site for an agent whose rows are under no account, unless ``own`` says so."""
@@ -144,13 +145,13 @@ def desk(
 
 def engine(
     parties: Sequence[Agent], algorithm: Any, seed: int, folder: Path, *,
-    post: type[Doors] = Doors, terms: RemoteTimeouts = SOON,
+    transport: type[InProcessTransport] = InProcessTransport, terms: RemoteTimeouts = SOON,
 ) -> SitesEngine:  # fmt: skip
     """An engine over a site for each agent; a labelled server stays at home."""
-    sites = {a.id: desk(a, algorithm, folder, seed=seed) for a in parties if not _here(a)}
+    sites = {a.id: make_handler(a, algorithm, folder, seed=seed) for a in parties if not _here(a)}
     home = LocalEngine([a for a in parties if _here(a)], seed=seed, device=CPU)
     return SitesEngine(
-        post({f"at {name}": site.handle for name, site in sites.items()}),
+        transport({f"at {name}": site.handle for name, site in sites.items()}),
         [agent.ref for agent in parties],
         algorithm=algorithm, agreement=AGREED, home=home, timeouts=terms,
     )  # fmt: skip
