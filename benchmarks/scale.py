@@ -89,12 +89,12 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
     with ExitStack() as stack:
         oracle = HiddenLabelMeter(prepared.federated_data.true_labels)
         limit = prepared.config.run.memories_mb * 2**20
-        shelf = stack.enter_context(closing(SpillStore(folder, limit)))
-        engine = stack.enter_context(closing(engine_factory.make_engine(prepared, oracle, shelf)))
+        store = stack.enter_context(closing(SpillStore(folder, limit)))
+        engine = stack.enter_context(closing(engine_factory.make_engine(prepared, oracle, store)))
         begun = time.perf_counter()
         prepared.federated_data.manifest.write(folder / "split.json")
         csv, board = CsvTracker(folder / "metrics.csv"), TensorBoardTracker(folder)
-        there = round_loop.RoundLoop(prepared, folder, engine, oracle, [csv, board, Clock()], shelf)
+        there = round_loop.RoundLoop(prepared, folder, engine, oracle, [csv, board, Clock()], store)
         stack.callback(there.close)
         there.begin()
         found["begin"] = time.perf_counter() - begun

@@ -1,4 +1,4 @@
-"""Engines that bend what an algorithm may not rely on, and sites in one process."""
+"""Engines that change what an algorithm may not rely on, and sites in one process."""
 
 import copy
 import dataclasses
@@ -21,48 +21,48 @@ AGREED = "a" * 64
 CPU = torch.device("cpu")
 
 
-class Unused(LocalEngine):
+class UnusedAlgorithmEngine(LocalEngine):
     """Every visit is of an algorithm that did nothing before, as in a process of its own."""
 
     layout: torch.memory_format | None = None  # of all networks, before each visit
     _first: Any = None
 
     def _run_on_agent(
-        self, call: Call, message: Message, heard: PseudoLabelBuffer | None
+        self, call: Call, message: Message, buffer: PseudoLabelBuffer | None
     ) -> Reply[Any]:
         self._first = self._first or copy.deepcopy(call.step.__self__)  # type: ignore[attr-defined]
         new = copy.deepcopy(self._first)
         for network in new.networks().values() if self.layout else ():
             network.to(memory_format=self.layout)
         step = getattr(new, call.step.__name__)
-        return super()._run_on_agent(dataclasses.replace(call, step=step), message, heard)
+        return super()._run_on_agent(dataclasses.replace(call, step=step), message, buffer)
 
 
-class Backwards(LocalEngine):
+class ReverseOrderEngine(LocalEngine):
     """The agents of a parallel step work in the opposite order."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         return list(super().deliver(calls[::-1]))[::-1]
 
 
-class Mute(LocalEngine):
-    """Nobody has anything to say."""
+class DecliningEngine(LocalEngine):
+    """Every agent declines every call."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
-        return [Reply(call.to, Declined("nobody is at home")) for call in calls]
+        return [Reply(call.to, Declined("it does not take part")) for call in calls]
 
 
-class Overheard(LocalEngine):
-    """Keeps all that crosses the border: ``heard`` has every call and its reply."""
+class RecordingEngine(LocalEngine):
+    """Record all messages: ``recorded`` has every call and its reply."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         replies = list(super().deliver(calls))
-        self.heard = [*getattr(self, "heard", []), *zip(calls, replies, strict=True)]
+        self.recorded = [*getattr(self, "recorded", []), *zip(calls, replies, strict=True)]
         return replies
 
 
-class _Carrier:
-    """Carries frames to sites in this process, as Flower does between machines."""
+class _InProcessTransport:
+    """Deliver frames to sites in this process, as Flower does between machines."""
 
     def __init__(self, sites: Mapping[str, Callable[[bytes], bytes | None]]) -> None:
         self._sites = dict(sites)
@@ -98,7 +98,7 @@ def sites_engine(agents: Sequence[Agent], algorithm: Any, seed: int, folder: Pat
     here = [agent for agent in agents if agent.location is AgentLocation.SERVER]
     sites = {f"at {a.id}": site(a) for a in agents if a not in here}
     return SitesEngine(
-        _Carrier(sites), [agent.ref for agent in agents], algorithm=algorithm, agreement=AGREED,
-        home=LocalEngine(here, seed=seed, device=CPU),
+        _InProcessTransport(sites), [agent.ref for agent in agents], algorithm=algorithm,
+        agreement=AGREED, home=LocalEngine(here, seed=seed, device=CPU),
         timeouts=RemoteTimeouts(join_seconds=5.0, visit_seconds=60.0, retry_interval=0.01),
     )  # fmt: skip

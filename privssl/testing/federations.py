@@ -1,6 +1,6 @@
 """Small federations: toy rows, tiny networks, a step or two; and what a few rounds came to.
 
-``play`` carries out rounds as a run does, without a run folder.
+``run`` carries out rounds as a run does, without a run folder.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ def relabelled(
 
 
 @dataclass
-class Played:
+class Simulation:
     """Where a few rounds have led."""
 
     algorithm: Algorithm[Any]
@@ -133,7 +133,7 @@ class Played:
         return self.algorithm.classifier(self.state)
 
 
-def rounds_played(algorithm: Algorithm[Any]) -> int:
+def rounds_to_simulate(algorithm: Algorithm[Any]) -> int:
     """Two, and all of them where there are phases, which differ in what they do."""
     phases = algorithm.phases()
     return 2 if len(phases) == 1 else sum(phase.rounds for phase in phases)
@@ -149,7 +149,7 @@ def _round(algorithm: Algorithm[Any], number: int) -> Round:
     return Round(number, phase.name, number - before)
 
 
-def play(
+def simulate(
     algorithm: Algorithm[Any],
     parties: FederatedDataset,
     rounds: int | None = None,
@@ -158,12 +158,12 @@ def play(
     engine: Callable[..., Any] = LocalEngine,
     check_wire: bool = False,
     resume: Snapshot | None = None,
-) -> Played:
+) -> Simulation:
     """Rounds 1 to ``rounds``, or those after a snapshot. Agents start without a memory.
 
-    By default as many as ``rounds_played`` says.
+    By default as many as ``rounds_run`` says.
     """
-    rounds = rounds_played(algorithm) if rounds is None else rounds
+    rounds = rounds_to_simulate(algorithm) if rounds is None else rounds
     for agent in parties.agents:
         agent.memory = {}
     there = engine(parties.agents, seed=seed, device=torch.device("cpu"), check_wire=check_wire)
@@ -177,10 +177,10 @@ def play(
     for number in range(done + 1, rounds + 1):
         federation.begin(_round(algorithm, number))
         state = algorithm.round(state, federation)
-    return Played(algorithm, there, federation, begun, state)
+    return Simulation(algorithm, there, federation, begun, state)
 
 
-def through_disk(played: Played, number: int) -> Snapshot:
+def through_disk(played: Simulation, number: int) -> Snapshot:
     """What a checkpoint after round ``number`` brings back."""
     snapshot = Snapshot(number, vars(played.state), played.engine.memories(), "digest")
     with tempfile.TemporaryDirectory() as folder:

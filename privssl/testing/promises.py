@@ -1,7 +1,7 @@
 """The promises that every algorithm keeps, each as a check of its own.
 
 A check takes a :class:`Trial` and raises BrokenPromise with what it saw. Rounds that several checks
-look at are played once.
+look at are run once.
 """
 
 import dataclasses
@@ -25,10 +25,17 @@ from privssl.data.datasets import Dataset
 from privssl.engines.process_pool import WorkerEngine, unsupported_reason
 from privssl.remote.protocol import NOTE
 from privssl.runtime import plugins
-from privssl.testing.engines import CPU, Backwards, Mute, Overheard, Unused, sites_engine
+from privssl.testing.engines import (
+    CPU,
+    DecliningEngine,
+    RecordingEngine,
+    ReverseOrderEngine,
+    UnusedAlgorithmEngine,
+    sites_engine,
+)
 from privssl.testing.federations import (
     SHAPES,
-    Played,
+    Simulation,
     apart,
     at_clients,
     at_server,
@@ -37,10 +44,10 @@ from privssl.testing.federations import (
     flat,
     held_as_in,
     make_algorithm,
-    play,
     relabelled,
-    rounds_played,
+    rounds_to_simulate,
     same_bits,
+    simulate,
     through_disk,
     toy_rows,
 )
@@ -67,7 +74,7 @@ class NotChecked(Exception):  # noqa: N818
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """An algorithm on toy rows, and rounds that were played."""
+    """An algorithm on toy rows, and rounds that were run."""
 
     kind: type[Algorithm[Any]]
     settings: Mapping[str, Any]  # of its Config; and norm, precision, width, rows
@@ -96,17 +103,17 @@ class Trial:
     @cached_property
     def last(self) -> int:
         """Rounds that exercise everything."""
-        return rounds_played(self.algorithm())
+        return rounds_to_simulate(self.algorithm())
 
     @cached_property
-    def whole(self) -> Played:
+    def whole(self) -> Simulation:
         """All rounds, with all that crossed the border."""
-        return play(self.algorithm(), self.parties(), engine=Overheard)
+        return simulate(self.algorithm(), self.parties(), engine=RecordingEngine)
 
     @cached_property
-    def part(self) -> Played:
+    def part(self) -> Simulation:
         """All rounds but the last."""
-        return play(self.algorithm(), self.parties(), self.last - 1)
+        return simulate(self.algorithm(), self.parties(), self.last - 1)
 
     @cached_property
     def elsewhere(self) -> Any:
@@ -119,15 +126,15 @@ class Trial:
             def engine(agents: Any, *, seed: int, device: torch.device, check_wire: bool) -> Any:
                 return sites_engine(agents, algorithm, seed, Path(folder))
 
-            after = play(algorithm, self.parties(), engine=engine)
+            after = simulate(algorithm, self.parties(), engine=engine)
             after.engine.close()
             return after.state
 
     @property
     def messages(self) -> list[Message]:
         """All that crossed the border, in either direction."""
-        heard = self.whole.engine.heard
-        return [m for call, reply in heard for m in (call.message, reply.content)]
+        recorded = self.whole.engine.recorded
+        return [m for call, reply in recorded for m in (call.message, reply.content)]
 
 
 def learns(trial: Trial) -> None:
@@ -141,9 +148,11 @@ def no_reply(trial: Trial) -> None:
 
     Each weight stays, becomes that of another network, or lies between both (a moving average).
     """
-    first = play(trial.algorithm(), trial.parties(), 1, engine=Mute)
+    first = simulate(trial.algorithm(), trial.parties(), 1, engine=DecliningEngine)
     before = through_disk(trial.part, trial.last - 1)
-    last = play(trial.algorithm(), trial.parties(), trial.last, engine=Mute, resume=before)
+    last = simulate(
+        trial.algorithm(), trial.parties(), trial.last, engine=DecliningEngine, resume=before
+    )
     for number, after in ((1, first), (trial.last, last)):
         held = _weights_in(after.begun)
         for path, weight in _weights_in(after.state).items():
@@ -170,7 +179,7 @@ def _is_between(weight: Tensor, one: Tensor, other: Tensor) -> bool:
 
 def metrics(trial: Trial) -> None:
     """Agents log numbers under names that a site sends."""
-    named = {name for _, reply in trial.whole.engine.heard for name in reply.metrics}
+    named = {name for _, reply in trial.whole.engine.recorded for name in reply.metrics}
     if strange := sorted(name for name in named if not re.fullmatch(NOTE, name)):
         raise BrokenPromise(f"a site does not send {', '.join(strange)}. Name it train/WORD")
 
@@ -185,20 +194,20 @@ def determinism(trial: Trial) -> None:
         if not same and (reason := _why_not_the_same(trial)):
             raise BrokenPromise(reason)
         torch.manual_seed(20_241)
-        other = play(trial.algorithm(), trial.parties(), max(1, trial.last - 1), seed=1)
+        other = simulate(trial.algorithm(), trial.parties(), max(1, trial.last - 1), seed=1)
     if same_bits(trial.part.state if trial.last > 1 else trial.whole.state, other.state):
         raise BrokenPromise("seeds 0 and 1 give the same bits. Draw from ctx.rng(purpose)")
 
 
 def _why_not_the_same(trial: Trial) -> str | None:
-    """The reason for other bits that a play of its own shows; None: sites alone have others."""
+    """The reason for other bits that a run of its own shows; None: sites alone have others."""
     torch.manual_seed(20_242)
-    if not same_bits(trial.whole.state, play(trial.algorithm(), trial.parties()).state):
+    if not same_bits(trial.whole.state, simulate(trial.algorithm(), trial.parties()).state):
         return (
             "two runs of one seed differ: something draws from a global generator, from time or "
             "from a set. Draw from ctx.rng(purpose), on the server from federation.rng(purpose)"
         )
-    fresh = play(trial.algorithm(), trial.parties(), engine=Unused)
+    fresh = simulate(trial.algorithm(), trial.parties(), engine=UnusedAlgorithmEngine)
     if not same_bits(trial.whole.state, fresh.state):
         return (
             "a visit depends on what its process did before: the algorithm object keeps something "
@@ -211,7 +220,7 @@ def order(trial: Trial) -> None:
     """Agents of a parallel step may work in any order."""
     if trial.sequential:
         raise NotChecked("its agents work one after the other")
-    backwards = play(trial.algorithm(), trial.parties(), engine=Backwards).state
+    backwards = simulate(trial.algorithm(), trial.parties(), engine=ReverseOrderEngine).state
     if (gap := apart(trial.whole.state, backwards)) > 1e-6:
         raise BrokenPromise(f"in the opposite order of agents the state differs by {gap:.2g}")
 
@@ -257,7 +266,9 @@ def resume(trial: Trial) -> None:
     """A resumed run ends with the bits of one that never stopped."""
     stop = trial.last - 1
     before = trial.part
-    rest = play(trial.algorithm(), trial.parties(), trial.last, resume=through_disk(before, stop))
+    rest = simulate(
+        trial.algorithm(), trial.parties(), trial.last, resume=through_disk(before, stop)
+    )
     if not same_bits(trial.whole.state, rest.state):
         raise BrokenPromise(
             f"resumed after round {stop}, it ends in another state: something that matters is "
@@ -276,7 +287,7 @@ def labels(trial: Trial) -> None:
         with tempfile.TemporaryDirectory() as folder:
             held = held_as_in(there, moved, Path(folder))
             others = trial.parties(**held)
-        same = same_bits(reference, play(trial.algorithm(), others).state)
+        same = same_bits(reference, simulate(trial.algorithm(), others).state)
         if not same and not given:
             raise BrokenPromise("labels that agents do not have change the result")
         if same and given:
@@ -295,7 +306,7 @@ def parties(trial: Trial) -> None:
     for what, how, count in (("one agent of each kind", few, enough), ("one class", single, 1)):
         nobody = {"support": 0, "query": 0, "mixed": 0}
         held = federated_data(**{**nobody, "labels": trial.labels, "dataset": trial.rows, **how})
-        after = play(trial.algorithm(), held, count)
+        after = simulate(trial.algorithm(), held, count)
         if not finite(after.state):
             raise BrokenPromise(f"with {what} at an agent the state has NaN or infinite numbers")
         if what != "one class" and same_bits(after.begun, after.state):
@@ -313,7 +324,7 @@ def workers(trial: Trial) -> None:
         return made[0]
 
     try:
-        after = play(algorithm, trial.parties(), engine=engine)
+        after = simulate(algorithm, trial.parties(), engine=engine)
         memories = after.engine.memories()
     finally:
         for one in made:

@@ -24,16 +24,16 @@ from privssl.testing.promises import PLACES, PROMISES
 from tests.support.algorithm_contract import CASES, algorithm, rows_of
 from tests.support.toy_worlds import (
     Lossy,
-    OneMemory,
-    OneMemoryBackwards,
-    Overheard,
-    Played,
-    UnusedAndPlain,
+    PlainLayoutEngine,
+    RecordingEngine,
+    SharedMemoryEngine,
+    SharedMemoryReverseEngine,
+    Simulation,
     apart,
     federated_data,
-    play,
-    rounds_played,
+    rounds_to_simulate,
     same_bits,
+    simulate,
     through_disk,
 )
 
@@ -117,21 +117,21 @@ def test_hidden_labels_of_rows_that_are_no_images_change_no_bit_either(case: str
 # Engines that break a promise --------------------------------------------------------------------
 
 
-def played(case: str, **how: Any) -> Played:
-    """The same rounds are played once for all tests, which read what came of them."""
+def played(case: str, **how: Any) -> Simulation:
+    """The same rounds are run once for all tests, which read what came of them."""
     if "resume" in how:
-        return play(algorithm(case), federated_data(dataset=rows_of(case)), **how)
-    if how.get("rounds") in (None, rounds_played(algorithm(case))):
+        return simulate(algorithm(case), federated_data(dataset=rows_of(case)), **how)
+    if how.get("rounds") in (None, rounds_to_simulate(algorithm(case))):
         how.pop("rounds", None)
-    return _played_once(case, tuple(sorted({"engine": Overheard, **how}.items())))
+    return _played_once(case, tuple(sorted({"engine": RecordingEngine, **how}.items())))
 
 
 @cache
-def _played_once(case: str, how: tuple[tuple[str, Any], ...]) -> Played:
-    return play(algorithm(case), federated_data(dataset=rows_of(case)), **dict(how))
+def _played_once(case: str, how: tuple[tuple[str, Any], ...]) -> Simulation:
+    return simulate(algorithm(case), federated_data(dataset=rows_of(case)), **dict(how))
 
 
-def remembers(after: Played) -> bool:
+def remembers(after: Simulation) -> bool:
     """Whether any agent keeps something from one visit to the next."""
     return any(after.engine.memories().values())
 
@@ -139,7 +139,7 @@ def remembers(after: Played) -> bool:
 @a_few
 def test_order_would_be_noticed_if_agents_saw_each_others_memory(case: str) -> None:
     forwards, backwards = (
-        played(case, engine=engine) for engine in (OneMemory, OneMemoryBackwards)
+        played(case, engine=engine) for engine in (SharedMemoryEngine, SharedMemoryReverseEngine)
     )
     # where nothing is remembered there is nothing to see
     assert (apart(forwards.state, backwards.state) > 1e-6) == remembers(forwards)
@@ -149,7 +149,7 @@ def test_networks_that_are_laid_out_anew_in_each_visit_would_be_noticed() -> Non
     # In which case depends on torch's version and on the processor: another layout need not round
     # differently everywhere.
     assert any(
-        not same_bits(played(case).state, played(case, engine=UnusedAndPlain).state)
+        not same_bits(played(case).state, played(case, engine=PlainLayoutEngine).state)
         for case in CASES
         if case.startswith("fedssl, ")
     )
@@ -162,7 +162,7 @@ def test_a_wire_that_loses_bits_would_be_noticed(case: str) -> None:
 
 @a_few
 def test_a_resumed_run_whose_agents_forgot_everything_would_be_noticed(case: str) -> None:
-    last = rounds_played(algorithm(case)) + 1
+    last = rounds_to_simulate(algorithm(case)) + 1
     whole = played(case, rounds=last)
     saved = through_disk(played(case, rounds=last - 1), last - 1)
     rest = played(case, rounds=last, resume=dataclasses.replace(saved, memories={}))

@@ -31,16 +31,16 @@ from privssl.training.local_training import joint_batches
 from privssl.training.losses import divergence
 from privssl.training.pseudo_labels import sharpen
 from tests.support.toy_worlds import (
-    Mute,
-    Overheard,
-    Played,
+    DecliningEngine,
+    RecordingEngine,
+    Simulation,
     apart,
     at_clients,
     at_server,
     federated_data,
     finite,
-    play,
     same_bits,
+    simulate,
 )
 from tests.support.toy_worlds import make as make_toy
 
@@ -72,13 +72,13 @@ def context(round_number: int = 1) -> Context:
 
 def asked(name: str, parties: FederatedDataset, rounds: int = 1, **settings: Any) -> list[str]:
     """``round agent step`` of all that was asked, in order."""
-    after = play(make(name, **settings), parties, rounds, engine=Overheard)
-    return [f"{call.round} {call.to.id} {call.step.__name__}" for call, _ in heard(after)]
+    after = simulate(make(name, **settings), parties, rounds, engine=RecordingEngine)
+    return [f"{call.round} {call.to.id} {call.step.__name__}" for call, _ in recorded(after)]
 
 
-def heard(after: Played) -> list[Any]:
-    assert isinstance(after.engine, Overheard)
-    return after.engine.heard
+def recorded(after: Simulation) -> list[Any]:
+    assert isinstance(after.engine, RecordingEngine)
+    return after.engine.recorded
 
 
 # One step of training -----------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_a_batch_norm_is_not_shown_a_single_row(norm: str, least: int) -> None:
 def test_batch_norm_and_batches_that_leave_one_row_over_are_possible(name: str) -> None:
     parties = at_server(labelled=13) if name == "server_sl" else federated_data(labelled=14)
     own: dict[str, Any] = {"threshold": 0.0} if name in CONSISTENT else {}
-    after = play(make(name, norm="batch", **own), parties)
+    after = simulate(make(name, norm="batch", **own), parties)
     assert finite(after.state) and not same_bits(after.begun, after.state)
 
 
@@ -157,8 +157,8 @@ def test_fedavg_asks_who_holds_labels_for_labels_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONSISTENT)
 def test_a_labelled_server_trains_first_and_agents_start_from_what_it_sent(name: str) -> None:
-    after = play(make(name), at_server(), 1, engine=Overheard)
-    (first, taught), *others = heard(after)
+    after = simulate(make(name), at_server(), 1, engine=RecordingEngine)
+    (first, taught), *others = recorded(after)
     assert (first.to.id, first.step.__name__) == ("server", "support_pass")
     assert [call.to.id for call, _ in others] == ["q0", "q1"]
     assert all(same_bits(call.message.F, taught.payload.F) for call, _ in others)
@@ -166,8 +166,8 @@ def test_a_labelled_server_trains_first_and_agents_start_from_what_it_sent(name:
 
 
 def test_support_agents_do_together_what_a_labelled_server_does() -> None:
-    after = play(make("fixmatch"), federated_data(), 1, engine=Overheard)
-    calls = heard(after)
+    after = simulate(make("fixmatch"), federated_data(), 1, engine=RecordingEngine)
+    calls = recorded(after)
     assert [call.to.id for call, _ in calls] == ["s0", "s1", "q0", "q1"]
     sent = [reply.payload.F for _, reply in calls[:2]]  # 10 rows each
     for key, tensor in calls[2][0].message.F.items():
@@ -212,19 +212,19 @@ def test_agents_count_by_all_their_rows_or_the_same(weights: str) -> None:
     parties = at_clients(partition="dirichlet", alpha=0.05, labelled_partition="iid")
     held = [len(a.labelled) + len(a.unlabelled) for a in parties.agents]
     assert sum(held) == 80 and max(held) > 1.2 * min(held)
-    after = play(make("fixmatch", weights=weights), parties, 1, engine=Overheard)
-    told = [reply.weight for _, reply in heard(after)]
+    after = simulate(make("fixmatch", weights=weights), parties, 1, engine=RecordingEngine)
+    told = [reply.weight for _, reply in recorded(after)]
     assert told == ([float(rows) for rows in held] if weights == "rows" else [1.0, 1.0])
     shares = [rows / 80 for rows in held] if weights == "rows" else [1 / 2, 1 / 2]
-    sent = [reply.payload.F["head.bias"] for _, reply in heard(after)]
+    sent = [reply.payload.F["head.bias"] for _, reply in recorded(after)]
     assert_close(after.state.F["head.bias"], shares[0] * sent[0] + shares[1] * sent[1])
 
 
 def test_only_agents_are_pulled_not_the_server() -> None:
-    after = play(make("fixmatch", proximal=0.01), at_server(), 1, engine=Overheard)
-    assert [call.message.proximal for call, _ in heard(after)] == [0.0, 0.01, 0.01]
-    edge = play(make("fixmatch", proximal=0.01), federated_data(), 1, engine=Overheard)
-    assert [call.message.proximal for call, _ in heard(edge)] == [0.01] * 4
+    after = simulate(make("fixmatch", proximal=0.01), at_server(), 1, engine=RecordingEngine)
+    assert [call.message.proximal for call, _ in recorded(after)] == [0.0, 0.01, 0.01]
+    edge = simulate(make("fixmatch", proximal=0.01), federated_data(), 1, engine=RecordingEngine)
+    assert [call.message.proximal for call, _ in recorded(edge)] == [0.01] * 4
 
 
 @pytest.mark.parametrize("name", GUESSING)
@@ -412,8 +412,8 @@ def test_fedsem_may_label_by_the_local_model_which_knows_an_agents_own_labels_al
     given = {}
     for by in ("local", "global"):
         algorithm = make("fedsem", warm_up=1, labelled_by=by, local_epochs=12, learning_rate=0.1)
-        after = play(algorithm, parties, 2, engine=Overheard)
-        steps = {call.step.__name__ for call, _ in heard(after)}
+        after = simulate(algorithm, parties, 2, engine=RecordingEngine)
+        steps = {call.step.__name__ for call, _ in recorded(after)}
         assert ("label_locally" in steps, "label_pass" in steps) == (by == "local", by == "global")
         given[by] = {name: m["pseudo_labels"] for name, m in after.engine.memories().items()}
     own = {a.id: torch.tensor(sorted(set(a.labelled.y.tolist()))) for a in parties.agents}
@@ -429,8 +429,8 @@ def test_fedsem_may_label_by_the_local_model_which_knows_an_agents_own_labels_al
 def test_pseudo_labels_are_the_global_classifiers_likeliest_classes_and_stay() -> None:
     algorithm = make("fedsem", warm_up=1)
     parties = at_clients()
-    first = play(algorithm, parties, 2, engine=Overheard)
-    calls = [(call, reply) for call, reply in heard(first) if call.step.__name__ == "label_pass"]
+    first = simulate(algorithm, parties, 2, engine=RecordingEngine)
+    calls = [(call, reply) for call, reply in recorded(first) if call.step.__name__ == "label_pass"]
     assert all(reply.payload == Ack() for _, reply in calls)
     F = algorithm.task.new_classifier()
     F.load_state_dict(dict(calls[0][0].message.F))
@@ -441,12 +441,12 @@ def test_pseudo_labels_are_the_global_classifiers_likeliest_classes_and_stay() -
             by_hand = F.eval()(x).argmax(dim=1)
         assert torch.equal(agent.memory["pseudo_labels"], by_hand)
     before = {agent.id: agent.memory["pseudo_labels"].clone() for agent in parties.agents}
-    play(make("fedsem", warm_up=1), parties, 4)
+    simulate(make("fedsem", warm_up=1), parties, 4)
     assert all(torch.equal(a.memory["pseudo_labels"], before[a.id]) for a in parties.agents)
 
 
 def test_an_agent_that_was_away_when_rows_were_labelled_labels_them_later() -> None:
-    after = play(make("fedsem", warm_up=0), at_clients(), 1)
+    after = simulate(make("fedsem", warm_up=0), at_clients(), 1)
     parties = at_clients()
     algorithm = make("fedsem", warm_up=0)
     agent = parties.agents[0]
@@ -459,33 +459,33 @@ def test_an_agent_that_was_away_when_rows_were_labelled_labels_them_later() -> N
 
 def test_fedprox_without_its_pull_is_fedavg_of_equals() -> None:
     parties = federated_data()
-    fedavg = play(make("fedavg", weights="equal"), parties).state
-    assert same_bits(fedavg, play(make("fedprox", proximal=0.0), parties).state)
-    assert not same_bits(fedavg, play(make("fedprox", proximal=1.0), parties).state)
+    fedavg = simulate(make("fedavg", weights="equal"), parties).state
+    assert same_bits(fedavg, simulate(make("fedprox", proximal=0.0), parties).state)
+    assert not same_bits(fedavg, simulate(make("fedprox", proximal=1.0), parties).state)
 
 
 def test_fedavg_of_one_agent_is_server_sl() -> None:
     parties = at_server()
-    fedavg = play(make("fedavg"), parties).state
-    assert same_bits(fedavg, play(make("server_sl"), parties).state)
+    fedavg = simulate(make("fedavg"), parties).state
+    assert same_bits(fedavg, simulate(make("server_sl"), parties).state)
 
 
 @pytest.mark.parametrize("name", GUESSING)
 def test_where_no_guess_counts_agents_change_nothing_and_server_sl_is_left(name: str) -> None:
     parties = at_server()
-    left = play(make(name, **PLAIN, **NEVER[name]), parties, 2).state
-    alone = play(make("server_sl", **PLAIN), parties, 2).state
+    left = simulate(make(name, **PLAIN, **NEVER[name]), parties, 2).state
+    alone = simulate(make("server_sl", **PLAIN), parties, 2).state
     assert apart({"F": left.labelled}, {"F": alone.F}) <= 1e-6
     control = {"warm_up": 0} if name == "fedsem" else {"threshold": 0.0}
-    taught = play(make(name, **(PLAIN | NEVER[name] | control)), parties, 2).state
+    taught = simulate(make(name, **(PLAIN | NEVER[name] | control)), parties, 2).state
     assert apart({"F": taught.labelled}, {"F": alone.F}) > 1e-4
 
 
 @pytest.mark.parametrize("name", GUESSING)
 def test_at_clients_where_no_guess_counts_fedavg_on_labels_is_left(name: str) -> None:
     parties = at_clients()
-    left = play(make(name, **PLAIN, **NEVER[name]), parties, 2).state
-    fedavg = play(make("fedavg", **PLAIN), parties, 2).state
+    left = simulate(make(name, **PLAIN, **NEVER[name]), parties, 2).state
+    fedavg = simulate(make("fedavg", **PLAIN), parties, 2).state
     assert apart({"F": left.F}, {"F": fedavg.F}) <= 1e-6
 
 
@@ -503,7 +503,7 @@ def test_settings_of_training_are_the_same_for_all_six() -> None:
 
 @pytest.mark.parametrize("name", GUESSING)
 def test_silence_leaves_all_as_it_was_even_when_rows_were_to_be_labelled(name: str) -> None:
-    after = play(make(name), at_clients(), 3, engine=Mute)
+    after = simulate(make(name), at_clients(), 3, engine=DecliningEngine)
     assert same_bits(after.begun, after.state)
 
 
@@ -511,13 +511,13 @@ def test_silence_leaves_all_as_it_was_even_when_rows_were_to_be_labelled(name: s
 def test_one_agent_with_one_row_of_each_kind_is_enough(name: str) -> None:
     kinds = {"labels": "labels-at-client", "support": 0, "query": 0, "mixed": 1}
     parties = federated_data(labelled=1, unlabelled=1, **kinds)  # type: ignore[arg-type]
-    assert finite(play(make(name), parties, 2).state)
+    assert finite(simulate(make(name), parties, 2).state)
 
 
 # They learn ---------------------------------------------------------------------------------
 
 
-def accuracy(after: Played, parties: FederatedDataset) -> float:
+def accuracy(after: Simulation, parties: FederatedDataset) -> float:
     F = after.algorithm.task.new_classifier()
     F.load_state_dict(dict(after.classifier))
     with torch.no_grad():
@@ -537,7 +537,7 @@ def test_a_toy_run_learns(name: str) -> None:
     rounds = 8 if name == "fedsem" else 6
     place = at_clients if name in ("fedprox", "fedsem") else at_server
     parties = place(labelled=100, unlabelled=60)
-    after = play(make(name, rounds=rounds, **settings), parties, rounds)
+    after = simulate(make(name, rounds=rounds, **settings), parties, rounds)
     begun = dataclasses.replace(after, state=after.begun)
     assert accuracy(begun, parties) < 0.35
     assert accuracy(after, parties) > 0.6  # fedsem: 0.73 to 0.97 by seed and rounding

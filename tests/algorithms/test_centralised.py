@@ -22,7 +22,7 @@ from privssl.errors import ConfigError
 from privssl.runtime.randomness import stream
 from privssl.training.mixup import local_mixup
 from privssl.training.rotation import rotate
-from tests.support.toy_worlds import at_clients, make, play, same_bits
+from tests.support.toy_worlds import at_clients, make, same_bits, simulate
 
 # Equations -----------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ def test_remixmatch_reads_from_features_how_a_view_is_turned_and_its_head_learns
 def test_the_rotation_loss_changes_the_features_and_is_refused_for_rows_without_an_up() -> None:
     def played(weight: float) -> Any:
         quick: dict[str, Any] = {"local_epochs": 1, "strong": "strong", "steps_of": "labelled"}
-        return play(make("remixmatch", rotation_weight=weight, **quick), at_clients(), 2)
+        return simulate(make("remixmatch", rotation_weight=weight, **quick), at_clients(), 2)
 
     with_it, without = played(0.5), played(0.0)
     assert not same_bits(with_it.state.F, without.state.F)
@@ -182,7 +182,7 @@ def test_the_rotation_loss_changes_the_features_and_is_refused_for_rows_without_
 def test_the_pi_model_releases_the_network_and_mean_teacher_the_average() -> None:
     def played(name: str, **settings: Any) -> Any:
         method = make(name, local_epochs=1, steps_of="labelled", **settings)
-        return play(method, at_clients(), 1)
+        return simulate(method, at_clients(), 1)
 
     plain = played("pi_model")
     assert same_bits(plain.classifier, plain.state.F)
@@ -195,7 +195,7 @@ def test_guesses_of_former_rounds_are_remembered_for_the_alignment() -> None:
     method = make(
         "remixmatch", local_epochs=1, strong_views=1, strong="strong", steps_of="labelled"
     )
-    after = play(method, at_clients(), 2)
+    after = simulate(method, at_clients(), 2)
     steps = after.engine.memories()["m0"]["means"]
     assert steps.shape[1] == 10 and len(steps) == 2 * 2  # two rounds of two batches
     assert_close(steps.sum(dim=1), torch.ones(len(steps)))

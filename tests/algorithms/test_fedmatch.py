@@ -57,15 +57,15 @@ from tests.support.fedmatch import (
     PLACES,
     PSI,
     SIGMA,
-    Ear,
     Floats,
+    RecordingMeter,
     X,
     context,
     fedmatch,
-    heard,
     linear,
     party,
     psi_uploads,
+    recorded,
     row,
     softmax,
     stepped_psi,
@@ -74,16 +74,16 @@ from tests.support.fedmatch import (
 )
 from tests.support.toy_worlds import (
     TOY,
-    Backwards,
-    Overheard,
+    RecordingEngine,
+    ReverseOrderEngine,
     apart,
     at_clients,
     at_server,
     federated_data,
     finite,
     held_as_in,
-    play,
     same_bits,
+    simulate,
     through_disk,
 )
 
@@ -101,14 +101,14 @@ def test_a_step_on_psi_is_the_one_of_the_equations(
 ) -> None:
     algorithm = linear(probabilities=form, threshold=tau)
     sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in helpers]))
-    ear = Ear()
-    reply = algorithm.learn_psi(party("query"), sent, context(meter=ear))
+    meter = RecordingMeter()
+    reply = algorithm.learn_psi(party("query"), sent, context(meter=meter))
     assert not isinstance(reply, Declined) and reply.psi is not None
     assert_close(reply.psi, weights(stepped_psi(SIGMA, PSI, helpers, tau)))
     assert reply.sigma is None  # C2S of labels-at-server has no sigma part
     p = softmax(X @ (SIGMA + PSI).T)
-    assert [ear.kept[ear.ids.index(i)] for i in range(4)] == (p.max(axis=1) >= tau).tolist()
-    assert sum(ear.kept) == {0.0: 4, 0.45: 2, 0.99: 0}[tau]
+    assert [meter.kept[meter.ids.index(i)] for i in range(4)] == (p.max(axis=1) >= tau).tolist()
+    assert sum(meter.kept) == {0.0: 4, 0.45: 2, 0.99: 0}[tau]
 
 
 def test_a_step_on_sigma_is_the_one_of_the_equation_beside_psi_without_small_entries() -> None:
@@ -152,10 +152,10 @@ def test_only_sure_helpers_vote_where_that_is_asked_for() -> None:
     sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in HELPERS]))
     told = {}
     for vote in ("always", "sure"):
-        ear = Ear()
+        meter = RecordingMeter()
         algorithm = linear(helpers_vote=vote, threshold=0.42)
-        algorithm.learn_psi(party("query"), sent, context(meter=ear))
-        told[vote] = [ear.labels[ear.ids.index(i)] for i in range(4)]
+        algorithm.learn_psi(party("query"), sent, context(meter=meter))
+        told[vote] = [meter.labels[meter.ids.index(i)] for i in range(4)]
     p = softmax(X @ (SIGMA + PSI).T)
     said = [softmax(X @ (SIGMA + h).T) for h in HELPERS]
     expected = []
@@ -221,7 +221,7 @@ def test_the_pull_alone_takes_psi_two_percent_of_the_way_to_sigma_at_each_step(
     l2: float, share: float
 ) -> None:
     algorithm = fedmatch(l2_weight=l2, l1_weight=0.0, threshold=1.0, batch_size=10)
-    played = play(algorithm, at_server(unlabelled=40), 0)
+    played = simulate(algorithm, at_server(unlabelled=40), 0)
     sigma, psi = played.begun.sigma, played.begun.psi
     agent = played.engine._agents["q0"]
     reply = algorithm.learn_psi(agent, FedMatchRequest(sigma, psi), context())
@@ -232,7 +232,7 @@ def test_the_pull_alone_takes_psi_two_percent_of_the_way_to_sigma_at_each_step(
 
 def test_psi_begins_as_a_fifth_of_sigma() -> None:
     algorithm = fedmatch()
-    begun = play(algorithm, at_server(), 0).begun
+    begun = simulate(algorithm, at_server(), 0).begun
     for name, weight in algorithm.classifier(begun).items():
         cut = without_small(begun.psi, 1e-5)[name]
         assert_close(weight, begun.sigma[name] + cut)
@@ -242,7 +242,7 @@ def test_psi_begins_as_a_fifth_of_sigma() -> None:
 
 
 def test_what_is_released_leaves_small_entries_of_psi_out() -> None:
-    after = play(fedmatch(negligible=0.02), at_server(), 1)
+    after = simulate(fedmatch(negligible=0.02), at_server(), 1)
     small = {n: w.abs() <= 0.02 for n, w in after.state.psi.items()}
     assert any(bool(mask.any()) for mask in small.values())
     for name, weight in after.classifier.items():
@@ -301,7 +301,7 @@ def test_a_round_has_as_many_steps_as_batches(
 
     monkeypatch.setattr(DisjointTrainer, "_step", step)
     monkeypatch.setattr(DisjointTrainer, "end", end)
-    play(fedmatch(batch_size=2), PLACES[place](labelled=20, unlabelled=12), 1)
+    simulate(fedmatch(batch_size=2), PLACES[place](labelled=20, unlabelled=12), 1)
     counts = [(visit.count("sigma"), visit.count("psi")) for visit in steps]
     assert [s for s, _ in counts if s] == sigma_steps
     assert [p for _, p in counts if p] == psi_steps
@@ -321,7 +321,7 @@ def test_the_rate_is_cut_when_patience_is_at_its_end() -> None:
 
 def test_only_who_has_labels_changes_its_rate() -> None:
     algorithm = fedmatch(patience=1, labelled_weight=1e-9)  # sigma stands still: no lower loss
-    after = play(algorithm, at_server(), 3)
+    after = simulate(algorithm, at_server(), 3)
     memories = after.engine.memories()
     assert float(memories["server"]["pace"][0]) == pytest.approx(1e-3 / 9, rel=1e-6)
     assert all("pace" not in memories[agent] for agent in ("q0", "q1"))
@@ -376,7 +376,7 @@ def test_what_is_not_a_number_is_always_sent() -> None:
 
 
 def test_costs_are_curves_of_their_own_and_messages_are_dense() -> None:
-    after = play(fedmatch(), at_server(), 1)
+    after = simulate(fedmatch(), at_server(), 1)
     told = {**after.federation.mean_metrics(), **after.algorithm.metrics(after.state)}
     assert told["train/cost_down"] == 2.0
     assert 0 < told["train/cost_up"] <= 1.0
@@ -389,9 +389,9 @@ def test_costs_are_curves_of_their_own_and_messages_are_dense() -> None:
 def test_agents_train_with_sparse_differences_only_where_that_is_asked_for() -> None:
     for sparse_down in (False, True):
         algorithm = fedmatch(sparse_down=sparse_down, smallest_change=1e-4, **EAGER)
-        after = play(algorithm, at_server(), 2, engine=Overheard)
-        before = play(algorithm, at_server(), 1).state
-        requests = heard(after, 2, "learn_psi")
+        after = simulate(algorithm, at_server(), 2, engine=RecordingEngine)
+        before = simulate(algorithm, at_server(), 1).state
+        requests = recorded(after, 2, "learn_psi")
         for agent, request in requests.items():
             dense, held = request.psi, before.held_psi[agent]
             if not sparse_down:
@@ -463,21 +463,23 @@ def test_the_probe_is_noise_within_the_levels_of_an_image() -> None:
 
 @pytest.mark.parametrize("place", ["labels-at-server", "labels-at-client"])
 def test_helpers_come_every_so_many_rounds_to_agents_that_were_seen(place: str) -> None:
-    after = play(fedmatch(helpers_every=2, rounds=5), PLACES[place](), 5, engine=Overheard)
+    after = simulate(
+        fedmatch(helpers_every=2, rounds=5), PLACES[place](), 5, engine=RecordingEngine
+    )
     step = "learn_psi" if place == "labels-at-server" else "learn_both"
     came = {
-        number: [request.helpers is not None for request in heard(after, number, step).values()]
+        number: [request.helpers is not None for request in recorded(after, number, step).values()]
         for number in range(1, 6)
     }
     assert came == {n: [n % 2 == 0] * 2 for n in range(1, 6)}
-    at_first = play(fedmatch(helpers_every=1), PLACES[place](), 1, engine=Overheard)
-    assert all(request.helpers is None for request in heard(at_first, 1, step).values())
+    at_first = simulate(fedmatch(helpers_every=1), PLACES[place](), 1, engine=RecordingEngine)
+    assert all(request.helpers is None for request in recorded(at_first, 1, step).values())
 
 
 def test_a_helper_is_the_other_agents_last_psi() -> None:
-    after = play(fedmatch(**EAGER), at_server(), 2, engine=Overheard)
-    before = play(fedmatch(**EAGER), at_server(), 1).state
-    requests = heard(after, 2, "learn_psi")
+    after = simulate(fedmatch(**EAGER), at_server(), 2, engine=RecordingEngine)
+    before = simulate(fedmatch(**EAGER), at_server(), 1).state
+    requests = recorded(after, 2, "learn_psi")
     for agent, other in (("q0", "q1"), ("q1", "q0")):
         [helper] = unbundle(requests[agent].helpers)  # two were asked for, one is there
         assert same_bits(helper, before.held_psi[other])
@@ -486,7 +488,9 @@ def test_a_helper_is_the_other_agents_last_psi() -> None:
 
 def test_helpers_are_kept_only_where_that_is_asked_for() -> None:
     kept = {
-        keep: play(fedmatch(**EAGER | {"keep_helpers": keep, "helpers_every": 2}), at_server(), 3)
+        keep: simulate(
+            fedmatch(**EAGER | {"keep_helpers": keep, "helpers_every": 2}), at_server(), 3
+        )
         for keep in (False, True)
     }
     memory = {keep: set(after.engine.memories()["q0"]) for keep, after in kept.items()}
@@ -502,11 +506,11 @@ def test_a_stream_shows_every_row_once_and_each_slice_for_as_many_rounds() -> No
     algorithm = linear(rounds=4, stream_slices=2, batch_size=1)
     agent, seen = party("query"), []
     for number in range(1, 5):
-        ear = Ear()
+        meter = RecordingMeter()
         algorithm.learn_psi(
-            agent, FedMatchRequest(weights(SIGMA), weights(PSI)), context(number, ear)
+            agent, FedMatchRequest(weights(SIGMA), weights(PSI)), context(number, meter)
         )
-        seen.append(ear.ids)
+        seen.append(meter.ids)
     assert seen[0] == seen[1] and seen[2] == seen[3]
     assert sorted(seen[0] + seen[2]) == [0, 1, 2, 3]
 
@@ -538,20 +542,20 @@ def test_without_penalties_and_without_a_sure_row_psi_stays() -> None:
 
 
 def test_labels_at_the_server_sigma_is_the_servers_and_psi_the_plain_mean() -> None:
-    after = play(fedmatch(**EAGER), at_server(unlabelled=61), 1, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    first_call, first_reply = after.engine.heard[0]
+    after = simulate(fedmatch(**EAGER), at_server(unlabelled=61), 1, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    first_call, first_reply = after.engine.recorded[0]
     assert first_call.to.id == "server"
     said = psi_uploads(after)
     assert same_bits(after.state.sigma, first_reply.payload.sigma)
     for name, mean in after.state.psi.items():  # 31 and 30 rows count the same
         assert_close(mean, (said["q0"].psi[name] + said["q1"].psi[name]) / 2)
-    for request in heard(after, 1, "learn_psi").values():  # agents get the sigma of this round
+    for request in recorded(after, 1, "learn_psi").values():  # agents get the sigma of this round
         assert same_bits(request.sigma, first_reply.payload.sigma)
 
 
 def test_labels_at_clients_both_halves_are_plain_means_and_nobody_works_before() -> None:
-    after = play(fedmatch(**EAGER), at_clients(), 1, engine=Overheard)
+    after = simulate(fedmatch(**EAGER), at_clients(), 1, engine=RecordingEngine)
     said = psi_uploads(after)
     assert sorted(said) == ["m0", "m1"]
     for half in ("sigma", "psi"):
@@ -561,7 +565,7 @@ def test_labels_at_clients_both_halves_are_plain_means_and_nobody_works_before()
 
 
 def test_embeddings_are_predictions_on_the_probe_before_the_average() -> None:
-    after = play(fedmatch(**EAGER), at_clients(), 1, engine=Overheard)
+    after = simulate(fedmatch(**EAGER), at_clients(), 1, engine=RecordingEngine)
     F = after.algorithm.task.new_classifier().eval()
     for agent, said in psi_uploads(after).items():
         F.load_state_dict({name: said.sigma[name] + said.psi[name] for name in said.psi})
@@ -571,7 +575,7 @@ def test_embeddings_are_predictions_on_the_probe_before_the_average() -> None:
 
 
 def test_five_of_many_take_part() -> None:
-    after = play(fedmatch(), at_server(query=9), 1, engine=Overheard)
+    after = simulate(fedmatch(), at_server(query=9), 1, engine=RecordingEngine)
     assert len(psi_uploads(after)) == 5
     assert set(after.state.embeddings) == set(psi_uploads(after))
 
@@ -581,9 +585,9 @@ def test_five_of_many_take_part() -> None:
 ])  # fmt: skip
 def test_one_seed_gives_the_same_bits_and_order_changes_nothing(place: str, strong: str) -> None:
     parties, settings = PLACES[place](), EAGER | {"strong": strong}
-    one, two, other = (play(fedmatch(**settings), parties, 2, seed=s).state for s in (4, 4, 5))
+    one, two, other = (simulate(fedmatch(**settings), parties, 2, seed=s).state for s in (4, 4, 5))
     assert same_bits(one, two) and not same_bits(one, other)
-    backwards = play(fedmatch(**settings), parties, 2, seed=4, engine=Backwards).state
+    backwards = simulate(fedmatch(**settings), parties, 2, seed=4, engine=ReverseOrderEngine).state
     assert apart(one, backwards) <= 1e-6
 
 
@@ -597,18 +601,18 @@ def test_hidden_labels_change_no_bit_of_psi_that_learns_from_every_row(
     y[hidden] = y[hidden].flip(0)
     other = PLACES[place](**held_as_in(parties, dataclasses.replace(TOY, y_train=y), tmp_path))
     assert not torch.equal(other.true_labels, parties.true_labels)
-    first, second = (play(fedmatch(**EAGER), p, 3).state for p in (parties, other))
+    first, second = (simulate(fedmatch(**EAGER), p, 3).state for p in (parties, other))
     assert same_bits(first, second)
     # The control: without the pseudo-labels psi would be another one.
-    alone = play(fedmatch(**EAGER | {"agreement_weight": 0.0}), parties, 3).state
+    alone = simulate(fedmatch(**EAGER | {"agreement_weight": 0.0}), parties, 3).state
     assert not same_bits(first, alone)
 
 
 def test_a_resumed_run_keeps_helpers_costs_and_pace() -> None:
     settings = EAGER | {"helpers_every": 2, "keep_helpers": True, "sparse_down": True, "rounds": 4}
-    whole = play(fedmatch(**settings), at_clients(), 4)
-    saved = through_disk(play(fedmatch(**settings), at_clients(), 3), 3)
-    rest = play(fedmatch(**settings), at_clients(), 4, resume=saved)
+    whole = simulate(fedmatch(**settings), at_clients(), 4)
+    saved = through_disk(simulate(fedmatch(**settings), at_clients(), 3), 3)
+    rest = simulate(fedmatch(**settings), at_clients(), 4, resume=saved)
     assert same_bits(whole.state, rest.state)
     assert same_bits(whole.engine.memories(), rest.engine.memories())
 
@@ -617,7 +621,7 @@ def test_a_resumed_run_keeps_helpers_costs_and_pace() -> None:
     federated_data(support=1, query=1), at_server(query=1), at_clients(labelled=2, unlabelled=2),
 ])  # fmt: skip
 def test_a_single_agent_or_a_single_row_gives_finite_weights(parties: FederatedDataset) -> None:
-    after = play(fedmatch(**EAGER), parties, 3)
+    after = simulate(fedmatch(**EAGER), parties, 3)
     assert finite(after.state)
     assert all(math.isfinite(v) for v in after.algorithm.metrics(after.state).values())
 
@@ -631,7 +635,7 @@ def test_dropout_draws_from_the_visit_and_not_from_the_global_generator() -> Non
     for number in (1, 2):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
-            states.append(play(algorithm, at_clients(), 2).state)
+            states.append(simulate(algorithm, at_clients(), 2).state)
     assert same_bits(*states)
 
 
@@ -642,7 +646,7 @@ def test_rounds_learn_the_toy_rows() -> None:
         "batch_size": 10,
         "rounds": 8,
     }
-    after = play(fedmatch(**settings), at_server(labelled=100, unlabelled=40), 8)
+    after = simulate(fedmatch(**settings), at_server(labelled=100, unlabelled=40), 8)
     judge = after.algorithm.task.new_classifier()
     at = torch.device("cpu")
     before = score(
@@ -681,7 +685,7 @@ def test_settings_under_which_psi_would_run_away_are_refused() -> None:
     assert keys(learning_rate=0.1, l2_weight=1.0) == []
     assert keys(rounds=5, stream_slices=6) == ["stream_slices"]
     algorithm = fedmatch(learning_rate=0.11, threshold=1.0, l1_weight=0.0, batch_size=1)
-    begun = play(algorithm, at_server(), 0)
+    begun = simulate(algorithm, at_server(), 0)
     request = FedMatchRequest(
         begun.begun.sigma, begun.begun.psi
     )  # 30 steps, each 1.2 times as far and back

@@ -30,21 +30,21 @@ from tests.support.fedmatch import (
     PLACES,
     PSI,
     SIGMA,
-    Ear,
     Floats,
+    RecordingMeter,
     X,
     Y,
     context,
     fedmatch,
-    heard,
     linear,
     party,
+    recorded,
     row,
     softmax,
     stepped_psi,
     weights,
 )
-from tests.support.toy_worlds import Overheard, at_clients, at_server, play, same_bits
+from tests.support.toy_worlds import RecordingEngine, at_clients, at_server, same_bits, simulate
 
 STEPS = {"labels-at-server": "learn_psi", "labels-at-client": "learn_both"}
 
@@ -64,9 +64,9 @@ def test_the_rate_of_every_agent_falls_by_the_validation_loss_of_its_own_network
 
     monkeypatch.setattr(Federation, "validation_loss", loss_of)
     algorithm = fedmatch(decay_on="validation", patience=1, **EAGER)
-    after = play(algorithm, PLACES[place](), 4, engine=Overheard)
+    after = simulate(algorithm, PLACES[place](), 4, engine=RecordingEngine)
     for number, rate in ((1, 1.0), (2, 1.0), (3, 1 / 3), (4, 1 / 9)):
-        for request in heard(after, number, STEPS[place]).values():
+        for request in recorded(after, number, STEPS[place]).values():
             assert request.learning_rate == pytest.approx(0.01 * rate)
     own = algorithm.own_classifiers(after.state)
     last = dict(zip(own, judged[-2:], strict=True))
@@ -78,8 +78,8 @@ def test_the_rate_of_every_agent_falls_by_the_validation_loss_of_its_own_network
 
 def test_without_validation_loss_agents_without_labels_keep_their_rate() -> None:
     # The control: with the authors' rule no rate is sent, and who has no labels has none of its own
-    after = play(fedmatch(patience=1, **EAGER), at_server(), 3, engine=Overheard)
-    assert all(m.learning_rate is None for m in heard(after, 3, "learn_psi").values())
+    after = simulate(fedmatch(patience=1, **EAGER), at_server(), 3, engine=RecordingEngine)
+    assert all(m.learning_rate is None for m in recorded(after, 3, "learn_psi").values())
     assert "pace" not in after.engine.memories()["q0"] and not after.state.plateaus
 
 
@@ -98,13 +98,13 @@ def test_the_rate_that_is_sent_is_the_one_of_the_step() -> None:
 @pytest.mark.parametrize("tau", [0.0, 0.45, 0.99])
 def test_every_unlabelled_row_is_drawn_to_the_helpers(tau: float) -> None:
     sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in HELPERS]))
-    ear = Ear()
+    meter = RecordingMeter()
     algorithm = linear(threshold=tau, inter_client_rows="all", probabilities="exact")
-    reply = algorithm.learn_psi(party("query"), sent, context(meter=ear))
+    reply = algorithm.learn_psi(party("query"), sent, context(meter=meter))
     assert not isinstance(reply, Declined) and reply.psi is not None
     expected = weights(stepped_psi(SIGMA, PSI, HELPERS, tau, of_all=True))
     assert_close(reply.psi, expected)
-    assert sum(ear.kept) == {0.0: 4, 0.45: 2, 0.99: 0}[tau]  # pseudo-labels are of sure rows
+    assert sum(meter.kept) == {0.0: 4, 0.45: 2, 0.99: 0}[tau]  # pseudo-labels are of sure rows
     sure_alone = weights(stepped_psi(SIGMA, PSI, HELPERS, tau))  # the control: the authors' code
     assert torch.allclose(expected[KEY], sure_alone[KEY], atol=1e-6) == (tau == 0.0)
 
@@ -115,16 +115,16 @@ def test_every_unlabelled_row_is_drawn_to_the_helpers(tau: float) -> None:
 def test_helpers_are_used_in_every_round_and_refreshed_when_they_are_old() -> None:
     paper: dict[str, Any] = {"keep_helpers": True, "refresh_helpers": "age"}
     settings = EAGER | {"helpers_every": 3, "rounds": 6}
-    after = play(fedmatch(**settings | paper), at_clients(), 6, engine=Overheard)
+    after = simulate(fedmatch(**settings | paper), at_clients(), 6, engine=RecordingEngine)
     came = [
         number
         for number in range(1, 7)
-        if all(m.helpers is not None for m in heard(after, number, "learn_both").values())
+        if all(m.helpers is not None for m in recorded(after, number, "learn_both").values())
     ]
     assert came == [2, 5]  # an agent is known after its first visit; three rounds later again
     assert after.state.helped == 1.0  # in round 6, by those of round 5
     # The control: the authors' code, in the round of the message alone.
-    released = [play(fedmatch(**settings), at_clients(), n).state.helped for n in (3, 4)]
+    released = [simulate(fedmatch(**settings), at_clients(), n).state.helped for n in (3, 4)]
     assert released == [1, 0]
 
 
@@ -137,12 +137,12 @@ def test_sparse_messages_bring_the_weights_that_dense_ones_with_the_same_entries
 ) -> None:
     settings = EAGER | {"helpers": 0, "smallest_change": 1e-3, "threshold": 0.5}
     parties = PLACES[place]()
-    dense = play(fedmatch(sparse_down=True, **settings), parties, 3).state
-    sparse = play(fedmatch(sparse_messages=True, **settings), parties, 3, check_wire=True).state
+    dense = simulate(fedmatch(sparse_down=True, **settings), parties, 3).state
+    sparse = simulate(fedmatch(sparse_messages=True, **settings), parties, 3, check_wire=True).state
     alike = dataclasses.replace(dense, bytes_down=sparse.bytes_down, bytes_up=sparse.bytes_up)
     assert same_bits(alike, sparse)
     assert sparse.bytes_down < dense.bytes_down == 2.0
-    full = play(fedmatch(**settings), parties, 3).state  # the control: what is cut matters
+    full = simulate(fedmatch(**settings), parties, 3).state  # the control: what is cut matters
     assert not same_bits(full.psi, sparse.psi)
 
 
@@ -150,7 +150,7 @@ def test_sparse_messages_bring_the_weights_that_dense_ones_with_the_same_entries
 def test_what_is_counted_is_what_travels(place: str) -> None:
     settings = EAGER | {"smallest_change": 1e-3, "helpers_every": 10, "refresh_helpers": "age"}
     algorithm = fedmatch(sparse_messages=True, keep_helpers=True, **settings)
-    after = play(algorithm, PLACES[place](), 3, engine=Overheard)
+    after = simulate(algorithm, PLACES[place](), 3, engine=RecordingEngine)
     entries: int = sum(w.numel() for w in after.state.psi.values())
     metrics = {**after.federation.mean_metrics(), **algorithm.metrics(after.state)}
     parts = ("sigma", "psi") if place == "labels-at-client" else ("psi",)
@@ -159,7 +159,7 @@ def test_what_is_counted_is_what_travels(place: str) -> None:
         places = math.ceil(entries / 8) if 0 < share < 1 else 0
         return 4 * share * entries + places
 
-    requests = heard(after, 3, STEPS[place])
+    requests = recorded(after, 3, STEPS[place])
     assert all(request.sparse and request.helpers is None for request in requests.values())
     down = [sum(t.numel() * t.element_size() for t in part.values())
             for request in requests.values() for part in (request.sigma, request.psi)]  # fmt: skip
@@ -183,8 +183,8 @@ def test_what_is_counted_is_what_travels(place: str) -> None:
 def test_a_sparse_helper_is_the_other_agents_psi_but_for_what_is_too_small_to_send() -> None:
     settings = EAGER | {"smallest_change": 1e-4, "keep_helpers": True, "refresh_helpers": "age"}
     algorithm = fedmatch(sparse_messages=True, negligible=1e-5, **settings)
-    after = play(algorithm, at_server(), 2)
-    before = play(algorithm, at_server(), 1).state
+    after = simulate(algorithm, at_server(), 2)
+    before = simulate(algorithm, at_server(), 1).state
     kept = {
         name.removeprefix("helper/"): value
         for name, value in after.engine.memories()["q0"].items()
@@ -209,9 +209,9 @@ def test_a_helper_that_is_0_where_the_agent_is_not_is_sent() -> None:
 
 def test_a_damaged_sparse_update_is_refused_by_its_senders_name() -> None:
     algorithm = fedmatch(sparse_messages=True, **EAGER)
-    begun = play(algorithm, at_server(), 0)
+    begun = simulate(algorithm, at_server(), 0)
 
-    class Damaging(Overheard):
+    class Damaging(RecordingEngine):
         def deliver(self, calls: Any) -> Any:
             return [
                 reply if reply.sender.id != "q1"
@@ -221,7 +221,7 @@ def test_a_damaged_sparse_update_is_refused_by_its_senders_name() -> None:
 
     assert begun.state is begun.begun
     with pytest.raises(MessageError, match="q1: sparse weights lack values"):
-        play(algorithm, at_server(), 1, engine=Damaging)
+        simulate(algorithm, at_server(), 1, engine=Damaging)
 
 
 # (e) The control "labels alone" ---------------------------------------------------------------
@@ -235,10 +235,10 @@ def test_without_both_weights_psi_learns_from_its_penalties_alone() -> None:
     pull = PSI - 0.05 * (2 * 1.5 * (PSI - SIGMA) + 0.02 * np.sign(PSI))
     assert_close(reply.psi, weights(pull))
     # A threshold of 1 is no control: a row whose probability is 1 in float32 still counts.
-    certain, ear = np.array([[40.0, 40.0], [-40.0, -40.0], [-40.0, -40.0]]), Ear()
+    certain, meter = np.array([[40.0, 40.0], [-40.0, -40.0], [-40.0, -40.0]]), RecordingMeter()
     request = FedMatchRequest(weights(certain), weights(-0.5 * certain))
-    linear(threshold=1.0).learn_psi(party("query"), request, context(meter=ear))
-    assert sum(ear.kept) == 1  # (255, 102): a logit that is 32 above the others
+    linear(threshold=1.0).learn_psi(party("query"), request, context(meter=meter))
+    assert sum(meter.kept) == 1  # (255, 102): a logit that is 32 above the others
 
 
 # (f) The profile ------------------------------------------------------------------------------
@@ -275,10 +275,10 @@ def test_slices_as_stored_are_consecutive_rows_in_the_agents_own_order() -> None
     algorithm = linear(rounds=4, stream_slices=2, batch_size=1, slices_of="stored")
     agent, seen = party("query"), []
     for number in range(1, 5):
-        ear = Ear()
+        meter = RecordingMeter()
         request = FedMatchRequest(weights(SIGMA), weights(PSI))
-        algorithm.learn_psi(agent, request, context(number, ear))
-        seen.append(ear.ids)
+        algorithm.learn_psi(agent, request, context(number, meter))
+        seen.append(meter.ids)
     assert [sorted(ids) for ids in seen] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     order = agent.memory["order/unlabelled"].tolist()
     assert seen[0] == [i for i in order if i < 2] and seen[2] == [i for i in order if i >= 2]
@@ -313,24 +313,24 @@ def after_phi(theta: Floats, helpers: list[Floats]) -> Floats:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_without_decomposition_rounds_start_from_the_same_network_and_cost_half(place: str) -> None:
-    one = play(fedmatch(decomposition=False, **EAGER), PLACES[place](), 3)
-    two = play(fedmatch(**EAGER | {"negligible": 0.0}), PLACES[place](), 1)
+    one = simulate(fedmatch(decomposition=False, **EAGER), PLACES[place](), 3)
+    two = simulate(fedmatch(**EAGER | {"negligible": 0.0}), PLACES[place](), 1)
     start: Mapping[str, torch.Tensor] = one.algorithm.classifier(one.begun)
     assert_close(dict(start), dict(two.algorithm.classifier(two.begun)))
     assert one.state.sigma == {}
-    first = play(fedmatch(decomposition=False, **EAGER), PLACES[place](), 1)
+    first = simulate(fedmatch(decomposition=False, **EAGER), PLACES[place](), 1)
     assert (first.state.cost_down, two.state.cost_down) == (1.0, 2.0)
     assert not same_bits(one.classifier, start)
 
 
 def test_sigma_alone_and_psi_alone_are_evaluated_where_that_is_asked_for() -> None:
-    after = play(fedmatch(evaluate_parts=True, negligible=0.02, **EAGER), at_server(), 1)
+    after = simulate(fedmatch(evaluate_parts=True, negligible=0.02, **EAGER), at_server(), 1)
     parts = after.algorithm.also_evaluated(after.state)
     assert same_bits(parts["sigma"], after.state.sigma)
     for name, weight in after.classifier.items():
         assert torch.equal(parts["sigma"][name] + parts["psi"][name], weight)
     plain = fedmatch(**EAGER)
-    assert plain.also_evaluated(play(plain, at_server(), 1).state) == {}
+    assert plain.also_evaluated(simulate(plain, at_server(), 1).state) == {}
 
 
 def test_accuracy_on_the_labelled_rows_is_measured_after_each_step() -> None:
@@ -359,9 +359,9 @@ def test_accuracy_on_the_labelled_rows_is_measured_where_labels_are_alone_too() 
 
 def test_the_network_of_each_agent_is_the_one_it_ended_with() -> None:
     algorithm = fedmatch(**EAGER | {"negligible": 0.0, "smallest_change": 0.0})
-    after = play(algorithm, at_clients(), 2, engine=Overheard)
+    after = simulate(algorithm, at_clients(), 2, engine=RecordingEngine)
     own = algorithm.own_classifiers(after.state)
-    for call, reply in after.engine.heard[-2:]:
+    for call, reply in after.engine.recorded[-2:]:
         for name, weight in own[call.to.id].items():
             assert torch.equal(weight, reply.payload.sigma[name] + reply.payload.psi[name])
     assert len(LEVELS) == 4 and set(own) == {"m0", "m1"}

@@ -11,7 +11,15 @@ from torch.testing import assert_close
 from privssl.algorithms.baselines.fedmatch_mixup import agreement_loss, helper_divergence
 from privssl.algorithms.fedmatch.helper_agents import unbundle
 from privssl.training.batched.deferred import FunctionalModule
-from tests.support.toy_worlds import Overheard, Played, apart, federated_data, make, play, same_bits
+from tests.support.toy_worlds import (
+    RecordingEngine,
+    Simulation,
+    apart,
+    federated_data,
+    make,
+    same_bits,
+    simulate,
+)
 
 # The divergence ------------------------------------------------------------------------------
 
@@ -53,15 +61,15 @@ def test_mixes_have_their_labels_and_rows_that_are_not_mixed_the_divergence() ->
 # Rounds --------------------------------------------------------------------------------------
 
 
-def overheard(rounds: int, **settings: Any) -> tuple[Played, list[tuple[Any, Any]]]:
+def record(rounds: int, **settings: Any) -> tuple[Simulation, list[tuple[Any, Any]]]:
     method = make("fedmatch_mixup", **({"warm_up": 0} | settings))
-    after = play(method, federated_data(), rounds, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    return after, after.engine.heard
+    after = simulate(method, federated_data(), rounds, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    return after, after.engine.recorded
 
 
 def classifier(name: str, rounds: int, **settings: Any) -> Any:
-    return play(make(name, warm_up=0, **settings), federated_data(), rounds).classifier
+    return simulate(make(name, warm_up=0, **settings), federated_data(), rounds).classifier
 
 
 def test_without_the_divergence_it_is_mixmatch_to_the_bit() -> None:
@@ -73,9 +81,9 @@ def test_without_the_divergence_it_is_mixmatch_to_the_bit() -> None:
 
 
 def test_helpers_are_other_agents_as_of_their_last_visit_nearest_first() -> None:
-    after, heard = overheard(2, helpers=2)
+    after, recorded = record(2, helpers=2)
     agents = ("s0", "s1", "q0", "q1")
-    sent = {call.to.id: reply.payload.F for call, reply in heard if call.round == 1}
+    sent = {call.to.id: reply.payload.F for call, reply in recorded if call.round == 1}
     probe = after.begun.probe
     F = after.algorithm.networks()["F"]
 
@@ -86,7 +94,7 @@ def test_helpers_are_other_agents_as_of_their_last_visit_nearest_first() -> None
             return answer
 
     places = {agent: prediction(weights) for agent, weights in sent.items()}
-    for call, _ in heard:
+    for call, _ in recorded:
         got = unbundle(call.message.helpers)
         if call.round == 1:
             assert not got
@@ -100,7 +108,7 @@ def test_helpers_are_other_agents_as_of_their_last_visit_nearest_first() -> None
 def test_a_large_weight_draws_agents_together() -> None:
     def spread(weight: float) -> float:
         """How far predictions of an agent are from those of its helpers, after some rounds."""
-        after, _ = overheard(4, divergence_weight=weight, local_steps=4)
+        after, _ = record(4, divergence_weight=weight, local_steps=4)
         places = torch.stack(list(after.state.embeddings.values()))
         return float((places - places.mean(dim=0)).norm())
 
@@ -108,18 +116,18 @@ def test_a_large_weight_draws_agents_together() -> None:
 
 
 def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -> None:
-    after, heard = overheard(1, order="sequential")  # FedSSL's Alg. 2
-    requests = [call.message for call, _ in heard]
-    sent = [reply.payload.F for _, reply in heard]
-    assert [call.to.id for call, _ in heard] == ["s0", "s1", "q0", "q1"]
+    after, recorded = record(1, order="sequential")  # FedSSL's Alg. 2
+    requests = [call.message for call, _ in recorded]
+    sent = [reply.payload.F for _, reply in recorded]
+    assert [call.to.id for call, _ in recorded] == ["s0", "s1", "q0", "q1"]
     assert same_bits(requests[1].F, sent[0]) and same_bits(requests[2].F, sent[1])
     assert same_bits(requests[3].F, sent[1])
     mean = {name: ((w.double() + sent[3][name]) / 2).float() for name, w in sent[2].items()}
     assert apart(after.state.F, mean) < 1e-6
-    _, parallel = overheard(1)
+    _, parallel = record(1)
     assert all(same_bits(call.message.F, requests[0].F) for call, _ in parallel)  # the control
 
 
 def test_agents_keep_steps_of_both_groups_apart() -> None:
-    after, _ = overheard(2)
+    after, _ = record(2)
     assert_close(after.engine.memories()["s0"]["support/F/head.bias#step"], torch.tensor(4.0))

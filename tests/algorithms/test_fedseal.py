@@ -35,8 +35,8 @@ from privssl.settings.schema import ModelSettings
 from privssl.training.evaluation import score
 from tests.support.toy_worlds import (
     TOY,
-    Backwards,
-    Overheard,
+    RecordingEngine,
+    ReverseOrderEngine,
     apart,
     at_clients,
     at_server,
@@ -44,8 +44,8 @@ from tests.support.toy_worlds import (
     finite,
     held_as_in,
     make,
-    play,
     same_bits,
+    simulate,
 )
 
 CONFIG = Path(__file__).parents[2] / "configs" / "fedseal.yaml"
@@ -140,7 +140,7 @@ def test_rates_of_right_labels_and_confidence_by_class_are_those_of_validation_r
 
 
 def test_the_servers_part_of_a_round_logs_them_and_no_bit_of_training_knows() -> None:
-    after = play(brief(), at_server(labelled=40), 1)
+    after = simulate(brief(), at_server(labelled=40), 1)
     metrics = after.federation.mean_metrics()
     assert {"train/right_negative", "train/confidence/0"} <= set(metrics)
     assert 0 <= metrics["train/right_negative"] <= 1
@@ -215,9 +215,13 @@ def test_who_does_not_train_still_remembers_when_all_keep_a_history(
     history: str, models_seen: list[int]
 ) -> None:
     parties = at_server()
-    after = play(brief(history=history, query_per_round=1), parties, 2, seed=1, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    trained = [c.to.id for c, _ in after.engine.heard if c.step.__name__ == "learn_from_both_signs"]
+    after = simulate(
+        brief(history=history, query_per_round=1), parties, 2, seed=1, engine=RecordingEngine
+    )
+    assert isinstance(after.engine, RecordingEngine)
+    trained = [
+        c.to.id for c, _ in after.engine.recorded if c.step.__name__ == "learn_from_both_signs"
+    ]
     assert len(trained) == 2
     counts = [int(a.memory.get("models", 0)) for a in parties.agents if a.id != "server"]
     if history == "sampled":
@@ -228,16 +232,16 @@ def test_who_does_not_train_still_remembers_when_all_keep_a_history(
 def test_the_start_counts_as_a_model_only_when_asked_to() -> None:
     for counted in (False, True):
         parties = at_server()
-        play(brief(history_from_start=counted), parties, 2)
+        simulate(brief(history_from_start=counted), parties, 2)
         assert int(parties.agents[1].memory["models"]) == 2 + counted
 
 
 def test_each_agent_gets_the_model_once_in_a_round_and_only_who_trains_gets_thresholds() -> None:
-    after = play(brief(query_per_round=1), at_server(), 1, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    heard = [(call, reply) for call, reply in after.engine.heard if call.to.role == "query"]
-    assert sorted(call.to.id for call, _ in heard) == ["q0", "q1"]
-    kinds = {type(call.message): type(reply.payload).__name__ for call, reply in heard}
+    after = simulate(brief(query_per_round=1), at_server(), 1, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    recorded = [(call, reply) for call, reply in after.engine.recorded if call.to.role == "query"]
+    assert sorted(call.to.id for call, _ in recorded) == ["q0", "q1"]
+    kinds = {type(call.message): type(reply.payload).__name__ for call, reply in recorded}
     assert kinds == {SignedRequest: "ModelUpdate", TrainRequest: "Ack"}
 
 
@@ -513,19 +517,19 @@ def inverted(parties: FederatedDataset, which: Tensor) -> None:
 def test_validation_rows_judge_but_are_not_learned(apart: bool) -> None:
     # Without bootstrapping and with fixed thresholds nothing asks for validation rows.
     algorithm = brief(bootstrap_epochs=0, threshold=0.5)
-    before = play(algorithm, at_server(labelled=40), 1).state
+    before = simulate(algorithm, at_server(labelled=40), 1).state
     changed = at_server(labelled=40)
     taught, checked = algorithm._split_rows(changed.agents[0].labelled, context())
     inverted(changed, checked if apart else taught[:5])
-    assert same_bits(before, play(algorithm, changed, 1).state) == apart
+    assert same_bits(before, simulate(algorithm, changed, 1).state) == apart
 
 
 def test_no_row_is_validated_where_only_one_is_held_and_then_no_class_is_ever_sure() -> None:
     parties = at_server(labelled=1)
-    after = play(brief(), parties, 2, check_wire=True, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
+    after = simulate(brief(), parties, 2, check_wire=True, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
     assert finite(after.state) and not same_bits(after.begun, after.state)
-    requests = [c.message for c, _ in after.engine.heard if isinstance(c.message, SignedRequest)]
+    requests = [c.message for c, _ in after.engine.recorded if isinstance(c.message, SignedRequest)]
     assert requests and all(request.tau.tolist() == [NEVER_SEEN] * 10 for request in requests)
     assert after.federation.mean_metrics()["train/positive"] == 0
 
@@ -546,19 +550,19 @@ def test_bootstrapping_stops_when_validation_stops_rising_and_keeps_the_best(
 
     with monkeypatch.context() as patch:
         patch.setattr(fedseal_algorithm, "_probabilities", scripted)
-        stopped = play(brief(bootstrap_epochs=6, bootstrap_patience=3), parties, 0).state
+        stopped = simulate(brief(bootstrap_epochs=6, bootstrap_patience=3), parties, 0).state
     assert next(script) == 5
     second, fifth = (
-        play(brief(bootstrap_epochs=n, bootstrap_patience=0), parties, 0).state for n in (2, 5)
+        simulate(brief(bootstrap_epochs=n, bootstrap_patience=0), parties, 0).state for n in (2, 5)
     )
     assert same_bits(stopped, second)
     assert not same_bits(stopped, fifth)
 
 
 def test_bootstrapping_can_be_left_out() -> None:
-    cold = play(brief(bootstrap_epochs=0), at_server(), 0, engine=Overheard)
-    assert not hasattr(cold.engine, "heard")  # nobody was asked
-    assert not same_bits(cold.state, play(brief(), at_server(), 0).state)
+    cold = simulate(brief(bootstrap_epochs=0), at_server(), 0, engine=RecordingEngine)
+    assert not hasattr(cold.engine, "recorded")  # nobody was asked
+    assert not same_bits(cold.state, simulate(brief(), at_server(), 0).state)
 
 
 # Rounds --------------------------------------------------------------------------------------
@@ -566,19 +570,21 @@ def test_bootstrapping_can_be_left_out() -> None:
 
 def test_agents_without_a_usable_row_send_what_they_got_and_leave_server_learning_alone() -> None:
     # p never reaches 1 and never falls to 0 here, so that D+ and D- are empty.
-    idle = play(brief(threshold=1.0, unlikely_at_most=0.0), at_server(), 3, engine=Overheard)
-    assert isinstance(idle.engine, Overheard)
-    for call, reply in idle.engine.heard:
+    idle = simulate(
+        brief(threshold=1.0, unlikely_at_most=0.0), at_server(), 3, engine=RecordingEngine
+    )
+    assert isinstance(idle.engine, RecordingEngine)
+    for call, reply in idle.engine.recorded:
         if isinstance(call.message, SignedRequest):
             assert same_bits(call.message.F, reply.payload.F)
-    server_alone = play(brief(query_per_round=0), at_server(), 3)
+    server_alone = simulate(brief(query_per_round=0), at_server(), 3)
     assert apart(idle.state, server_alone.state) <= 1e-6
-    assert apart(play(brief(), at_server(), 3).state, server_alone.state) > 1e-3  # the control
+    assert apart(simulate(brief(), at_server(), 3).state, server_alone.state) > 1e-3  # the control
 
 
 def test_every_row_is_positive_at_threshold_zero_and_negative_when_none_is_sure() -> None:
     for threshold, expected in ((0.0, (1.0, 0.0)), (1.0, (0.0, 1.0))):
-        notes = play(
+        notes = simulate(
             brief(threshold=threshold, unlikely_at_most=0.3), at_server()
         ).federation.metrics
         assert (notes["train/positive"], notes["train/negative"]) == (
@@ -593,9 +599,9 @@ def test_every_row_is_positive_at_threshold_zero_and_negative_when_none_is_sure(
 )
 def test_each_kind_of_rows_has_its_own_view(setting: dict[str, Any], matters: bool) -> None:
     only_negative = {"threshold": 1.0, "unlikely_at_most": 0.3, "positive_view": "none"}
-    plain = play(brief(**only_negative), at_server(), 1)
+    plain = simulate(brief(**only_negative), at_server(), 1)
     assert same_bits(
-        plain.state, play(brief(**(only_negative | setting)), at_server(), 1).state
+        plain.state, simulate(brief(**(only_negative | setting)), at_server(), 1).state
     ) != (matters)
 
 
@@ -621,18 +627,18 @@ def test_a_crop_of_28_pixels_moves_by_at_most_three_and_mirrors_half_of_the_rows
 def test_a_batch_of_one_row_is_left_out_where_batch_norm_needs_two() -> None:
     one = at_server(unlabelled=2)  # one row at each agent
     algorithm = brief(norm="batch", threshold=0.0)
-    after = play(algorithm, one, 2, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
+    after = simulate(algorithm, one, 2, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
     assert finite(after.state)
     got = [
         (c.message, r.payload)
-        for c, r in after.engine.heard
+        for c, r in after.engine.recorded
         if isinstance(c.message, SignedRequest)
     ]
     assert got and all(same_bits(request.F, sent.F) for request, sent in got)
     with pytest.raises(ValueError, match="more than 1 value per channel"):  # the control
         algorithm.task.new_classifier()(torch.zeros(1, 1, 8, 8))
-    grouped = play(brief(threshold=0.0), one, 2)  # and without batch norm the row is learned
+    grouped = simulate(brief(threshold=0.0), one, 2)  # and without batch norm the row is learned
     assert grouped.federation.mean_metrics()["train/loss_signs"] > 0
 
 
@@ -640,22 +646,25 @@ def test_a_batch_of_one_row_is_left_out_where_batch_norm_needs_two() -> None:
 def test_labels_may_be_at_the_server_at_support_agents_or_beside_unlabelled_rows(
     parties: Any,
 ) -> None:
-    after = play(brief(), parties(), 2, check_wire=True)
+    after = simulate(brief(), parties(), 2, check_wire=True)
     assert finite(after.state) and not same_bits(after.begun, after.state)
 
 
 def test_an_agent_that_holds_labels_is_never_asked_for_the_servers_part_of_another() -> None:
-    after = play(brief(), at_clients(), 1, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    steps = {(call.to.id, call.step.__name__) for call, _ in after.engine.heard}
+    after = simulate(brief(), at_clients(), 1, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    steps = {(call.to.id, call.step.__name__) for call, _ in after.engine.recorded}
     named = ("bootstrap", "learn_from_labels", "class_thresholds", "learn_from_both_signs")
     assert steps == {(agent, step) for agent in ("m0", "m1") for step in named}
 
 
 def test_one_seed_twice_gives_the_same_bits_and_the_order_of_agents_changes_nothing() -> None:
-    first, again, other = (play(brief(), at_server(), 2, seed=seed).state for seed in (3, 3, 4))
+    first, again, other = (simulate(brief(), at_server(), 2, seed=seed).state for seed in (3, 3, 4))
     assert same_bits(first, again) and not same_bits(first, other)
-    assert apart(first, play(brief(), at_server(), 2, seed=3, engine=Backwards).state) <= 1e-6
+    assert (
+        apart(first, simulate(brief(), at_server(), 2, seed=3, engine=ReverseOrderEngine).state)
+        <= 1e-6
+    )
 
 
 def test_true_classes_of_unlabelled_rows_change_no_bit(tmp_path: Path) -> None:
@@ -665,7 +674,7 @@ def test_true_classes_of_unlabelled_rows_change_no_bit(tmp_path: Path) -> None:
     y[ids] = y[ids].flip(0)
     hidden = at_server(**held_as_in(parties, dataclasses.replace(TOY, y_train=y), tmp_path))
     assert not torch.equal(hidden.true_labels, parties.true_labels)
-    assert same_bits(play(brief(), parties, 2).state, play(brief(), hidden, 2).state)
+    assert same_bits(simulate(brief(), parties, 2).state, simulate(brief(), hidden, 2).state)
 
 
 def test_toy_rows_are_learned() -> None:
@@ -676,7 +685,7 @@ def test_toy_rows_are_learned() -> None:
         validation_rows=20,
         unlikely_at_most=0.05,
     )
-    after = play(algorithm, at_server(labelled=60, unlabelled=200), 6)
+    after = simulate(algorithm, at_server(labelled=60, unlabelled=200), 6)
     device = torch.device("cpu")
     judge = algorithm.task.new_classifier()
     reached, untrained = (

@@ -38,14 +38,14 @@ from privssl.runtime.randomness import seeded, stream
 from privssl.training import local_training
 from privssl.training.batched.deferred import FunctionalModule
 from tests.support.toy_worlds import (
-    Mute,
-    Overheard,
-    Played,
+    DecliningEngine,
+    RecordingEngine,
+    Simulation,
     apart,
     federated_data,
     make,
-    play,
     same_bits,
+    simulate,
 )
 
 ALL = ("F", "G", "D")
@@ -382,39 +382,39 @@ def test_what_is_drawn_for_a_visit_has_its_ranges_and_follows_from_the_visit() -
 # Rounds --------------------------------------------------------------------------------------
 
 
-def overheard(rounds: int, **settings: Any) -> tuple[Played, list[tuple[Any, Any]]]:
-    after = play(make("fedssl", **settings), federated_data(), rounds, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    return after, after.engine.heard
+def record(rounds: int, **settings: Any) -> tuple[Simulation, list[tuple[Any, Any]]]:
+    after = simulate(make("fedssl", **settings), federated_data(), rounds, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    return after, after.engine.recorded
 
 
 def test_a_round_asks_every_agent_once_and_each_sends_what_it_trained() -> None:
-    _, heard = overheard(2, warm_up=1)
-    asked = [(call.round, call.to.id, call.step.__name__) for call, _ in heard]
+    _, recorded = record(2, warm_up=1)
+    asked = [(call.round, call.to.id, call.step.__name__) for call, _ in recorded]
     one_round = [("s0", "support_pass"), ("s1", "support_pass"), ("q0", "query_pass"),
                  ("q1", "query_pass")]  # fmt: skip
     assert asked == [(number, *visit) for number in (1, 2) for visit in one_round]
-    for call, reply in heard:
+    for call, reply in recorded:
         warming_up = call.round == 1 and call.to.role == "query"
         assert (reply.payload.F is None) == warming_up
         assert reply.payload.G is not None and reply.payload.D is not None
 
 
 def test_read_literally_query_agents_train_f_from_the_first_round() -> None:
-    _, heard = overheard(1, warm_up=5, real_rows=False)
-    assert all(call.message.trains_classifier for call, _ in heard)
+    _, recorded = record(1, warm_up=5, real_rows=False)
+    assert all(call.message.trains_classifier for call, _ in recorded)
 
 
 def test_in_parallel_all_start_from_the_same_networks() -> None:
-    _, heard = overheard(1)
-    first = heard[0][0].message
-    assert all(same_bits(call.message.G, first.G) for call, _ in heard)
+    _, recorded = record(1)
+    first = recorded[0][0].message
+    assert all(same_bits(call.message.G, first.G) for call, _ in recorded)
 
 
 def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -> None:
-    after, heard = overheard(1, order="sequential", warm_up=0)  # Alg. 2 l. 2 and 9
-    requests = [call.message for call, _ in heard]
-    sent = [reply.payload for _, reply in heard]
+    after, recorded = record(1, order="sequential", warm_up=0)  # Alg. 2 l. 2 and 9
+    requests = [call.message for call, _ in recorded]
+    sent = [reply.payload for _, reply in recorded]
     for name in ALL:
         assert same_bits(getattr(requests[0], name), getattr(after.begun, name))
         assert same_bits(getattr(requests[1], name), getattr(sent[0], name))
@@ -426,15 +426,15 @@ def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -
 
 
 def test_in_sequence_what_support_agents_learned_stays_where_no_query_agent_trains() -> None:
-    after, heard = overheard(1, order="sequential", warm_up=1)  # query agents send no F yet
-    assert same_bits(after.state.F, heard[1][1].payload.F)
+    after, recorded = record(1, order="sequential", warm_up=1)  # query agents send no F yet
+    assert same_bits(after.state.F, recorded[1][1].payload.F)
 
 
 def test_local_steps_between_mixes_train_f_alone() -> None:
-    every, seldom = (overheard(1, mix_every=n, gate=0.0)[0] for n in (1, 2))
+    every, seldom = (record(1, mix_every=n, gate=0.0)[0] for n in (1, 2))
     assert not same_bits(every.state.G, seldom.state.G)
     # three steps, a mix at the first alone: the agent's Adam has counted three for F and one for G
-    after, _ = overheard(1, mix_every=3, local_steps=3)
+    after, _ = record(1, mix_every=3, local_steps=3)
     memory = after.engine.memories()["s0"]
     steps = {key.split("/")[1]: float(v) for key, v in memory.items() if key.endswith("#step")}
     assert steps == {"F": 3.0, "G": 1.0, "D": 1.0}
@@ -452,7 +452,7 @@ def test_in_turn_all_rows_pass_g_reg_before_any_passes_g_mixup() -> None:
 
 def test_in_turn_g_takes_twice_as_many_steps() -> None:
     def counted(**settings: Any) -> dict[str, float]:
-        after, _ = overheard(1, mix_every=1, local_steps=3, gate=0.0, **settings)
+        after, _ = record(1, mix_every=1, local_steps=3, gate=0.0, **settings)
         memory = after.engine.memories()["s0"]
         return {k.split("/")[1]: float(v) for k, v in memory.items() if k.endswith("#step")}
 
@@ -476,7 +476,7 @@ class Scripted(LocalEngine):
 def test_the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_open(
     rounds: int, agreement: float, open_from: int
 ) -> None:
-    after = play(make("fedssl", gate=0.8), federated_data(), rounds, engine=Scripted)
+    after = simulate(make("fedssl", gate=0.8), federated_data(), rounds, engine=Scripted)
     assert after.state.agreement == pytest.approx(agreement)
     assert after.state.gate_round == open_from
     assert after.algorithm.metrics(after.state) == pytest.approx(
@@ -486,16 +486,16 @@ def test_the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_o
 
 @pytest.mark.parametrize(("gate", "opens"), [(0.0, True), (1.0, False)])
 def test_mixes_teach_f_only_behind_an_open_gate(gate: float, opens: bool) -> None:
-    _, heard = overheard(1, gate=gate)
-    assert [call.message.mixes_teach for call, _ in heard] == [opens] * 4
+    _, recorded = record(1, gate=gate)
+    assert [call.message.mixes_teach for call, _ in recorded] == [opens] * 4
 
 
 def test_an_ablation_without_realism_leaves_d_as_it_was() -> None:
-    after, _ = overheard(1, weight_real=0.0)
+    after, _ = record(1, weight_real=0.0)
     parameters = [key for key in after.begun.D if not key.endswith(("_u", "_v"))]
     assert all(torch.equal(after.begun.D[key], after.state.D[key]) for key in parameters)
     assert not same_bits(after.begun.G, after.state.G)
-    trained, _ = overheard(1)  # the control
+    trained, _ = record(1)  # the control
     assert any(not torch.equal(trained.begun.D[k], trained.state.D[k]) for k in parameters)
 
 
@@ -513,7 +513,7 @@ def test_all_that_travels_are_weights_and_a_few_numbers() -> None:
 
 
 def test_a_round_in_which_nobody_speaks_keeps_the_gate_as_it_was() -> None:
-    after = play(make("fedssl", gate=0.5), federated_data(), 2, engine=Mute)
+    after = simulate(make("fedssl", gate=0.5), federated_data(), 2, engine=DecliningEngine)
     assert (after.state.agreement, after.state.gate_round) == (0.0, 0)
 
 
@@ -536,11 +536,11 @@ def test_a_config_without_unlabelled_rows_is_refused(labels: str) -> None:
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_before_the_gate_opens_f_is_that_of_pseudo_to_the_bit(norm: str) -> None:
     """Statistics of a batch norm included: they would otherwise be those of mixes, too."""
-    ours = play(make("fedssl", norm=norm, gate=1.0, warm_up=1), federated_data(), 3)
-    theirs = play(make("pseudo", norm=norm, warm_up=1), federated_data(), 3)
+    ours = simulate(make("fedssl", norm=norm, gate=1.0, warm_up=1), federated_data(), 3)
+    theirs = simulate(make("pseudo", norm=norm, warm_up=1), federated_data(), 3)
     assert ours.state.gate_round == 0
     assert same_bits(ours.classifier, theirs.classifier)
-    opened = play(make("fedssl", norm=norm, gate=0.0, warm_up=1), federated_data(), 3)
+    opened = simulate(make("fedssl", norm=norm, gate=0.0, warm_up=1), federated_data(), 3)
     assert not same_bits(opened.classifier, theirs.classifier)  # the control
 
 
@@ -551,18 +551,18 @@ def test_pseudo_labels_of_a_row_do_not_hang_on_which_other_rows_are_guessed(name
     query = next(agent for agent in federated_data().agents if agent.role == "query")
     told: list[Tensor] = []
 
-    class Ear:
+    class RecordingMeter:
         def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
             told.extend([ids, labels])
 
-    played = play(algorithm, federated_data(), 1, engine=Overheard)
-    assert isinstance(played.engine, Overheard)
-    message = played.engine.heard[-1][0].message
+    played = simulate(algorithm, federated_data(), 1, engine=RecordingEngine)
+    assert isinstance(played.engine, RecordingEngine)
+    message = played.engine.recorded[-1][0].message
     network = algorithm.task.new_classifier()
     network.load_state_dict(message.teacher)
     x = local_training.network_input(query.unlabelled.x)
     rows = {int(number): x[i : i + 1] for i, number in enumerate(query.unlabelled.ids)}
-    ctx = Context(0, 1, query.id, "1", "a", torch.device("cpu"), meter=Ear())
+    ctx = Context(0, 1, query.id, "1", "a", torch.device("cpu"), meter=RecordingMeter())
     algorithm.query_pass(query, message, ctx)  # type: ignore[attr-defined]
     ids, labels = told
     with torch.no_grad():
@@ -581,7 +581,7 @@ def test_a_gate_that_nothing_could_open_is_refused() -> None:
 
 
 def test_the_pictures_show_mixes_and_reconstructions() -> None:
-    after = play(make("fedssl"), federated_data(), 0)
+    after = simulate(make("fedssl"), federated_data(), 0)
     x, y = 2 * drawn(20, 1, 8, 8) - 1, torch.arange(20) % 10
     shown = after.algorithm.pictures(after.state, x, y)
     assert set(shown) == {"images/mixes", "images/reconstruction", "images/samples"}
@@ -589,7 +589,7 @@ def test_the_pictures_show_mixes_and_reconstructions() -> None:
 
 
 def test_there_are_pictures_even_if_no_held_out_row_is_of_some_class() -> None:
-    after = play(make("fedssl"), federated_data(), 0)
+    after = simulate(make("fedssl"), federated_data(), 0)
     x, y = 2 * drawn(20, 1, 8, 8) - 1, torch.arange(20) % 10
     some = (y == 2) | (y == 7)
     whole, fewer = (
@@ -661,43 +661,43 @@ def test_only_the_agents_that_are_meant_to_learn_from_synthetic_rows(at: str) ->
     """Against a run in which nobody does: who sends another F after the same request."""
     sent = []
     for share in (0.5, 0.0):
-        _, heard = overheard(1, **(VARIATIONAL | {"synthetic_share": share, "synthetic_at": at,
+        _, recorded = record(1, **(VARIATIONAL | {"synthetic_share": share, "synthetic_at": at,
                                                   "gate": 0.0}))  # fmt: skip
-        sent.append({call.to.id: reply.payload.F for call, reply in heard})
+        sent.append({call.to.id: reply.payload.F for call, reply in recorded})
     changed = {agent for agent in sent[0] if not same_bits(sent[0][agent], sent[1][agent])}
     assert changed == ({"q0", "q1"} if at == "query" else {"s0", "s1", "q0", "q1"})
 
 
 def test_support_agents_neither_get_nor_train_a_generator_that_learns_at_query_agents() -> None:
-    after, heard = overheard(1, **VARIATIONAL)
-    for call, reply in heard:
+    after, recorded = record(1, **VARIATIONAL)
+    for call, reply in recorded:
         at_query = call.to.id.startswith("q")
         assert bool(call.message.G) == (reply.payload.G is not None) == at_query
         assert not call.message.D and reply.payload.D is None  # no loss asks it
     assert not same_bits(after.begun.G, after.state.G)
-    everywhere, _ = overheard(1, **(VARIATIONAL | {"generator_at": "all"}))
+    everywhere, _ = record(1, **(VARIATIONAL | {"generator_at": "all"}))
     assert not same_bits(everywhere.state.G, after.state.G)  # the control
 
 
 def test_the_gate_of_synthetic_rows_is_what_the_teacher_calls_them() -> None:
     asked = VARIATIONAL | {"synthetic_labels": "condition"}
-    after, heard = overheard(1, **asked, gate=1.0)
-    said = {call.to.id: reply.payload.agreement for call, reply in heard}
+    after, recorded = record(1, **asked, gate=1.0)
+    said = {call.to.id: reply.payload.agreement for call, reply in recorded}
     assert said["s0"] is said["s1"] is None
     assert after.state.agreement == pytest.approx((said["q0"] + said["q1"]) / 2)
-    closed, opened = (overheard(1, **asked, gate=gate)[0] for gate in (1.0, 0.0))
-    none = overheard(1, **(asked | {"synthetic_share": 0.0}), gate=0.0)[0]
+    closed, opened = (record(1, **asked, gate=gate)[0] for gate in (1.0, 0.0))
+    none = record(1, **(asked | {"synthetic_share": 0.0}), gate=0.0)[0]
     assert same_bits(closed.state.F, none.state.F)
     assert not same_bits(opened.state.F, none.state.F)
 
 
 def test_rows_that_the_teacher_names_need_no_open_gate() -> None:
-    closed, opened = (overheard(1, **VARIATIONAL, gate=gate)[0] for gate in (1.0, 0.0))
-    none = overheard(1, **(VARIATIONAL | {"synthetic_share": 0.0}), gate=1.0)[0]
+    closed, opened = (record(1, **VARIATIONAL, gate=gate)[0] for gate in (1.0, 0.0))
+    none = record(1, **(VARIATIONAL | {"synthetic_share": 0.0}), gate=1.0)[0]
     assert same_bits(closed.state.F, opened.state.F)
     assert not same_bits(closed.state.F, none.state.F)
     warm, cold = (
-        overheard(1, **(VARIATIONAL | {"synthetic_share": share, "warm_up": 1}))[0]
+        record(1, **(VARIATIONAL | {"synthetic_share": share, "warm_up": 1}))[0]
         for share in (0.5, 0.0)
     )
     assert same_bits(warm.state.F, cold.state.F)  # query agents leave F alone
@@ -706,9 +706,9 @@ def test_rows_that_the_teacher_names_need_no_open_gate() -> None:
 @pytest.mark.parametrize("labels", ["teacher", "condition"])
 def test_synthetic_rows_are_of_all_classes_and_are_named_as_asked(labels: str) -> None:
     algorithm = make("fedssl", **(VARIATIONAL | {"synthetic_labels": labels, "local_steps": 20}))
-    played = play(algorithm, federated_data(), 1, engine=Overheard)
-    assert isinstance(played.engine, Overheard) and isinstance(algorithm, FedSSL)
-    message = dataclasses.replace(played.engine.heard[-1][0].message, mixes_teach=True)
+    played = simulate(algorithm, federated_data(), 1, engine=RecordingEngine)
+    assert isinstance(played.engine, RecordingEngine) and isinstance(algorithm, FedSSL)
+    message = dataclasses.replace(played.engine.recorded[-1][0].message, mixes_teach=True)
     made, recognised = algorithm._synthetic(message, 120, context())
     assert made is not None and recognised is not None and len(made.rows) == 60
     named = made.labels.argmax(dim=1).bincount(minlength=10)

@@ -13,7 +13,7 @@ from privssl.algorithms.local_ssl import ClassifierTraining, ModelUpdate, averag
 from privssl.core.agents import AgentRef, LabelledRows
 from privssl.core.messages import Declined, Reply
 from privssl.data.augmentations import View
-from tests.support.toy_worlds import Overheard, federated_data, make, play, same_bits
+from tests.support.toy_worlds import RecordingEngine, federated_data, make, same_bits, simulate
 
 # Line 9 of Algorithm 1 ----------------------------------------------------------------------
 
@@ -101,9 +101,9 @@ def test_images_of_things_are_shifted_and_not_turned(
 
 
 def steps_asked(name: str, rounds: int, **settings: Any) -> list[tuple[int, str, str]]:
-    after = play(make(name, **settings), federated_data(), rounds, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    return [(call.round, call.to.id, call.step.__name__) for call, _ in after.engine.heard]
+    after = simulate(make(name, **settings), federated_data(), rounds, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    return [(call.round, call.to.id, call.step.__name__) for call, _ in after.engine.recorded]
 
 
 SUPPORT = [("s0", "support_pass"), ("s1", "support_pass")]
@@ -125,7 +125,7 @@ def test_f_is_stepped_as_configured_by_sgd_without_a_memory_or_by_adam_with_its_
     name: str,
 ) -> None:
     def moments(**settings: Any) -> set[str]:
-        after = play(make(name, **settings), federated_data(), 2)
+        after = simulate(make(name, **settings), federated_data(), 2)
         kept = [key for memory in after.engine.memories().values() for key in memory]
         return {key for key in kept if "/F/" in key and "#exp_avg" in key}
 
@@ -135,7 +135,7 @@ def test_f_is_stepped_as_configured_by_sgd_without_a_memory_or_by_adam_with_its_
 
 def test_momentum_is_that_of_sgd_and_adam_has_none() -> None:
     def trained(**settings: Any) -> Any:
-        return play(make("supervise", **settings), federated_data(), 1).state
+        return simulate(make("supervise", **settings), federated_data(), 1).state
 
     assert not same_bits(
         trained(optimiser="sgd", momentum=0.9), trained(optimiser="sgd", momentum=0.0)
@@ -165,10 +165,12 @@ def test_only_as_many_query_agents_take_part_as_configured() -> None:
 
 def test_the_three_differ_by_their_switches_and_by_nothing_else() -> None:
     parties = federated_data()
-    warm = [play(make(n, warm_up=9), parties).state for n in ("supervise", "pseudo", "mixmatch")]
+    warm = [
+        simulate(make(n, warm_up=9), parties).state for n in ("supervise", "pseudo", "mixmatch")
+    ]
     assert same_bits(warm[0], warm[1])  # no query agent yet: Pseudo is Supervise
     assert not same_bits(warm[1], warm[2])  # MixMatch mixes labelled rows as well
-    cold = [play(make(n, warm_up=0), parties).state for n in ("supervise", "pseudo")]
+    cold = [simulate(make(n, warm_up=0), parties).state for n in ("supervise", "pseudo")]
     assert not same_bits(*cold)
 
 
@@ -178,16 +180,16 @@ def test_a_row_mixed_with_itself_is_a_row_not_mixed(batch_size: int) -> None:
     settings: dict[str, Any] = {"batch_size": batch_size, "local_steps": 1, "warm_up": 0}
     parties = federated_data()
     mixed, plain = (
-        play(make(name, **settings), parties, 1).federation.mean_metrics()
+        simulate(make(name, **settings), parties, 1).federation.mean_metrics()
         for name in ("mixmatch", "pseudo")
     )
     assert (mixed == pytest.approx(plain, abs=1e-5)) == (batch_size == 1)
 
 
 def test_the_teacher_goes_down_and_is_what_is_released() -> None:
-    after = play(make("pseudo", warm_up=0), federated_data(), 2, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    requests = [call.message for call, _ in after.engine.heard if call.round == 2]
+    after = simulate(make("pseudo", warm_up=0), federated_data(), 2, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    requests = [call.message for call, _ in after.engine.recorded if call.round == 2]
     assert all(isinstance(request, TeacherRequest) for request in requests)
     assert after.classifier is after.state.teacher
     assert not same_bits(after.state.F, after.state.teacher)
@@ -195,7 +197,7 @@ def test_the_teacher_goes_down_and_is_what_is_released() -> None:
 
 
 def test_agents_report_their_losses_and_how_good_their_guesses_are() -> None:
-    after = play(make("pseudo", warm_up=0), federated_data(), 1)
+    after = simulate(make("pseudo", warm_up=0), federated_data(), 1)
     notes = after.federation.mean_metrics()
     assert set(notes) == {"train/loss_F/support", "train/loss_F/query"}
     # ten classes, untrained: -log(1/10) is 2.30 on labelled rows
@@ -204,7 +206,7 @@ def test_agents_report_their_losses_and_how_good_their_guesses_are() -> None:
 
 def test_supervised_rounds_learn_the_toy_rows() -> None:
     parties = federated_data(labelled=100, unlabelled=10)
-    after = play(
+    after = simulate(
         make("supervise", augment="none", local_steps=8, batch_size=25, learning_rate=0.02),
         parties, 8,
     )  # fmt: skip

@@ -35,15 +35,15 @@ from privssl.settings.schema import ModelSettings
 from privssl.training.evaluation import score
 from tests.support.toy_worlds import (
     TOY,
-    Overheard,
-    Played,
+    RecordingEngine,
+    Simulation,
     apart,
     at_server,
     federated_data,
     finite,
     held_as_in,
-    play,
     same_bits,
+    simulate,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -62,14 +62,14 @@ def clients(mixed: int = 2, **data: Any) -> FederatedDataset:
     return federated_data(labels="labels-at-client", support=0, query=0, mixed=mixed, **data)
 
 
-def heard(after: Played, round_number: int = 0) -> list[tuple[Any, Any]]:
+def recorded(after: Simulation, round_number: int = 0) -> list[tuple[Any, Any]]:
     """Calls and replies of a round, of all when 0."""
-    assert isinstance(after.engine, Overheard)
-    return [(c, r) for c, r in after.engine.heard if round_number in (0, c.round)]
+    assert isinstance(after.engine, RecordingEngine)
+    return [(c, r) for c, r in after.engine.recorded if round_number in (0, c.round)]
 
 
-def visited(after: Played, step: str) -> list[tuple[int, str]]:
-    return [(call.round, call.to.id) for call, _ in heard(after) if call.step.__name__ == step]
+def visited(after: Simulation, step: str) -> list[tuple[int, str]]:
+    return [(call.round, call.to.id) for call, _ in recorded(after) if call.step.__name__ == step]
 
 
 # Threshold ----------------------------------------------------------------------------------
@@ -159,14 +159,16 @@ def holding(
     return agent
 
 
-def one_round(algorithm: FedTriNet, *agents: Agent, F: Mapping[str, Tensor] = ANSWERS) -> Played:
+def one_round(
+    algorithm: FedTriNet, *agents: Agent, F: Mapping[str, Tensor] = ANSWERS
+) -> Simulation:
     """The first round of phase 2 from given weights."""
-    engine = Overheard(agents, seed=0, device=torch.device("cpu"))
+    engine = RecordingEngine(agents, seed=0, device=torch.device("cpu"))
     federation = Federation(engine, 0)
     begun = dataclasses.replace(algorithm.start(federation), F=F)
     number = algorithm.cfg.cold_start + algorithm.cfg.warm_up + 1
     federation.begin(Round(number))
-    return Played(algorithm, engine, federation, begun, algorithm.round(begun, federation))
+    return Simulation(algorithm, engine, federation, begun, algorithm.round(begun, federation))
 
 
 FEW = rows_saying((0.5, 0.3, 0.2), (0.05, 0.9, 0.05), (0.1, 0.2, 0.7))
@@ -197,7 +199,7 @@ def test_participants_alone_may_be_asked() -> None:
 
 def test_confidence_is_measured_every_round_or_once() -> None:
     for measured, rounds in (("every_round", {2, 3, 4}), ("once", {2})):
-        after = play(tri(measured=measured), clients(), 4, engine=Overheard)
+        after = simulate(tri(measured=measured), clients(), 4, engine=RecordingEngine)
         assert {number for number, _ in visited(after, "confidence_pass")} == rounds
 
 
@@ -319,7 +321,7 @@ def test_what_goes_up_is_the_network_and_not_what_changed() -> None:
     # Nothing is learned, so w_k = c: the shallow half of W, the deep half of l. A difference
     # w_k - c would be 0, and W + (w_k - c) would be W.
     algorithm, parties = tri(learning_rate=1e-30, warm_up=0), clients(mixed=1)
-    begun = play(algorithm, parties, 1).begun
+    begun = simulate(algorithm, parties, 1).begun
     own = {key: tensor + 1 for key, tensor in begun.F.items()}
     parties.agents[0].memory = {f"local/{key}": tensor for key, tensor in own.items()}
     after = one_round(algorithm, *parties.agents, F=begun.F)
@@ -328,7 +330,7 @@ def test_what_goes_up_is_the_network_and_not_what_changed() -> None:
 
 
 def test_an_agent_that_never_trained_splices_the_global_network_with_itself() -> None:
-    after = play(tri(learning_rate=1e-30, warm_up=0), clients(), 1)
+    after = simulate(tri(learning_rate=1e-30, warm_up=0), clients(), 1)
     assert apart(after.begun.F, after.state.F) < 1e-20
 
 
@@ -417,7 +419,7 @@ def test_the_loss_is_the_mean_over_labels_plus_lambda_times_that_over_guesses() 
     agent = holding("m0", grey[:1], [0], grey)
     agent.memory = {f"local/{key}": tensor for key, tensor in MUTED.items()}
     after = one_round(algorithm, agent, F=W)
-    [sent] = [r.payload.F for c, r in heard(after) if c.step.__name__ == "mixed_pass"]
+    [sent] = [r.payload.F for c, r in recorded(after) if c.step.__name__ == "mixed_pass"]
     assert_close(sent["head.bias"], torch.tensor([0.5, 0.0, -0.5]), atol=1e-6, rtol=0)
 
 
@@ -429,13 +431,13 @@ def test_phase_2_is_fedavg_where_c_is_all_of_w_and_nothing_is_tuned_or_admitted(
         "pseudo_labels": "never",
         "fine_tune_epochs": 0,
     }
-    fedavg = play(tri(warm_up=4, **same), clients(), 4).state.F
-    assert apart(fedavg, play(tri(warm_up=1, **same, **third), clients(), 4).state.F) <= 1e-6
+    fedavg = simulate(tri(warm_up=4, **same), clients(), 4).state.F
+    assert apart(fedavg, simulate(tri(warm_up=1, **same, **third), clients(), 4).state.F) <= 1e-6
     for key, other in (
         ("shallow_convolutions", 2), ("pseudo_labels", "fresh"), ("fine_tune_epochs", 1),
     ):  # fmt: skip
         differs = tri(warm_up=1, **same, **(third | {key: other}))
-        assert apart(fedavg, play(differs, clients(), 4).state.F) > 1e-4
+        assert apart(fedavg, simulate(differs, clients(), 4).state.F) > 1e-4
 
 
 def test_fine_tuning_learns_from_the_agents_own_labels_and_never_from_admitted_rows(
@@ -449,7 +451,7 @@ def test_fine_tuning_learns_from_the_agents_own_labels_and_never_from_admitted_r
         learn_from(self, x, y, plan, ctx, purpose)
 
     monkeypatch.setattr(FedTriNet, "_learn", spy)
-    play(tri(alpha=0.0, pseudo_labels="kept"), clients(), 4)  # 10 + 30 rows at each of two
+    simulate(tri(alpha=0.0, pseudo_labels="kept"), clients(), 4)  # 10 + 30 rows at each of two
     assert seen == {"labels": 2 * [10], "fine-tuning": 6 * [10], "both": 6 * [40]}
 
 
@@ -466,7 +468,7 @@ def test_hidden_labels_change_no_bit_where_every_row_is_admitted_and_kept(
 ) -> None:
     def trained(parties: FederatedDataset) -> Any:
         algorithm = tri(alpha=0.0, pseudo_labels="kept", retrain=retrain)
-        after = play(algorithm, parties, 3)
+        after = simulate(algorithm, parties, 3)
         return {"F": after.state.F, **after.engine.memories()}
 
     parties = clients()
@@ -490,9 +492,9 @@ def local(agent: Agent) -> dict[str, Tensor]:
     return {key.removeprefix("local/"): tensor for key, tensor in held.items()}
 
 
-def sent_last(after: Played, round_number: int, agent: str) -> Mapping[str, Tensor]:
+def sent_last(after: Simulation, round_number: int, agent: str) -> Mapping[str, Tensor]:
     return [  # the last: confidence was sent before
-        reply.payload.F for call, reply in heard(after, round_number)
+        reply.payload.F for call, reply in recorded(after, round_number)
         if call.to.id == agent and isinstance(reply.payload, ModelUpdate)
     ][-1]  # fmt: skip
 
@@ -500,7 +502,7 @@ def sent_last(after: Played, round_number: int, agent: str) -> Mapping[str, Tens
 def test_an_agent_keeps_the_network_that_it_sent_last() -> None:
     parties = clients()
     for rounds in (1, 2):  # phase 1, phase 2
-        after = play(tri(), parties, rounds, engine=Overheard)
+        after = simulate(tri(), parties, rounds, engine=RecordingEngine)
         for agent in parties.agents:
             assert same_bits(local(agent), sent_last(after, rounds, agent.id))
             assert not same_bits(local(agent), after.state.F)
@@ -508,15 +510,15 @@ def test_an_agent_keeps_the_network_that_it_sent_last() -> None:
 
 def test_the_fine_tuned_splice_may_be_kept_in_its_place() -> None:
     parties = clients(mixed=1)
-    after = play(tri(remember="fine_tuned"), parties, 2, engine=Overheard)
+    after = simulate(tri(remember="fine_tuned"), parties, 2, engine=RecordingEngine)
     assert not same_bits(local(parties.agents[0]), sent_last(after, 2, "m0"))
 
 
 @pytest.mark.parametrize("freeze", [True, False])
 def test_the_shallow_half_may_stay_as_it_is_in_fine_tuning(freeze: bool) -> None:
     parties, algorithm = clients(mixed=1), tri(remember="fine_tuned", freeze_shallow=freeze)
-    after = play(algorithm, parties, 2, engine=Overheard)
-    W = next(call.message.F for call, _ in heard(after, 2))
+    after = simulate(algorithm, parties, 2, engine=RecordingEngine)
+    W = next(call.message.F for call, _ in recorded(after, 2))
     tuned = local(parties.agents[0])
     shallow = {key for key in W if key.rpartition(".")[0] in algorithm._shallow}
     # A bias before a norm moves by its last bit or not at all: each tensor would ask too much.
@@ -528,15 +530,15 @@ def test_the_shallow_half_may_stay_as_it_is_in_fine_tuning(freeze: bool) -> None
 
 def test_where_everything_is_shallow_and_frozen_nothing_is_tuned() -> None:
     parties, settings = clients(mixed=1), {"freeze_shallow": True, "shallow_convolutions": None}
-    after = play(tri(remember="fine_tuned", **settings), parties, 2, engine=Overheard)  # type: ignore[arg-type]
-    assert same_bits(local(parties.agents[0]), next(c.message.F for c, _ in heard(after, 2)))
+    after = simulate(tri(remember="fine_tuned", **settings), parties, 2, engine=RecordingEngine)  # type: ignore[arg-type]
+    assert same_bits(local(parties.agents[0]), next(c.message.F for c, _ in recorded(after, 2)))
 
 
 def test_who_is_not_drawn_keeps_its_memory() -> None:
     parties = clients(mixed=4)
     algorithm = tri(agents_per_round=1)
-    before = play(algorithm, parties, 2).engine.memories()
-    after = play(algorithm, parties, 3, engine=Overheard)
+    before = simulate(algorithm, parties, 2).engine.memories()
+    after = simulate(algorithm, parties, 3, engine=RecordingEngine)
     drawn = [agent for number, agent in visited(after, "mixed_pass") if number == 3]
     changed = [
         name for name, memory in after.engine.memories().items()
@@ -549,9 +551,9 @@ def test_who_is_not_drawn_keeps_its_memory() -> None:
 def test_all_agents_may_train_of_which_the_drawn_ones_upload() -> None:
     for trains, trained in (("drawn", 1), ("all", 4)):
         algorithm, parties = tri(trains=trains, agents_per_round=1, warm_up=1), clients(mixed=4)
-        after = play(algorithm, parties, 2, engine=Overheard)
+        after = simulate(algorithm, parties, 2, engine=RecordingEngine)
         for round_number, step in ((1, "supervised_pass"), (2, "mixed_pass")):
-            replies = [r for c, r in heard(after, round_number) if c.step.__name__ == step]
+            replies = [r for c, r in recorded(after, round_number) if c.step.__name__ == step]
             assert len(replies) == trained
             [sent] = [r.payload.F for r in replies if isinstance(r.payload, ModelUpdate)]
         assert apart(after.state.F, sent) < 1e-6  # the mean is over the one that uploads
@@ -563,7 +565,7 @@ def test_l_may_be_the_network_of_labels_alone_and_then_nothing_is_remembered_of_
     found = {}
     for player, far in itertools.product(("remembered", "labelled"), (0.0, 1.0)):
         algorithm, parties = tri(local_player=player, warm_up=0), clients(mixed=1)
-        begun = play(algorithm, parties, 1).begun
+        begun = simulate(algorithm, parties, 1).begun
         own = {f"local/{key}": tensor + far for key, tensor in begun.F.items()}
         parties.agents[0].memory = own
         found[player, far] = one_round(algorithm, *parties.agents, F=begun.F).state.F
@@ -575,16 +577,16 @@ def test_the_labelled_player_is_w_after_e_epochs_on_labels() -> None:
     # In the same context: what phase 1 would upload from the same W.
     algorithm, parties = tri(local_player="labelled", warm_up=0), clients(mixed=1)
     ctx = Context(0, 1, "m0", "visit", "session", torch.device("cpu"))
-    W = play(algorithm, parties, 1).begun.F
+    W = simulate(algorithm, parties, 1).begun.F
     phase_1 = algorithm.supervised_pass(parties.agents[0], LabelRequest(W), ctx)
     assert isinstance(phase_1, ModelUpdate)
     players: list[Any] = []
 
-    def overheard(probs: Any, *others: Any) -> Any:
+    def recording(probs: Any, *others: Any) -> Any:
         players.extend(probs)
         return fedtrinet_vote(probs, *others)
 
-    algorithm._pseudo_labels = overheard  # type: ignore[method-assign, assignment]
+    algorithm._pseudo_labels = recording  # type: ignore[method-assign, assignment]
     fedtrinet_vote = FedTriNet._pseudo_labels.__get__(algorithm)
     parties.agents[0].memory = {}
     algorithm.mixed_pass(parties.agents[0], VoteRequest(W, 0.5), ctx)
@@ -654,7 +656,7 @@ def test_weights_of_agents_with_10_and_1000_rows_count_the_same() -> None:
     uneven = holding("m0", FEW, [0, 1, 2], FEW), holding("m1", SURE, [0], SURE)
     for weights, shares in (("equal", [1.0, 1.0]), ("rows", [6.0, 2.0])):
         after = one_round(answering(weights=weights), *uneven)
-        replies = [r for c, r in heard(after) if c.step.__name__ == "mixed_pass"]
+        replies = [r for c, r in recorded(after) if c.step.__name__ == "mixed_pass"]
         assert [reply.weight for reply in replies] == shares  # equal: no count leaves an agent
         first, second = (reply.payload.F["head.weight"] for reply in replies)
         mean = (shares[0] * first + shares[1] * second) / sum(shares)
@@ -666,7 +668,7 @@ def test_phases_follow_each_other_and_the_cold_start_asks_everybody() -> None:
     assert [(p.name, p.rounds) for p in algorithm.phases()] == [
         ("cold start", 2), ("labels", 3), ("three players", 1),
     ]  # fmt: skip
-    after = play(algorithm, clients(mixed=3), 6, engine=Overheard)
+    after = simulate(algorithm, clients(mixed=3), 6, engine=RecordingEngine)
     asked = [number for number, _ in visited(after, "supervised_pass")]
     assert asked == [1, 1, 1, 2, 2, 2, 3, 4, 5]
     assert [number for number, _ in visited(after, "mixed_pass")] == [6]
@@ -674,25 +676,25 @@ def test_phases_follow_each_other_and_the_cold_start_asks_everybody() -> None:
 
 
 def test_all_take_part_where_fewer_are_there_than_are_drawn() -> None:
-    after = play(tri(agents_per_round=5), clients(mixed=2), 2, engine=Overheard)
+    after = simulate(tri(agents_per_round=5), clients(mixed=2), 2, engine=RecordingEngine)
     assert visited(after, "mixed_pass") == [(2, "m0"), (2, "m1")]
 
 
 def test_query_agents_sit_out_phase_1_and_are_silent_while_they_believe_no_row() -> None:
     parties = federated_data()
-    after = play(tri(warm_up=1), parties, 1, engine=Overheard)
-    assert {call.to.id for call, _ in heard(after)} == {"s0", "s1"}
-    off = play(tri(warm_up=1, pseudo_labels="never"), parties, 2, engine=Overheard)
-    silent = [call.to.id for call, reply in heard(off, 2) if reply.declined]
+    after = simulate(tri(warm_up=1), parties, 1, engine=RecordingEngine)
+    assert {call.to.id for call, _ in recorded(after)} == {"s0", "s1"}
+    off = simulate(tri(warm_up=1, pseudo_labels="never"), parties, 2, engine=RecordingEngine)
+    silent = [call.to.id for call, reply in recorded(off, 2) if reply.declined]
     assert silent == ["q0", "q1"]
     assert all(agent.memory == {} for agent in parties.agents if agent.role == "query")
-    on = play(tri(warm_up=1, alpha=0.0), parties, 2, engine=Overheard)
+    on = simulate(tri(warm_up=1, alpha=0.0), parties, 2, engine=RecordingEngine)
     assert on.federation.declines == 0
     assert visited(on, "query_pass") == [(2, "q0"), (2, "q1")]
 
 
 def test_a_labelled_server_takes_part_in_every_round() -> None:
-    after = play(tri(agents_per_round=1), at_server(query=3), 4, engine=Overheard)
+    after = simulate(tri(agents_per_round=1), at_server(query=3), 4, engine=RecordingEngine)
     assert visited(after, "supervised_pass") == [(1, "server")]
     assert visited(after, "support_pass") == [(n, "server") for n in (2, 3, 4)]
     assert len(visited(after, "query_pass")) == 3
@@ -711,7 +713,7 @@ def test_a_round_without_unlabelled_rows_learns_from_labels() -> None:
 @pytest.mark.parametrize("norm", ["group", "batch"])
 @pytest.mark.parametrize("labelled", [2, 14])  # of two agents; batches of 6: a last one of one row
 def test_a_batch_of_one_row_is_no_trouble(norm: Any, labelled: int) -> None:
-    after = play(
+    after = simulate(
         tri(ModelSettings(width=4, norm=norm)), clients(labelled=labelled, unlabelled=14), 3
     )
     assert finite(after.state)
@@ -720,7 +722,7 @@ def test_a_batch_of_one_row_is_no_trouble(norm: Any, labelled: int) -> None:
 def test_agents_of_one_class_give_finite_weights() -> None:
     parties = clients(mixed=10, partition="classes_per_agent", k=1)
     assert all(len(set(a.labelled.y.tolist())) == 1 for a in parties.agents)
-    assert finite(play(tri(), parties, 3).state)
+    assert finite(simulate(tri(), parties, 3).state)
 
 
 @pytest.mark.parametrize(("votes_in", "augment"), [("eval", "none"), ("train", "shift")])
@@ -730,7 +732,7 @@ def test_dropout_and_views_follow_the_seed(votes_in: Any, augment: Any) -> None:
     for state_of_torch, seed in ((1, 7), (2, 7), (1, 8)):
         torch.manual_seed(state_of_torch)
         algorithm = tri(model, votes_in=votes_in, augment=augment, flip=augment == "shift")
-        runs.append(play(algorithm, clients(), 3, seed=seed).state)
+        runs.append(simulate(algorithm, clients(), 3, seed=seed).state)
     assert same_bits(runs[0], runs[1])
     assert not same_bits(runs[0], runs[2])
 
@@ -741,7 +743,7 @@ def test_players_vote_without_dropout_unless_asked_to() -> None:
     for votes_in in ("eval", "train"):  # nothing is learned: the three are one network
         algorithm = tri(model, votes_in=votes_in, learning_rate=1e-30, warm_up=0)
         agreements.append(
-            play(algorithm, clients(), 1).federation.mean_metrics()["train/agreement"]
+            simulate(algorithm, clients(), 1).federation.mean_metrics()["train/agreement"]
         )
     assert agreements[0] == 1.0
     assert agreements[1] < 1.0
@@ -784,7 +786,7 @@ def test_three_players_learn_the_toy_rows() -> None:
     algorithm = tri(
         rounds=8, warm_up=4, local_epochs=2, batch_size=10, learning_rate=0.02, momentum=0.9
     )
-    after = play(algorithm, clients(labelled=100, unlabelled=100), 8)
+    after = simulate(algorithm, clients(labelled=100, unlabelled=100), 8)
     network, device = algorithm.task.new_classifier(), torch.device("cpu")
     reached = score(network, after.classifier, TOY.x_test, TOY.y_test, device=device).accuracy
     assert reached > 0.7  # by seed and rounding 0.78 to 0.99; chance is 0.1
@@ -805,7 +807,7 @@ def test_the_released_profile_of_the_docs_can_be_run() -> None:
         loaded = config.load_config(path, overrides).algorithm
         assert loaded.threshold(1.0, 0) == pytest.approx(2.8 / 3)
         quick = dataclasses.replace(loaded, rounds=2, warm_up=1, local_epochs=1)
-        after = play(FedTriNet(quick, tri().task), clients(), 4)
+        after = simulate(FedTriNet(quick, tri().task), clients(), 4)
         assert finite(after.state)
 
 

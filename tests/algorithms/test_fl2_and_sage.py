@@ -23,14 +23,14 @@ from privssl.experiment.config import load_config
 from privssl.training.evaluation import score
 from tests.support.toy_worlds import (
     TOY,
-    Mute,
-    Overheard,
+    DecliningEngine,
+    RecordingEngine,
     apart,
     at_clients,
     at_server,
     make,
-    play,
     same_bits,
+    simulate,
     through_disk,
 )
 
@@ -113,25 +113,29 @@ def test_the_loss_is_that_of_learned_rows_and_the_divergence_from_perturbed_weig
 
 def test_the_servers_step_has_momentum_and_the_server_trains_first_and_last() -> None:
     algorithm = make("fl2", global_momentum=0.5, local_epochs=1, sure_above=0.1)
-    after = play(algorithm, at_server(), 2, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    steps = [call.step.__name__ for call, _ in after.engine.heard]
+    after = simulate(algorithm, at_server(), 2, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    steps = [call.step.__name__ for call, _ in after.engine.recorded]
     assert steps[0] == steps[-1] == "support_pass"
-    before = play(algorithm, at_server(), 1).state
-    heard = after.engine.heard[2:]  # of round 2; the second half is that of round 1
-    sent = [reply for call, reply in after.engine.heard if call.step.__name__ == "query_pass"][2:]
+    before = simulate(algorithm, at_server(), 1).state
+    recorded = after.engine.recorded[2:]  # of round 2; the second half is that of round 1
+    sent = [reply for call, reply in after.engine.recorded if call.step.__name__ == "query_pass"][
+        2:
+    ]
     mean = average(sent, "F", otherwise={}, weight=learning_status)
     v = {name: 0.5 * before.velocity[name] + (before.F[name] - w) for name, w in mean.items()}
     assert apart(after.state.velocity, v) < 1e-6
-    tuned = heard[-1][0].message.F  # what the server goes on from
+    tuned = recorded[-1][0].message.F  # what the server goes on from
     assert apart(tuned, {name: before.F[name] - step for name, step in v.items()}) < 1e-6
     assert apart(tuned, mean) > 1e-4  # the control: the mean itself
 
 
 def test_a_round_without_replies_moves_nothing_though_there_is_momentum() -> None:
     algorithm = make("fl2", local_epochs=1, sure_above=0.1)
-    begun = play(algorithm, at_server(), 1)
-    silent = play(algorithm, at_server(), 2, engine=Mute, resume=through_disk(begun, 1))
+    begun = simulate(algorithm, at_server(), 1)
+    silent = simulate(
+        algorithm, at_server(), 2, engine=DecliningEngine, resume=through_disk(begun, 1)
+    )
     assert max(float(v.abs().max()) for v in begun.state.velocity.values()) > 1e-4  # or no control
     assert same_bits(begun.state, silent.state)
 
@@ -142,9 +146,11 @@ def test_each_part_of_fl2_can_be_left_out_and_changes_what_is_learned() -> None:
         {"adaptive": False}, {"consistency_weight": 0.0}, {"aggregation": "equal"},
         {"perturbation": "sam"}, {"moving_target": False}, {"schedule": "factor"},
     )  # fmt: skip
-    reference = play(make("fl2", **whole), at_server(), 2).state
+    reference = simulate(make("fl2", **whole), at_server(), 2).state
     for change in changes:
-        assert not same_bits(reference, play(make("fl2", **whole, **change), at_server(), 2).state)
+        assert not same_bits(
+            reference, simulate(make("fl2", **whole, **change), at_server(), 2).state
+        )
 
 
 @pytest.mark.parametrize(("clip", "step"), [(0.01, 0.01), (None, None)])
@@ -156,9 +162,9 @@ def test_a_step_of_fl2_is_as_long_as_the_clipped_gradient(
         server_batch_size=100, batch_size=100, momentum=0.0, nesterov=False, weight_decay=0.0,
         sure_above=0.1, consistency_weight=0.0,
     )  # fmt: skip
-    after = play(algorithm, at_server(), 1, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    for call, reply in after.engine.heard:
+    after = simulate(algorithm, at_server(), 1, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    for call, reply in after.engine.recorded:
         moved = [reply.payload.F[name] - call.message.F[name] for name in reply.payload.F]
         length = math.sqrt(sum(float(part.square().sum()) for part in moved))
         assert length == pytest.approx(step, rel=1e-3) if step else length > 0.1
@@ -211,16 +217,16 @@ def probabilities(*rows: tuple[int, float]) -> Tensor:
 
 def test_before_the_first_step_both_models_agree_and_afterwards_they_part() -> None:
     settings: dict[str, Any] = {"threshold": 0.0, "local_epochs": 1, "batch_size": 100}
-    one = play(make("sage", **settings), at_clients(), 1)  # a single batch: no step before it
+    one = simulate(make("sage", **settings), at_clients(), 1)  # a single batch: no step before it
     assert one.federation.mean_metrics()["train/gap"] == 0.0
-    more = play(make("sage", **(settings | {"batch_size": 5})), at_clients(), 1)
+    more = simulate(make("sage", **(settings | {"batch_size": 5})), at_clients(), 1)
     assert more.federation.mean_metrics()["train/gap"] > 0.0
 
 
 def test_labelled_rows_are_also_guessed_unless_told_otherwise() -> None:
     settings: dict[str, Any] = {"threshold": 0.0, "local_epochs": 1, "batch_size": 20}
     with_them, without = (
-        play(make("sage", labelled_too=too, **settings), at_clients(), 1).state
+        simulate(make("sage", labelled_too=too, **settings), at_clients(), 1).state
         for too in (True, False)
     )
     assert not same_bits(with_them, without)
@@ -237,7 +243,7 @@ def test_toy_rows_are_learned(name: str, settings: dict[str, Any], parties: Any)
     algorithm = make(
         name, rounds=10, local_epochs=2, weak="weak", strong="strong", momentum=0.9, **settings
     )
-    after = play(algorithm, parties(labelled=100), 10)
+    after = simulate(algorithm, parties(labelled=100), 10)
     network = algorithm.task.new_classifier()
     reached = score(network, after.classifier, TOY.x_test, TOY.y_test, device=CPU).accuracy
     assert reached > 0.6  # by seed and rounding 0.78 to 0.99; chance is 0.1

@@ -53,15 +53,15 @@ from privssl.settings.schema import PrivacySettings
 from tests.support.algorithm_contract import algorithm
 from tests.support.command_line import command
 from tests.support.toy_worlds import (
-    Mute,
-    Overheard,
+    DecliningEngine,
+    RecordingEngine,
     at_clients,
     at_server,
     federated_data,
     finite,
     make,
-    play,
     same_bits,
+    simulate,
 )
 
 FEW: dict[str, Any] = {
@@ -248,7 +248,7 @@ def test_a_cluster_in_doubt_listens_to_the_neighbours_that_it_has_borders_with()
 
 
 def test_borders_are_the_rows_between_cells_of_two_clusters() -> None:
-    state = play(make("label_census", **FEW), federated_data(labelled=40)).state
+    state = simulate(make("label_census", **FEW), federated_data(labelled=40)).state
     agents = federated_data(labelled=40).agents
     rows = sum(len(a.held_unlabelled) for a in agents if a.held_unlabelled is not None)
     assert torch.equal(state.borders, state.borders.T)
@@ -260,12 +260,12 @@ def test_borders_are_the_rows_between_cells_of_two_clusters() -> None:
 
 def test_a_support_agent_is_asked_once_and_sends_counts_and_nothing_else() -> None:
     parties = federated_data(labelled=40)
-    after = play(make("label_census", **FEW), parties, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    heard = [(c.step.__name__, r) for c, r in after.engine.heard if c.to.role == "support"]
-    assert [step for step, _ in heard] == ["answer", "answer"]
-    assert {reply.sender.id for _, reply in heard} == {"s0", "s1"}
-    for _, reply in heard:
+    after = simulate(make("label_census", **FEW), parties, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    recorded = [(c.step.__name__, r) for c, r in after.engine.recorded if c.to.role == "support"]
+    assert [step for step, _ in recorded] == ["answer", "answer"]
+    assert {reply.sender.id for _, reply in recorded} == {"s0", "s1"}
+    for _, reply in recorded:
         assert isinstance(reply.content, Census)
         assert vars(reply.content).keys() == {"census"}
         assert reply.content.census.dtype == torch.int64
@@ -274,7 +274,7 @@ def test_a_support_agent_is_asked_once_and_sends_counts_and_nothing_else() -> No
 
 def test_each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in() -> None:
     parties = federated_data(labelled=40)
-    after = play(make("label_census", **FEW), parties)
+    after = simulate(make("label_census", **FEW), parties)
     state, census = after.state, after.algorithm
     assert isinstance(census, LabelCensus)
     expected = np.zeros((5, 10), dtype=np.int64)
@@ -295,8 +295,8 @@ def test_given_labels_reach_no_weight_before_the_census() -> None:
     for agent in other.agents:
         if agent.held_labelled is not None:
             agent.held_labelled.y.copy_((agent.held_labelled.y + 1) % 10)
-    before = [play(make("label_census", **FEW), p, rounds=4).state for p in (one, other)]
-    after = [play(make("label_census", **FEW), p).state for p in (one, other)]
+    before = [simulate(make("label_census", **FEW), p, rounds=4).state for p in (one, other)]
+    after = [simulate(make("label_census", **FEW), p).state for p in (one, other)]
     assert same_bits(*before)
     assert not same_bits({"F": after[0].F}, {"F": after[1].F})
     assert same_bits({"e": after[0].encoder}, {"e": after[1].encoder})
@@ -318,9 +318,9 @@ def test_the_table_is_all_that_labelled_rows_reach(
                 if changed and agent.held_labelled is not None:
                     agent.held_labelled.x.copy_(255 - agent.held_labelled.x)
                     agent.held_labelled.y.copy_((agent.held_labelled.y + 1) % 10)
-            after = play(make("label_census", **FEW), those, engine=Overheard)
-            assert isinstance(after.engine, Overheard)
-            sent = [vars(m) for call, r in after.engine.heard for m in (call.message, r.content)]
+            after = simulate(make("label_census", **FEW), those, engine=RecordingEngine)
+            assert isinstance(after.engine, RecordingEngine)
+            sent = [vars(m) for call, r in after.engine.recorded for m in (call.message, r.content)]
             return after.state, [*sent, {a.id: a.memory for a in those.agents}]
 
     state, sent = told(changed=False, fixed=True)
@@ -342,7 +342,7 @@ def same_tree(one: Any, other: Any) -> bool:
 
 def test_the_encoder_is_made_in_its_own_phase_and_changes_in_no_other() -> None:
     begun, *after = (
-        play(make("label_census", **FEW), federated_data(labelled=40), rounds=r).state
+        simulate(make("label_census", **FEW), federated_data(labelled=40), rounds=r).state
         for r in (0, 1, 2, 3, 6, 9)
     )
     assert not torch.equal(begun.whitener, after[0].whitener)
@@ -355,7 +355,7 @@ def test_the_encoder_is_made_in_its_own_phase_and_changes_in_no_other() -> None:
 def test_what_agents_keep_for_the_clusters_is_gone_after_them() -> None:
     for rounds, kept in ((3, False), (4, True), (6, False)):
         parties = federated_data(labelled=40)
-        play(make("label_census", **FEW), parties, rounds=rounds)
+        simulate(make("label_census", **FEW), parties, rounds=rounds)
         held = {"features" in a.memory for a in parties.agents if a.held_unlabelled is not None}
         assert held == {kept}
 
@@ -366,7 +366,9 @@ def test_the_map_is_the_same_whatever_the_number_of_agents_asked_at_a_time(
     maps = []
     for at_once in (1, 16):
         monkeypatch.setattr(feature_map, "AT_ONCE", at_once)
-        maps.append(play(make("label_census", **FEW), federated_data(labelled=40), rounds=6).state)
+        maps.append(
+            simulate(make("label_census", **FEW), federated_data(labelled=40), rounds=6).state
+        )
     assert same_bits(*maps)
 
 
@@ -378,12 +380,12 @@ def test_sums_that_run_over_are_refused() -> None:
             return super()._copy_message(message)
 
     with pytest.raises(MessageError, match="the sum of total has numbers that are not finite"):
-        play(make("label_census", **FEW), federated_data(labelled=40), engine=Endless, rounds=1)
+        simulate(make("label_census", **FEW), federated_data(labelled=40), engine=Endless, rounds=1)
 
 
 def test_an_agent_that_did_not_hear_of_its_clusters_is_silent_in_training() -> None:
     parties = federated_data(labelled=40)
-    after = play(make("label_census", **FEW), parties, rounds=7)
+    after = simulate(make("label_census", **FEW), parties, rounds=7)
     for agent in parties.agents:
         agent.memory = {}
     for now in planned_rounds(after.algorithm.phases())[7:]:
@@ -432,7 +434,8 @@ def test_another_reading_changes_what_the_server_makes_of_the_same_released_tabl
     reading: str,
 ) -> None:
     other, usual = (
-        play(algorithm("label_census", reading=how), federated_data()) for how in (reading, "bayes")
+        simulate(algorithm("label_census", reading=how), federated_data())
+        for how in (reading, "bayes")
     )
     assert torch.equal(other.state.histogram, usual.state.histogram)
     read = {"majority": majority, "shares": shares}[reading](other.state.histogram)
@@ -460,7 +463,7 @@ def test_self_training_learns_the_teachers_guess_times_what_the_rows_cluster_say
     monkeypatch.setattr(local_ssl, "guess_labels", guessed)
     monkeypatch.setattr(LabelCensus, "_learn", noted)
     parties = federated_data(labelled=40)
-    after = play(make("label_census", **FEW), parties, rounds=7)
+    after = simulate(make("label_census", **FEW), parties, rounds=7)
     agent = next(a for a in parties.agents if a.held_unlabelled is not None)
     agent.memory = {"cluster": torch.arange(len(agent.unlabelled)) % 2}
     assert isinstance(after.algorithm, LabelCensus)
@@ -487,22 +490,24 @@ def test_more_clusters_than_rows_of_an_agent_and_very_few_give_finite_weights(
     clusters: int,
 ) -> None:
     parties = federated_data(labelled=20, unlabelled=20)
-    after = play(make("label_census", **(FEW | {"clusters": clusters})), parties)
+    after = simulate(make("label_census", **(FEW | {"clusters": clusters})), parties)
     assert finite(after.state)
     assert int(after.state.histogram.sum()) == 20
 
 
 def test_a_run_in_which_all_are_silent_from_the_first_round_to_the_last_learns_nothing() -> None:
-    after = play(make("label_census", **FEW), federated_data(labelled=40), engine=Mute)
+    after = simulate(
+        make("label_census", **FEW), federated_data(labelled=40), engine=DecliningEngine
+    )
     assert after.state.answers == 0
     assert same_bits({"e": after.begun.encoder}, {"e": after.state.encoder})
     assert finite(after.state)
 
 
 def test_mixed_agents_answer_with_labelled_rows_and_train_on_the_others() -> None:
-    after = play(make("label_census", **FEW), at_clients(labelled=20), engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    steps = [call.step.__name__ for call, _ in after.engine.heard]
+    after = simulate(make("label_census", **FEW), at_clients(labelled=20), engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    steps = [call.step.__name__ for call, _ in after.engine.recorded]
     assert steps.count("answer") == 2
     assert int(after.state.histogram.sum()) == 20
 
@@ -520,7 +525,7 @@ def test_the_cluster_of_a_labelled_row_is_found_from_that_row_alone(
         return given(self, x, msg, ctx)
 
     monkeypatch.setattr(LabelCensus, "cluster_of", watched)
-    play(make("label_census", **FEW), parties)
+    simulate(make("label_census", **FEW), parties)
     # Twice each: what stands in for the method is not of privssl.
     assert [size for who, size in seen if who == "s"] == [1] * 80
     assert max(size for who, size in seen if who == "q") > 1
@@ -534,9 +539,11 @@ def test_the_answers_are_saved_at_once_because_they_cannot_be_asked_for_again() 
 
 
 def test_no_pass_over_query_agents_lies_between_the_answers_and_their_checkpoint() -> None:
-    after = play(make("label_census", **FEW), federated_data(labelled=40), engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    calls = [call for call, _ in after.engine.heard]
+    after = simulate(
+        make("label_census", **FEW), federated_data(labelled=40), engine=RecordingEngine
+    )
+    assert isinstance(after.engine, RecordingEngine)
+    calls = [call for call, _ in after.engine.recorded]
     answered = [call.round for call in calls if call.step.__name__ == "answer"]
     in_that_round = [c.step.__name__ for c in calls if c.round in answered]
     assert in_that_round == ["find_clusters"] * 2 + ["answer"] * 2
@@ -606,7 +613,7 @@ def test_answers_are_kept_although_nobody_can_be_told_of_their_round(
 
 
 def test_a_picture_shows_the_released_counts_and_numbers_tell_clusters_in_doubt() -> None:
-    after = play(make("label_census", **FEW), federated_data(labelled=40))
+    after = simulate(make("label_census", **FEW), federated_data(labelled=40))
     none = torch.zeros(0)
     picture = after.algorithm.pictures(after.state, none, none)["images/census"]
     assert picture.dtype == np.uint8
@@ -661,7 +668,7 @@ MAPS = [
 @pytest.mark.parametrize("name", MAPS)
 def test_a_malicious_map_is_refused_alike_whatever_rows_there_are(name: str) -> None:
     census = make("label_census", **FEW)
-    after = play(census, federated_data(labelled=40), rounds=4)
+    after = simulate(census, federated_data(labelled=40), rounds=4)
     good = map_of(after.state)
     assert isinstance(census, LabelCensus)
     told = set()
@@ -686,7 +693,7 @@ def test_an_answer_that_is_no_table_of_this_census_is_refused(census: Tensor) ->
             return list(super().deliver(calls))
 
     with pytest.raises(MessageError, match="it must be"):
-        play(make("label_census", **FEW), federated_data(labelled=40), engine=Liar)
+        simulate(make("label_census", **FEW), federated_data(labelled=40), engine=Liar)
 
 
 @pytest.mark.parametrize("epsilon", [None, 16.0, 2.0, 0.01, 1e-5])

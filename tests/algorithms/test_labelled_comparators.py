@@ -38,15 +38,15 @@ from privssl.settings.schema import ModelSettings
 from privssl.training.local_training import network_input
 from tests.support.toy_worlds import (
     TOY,
-    Mute,
-    Overheard,
-    Played,
+    DecliningEngine,
+    RecordingEngine,
+    Simulation,
     apart,
     at_server,
     federated_data,
     make,
-    play,
     same_bits,
+    simulate,
 )
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -65,12 +65,12 @@ def agent(rows: int = 20) -> Agent:
     return Agent(id="s0", held_labelled=LabelledRows(TOY.x_train[ids], TOY.y_train[ids], ids))
 
 
-def heard(after: Played, step: str) -> list[tuple[str, Any, Any]]:
+def recorded(after: Simulation, step: str) -> list[tuple[str, Any, Any]]:
     """Agent, message and payload of each call of a step."""
-    assert isinstance(after.engine, Overheard)
+    assert isinstance(after.engine, RecordingEngine)
     return [
         (call.to.id, call.message, reply.payload)
-        for call, reply in after.engine.heard
+        for call, reply in after.engine.recorded
         if call.step.__name__ == step
     ]
 
@@ -123,7 +123,7 @@ def test_the_rate_may_fall_along_half_a_cosine() -> None:
 
 def test_static_statistics_are_those_of_all_labelled_rows() -> None:
     parties = federated_data(labelled_partition="dirichlet", labelled_alpha=0.5)
-    after = play(make("fedavg", norm="static", **PLAIN), parties, 1)
+    after = simulate(make("fedavg", norm="static", **PLAIN), parties, 1)
     network, expected, total = after.algorithm.task.new_classifier(), dict[str, Tensor](), 0
     for one in parties.agents:
         if one.role == "support":
@@ -229,10 +229,10 @@ def test_a_part_begins_with_a_matrix_and_keeps_its_norm() -> None:
 
 def test_after_the_warm_up_the_head_alone_goes_down_and_is_averaged() -> None:
     settings = PLAIN | {"warm_up": 1, "weights": "equal"}
-    after = play(make("lg_fedavg", **settings), federated_data(), 3, engine=Overheard)
+    after = simulate(make("lg_fedavg", **settings), federated_data(), 3, engine=RecordingEngine)
     head = {"head.weight", "head.bias"}
-    kept = {who: told.F for who, told, _ in heard(after, "keep_pass")}
-    visits = heard(after, "local_pass")
+    kept = {who: told.F for who, told, _ in recorded(after, "keep_pass")}
+    visits = recorded(after, "local_pass")
     assert [who for who, *_ in visits] == ["s0", "s1"] * 2
     for _, told, said in visits:
         assert isinstance(told, LGRequest) and isinstance(said, LGUpdate)
@@ -265,7 +265,7 @@ def test_an_agent_goes_on_from_its_own_representation() -> None:
 
 def test_local_parts_that_are_not_sent_leave_the_warm_ups_in_the_released_model() -> None:
     runs = [
-        play(make("lg_fedavg", warm_up=1, send_local=sent, **PLAIN), federated_data(), rounds)
+        simulate(make("lg_fedavg", warm_up=1, send_local=sent, **PLAIN), federated_data(), rounds)
         for sent, rounds in ((True, 1), (False, 2), (True, 2))
     ]
     warm, silent, told = (dict(after.state.F) for after in runs)
@@ -321,8 +321,8 @@ def test_a_hidden_linear_layer_without_a_norm_is_refused_but_at_one_level(
 
 
 def test_agents_of_a_lower_level_get_and_send_half_of_the_channels() -> None:
-    after = play(make("heterofl", **PLAIN), federated_data(), 1, engine=Overheard)
-    (first, wide, said), (second, narrow, told) = heard(after, "level_pass")
+    after = simulate(make("heterofl", **PLAIN), federated_data(), 1, engine=RecordingEngine)
+    (first, wide, said), (second, narrow, told) = recorded(after, "level_pass")
     assert (first, second) == ("s0", "s1") and (wide.level, narrow.level) == (0, 1)
     assert said.F["trunk.0.weight"].shape[0] == 4 and told.F["trunk.0.weight"].shape[0] == 2
     assert same_bits(narrow.F, cut_out(after.begun.F, narrow.F))
@@ -334,12 +334,12 @@ def test_agents_of_a_lower_level_get_and_send_half_of_the_channels() -> None:
 
 def test_one_level_without_masks_is_fedavg_of_equals() -> None:
     parties = federated_data()
-    fedavg = play(make("fedavg", norm="static", weights="equal", **PLAIN), parties).state
+    fedavg = simulate(make("fedavg", norm="static", weights="equal", **PLAIN), parties).state
     plain = make("heterofl", norm="static", levels=1, masked=False, **PLAIN)
-    assert apart(fedavg, play(plain, parties).state) < 1e-6
+    assert apart(fedavg, simulate(plain, parties).state) < 1e-6
     parties = federated_data(labelled_partition="classes_per_agent", labelled_k=5)
-    fedavg = play(make("fedavg", norm="static", weights="equal", **PLAIN), parties).state
-    masked = play(make("heterofl", norm="static", levels=1, **PLAIN), parties).state
+    fedavg = simulate(make("fedavg", norm="static", weights="equal", **PLAIN), parties).state
+    masked = simulate(make("heterofl", norm="static", levels=1, **PLAIN), parties).state
     assert apart(fedavg, masked) > 1e-4  # the control
 
 
@@ -352,7 +352,7 @@ def test_a_reply_of_another_shape_than_asked_for_is_refused(
 
     monkeypatch.setattr(heterofl, "run_sgd", lambda *_: ModelUpdate(dict(wide)))
     with pytest.raises(MessageError, match="s1 sent F in other shapes than it got"):
-        play(algorithm, federated_data(), 1)
+        simulate(algorithm, federated_data(), 1)
 
 
 # FedRGD -------------------------------------------------------------------------------------
@@ -367,8 +367,8 @@ def test_a_group_is_the_mean_of_the_server_and_its_users() -> None:
 @pytest.mark.parametrize("start", ["group", "average"])
 def test_users_go_on_from_their_group_and_the_server_from_the_mean_over_groups(start: str) -> None:
     algorithm = make("fedrgd", threshold=0.0, strong="none", start_from=start, **PLAIN)
-    after = play(algorithm, at_server(query=3), 2, engine=Overheard)
-    servers, users = heard(after, "support_pass"), heard(after, "query_pass")
+    after = simulate(algorithm, at_server(query=3), 2, engine=RecordingEngine)
+    servers, users = recorded(after, "support_pass"), recorded(after, "query_pass")
     assert [who for who, *_ in users] == ["q0", "q1", "q2"] * 2  # groups 0, 1, 0
     sent = [said.F for *_, said in users[:3]]
     groups = {
@@ -386,9 +386,9 @@ def test_users_go_on_from_their_group_and_the_server_from_the_mean_over_groups(s
 
 def test_one_group_is_the_average_of_server_and_users_and_silence_changes_nothing() -> None:
     algorithm = make("fedrgd", threshold=0.0, strong="none", groups=1, **PLAIN)
-    after = play(algorithm, at_server(), 1, engine=Overheard)
-    sent = [said.F for step in ("support_pass", "query_pass") for *_, said in heard(after, step)]
+    after = simulate(algorithm, at_server(), 1, engine=RecordingEngine)
+    sent = [said.F for step in ("support_pass", "query_pass") for *_, said in recorded(after, step)]
     assert len(sent) == 3
     assert_close(dict(after.state.F), mean_of(*sent))
     assert isinstance(algorithm, FedRGD)
-    assert same_bits(after.begun, play(algorithm, at_server(), 2, engine=Mute).state)
+    assert same_bits(after.begun, simulate(algorithm, at_server(), 2, engine=DecliningEngine).state)

@@ -12,7 +12,14 @@ from privssl.data import FederatedDataset
 from privssl.errors import ConfigError, UserError
 from privssl.experiment.config import load_config
 from privssl.experiment.prepare import prepare
-from tests.support.toy_worlds import Overheard, at_server, federated_data, make, play, same_bits
+from tests.support.toy_worlds import (
+    RecordingEngine,
+    at_server,
+    federated_data,
+    make,
+    same_bits,
+    simulate,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 #: No chance beyond the initial weights: rows as they are, in one batch.
@@ -43,9 +50,9 @@ def test_the_server_holds_its_number_of_rows_of_all_classes_and_agents_the_other
 @pytest.mark.parametrize(("name", "mu"), [("fedavg", 0.0), ("fedprox", 0.01)])
 def test_the_server_trains_first_and_agents_go_on_from_its_weights(name: str, mu: float) -> None:
     parties = at_both()
-    after = play(make(name, **PLAIN), parties, 1, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    (first, server), *others = after.engine.heard
+    after = simulate(make(name, **PLAIN), parties, 1, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    (first, server), *others = after.engine.recorded
     assert (first.to.id, first.message.proximal) == ("server", 0.0)
     assert same_bits(first.message.F, after.begun.F)
     mean = WeightedMean("F")
@@ -61,22 +68,24 @@ def test_the_server_trains_first_and_agents_go_on_from_its_weights(name: str, mu
     for agent in alone.agents:
         if agent.id == "server":
             agent.held_labelled = rows
-    expected = play(make("server_sl", **PLAIN), alone, 1).classifier
+    expected = simulate(make("server_sl", **PLAIN), alone, 1).classifier
     assert_close(server.payload.F, expected)  # rows come in another order
     # The control: where agents alone have labels they start from the initial weights.
-    plain = play(make(name, **PLAIN), federated_data(query=0, unlabelled=None), 1, engine=Overheard)
-    assert isinstance(plain.engine, Overheard)
-    assert same_bits(plain.engine.heard[0][0].message.F, plain.begun.F)
+    plain = simulate(
+        make(name, **PLAIN), federated_data(query=0, unlabelled=None), 1, engine=RecordingEngine
+    )
+    assert isinstance(plain.engine, RecordingEngine)
+    assert same_bits(plain.engine.recorded[0][0].message.F, plain.begun.F)
 
 
 def test_agents_are_drawn_beside_the_server_and_see_slices_which_it_does_not() -> None:
     algorithm = make("fedavg", **PLAIN, agents_per_round=1, stream_slices=3)
-    after = play(algorithm, at_both(), 3, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    asked = [(call.to.id, call.step.__name__) for call, _ in after.engine.heard]
+    after = simulate(algorithm, at_both(), 3, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    asked = [(call.to.id, call.step.__name__) for call, _ in after.engine.recorded]
     assert asked[::2] == [("server", "server_pass")] * 3
     assert {agent for agent, _ in asked[1::2]} <= {"s0", "s1"} and len(asked) == 6
-    weights = [reply.weight for call, reply in after.engine.heard if call.to.id != "server"]
+    weights = [reply.weight for call, reply in after.engine.recorded if call.to.id != "server"]
     assert weights == [5.0] * 3  # a third of 15 rows
 
 

@@ -14,8 +14,15 @@ from privssl.experiment.config import config_hash, load_config
 from privssl.experiment.prepare import prepare
 from privssl.training import local_training
 from privssl.training.evaluation import MOST_AGENTS, Evaluator
-from tests.support.fedmatch import Ear, context
-from tests.support.toy_worlds import Overheard, at_clients, federated_data, make, play, same_bits
+from tests.support.fedmatch import RecordingMeter, context
+from tests.support.toy_worlds import (
+    RecordingEngine,
+    at_clients,
+    federated_data,
+    make,
+    same_bits,
+    simulate,
+)
 
 PLAIN: dict[str, Any] = {"local_epochs": 1, "aggregation": "none"}
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -24,11 +31,11 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fixmatch", "uda"])
 def test_an_agent_alone_goes_on_from_its_own_network(name: str) -> None:
     parties = federated_data(labelled=20) if name in ("fedavg", "fedprox") else at_clients()
-    after = play(make(name, **PLAIN), parties, 2, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    half = len(after.engine.heard) // 2
-    before = {call.to.id: reply.payload.F for call, reply in after.engine.heard[:half]}
-    for call, reply in after.engine.heard[half:]:
+    after = simulate(make(name, **PLAIN), parties, 2, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    half = len(after.engine.recorded) // 2
+    before = {call.to.id: reply.payload.F for call, reply in after.engine.recorded[:half]}
+    for call, reply in after.engine.recorded[half:]:
         assert same_bits(call.message.F, before[call.to.id])
         assert call.message.proximal == 0.0  # there is nothing to pull to
         assert same_bits(after.algorithm.own_classifiers(after.state)[call.to.id], reply.payload.F)
@@ -38,13 +45,13 @@ def test_an_agent_alone_goes_on_from_its_own_network(name: str) -> None:
         after.classifier, next(iter(after.algorithm.own_classifiers(after.state).values()))
     )
     # The control: with the mean all go on from one network, and nobody has an own.
-    mean = play(make(name, local_epochs=1), parties, 2, engine=Overheard)
-    assert isinstance(mean.engine, Overheard)
-    sent = [call.message.F for call, _ in mean.engine.heard[half:]]
+    mean = simulate(make(name, local_epochs=1), parties, 2, engine=RecordingEngine)
+    assert isinstance(mean.engine, RecordingEngine)
+    sent = [call.message.F for call, _ in mean.engine.recorded[half:]]
     assert same_bits(*sent) and not mean.algorithm.own_classifiers(mean.state)
-    counted = [reply.weight != 1.0 for _, reply in mean.engine.heard]
+    counted = [reply.weight != 1.0 for _, reply in mean.engine.recorded]
     assert all(counted) == (name != "fedprox")  # by rows, but for FedProx's default
-    assert all(reply.weight == 1.0 for _, reply in after.engine.heard)  # alone: no count leaves
+    assert all(reply.weight == 1.0 for _, reply in after.engine.recorded)  # alone: no count leaves
 
 
 @pytest.mark.parametrize("name", ["fixmatch", "fedavg"])
@@ -53,13 +60,13 @@ def test_a_stream_shows_every_row_once(name: str) -> None:
     seen: list[list[int]] = []
     for number in (1, 2, 3, 4):
         agent = parties.agents[0]
-        ear, ctx = Ear(), context(number)
-        ctx.meter = ear
+        meter, ctx = RecordingMeter(), context(number)
+        ctx.meter = meter
         algorithm = make(name, local_epochs=1, rounds=4, stream_slices=2)
         F = {n: w.clone() for n, w in algorithm.task.new_classifier().state_dict().items()}
         if name == "fixmatch":
             cast(Any, algorithm).mixed_pass(agent, ProximalRequest(F), ctx)
-            seen.append(sorted(ear.ids))
+            seen.append(sorted(meter.ids))
         else:
             cast(Any, algorithm).labelled_pass(agent, ProximalRequest(F), ctx)
             seen.append([round(ctx.weight)])

@@ -41,9 +41,9 @@ from privssl.training.local_training import network_input, weights_of
 from tests.support.algorithm_contract import relabelled
 from tests.support.toy_worlds import (
     TOY,
-    Backwards,
-    Overheard,
-    Played,
+    RecordingEngine,
+    ReverseOrderEngine,
+    Simulation,
     apart,
     at_clients,
     at_server,
@@ -51,8 +51,8 @@ from tests.support.toy_worlds import (
     finite,
     held_as_in,
     make,
-    play,
     same_bits,
+    simulate,
     through_disk,
 )
 
@@ -103,10 +103,10 @@ def support_agent(rows: int = 20) -> Agent:
     return Agent(id="s0", held_labelled=LabelledRows(TOY.x_train[ids], TOY.y_train[ids], ids))
 
 
-def heard(after: Played) -> list[tuple[str, str, Any, Reply[Any]]]:
+def recorded(after: Simulation) -> list[tuple[str, str, Any, Reply[Any]]]:
     """All that crossed the border: agent, step, message down, reply up."""
-    assert isinstance(after.engine, Overheard)
-    return [(c.to.id, c.step.__name__, c.message, reply) for c, reply in after.engine.heard]
+    assert isinstance(after.engine, RecordingEngine)
+    return [(c.to.id, c.step.__name__, c.message, reply) for c, reply in after.engine.recorded]
 
 
 # Small maths --------------------------------------------------------------------------------
@@ -180,14 +180,14 @@ def test_strong_views_are_those_of_the_table_and_rand_augment_starts_from_a_weak
 
 
 def test_an_untrained_model_is_sure_of_nothing_so_that_the_server_alone_trains() -> None:
-    after = play(new(threshold=0.95), at_server(), 1, engine=Overheard)
-    steps = [(agent, step, reply.declined) for agent, step, _, reply in heard(after)]
+    after = simulate(new(threshold=0.95), at_server(), 1, engine=RecordingEngine)
+    steps = [(agent, step, reply.declined) for agent, step, _, reply in recorded(after)]
     assert steps == [
         ("q0", "query_pass", True), ("q1", "query_pass", True), ("server", "support_pass", False)
     ]  # fmt: skip
     assert after.state.active == 0
     assert same_bits(after.begun.velocity, after.state.velocity)
-    *_, (_, _, request, reply) = heard(after)
+    *_, (_, _, request, reply) = recorded(after)
     assert same_bits(request.F, after.begun.F)  # nobody active: W and v stay as they are
     assert same_bits(reply.payload.F, after.state.F)
 
@@ -201,8 +201,8 @@ def unequal(**how: Any) -> Any:
 
 
 def test_agents_count_the_same_and_the_server_steps_with_momentum_then_fine_tunes() -> None:
-    after = play(new(), unequal(), 2, engine=Overheard)
-    one, two = heard(after)[:3], heard(after)[3:]
+    after = simulate(new(), unequal(), 2, engine=RecordingEngine)
+    one, two = recorded(after)[:3], recorded(after)[3:]
     assert [agent for agent, *_ in one] == ["q0", "q1", "server"]
 
     def pull(told: Any) -> dict[str, Tensor]:
@@ -225,8 +225,8 @@ def test_agents_count_the_same_and_the_server_steps_with_momentum_then_fine_tune
 
 
 def test_without_fine_tuning_the_server_trains_beside_the_agents_and_counts_one_half() -> None:
-    after = play(new(fine_tune=False), unequal(), 1, engine=Overheard)
-    by_agent = {agent: (request, reply.payload) for agent, _, request, reply in heard(after)}
+    after = simulate(new(fine_tune=False), unequal(), 1, engine=RecordingEngine)
+    by_agent = {agent: (request, reply.payload) for agent, _, request, reply in recorded(after)}
     assert all(same_bits(request.F, after.begun.F) for request, _ in by_agent.values())
     sent = {agent: said.F for agent, (_, said) in by_agent.items()}
     expected = {
@@ -234,7 +234,7 @@ def test_without_fine_tuning_the_server_trains_beside_the_agents_and_counts_one_
     }
     assert_close(dict(after.state.F), expected, atol=1e-6, rtol=0)
     # The control: fine-tuning is something else.
-    tuned = play(new(), unequal(), 1).state
+    tuned = simulate(new(), unequal(), 1).state
     assert apart(tuned.F, after.state.F) > 1e-4
 
 
@@ -242,8 +242,8 @@ def test_where_several_hold_labels_they_fine_tune_together_weighted_by_rows() ->
     parties = federated_data(labelled_partition="dirichlet", labelled_alpha=0.5)
     rows = {a.id: len(a.labelled) for a in parties.agents if a.role == "support"}
     assert rows["s0"] != rows["s1"]
-    after = play(new(), parties, 1, engine=Overheard)
-    sent = {a: reply.payload.F for a, step, _, reply in heard(after) if step == "support_pass"}
+    after = simulate(new(), parties, 1, engine=RecordingEngine)
+    sent = {a: reply.payload.F for a, step, _, reply in recorded(after) if step == "support_pass"}
     expected = {
         k: (rows["s0"] * v + rows["s1"] * sent["s1"][k]) / 20 for k, v in sent["s0"].items()
     }
@@ -252,7 +252,7 @@ def test_where_several_hold_labels_they_fine_tune_together_weighted_by_rows() ->
 
 def test_as_many_query_agents_take_part_as_asked_for_and_all_where_there_are_fewer() -> None:
     for asked, expected in ((1, 1), (10, 2), (None, 2)):
-        assert play(new(query_per_round=asked), at_server(), 1).state.active == expected
+        assert simulate(new(query_per_round=asked), at_server(), 1).state.active == expected
 
 
 # An agent's visit ---------------------------------------------------------------------------
@@ -420,21 +420,24 @@ def test_the_text_sees_a_weak_view_of_the_mix_and_the_code_a_mix_of_weak_views(
 def test_in_the_order_of_the_text_the_server_trains_before_the_agents_and_at_the_end() -> None:
     def order(**settings: Any) -> list[str]:
         return [
-            agent for agent, *_ in heard(play(new(**settings), at_server(), 2, engine=Overheard))
+            agent
+            for agent, *_ in recorded(
+                simulate(new(**settings), at_server(), 2, engine=RecordingEngine)
+            )
         ]
 
     assert order(server_first=True) == ["server", *["q0", "q1", "server"] * 2]
     assert order(profile="semifl-text") == order(server_first=True)
     assert order() == ["q0", "q1", "server"] * 2  # the control: the authors' code
-    after = play(new(server_first=True), at_server(), 1, engine=Overheard)
-    (_, _, _, first), (_, _, request, _), *_ = heard(after)
+    after = simulate(new(server_first=True), at_server(), 1, engine=RecordingEngine)
+    (_, _, _, first), (_, _, request, _), *_ = recorded(after)
     assert same_bits(first.payload.F, request.F)  # agents start from what the server trained
 
 
 def test_the_server_alone_learns_from_its_labels_and_asks_nobody() -> None:
-    after = play(new("static", query_per_round=0), at_server(), 2, engine=Overheard)
-    assert {step for _, step, *_ in heard(after)} == {"support_pass", "support_statistics"}
-    assert {agent for agent, *_ in heard(after)} == {"server"}
+    after = simulate(new("static", query_per_round=0), at_server(), 2, engine=RecordingEngine)
+    assert {step for _, step, *_ in recorded(after)} == {"support_pass", "support_statistics"}
+    assert {agent for agent, *_ in recorded(after)} == {"server"}
     assert not same_bits(after.begun.F, after.state.F)
     # the control: a threshold of 1 is no such switch
     sure = new(threshold=1.0, query_per_round=1)
@@ -591,7 +594,7 @@ def test_statistics_are_those_of_one_pass_over_the_batches_of_all_or_of_the_serv
             mean = {key: mean.get(key, 0) + len(x) / total * value for key, value in own.items()}
         return mean
 
-    after = play(new("static", statistics=whose), parties, 1)
+    after = simulate(new("static", statistics=whose), parties, 1)
     for state in (after.begun, after.state):  # (2) after training; (1) for the first labels
         right, wrong = reference(state.F, held), reference(state.F, ["server"])
         if whose == "labelled":
@@ -634,21 +637,23 @@ def test_rows_are_shuffled_for_statistics_in_the_same_order_in_every_round() -> 
 
 
 def test_no_statistics_are_asked_for_where_the_norm_has_none() -> None:
-    after = play(new("group"), at_server(), 1, engine=Overheard)
-    assert {step for _, step, *_ in heard(after)} == {"query_pass", "support_pass"}
-    after = play(new("static"), at_server(), 1, engine=Overheard)
-    assert {step for _, step, *_ in heard(after)} == {
+    after = simulate(new("group"), at_server(), 1, engine=RecordingEngine)
+    assert {step for _, step, *_ in recorded(after)} == {"query_pass", "support_pass"}
+    after = simulate(new("static"), at_server(), 1, engine=RecordingEngine)
+    assert {step for _, step, *_ in recorded(after)} == {
         "query_pass", "support_pass", "query_statistics", "support_statistics"
     }  # fmt: skip
-    statistics = play(new("static", statistics="labelled"), at_server(), 1, engine=Overheard)
-    assert "query_statistics" not in {step for _, step, *_ in heard(statistics)}
+    statistics = simulate(
+        new("static", statistics="labelled"), at_server(), 1, engine=RecordingEngine
+    )
+    assert "query_statistics" not in {step for _, step, *_ in recorded(statistics)}
 
 
 def test_trained_parameters_and_statistics_travel_apart_and_nothing_else_does() -> None:
     algorithm = new("static")
     network = algorithm.task.new_classifier()
-    after = play(algorithm, at_server(), 1, engine=Overheard)
-    for _, step, message, reply in heard(after):
+    after = simulate(algorithm, at_server(), 1, engine=RecordingEngine)
+    for _, step, message, reply in recorded(after):
         assert isinstance(message, TrainRequest) and vars(message).keys() == {"F"}
         if step.endswith("statistics"):
             assert isinstance(reply.payload, Statistics)
@@ -680,27 +685,27 @@ def test_one_seed_is_one_result_in_any_order_through_bytes_and_over_a_checkpoint
     variant: str,
 ) -> None:
     parties = at_server(unlabelled=30)
-    once = play(varied(variant), parties, 2)
-    wired = play(varied(variant), parties, 2, check_wire=True)
+    once = simulate(varied(variant), parties, 2)
+    wired = simulate(varied(variant), parties, 2, check_wire=True)
     assert same_bits(once.state, wired.state)
-    backwards = play(varied(variant), parties, 2, engine=Backwards)
+    backwards = simulate(varied(variant), parties, 2, engine=ReverseOrderEngine)
     assert apart(once.state, backwards.state) <= 1e-6
-    saved = through_disk(play(varied(variant), parties, 1), 1)
-    resumed = play(varied(variant), parties, 2, resume=saved)
+    saved = through_disk(simulate(varied(variant), parties, 1), 1)
+    resumed = simulate(varied(variant), parties, 2, resume=saved)
     assert same_bits(once.state, resumed.state)
-    assert not same_bits(once.state, play(varied(variant), parties, 2, seed=1).state)
+    assert not same_bits(once.state, simulate(varied(variant), parties, 2, seed=1).state)
 
 
 @every_variant
 def test_hidden_labels_change_no_bit(variant: str, tmp_path: Path) -> None:
     parties = at_server()
-    reference = play(varied(variant), parties, 1).state
+    reference = simulate(varied(variant), parties, 1).state
     hidden = at_server(**held_as_in(parties, relabelled(parties, labelled=False), tmp_path))
     assert not torch.equal(hidden.true_labels, parties.true_labels)
-    assert same_bits(reference, play(varied(variant), hidden, 1).state)
+    assert same_bits(reference, simulate(varied(variant), hidden, 1).state)
     # The control.
     given_ = at_server(**held_as_in(parties, relabelled(parties, labelled=True), tmp_path))
-    assert not same_bits(reference, play(varied(variant), given_, 1).state)
+    assert not same_bits(reference, simulate(varied(variant), given_, 1).state)
 
 
 def test_dropout_draws_from_the_visit_and_not_from_the_global_generator() -> None:
@@ -733,7 +738,7 @@ PARTIES: dict[str, Any] = {
 @pytest.mark.parametrize("parties", PARTIES)
 @pytest.mark.parametrize("variant", ["2021", "parallel", "static"])
 def test_unusual_parties_give_finite_weights(parties: str, variant: str) -> None:
-    after = play(varied(variant), PARTIES[parties](), 2)
+    after = simulate(varied(variant), PARTIES[parties](), 2)
     assert finite(after.state)
     assert not same_bits(after.begun.F, after.state.F)
 
@@ -743,7 +748,7 @@ def test_a_toy_run_learns_and_its_agents_become_sure() -> None:
         "rounds": 8, "threshold": 0.6, "learning_rate": 0.1, "batch_size": 10, "weak": "weak",
         "server_batch_size": 5, "server_epochs": 5.0, "strong": "mid",
     }  # fmt: skip
-    after = play(new(**settings), at_server(labelled=20, unlabelled=100), 8)
+    after = simulate(new(**settings), at_server(labelled=20, unlabelled=100), 8)
     network = after.algorithm.task.new_classifier()
     before, reached = (
         score(network, state.F, TOY.x_test, TOY.y_test, device=torch.device("cpu")).accuracy

@@ -6,7 +6,7 @@ import pytest
 
 from privssl.algorithms import ALGORITHMS
 from privssl.core.messages import Message
-from tests.support.toy_worlds import Overheard, at_server, federated_data, make, play
+from tests.support.toy_worlds import RecordingEngine, at_server, federated_data, make, simulate
 
 MEAN = {"aggregation": "mean"}
 
@@ -48,9 +48,9 @@ def test_what_would_change_nothing_is_refused_and_accepted_where_it_does_somethi
 def test_without_a_weight_no_agent_is_sent_helpers() -> None:
     for weight, helped in ((0.0, False), (0.01, True)):
         method = make("fedmatch_mixup", warm_up=0, divergence_weight=weight)
-        after = play(method, federated_data(), 2, engine=Overheard)
-        assert isinstance(after.engine, Overheard)
-        sent = [call.message.helpers for call, _ in after.engine.heard]
+        after = simulate(method, federated_data(), 2, engine=RecordingEngine)
+        assert isinstance(after.engine, RecordingEngine)
+        sent = [call.message.helpers for call, _ in after.engine.recorded]
         assert any(helpers is not None for helpers in sent) == helped
 
 
@@ -61,15 +61,15 @@ def tensors(message: Message) -> int:
 @pytest.mark.parametrize(("decay", "networks"), [(0.0, 1), (0.9, 2)])
 def test_a_teacher_that_is_the_network_does_not_travel(decay: float, networks: int) -> None:
     method = make("pi_model", local_epochs=1, steps_of="labelled", teacher_decay=decay)
-    after = play(method, at_server(), 2, engine=Overheard)
-    assert isinstance(after.engine, Overheard)
-    for call, reply in after.engine.heard:
+    after = simulate(method, at_server(), 2, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
+    for call, reply in after.engine.recorded:
         assert tensors(call.message) == tensors(reply.payload) == networks * len(after.state.F)
 
 
 def test_users_and_servers_of_fedrgd_send_no_count_of_rows() -> None:
     for name, counted in (("fedrgd", False), ("fixmatch", True)):
         method = make(name, threshold=0.0, local_epochs=1)
-        after = play(method, federated_data(), 1, engine=Overheard)
-        assert isinstance(after.engine, Overheard)
-        assert all((reply.weight != 1.0) == counted for _, reply in after.engine.heard)
+        after = simulate(method, federated_data(), 1, engine=RecordingEngine)
+        assert isinstance(after.engine, RecordingEngine)
+        assert all((reply.weight != 1.0) == counted for _, reply in after.engine.recorded)

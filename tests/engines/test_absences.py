@@ -19,7 +19,14 @@ from privssl.remote.discovery import RemoteTimeouts, SiteError
 from privssl.remote.protocol import EndOfRun, IdentifyRequest, StepRequest, StepResponse
 from tests.support import transports
 from tests.support.algorithm_contract import CASES, algorithm
-from tests.support.toy_worlds import Played, at_clients, at_server, federated_data, finite, play
+from tests.support.toy_worlds import (
+    Simulation,
+    at_clients,
+    at_server,
+    federated_data,
+    finite,
+    simulate,
+)
 
 #: One of two is away: enough, or not.
 LENIENT = RemoteTimeouts(
@@ -84,7 +91,7 @@ def test_every_step_has_one_rule_for_a_missing_reply(case: str, private: bool) -
 # Held -------------------------------------------------------------------------------------------
 
 
-def walked(case: str, step: str, folder: Path, terms: RemoteTimeouts) -> tuple[Played, int]:
+def walked(case: str, step: str, folder: Path, terms: RemoteTimeouts) -> tuple[Simulation, int]:
     """A few rounds in which the agent that is asked first for a step has no reply to it, ever.
 
     Also how often it was asked.
@@ -109,7 +116,7 @@ def walked(case: str, step: str, folder: Path, terms: RemoteTimeouts) -> tuple[P
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
         return transports.engine(agents, there, seed, folder, transport=Bent, terms=terms)
 
-    return play(there, parties, engine=engine), len(away)
+    return simulate(there, parties, engine=engine), len(away)
 
 
 @pytest.mark.slow
@@ -149,7 +156,7 @@ def test_a_mean_of_nobody_is_not_made(tmp_path: Path) -> None:
         return transports.engine(agents, there, seed, tmp_path, transport=Away, terms=low)
 
     with pytest.raises(SiteError, match="Nobody else replied either"):
-        play(there, parties, engine=engine)
+        simulate(there, parties, engine=engine)
 
 
 def test_a_labelled_server_is_always_there(tmp_path: Path) -> None:
@@ -158,7 +165,7 @@ def test_a_labelled_server_is_always_there(tmp_path: Path) -> None:
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
         return transports.engine(agents, there, seed, tmp_path, terms=STRICT)
 
-    assert finite(play(there, at_server(), engine=engine).classifier)
+    assert finite(simulate(there, at_server(), engine=engine).classifier)
 
 
 # Refused ----------------------------------------------------------------------------------------

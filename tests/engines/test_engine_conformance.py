@@ -36,7 +36,7 @@ from tests.support.engine_conformance import (
     ask,
     made,
 )
-from tests.support.toy_worlds import Played, at_server, federated_data, play, same_bits
+from tests.support.toy_worlds import Simulation, at_server, federated_data, same_bits, simulate
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
@@ -80,7 +80,7 @@ def test_there_is_one_reply_to_each_call_in_the_order_of_the_calls(name: str, wh
         assert list(there.deliver([])) == []
 
 
-class Backwards(LocalEngine):
+class ReverseOrderEngine(LocalEngine):
     """Breaks the promise: replies come in another order."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
@@ -88,7 +88,7 @@ class Backwards(LocalEngine):
 
 
 def test_an_engine_that_mixes_up_replies_would_be_noticed() -> None:
-    replies = ask(Backwards(agents(), seed=3, device=CPU), STEPS.draw)
+    replies = ask(ReverseOrderEngine(agents(), seed=3, device=CPU), STEPS.draw)
     assert [reply.sender.id for reply in replies] != ["q0", "q1", "q2"]
 
 
@@ -135,9 +135,9 @@ def test_randomness_follows_from_seed_round_agent_step_and_visit(name: str) -> N
 
 
 @functools.cache
-def alone(case: str) -> Played:
+def alone(case: str) -> Simulation:
     """Rounds of an algorithm in one process."""
-    return play(algorithm(case), federated_data(dataset=rows_of(case)))
+    return simulate(algorithm(case), federated_data(dataset=rows_of(case)))
 
 
 def among(name: str, case: str, parties: Any = None) -> tuple[Any, Mapping[str, Any]]:
@@ -147,7 +147,7 @@ def among(name: str, case: str, parties: Any = None) -> tuple[Any, Mapping[str, 
         how: Any = lambda a, *, seed, device, check_wire: ENGINES[name].make(  # noqa: E731
             a, recipe, seed, Path(folder)
         )
-        after = play(recipe, parties or federated_data(dataset=rows_of(case)), engine=how)
+        after = simulate(recipe, parties or federated_data(dataset=rows_of(case)), engine=how)
         with contextlib.closing(after.engine):
             return after.state, after.engine.memories()
 
@@ -189,7 +189,7 @@ class Forgetful(LocalEngine):
 
 
 def test_an_engine_that_loses_memories_would_be_noticed() -> None:
-    after = play(algorithm("fedssl"), federated_data(), engine=Forgetful)
+    after = simulate(algorithm("fedssl"), federated_data(), engine=Forgetful)
     assert not same_bits(alone("fedssl").state, after.state)
 
 
@@ -364,7 +364,7 @@ def test_an_engine_can_be_closed_twice_and_leaves_no_file_open(name: str) -> Non
 def test_a_labelled_server_is_an_agent_like_any_other(name: str) -> None:
     parties = at_server()
     state, _ = among(name, "fedssl", parties)
-    assert same_bits(play(algorithm("fedssl"), at_server()).state, state)
+    assert same_bits(simulate(algorithm("fedssl"), at_server()).state, state)
 
 
 # Kept for engines that hold labelled rows: a role decides what a step may read.

@@ -462,13 +462,13 @@ def test_a_run_that_waits_at_its_end_says_for_whom_and_how_to_end_the_wait(
 
 def test_messages_that_are_not_finite_are_not_sent(here: Path) -> None:
     there = engine(here)
-    heard = len(transport_of(there).heard)
+    sent = len(transport_of(there).sent)
     roster = there.roster()
     with pytest.raises(Exception, match="not finite"):
         list(
             there.deliver([Call(roster[0], STEPS.draw, Told(t=torch.full((3,), float("nan"))), 1)])
         )
-    assert len(transport_of(there).heard) == heard
+    assert len(transport_of(there).sent) == sent
 
 
 def test_closing_lets_go_of_the_post(here: Path) -> None:

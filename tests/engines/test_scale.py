@@ -37,7 +37,7 @@ from privssl.storage import spill_store, tensor_files
 from privssl.storage.spill_store import SpillStore
 from privssl.storage.tensor_files import LazyTensors, TensorSlice
 from tests.support.command_line import PLAIN, assert_refused, command
-from tests.support.toy_worlds import at_server, make, play, same_bits
+from tests.support.toy_worlds import at_server, make, same_bits, simulate
 from tests.support.transports import beside
 
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_that_could_not_be_read_again_is_refused_and_the_older_one_
     checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(2, {}, many, "d"))  # the control
 
 
-# The shelf ----------------------------------------------------------------------------------
+# The spill store -----------------------------------------------------------------------------
 
 
 def test_what_fits_stays_as_it_is_and_no_file_is_made(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_the_file_has_no_name_and_is_gone_after_kill_9(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [pid]
 
 
-# Agents that remember on a shelf ----------------------------------------------------------------
+# Agents with memories in a spill store ----------------------------------------------------------
 
 
 ROWS = UnlabelledRows(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.arange(2))
@@ -380,9 +380,9 @@ def test_agents_that_remember_on_a_disk_do_the_same_to_the_last_bit(
     known: dict[str, Any] = {}
     if name == "fedseal":
         known = {"validation_rows": 4, "bootstrap_epochs": 1}
-    one = play(make(name, **known, **options), parties)
+    one = simulate(make(name, **known, **options), parties)
     plain = {agent: dict(memory) for agent, memory in one.engine.memories().items()}
-    other = play(make(name, **known, **options), parties, engine=OnDisk)
+    other = simulate(make(name, **known, **options), parties, engine=OnDisk)
     remembered = other.engine.memories()
     assert any(remembered.values())
     assert all(isinstance(memory, LazyTensors) for memory in remembered.values() if memory)
@@ -453,7 +453,7 @@ def rows(agents: int) -> Dataset:
 def calls_of_a_round(name: str, agents: int, **options: Any) -> int:
     """Functions, of Python and of C, that a round with two agents calls, what is kept included."""
     parties = at_server(query=agents, dataset=rows(agents), unlabelled=10 * agents)
-    played = play(make(name, query_per_round=2, **options), parties, 1)
+    played = simulate(make(name, query_per_round=2, **options), parties, 1)
     there, seen = SpillStore(), [0]
 
     def called(frame: Any, event: str, argument: Any) -> None:

@@ -75,7 +75,7 @@ def played(made: Prepared, folder: Path, at_once: int) -> list[Answers]:
         engine = engine_of(made, at_once)
         deliver = engine.deliver
 
-        def overheard(calls: Sequence[Call]) -> list[Reply[Any]]:
+        def recording(calls: Sequence[Call]) -> list[Reply[Any]]:
             mixed = {a.id: a.account for a in agents.values() if a.account is not None}
             before = {name: account.visits() for name, account in mixed.items()}
             replies = list(deliver(calls))
@@ -85,7 +85,7 @@ def played(made: Prepared, folder: Path, at_once: int) -> list[Answers]:
                 free.append(([call for call, _ in pairs], [reply for _, reply in pairs]))
             return replies
 
-        engine.deliver = overheard  # type: ignore[method-assign]
+        engine.deliver = recording  # type: ignore[method-assign]
         federation = Federation(engine, 0)
         state = made.algorithm.start(federation)
         for now in planned_rounds(made.algorithm.phases()):

@@ -103,12 +103,12 @@ def asked(prepared: Prepared, folder: Path, at_once: int, rounds: int = 2) -> li
         engine = engine_of(prepared, at_once)
         deliver = engine.deliver
 
-        def overheard(calls: Sequence[Call]) -> list[Reply[Any]]:
+        def recording(calls: Sequence[Call]) -> list[Reply[Any]]:
             replies = list(deliver(calls))
             found.extend(replies)
             return replies
 
-        engine.deliver = overheard  # type: ignore[method-assign]
+        engine.deliver = recording  # type: ignore[method-assign]
         federation = Federation(engine, 0)
         state = prepared.algorithm.start(federation)
         for number in range(1, rounds + 1):

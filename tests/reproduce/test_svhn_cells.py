@@ -10,7 +10,7 @@ from privssl.experiment.config import load_config
 from privssl.experiment.prepare import prepare
 from privssl.reproduce.tables import Cell
 from tests.support.table_clone import shipped_tables
-from tests.support.toy_worlds import finite, play, same_bits
+from tests.support.toy_worlds import finite, same_bits, simulate
 
 ROOT = Path(__file__).parents[2]
 TABLES = [
@@ -99,6 +99,6 @@ def test_a_cell_runs_where_the_files_are(
     overrides = [f"{key}={value}" for key, value in (given | small).items()]
     prepared = prepare(load_config(one.config, [*overrides, f"run.output={tmp_path / 'run'}"]))
     assert prepared.federated_data.dataset.shape == (3, 32, 32)
-    after = play(prepared.algorithm, prepared.federated_data, 2)
+    after = simulate(prepared.algorithm, prepared.federated_data, 2)
     assert finite(after.state)
     assert not same_bits(after.begun, after.state)

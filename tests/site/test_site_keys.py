@@ -136,7 +136,7 @@ def test_a_site_that_takes_the_name_of_one_that_is_away_is_refused_by_its_key(
 def test_an_impostor_neither_stops_a_run_nor_is_visited() -> None:
     there, transport = meet({"x": says("q0"), "y": says("q0"), "z": says("q0")}, "q0")
     assert there._sites.address == {"q0": "x"}
-    assert "z" not in [address for address, _ in transport.heard], (
+    assert "z" not in [address for address, _ in transport.sent], (
         "a key of nobody is not even asked"
     )
     with pytest.raises(SiteError, match="Two sites call themselves q0"):  # the control

@@ -13,7 +13,14 @@ from privssl.algorithms.fedmatch.settings import FedMatchConfig
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.messages import Message
 from privssl.core.task import Context, Task
-from tests.support.toy_worlds import Overheard, Played, at_clients, at_server, federated_data, make
+from tests.support.toy_worlds import (
+    RecordingEngine,
+    Simulation,
+    at_clients,
+    at_server,
+    federated_data,
+    make,
+)
 
 Floats = NDArray[np.float64]
 PLACES = {"support": federated_data, "labels-at-server": at_server, "labels-at-client": at_clients}
@@ -58,7 +65,7 @@ def party(kind: str, levels: NDArray[Any] = LEVELS) -> Agent:
     return Agent(id="a0", held_labelled=with_labels, held_unlabelled=without)
 
 
-class Ear:
+class RecordingMeter:
     """A meter that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -72,7 +79,7 @@ class Ear:
         self.kept += kept.tolist()
 
 
-def context(round_number: int = 1, meter: Ear | None = None) -> Context:
+def context(round_number: int = 1, meter: RecordingMeter | None = None) -> Context:
     return Context(
         seed=0, round=round_number, agent="a0", visit_key="v", session_id="x",
         device=torch.device("cpu"), meter=meter,
@@ -128,11 +135,11 @@ def row(*values: float) -> dict[str, Tensor]:
     return {"w": torch.tensor(values)}
 
 
-def heard(after: Played, round_number: int, step: str) -> dict[str, FedMatchRequest]:
-    assert isinstance(after.engine, Overheard)
+def recorded(after: Simulation, round_number: int, step: str) -> dict[str, FedMatchRequest]:
+    assert isinstance(after.engine, RecordingEngine)
     found: dict[str, Message] = {
         call.to.id: call.message
-        for call, _ in after.engine.heard
+        for call, _ in after.engine.recorded
         if call.round == round_number and call.step.__name__ == step
     }
     return {
@@ -140,6 +147,8 @@ def heard(after: Played, round_number: int, step: str) -> dict[str, FedMatchRequ
     }
 
 
-def psi_uploads(after: Played) -> dict[str, Any]:
-    assert isinstance(after.engine, Overheard)
-    return {c.to.id: r.payload for c, r in after.engine.heard if c.step.__name__ != "learn_sigma"}
+def psi_uploads(after: Simulation) -> dict[str, Any]:
+    assert isinstance(after.engine, RecordingEngine)
+    return {
+        c.to.id: r.payload for c, r in after.engine.recorded if c.step.__name__ != "learn_sigma"
+    }

@@ -27,7 +27,7 @@ from privssl.experiment import prepare
 from privssl.training import local_training
 from tests.support.algorithm_contract import CASES, algorithm, rows_of
 from tests.support.costs import SMALL, costs_set_to
-from tests.support.toy_worlds import federated_data, play, same_bits
+from tests.support.toy_worlds import federated_data, same_bits, simulate
 
 CPU = torch.device("cpu")
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -41,7 +41,7 @@ RUNS = {
     ),
 }  # fmt: skip
 
-#: What differs most in the way in which it uses a device, for when not everything is played.
+#: What differs most in the way in which it uses a device, for when not everything is run.
 SOME: Mapping[str, Collection[str]] = {
     "alone": ("fedmatch", "label_census"),
     "together": ("fedssl, gate open", "fedmatch_mixup"),
@@ -59,7 +59,7 @@ def rounds(case: str, device: torch.device, *, together: bool, seed: int = 0) ->
             return BatchedEngine(agents, algorithm=ours, at_once=8, **how)
         return LocalEngine(agents, **how)
 
-    after = play(ours, federated_data(dataset=rows_of(case)), engine=engine, seed=seed)
+    after = simulate(ours, federated_data(dataset=rows_of(case)), engine=engine, seed=seed)
     return {"state": vars(after.state), "memories": after.engine.memories()}
 
 

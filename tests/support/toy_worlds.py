@@ -18,13 +18,13 @@ from privssl.core.engine import Call
 from privssl.core.messages import Message, Reply
 from privssl.engines.local import LocalEngine
 from privssl.privacy import noisy_optimizer, secure_noise
-from privssl.testing.engines import Backwards as Backwards
-from privssl.testing.engines import Mute as Mute
-from privssl.testing.engines import Overheard as Overheard
-from privssl.testing.engines import Unused as Unused
+from privssl.testing.engines import DecliningEngine as DecliningEngine
+from privssl.testing.engines import RecordingEngine as RecordingEngine
+from privssl.testing.engines import ReverseOrderEngine as ReverseOrderEngine
+from privssl.testing.engines import UnusedAlgorithmEngine as UnusedAlgorithmEngine
 from privssl.testing.federations import QUICK as QUICK
 from privssl.testing.federations import SHAPES as SHAPES
-from privssl.testing.federations import Played as Played
+from privssl.testing.federations import Simulation as Simulation
 from privssl.testing.federations import apart as apart
 from privssl.testing.federations import at_clients as at_clients
 from privssl.testing.federations import at_server as at_server
@@ -33,9 +33,9 @@ from privssl.testing.federations import finite as finite
 from privssl.testing.federations import flat as flat
 from privssl.testing.federations import held_as_in as held_as_in
 from privssl.testing.federations import make_algorithm
-from privssl.testing.federations import play as play
-from privssl.testing.federations import rounds_played as rounds_played
+from privssl.testing.federations import rounds_to_simulate as rounds_to_simulate
 from privssl.testing.federations import same_bits as same_bits
+from privssl.testing.federations import simulate as simulate
 from privssl.testing.federations import through_disk as through_disk
 from privssl.testing.federations import toy_rows as toy_rows
 
@@ -50,13 +50,13 @@ def make(name: str, **settings: Any) -> Algorithm[Any]:
 # Engines ------------------------------------------------------------------------------------
 
 
-class UnusedAndPlain(Unused):
+class PlainLayoutEngine(UnusedAlgorithmEngine):
     """Networks as torch lays them out."""
 
     layout = torch.contiguous_format
 
 
-class OneMemory(LocalEngine):
+class SharedMemoryEngine(LocalEngine):
     """Breaks a promise: all agents share one memory, so each sees what the one before did."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
@@ -69,7 +69,7 @@ class OneMemory(LocalEngine):
         return replies
 
 
-class OneMemoryBackwards(OneMemory):
+class SharedMemoryReverseEngine(SharedMemoryEngine):
     """As OneMemory, in the opposite order."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:

@@ -33,18 +33,18 @@ Handler = Callable[[bytes], bytes | None]
 
 
 class InProcessTransport:
-    """A transport whose addresses are functions. ``heard`` has every request that was sent."""
+    """A transport whose addresses are functions. ``sent`` has every request that was sent."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self.handlers = dict(handlers)
-        self.heard: list[tuple[str, bytes]] = []
+        self.sent: list[tuple[str, bytes]] = []
         self.closed = 0
 
     def addresses(self) -> Sequence[str]:
         return list(self.handlers)
 
     def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        self.heard += frames.items()
+        self.sent += frames.items()
         came = {address: self.deliver(address, frame) for address, frame in frames.items()}
         return {address: answer for address, answer in came.items() if answer is not None}
 

@@ -67,15 +67,15 @@ from privssl.training.evaluation import HiddenLabelMeter
 from privssl.training.losses import hard_label_loss
 from tests.support.algorithm_contract import CASES, rows_of
 from tests.support.toy_worlds import (
-    Played,
+    Simulation,
     apart,
     at_clients,
     at_server,
     federated_data,
     flat,
     make,
-    play,
     same_bits,
+    simulate,
 )
 
 CPU = torch.device("cpu")
@@ -513,7 +513,7 @@ def test_a_joint_step_sees_a_rate_that_was_changed() -> None:
 
 
 def lockstepped(algorithm: Algorithm[Any], at_once: int = 8) -> Any:
-    """A class of engines, as ``play`` wants one."""
+    """A class of engines, as ``simulate`` wants one."""
     return functools.partial(BatchedEngine, algorithm=algorithm, at_once=at_once)
 
 
@@ -535,9 +535,9 @@ PLACES: dict[str, Callable[..., Any]] = {
 
 
 @functools.cache
-def alone(case: str) -> Played:
-    """One agent after the other, where labels are at support agents: played once for all tests."""
-    return play(of_case(case), three_each())
+def alone(case: str) -> Simulation:
+    """One agent after the other, where labels are at support agents: run once for all tests."""
+    return simulate(of_case(case), three_each())
 
 
 def within_for(case: str) -> float:
@@ -550,8 +550,8 @@ def within_for(case: str) -> float:
 def assert_equal_in_lockstep(
     algorithm: Algorithm[Any], place: str, within: float = APART, **rows: Any
 ) -> None:
-    alone = play(algorithm, PLACES[place](**rows))
-    together = play(algorithm, PLACES[place](**rows), engine=lockstepped(algorithm))
+    alone = simulate(algorithm, PLACES[place](**rows))
+    together = simulate(algorithm, PLACES[place](**rows), engine=lockstepped(algorithm))
     assert apart(alone.state, together.state) < within
     mine, theirs = alone.engine.memories(), together.engine.memories()
     assert flat(mine).keys() == flat(theirs).keys()
@@ -607,8 +607,8 @@ def test_a_mistake_of_one_in_a_million_would_be_noticed(monkeypatch: pytest.Monk
         stacking, "_run_stacked", lambda passes: [out * (1 + 1e-6) for out in real(passes)]
     )
     algorithm = of_case("pseudo")
-    alone = play(algorithm, three_each())
-    together = play(algorithm, three_each(), engine=lockstepped(algorithm))
+    alone = simulate(algorithm, three_each())
+    together = simulate(algorithm, three_each(), engine=lockstepped(algorithm))
     assert 1e-10 < apart(alone.state, together.state) < APART  # in float32 it might be rounding
 
 
@@ -634,7 +634,7 @@ def test_visits_do_meet(case: str, what: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(stacking, what, counted)
     algorithm = of_case(case)
-    play(algorithm, three_each(), engine=lockstepped(algorithm))
+    simulate(algorithm, three_each(), engine=lockstepped(algorithm))
     assert sizes.count(3) > 0.9 * len(sizes)
 
 
@@ -709,7 +709,7 @@ def test_who_wants_no_derivatives_of_a_computation_gets_none() -> None:
 
 def test_an_engine_that_is_done_lets_its_copies_go() -> None:
     algorithm = of_case("pseudo")
-    engine = play(algorithm, three_each(), engine=lockstepped(algorithm)).engine
+    engine = simulate(algorithm, three_each(), engine=lockstepped(algorithm)).engine
     assert isinstance(engine, BatchedEngine)
     copies = [weakref.ref(copy._F) for copy in engine._copies]
     assert copies and all(one() is not None for one in copies)
@@ -751,14 +751,14 @@ def test_a_mistake_shows(case: str, mistake: str, monkeypatch: pytest.MonkeyPatc
     else:
         monkeypatch.setattr(batched, "JointSteps", Forgetful)
     algorithm = of_case(case)
-    wrong = play(algorithm, three_each(), engine=lockstepped(algorithm))
+    wrong = simulate(algorithm, three_each(), engine=lockstepped(algorithm))
     assert apart(alone(case).state, wrong.state) > within_for(case)
 
 
 def test_lockstep_gives_the_same_bits_twice_and_portions_the_same_results() -> None:
-    def after(at_once: int) -> Played:
+    def after(at_once: int) -> Simulation:
         algorithm = of_case("pseudo")
-        return play(algorithm, three_each(), engine=lockstepped(algorithm, at_once))
+        return simulate(algorithm, three_each(), engine=lockstepped(algorithm, at_once))
 
     whole = after(8)
     assert same_bits(whole.state, after(8).state)
@@ -767,8 +767,8 @@ def test_lockstep_gives_the_same_bits_twice_and_portions_the_same_results() -> N
 
 def test_networks_that_are_never_stacked_keep_their_bits() -> None:
     algorithm = of_case("fedssl, bfloat16")
-    alone = play(algorithm, three_each())
-    together = play(algorithm, three_each(), engine=lockstepped(algorithm))
+    alone = simulate(algorithm, three_each())
+    together = simulate(algorithm, three_each(), engine=lockstepped(algorithm))
     assert same_bits(alone.state, together.state)
 
 
@@ -779,14 +779,14 @@ def test_dropout_draws_what_it_draws_alone(monkeypatch: pytest.MonkeyPatch) -> N
     algorithm = FedAvg(
         FedAvgConfig(rounds=2, local_epochs=2, batch_size=5), Task(10, (1, 8, 8), new)
     )
-    alone = play(algorithm, three_each())
+    alone = simulate(algorithm, three_each())
     assert (
-        apart(alone.state, play(algorithm, three_each(), engine=lockstepped(algorithm)).state)
+        apart(alone.state, simulate(algorithm, three_each(), engine=lockstepped(algorithm)).state)
         < APART
     )
     # the control: a generator that visits in lockstep share
     monkeypatch.setattr(scheduler, "_set_random_states", lambda states, device: None)
-    mixed_up = play(algorithm, three_each(), engine=lockstepped(algorithm))
+    mixed_up = simulate(algorithm, three_each(), engine=lockstepped(algorithm))
     assert apart(alone.state, mixed_up.state) > APART
 
 
