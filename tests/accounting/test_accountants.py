@@ -1,7 +1,7 @@
-"""Epsilon: golden values, exact formulas, an independent library, and what is refused.
+"""Epsilon: golden values, exact formulas, an independent library, and refused arguments.
 
-Golden values were made outside this project (shared/golden/epsilon.csv: Opacus, dp-accounting
-and certified bounds). Every check of a bound has a control in which the bound is broken.
+Golden values were computed outside this project (shared/golden/epsilon.csv: Opacus, dp-accounting
+and certified bounds). Every check of a bound has a control that breaks the bound.
 """
 
 import csv
@@ -84,14 +84,14 @@ def golden() -> tuple[Row, ...]:
 
 
 def golden_sample() -> list[Row]:
-    """All rows of every seventh (sigma, q) pair: a fifth of a second for each pair."""
+    """All rows of every seventh (sigma, q) pair: each pair takes a fifth of a second."""
     pairs = sorted({(row.event.noise_multiplier, row.event.sample_rate) for row in golden()})
     kept = set(pairs[::7])
     return [r for r in golden() if (r.event.noise_multiplier, r.event.sample_rate) in kept]
 
 
 def disagreements_with_golden(rows: list[Row], noise_factor: float = 1.0) -> list[Row]:
-    """Rows on which our RDP is not what Opacus and the certified lower bound say."""
+    """Rows on which our RDP disagrees with Opacus or with the certified lower bound."""
     wrong = []
     for row in rows:
         sigma, q, steps = row.event.noise_multiplier, row.event.sample_rate, row.event.steps
@@ -99,8 +99,8 @@ def disagreements_with_golden(rows: list[Row], noise_factor: float = 1.0) -> lis
         at_integers = rdp_epsilon(events, row.delta, verify.INTEGER_ORDERS)
         at_opacus = rdp_epsilon(events, row.delta, OPACUS_ORDERS)
         ours = epsilon(events, row.delta)
-        # Above 1000 the grid's "lower" bound is not one: at q = 1, sigma = 1, T = 2000 it says
-        # 1190.63, where the exact equation solved with 60 digits gives 1189.77669841.
+        # Above 1000 the "lower" bound of the grid is wrong: at q = 1, sigma = 1, T = 2000 it is
+        # 1190.63, but the exact equation solved with 60 digits gives 1189.77669841.
         lower = row.pld_lower if row.pld_lower < 1000 else 0.0
         if (
             abs(at_integers - row.integer) > 1.1e-6
@@ -117,7 +117,7 @@ def test_rdp_agrees_with_the_golden_grid_and_stays_above_the_certified_lower_bou
     assert disagreements_with_golden(rows) == []
 
 
-def test_the_golden_grid_notices_noise_that_is_one_percent_too_small() -> None:
+def test_the_golden_grid_detects_noise_that_is_one_percent_too_small() -> None:
     rows = golden_sample()[:8]
     assert disagreements_with_golden(rows, noise_factor=0.99) == rows
 
@@ -128,9 +128,9 @@ def test_rdp_agrees_with_all_640_rows_of_the_golden_grid() -> None:
     assert disagreements_with_golden(list(golden())) == []
 
 
-def test_a_central_limit_accountant_would_break_the_certified_lower_bound() -> None:
-    # Control for the row above, and why Gaussian DP is not offered: q 8/34, sigma 2, T 20 has
-    # certified lower bound 2.6252, golden grid.
+def test_a_central_limit_accountant_would_fall_below_the_certified_lower_bound() -> None:
+    # The control, and the reason why Gaussian DP is not offered: q 8/34, sigma 2, T 20 has the
+    # certified lower bound 2.6252 in the golden grid.
     row = next(
         r
         for r in golden()
@@ -201,7 +201,7 @@ def test_no_accountant_is_below_the_exact_epsilon_of_one_sampled_step(
     assert exact <= prv <= exact + 0.02
 
 
-def test_the_numeric_headline_is_within_its_error_of_the_upper_bound_on_the_grid() -> None:
+def test_the_prv_headline_is_within_its_error_of_the_upper_bound_on_the_grid() -> None:
     rows = [r for r in golden_sample() if 0.5 < r.opacus < 12][::8]
     assert rows
     for row in rows:
@@ -210,13 +210,13 @@ def test_the_numeric_headline_is_within_its_error_of_the_upper_bound_on_the_grid
         assert row.pld_lower <= prv <= row.pld_upper + 0.02
 
 
-def test_the_numeric_headline_is_left_out_where_it_would_fill_the_memory(
+def test_the_prv_headline_is_omitted_where_it_would_exhaust_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def too_far(*_: object, **__: object) -> NoReturn:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise AssertionError("the numeric accountant ran")
 
-    monkeypatch.setattr(PRVAccountant, "get_epsilon", too_far)
+    monkeypatch.setattr(PRVAccountant, "get_epsilon", fail)
     assert prv_epsilon([PoissonSampledGaussianEvent(0.2, 0.9, 2000)], 1e-5) is None
     assert prv_epsilon([PureDpEvent(1.0, 1)], 1e-5) is None
     assert prv_epsilon([], 1e-5) is None
@@ -228,11 +228,11 @@ def test_an_epsilon_is_never_below_zero_at_a_large_delta() -> None:
     step = PoissonSampledGaussianEvent(4.0, 0.25, 1)
     opacus = PRVAccountant()
     opacus.history = [(4.0, 0.25, 1)]
-    assert opacus.get_epsilon(0.1) < 0  # the control: what it would be without a bound
+    assert opacus.get_epsilon(0.1) < 0  # the control: the value without a bound
     assert prv_epsilon([step], 0.1) == 0.0
 
 
-# Few (sigma, q) pairs, because the library needs a tenth of a second for each new one.
+# Few (sigma, q) pairs, because the library takes a tenth of a second for each new one.
 GAUSSIANS = st.builds(
     PoissonSampledGaussianEvent,
     noise_multiplier=st.sampled_from([1.0, 2.5]),
@@ -259,7 +259,7 @@ def test_epsilon_grows_with_events_and_does_not_depend_on_their_order_or_nesting
         assert nested == pytest.approx(epsilon(events, delta), rel=1e-9)
 
 
-def test_the_conversion_is_that_of_the_proposition_by_hand() -> None:
+def test_the_conversion_to_epsilon_follows_proposition_12() -> None:
     # arXiv:2004.00010, Prop. 12: r + ln(1 - 1/a) - (ln delta + ln a) / (a - 1)
     at_2 = 1.0 - math.log(2) - (math.log(1e-5) + math.log(2))
     at_11 = 3.0 + math.log(10 / 11) - (math.log(1e-5) + math.log(11)) / 10
@@ -267,19 +267,19 @@ def test_the_conversion_is_that_of_the_proposition_by_hand() -> None:
     assert rdp_to_epsilon(np.array([1.0, 3.0]), 1e-5, (2.0, 11.0)) == pytest.approx(at_11)
 
 
-def test_orders_are_long_enough_for_an_epsilon_far_below_a_tenth() -> None:
+def test_orders_are_large_enough_for_an_epsilon_far_below_a_tenth() -> None:
     # At order 63 the conversion alone adds 0.103, at 1024 it adds 0.0035.
     assert epsilon([PoissonSampledGaussianEvent(100.0, 0.01, 1)], 1e-5) < 0.01
 
 
-def test_steps_that_are_charged_apart_cost_what_they_cost_together() -> None:
+def test_steps_charged_separately_cost_the_same_as_steps_charged_together() -> None:
     for rate in (0.4, 1.0):
         parts = [PoissonSampledGaussianEvent(2.5, rate, steps) for steps in (50, 70)]
         whole = PoissonSampledGaussianEvent(2.5, rate, 120)
         assert epsilon(parts, 1e-5) == pytest.approx(epsilon([whole], 1e-5), rel=1e-9)
 
 
-def test_full_batches_beside_samples_are_counted_by_renyi_divergence_with_them() -> None:
+def test_full_batches_beside_sampled_batches_are_composed_by_renyi_divergence() -> None:
     full = PoissonSampledGaussianEvent(4.0, 1.0, 20)
     sampled = PoissonSampledGaussianEvent(2.5, 0.4, 100)
     together = epsilon([full, sampled], 1e-5)
@@ -307,7 +307,7 @@ def test_more_noise_and_a_lower_rate_cost_less() -> None:
         assert all(cost(sigma, low) < cost(sigma, high) for sigma in (1.0, 2.5))
 
 
-def test_nothing_costs_nothing_and_an_unprotected_read_costs_everything() -> None:
+def test_no_event_costs_nothing_and_an_unprotected_read_costs_infinity() -> None:
     assert epsilon([], 1e-5) == 0
     assert (
         epsilon([PoissonSampledGaussianEvent(4.0, 1.0, 1), NonPrivateEvent("F without noise")], 0.5)
@@ -315,7 +315,7 @@ def test_nothing_costs_nothing_and_an_unprotected_read_costs_everything() -> Non
     )
 
 
-def test_a_number_that_the_library_cannot_compute_costs_everything(
+def test_a_nan_from_the_library_counts_as_infinity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def nan(*, orders: list[float], **_: Any) -> Any:
@@ -325,7 +325,7 @@ def test_a_number_that_the_library_cannot_compute_costs_everything(
     assert epsilon([PoissonSampledGaussianEvent(1.2345, 0.54321, 1)], 1e-5) == math.inf
 
 
-def test_pure_releases_add_up_with_delta_zero() -> None:
+def test_pure_releases_add_up_at_delta_zero() -> None:
     assert epsilon([PureDpEvent(0.5, 3)], 1e-5) == pytest.approx(1.5)
     assert epsilon([PureDpEvent(0.5, 1), PureDpEvent(1.0, 2)], 1e-9) == pytest.approx(2.5)
 
@@ -346,23 +346,23 @@ def test_a_pure_release_beside_gaussians_costs_at_most_its_epsilon() -> None:
 @pytest.mark.parametrize(
     "sigma", [0, 0.0, -1.0, math.nan, math.inf, 1e-9, 0.19, 1e7, "1e-3", True, None, 10**400]
 )
-def test_noise_from_which_no_bound_follows_is_refused_before_any_accountant_runs(
+def test_noise_without_a_bound_is_refused_before_any_accountant_runs(
     sigma: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_far(*_: object, **__: object) -> NoReturn:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise AssertionError("an accountant ran")
 
     for owner, name in (
         *((rdp, "compute_rdp"), (PRVAccountant, "get_epsilon")),
         (GaussianAccountant, "get_epsilon"),
     ):
-        monkeypatch.setattr(owner, name, too_far)
+        monkeypatch.setattr(owner, name, fail)
     with pytest.raises(PlanError, match="noise_multiplier"):
         PoissonSampledGaussianEvent(sigma, 0.5, 10)
 
 
 @pytest.mark.parametrize("rate", [0, -0.1, 1.0001, math.nan, math.inf, "0.1", True])
-def test_a_sample_rate_that_is_no_probability_is_refused(rate: Any) -> None:
+def test_a_sample_rate_outside_zero_to_one_is_refused(rate: Any) -> None:
     with pytest.raises(PlanError, match="sample_rate"):
         PoissonSampledGaussianEvent(1.0, rate, 10)
 
@@ -380,7 +380,7 @@ def test_a_delta_outside_zero_to_one_is_refused(delta: Any) -> None:
 
 
 @pytest.mark.parametrize("each", [0, -1.0, math.nan, math.inf, 1e4, "1", True])
-def test_a_pure_release_without_a_sensible_epsilon_is_refused(each: Any) -> None:
+def test_a_pure_release_with_an_invalid_epsilon_is_refused(each: Any) -> None:
     with pytest.raises(PlanError, match="epsilon"):
         PureDpEvent(each, 1)
 
@@ -397,7 +397,7 @@ def test_composed_events_are_bounded_in_width_and_depth() -> None:
         ComposedEvent(("leaf",))  # type: ignore[arg-type]
 
 
-def test_the_text_of_an_error_says_how_yaml_reads_small_numbers() -> None:
+def test_the_error_on_a_text_says_how_yaml_reads_small_numbers() -> None:
     with pytest.raises(PlanError, match=r"Write 1\.0e-3"):
         PoissonSampledGaussianEvent("1e-3", 0.5, 1)  # type: ignore[arg-type]
 
@@ -413,7 +413,7 @@ def test_events_survive_a_round_trip_through_canonical_json(
     assert event_from_json(decode(encode(event_to_json(event)))) == event
 
 
-def test_only_the_listed_kinds_of_event_are_read() -> None:
+def test_only_listed_kinds_of_event_are_read() -> None:
     good = event_to_json(PoissonSampledGaussianEvent(2.0, 0.5, 10))
     for bad, why in [
         ({**good, "kind": "os.system"}, "unknown kind"),
@@ -457,11 +457,11 @@ def test_only_canonical_records_are_read(line: bytes, why: str) -> None:
         *((8.0, 1.0, 200), (4.0, 0.4, 50), (2.0, 0.02, 500)),
         (60.0, 0.3, 40),  # by an order between 1 and 2
         (0.05, 0.01, 300),  # by one of the longest
-        (0.011, 1.0, 4),  # the most noise that is tried is hardly enough
+        (0.011, 1.0, 4),  # the largest noise that is tried is barely enough
         (0.0125, 0.9, 4),
     ],
 )
-def test_calibrated_noise_is_on_the_safe_side_and_a_tick_less_is_not(
+def test_calibrated_noise_fits_the_budget_and_a_tick_less_does_not(
     target: float, rate: float, steps: int
 ) -> None:
     sigma = calibrate_noise(epsilon=target, delta=1e-5, sample_rate=rate, steps=steps)
@@ -492,8 +492,8 @@ def test_calibrated_noise_of_any_plan_fits_and_a_tick_less_does_not(
     assert found == 0.3 or not fits(found - 1e-4)
 
 
-def test_noise_is_found_where_divergences_are_too_small_for_numbers() -> None:
-    # At most orders they are rounded to 0 there, and few orders tell nothing of what others say.
+def test_noise_is_found_where_divergences_underflow() -> None:
+    # At most orders they round to 0, and the few others bound nothing there.
     sigma = calibrate_noise(epsilon=0.001, delta=1e-5, sample_rate=1e-8, steps=100)
     assert epsilon([PoissonSampledGaussianEvent(sigma, 1e-8, 100)], 1e-5) <= 0.001
     assert epsilon([PoissonSampledGaussianEvent(sigma - 1e-4, 1e-8, 100)], 1e-5) > 0.001
@@ -501,7 +501,7 @@ def test_noise_is_found_where_divergences_are_too_small_for_numbers() -> None:
 
 @pytest.mark.parametrize("least", range(3, 21))
 @pytest.mark.parametrize("guess", [3, 4, 9, 19, 20])
-def test_the_least_number_that_fits_is_found_from_any_guess(least: int, guess: int) -> None:
+def test_the_smallest_number_that_fits_is_found_from_any_guess(least: int, guess: int) -> None:
     asked = []
 
     def fits(number: int) -> bool:
@@ -513,14 +513,15 @@ def test_the_least_number_that_fits_is_found_from_any_guess(least: int, guess: i
     assert len(asked) <= (2 if guess == least else 10)
 
 
-def test_calibrated_noise_gives_back_the_noise_of_the_closed_form_anchors() -> None:
-    # Anchors above, epsilon rounded up in the seventh digit: one tick less noise costs 1e-4 more.
+def test_calibration_returns_the_noise_of_the_closed_form_anchors() -> None:
+    # Epsilons of the anchors are rounded up in the seventh digit; one tick less noise costs 1e-4
+    # more.
     for sigma, steps, exact in [(8.0, 100, 5.679587), (2.0, 20, 11.480023)]:
         calibrated = calibrate_noise(epsilon=exact, delta=1e-5, sample_rate=1.0, steps=steps)
         assert calibrated == pytest.approx(sigma, abs=1e-9)
 
 
-def test_a_budget_that_no_noise_can_keep_is_refused_with_advice() -> None:
+def test_a_budget_that_no_noise_can_meet_is_refused_with_advice() -> None:
     with pytest.raises(PlanError, match="fewer steps or a larger epsilon"):
         calibrate_noise(epsilon=1e-3, delta=1e-5, sample_rate=1.0, steps=1_000_000)
     for bad in (0.0, -1.0, math.nan, math.inf):
@@ -548,7 +549,7 @@ def test_a_budget_of_zero_pays_for_no_step() -> None:
 
 
 @needs_library
-def test_the_independent_bracket_is_that_of_the_golden_grid() -> None:
+def test_the_independent_bracket_equals_that_of_the_golden_grid() -> None:
     rows = [row for row in golden_sample() if 1 < row.pld_lower < 8][::24]
     assert len(rows) >= 2
     for row in rows:
@@ -559,7 +560,7 @@ def test_the_independent_bracket_is_that_of_the_golden_grid() -> None:
 
 
 @needs_library
-def test_the_independent_bracket_holds_the_exact_value_and_notices_one_percent() -> None:
+def test_the_independent_bracket_contains_the_exact_value_and_detects_one_percent() -> None:
     exact = 5.67958686  # sigma 8, T 100, delta 1e-5, closed form
     lower, upper = verify.pld_bracket([PoissonSampledGaussianEvent(8.0, 1.0, 100)], 1e-5)
     assert lower <= exact <= upper <= lower + 0.01
@@ -582,20 +583,20 @@ def test_two_libraries_agree_on_integer_orders_for_mixed_events() -> None:
 
 
 @needs_library
-def test_the_bracket_of_pure_releases_is_randomized_response() -> None:
+def test_the_bracket_of_pure_releases_is_that_of_randomized_response() -> None:
     # One bit kept with probability e^eps / (1 + e^eps): delta(e') = (e^eps - e^e') / (1 + e^eps).
     eps, delta = 1.2345, 0.01
     exact = math.log(math.exp(eps) - delta * (1 + math.exp(eps)))
     lower, upper = verify.pld_bracket([PureDpEvent(eps, 1)], delta)
     assert exact - 2e-4 <= lower <= exact <= upper <= exact + 2e-4
-    many = [PureDpEvent(0.05, 1000)]  # composed by RDP, so the sum of epsilons is not what holds
+    many = [PureDpEvent(0.05, 1000)]  # composed by RDP, so the sum of epsilons is not the bound
     assert verify.pld_bracket(many, 1e-5).lower <= epsilon(many, 1e-5)
     mixed: list[Event] = [PureDpEvent(1.0, 2), PoissonSampledGaussianEvent(2.5, 0.4, 20)]
     assert verify.pld_bracket(mixed, 1e-5).lower <= epsilon(mixed, 1e-5)
 
 
 @needs_library
-def test_a_delta_too_small_for_numeric_composition_is_an_error_not_infinity() -> None:
+def test_a_delta_too_small_for_numeric_composition_is_an_error_and_not_infinity() -> None:
     with pytest.raises(PlanError, match="Use the RDP value"):
         verify.pld_bracket([PoissonSampledGaussianEvent(4.0, 1.0, 10)], 1e-15)
     with pytest.raises(PlanError, match="unprotected"):
@@ -603,7 +604,7 @@ def test_a_delta_too_small_for_numeric_composition_is_an_error_not_infinity() ->
     assert verify.pld_bracket([], 1e-5) == (0, 0)
 
 
-def test_without_the_second_library_the_error_names_the_command_that_gets_it(
+def test_without_the_second_library_the_error_names_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verify, "available", lambda: False)
@@ -617,7 +618,7 @@ def test_events_are_written_with_integer_counts_and_exact_reals() -> None:
     assert (16 / 34).hex() in text
 
 
-def test_three_blocks_of_one_batch_and_three_batches_cost_what_their_divergence_is() -> None:
+def test_three_blocks_of_one_batch_and_three_batches_cost_their_divergence() -> None:
     # At order 2 the divergence of one sampled release with noise s is ln(1 + q^2 (e^(1/s^2) - 1))
     # (arXiv:1908.10530, eq. 6). Three blocks of one batch see each row three times or not at all:
     # 3 / s^2 in the exponent. Three batches are three releases: their divergences add up.
@@ -635,4 +636,4 @@ def test_three_blocks_of_one_batch_and_three_batches_cost_what_their_divergence_
         ]
     )
     assert composed.rdp[two] == pytest.approx(fresh.rdp[two])
-    assert one_batch.rdp[two] > 1.05 * fresh.rdp[two]  # the control: they are not the same
+    assert one_batch.rdp[two] > 1.05 * fresh.rdp[two]  # the control: they differ

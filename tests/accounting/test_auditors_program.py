@@ -1,4 +1,4 @@
-"""The program that an auditor runs with dp-accounting alone."""
+"""The program that an auditor runs with dp-accounting and without privssl."""
 
 import math
 import runpy
@@ -25,7 +25,7 @@ def library() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_the_library_itself_would_have_said_infinity() -> None:
+def test_the_library_itself_would_return_infinity() -> None:
     # The control of the test above, and of the guard in accounting/verify.py.
     from dp_accounting.pld import privacy_loss_distribution
 
@@ -68,7 +68,7 @@ def test_an_auditors_program_prints_the_upper_bound(
     assert "SelfComposedDpEvent(dp.GaussianDpEvent(8.0), 100)" in program
     upper = verify.pld_bracket(events, 1e-5).upper
     assert printed_by(program, tmp_path, capsys) == pytest.approx(upper, abs=1e-5)
-    # The control: with one percent less noise in a third of it, it prints something else.
+    # The control: with one percent less noise in a third of the events, it prints another number.
     less = verify.dp_event_source(
         [PoissonSampledGaussianEvent(3.96, 16 / 34, 10), *events[1:]], 1e-5
     )
@@ -83,7 +83,7 @@ def test_an_auditors_program_of_no_event_prints_zero(
 
 
 @pytest.mark.usefixtures("library")
-def test_an_auditors_program_says_what_it_does_with_pure_releases(
+def test_an_auditors_program_comments_on_pure_releases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gaussian = PoissonSampledGaussianEvent(4.0, 0.25, 20)
@@ -99,7 +99,7 @@ def test_an_auditors_program_says_what_it_does_with_pure_releases(
     assert said >= verify.pld_bracket(events, 1e-5).upper
 
 
-def test_there_is_no_program_for_what_has_no_bound() -> None:
+def test_events_without_a_bound_have_no_program() -> None:
     with pytest.raises(PlanError, match="unprotected"):
         verify.dp_event_source([NonPrivateEvent("F")], 1e-5)
     with pytest.raises(PlanError, match="Use the RDP value"):

@@ -1,7 +1,7 @@
-"""What an account counts when later visits may be chosen by what earlier ones released.
+"""What an account charges when later visits may depend on what earlier ones released.
 
-The rule must be fixed before the first release: ``Cost.account_epsilon``. Of one kind of visit
-nothing changes; each rule for several kinds has the count that would be too generous as control.
+The rule must be fixed before the first release: ``Cost.account_epsilon``. Visits of one kind cost
+the same as a fixed plan. Each rule for several kinds has a too generous count as its control.
 """
 
 import json
@@ -42,7 +42,9 @@ BOTH = ComposedEvent((PURE, QUIET))
 
 @pytest.mark.parametrize("event", [LOUD, QUIET, FULL, PURE, BOTH], ids=str)
 @pytest.mark.parametrize("budget", [0.5, 8.0])
-def test_one_kind_of_visit_costs_the_very_bits_of_a_fixed_plan(event: Event, budget: float) -> None:
+def test_visits_of_one_kind_cost_exactly_what_a_fixed_plan_costs(
+    event: Event, budget: float
+) -> None:
     spent = cost_of([event] * 7)
     assert spent.account_epsilon(DELTA, budget) == epsilon([event] * 7, DELTA)
     if isinstance(event, PoissonSampledGaussianEvent):  # fewer steps of the same noise and rate
@@ -57,7 +59,7 @@ def test_one_kind_of_visit_costs_the_very_bits_of_a_fixed_plan(event: Event, bud
 
 
 def order_that_fits_every_count(unit: Event, budget: float) -> tuple[float, int]:
-    """The plain reference: the order at the largest count that fits at any, and that count."""
+    """The reference: the order at which the largest number of visits fits, and that number."""
     once, most = cost_of([unit]), 0
     while (fitting := once.times(most + 1)).epsilon(DELTA) <= budget:
         most += 1
@@ -70,7 +72,9 @@ UNITS: dict[Event, Event] = {QUIET: replace(QUIET, steps=1), BOTH: BOTH}
 
 
 @pytest.mark.parametrize("first", UNITS, ids=str)
-def test_beside_a_sampled_kind_others_count_at_the_order_that_it_fixed(first: Event) -> None:
+def test_beside_a_sampled_kind_other_events_count_at_the_order_fixed_by_that_kind(
+    first: Event,
+) -> None:
     budget = 8.0
     then: list[Event] = [LOUD, FULL]
     order, most = order_that_fits_every_count(UNITS[first], budget)
@@ -78,16 +82,16 @@ def test_beside_a_sampled_kind_others_count_at_the_order_that_it_fixed(first: Ev
     assert spent.account_epsilon(DELTA, budget) == pytest.approx(
         rdp_epsilon([first, first, *then], DELTA, (order,)), rel=1e-12
     )
-    # So that rule refuses no path of the first kind alone: it is one rule for all paths.
+    # So the rule refuses no sequence of the first kind alone: one rule holds for all sequences.
     at, unit = ORDERS.index(order), cost_of([UNITS[first]])
     assert rdp_to_epsilon(unit.times(most).rdp[at : at + 1], DELTA, (order,)) <= budget
-    # The control: the best order for what was spent refuses some, and would be a second rule.
+    # The control: the best order for the spent events refuses some, and would be a second rule.
     other = int(np.argmin([rdp_epsilon([first], DELTA, (o,)) for o in ORDERS]))
     found = rdp_to_epsilon(unit.times(most).rdp[other : other + 1], DELTA, (ORDERS[other],))
     assert found > budget
 
 
-def test_full_batches_of_any_noise_are_exact_and_what_comes_after_counts_as_full_batches() -> None:
+def test_full_batches_cost_the_exact_epsilon_and_later_events_count_as_full_batches() -> None:
     quieter = replace(FULL, noise_multiplier=8.0)
     mu = math.sqrt(2 / 16 + 2 / 64)
     found = cost_of([FULL, quieter]).account_epsilon(DELTA, 8.0)
@@ -98,7 +102,7 @@ def test_full_batches_of_any_noise_are_exact_and_what_comes_after_counts_as_full
     assert pure == pytest.approx(gaussian_epsilon(math.sqrt(2 / 16 + math.pi / 8), DELTA), rel=1e-9)
 
 
-def test_a_pure_release_is_as_private_as_the_full_batch_that_it_counts_as() -> None:
+def test_a_pure_release_costs_at_most_the_full_batch_that_replaces_it() -> None:
     # The corner of the trade-off curve of epsilon-DP lies above that of the Gaussian mechanism.
     for each in (1e-3, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0):
         mu = math.sqrt(cost_of([PureDpEvent(each, 1)]).as_full)
@@ -112,12 +116,12 @@ def test_after_pure_releases_every_order_counts_at_its_share_of_delta() -> None:
     shared = rdp_epsilon(events, DELTA / len(ORDERS))
     assert cost_of(events).account_epsilon(DELTA, 8.0) == pytest.approx(shared, rel=1e-12)
     assert shared > rdp_epsilon(events, DELTA)
-    # Pure ones alone hold on every path at their sum.
+    # Pure releases alone cost their sum in every sequence.
     assert cost_of([PURE, PureDpEvent(0.25, 4)]).account_epsilon(DELTA, 8.0) == 1.5
 
 
 @pytest.mark.parametrize("events", [(QUIET, LOUD), (FULL, QUIET), (PURE, QUIET), (BOTH, FULL)])
-def test_what_an_account_counted_never_falls(events: tuple[Event, ...]) -> None:
+def test_the_epsilon_of_an_account_never_decreases(events: tuple[Event, ...]) -> None:
     spent, before = cost_of([]), 0.0
     for event in [events[0]] * 3 + [events[1]] * 3 + [events[0]] * 2:
         spent = spent + cost_of([event])
@@ -135,7 +139,7 @@ def promise(event: Event, budget: float) -> AccountPlan:
 
 
 def spend(path: Path, event: Event, budget: float, most: int, run: str = "") -> int:
-    """Visits until the account refuses, at most so many; how many there were."""
+    """Spend visits until the account refuses, at most ``most``. Returns their number."""
     plan = promise(event, budget)
     account = Account.open(path / "s0.jsonl", plan, resume=path.exists(), run=run)
     try:
@@ -150,7 +154,7 @@ def spend(path: Path, event: Event, budget: float, most: int, run: str = "") -> 
 
 
 def by_the_best_order(spent: Sequence[Event], event: Event, budget: float) -> int:
-    """How many visits more would fit if all had been fixed beforehand."""
+    """How many more visits would fit if all had been fixed in advance."""
     return sum(epsilon([*spent, *[event] * n], DELTA) <= budget for n in range(1, 100))
 
 
@@ -166,12 +170,12 @@ def test_an_account_of_several_kinds_stops_before_the_best_order_would(
     assert journal.problems == []
     assert epsilon(journal.events, DELTA) < journal.epsilon <= budget
     assert journal.cost.account_epsilon(DELTA, budget) == journal.epsilon
-    # The control: an account of one kind has what it had before.
+    # The control: with one kind of visit the count is that of a fixed plan.
     alone = spend(tmp_path / "alone", then, budget, 100, "two")
     assert alone == min(100, by_the_best_order([], then, budget))
 
 
-def test_a_budget_that_fell_does_not_move_the_order(tmp_path: Path) -> None:
+def test_lowering_a_budget_does_not_change_the_order(tmp_path: Path) -> None:
     spend(tmp_path / "ledger", QUIET, 8.0, 3, "one")
     spend(tmp_path / "ledger", LOUD, 6.0, 2, "two")
     journal = read_journal(tmp_path / "ledger/s0.jsonl")
@@ -180,7 +184,7 @@ def test_a_budget_that_fell_does_not_move_the_order(tmp_path: Path) -> None:
     assert journal.epsilon != journal.cost.account_epsilon(DELTA, 6.0)  # the control
 
 
-def test_ledgers_of_former_versions_are_read_and_counted_anew(tmp_path: Path) -> None:
+def test_ledgers_of_earlier_versions_are_read_and_recounted(tmp_path: Path) -> None:
     path = tmp_path / "ledger/s0.jsonl"
     spend(path.parent, QUIET, 8.0, 2, "one")
     spend(path.parent, LOUD, 8.0, 1, "two")
@@ -195,7 +199,7 @@ def test_ledgers_of_former_versions_are_read_and_counted_anew(tmp_path: Path) ->
         assert problems or journal.epsilon == true > former
 
 
-def test_the_papers_sum_is_never_below_what_an_account_counted() -> None:
+def test_the_sum_as_in_the_paper_is_never_below_the_epsilon_of_the_account() -> None:
     events: list[Event] = [*[QUIET] * 5, PureDpEvent(0.001, 1), FULL]
     plan = promise(QUIET, 50.0)
     entry = agent_entry("s0", plan, events, "", "guaranteed", fixed=False, promised=50.0)
@@ -205,5 +209,5 @@ def test_the_papers_sum_is_never_below_what_an_account_counted() -> None:
     tiny: list[Event] = [PureDpEvent(0.001, 1), QUIET]
     entry = agent_entry("s0", plan, tiny, "", "guaranteed", fixed=False, promised=50.0)
     added = sum(cost_of([e]).summable_epsilon(DELTA) for e in tiny)
-    assert added < entry["epsilon"]["value"]  # the control: the sum alone would be
+    assert added < entry["epsilon"]["value"]  # the control: the plain sum is lower
     assert paper_sum([(plan, tiny)], [entry], DELTA) == pytest.approx(entry["epsilon"]["value"])

@@ -1,7 +1,8 @@
-"""The ledger: it refuses before, writes before, forgets nothing, and believes no line.
+"""The ledger: it refuses and writes before rows are read, keeps every charge, and checks every
+line.
 
-A "reader" in these tests is what a run would do inside ``spend``: it must never run when the
-account could not pay. Processes and kills are real.
+A "reader" in these tests is what a run does inside ``spend``: it must never run when the account
+cannot pay. Processes and kills are real.
 """
 
 import errno
@@ -66,10 +67,12 @@ def reopened(path: Path, **arguments: Any) -> Account:
     return Account.open(path, plan(), resume=True, **arguments)
 
 
-# --- what it pays for, and what it refuses ---------------------------------------------------
+# --- charges and refusals --------------------------------------------------------------------
 
 
-def test_it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next(account: Account) -> None:
+def test_an_account_pays_for_exactly_the_visits_that_fit_and_refuses_the_next(
+    account: Account,
+) -> None:
     # T visits of 5 steps at sigma 8 cost the closed form at 5 T steps.
     fitting = max(t for t in range(1, 50) if epsilon([replace(VISIT, steps=5 * t)], 1e-5) <= 4.0)
     for number in range(fitting):
@@ -86,14 +89,14 @@ def test_it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next(account: A
     assert account.left() == pytest.approx(4.0 - account.spent())
 
 
-def test_it_knows_which_visits_were_charged_whatever_became_of_them(tmp_path: Path) -> None:
+def test_an_account_knows_which_visits_were_charged_even_if_they_failed(tmp_path: Path) -> None:
     account = Account.open(tmp_path / "s0.jsonl", plan(), resume=False)
     visit(account, 0)
     with pytest.raises(ValueError), account.spend(VISIT, visit="round 1"):
         raise ValueError("broke off")
     dear = replace(VISIT, steps=VISIT.steps + 1)
     with pytest.raises(LedgerError), account.spend(dear, visit="round 2"):
-        pass  # dearer than planned: refused, so never charged
+        pass  # more expensive than planned: refused, so never charged
     known = [account.is_charged(f"round {number}") for number in range(4)]
     account.close()
     again = reopened(tmp_path / "s0.jsonl")
@@ -101,15 +104,15 @@ def test_it_knows_which_visits_were_charged_whatever_became_of_them(tmp_path: Pa
     again.close()
 
 
-def test_a_ledger_written_under_the_papers_stop_rule_is_found_out(
+def test_an_audit_detects_a_ledger_written_under_the_stop_rule_of_the_paper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The control of every "exactly T visits": Alg. 2 looks at the total of earlier visits alone.
-    def papers(self: Account, after: float) -> bool:
+    # The control of every "exactly T visits": Alg. 2 compares the total of earlier visits only.
+    def rule_of_the_paper(self: Account, after: float) -> bool:
         return self.spent() <= self.plan.budget.epsilon
 
     fitting = spend_all(tmp_path / "ours", plan())
-    monkeypatch.setattr(Account, "_within_budget", papers)
+    monkeypatch.setattr(Account, "_within_budget", rule_of_the_paper)
 
     assert spend_all(tmp_path / "papers", plan()) == fitting + 1
 
@@ -120,7 +123,8 @@ def test_a_ledger_written_under_the_papers_stop_rule_is_found_out(
 
 def test_a_budget_of_zero_reads_no_row(path: Path) -> None:
     account = Account.open(path, plan(budget=Budget(0.0, 0.02)), resume=False)
-    # At this delta epsilon of one step with noise 1000 rounds to 0, and is still not paid for.
+    # At this delta the epsilon of one step with noise 1000 rounds to 0, and is refused
+    # nevertheless.
     tiny = PoissonSampledGaussianEvent(1000.0, 1.0, 1)
     assert epsilon([tiny], 0.02) == 0
     with pytest.raises(BudgetExhausted):
@@ -137,7 +141,7 @@ def test_a_budget_of_zero_reads_no_row(path: Path) -> None:
         ComposedEvent((VISIT, PureDpEvent(0.001, 1))),
     ],
 )
-def test_what_costs_more_than_a_planned_visit_is_not_paid_for(account: Account, event: Any) -> None:
+def test_a_visit_that_costs_more_than_planned_is_refused(account: Account, event: Any) -> None:
     with pytest.raises(LedgerError, match="costs more than the plan says"):
         visit(account, 0, event)
     assert account.visits() == 0
@@ -148,7 +152,7 @@ def test_a_smaller_visit_than_planned_is_charged_at_its_own_cost(account: Accoun
     assert account.spent() == pytest.approx(epsilon([replace(VISIT, steps=2)], 1e-5))
 
 
-def test_the_same_visit_is_paid_for_once_even_after_a_restart(path: Path) -> None:
+def test_a_visit_key_is_charged_once_even_after_a_restart(path: Path) -> None:
     spend_three_visits(path)
     account = reopened(path)
     with pytest.raises(LedgerError, match="already spent"):
@@ -179,7 +183,7 @@ def test_an_exception_inside_the_block_refunds_nothing(account: Account, path: P
     assert read_journal(path).epsilon == pytest.approx(epsilon([VISIT], 1e-5))
 
 
-def test_unprotected_reads_are_journalled_and_make_the_sum_nominal(path: Path) -> None:
+def test_unprotected_reads_are_recorded_and_make_the_sum_nominal(path: Path) -> None:
     visit_event = ComposedEvent((VISIT, NonPrivateEvent("F and D are trained without noise")))
     as_published = plan(
         scope="as_published", update=("F", "D", "G"), protect=("G",), event=visit_event
@@ -191,7 +195,7 @@ def test_unprotected_reads_are_journalled_and_make_the_sum_nominal(path: Path) -
     assert journal.problems == []
     assert journal.events == [visit_event]
     assert journal.epsilon == pytest.approx(epsilon([VISIT], 1e-5))
-    assert epsilon(journal.events, 1e-5) == float("inf")  # the truth about all of it
+    assert epsilon(journal.events, 1e-5) == float("inf")  # the true cost of everything
 
 
 # --- plans -------------------------------------------------------------------------------------
@@ -224,7 +228,7 @@ def test_unprotected_reads_are_journalled_and_make_the_sum_nominal(path: Path) -
         ({"budget": Budget(4.0, 0.03)}, r"1 / 34 rows"),
     ],
 )
-def test_a_plan_from_which_no_true_claim_follows_is_refused(changes: Any, why: str) -> None:
+def test_an_invalid_plan_is_refused(changes: Any, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         plan(**changes)
 
@@ -232,7 +236,7 @@ def test_a_plan_from_which_no_true_claim_follows_is_refused(changes: Any, why: s
 @pytest.mark.parametrize(
     "numbers", [(-1.0, 1e-5), (float("nan"), 1e-5), (float("inf"), 1e-5), (1.0, 0.0), ("8", 1e-5)]
 )
-def test_a_budget_that_is_no_promise_is_refused(numbers: Any) -> None:
+def test_an_invalid_budget_is_refused(numbers: Any) -> None:
     with pytest.raises(PlanError):
         Budget(*numbers)
 
@@ -259,14 +263,14 @@ def test_a_new_plan_keeps_the_old_charges(path: Path) -> None:
         {"scope": "as_published", "protect": ("G",)},
     ],
 )
-def test_a_new_plan_that_would_relabel_old_charges_is_refused(path: Path, changes: Any) -> None:
+def test_a_new_plan_that_would_reinterpret_old_charges_is_refused(path: Path, changes: Any) -> None:
     spend_three_visits(path)
     with pytest.raises(PlanError, match="while an account runs"):
         Account.open(path, plan(**changes), resume=True)
-    reopened(path).close()  # and leaves the journal as it was
+    reopened(path).close()  # and does not change the journal
 
 
-def test_a_budget_never_rises_not_even_by_the_smallest_number(path: Path) -> None:
+def test_a_budget_never_rises_even_by_the_smallest_float(path: Path) -> None:
     spend_three_visits(path)
     more = math.nextafter(plan().budget.epsilon, math.inf)
     with pytest.raises(PlanError, match="the budget cannot rise"):
@@ -282,7 +286,7 @@ def test_files_are_readable_by_their_owner_only(account: Account, path: Path) ->
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_every_line_names_the_hash_of_the_line_before(account: Account, path: Path) -> None:
+def test_every_line_contains_the_hash_of_the_previous_line(account: Account, path: Path) -> None:
     visit(account, 0)
     previous = "0" * 64
     for number, line in enumerate(path.read_bytes().splitlines()):
@@ -301,12 +305,12 @@ def test_starting_refuses_an_existing_journal_and_resuming_needs_one(path: Path)
         Account.open(path, plan(), resume=False)
 
 
-def test_a_journal_has_the_name_of_its_agent(tmp_path: Path) -> None:
+def test_a_journal_is_named_after_its_agent(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"named s0\.jsonl"):
         Account.open(tmp_path / "s1.jsonl", plan(), resume=False)
 
 
-def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_followed(path: Path, tmp_path: Path) -> None:
     spend_three_visits(path)
     elsewhere = tmp_path / "elsewhere.jsonl"
     path.rename(elsewhere)
@@ -315,7 +319,7 @@ def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
         reopened(path)
 
 
-def test_resume_goes_on_from_the_same_epsilon_and_chain(path: Path) -> None:
+def test_resume_continues_from_the_same_epsilon_and_hash_chain(path: Path) -> None:
     spend_three_visits(path)
     account = reopened(path)
     assert account.spent() == pytest.approx(epsilon([VISIT] * 3, 1e-5))
@@ -331,13 +335,13 @@ def test_a_journal_older_than_the_checkpoint_is_refused(path: Path) -> None:
     remembered = read_journal(path).seq
     whole = path.read_bytes()
     reopened(path, minimum_seq=remembered).close()
-    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-2]))  # a whole visit cut off
-    assert read_journal(path).problems == []  # the chain alone cannot tell
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-2]))  # the last visit is cut off
+    assert read_journal(path).problems == []  # the hash chain alone does not show it
     with pytest.raises(LedgerError, match="rolled back"):
         reopened(path, minimum_seq=remembered)
 
 
-def test_a_journal_that_was_cut_and_written_on_is_refused_by_the_hash_that_is_remembered(
+def test_a_journal_that_was_cut_and_continued_is_refused_by_the_hash_in_the_checkpoint(
     path: Path,
 ) -> None:
     spend_three_visits(path)
@@ -345,9 +349,9 @@ def test_a_journal_that_was_cut_and_written_on_is_refused_by_the_hash_that_is_re
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-2]))  # the last visit is cut off ...
     account = reopened(path)
-    visit(account, 9, replace(VISIT, steps=1))  # ... and a cheaper one takes its place
+    visit(account, 9, replace(VISIT, steps=1))  # ... and replaced by a cheaper one
     account.close()
-    reopened(path, minimum_seq=journal.seq).close()  # as long as before: the length cannot tell
+    reopened(path, minimum_seq=journal.seq).close()  # the same length: the length does not show it
     with pytest.raises(LedgerError, match="cut and written on"):
         reopened(path, minimum_seq=journal.seq, minimum_head=journal.head)
 
@@ -371,7 +375,7 @@ def edit(line: int, old: bytes, new: bytes) -> Callable[[list[bytes]], list[byte
     return lambda lines: [*lines[:line], lines[line].replace(old, new), *lines[line + 1 :]]
 
 
-#: name -> (what is done to the bytes, the line that must be named, counted from 1)
+#: name -> (change of the bytes, the line that the error must name, counted from 1)
 BYTE_TAMPERING: dict[str, tuple[Callable[[list[bytes]], list[bytes]], int]] = {
     "a byte is flipped": (edit(1, b"round 0", b"round 9"), 3),
     "a middle line is deleted": (lambda ls: ls[:3] + ls[4:], 4),
@@ -399,7 +403,7 @@ def test_a_tampered_journal_is_refused_with_its_line_number(path: Path, how: str
         reopened(path)
 
 
-#: The same by somebody who also rebuilds the chain, so that only the meaning can give it away.
+#: The same with a rebuilt hash chain, so that only the content can show it.
 REBUILT_TAMPERING: dict[str, tuple[Any, int, str]] = {
     "noise is one percent smaller": (change(1, event=with_event(7.92)), 2, "costs more"),
     "noise is one percent larger": (change(1, event=with_event(8.08)), 2, "its events cost"),
@@ -425,12 +429,15 @@ REBUILT_TAMPERING: dict[str, tuple[Any, int, str]] = {
 
 
 @pytest.mark.parametrize("how", REBUILT_TAMPERING)
-def test_a_rebuilt_chain_is_given_away_by_its_meaning(path: Path, how: str) -> None:
+def test_a_tampered_journal_with_a_rebuilt_hash_chain_is_refused_by_its_content(
+    path: Path, how: str
+) -> None:
     spend_three_visits(path)
     tamper, line, why = REBUILT_TAMPERING[how]
     lines = [json.loads(text) for text in path.read_bytes().splitlines()]
     path.write_bytes(rebuilt(lines))
-    assert read_journal(path).problems == []  # control: an honest rebuild is the same journal
+    # control: rebuilding an honest journal gives the same journal
+    assert read_journal(path).problems == []
     path.write_bytes(rebuilt(tamper(lines)))
     [problem] = read_journal(path).problems
     assert problem.line == line
@@ -447,7 +454,7 @@ def test_any_changed_byte_is_a_problem_and_never_a_crash(tmp_path: Path, data: A
         spend_three_visits(path)
         (tmp_path / "honest").write_bytes(path.read_bytes())
     honest = (tmp_path / "honest").read_bytes()
-    end = honest.rstrip(b"\n").rfind(b"\n")  # the last line has no successor that could tell
+    end = honest.rstrip(b"\n").rfind(b"\n")  # no later line contains the hash of the last line
     at = data.draw(st.integers(0, end))
     other = data.draw(st.integers(0, 255).filter(lambda byte: byte != honest[at]))
     path.write_bytes(honest[:at] + bytes([other]) + honest[at + 1 :])
@@ -458,7 +465,7 @@ def test_any_changed_byte_is_a_problem_and_never_a_crash(tmp_path: Path, data: A
 # --- crashes, disks, other processes -----------------------------------------------------------
 
 
-def test_a_torn_last_line_is_charged_as_a_whole_visit_for_good(path: Path) -> None:
+def test_a_torn_last_line_stays_charged_as_a_whole_visit(path: Path) -> None:
     spend_three_visits(path)
     four = epsilon([VISIT] * 4, 1e-5)
     with path.open("ab") as file:
@@ -469,13 +476,13 @@ def test_a_torn_last_line_is_charged_as_a_whole_visit_for_good(path: Path) -> No
     account = reopened(path)
     assert account.spent() == pytest.approx(four)
     account.close()
-    journal = read_journal(path)  # mended: the torn line is now an entry of its own
+    journal = read_journal(path)  # repaired: the torn line became an entry of its own
     assert (journal.problems, journal.torn_tail) == ([], False)
     assert journal.epsilon == pytest.approx(four)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_crash_while_mending_a_torn_line_loses_no_charge(
+def test_a_crash_while_repairing_a_torn_line_loses_no_charge(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spend_three_visits(path)
@@ -503,7 +510,7 @@ def test_a_journal_without_a_complete_plan_is_refused(path: Path) -> None:
     ("call", "number"),
     [("fsync", errno.EIO), ("write", errno.ENOSPC), ("write", errno.EROFS)],
 )
-def test_where_the_charge_cannot_be_made_durable_no_row_is_read(
+def test_no_row_is_read_if_the_charge_cannot_be_made_durable(
     account: Account, path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
     visit(account, 0)
@@ -515,12 +522,12 @@ def test_where_the_charge_cannot_be_made_durable_no_row_is_read(
     with pytest.raises(LedgerError, match="were not read"), account.spend(VISIT, visit="round 1"):
         pytest.fail("the block was entered without a charge")
     monkeypatch.undo()
-    # What is on disk is unknown now: this writer goes no further, and a fresh read decides.
+    # The content of the disk is unknown: this writer stops, and a new read decides.
     with pytest.raises(LedgerError, match="an earlier write failed"):
         visit(account, 2)
     account.close()
     after = reopened(path)
-    assert after.visits() in (1, 2)  # the line may have reached the disk; then it is charged
+    assert after.visits() in (1, 2)  # the line may be on disk; then it is charged
     after.close()
 
 
@@ -543,7 +550,7 @@ def test_half_a_line_on_a_full_disk_is_charged_after_a_restart(
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_ctrl_c_while_the_charge_is_written_never_leaves_the_account_behind_its_file(
+def test_ctrl_c_while_a_charge_is_written_never_leaves_the_account_below_its_file(
     account: Account, path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
 ) -> None:
     visit(account, 0)
@@ -558,17 +565,17 @@ def test_ctrl_c_while_the_charge_is_written_never_leaves_the_account_behind_its_
     with pytest.raises(KeyboardInterrupt), account.spend(VISIT, visit="round 1"):
         pytest.fail("the block was entered without a charge")
     monkeypatch.undo()
-    # A card written now must not claim less than the file says, read or not.
+    # A card written at this point must not claim less than the file contains.
     assert account.visits() == 2
     assert account.spent() >= read_journal(path).epsilon
     assert len(read_journal(path).events) == (2 if written else 1)
-    # Another line would not continue the chain that is on disk.
+    # Another line would not continue the hash chain on disk.
     with pytest.raises(LedgerError, match="an earlier write failed"):
         visit(account, 2)
     assert read_journal(path).problems == []
 
 
-def test_a_disk_that_fails_after_the_visit_loses_neither_its_result_nor_its_charge(
+def test_a_disk_failure_after_the_visit_loses_neither_its_result_nor_its_charge(
     account: Account, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -595,14 +602,14 @@ def test_a_first_line_that_cannot_be_written_does_not_block_a_second_try(
     Account.open(path, plan(), resume=False).close()
 
 
-def test_a_read_only_place_is_an_error_in_words(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_refused_with_a_clear_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(LedgerError, match="cannot be written"):
         Account.open(blocked / "ledger" / "s0.jsonl", plan(), resume=False)
 
 
-def test_a_second_process_fails_on_the_lock_and_a_killed_one_gives_back_the_charge_not(
+def test_a_second_process_fails_on_the_lock_and_killing_the_first_keeps_its_charge(
     path: Path,
 ) -> None:
     def hold(is_inside: Callable[[], None]) -> None:
@@ -616,7 +623,7 @@ def test_a_second_process_fails_on_the_lock_and_a_killed_one_gives_back_the_char
             reopened(path)
         assert read_journal(path).problems == []  # an audit needs no lock
         kill()
-    account = reopened(path)  # the lock went with its process
+    account = reopened(path)  # the lock is released when its process ends
     assert account.visits() == 1
     assert account.spent() == pytest.approx(epsilon([VISIT], 1e-5))
     with pytest.raises(LedgerError, match="already spent"):
@@ -650,55 +657,55 @@ def test_a_closed_account_pays_for_nothing(account: Account) -> None:
 
 
 def hard_link(path: Path) -> Path:
-    """The same journal under another folder's name, where no lock file is."""
+    """The same journal in another folder, without a lock file."""
     other = path.parents[1] / "elsewhere" / path.name
     other.parent.mkdir()
     os.link(path, other)
     return other
 
 
-def test_a_removed_lock_file_lets_no_second_writer_in(account: Account, path: Path) -> None:
+def test_removing_the_lock_file_admits_no_second_writer(account: Account, path: Path) -> None:
     path.with_suffix(".lock").unlink()
     with pytest.raises(LedgerError, match="another process is using this account"):
         reopened(path)
-    visit(account, 0)  # the first one goes on
+    visit(account, 0)  # the first writer continues
 
 
-def test_a_hard_link_lets_no_second_writer_in(account: Account, path: Path) -> None:
+def test_a_hard_link_admits_no_second_writer(account: Account, path: Path) -> None:
     visit(account, 0)
     other = hard_link(path)
     with pytest.raises(LedgerError, match="another process is using this account"):
         Account.open(other, plan(), resume=True)
-    visit(account, 1)  # a link changes nothing in the file
+    visit(account, 1)  # a link does not change the file
     account.close()
     assert reopened(path).visits() == 2
 
 
 @pytest.mark.parametrize("way", ["no lock file", "hard link"])
-def test_control_without_a_lock_on_the_journal_itself_a_second_writer_comes_in(
+def test_control_without_a_lock_on_the_journal_itself_a_second_writer_is_admitted(
     account: Account, path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     lock, journal = JournalFile._lock_alone, account._file._file
     assert journal is not None
     inode = os.fstat(journal).st_ino
 
-    def only_the_lock_file(self: JournalFile, descriptor: int) -> None:
+    def lock_only_the_lock_file(self: JournalFile, descriptor: int) -> None:
         if os.fstat(descriptor).st_ino != inode:
             lock(self, descriptor)
 
-    monkeypatch.setattr(JournalFile, "_lock_alone", only_the_lock_file)
+    monkeypatch.setattr(JournalFile, "_lock_alone", lock_only_the_lock_file)
     fcntl.flock(journal, fcntl.LOCK_UN)
     if way == "no lock file":
         path.with_suffix(".lock").unlink()
     second = Account.open(hard_link(path) if way == "hard link" else path, plan(), resume=True)
     visit(second, 0)
     second.close()
-    # What the lock lets in, the check before the next line finds.
+    # The check before the next line detects the second writer.
     with pytest.raises(LedgerError, match="added by another writer"):
         visit(account, 1)
 
 
-def test_a_torn_tail_that_was_mended_is_locked_too(path: Path) -> None:
+def test_a_journal_with_a_repaired_torn_tail_is_locked_too(path: Path) -> None:
     spend_three_visits(path)
     with path.open("ab") as file:
         file.write(b'{"type":"res')
@@ -712,7 +719,7 @@ def test_a_torn_tail_that_was_mended_is_locked_too(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-    """The same bytes in another file."""
+    """Replace the file by a copy of the same bytes."""
     copy = path.with_suffix(".copy")
     copy.write_bytes(path.read_bytes())
     os.replace(copy, path)
@@ -721,12 +728,12 @@ def swap(path: Path) -> None:
 def flip_in_place(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
-    time.sleep(0.02)  # longer than the clock of the file system stands still
+    time.sleep(0.02)  # longer than the resolution of file times
     with path.open("r+b") as file:
         file.write(content)
 
 
-STRIKES: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "another file": (swap, "another file lies in its place"),
     "no file": (Path.unlink, "cannot be read"),
     "shorter": (lambda path: os.truncate(path, path.stat().st_size - 1), "1 bytes were cut"),
@@ -735,11 +742,11 @@ STRIKES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", STRIKES)
-def test_a_journal_that_is_not_as_it_was_left_pays_for_nothing(
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_journal_that_changed_on_disk_pays_for_nothing(
     account: Account, path: Path, how: str
 ) -> None:
-    strike, words = STRIKES[how]
+    strike, words = DAMAGES[how]
     visit(account, 0)
     strike(path)
     charged = account.visits()
@@ -750,12 +757,12 @@ def test_a_journal_that_is_not_as_it_was_left_pays_for_nothing(
     assert words in problems[0] and journal.epsilon >= epsilon([VISIT], 1e-5)
 
 
-@pytest.mark.parametrize("how", STRIKES)
+@pytest.mark.parametrize("how", DAMAGES)
 def test_control_without_the_comparison_rows_are_read_under_a_damaged_journal(
     account: Account, path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(JournalFile, "refuse_damage", lambda self: None)
     visit(account, 0)
-    STRIKES[how][0](path)
+    DAMAGES[how][0](path)
     visit(account, 1)
-    assert account.balance().problems  # and is found at the end all the same
+    assert account.balance().problems  # the final check detects it as well

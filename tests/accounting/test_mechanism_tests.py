@@ -1,8 +1,8 @@
-"""What scores and simulated releases say: exact limits, plain references, planted mistakes.
+"""What scores and simulated releases show: exact limits, plain references, planted mistakes.
 
-Releases come from a simulated step: a canary with gradient C e_1 that takes part with chance q,
-noise sigma C, everything in units of C. Each planted mistake (half the noise, 2% of it, another
-q, noise used twice) is caught by a test that the honest step passes. Seeds are fixed.
+Releases come from a simulated step: a canary with gradient C e_1 takes part with probability q,
+with noise sigma C, in units of C. Each planted mistake (half the noise, 2% less, another q,
+repeated noise) is detected by a test that the honest step passes. Seeds are fixed.
 """
 
 import itertools
@@ -47,10 +47,10 @@ def errors(missed: int, accused: int, trials: int) -> dict[str, Any]:
     }
 
 
-# Reading an attack --------------------------------------------------------------------------
+# Scores of an attack ------------------------------------------------------------------------
 
 
-def test_the_area_is_the_share_of_pairs_that_are_ranked_right() -> None:
+def test_auc_is_the_share_of_pairs_in_the_right_order() -> None:
     random = np.random.default_rng(0)
     members = random.integers(0, 8, 40).astype(float)  # with ties
     others = random.integers(0, 6, 30).astype(float)
@@ -60,13 +60,13 @@ def test_the_area_is_the_share_of_pairs_that_are_ranked_right() -> None:
     assert roc([-math.inf, 0.0], [1.0, math.inf]).auc == 0.0
 
 
-def test_the_interval_ends_where_the_observed_area_is_two_sided_five_percent_away() -> None:
+def test_the_interval_ends_where_the_observed_auc_is_two_sided_five_percent_away() -> None:
     random = np.random.default_rng(1)
     for shift in (-1.0, 0.0, 0.5, 2.0):
         rates = roc(shift + random.standard_normal(50), random.standard_normal(70))
         for end in (rates.auc_low, rates.auc_high):
             # Hanley and McNeil (1982): variance of the area by Q1 and Q2, with I - 1 and O - 1
-            # both at their mean, at the area in question
+            # both at their mean, for the tested area
             q1, q2 = end / (2 - end), 2 * end**2 / (1 + end)
             variance = end * (1 - end) + 59 * (q1 - end**2) + 59 * (q2 - end**2)
             distance = abs(rates.auc - end) / math.sqrt(variance / (50 * 70))
@@ -74,7 +74,7 @@ def test_the_interval_ends_where_the_observed_area_is_two_sided_five_percent_awa
         assert rates.auc_low < rates.auc < rates.auc_high
 
 
-def test_a_perfect_attack_on_few_rows_keeps_an_honest_interval() -> None:
+def test_a_perfect_attack_on_few_rows_has_a_wide_interval() -> None:
     few = roc(np.arange(34) + 100.0, np.arange(34.0))
     assert (few.auc, few.auc_high, few.tpr_at_1_percent_fpr) == (1.0, 1.0, 1.0)
     assert 0.85 < few.auc_low < 0.97
@@ -82,7 +82,7 @@ def test_a_perfect_attack_on_few_rows_keeps_an_honest_interval() -> None:
     assert few.auc_low < many.auc_low < 1.0
 
 
-def test_the_interval_holds_the_true_area_about_nineteen_times_in_twenty() -> None:
+def test_the_interval_contains_the_true_auc_about_nineteen_times_in_twenty() -> None:
     random = np.random.default_rng(2)
     true = float(norm.cdf(1 / math.sqrt(2)))  # two normals one standard deviation apart
     held = 0
@@ -92,18 +92,18 @@ def test_the_interval_holds_the_true_area_about_nineteen_times_in_twenty() -> No
     assert held >= 367  # of 400: 380 +- 4.4 expected
 
 
-def test_power_is_read_at_one_false_accusation_in_a_hundred() -> None:
-    others = np.arange(300.0)  # three may be accused: 297, 298 and 299
+def test_power_is_measured_at_a_false_positive_rate_of_one_percent() -> None:
+    others = np.arange(300.0)  # three false positives allowed: 297, 298 and 299
     members = [295.5, 296.0, 296.5, 299.5]
     assert roc(members, others).tpr_at_1_percent_fpr == 0.5
     assert roc(members, others[:299]).tpr_at_1_percent_fpr == 0.5  # two: 297 and 298
-    # one of a hundred may be accused, none of ninety-nine
+    # one of a hundred allowed, none of ninety-nine
     assert roc(members, np.append(others[:99], 296.0)).tpr_at_1_percent_fpr == 1.0
     assert roc(members, np.append(others[:98], 296.0)).tpr_at_1_percent_fpr == 0.5
-    assert roc([98.0], others[:99]).tpr_at_1_percent_fpr == 0.0  # a tie accuses
+    assert roc([98.0], others[:99]).tpr_at_1_percent_fpr == 0.0  # a tie is a positive
 
 
-# Two worlds ---------------------------------------------------------------------------------
+# Two samples --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_without_errors_the_bound_is_the_published_ceiling(trials: int, publishe
 
 
 def clopper_pearson(count: int, trials: int, level: float) -> float:
-    """The rate at which ``count`` or fewer has chance 1 - level, by bisection of the sum."""
+    """The rate at which ``count`` or fewer has probability 1 - level, by bisection of the sum."""
     low, high = count / trials, 1.0
     for _ in range(60):
         rate = (low + high) / 2
@@ -142,7 +142,7 @@ def test_the_bound_is_the_better_of_two_ratios_of_exact_limits(missed: int, accu
 
 
 def rejected_share(claim: float, false_negative: float, false_positive: float, n: int) -> float:
-    """Chance that the bound of n trials per world is above the claim, added up exactly."""
+    """The probability that the bound of n trials per sample exceeds the claim, summed exactly."""
     counts = range(n + 1)
     return sum(
         float(binom.pmf(a, n, false_negative) * binom.pmf(b, n, false_positive))
@@ -153,7 +153,7 @@ def rejected_share(claim: float, false_negative: float, false_positive: float, n
 
 @pytest.mark.parametrize("claim", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("accused", [0.05, 0.2])
-def test_an_attack_at_the_edge_of_the_claim_refutes_it_once_in_twenty(
+def test_an_attack_at_the_limit_of_the_claim_refutes_it_once_in_twenty(
     claim: float, accused: float
 ) -> None:
     caught = min(math.exp(claim) * accused + DELTA, 1 - math.exp(-claim) * (1 - accused - DELTA))
@@ -162,7 +162,7 @@ def test_an_attack_at_the_edge_of_the_claim_refutes_it_once_in_twenty(
     assert rejected_share(claim, 0.01, 0.01, n=40) > 0.5
 
 
-def test_scores_that_know_nothing_bound_nothing_and_those_that_do_do() -> None:
+def test_uninformative_scores_give_no_bound_and_informative_scores_give_one() -> None:
     random = np.random.default_rng(3)
     alarms = 0
     for _ in range(100):
@@ -177,8 +177,8 @@ def test_scores_that_know_nothing_bound_nothing_and_those_that_do_do() -> None:
     assert 1 < told.lower_bound < told.ceiling
 
 
-def test_the_threshold_is_chosen_on_one_half_and_counted_on_the_other() -> None:
-    # In the first halves 5 separates the worlds. In the second halves 4.95 would.
+def test_the_threshold_is_chosen_on_one_half_of_the_scores_and_tested_on_the_other() -> None:
+    # In the first halves 5 separates the samples. In the second halves 4.95 would.
     scores_in = np.concatenate([np.linspace(5, 9, 50), np.full(50, 4.95)])
     scores_out = np.concatenate([np.linspace(0, 4.9, 50), np.zeros(50)])
     found = two_sample_bound_from_scores(scores_in, scores_out, DELTA)
@@ -187,18 +187,18 @@ def test_the_threshold_is_chosen_on_one_half_and_counted_on_the_other() -> None:
     assert (found.false_negatives, found.false_positives) == (50, 0)
     assert found.lower_bound == 0.0
     assert found.ceiling == two_sample_ceiling(trials_in=50, trials_out=50, delta=DELTA)
-    # control: with the second halves first, 4.95 is found and separates what is counted
+    # control: with the halves exchanged, 4.95 is chosen and separates the tested scores
     found = two_sample_bound_from_scores(scores_in[::-1], scores_out[::-1], DELTA)
     assert found.threshold == 4.95
     assert found.lower_bound == found.ceiling > 0
 
 
 @pytest.mark.parametrize("choosing", [0.25, 0.5])
-def test_a_bound_exceeds_what_its_threshold_gives_away_once_in_twenty_at_most(
+def test_a_bound_exceeds_the_true_leakage_of_its_threshold_at_most_once_in_twenty(
     choosing: float,
 ) -> None:
-    # Scores are normal, so what a threshold gives away is known: ln((power - delta) / accused).
-    # Many more trials without the row than with it, as the attack has them. Of 100 bounds 5 may
+    # Scores are normal, so the leakage of a threshold is known: ln((power - delta) / false positive
+    # rate). As in the attack, far more trials are without the row than with it. Of 100 bounds 5 may
     # be too large; more than 12 are so by chance in one run of 1,000.
     rng, mu, repeats = np.random.default_rng(7), 1.5, 100
 
@@ -212,13 +212,13 @@ def test_a_bound_exceeds_what_its_threshold_gives_away_once_in_twenty_at_most(
         members, others = rng.normal(mu, size=1000), rng.normal(size=8000)
         found = two_sample_bound_from_scores(members, others, DELTA, choosing=choosing)
         held_out += overstated(found.threshold, found.lower_bound)
-        # The control: limits that are asked to hold every second time only.
+        # The control: limits with a confidence of one half.
         loose = two_sample_bound_from_scores(members, others, DELTA, 0.5, choosing=choosing)
         too_loose += overstated(loose.threshold, loose.lower_bound)
     assert held_out <= 12 < too_loose
 
 
-def test_of_an_odd_number_of_scores_the_larger_half_is_counted() -> None:
+def test_of_an_odd_number_of_scores_the_larger_half_is_tested() -> None:
     found = two_sample_bound_from_scores(np.arange(7.0), np.arange(3.0), DELTA)
     assert (found.trials_in, found.trials_out) == (4, 2)
 
@@ -227,7 +227,7 @@ def test_of_an_odd_number_of_scores_the_larger_half_is_counted() -> None:
 
 
 class Step(NamedTuple):
-    """A step of the golden grid's kind, and how often it runs."""
+    """A step of the golden grid, and how often it runs."""
 
     sample_rate: float
     noise: float
@@ -246,8 +246,8 @@ class Step(NamedTuple):
         noise = noise_factor * self.noise * random.standard_normal(shape)
         return noise + (random.random(shape) < self.sample_rate) if present else noise
 
-    def seen(self, runs: int, seed: int, noise_factor: float = 1.0) -> float:
-        """The epsilon that an audit certifies, believing in the claimed noise and rate."""
+    def certified(self, runs: int, seed: int, noise_factor: float = 1.0) -> float:
+        """The epsilon that an audit certifies if it assumes the claimed noise and rate."""
         with_it, without = (
             log_likelihood_ratio(
                 self.releases(runs, seed, present, noise_factor),
@@ -270,23 +270,23 @@ STEPS = [
 @pytest.mark.parametrize(
     ("step", "claim"), [*STEPS[:2], pytest.param(*STEPS[2], marks=pytest.mark.slow)]
 )
-def test_half_of_the_claimed_noise_is_caught_and_honest_noise_is_not(
+def test_half_of_the_claimed_noise_is_detected_and_honest_noise_is_not(
     step: Step, claim: float
 ) -> None:
     assert step.claim == pytest.approx(claim, abs=1e-3)
     assert 0 < step.seen(20_000, seed=4) <= step.claim
-    # 100,000 runs per world catch it for 9 seeds in 10, as many as here for 12 in 12
+    # 100,000 runs per sample detect it for 9 seeds in 10, this number for 12 in 12
     assert step.seen(200_000, seed=4, noise_factor=0.5) > step.claim
 
 
-def test_a_fifth_less_noise_passes_the_bound_and_is_caught_by_its_scale() -> None:
+def test_a_fifth_less_noise_passes_the_bound_and_is_detected_by_its_scale() -> None:
     step = STEPS[0][0]
     assert step.seen(20_000, seed=5, noise_factor=0.8) <= step.claim
     residuals = step.releases(1_000, seed=5, present=False, noise_factor=0.8) / step.noise
     assert noise_scale_p(residuals) < 1e-9
 
 
-def test_the_score_is_the_ratio_of_the_two_densities_of_a_run() -> None:
+def test_the_score_is_the_likelihood_ratio_of_a_run() -> None:
     releases = np.random.default_rng(6).normal(0.3, 2.0, (5, 3))
     for rate in (0.01, 0.4, 1.0):
         got = log_likelihood_ratio(releases, noise_multiplier=2.0, sample_rate=rate)
@@ -295,10 +295,10 @@ def test_the_score_is_the_ratio_of_the_two_densities_of_a_run() -> None:
         assert got == pytest.approx(np.log(ratio.prod(axis=1)))
 
 
-def test_the_score_of_ten_thousand_steps_neither_overflows_nor_vanishes() -> None:
+def test_the_score_of_ten_thousand_steps_neither_overflows_nor_underflows() -> None:
     releases = np.vstack([np.full(10_000, 50.0), np.full(10_000, -50.0)])
     scores = log_likelihood_ratio(releases, noise_multiplier=0.2, sample_rate=0.01)
-    # e^(99 / 0.08) is beyond the floats: all of the mixture is its second part; then its first
+    # e^(99 / 0.08) overflows: first the mixture equals its second part, then its first
     assert scores[0] == pytest.approx(10_000 * (math.log(0.01) + 99 / 0.08))
     assert scores[1] == pytest.approx(10_000 * math.log(0.99))
 
@@ -322,39 +322,41 @@ def p_values(test: Callable[[np.random.Generator], float], repeats: int, seed: i
     ],
     ids=["noise scale", "inclusion", "sample rate", "repeats"],
 )
-def test_an_honest_mechanism_is_doubted_at_most_as_often_as_the_level_says(
+def test_an_honest_mechanism_is_rejected_at_most_as_often_as_the_level_says(
     test: Callable[[np.random.Generator], float],
 ) -> None:
     p = p_values(test, repeats=500, seed=7)
     for level in (0.01, 0.05, 0.2):
         slack = 3 * math.sqrt(level * (1 - level) / p.size)  # three standard errors
         assert np.mean(p <= level) <= level + slack
-    assert np.mean(p <= 0.2) > 0.05  # and the p-value is not simply 1
+    assert np.mean(p <= 0.2) > 0.05  # and the p-value is not always 1
     assert p.min() >= 0
     assert p.max() <= 1
 
 
-def test_noise_off_by_a_fiftieth_is_seen_in_a_million_draws_and_honest_noise_is_not() -> None:
+def test_a_noise_scale_two_percent_off_is_detected_in_a_million_draws_and_honest_noise_is_not() -> (
+    None
+):
     draws = np.random.default_rng(8).standard_normal(1_000_000)
     assert noise_scale_p(draws) > 0.05
     for factor in (0.98, 1.02):
         assert noise_scale_p(factor * draws) < 1e-9
-    for factor in (0.995, 1.005):  # the sum of squares alone sees it: 7 standard deviations
+    for factor in (0.995, 1.005):  # only the sum of squares detects it: 7 standard deviations
         assert noise_scale_p(factor * draws) < 1e-6
 
 
-def test_noise_of_the_right_scale_but_the_wrong_shape_is_seen() -> None:
+def test_noise_of_the_right_scale_but_the_wrong_shape_is_detected() -> None:
     random = np.random.default_rng(9)
     uniform = random.uniform(-math.sqrt(3), math.sqrt(3), 20_000)  # variance 1
     assert noise_scale_p(uniform) < 1e-9
-    # six draws at 1 (or -1) have the right sum of squares, and Phi(1) = 0.8413 is below them all
+    # six draws at 1 (or -1) have the right sum of squares, and all lie above Phi(1) = 0.8413
     by_hand = 4 * math.exp(-2 * 6 * 0.841345**2)
     assert noise_scale_p([1.0] * 6) == pytest.approx(by_hand, rel=1e-4)
     assert noise_scale_p([-1.0] * 6) == pytest.approx(by_hand, rel=1e-4)
 
 
 @pytest.mark.parametrize(("step", "claim"), STEPS[1:])
-def test_a_wrong_sample_rate_is_seen_in_what_included_canaries_release(
+def test_a_wrong_sample_rate_is_detected_in_the_releases_of_included_canaries(
     step: Step, claim: float
 ) -> None:
     def doubt(true_rate: float) -> float:
@@ -363,14 +365,14 @@ def test_a_wrong_sample_rate_is_seen_in_what_included_canaries_release(
 
     assert doubt(step.sample_rate) > 0.05
     assert doubt(1.1 * step.sample_rate) < 1e-3
-    assert doubt(1.0) < 1e-9  # everyone takes part: no amplification at all
+    assert doubt(1.0) < 1e-9  # every row takes part: no amplification at all
 
 
 SIZES = [(0.25, 2000), (0.5, 40), (0.002, 3000)]
 
 
 @pytest.mark.parametrize(("rate", "rows"), SIZES)
-def test_honest_batch_sizes_are_doubted_at_most_as_often_as_the_level_says(
+def test_honest_batch_sizes_are_rejected_at_most_as_often_as_the_level_says(
     rate: float, rows: int
 ) -> None:
     def p(rng: np.random.Generator) -> float:
@@ -383,7 +385,7 @@ def test_honest_batch_sizes_are_doubted_at_most_as_often_as_the_level_says(
 
 
 @pytest.mark.parametrize(("rate", "rows"), SIZES)
-def test_batch_sizes_that_vary_too_little_or_too_much_are_seen(rate: float, rows: int) -> None:
+def test_batch_sizes_that_vary_too_little_or_too_much_are_detected(rate: float, rows: int) -> None:
     rng = np.random.default_rng(3)
     fixed = np.full(300, round(rate * rows))
     by_fours = 4 * rng.binomial(rows // 4, rate, size=300)
@@ -393,13 +395,13 @@ def test_batch_sizes_that_vary_too_little_or_too_much_are_seen(rate: float, rows
         batch_size_p(fixed, rows=rows, rate=1.0)
 
 
-def test_the_mean_of_releases_is_held_against_its_variance() -> None:
+def test_the_mean_of_releases_is_tested_against_its_variance() -> None:
     # 100 releases, mean q + 0.3: variance (0.25 + 4) / 100, so 0.3 / 0.20616 = 1.4552 deviations
     p = inclusion_p(np.full((10, 10), 0.8), noise_multiplier=2.0, sample_rate=0.5)
     assert p == pytest.approx(2 * norm.sf(1.4552), abs=1e-4)
 
 
-def test_a_mask_is_held_against_its_rate_by_counting() -> None:
+def test_a_mask_is_tested_against_its_rate_by_counting() -> None:
     # 0 or 4 hits of 4 at one half: 2 / 16
     assert sample_rate_p(hits=0, trials=4, rate=0.5) == pytest.approx(2 / 16)
     assert sample_rate_p(hits=2, trials=4, rate=0.5) == pytest.approx(1.0)
@@ -450,17 +452,19 @@ def is_absent_in_one_step(noise: Floats) -> None:
         is_absent_in_one_step,
     ],
 )
-def test_noise_that_is_not_fresh_in_every_step_is_seen(mistake: Callable[[Floats], None]) -> None:
+def test_noise_that_is_not_fresh_in_every_step_is_detected(
+    mistake: Callable[[Floats], None],
+) -> None:
     noise = np.random.default_rng(12).standard_normal((2_000, 11))
     assert repeats_p(noise) > 0.05
-    assert repeats_p(0.5 * noise) == pytest.approx(repeats_p(noise))  # whatever its scale
+    assert repeats_p(0.5 * noise) == pytest.approx(repeats_p(noise))  # for every noise scale
     mistake(noise)
     assert repeats_p(noise) < 1e-4
 
 
-def test_one_shared_pair_has_the_p_value_of_its_angle() -> None:
+def test_one_repeated_pair_has_the_p_value_of_its_angle() -> None:
     # Three coordinates: the cosine of two random directions is uniform, P[|cos| >= c] = 1 - c.
-    # One pair, three tests; the second step so long that sums of the two show nothing.
+    # One pair, three tests; the second step is so long that sums of the two show nothing.
     angle = math.acos(0.999)
     draws = np.array([[1.0, 1e3 * math.cos(angle)], [0.0, 1e3 * math.sin(angle)], [0.0, 0.0]])
     assert repeats_p(draws) == pytest.approx(3 * (1 - 0.999), rel=1e-6)
@@ -484,7 +488,7 @@ def test_one_shared_pair_has_the_p_value_of_its_angle() -> None:
         ({"confidence": -0.5}, "confidence"),
     ],
 )
-def test_counts_that_cannot_be_are_refused_by_name(wrong: dict[str, Any], part: str) -> None:
+def test_impossible_counts_are_refused_by_name(wrong: dict[str, Any], part: str) -> None:
     usual = {**errors(1, 2, 100), "confidence": 0.95}
     assert two_sample_lower_bound(**usual) > 0
     with pytest.raises(PlanError, match=part):
@@ -527,6 +531,6 @@ def test_counts_that_cannot_be_are_refused_by_name(wrong: dict[str, Any], part: 
         (lambda: repeats_p([[0.0], [1.0]]), "2 x 1"),
     ],
 )
-def test_numbers_that_say_nothing_are_refused(call: Callable[[], object], part: str) -> None:
+def test_invalid_arguments_are_refused_by_name(call: Callable[[], object], part: str) -> None:
     with pytest.raises(PlanError, match=part):
         call()

@@ -1,8 +1,8 @@
 """One-run audits: golden values, a plain reference, and how often a true claim is rejected.
 
-Golden values were made outside this project, equal to another library's to five decimals. How
-often a claim that holds is rejected is added up exactly where the worst run is known (each
-guess right with chance e^eps / (1 + e^eps)), and simulated with a fixed seed where it is not.
+Golden values were computed by another library, to five decimals. How often a true claim is rejected
+is summed exactly where the worst run is known (each guess is right with probability e^eps / (1 +
+e^eps)), and simulated with a fixed seed otherwise.
 """
 
 import math
@@ -30,7 +30,7 @@ from accounting.one_run_audit import (
 
 DELTA = 1e-5
 
-# canaries, guesses, right ones; epsilon that they reject; the same if the run is Gaussian
+# canaries, guesses, right guesses; the epsilon that they reject; the same if the run is Gaussian
 GOLDEN = [
     (34, 34, 34, 2.38380, 5.994),
     (34, 34, 30, 1.10198, 2.667),
@@ -48,7 +48,9 @@ def tally(canaries: int, guesses: int, correct: int) -> dict[str, Any]:
 
 
 def gaussian_profile(mu: float) -> list[tuple[float, float]]:
-    """What a Gaussian mechanism guarantees, at 120 epsilons: arXiv:1905.02383, Corollary 2.13."""
+    """The privacy profile of a Gaussian mechanism at 120 epsilons: arXiv:1905.02383, Corollary
+    2.13.
+    """
     eps = np.linspace(0, 4 * mu + mu**2, 120)
     deltas = norm.cdf(mu / 2 - eps / mu) - np.exp(eps) * norm.cdf(-mu / 2 - eps / mu)
     return list(zip(eps.tolist(), deltas.tolist(), strict=True))
@@ -58,12 +60,12 @@ def gaussian_profile(mu: float) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("m", "r", "v", "bound"), [row[:4] for row in GOLDEN])
-def test_the_bound_has_its_golden_values(m: int, r: int, v: int, bound: float) -> None:
+def test_lower_bounds_equal_the_golden_values(m: int, r: int, v: int, bound: float) -> None:
     assert one_run_lower_bound(**tally(m, r, v), delta=DELTA) == pytest.approx(bound, abs=1e-5)
 
 
-def test_the_p_value_has_its_golden_values() -> None:
-    # 75 of 100 at ln 3 is the median of Binomial(100, 3/4): example of the paper's appendix D
+def test_p_values_equal_the_golden_values() -> None:
+    # 75 of 100 at ln 3 is the median of Binomial(100, 3/4): an example in appendix D of the paper
     for m, r, v, epsilon, delta, expected in (
         (34, 34, 30, 1.0, DELTA, 0.0293629),
         (1000, 100, 99, 4.0, DELTA, 0.466497),
@@ -74,7 +76,7 @@ def test_the_p_value_has_its_golden_values() -> None:
 
 
 def plain_p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
-    """The same with loops and whole-number binomials."""
+    """The p-value with loops and integer binomials."""
     p = math.exp(epsilon) / (1 + math.exp(epsilon))
     chance = [math.comb(r, k) * p**k * (1 - p) ** (r - k) for k in range(r + 1)]
     tail = sum(chance[k] for k in range(v, r + 1))
@@ -84,7 +86,7 @@ def plain_p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), epsilon=st.floats(0, 8), delta=st.floats(1e-9, 0.5))
-def test_the_p_value_is_that_of_a_plain_loop_and_rises_with_epsilon(
+def test_the_p_value_equals_that_of_a_plain_loop_and_rises_with_epsilon(
     data: st.DataObject, epsilon: float, delta: float
 ) -> None:
     m = data.draw(st.integers(1, 60))
@@ -119,18 +121,18 @@ def test_ceilings_are_the_published_ones() -> None:
         5000: 7.28,
     }.items():
         assert one_run_ceiling(canaries=m, delta=DELTA) == pytest.approx(ceiling, abs=5e-3)
-    # with few guesses the ceiling is that of so many canaries, less what delta costs
+    # with few guesses the ceiling is that of as many canaries, less the cost of delta
     assert one_run_ceiling(canaries=1000, guesses=100, delta=DELTA) < 3.490
 
 
-def test_guesses_no_better_than_coins_bound_nothing() -> None:
+def test_random_guesses_give_no_bound() -> None:
     assert one_run_lower_bound(**tally(100, 100, 50), delta=DELTA) == 0.0
     assert one_run_lower_bound(**tally(10, 0, 0), delta=DELTA) == 0.0
-    # one guess is right every other time: nothing to see at 95%
+    # half of the guesses are right: nothing significant at 95%
     assert one_run_ceiling(canaries=1, delta=DELTA) == 0.0
 
 
-# How often a claim that holds is rejected ---------------------------------------------------
+# How often a true claim is rejected ---------------------------------------------------------
 
 Rejects = Callable[[int, int, int, float], bool]  # canaries, guesses, right ones, epsilon
 
@@ -144,7 +146,9 @@ def by_profile(m: int, r: int, v: int, epsilon: float) -> bool:
 
 
 def rejected_share(rejects: Rejects, m: int, r: int, claimed: float, true: float) -> float:
-    """Chance that a claim is rejected when each guess is right as often as ``true`` allows."""
+    """The probability that a claim is rejected when each guess is right as often as ``true``
+    allows.
+    """
     p = math.exp(true) / (1 + math.exp(true))
     return sum(float(binom.pmf(v, r, p)) for v in range(r + 1) if rejects(m, r, v, claimed))
 
@@ -152,16 +156,16 @@ def rejected_share(rejects: Rejects, m: int, r: int, claimed: float, true: float
 @pytest.mark.parametrize("rejects", [by_p_value, by_profile])
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("m", "r"), [(34, 34), (200, 80)])
-def test_the_leakiest_run_that_keeps_the_claim_is_rejected_once_in_twenty(
+def test_the_leakiest_run_that_keeps_its_claim_is_rejected_once_in_twenty(
     rejects: Rejects, epsilon: float, m: int, r: int
 ) -> None:
     assert rejected_share(rejects, m, r, claimed=epsilon, true=epsilon) <= 0.05
-    # control: a run that leaks far more than it claims is found
+    # control: a run that leaks far more than it claims is rejected
     assert rejected_share(rejects, m, r, claimed=epsilon, true=epsilon + 2.5) > 0.4
 
 
 def bounds_of_gaussian_canaries(mu: float, trials: int, m: int, r: int, seed: int) -> list[float]:
-    """Lower bounds of a run that adds standard normal noise to mu for every canary put in."""
+    """Lower bounds of a run that adds standard normal noise to mu for every included canary."""
     random = np.random.default_rng(seed)
     bounds = []
     for _ in range(trials):
@@ -172,7 +176,7 @@ def bounds_of_gaussian_canaries(mu: float, trials: int, m: int, r: int, seed: in
     return bounds
 
 
-def test_scores_that_know_nothing_are_called_a_leak_in_at_most_one_run_of_twenty() -> None:
+def test_uninformative_scores_are_called_a_leak_in_at_most_one_run_of_twenty() -> None:
     # Binomial(34, 1/2) is 23 or more with chance 0.0288, so that 400 runs give 11.5 +- 3.3
     # alarms, and 20 or fewer with chance 0.99; the seed is fixed, so the count is as well.
     alarm_rate = float(binom.sf(22, 34, 0.5))
@@ -180,7 +184,7 @@ def test_scores_that_know_nothing_are_called_a_leak_in_at_most_one_run_of_twenty
     alarms = sum(bound > 0 for bound in bounds_of_gaussian_canaries(0.0, 400, 34, 34, seed=1))
     assert abs(alarms - 400 * alarm_rate) <= 3 * math.sqrt(400 * alarm_rate)
     assert alarms <= 20
-    # control: scores that know a little are called a leak far more often
+    # control: slightly informative scores are called a leak far more often
     told = bounds_of_gaussian_canaries(1.0, 100, 34, 34, seed=1)
     assert sum(bound > 0 for bound in told) > 20
 
@@ -191,13 +195,13 @@ def test_bounds_of_a_gaussian_run_stay_below_its_true_epsilon(mu: float, epsilon
     assert true == pytest.approx(epsilon, rel=2e-3)
     bounds = bounds_of_gaussian_canaries(mu, 20, 1000, 100, seed=2)
     assert max(bounds) <= true
-    assert np.mean(bounds) > 1.0  # and they are not empty
+    assert np.mean(bounds) > 1.0  # and they are positive
 
 
 # The test for a whole trade-off function ----------------------------------------------------
 
 
-def test_the_inverse_of_one_pair_is_what_its_two_lines_give_by_hand() -> None:
+def test_the_inverse_of_one_pair_equals_its_two_lines_by_hand() -> None:
     inverse = profile_inverse([(math.log(3), 0.1)])  # f(a) = max(0, 0.9 - 3 a, (0.9 - a) / 3)
     for power, accused in ((0.05, 0.0), (0.1, 0.0), (0.4, 0.1), (0.8, 0.3), (0.95, 0.75)):
         assert inverse(power) == pytest.approx(accused)
@@ -205,14 +209,16 @@ def test_the_inverse_of_one_pair_is_what_its_two_lines_give_by_hand() -> None:
         assert power <= min(1.0, 3 * accused + 0.1, 1 - (0.9 - accused) / 3) + 1e-12
 
 
-def test_a_pair_that_promises_nothing_allows_every_attack() -> None:
+def test_a_vacuous_pair_allows_every_attack() -> None:
     nothing = profile_inverse([(0.0, 1.0), (1e6, 0.0)])
-    assert max(nothing(x) for x in (0.0, 0.5, 0.999)) < 1e-300  # beyond the floats: no nan
+    assert max(nothing(x) for x in (0.0, 0.5, 0.999)) < 1e-300  # overflow gives no nan
     assert not claim_rejected(**tally(34, 34, 34), profile=[(0.0, 1.0)])
 
 
 @pytest.mark.parametrize("mu", [0.5, 1.0, 3.0])
-def test_the_profile_of_a_gaussian_is_its_trade_off_function_seen_from_below(mu: float) -> None:
+def test_the_profile_of_a_gaussian_approximates_its_trade_off_function_from_below(
+    mu: float,
+) -> None:
     lines = profile_inverse(gaussian_profile(mu))
 
     def exact(x: float) -> float:  # the inverse of a Gaussian with sensitivity / noise = mu
@@ -220,14 +226,14 @@ def test_the_profile_of_a_gaussian_is_its_trade_off_function_seen_from_below(mu:
 
     powers = np.linspace(1e-4, 1 - 1e-4, 500)
     gaps = np.array([exact(x) - lines(x) for x in powers])
-    assert gaps.min() >= -1e-12  # never a stronger claim than what holds
+    assert gaps.min() >= -1e-12  # never stronger than the truth
     assert gaps.max() < 5e-4  # 120 lines in place of all
-    # control: pairs that a Gaussian with this mu does not keep are above it somewhere
+    # control: pairs that a Gaussian with this mu violates exceed it somewhere
     too_strong = profile_inverse(gaussian_profile(0.9 * mu))
     assert max(too_strong(x) - exact(x) for x in powers) > 1e-3
 
 
-def test_a_run_that_spends_twice_what_it_claims_is_refuted_and_an_honest_one_is_not() -> None:
+def test_a_run_that_spends_twice_its_claim_is_refuted_and_an_honest_one_is_not() -> None:
     random = np.random.default_rng(3)
     refuted = {1.0: 0, 0.5: 0}  # claimed mu of a run whose mu is 1
     for _ in range(40):
@@ -255,10 +261,11 @@ def test_the_highest_scores_are_guessed_in_and_the_lowest_out() -> None:
     said = guess([0.3, -1.0, 7.0, 2.0, -math.inf, 0.4], 4)
     assert said.tolist() == [0, -1, 1, 1, -1, 0]
     assert guess([1.0, 2.0], 0).tolist() == [0, 0]
-    assert guess([1.0, 1.0, 1.0, 1.0], 4).tolist() == [-1, -1, 1, 1]  # ties: any, but as many
+    # ties: any of them, but the same number
+    assert guess([1.0, 1.0, 1.0, 1.0], 4).tolist() == [-1, -1, 1, 1]
 
 
-def test_a_guess_is_right_when_it_names_the_side_that_the_coin_fell_on() -> None:
+def test_a_guess_is_right_if_it_names_the_side_of_the_coin() -> None:
     included = np.array([True, False, False, True, True])
     assert count_correct(np.array([1, -1, 1, -1, 0]), included) == 2
     assert count_correct(np.array([1, -1, -1, 1, 1]), included) == 5
@@ -278,9 +285,7 @@ def test_a_guess_is_right_when_it_names_the_side_that_the_coin_fell_on() -> None
         (lambda: count_correct([2, 0], [True, False]), "neither"),
     ],
 )
-def test_scores_and_guesses_that_mean_nothing_are_refused(
-    call: Callable[[], object], part: str
-) -> None:
+def test_invalid_scores_and_guesses_are_refused(call: Callable[[], object], part: str) -> None:
     with pytest.raises(PlanError, match=part):
         call()
 
@@ -312,7 +317,7 @@ def test_a_number_out_of_range_is_refused_by_name(wrong: dict[str, Any], part: s
 
 
 @pytest.mark.parametrize("epsilon", [-0.1, math.nan, math.inf])
-def test_an_epsilon_that_cannot_be_claimed_has_no_p_value(epsilon: float) -> None:
+def test_an_invalid_claimed_epsilon_has_no_p_value(epsilon: float) -> None:
     with pytest.raises(PlanError, match="epsilon"):
         one_run_p_value(**tally(34, 34, 30), epsilon=epsilon, delta=DELTA)
 
@@ -320,6 +325,6 @@ def test_an_epsilon_that_cannot_be_claimed_has_no_p_value(epsilon: float) -> Non
 @pytest.mark.parametrize(
     "profile", [[], [(-1.0, 0.1)], [(1.0, -0.1)], [(1.0, 1.5)], [(math.nan, 0)], [(math.inf, 0)]]
 )
-def test_a_profile_that_claims_nonsense_is_refused(profile: list[tuple[float, float]]) -> None:
+def test_an_invalid_profile_is_refused(profile: list[tuple[float, float]]) -> None:
     with pytest.raises(PlanError, match=r"profile|pair|epsilon"):
         claim_rejected(**tally(34, 34, 30), profile=profile)

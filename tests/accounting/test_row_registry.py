@@ -1,5 +1,4 @@
-"""No row has two accounts: accounting/row_registry.py, which remembers rows without telling of
-them.
+"""No row has two accounts: accounting/row_registry.py recognises rows without storing them.
 
 Specification: privacy.md, section 5, test 16 (one data set under two ids).
 """
@@ -31,10 +30,10 @@ def known_rows(folder: Path, agent: str) -> list[str]:
     return (folder / "registry" / f"{agent}.rows").read_text().split()
 
 
-# Who may claim what -----------------------------------------------------------------------------
+# Claims -----------------------------------------------------------------------------------------
 
 
-def test_the_same_rows_under_the_same_id_are_fine_again(tmp_path: Path) -> None:
+def test_the_same_rows_under_the_same_id_are_accepted_again(tmp_path: Path) -> None:
     claim(tmp_path, {"s0": [A, B], "s1": [C]})
     before = contents(tmp_path)
     claim(tmp_path, {"s0": [B, A], "s1": [C]})
@@ -42,10 +41,10 @@ def test_the_same_rows_under_the_same_id_are_fine_again(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_where_the_rows_of_another_agents_account_are_missing_nothing_is_claimed(
+def test_no_row_is_claimed_while_the_rows_of_another_agents_account_are_missing(
     tmp_path: Path,
 ) -> None:
-    """s1 is of no later run, and its rows must not get a second budget under s0."""
+    """s1 is not in a later run, and its rows must not get a second budget under s0."""
     claim(tmp_path, {"s0": [A], "s1": [B]})
     for agent in ("s0", "s1"):
         (tmp_path / f"{agent}.jsonl").touch()
@@ -63,11 +62,11 @@ def test_where_the_rows_of_another_agents_account_are_missing_nothing_is_claimed
         claim(tmp_path, {"s0": [B]})
 
 
-def test_rows_may_join_an_account_and_none_leaves_it(tmp_path: Path) -> None:
+def test_rows_may_join_an_account_and_never_leave_it(tmp_path: Path) -> None:
     claim(tmp_path, {"s0": [A]})
     claim(tmp_path, {"s0": [B]})
     assert len(known_rows(tmp_path, "s0")) == 2
-    with pytest.raises(LedgerError):  # A is still s0's, though the last run did not use it
+    with pytest.raises(LedgerError):  # A still belongs to s0, although the last run did not use it
         claim(tmp_path, {"s1": [A]})
 
 
@@ -85,26 +84,26 @@ def test_one_row_under_two_ids_is_refused_over_two_claims_and_nothing_is_written
     with pytest.raises(LedgerError, match=r"2 rows .* s0 and of s9.*data.split"):
         claim(tmp_path, {"s0": [A, C], "s9": [A, B, D]})
     assert contents(tmp_path) == before
-    claim(tmp_path, {"s9": [C, D]})  # neither C nor D was claimed by the refused run
+    claim(tmp_path, {"s9": [C, D]})  # the refused run claimed neither C nor D
 
 
 def test_a_row_that_differs_in_one_bit_is_another_row(tmp_path: Path) -> None:
     claim(tmp_path, {"s0": [A], "s1": [bytes([A[0] ^ 1]) + A[1:]]})
 
 
-def test_an_id_that_is_no_file_name_is_refused(tmp_path: Path) -> None:
+def test_an_agent_id_that_is_not_a_file_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot be an agent id"):
         claim(tmp_path, {"../s0": [A]})
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_that_two_agents_share_are_found_without_storing_anything() -> None:
+def test_rows_shared_by_two_agents_are_found_without_storing_anything() -> None:
     found = list(shared_rows({"s0": [A, B, B], "s1": [C, B, A], "s2": [D]}))
     assert found == [("s0", "s1", 2)]
     assert list(shared_rows({"s0": [A, A], "s1": [B]})) == []
 
 
-# Rows that are used without protection ----------------------------------------------------------
+# Unprotected rows -------------------------------------------------------------------------------
 
 
 def test_a_row_of_an_account_cannot_be_used_without_protection_later(tmp_path: Path) -> None:
@@ -116,32 +115,30 @@ def test_a_row_of_an_account_cannot_be_used_without_protection_later(tmp_path: P
     claim(tmp_path, {"s1": [D]})  # the control: without the unprotected rows it is accepted
 
 
-def test_a_row_that_was_used_without_protection_cannot_get_an_account_later(
+def test_a_row_used_without_protection_cannot_get_an_account_later(
     tmp_path: Path,
 ) -> None:
     claim(tmp_path, {"s0": [A]}, unprotected=[B])
-    claim(
-        tmp_path, {"s0": [A]}, unprotected=[C]
-    )  # B is not forgotten, though this run has no use for it
+    # B stays recorded, although this run does not use it
+    claim(tmp_path, {"s0": [A]}, unprotected=[C])
     before = contents(tmp_path)
     for row in (B, C):
         with pytest.raises(LedgerError, match=r"1 rows in the account of s0 .*have been"):
             claim(tmp_path, {"s0": [A, row]})
     assert contents(tmp_path) == before
     claim(tmp_path / "other", {"s0": [A]})
-    claim(
-        tmp_path / "other", {"s0": [A, B, C]}
-    )  # the control: nobody said that B and C were unprotected
+    # the control: B and C were not recorded as unprotected
+    claim(tmp_path / "other", {"s0": [A, B, C]})
 
 
-def test_a_row_cannot_be_both_within_one_claim(tmp_path: Path) -> None:
+def test_a_row_cannot_be_protected_and_unprotected_within_one_claim(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="1 rows in the account of s1 would be used"):
         claim(tmp_path, {"s0": [A], "s1": [B]}, unprotected=[C, B])
     assert not list(tmp_path.glob("registry/*.rows"))
     assert not (tmp_path / "registry" / "unprotected").exists()
 
 
-def test_the_same_split_again_is_fine_and_changes_nothing(tmp_path: Path) -> None:
+def test_claiming_the_same_split_again_changes_nothing(tmp_path: Path) -> None:
     claim(tmp_path, {"s0": [A], "s1": [B]}, unprotected=[C, D])
     before = contents(tmp_path)
     claim(tmp_path, {"s0": [A], "s1": [B]}, unprotected=[D, C])
@@ -149,23 +146,23 @@ def test_the_same_split_again_is_fine_and_changes_nothing(tmp_path: Path) -> Non
     assert len(before["unprotected"].split()) == 2
 
 
-def test_a_check_remembers_no_unprotected_row(tmp_path: Path) -> None:
+def test_a_check_records_no_unprotected_row(tmp_path: Path) -> None:
     claim(tmp_path, {"s0": [A]}, unprotected=[B], only_check=True)
     assert set(contents(tmp_path)) == {"key", "lock"}
     with pytest.raises(LedgerError, match="without protection"):
         claim(tmp_path, {"s0": [A]}, unprotected=[A], only_check=True)
 
 
-def test_rows_within_a_run_that_are_also_unprotected_are_found_without_storing_anything() -> None:
+def test_rows_of_a_run_that_are_also_unprotected_are_found_without_storing_anything() -> None:
     found = list(find_double_use({"s0": [A, B, B], "s1": [C]}, iter([B, A, D])))
     assert found == [("s0", 2)]
     assert list(find_double_use({"s0": [A], "s1": [C]}, [B, D])) == []
 
 
-# What the files tell ----------------------------------------------------------------------------
+# What the files reveal --------------------------------------------------------------------------
 
 
-def test_files_and_folder_are_the_owners_alone(tmp_path: Path) -> None:
+def test_files_and_folder_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     former = os.umask(0)
     try:
         claim(tmp_path / "new" / "ledger", {"s0": [A]})
@@ -180,13 +177,13 @@ def test_files_and_folder_are_the_owners_alone(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_every_folder_has_a_key_of_its_own(tmp_path: Path) -> None:
+def test_every_folder_has_its_own_key(tmp_path: Path) -> None:
     for name in ("one", "other"):
         claim(tmp_path / name, {"s0": [A]})
     one, other = (contents(tmp_path / name) for name in ("one", "other"))
     assert len(one["key"]) == 32
     assert one["key"] != other["key"]
-    assert one["s0.rows"] != other["s0.rows"]  # the same row: nobody can join two registries
+    assert one["s0.rows"] != other["s0.rows"]  # the same row: two registries cannot be linked
 
 
 def test_a_fingerprint_cannot_be_tested_without_the_key(tmp_path: Path) -> None:
@@ -201,7 +198,7 @@ def test_a_fingerprint_cannot_be_tested_without_the_key(tmp_path: Path) -> None:
     assert fingerprint not in guesses
 
 
-def test_rows_are_stored_in_an_order_that_says_nothing(tmp_path: Path) -> None:
+def test_rows_are_stored_in_sorted_order(tmp_path: Path) -> None:
     unprotected = [number.to_bytes(2, "big") for number in range(8)]
     claim(tmp_path, {"s0": [D, A, C, B]}, unprotected=unprotected)
     assert known_rows(tmp_path, "s0") == sorted(known_rows(tmp_path, "s0"))
@@ -233,7 +230,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_registry_is_refused_in_words(tmp_path: Path, what: str) -> None:
+def test_a_damaged_registry_is_refused_with_a_clear_error(tmp_path: Path, what: str) -> None:
     claim(tmp_path, {"s0": [A]})
     damage, words = DAMAGE[what]
     damage(tmp_path)
@@ -243,7 +240,7 @@ def test_a_damaged_registry_is_refused_in_words(tmp_path: Path, what: str) -> No
     assert contents(tmp_path) == before
 
 
-def test_a_link_in_the_place_of_the_key_is_not_followed(tmp_path: Path) -> None:
+def test_a_symbolic_link_in_place_of_the_key_is_not_followed(tmp_path: Path) -> None:
     claim(tmp_path, {"s0": [A]})
     key = tmp_path / "registry" / "key"
     (tmp_path / "elsewhere").write_bytes(bytes(32))
@@ -254,13 +251,13 @@ def test_a_link_in_the_place_of_the_key_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_folder_without_write_permission_is_refused_with_a_clear_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(LedgerError, match="cannot be read or written"):
         claim(tmp_path, {"s0": [A]})
 
 
-def test_a_file_system_that_is_read_only_is_refused_in_words(
+def test_a_read_only_file_system_is_refused_with_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> None:
@@ -285,7 +282,7 @@ def compete(folder: Path, agent: str, rows: list[bytes], start: Any, won: Any) -
 
 
 def winners(folder: Path, holdings: Mapping[str, list[bytes]]) -> list[str]:
-    """Who got their rows, of agents that claim at the same moment, each in its own process."""
+    """The agents that got their rows when all claim at the same moment, each in its own process."""
     context = multiprocessing.get_context("fork")
     start, won = context.Barrier(len(holdings)), context.Queue()
     children = [
@@ -293,7 +290,7 @@ def winners(folder: Path, holdings: Mapping[str, list[bytes]]) -> list[str]:
         for agent, rows in holdings.items()
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        warnings.simplefilter("ignore", DeprecationWarning)  # a warning about threads beside a fork
         for child in children:
             child.start()
     results = [won.get(timeout=300) for _ in children]
@@ -303,19 +300,23 @@ def winners(folder: Path, holdings: Mapping[str, list[bytes]]) -> list[str]:
 
 
 @pytest.mark.parametrize("attempt", range(5))
-def test_two_processes_never_both_get_an_overlapping_row(tmp_path: Path, attempt: int) -> None:
+def test_of_two_processes_that_claim_an_overlapping_row_only_one_gets_it(
+    tmp_path: Path, attempt: int
+) -> None:
     many = [number.to_bytes(8, "big") for number in range(2000)]  # so that a claim takes a while
     holdings = {"s0": many[:1200], "s1": many[1100:]}
     assert len(winners(tmp_path, holdings)) == 1
 
 
-def test_two_processes_without_a_common_row_both_get_theirs(tmp_path: Path) -> None:
+def test_two_processes_without_a_common_row_both_get_their_rows(tmp_path: Path) -> None:
     assert winners(tmp_path, {"s0": [A, B], "s1": [C, D]}) == ["s0", "s1"]
     assert list(shared_rows({"s0": [A, B], "s1": [C, D]})) == []
 
 
-def test_without_the_lock_the_race_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Both read what is known before either has written: the control of the two tests above.
+def test_control_without_the_lock_both_processes_get_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both read the registry before either has written: the control of the two tests above.
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     meeting = multiprocessing.get_context("fork").Barrier(2)
     refuse = row_registry._refuse_overlap

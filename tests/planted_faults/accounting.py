@@ -27,12 +27,12 @@ FAULTS: tuple[Fault, ...] = (
                 "*range(11, 64),",
             ),
         ),
-        (IN_ACCOUNTANTS + "orders_are_long_enough_for_an_epsilon_far_below_a_tenth",),
+        (IN_ACCOUNTANTS + "orders_are_large_enough_for_an_epsilon_far_below_a_tenth",),
     ),
     Fault(
         "conversion divides by the order",
         ((ACCOUNTANTS, "+ np.log(orders)) / (orders - 1)", "+ np.log(orders)) / orders"),),
-        (IN_ACCOUNTANTS + "the_conversion_is_that_of_the_proposition_by_hand",),
+        (IN_ACCOUNTANTS + "the_conversion_to_epsilon_follows_proposition_12",),
     ),
     Fault(
         "the exact epsilon is of twice the delta",
@@ -42,12 +42,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "costs of releases are not added",
         ((ACCOUNTANTS, "self.rdp + other.rdp,", "np.maximum(self.rdp, other.rdp),"),),
-        (IN_ACCOUNTANTS + "steps_that_are_charged_apart_cost_what_they_cost_together",),
+        (IN_ACCOUNTANTS + "steps_charged_separately_cost_the_same_as_steps_charged_together",),
     ),
     Fault(
         "full batches beside samples are counted as if there were no samples",
         ((ACCOUNTANTS, "self.sampled or other.sampled", "self.sampled and other.sampled"),),
-        (IN_ACCOUNTANTS + "full_batches_beside_samples_are_counted_by_renyi_divergence_with_them",),
+        (IN_ACCOUNTANTS + "full_batches_beside_sampled_batches_are_composed_by_renyi_divergence",),
     ),
     Fault(
         "steps at full batches count once, however many",
@@ -57,12 +57,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what cannot be computed costs nothing",
         ((ACCOUNTANTS, "np.where(np.isnan(rdp), np.inf,", "np.where(np.isnan(rdp), 0.0,"),),
-        (IN_ACCOUNTANTS + "a_number_that_the_library_cannot_compute_costs_everything",),
+        (IN_ACCOUNTANTS + "a_nan_from_the_library_counts_as_infinity",),
     ),
     Fault(
         "an unprotected read costs nothing",
         ((ACCOUNTANTS, "np.full(len(orders), np.inf)", "np.zeros(len(orders))"),),
-        (IN_ACCOUNTANTS + "nothing_costs_nothing_and_an_unprotected_read_costs_everything",),
+        (IN_ACCOUNTANTS + "no_event_costs_nothing_and_an_unprotected_read_costs_infinity",),
     ),
     Fault(
         "a pure release costs half its divergence",
@@ -78,7 +78,7 @@ FAULTS: tuple[Fault, ...] = (
                 "math.ceil(noise * _TICKS), last) / _TICKS - 1 / _TICKS",
             ),
         ),
-        (IN_ACCOUNTANTS + "calibrated_noise_is_on_the_safe_side_and_a_tick_less_is_not",),
+        (IN_ACCOUNTANTS + "calibrated_noise_fits_the_budget_and_a_tick_less_does_not",),
     ),
     Fault(
         "exact values of Gaussians are added up",
@@ -96,7 +96,7 @@ FAULTS: tuple[Fault, ...] = (
         ((ACCOUNTANTS, "if delta == 0 or len(self.kinds) < 2:", "if self.kinds:"),),
         (
             IN_FILTERS + "an_account_of_several_kinds_stops_before_the_best_order_would",
-            IN_FILTERS + "beside_a_sampled_kind_others_count_at_the_order_that_it_fixed",
+            IN_FILTERS + "beside_a_sampled_kind_other_events_count_at_the_order_fixed_by_that_kind",
         ),
     ),
     Fault(
@@ -104,7 +104,7 @@ FAULTS: tuple[Fault, ...] = (
         ((ACCOUNTANTS, "sampled=True, as_full=steps / sigma**2", "sampled=True, as_full=0.0"),),
         (
             IN_FILTERS
-            + "full_batches_of_any_noise_are_exact_and_what_comes_after_counts_as_full_batches",
+            + "full_batches_cost_the_exact_epsilon_and_later_events_count_as_full_batches",
         ),
     ),
     # What is claimed -----------------------------------------------------------------------------
@@ -138,13 +138,13 @@ FAULTS: tuple[Fault, ...] = (
                 "if new.budget.epsilon > 2 * old.budget.epsilon:",
             ),
         ),
-        (IN_LEDGER + "a_budget_never_rises_not_even_by_the_smallest_number",),
+        (IN_LEDGER + "a_budget_never_rises_even_by_the_smallest_float",),
     ),
     # The ledger ----------------------------------------------------------------------------------
     Fault(
         "a visit may overdraw the budget",
         ((LEDGER, "budget > 0 and after <= budget", "budget > 0 and self.spent() <= budget"),),
-        (IN_LEDGER + "it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
+        (IN_LEDGER + "an_account_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
     ),
     Fault(
         "a run's own limit is not held",
@@ -157,12 +157,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "one visit is paid for twice",
         ((LEDGER, "if visit in self._journal.visits:", "if visit in self._journal.hashes:"),),
-        (IN_LEDGER + "the_same_visit_is_paid_for_once_even_after_a_restart",),
+        (IN_LEDGER + "a_visit_key_is_charged_once_even_after_a_restart",),
     ),
     Fault(
         "a visit may cost more than planned",
         ((LEDGER, "if not cost.at_most(self.plan.visit_cost):", "if cost is None:"),),
-        (IN_LEDGER + "what_costs_more_than_a_planned_visit_is_not_paid_for",),
+        (IN_LEDGER + "a_visit_that_costs_more_than_planned_is_refused",),
     ),
     # Discrete noise ------------------------------------------------------------------------------
     Fault(
@@ -202,7 +202,7 @@ FAULTS: tuple[Fault, ...] = (
                 "discrete_laplace(2 * self.epsilon, counts",
             ),
         ),
-        (IN_HISTOGRAM + "every_count_gets_a_draw_of_its_own",),
+        (IN_HISTOGRAM + "every_count_gets_its_own_draw",),
     ),
     Fault(
         "all counts of a table share one draw",
@@ -213,6 +213,6 @@ FAULTS: tuple[Fault, ...] = (
                 "discrete_laplace(self.epsilon, 1).repeat(counts.numel())",
             ),
         ),
-        (IN_HISTOGRAM + "every_count_gets_a_draw_of_its_own",),
+        (IN_HISTOGRAM + "every_count_gets_its_own_draw",),
     ),
 )

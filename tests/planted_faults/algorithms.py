@@ -332,7 +332,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/privacy/test_mixed_agents.py::"
-            "test_answers_that_nothing_is_charged_for_do_not_depend_on_labelled_rows",
+            "test_uncharged_answers_do_not_depend_on_labelled_rows",
         ),
     ),
     Fault(
@@ -678,7 +678,7 @@ FAULTS: tuple[Fault, ...] = (
                 "                return Census(self.plan.release(counts))",
             ),
         ),
-        (IN_HISTOGRAM + "a_census_is_paid_for_before_its_rows_are_read",),
+        (IN_HISTOGRAM + "a_census_is_charged_before_its_rows_are_read",),
     ),
     Fault(
         "label census: a malicious map is used",

@@ -297,7 +297,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             IN_BATCHED + "nothing_that_an_agent_computes_once_it_is_charged_is_in_anothers_stack",
             "tests/privacy/test_private_fedavg.py::"
-            "test_neither_rows_nor_coins_of_an_agent_change_a_bit_of_what_another_sends",
+            "test_neither_rows_nor_batches_of_an_agent_change_a_bit_of_what_another_agent_sends",
         ),
     ),
     Fault(

@@ -99,7 +99,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a census of a method of one's own releases whatever it is given",
         (("privssl/privacy/label_histogram.py", "        refuse_other_counts(counts)\n", ""),),
-        (IN_CENSUS + "a_census_releases_one_count_of_single_rows_as_it_was_made",),
+        (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
     ),
     Fault(
         "a method of one's own chooses among several tables of counts",
@@ -115,7 +115,7 @@ FAULTS: tuple[Fault, ...] = (
                 "if not made.counted:",
             ),
         ),
-        (IN_CENSUS + "a_census_releases_one_count_of_single_rows_as_it_was_made",),
+        (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
     ),
     Fault(
         "a cluster of one's own moves with the rows before",
@@ -126,7 +126,7 @@ FAULTS: tuple[Fault, ...] = (
                 "if own is None and found != ",
             ),
         ),
-        (IN_CENSUS + "a_census_releases_one_count_of_single_rows_as_it_was_made",),
+        (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
     ),
     Fault(
         "a private number of rows is read beside private training",
@@ -136,7 +136,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what a network of one's own keeps of a visit's rows is not looked for",
         (("privssl/privacy/local_dp_sgd.py", "        trial.refuse_change()\n", "        pass\n"),),
-        (IN_ROWS + "what_keeps_something_of_rows_after_a_warm_up_is_refused_after_its_visit",),
+        (IN_ROWS + "a_network_or_draw_that_starts_to_keep_rows_after_a_warm_up_is_refused",),
     ),
     Fault(
         "an error on labelled rows has its text",
@@ -148,8 +148,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            IN_CENSUS + "an_error_of_a_cluster_shows_no_row_and_no_label",
-            IN_ROWS + "an_error_of_a_draw_on_labelled_rows_shows_no_label",
+            IN_CENSUS + "an_error_in_a_cluster_function_shows_no_row_and_no_label",
+            IN_ROWS + "an_error_in_a_draw_on_labelled_rows_shows_no_label",
         ),
     ),
     Fault(

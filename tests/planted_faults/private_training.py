@@ -35,7 +35,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "rows are not clipped",
         ((PRIVACY, _CLIPPED, _CLIPPED.replace("self.clip_norm", "1e12")),),
-        (IN_PRIVACY + "test_without_noise_a_step_is_the_sum_of_clipped_row_gradients",),
+        (
+            IN_PRIVACY
+            + "test_without_noise_a_step_moves_the_weights_by_the_sum_of_clipped_gradients",
+        ),
         True,
     ),
     Fault(
@@ -81,7 +84,10 @@ FAULTS: tuple[Fault, ...] = (
                 + _CLIPPED.replace("self.clip_norm", "max(1e-9, float(lengths.median()))"),
             ),
         ),
-        (IN_PRIVACY + "test_without_noise_a_step_is_the_sum_of_clipped_row_gradients",),
+        (
+            IN_PRIVACY
+            + "test_without_noise_a_step_moves_the_weights_by_the_sum_of_clipped_gradients",
+        ),
         True,
     ),
     Fault(
@@ -94,13 +100,16 @@ FAULTS: tuple[Fault, ...] = (
                 '            raise ValueError("a gradient is not finite")\n        ' + _CLIPPED,
             ),
         ),
-        (IN_PRIVACY + "test_a_row_without_a_finite_gradient_counts_nothing_and_nobody_is_told",),
+        (IN_PRIVACY + "test_a_row_with_a_non_finite_gradient_adds_nothing_and_causes_no_log_line",),
         False,
     ),
     Fault(
         "rows that were not drawn count",
         ((PRIVACY, _ADD, _ADD.replace("mask[part]", "torch.ones_like(mask[part])")),),
-        (IN_PRIVACY + "test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch",),
+        (
+            IN_PRIVACY
+            + "test_the_sum_does_not_depend_on_microbatches_or_on_the_physical_batch_size",
+        ),
         True,
     ),
     Fault(
@@ -113,13 +122,16 @@ FAULTS: tuple[Fault, ...] = (
                 "NoisyOptimizerStep(self._optimizer, max(1.0, float(self._drawn)))",
             ),
         ),
-        (IN_PRIVACY + "test_the_divisor_is_the_public_batch_size_whatever_was_drawn",),
+        (
+            IN_PRIVACY
+            + "test_the_divisor_is_the_public_batch_size_and_not_the_number_of_drawn_rows",
+        ),
         True,
     ),
     Fault(
         "a sum outlives its step",
         ((PRIVACY, "parameter.grad = parameter.summed_grad = None", "parameter.grad = None"),),
-        (IN_PRIVACY + "test_no_sum_without_noise_outlives_the_visit",),
+        (IN_PRIVACY + "test_no_sum_without_noise_is_left_after_a_visit",),
         True,
     ),
     # Who takes part ------------------------------------------------------------------------------
@@ -138,7 +150,7 @@ FAULTS: tuple[Fault, ...] = (
                 "            sample_rate=0.5 * self.sample_rate,\n",
             ),
         ),
-        (IN_VISIT + "test_the_event_that_is_charged_is_what_sampler_and_noise_do",),
+        (IN_VISIT + "test_the_charged_event_matches_the_sampler_and_the_noise",),
         False,
     ),
     Fault(
@@ -158,8 +170,8 @@ FAULTS: tuple[Fault, ...] = (
         "an empty batch is skipped",
         ((PRIVACY, _STEP, "            if len(drawn):\n    " + _STEP),),
         (
-            IN_PRIVACY + "test_a_step_without_rows_is_a_step_of_noise",
-            IN_VISIT + "test_an_agent_with_one_row_or_none_takes_its_steps_like_any_other",
+            IN_PRIVACY + "test_a_step_with_an_empty_batch_is_a_step_of_noise_alone",
+            IN_VISIT + "test_an_agent_with_one_row_or_none_takes_all_its_steps",
         ),
         True,
     ),
@@ -172,20 +184,20 @@ FAULTS: tuple[Fault, ...] = (
                 "for step in range(self._plan.steps + 1):",
             ),
         ),
-        (IN_PRIVACY + "test_an_agent_without_rows_makes_all_its_steps_and_reads_nothing",),
+        (IN_PRIVACY + "test_an_agent_without_rows_takes_all_its_steps_and_reads_nothing",),
         True,
     ),
     # Noise ---------------------------------------------------------------------------------------
     Fault(
         "half the noise",
         ((NOISE, _DEVIATION, _DEVIATION.replace("float(", "float(0.5 * ")),),
-        (IN_NOISE + "test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent",),
+        (IN_NOISE + "test_noise_is_normal_with_the_planned_deviation_to_within_two_percent",),
         True,
     ),
     Fault(
         "two percent less noise",
         ((NOISE, _DEVIATION, _DEVIATION.replace("float(", "float(0.98 * ")),),
-        (IN_NOISE + "test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent",),
+        (IN_NOISE + "test_noise_is_normal_with_the_planned_deviation_to_within_two_percent",),
         True,
     ),
     Fault(
@@ -199,7 +211,7 @@ FAULTS: tuple[Fault, ...] = (
                 "secure_noise.secure_normal(count))",
             ),
         ),
-        (IN_NOISE + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
+        (IN_NOISE + "test_every_step_and_visit_releases_fresh_noise",),
         True,
     ),
     Fault(
@@ -215,13 +227,13 @@ FAULTS: tuple[Fault, ...] = (
                 "    noise = kept.setdefault((optimiser.calls, count), noise)",
             ),
         ),
-        (IN_NOISE + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
+        (IN_NOISE + "test_every_step_and_visit_releases_fresh_noise",),
         True,
     ),
     Fault(
         "noise follows the seed of the run",
         ((SECURE, _NORMAL, "return torch.randn(2 * half, dtype=torch.float64).numpy()[:count]"),),
-        (IN_FEDSSL + "test_run_seed_reaches_neither_masks_nor_noise",),
+        (IN_FEDSSL + "test_run_seed_changes_neither_masks_nor_noise",),
         False,
     ),
     Fault(
@@ -233,7 +245,7 @@ FAULTS: tuple[Fault, ...] = (
                 _DRAWN + "\n    noise = noise.copy()\n    noise[sums[0].numel() :] = 0.0",
             ),
         ),
-        (IN_NOISE + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
+        (IN_NOISE + "test_every_step_and_visit_releases_fresh_noise",),
         True,
         protect="F, D, G",
     ),
@@ -247,7 +259,7 @@ FAULTS: tuple[Fault, ...] = (
                 "                self._optimizer.noise_multiplier = 0.0\n" + _STEP,
             ),
         ),
-        (IN_PRIVACY + "test_what_is_sent_is_the_mean_of_the_last_iterates_all_of_them_with_noise",),
+        (IN_PRIVACY + "test_a_visit_sends_the_mean_of_its_last_iterates_each_with_noise",),
         False,  # momentum and averages leave it 1% of the variance of this run
     ),
     Fault(
@@ -268,7 +280,7 @@ FAULTS: tuple[Fault, ...] = (
                 "now = [p.detach() + p.hidden for p in self._optimizer.params]",
             ),
         ),
-        (IN_PRIVACY + "test_what_is_sent_is_the_mean_of_the_last_iterates_all_of_them_with_noise",),
+        (IN_PRIVACY + "test_a_visit_sends_the_mean_of_its_last_iterates_each_with_noise",),
         True,
     ),
     Fault(
@@ -286,13 +298,13 @@ FAULTS: tuple[Fault, ...] = (
                 "            p.summed_grad = kept[p].clone()\n" + _NOISY_STEP,
             ),
         ),
-        (IN_PRIVACY + "test_momentum_has_seen_sums_with_noise_alone",),
+        (IN_PRIVACY + "test_momentum_accumulates_sums_with_noise_only",),
         True,
     ),
     Fault(
         "noise is not rounded to a grid",
         ((NOISE, "if deviation else 0.0", "if deviation < 0 else 0.0"),),
-        (IN_NOISE + "test_the_same_numbers_come_out_whatever_noise_was_added_to",),
+        (IN_NOISE + "test_released_numbers_lie_on_one_grid_whatever_the_sum",),
         False,
     ),
     Fault(
@@ -307,7 +319,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/privacy/test_private_fedavg.py::"
-            "test_in_a_joint_step_each_agent_has_noise_of_its_own_and_of_its_own_deviation",
+            "test_in_a_joint_step_each_agent_has_independent_noise_of_its_own_deviation",
         ),
         False,
     ),
@@ -317,7 +329,7 @@ FAULTS: tuple[Fault, ...] = (
         ((PRIVACY, "        if moving:\n", "        if moving and not networks:\n"),),
         (
             IN_PRIVACY
-            + "test_a_network_with_buffers_is_refused_because_they_would_be_sent_without_noise",
+            + "test_a_network_with_buffers_is_refused_because_buffers_would_be_sent_without_noise",
         ),
         False,
     ),
@@ -330,7 +342,7 @@ FAULTS: tuple[Fault, ...] = (
                 'return "sound"',
             ),
         ),
-        (IN_PRIVACY + "test_the_scope_follows_from_what_is_trained_without_noise",),
+        (IN_PRIVACY + "test_the_scope_is_sound_only_if_every_trained_network_has_noise",),
         False,
     ),
     Fault(
@@ -385,7 +397,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what is drawn for a row may depend on others",
         ((ROWS, "    if mixed:\n", "    if mixed and not draw:\n"),),
-        (IN_INDEPENDENCE + "test_what_is_drawn_for_a_row_may_not_depend_on_others",),
+        (IN_INDEPENDENCE + "test_the_draw_of_a_row_must_not_depend_on_other_rows",),
         False,
     ),
     Fault(
@@ -393,7 +405,7 @@ FAULTS: tuple[Fault, ...] = (
         ((ROWS, "BLOCK if counts_public else 1", "BLOCK"),),
         (
             IN_FEDSSL
-            + "test_with_private_counts_a_row_more_leaves_the_draws_of_all_others_as_they_were",
+            + "test_with_private_counts_adding_a_row_leaves_the_draws_of_all_other_rows_unchanged",
         ),
         False,
     ),
@@ -408,7 +420,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             IN_INDEPENDENCE
-            + "test_a_batch_norm_is_refused_by_name_in_a_trained_and_in_a_frozen_network",
+            + "test_batch_norm_is_refused_by_layer_name_in_trained_and_in_frozen_networks",
         ),
         False,
     ),
@@ -424,7 +436,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "parts whose rows change places may have a remainder of a vector",
         ((PLAN, "whole = 4 if self.keeps_places(rows) else 32", "whole = 4"),),
-        (IN_COUNTS + "test_a_batch_beyond_its_public_size_has_more_parts_of_that_size",),
+        (IN_COUNTS + "test_a_batch_beyond_its_public_size_gets_more_microbatches_of_that_size",),
         False,
     ),
     # The claim -----------------------------------------------------------------------------------
@@ -467,17 +479,14 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/privacy/test_private_fedavg.py"
-            "::test_every_visit_is_paid_for_before_its_rows_are_read[1]",
+            "::test_every_visit_is_charged_before_its_rows_are_read[1]",
         ),
         False,
     ),
     Fault(
         "the largest radii of noise have 64 bits",
         ((SECURE, "far = np.flatnonzero(radii < FAR)", "far = np.flatnonzero(radii < 0)"),),
-        (
-            IN_NOISE
-            + "test_a_large_radius_gets_more_random_bits_and_another_one_keeps_its_own[None]",
-        ),
+        (IN_NOISE + "test_only_large_radii_get_additional_random_bits[None]",),
         False,
     ),
     Fault(
@@ -485,7 +494,7 @@ FAULTS: tuple[Fault, ...] = (
         ((SECURE, "return math.floor(chance * 2.0**53)", "return math.ceil(chance * 2.0**53)"),),
         (
             IN_SAMPLING + "test_no_row_is_drawn_with_more_than_the_sample_rate",
-            IN_SAMPLING + "test_a_rate_below_the_finest_draw_draws_nobody",
+            IN_SAMPLING + "test_a_sample_rate_below_the_finest_draw_draws_no_row",
         ),
         False,
     ),

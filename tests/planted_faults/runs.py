@@ -36,7 +36,7 @@ FAULTS: tuple[Fault, ...] = (
         ((LOOP, "self._trackers and self._prepared.plan is None and (", "self._trackers and ("),),
         (
             "tests/privacy/test_private_fedssl.py::"
-            "test_a_private_run_writes_no_curve_and_no_pixel_of_labelled_rows",
+            "test_a_private_run_writes_no_metric_and_no_pixel_of_labelled_rows",
         ),
     ),
     Fault(
@@ -84,7 +84,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a visit is not charged",
         ((LEDGER, "            self._journal.charge(event)\n", "            pass\n"),),
-        (IN_LEDGER + "it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
+        (IN_LEDGER + "an_account_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
         False,
     ),
     Fault(
@@ -112,7 +112,7 @@ FAULTS: tuple[Fault, ...] = (
                 '"seq": self.seq + 1, "prev": FIRST_PREV',
             ),
         ),
-        (IN_LEDGER + "every_line_names_the_hash_of_the_line_before",),
+        (IN_LEDGER + "every_line_contains_the_hash_of_the_previous_line",),
     ),
     Fault(
         "the chain is not looked at",
@@ -122,7 +122,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a ledger's own sum is believed",
         ((READER, "if not any(abs(written - e)", "if not any(0 * abs(written - e)"),),
-        (IN_LEDGER + "a_rebuilt_chain_is_given_away_by_its_meaning",),
+        (IN_LEDGER + "a_tampered_journal_with_a_rebuilt_hash_chain_is_refused_by_its_content",),
     ),
     Fault(
         "two processes share a lock",
@@ -138,7 +138,7 @@ FAULTS: tuple[Fault, ...] = (
                 "\n    def extend",
             ),
         ),
-        (IN_LEDGER + "a_removed_lock_file_lets_no_second_writer_in",),
+        (IN_LEDGER + "removing_the_lock_file_admits_no_second_writer",),
     ),
     Fault(
         "a torn line costs nothing",
@@ -149,7 +149,7 @@ FAULTS: tuple[Fault, ...] = (
                 "        journal.torn_tail = True\n",
             ),
         ),
-        (IN_LEDGER + "a_torn_last_line_is_charged_as_a_whole_visit_for_good",),
+        (IN_LEDGER + "a_torn_last_line_stays_charged_as_a_whole_visit",),
     ),
     Fault(
         "a mended torn line costs nothing",
@@ -160,7 +160,7 @@ FAULTS: tuple[Fault, ...] = (
                 'only_keys(record, set(), "torn")',
             ),
         ),
-        (IN_LEDGER + "a_torn_last_line_is_charged_as_a_whole_visit_for_good",),
+        (IN_LEDGER + "a_torn_last_line_stays_charged_as_a_whole_visit",),
     ),
     Fault(
         "a charge is not forced to the disk",
@@ -176,7 +176,7 @@ FAULTS: tuple[Fault, ...] = (
                 "if (damage := self.damage()) and not self._file:",
             ),
         ),
-        (IN_LEDGER + "a_journal_that_is_not_as_it_was_left_pays_for_nothing",),
+        (IN_LEDGER + "a_journal_that_changed_on_disk_pays_for_nothing",),
     ),
     Fault(
         "after damage the smaller sum is claimed",
@@ -202,14 +202,14 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             IN_LEDGER
-            + "a_journal_that_was_cut_and_written_on_is_refused_by_the_hash_that_is_remembered",
+            + "a_journal_that_was_cut_and_continued_is_refused_by_the_hash_in_the_checkpoint",
         ),
     ),
     # The registry of rows ------------------------------------------------------------------------
     Fault(
         "rows of agents of other runs may be missing from the registry",
         ((REGISTRY, "            _refuse_lost_rows(folder, known)\n", ""),),
-        (IN_REGISTRY + "where_the_rows_of_another_agents_account_are_missing_nothing_is_claimed",),
+        (IN_REGISTRY + "no_row_is_claimed_while_the_rows_of_another_agents_account_are_missing",),
     ),
     Fault(
         "one row has two accounts",

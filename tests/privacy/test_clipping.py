@@ -1,5 +1,6 @@
-"""Clipped sums by a kernel of ours, row by row: what arithmetic in float64 says of each row alone,
-and nothing of one row in what another counts."""
+"""Clipped sums by our kernel: every row contributes what float64 arithmetic gives for that row
+alone, and no row affects the factor of another.
+"""
 
 import math
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from tests.support.kernel_generations import HERE
 if not HERE:
     pytest.skip("no kernels were compiled", allow_module_level=True)
 
-#: Numbers of a parameter, with whole vectors and blocks of the kernel and what is left of them.
+#: Sizes of a parameter: whole SIMD vectors, whole blocks of the kernel, and remainders.
 NUMBERS = [1, 3, 7, 8, 15, 16, 17, 31, 33, 100, 2047, 2048, 2049, 5000]
 
 
@@ -40,7 +41,7 @@ def written_out(gradients: PerExampleGradients) -> Tensor:
 
 
 def by_hand(gradients: list[PerExampleGradients], drawn: Tensor, clip_norm: float) -> list[Tensor]:
-    """Clipped sums, one row at a time. Rows that are beyond numbers are left out."""
+    """Clipped sums, one row at a time. Rows without a finite norm are left out."""
     each = [written_out(one) for one in gradients]
     sums = [torch.zeros(one.shape[1:], dtype=torch.float64) for one in each]
     for row in range(len(drawn)):
@@ -63,7 +64,7 @@ def product(count: int, high: int, wide: int, chance: torch.Generator) -> OuterP
 
 @st.composite
 def cases(draw: Callable[..., Any]) -> tuple[list[PerExampleGradients], Tensor]:
-    """Several parameters' gradients, of rows that differ in size."""
+    """Gradients of several parameters, for rows of different sizes."""
     count, chance = draw(st.integers(1, 9)), torch.Generator().manual_seed(draw(st.integers(0, 99)))
     sizes = 10.0 ** torch.randint(-3, 4, (count, 1), generator=chance)
     made: list[PerExampleGradients] = []
@@ -83,7 +84,7 @@ def cases(draw: Callable[..., Any]) -> tuple[list[PerExampleGradients], Tensor]:
 
 
 @given(cases(), st.sampled_from([1e-3, 1.0, 100.0]), st.sampled_from(HERE))
-def test_clipped_sums_are_those_of_rows_one_at_a_time(
+def test_clipped_sums_equal_the_sum_over_rows_one_at_a_time(
     case: tuple[list[PerExampleGradients], Tensor], clip_norm: float, name: str
 ) -> None:
     gradients, drawn = case
@@ -95,7 +96,7 @@ def test_clipped_sums_are_those_of_rows_one_at_a_time(
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_factors_that_the_kernel_does_not_multiply_are_clipped_with_the_others() -> None:
+def test_outer_products_without_a_kernel_share_the_clip_norm_with_the_other_parameters() -> None:
     chance = torch.Generator().manual_seed(0)
     left, right = (torch.randn(5, 3, n, generator=chance) for n in (4, 6))  # of three places
     first, last = rows(5, 40, chance), product(5, 3, 7, chance)
@@ -104,14 +105,14 @@ def test_factors_that_the_kernel_does_not_multiply_are_clipped_with_the_others()
     found = clipped_sums(gradients, drawn, 0.5)
     for mine, total in zip(found, by_hand(gradients, drawn, 0.5), strict=True):
         torch.testing.assert_close(mine.double(), total, rtol=1e-3, atol=1e-6)
-    # The control: a row would weigh more if the kernel knew nothing of the other parameter.
+    # The control: a row would weigh more if the kernel ignored the other parameter.
     [alone, _] = clipped_sums([first, last], drawn, 0.5)
     assert float(alone.norm()) > 1.02 * float(found[0].norm())
 
 
 @given(st.sampled_from(HERE), st.integers(1, 70), st.integers(1, 40), st.integers(1, 9))
 @example(HERE[0], 64, 1568, 16)  # D's third layer
-def test_products_of_whole_numbers_are_added_up_exactly(
+def test_products_of_whole_numbers_are_summed_exactly(
     name: str, high: int, wide: int, count: int
 ) -> None:
     chance = torch.Generator().manual_seed(0)
@@ -130,13 +131,13 @@ def test_products_of_whole_numbers_are_added_up_exactly(
 
 @pytest.mark.usefixtures("each_generation")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, 0.0])
-def test_a_row_beyond_numbers_changes_nothing_but_that_it_is_left_out(bad: float) -> None:
+def test_a_row_with_a_non_finite_gradient_is_left_out_and_changes_no_other(bad: float) -> None:
     chance = torch.Generator().manual_seed(0)
     one, other, last = rows(6, 50, chance), product(6, 5, 19, chance), rows(6, 3, chance)
     gradients: list[PerExampleGradients] = [one, other, last]
     drawn = torch.ones(6, dtype=torch.bool)
     without = clipped_sums(gradients, drawn & (torch.arange(6) != 2), 0.5)
-    if bad == 0.0:  # the control: a row that is a number counts
+    if bad == 0.0:  # the control: a finite row counts
         assert not torch.equal(clipped_sums(gradients, drawn, 0.5)[0], without[0])
         return
     for part in (one.each[2, :9], one.each[2, 49:], other.left[2], other.right[2], last.each[2]):
@@ -148,7 +149,7 @@ def test_a_row_beyond_numbers_changes_nothing_but_that_it_is_left_out(bad: float
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_what_is_no_number_is_nothing_in_a_sum_and_only_there() -> None:
+def test_non_finite_entries_count_as_zero_in_a_total_and_change_no_other_entry() -> None:
     each = torch.tensor([[1.0, math.nan, math.inf, -2.0]] * 3)
     found = kernel.totals([(each, None)], torch.tensor([1.0, 0.0, 0.5]).double())
     assert found.tolist() == [1.5, 0.0, 0.0, -3.0]
@@ -158,7 +159,7 @@ def test_what_is_no_number_is_nothing_in_a_sum_and_only_there() -> None:
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_no_row_reaches_what_another_counts() -> None:
+def test_a_row_does_not_change_the_clipping_factors_of_other_rows() -> None:
     chance = torch.Generator().manual_seed(0)
     one, other = rows(4, 30, chance), product(4, 3, 5, chance)
     lines, drawn = [(one.each, None), (other.left, other.right)], torch.ones(4, dtype=torch.bool)
@@ -172,7 +173,7 @@ def test_no_row_reaches_what_another_counts() -> None:
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_gradients_may_lie_anyhow_in_memory() -> None:
+def test_gradients_may_have_any_memory_layout() -> None:
     chance = torch.Generator().manual_seed(0)
     each, left, right = (torch.randn(4, *n, generator=chance) for n in ((6, 5), (1, 3), (1, 9)))
     drawn = torch.tensor([True, True, False, True])
@@ -182,7 +183,7 @@ def test_gradients_may_lie_anyhow_in_memory() -> None:
     wide = torch.randn(4, 100, generator=chance)
     wide[:, 40:70] = each.flatten(1)
     for form in (
-        wide[:, 40:70].view(4, 6, 5),  # one of several in each row
+        wide[:, 40:70].view(4, 6, 5),  # one of several parameters in each row
         each.transpose(1, 2).contiguous().transpose(1, 2),
         torch.stack([each, each], dim=-1)[..., 0],
         each.flip(0).flip(0),
@@ -195,16 +196,16 @@ def test_gradients_may_lie_anyhow_in_memory() -> None:
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_one_gradient_for_all_rows_counts_once_for_each() -> None:
+def test_a_gradient_expanded_over_all_rows_counts_once_per_drawn_row() -> None:
     one = torch.tensor([[3.0, 4.0]])
     [found] = clipped_sums(
         [DenseGradients(one.expand(5, 2))], torch.tensor([True] * 4 + [False]), 1.0
     )
     assert found.tolist() == pytest.approx([2.4, 3.2], rel=1e-6)
-    assert one.tolist() == [[3.0, 4.0]]  # and is left as it is
+    assert one.tolist() == [[3.0, 4.0]]  # and is not modified
 
 
-def test_other_numbers_of_rows_are_refused() -> None:
+def test_gradients_with_different_numbers_of_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="gradients of 2 rows, where 3 were looked at"):
         clipped_sums([DenseGradients(torch.ones(2, 4))], torch.tensor([True] * 3), 1.0)
     with pytest.raises(ValueError, match="3 factors for another number of rows"):
@@ -218,25 +219,24 @@ def test_other_numbers_of_rows_are_refused() -> None:
         clipped_sums([OuterProductGradients(torch.ones(3, 1, 4), torch.ones(2, 1, 4))], drawn, 1.0)
 
 
-def test_what_the_kernel_does_not_know_is_left_to_torch_or_refused() -> None:
+def test_inputs_that_the_kernel_does_not_support_are_left_to_torch_or_refused() -> None:
     wide = OuterProductGradients(torch.ones(3, 1, 4), torch.ones(3, 1, 5, dtype=torch.float64))
     assert wide.kernel_input() is None
     with pytest.raises(ValueError, match="not float32 on the CPU"):
         kernel.totals([(wide.left, wide.right)], torch.ones(3))
-    assert (
-        OuterProductGradients(torch.ones(3, 1, 5), torch.ones(3, 1, 0)).kernel_input() is None
-    )  # an empty one
+    # an empty factor
+    assert OuterProductGradients(torch.ones(3, 1, 5), torch.ones(3, 1, 0)).kernel_input() is None
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_numbers_whose_sign_is_only_noted_have_it() -> None:
+def test_tensors_with_a_lazy_negative_bit_are_read_with_their_sign() -> None:
     minus = torch.view_as_complex(torch.ones(3, 2)).conj().imag  # -1, as torch says
     [found] = clipped_sums([DenseGradients(minus[:, None])], torch.tensor([True] * 3), 100.0)
     assert found.tolist() == [-3.0]
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_a_default_for_other_tensors_changes_nothing() -> None:
+def test_torch_default_device_and_dtype_do_not_change_clipped_sums() -> None:
     each, drawn = torch.full((3, 4), 100.0), torch.tensor([True] * 3)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -268,7 +268,7 @@ def test_noise_is_added_in_float64_and_rounded_to_the_grid(step: float) -> None:
         torch.testing.assert_close(found, exact, rtol=1e-7, atol=0)
 
 
-def test_noise_for_other_numbers_than_there_are_is_refused() -> None:
+def test_noise_of_another_length_than_the_parameters_is_refused() -> None:
     add = partial(gaussian_noise.add, deviation=1.0, step=0.0)
     with pytest.raises(ValueError, match=r"noise \(3,\) for 4 sums"):
         add([torch.ones(4).double()], torch.ones(3).double().numpy(), noisy=[torch.ones(4)])

@@ -1,8 +1,8 @@
 """The DP-SGD mechanism: what docs/dp_sgd.md promises.
 
-Sums are read off the network: with noise taken away, learning rate 1 and divisor 1 a step moves
-the weights by exactly the clipped sum. Networks are float64, so that reading it off loses nothing.
-Every check of a guarantee is shown to fail when what it checks is broken on purpose.
+Sums are read from the network: without noise, with learning rate 1 and divisor 1, a step moves the
+weights by exactly the clipped sum. Networks are float64, so this loses no digits. Every check of a
+guarantee has a negative control.
 """
 
 import logging
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("torch_begins_alike")
 
 
 def clipped_by_hand(network: nn.Module, x: Tensor, clip: float) -> Tensor:
-    """The clipped sum, a row at a time with plain autograd: the definition."""
+    """The clipped sum by definition: one row at a time with plain autograd."""
     total = torch.zeros_like(flat(network))
     for number, row in enumerate(x):
         network.zero_grad()
@@ -71,44 +71,51 @@ def clipped_by_hand(network: nn.Module, x: Tensor, clip: float) -> Tensor:
 
 @pytest.mark.usefixtures("no_noise")
 @pytest.mark.parametrize("clip", [0.1, 1.0, 1e6])
-def test_without_noise_a_step_is_the_sum_of_clipped_row_gradients(clip: float) -> None:
+def test_without_noise_a_step_moves_the_weights_by_the_sum_of_clipped_gradients(
+    clip: float,
+) -> None:
     network, x = small_network(), small_rows(7)
     moved = moved_by(network, x, plan(clip_norm=clip))
-    # Opacus divides by norm + 1e-6, which is on the safe side of the definition.
+    # Opacus divides by norm + 1e-6, which clips slightly more than the definition.
     torch.testing.assert_close(moved, clipped_by_hand(network, x, clip), rtol=1e-5, atol=1e-9)
 
 
-WILD = [0.0, 1e-300, 1e-12, 1.0, 1e12, 1e300, math.nan, math.inf, -math.inf]
+EXTREME_VALUES = [0.0, 1e-300, 1e-12, 1.0, 1e12, 1e300, math.nan, math.inf, -math.inf]
 
 
 @st.composite
 def neighbours(draw: st.DrawFn) -> tuple[nn.Module, Tensor, int, float]:
-    """A network, rows of which some are wild, the row in which neighbours differ, a clip norm."""
+    """A network, rows with some extreme values, the row in which neighbours differ, a clipping
+    norm.
+    """
     x = small_rows(draw(st.integers(1, 6)), seed=draw(st.integers(0, 999)))
     for row in range(len(x)):
         if draw(st.booleans()):
-            x[row, draw(st.integers(0, 3))] = draw(st.sampled_from(WILD))
+            x[row, draw(st.integers(0, 3))] = draw(st.sampled_from(EXTREME_VALUES))
     network = small_network(draw(st.integers(0, 999)))
     differing = draw(st.integers(0, len(x) - 1))
     return network, x, differing, draw(st.sampled_from([1e-3, 1.0, 50.0]))
 
 
 def largest_shift(network: nn.Module, x: Tensor, row: int, clip: float) -> float:
-    """How far neighbours are apart, in clip norms, over all relations that a claim may name."""
+    """The largest distance between the sums of neighbours, in clipping norms, over all neighbour
+    relations of a claim.
+    """
     given_plan = plan(clip_norm=clip)
     whole = moved_by(network, x, given_plan)
-    # Removing is the same distance as adding. The last row has to go, so that labels stay.
+    # Removing is the same distance as adding. The row is moved to the end first, to keep the labels
+    # of the others.
     turned = torch.cat([x[:row], x[row + 1 :], x[row : row + 1]])
     with_row, without = (moved_by(network, part, given_plan) for part in (turned, turned[:-1]))
     null = x.clone()
-    null[row] = math.nan  # a row without a finite gradient is a row of zeros
+    null[row] = math.nan  # a row without a finite gradient counts as zero
     shifts = [with_row - without, whole - moved_by(network, null, given_plan)]
     return max(float(shift.norm()) for shift in shifts) / clip
 
 
 @given(case=neighbours())
 @settings(max_examples=40)
-def test_one_row_more_or_less_or_nulled_moves_the_sum_by_at_most_the_clip_norm(
+def test_adding_removing_or_nulling_a_row_moves_the_sum_by_at_most_the_clip_norm(
     case: tuple[nn.Module, Tensor, int, float],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -117,14 +124,15 @@ def test_one_row_more_or_less_or_nulled_moves_the_sum_by_at_most_the_clip_norm(
 
 
 @pytest.mark.usefixtures("each_way")
-def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
+def test_clipped_sums_equal_those_of_opacus_and_of_one_row_at_a_time() -> None:
     sizes = torch.tensor([0.01, 1, 1, 100, 1])
     drawing = torch.Generator().manual_seed(0)
     samples = [
         torch.randn(5, 3, generator=drawing) * sizes[:, None],
         torch.randn(5, 2, 2, generator=drawing) * sizes[:, None, None],
-        (torch.randn(4, 5, 3, generator=drawing) * sizes[:, None]).movedim(0, 2),  # out of order
-        torch.randn(5, generator=drawing) * sizes,  # of a parameter that is one number
+        # another order of dimensions
+        (torch.randn(4, 5, 3, generator=drawing) * sizes[:, None]).movedim(0, 2),
+        torch.randn(5, generator=drawing) * sizes,  # a scalar parameter
         torch.randn(5, 700, generator=drawing) * sizes[:, None] / 20,
     ]
     drawn = torch.tensor([True, True, False, True, True])
@@ -154,21 +162,21 @@ def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
 
 
 def operations(work: Callable[[], object]) -> list[str]:
-    """What torch is asked for meanwhile."""
+    """Names of the torch operations that ``work`` calls."""
     seen: list[str] = []
 
-    class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    with Listening():  # type: ignore[no-untyped-call]
+    with Recorder():  # type: ignore[no-untyped-call]
         work()
     return seen
 
 
 def sum_with(bad: float, sums: Callable[..., object]) -> Callable[[], object]:
-    """A sum over four rows, of which one has a bad number, in every form of a gradient."""
+    """A function that sums gradients of four rows, in every form; one row holds ``bad``."""
 
     def work() -> None:
         whole, left, right = torch.ones(4, 600), torch.ones(4, 1, 3), torch.ones(4, 2, 5)
@@ -188,22 +196,22 @@ def sum_with(bad: float, sums: Callable[..., object]) -> Callable[[], object]:
 
 
 @pytest.mark.usefixtures("each_way")
-def test_the_operations_of_a_clipped_sum_do_not_depend_on_what_rows_hold() -> None:
+def test_operations_of_a_clipped_sum_do_not_depend_on_the_values_of_rows() -> None:
     for bad in (math.nan, math.inf, 1e30, 0.0):
         assert operations(sum_with(bad, clipped_sums)) == operations(sum_with(0.5, clipped_sums))
 
-    def only_if_need_be(
+    def skips_non_finite_rows(
         gradients: list[PerExampleGradients], drawn: Tensor, clip_norm: float
     ) -> list[Tensor]:
         drawn = drawn & all(bool(each.norms().isfinite().all()) for each in gradients)
         return clipped_sums(gradients, drawn, clip_norm) if drawn.any() else []
 
-    assert operations(sum_with(math.nan, only_if_need_be)) != operations(
-        sum_with(0.5, only_if_need_be)
+    assert operations(sum_with(math.nan, skips_non_finite_rows)) != operations(
+        sum_with(0.5, skips_non_finite_rows)
     )
 
 
-def test_the_operations_of_a_private_step_do_not_depend_on_what_rows_hold() -> None:
+def test_operations_of_a_private_step_do_not_depend_on_the_values_of_rows() -> None:
     nets = networks()
     training = PrivateTraining(plan(protect=("F", "G", "D")), nets)
 
@@ -222,47 +230,49 @@ def test_the_operations_of_a_private_step_do_not_depend_on_what_rows_hold() -> N
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("numbers", [1, 511, 512, 513, 300_000, 3_000_001])
-def test_a_row_of_very_many_numbers_weighs_no_more_than_the_clip_norm(numbers: int) -> None:
+def test_a_row_with_millions_of_numbers_weighs_no_more_than_the_clip_norm(numbers: int) -> None:
     [total] = clipped_sums(
         [DenseGradients(torch.full((1, numbers), 0.7))], torch.tensor([True]), 0.1
     )
     assert float(total.double().norm()) == pytest.approx(0.1, rel=1e-5)
-    if numbers > 3_000_000:  # the control: squares that are all added up in one go
+    if numbers > 3_000_000:  # the control: one float32 sum over all squares
         whole = float(torch.full((1, numbers), 0.7).norm(dim=1))
         assert abs(whole / (0.7 * math.sqrt(numbers)) - 1) > 1e-4
 
 
-def test_a_network_with_buffers_is_refused_because_they_would_be_sent_without_noise() -> None:
+def test_a_network_with_buffers_is_refused_because_buffers_would_be_sent_without_noise() -> None:
     with_buffers = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
     with pytest.raises(PrivacyError, match="D cannot be protected"):
         PrivateTraining(PLAN, {"F": nn.Linear(2, 2), "D": with_buffers})
     PrivateTraining(PLAN, {"F": nn.Linear(2, 2), "D": nn.Linear(2, 2)})  # the control
 
 
-def test_two_networks_with_a_parameter_in_common_are_refused() -> None:
+def test_two_networks_that_share_a_parameter_are_refused() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight
     with pytest.raises(PrivacyError, match="F, G share a parameter"):
         PrivateTraining(PLAN, {"F": one, "G": other})
 
 
-def test_matrix_products_that_are_rounded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduced_precision_of_float32_matrix_products_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")  # TF32
     with pytest.raises(PrivacyError, match=r"products are rounded.* Set .* to highest"):
         PrivateTraining(PLAN, {"F": nn.Linear(2, 2)})
 
 
-def test_a_sum_of_another_shape_than_the_parameter_is_refused_and_not_repeated(
+def test_a_sum_of_another_shape_than_the_parameter_is_refused_and_not_broadcast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network = small_network()
 
-    def narrow(_loss: RowLoss, _parameters: object, fields: Mapping[str, Tensor]) -> Any:
+    def wrong_shape(_loss: RowLoss, _parameters: object, fields: Mapping[str, Tensor]) -> Any:
         return {
             ("F", "0.bias"): DenseGradients(torch.ones(len(fields["x"]), 1, dtype=torch.float64))
         }
 
-    monkeypatch.setattr(dp_sgd, "factored_gradients", narrow)  # 0.bias has three numbers
+    monkeypatch.setattr(dp_sgd, "factored_gradients", wrong_shape)  # 0.bias has three numbers
     with pytest.raises(PrivacyError, match=r"gradient of F\.0\.bias has shape .*\[1\]"):
         moved_by(network, small_rows(4), PLAN)
 
@@ -277,23 +287,23 @@ def test_a_gradient_that_does_not_depend_on_the_row_is_summed_like_others() -> N
 
 
 @pytest.mark.usefixtures("each_way")
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])  # 1e30 has no finite norm
-def test_a_row_whose_gradient_is_beyond_numbers_adds_nothing(bad: float) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])  # 1e30: its norm overflows
+def test_a_row_with_a_non_finite_gradient_adds_nothing(bad: float) -> None:
     samples = [DenseGradients(torch.tensor([[3.0, 4.0], [bad, 1.0]]))]
     [total] = clipped_sums(samples, torch.tensor([True, True]), 1.0)
     assert total.tolist() == pytest.approx([0.6, 0.8], rel=1e-6)
 
 
 @pytest.mark.usefixtures("no_noise")
-def test_the_check_of_sensitivity_notices_that_clipping_is_left_out(
+def test_the_check_of_sensitivity_detects_missing_clipping(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def only_sums(
+    def without_clipping(
         samples: list[PerExampleGradients], drawn: Tensor, clip_norm: float
     ) -> list[Tensor]:
         return [sample.total(drawn.double()) for sample in samples]
 
-    monkeypatch.setattr(dp_sgd, "clipped_sums", only_sums)
+    monkeypatch.setattr(dp_sgd, "clipped_sums", without_clipping)
     assert largest_shift(small_network(), small_rows(4), 2, clip=0.1) > 1 + 1e-5
 
 
@@ -328,7 +338,7 @@ def test_all_views_of_a_row_share_one_clip_norm() -> None:
 
 @pytest.mark.usefixtures("no_noise")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_without_a_finite_gradient_counts_nothing_and_nobody_is_told(
+def test_a_row_with_a_non_finite_gradient_adds_nothing_and_causes_no_log_line(
     bad: float, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     network, x = small_network(), small_rows(5)
@@ -343,7 +353,9 @@ def test_a_row_without_a_finite_gradient_counts_nothing_and_nobody_is_told(
 # Batches: empty, full, split -----------------------------------------------------------------
 
 
-def test_a_step_without_rows_is_a_step_of_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_an_empty_batch_is_a_step_of_noise_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(secure_noise, "secure_normal", np.ones)
     draw_rows(monkeypatch, [False] * 6)
     shift = moved_by(
@@ -354,33 +366,35 @@ def test_a_step_without_rows_is_a_step_of_noise(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(shift, torch.full_like(shift, 0.75))
 
 
-def test_a_loop_that_skips_empty_batches_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_empty_batches_detects_a_loop_that_skips_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(secure_noise, "secure_normal", np.ones)
     draw_rows(monkeypatch, [False] * 6)
     monkeypatch.setattr(PrivateTraining, "_step", lambda self: None)  # no row, no step
     numbers = plan(sample_rate=0.5, noise_multiplier=2.0, clip_norm=0.5, steps=3)
     shift = moved_by(small_network(), small_rows(6), numbers)
-    assert not shift.any()  # where every honest step leaves 0.25
+    assert not shift.any()  # an honest step leaves 0.25 each
 
 
 @pytest.mark.parametrize(("share", "mean"), [(0.0, 3.0), (1 / 3, 3.0), (2 / 3, 2.5), (1.0, 2.0)])
-def test_what_is_sent_is_the_mean_of_the_last_iterates_all_of_them_with_noise(
+def test_a_visit_sends_the_mean_of_its_last_iterates_each_with_noise(
     share: float, mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(secure_noise, "secure_normal", np.ones)
-    # Three steps of noise 1 leave the weights 1, 2 and 3 below where they came in.
+    # Three steps of noise 1 move the weights to -1, -2 and -3 from where they began.
     shift = moved_by(small_network(), small_rows(0), plan(steps=3, average_last=share))
     torch.testing.assert_close(shift, torch.full_like(shift, mean))
 
 
-def test_momentum_has_seen_sums_with_noise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_momentum_accumulates_sums_with_noise_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secure_noise, "secure_normal", np.ones)
     # Noise 1 in two steps: v is 1, then half of that and 1 more.
     shift = moved_by(small_network(), small_rows(0), plan(steps=2, momentum=0.5))
     torch.testing.assert_close(shift, torch.full_like(shift, 2.5))
 
 
-def test_an_agent_without_rows_makes_all_its_steps_and_reads_nothing(
+def test_an_agent_without_rows_takes_all_its_steps_and_reads_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(secure_noise, "secure_normal", np.ones)
@@ -404,11 +418,11 @@ def test_at_sample_rate_one_every_row_is_in_every_batch(rows: int) -> None:
 
 
 @pytest.mark.usefixtures("no_noise")
-def test_the_divisor_is_the_public_batch_size_whatever_was_drawn(
+def test_the_divisor_is_the_public_batch_size_and_not_the_number_of_drawn_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network, x = small_network(), small_rows(1).repeat(4, 1)
-    x[1:] = math.nan  # masked out or not, these count nothing
+    x[1:] = math.nan  # non-finite rows count as zero, drawn or not
     public = plan(sample_rate=0.5, expected_batch=2.0)
     draw_rows(monkeypatch, [True, False, False, False])
     alone = moved_by(network, x, public)
@@ -419,7 +433,7 @@ def test_the_divisor_is_the_public_batch_size_whatever_was_drawn(
 
 @pytest.mark.usefixtures("no_noise")
 @pytest.mark.parametrize("chunk", [1, 4, 64])
-def test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch(
+def test_the_sum_does_not_depend_on_microbatches_or_on_the_physical_batch_size(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 300 rows at rate 0.05: 15 expected, and 4 standard deviations of 3.77 more are 31.
@@ -431,7 +445,7 @@ def test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch(
     moved = moved_by(network, x, sparse, chunk)
     expected = torch.zeros_like(moved)
     for row in range(3, 300, 20):
-        pad = row % CLASSES  # rows before it, so that the row keeps its label
+        pad = row % CLASSES  # earlier rows, so that the row keeps its label
         alone = torch.cat([x[:pad], x[row : row + 1]])
         expected += clipped_by_hand(network, alone, 1.0) - clipped_by_hand(network, x[:pad], 1.0)
     torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-8)
@@ -445,10 +459,10 @@ def test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch(
         ([30_000], 3 * 32 * 32, 64),
         ([30_000], 1 * 64 * 64, 64),
         ([400_000], 1 * 28 * 28, 64),
-        ([200_000, 200_000], 1 * 28 * 28, 64),  # of two networks together
+        ([200_000, 200_000], 1 * 28 * 28, 64),  # two networks together
     ],
 )
-def test_more_rows_are_computed_at_once_where_they_and_the_networks_are_small(
+def test_microbatches_are_larger_where_rows_and_networks_are_small(
     widths: list[int], numbers: int, rows: int
 ) -> None:
     networks = {f"{n}": nn.Linear(width, 1, bias=False) for n, width in enumerate(widths)}
@@ -456,7 +470,9 @@ def test_more_rows_are_computed_at_once_where_they_and_the_networks_are_small(
 
 
 @pytest.mark.usefixtures("no_noise")
-def test_a_batch_beyond_the_capacity_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_larger_than_the_physical_batch_size_is_not_truncated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sparse = plan(sample_rate=0.01)
     assert sparse.physical_batch_size(257) < 257
     draw_rows(monkeypatch, [True] * 257)
@@ -465,7 +481,7 @@ def test_a_batch_beyond_the_capacity_is_not_cut(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(moved_by(network, x, sparse), expected, rtol=1e-5, atol=1e-8)
 
 
-def test_small_agents_compute_every_row_so_that_time_tells_nothing() -> None:
+def test_small_agents_compute_every_row_so_that_run_time_does_not_show_the_batch_size() -> None:
     assert [plan(sample_rate=0.01).physical_batch_size(rows) for rows in (0, 1, 34, 256)] == [
         0,
         1,
@@ -474,7 +490,7 @@ def test_small_agents_compute_every_row_so_that_time_tells_nothing() -> None:
     ]
 
 
-def test_no_sum_without_noise_outlives_the_visit() -> None:
+def test_no_sum_without_noise_is_left_after_a_visit() -> None:
     network = nn.Linear(4, CLASSES).double()
     x, p = small_rows(3), torch.eye(CLASSES, dtype=torch.float64)
     PrivateTraining(PLAN, {"F": network}).run(
@@ -486,7 +502,7 @@ def test_no_sum_without_noise_outlives_the_visit() -> None:
 
 
 @pytest.mark.usefixtures("no_noise")
-def test_the_sum_of_a_visit_that_broke_off_does_not_enter_the_next() -> None:
+def test_the_sum_of_a_failed_visit_does_not_enter_the_next_one() -> None:
     network = nn.Linear(4, CLASSES).double()
     before = flat(network)
     x, p = small_rows(5), torch.eye(CLASSES, dtype=torch.float64)
@@ -503,12 +519,6 @@ def test_the_sum_of_a_visit_that_broke_off_does_not_enter_the_next() -> None:
     assert torch.equal(flat(network), before)
 
 
-# Noise ------------------------------------------------------------------------------------------
-
-
-# Masks ------------------------------------------------------------------------------------------
-
-
 # The plan ---------------------------------------------------------------------------------------
 
 
@@ -516,7 +526,7 @@ def chosen(**changes: Any) -> PrivacySettings:
     return PrivacySettings(**{"epsilon": 8.0, "sample_rate": 0.5, **changes})
 
 
-def test_a_plan_divides_by_declared_rows_and_never_visits_more_than_asked() -> None:
+def test_a_plan_divides_by_declared_rows_and_has_at_most_the_configured_visits() -> None:
     made = make_dp_sgd_plan(chosen(noise_multiplier=3.0, visits=9), rounds=4, rows_per_agent=34)
     assert (made.expected_batch, made.visits, made.noise_multiplier) == (17.0, 4, 3.0)
     assert make_dp_sgd_plan(chosen(noise_multiplier=3.0), rounds=4, rows_per_agent=34).visits == 4
@@ -530,10 +540,10 @@ def test_a_budget_of_zero_plans_no_visit() -> None:
     ("update", "protect", "scope"),
     [("F", "F", "sound"), ("FG", "FG", "sound"), ("FDG", "G", "as_published")],
 )
-def test_the_scope_follows_from_what_is_trained_without_noise(
+def test_the_scope_is_sound_only_if_every_trained_network_has_noise(
     update: str, protect: str, scope: str
 ) -> None:
     assert plan(update=tuple(update), protect=tuple(protect)).scope == scope
 
 
-# Chance and other rows, where an author would not look for them ---------------------------------
+# Randomness and coupled rows in less obvious places ---------------------------------------------

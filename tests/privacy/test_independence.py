@@ -1,4 +1,4 @@
-"""Rows of a private loss do not see each other, whatever network, draw or chance is in it."""
+"""A row's private loss depends on no other row, for any network, draw or random number in it."""
 
 import math
 import traceback
@@ -52,7 +52,9 @@ pytestmark = pytest.mark.usefixtures("torch_begins_alike")
 
 @pytest.mark.parametrize("which", SHIPPED)
 @pytest.mark.parametrize("value", [0.5, 1e30, math.nan])
-def test_another_row_leaves_a_rows_gradient_bit_equal(which: str, value: float) -> None:
+def test_changing_another_row_leaves_the_gradient_of_a_row_bit_equal(
+    which: str, value: float
+) -> None:
     build, rows_of = SHIPPED[which]
     network = build()
 
@@ -78,26 +80,28 @@ def test_rows_of_every_shipped_network_are_independent(which: str) -> None:
     check_rows_independent(lambda batch: rows_of(network, batch), fields)
 
 
-def planted() -> nn.Module:
+def with_batch_norm() -> nn.Module:
     return SmallCNN(SHAPE, CLASSES, width=4, norm="batch")
 
 
-def test_a_planted_batch_norm_is_noticed_by_the_check_of_independence() -> None:
-    network = planted()
+def test_the_independence_check_detects_batch_norm() -> None:
+    network = with_batch_norm()
     fields = {key: field[:, 0] for key, field in mixing(rows=4, views=1).items()}
     with pytest.raises(PrivacyError, match="row 0 changed the loss of other rows"):
         check_rows_independent(lambda batch: classifier_rows(network, batch), fields)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_batch_norm_is_refused_by_name_in_a_trained_and_in_a_frozen_network(frozen: bool) -> None:
-    bad = planted().requires_grad_(not frozen).train(not frozen)
+def test_batch_norm_is_refused_by_layer_name_in_trained_and_in_frozen_networks(
+    frozen: bool,
+) -> None:
+    bad = with_batch_norm().requires_grad_(not frozen).train(not frozen)
     with pytest.raises(PrivacyError) as refusal:
         refuse_coupling_layers({"D": networks()["D"], "F": bad})
     text = str(refusal.value)
     assert "F.trunk.2 (BatchNorm2d)" in text and "F.trunk.6 (BatchNorm2d)" in text
     assert "model.norm: group" in text
-    refuse_coupling_layers(networks(spectral=True))  # and nothing else is
+    refuse_coupling_layers(networks(spectral=True))  # the control: other layers are accepted
 
 
 @pytest.mark.parametrize(
@@ -109,8 +113,8 @@ def test_other_layers_that_keep_statistics_of_rows_are_refused(layer: nn.Module)
         refuse_coupling_layers({"F": nn.Sequential(nn.Flatten(), layer)})
 
 
-class Dropping(nn.Module):
-    """Dropout as a function: no layer tells of it."""
+class FunctionalDropout(nn.Module):
+    """Dropout as a function, which no list of layers shows."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -121,11 +125,11 @@ class Dropping(nn.Module):
         return logits
 
 
-def test_chance_inside_of_a_network_is_refused_before_a_run_and_in_training() -> None:
-    task = Task(CLASSES, SHAPE, lambda: Dropping(0.5))
+def test_random_numbers_inside_a_network_are_refused_before_a_run_and_in_training() -> None:
+    task = Task(CLASSES, SHAPE, lambda: FunctionalDropout(0.5))
     with pytest.raises(PrivacyError, match="draws random numbers"):
-        check_classifier(Dropping(0.5), task)
-    check_classifier(Dropping(0.0), task)  # the control
+        check_classifier(FunctionalDropout(0.5), task)
+    check_classifier(FunctionalDropout(0.0), task)  # the control
 
     def gradients(network: nn.Module) -> object:
         def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
@@ -136,12 +140,12 @@ def test_chance_inside_of_a_network_is_refused_before_a_run_and_in_training() ->
         return factored_gradients(loss, parameters_of({"N": network}), rows)
 
     with pytest.raises(PrivacyError, match="draws random numbers"):
-        gradients(Dropping(0.5))
-    assert gradients(Dropping(0.0))
+        gradients(FunctionalDropout(0.5))
+    assert gradients(FunctionalDropout(0.0))
 
 
 def plain_fields(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
-    shift = torch.rand(len(x), 1, 1, 1, generator=ctx.rng("shift"))  # by places: they are public
+    shift = torch.rand(len(x), 1, 1, 1, generator=ctx.rng("shift"))  # by public position
     return {"x": x / 255 + shift, "y": y}
 
 
@@ -149,16 +153,16 @@ def mixed_with_its_neighbour(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str,
     return {"x": (x + x.roll(1, dims=0)) / 510, "y": y}
 
 
-def mixed_with_those_after_it(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+def mixed_with_later_rows(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
     later = (x / 255).flip(0).cumsum(0).flip(0)
     return {"x": later, "y": y}
 
 
-def one_of_the_whole_block(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+def with_the_class_share_of_the_block(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
     return {"x": x / 255, "y": y, "share": (y == 1).float().mean().expand(len(y))}
 
 
-def chance_of_nobody(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+def from_the_global_generator(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
     return {"x": x / 255 + torch.rand(len(x), 1, 1, 1), "y": y}
 
 
@@ -167,13 +171,13 @@ def chance_of_nobody(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]
     [
         (plain_fields, None),
         (mixed_with_its_neighbour, "^x of a row"),
-        (mixed_with_those_after_it, "^x of a row"),
-        (one_of_the_whole_block, "^share of a row"),
-        (chance_of_nobody, "^x of a row"),
+        (mixed_with_later_rows, "^x of a row"),
+        (with_the_class_share_of_the_block, "^share of a row"),
+        (from_the_global_generator, "^x of a row"),
     ],
 )
 @pytest.mark.parametrize("counts_public", [True, False])
-def test_what_is_drawn_for_a_row_may_not_depend_on_others(
+def test_the_draw_of_a_row_must_not_depend_on_other_rows(
     draw: Draw, named: str | None, counts_public: bool
 ) -> None:
     counts: Any = "public" if counts_public else "private"
@@ -183,7 +187,7 @@ def test_what_is_drawn_for_a_row_may_not_depend_on_others(
         torch.randint(256, (4, *SHAPE), dtype=torch.uint8), torch.arange(4) % CLASSES,
         torch.arange(4),
     )  # fmt: skip
-    F, ctx = Dropping(0.0), Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
+    F, ctx = FunctionalDropout(0.0), Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
     loss = ExampleLoss(hard_label_loss, (), {"F": F})
     before = F.layer.weight.clone()
     if named is None:
@@ -195,19 +199,19 @@ def test_what_is_drawn_for_a_row_may_not_depend_on_others(
     assert torch.equal(F.layer.weight, before)
 
 
-class Seen:
-    """What a careless network or draw keeps where no check of attributes looks."""
+class Memory:
+    """State where a check of attributes does not look."""
 
     def __init__(self) -> None:
         self.calls, self.mean = 0, torch.zeros(())
 
 
 class CentredLater(nn.Module):
-    """Uses what it saw in its last call, but not before a warm-up; or keeps it unused."""
+    """Centre rows by the mean of the last call, after a warm-up; or keep the mean unused."""
 
     def __init__(self, uses: bool) -> None:
         super().__init__()
-        self.layer, self.seen, self.uses = nn.Linear(math.prod(SHAPE), CLASSES), Seen(), uses
+        self.layer, self.seen, self.uses = nn.Linear(math.prod(SHAPE), CLASSES), Memory(), uses
 
     def forward(self, x: Tensor) -> Tensor:
         flat, before = x.flatten(1), self.seen.mean
@@ -218,8 +222,8 @@ class CentredLater(nn.Module):
         return logits
 
 
-def drawn_later(uses: bool) -> Draw:
-    seen = Seen()
+def draw_with_memory(uses: bool) -> Draw:
+    seen = Memory()
 
     def draw(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
         seen.calls += 1
@@ -232,7 +236,7 @@ def drawn_later(uses: bool) -> Draw:
 
 @pytest.mark.parametrize("where", ["network", "draw"])
 @pytest.mark.parametrize("uses", [True, False])
-def test_what_keeps_something_of_rows_after_a_warm_up_is_refused_after_its_visit(
+def test_a_network_or_draw_that_starts_to_keep_rows_after_a_warm_up_is_refused(
     where: str, uses: bool
 ) -> None:
     plan = make_dp_sgd_plan(
@@ -243,16 +247,16 @@ def test_what_keeps_something_of_rows_after_a_warm_up_is_refused_after_its_visit
         torch.arange(4),
     )  # fmt: skip
     F = CentredLater(uses and where == "network").train()
-    draw = drawn_later(uses and where == "draw")
+    draw = draw_with_memory(uses and where == "draw")
     if where == "network":
-        refuse_memory(CentredLater(uses), SHAPE)  # too few calls to see it before a run
+        refuse_memory(CentredLater(uses), SHAPE)  # too few calls to detect it before a run
 
     def visit() -> None:
         loss = ExampleLoss(hard_label_loss, (), {"F": F})
         ctx = Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
         train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=True)
 
-    if not uses:  # the control: it is called as often, and keeps nothing that it uses
+    if not uses:  # the control: called as often, and uses nothing that it keeps
         return visit()
     with pytest.raises(PrivacyError, match="keeps something of the rows that it is trained on"):
         visit()
@@ -260,12 +264,12 @@ def test_what_keeps_something_of_rows_after_a_warm_up_is_refused_after_its_visit
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_an_error_of_a_draw_on_labelled_rows_shows_no_label(fails: bool) -> None:
+def test_an_error_in_a_draw_on_labelled_rows_shows_no_label(fails: bool) -> None:
     plan = make_dp_sgd_plan(PrivacySettings(epsilon=8.0, steps=2), rounds=1, rows_per_agent=4)
     rows = LabelledRows(
         torch.full((4, *SHAPE), 77, dtype=torch.uint8), torch.arange(4) % CLASSES, torch.arange(4)
     )
-    F, ctx = Dropping(0.0), Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
+    F, ctx = FunctionalDropout(0.0), Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
 
     def refuses_grey(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
         if fails and (x == 77).all():
@@ -284,7 +288,7 @@ def test_an_error_of_a_draw_on_labelled_rows_shows_no_label(fails: bool) -> None
     return None
 
 
-def test_torchs_recurrent_layers_are_refused_and_the_gru_of_linear_layers_is_not() -> None:
+def test_recurrent_layers_of_torch_are_refused_and_our_gru_is_accepted() -> None:
     with pytest.raises(PrivacyError, match=r"torch computes F.0 \(GRU\) for all rows at once.*gru"):
         refuse_coupling_layers({"F": nn.Sequential(nn.GRU(4, 3))})
     ours = build_classifier(ModelSettings(name="gru", width=2), (6, 8), 3)
@@ -292,7 +296,7 @@ def test_torchs_recurrent_layers_are_refused_and_the_gru_of_linear_layers_is_not
 
 
 @pytest.mark.parametrize("norm", ["group", "none"])
-def test_dropout_is_refused_when_the_config_is_read_and_by_its_layers_name(
+def test_dropout_is_refused_when_the_config_is_read_and_later_by_layer_name(
     configured: Callable[..., config.Config], norm: Any
 ) -> None:
     for name in WITH_DROPOUT:
@@ -306,7 +310,7 @@ def test_dropout_is_refused_when_the_config_is_read_and_by_its_layers_name(
 
 @pytest.mark.parametrize("model", shipped_classifiers(), ids=lambda m: f"{m.name}-{m.norm}")
 @pytest.mark.parametrize("value", [pytest.param(0.5, marks=pytest.mark.slow), 1e30, math.nan])
-def test_in_the_joint_loss_another_row_leaves_a_rows_gradient_bit_equal(
+def test_in_the_joint_loss_changing_another_row_leaves_a_gradient_bit_equal(
     model: ModelSettings, value: float
 ) -> None:
     nets = {**networks(), "F": build_classifier(model, SHAPE, CLASSES)}
@@ -318,14 +322,14 @@ def test_in_the_joint_loss_another_row_leaves_a_rows_gradient_bit_equal(
     others = torch.tensor([0, 1, 3])
     pairs = [(before[n][k], after[n][k]) for n in before for k in before[n]]
     assert all(torch.equal(a[others], b[others]) for a, b in pairs)
-    assert any(not torch.equal(a[2], b[2]) for a, b in pairs)  # the control: its own does move
+    assert any(not torch.equal(a[2], b[2]) for a, b in pairs)  # the control: its own changes
 
 
-def test_a_batch_norm_in_a_frozen_network_is_refused_by_name_when_the_plan_is_made(
+def test_batch_norm_in_a_frozen_network_is_refused_by_layer_name_when_the_run_is_prepared(
     configured: Callable[..., config.Config],
 ) -> None:
     only_g = ["privacy.update_at_support=[G]", "privacy.protect=[G]"]
-    prepare(configured(*only_g))  # nothing else is wrong with it
+    prepare(configured(*only_g))  # the control: the config is valid otherwise
     good = configured(*only_g)
     object.__setattr__(good, "model", ModelSettings("small_cnn", 4, "batch"))
     with pytest.raises(PrivacyError, match=r"F\.trunk\.2 \(BatchNorm2d\)"):
@@ -336,12 +340,12 @@ def test_a_batch_norm_in_a_frozen_network_is_refused_by_name_when_the_plan_is_ma
 def test_private_steps_refuse_networks_and_fields_that_are_not_on_the_cpu(
     moved: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the run's device is: a plug-in may move them. "meta" stands for a GPU."""
+    """A plug-in may move them. The device "meta" stands for a GPU."""
     monkeypatch.setattr(local_dp_sgd, "_refuse_mixing", lambda *_: None)  # computes with them
     plan = make_dp_sgd_plan(PrivacySettings(epsilon=8.0, steps=2), rounds=1, rows_per_agent=4)
     rows = LabelledRows(torch.zeros(4, *SHAPE), torch.arange(4) % CLASSES, torch.arange(4))
     ctx = Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
-    F = Dropping(0.0).to("meta" if moved == "F" else "cpu")
+    F = FunctionalDropout(0.0).to("meta" if moved == "F" else "cpu")
     loss = ExampleLoss(hard_label_loss, (), {"F": F})
 
     def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:

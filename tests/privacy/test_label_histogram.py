@@ -1,8 +1,8 @@
-"""The plan of a census: what it adds noise to, what it costs, and what a run says of it.
+"""The plan of a label census: what gets noise, what it costs, and what a run reports.
 
-Sensitivity and epsilon are checked by arithmetic on the law of the noise. Runs are of
-configs/label_census.yaml, made small; each lie in a card is told by somebody who also mends the
-sentence, and the honest card passes the same audit.
+Sensitivity and epsilon are computed from the noise distribution. Runs use a small
+configs/label_census.yaml. Each false card has a matching sentence, and the true card passes the
+same audit.
 """
 
 import contextlib
@@ -56,14 +56,14 @@ TABLE = torch.arange(12).view(4, 3)
 GAUSSIAN = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 
 
-def told(settings: dict[str, Any]) -> CensusPlan:
+def decline_reason(settings: dict[str, Any]) -> CensusPlan:
     return make_census_plan(PrivacySettings(**settings), rows=100.0)
 
 
 # What is released -----------------------------------------------------------------------------
 
 
-def test_every_count_gets_a_draw_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_count_gets_its_own_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float, int]] = []
 
     def numbered(epsilon: float, count: int) -> NDArray[np.int64]:
@@ -72,17 +72,18 @@ def test_every_count_gets_a_draw_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(label_histogram, "discrete_laplace", numbered)
     released = PLAN.release(TABLE)
-    assert released.tolist() == (2 * TABLE - 5).tolist()  # TABLE is numbered as the draws are
+    assert released.tolist() == (2 * TABLE - 5).tolist()  # TABLE has the numbers of the draws
     assert asked == [(2.0, 12)]
     assert (released.dtype, released.device.type) == (torch.int64, "cpu")
 
 
-def test_counts_may_come_out_negative_and_are_left_so() -> None:
-    # A cell of 0 is below 0 with chance e^-0.5 / (1 + e^-0.5) = 0.378; of 400 none: 1e-82.
+def test_negative_counts_are_released_as_they_are() -> None:
+    # A cell of 0 becomes negative with probability e^-0.5 / (1 + e^-0.5) = 0.378; none of 400:
+    # 1e-82.
     assert int(CensusPlan(0.5, visits=1).release(torch.zeros(40, 10, dtype=torch.int64)).min()) < 0
 
 
-def test_what_was_counted_stays_as_it_was() -> None:
+def test_the_counted_table_is_not_modified() -> None:
     before = TABLE.clone()
     PLAN.release(TABLE)
     assert torch.equal(TABLE, before)
@@ -97,12 +98,12 @@ def test_what_was_counted_stays_as_it_was() -> None:
         (TABLE.view(-1), r"shape \(12,\)"),
     ],
 )
-def test_what_is_no_table_of_counts_is_refused(counts: Tensor, why: str) -> None:
+def test_invalid_tables_of_counts_are_refused(counts: Tensor, why: str) -> None:
     with pytest.raises(PrivacyError, match=why):
         PLAN.release(counts)
 
 
-def test_with_epsilon_zero_nothing_can_be_released() -> None:
+def test_a_plan_with_epsilon_zero_is_refused() -> None:
     with pytest.raises(PlanError, match="epsilon of discrete Laplace noise is 0"):
         CensusPlan(0.0, visits=0).release(TABLE)
 
@@ -111,7 +112,7 @@ def test_with_epsilon_zero_nothing_can_be_released() -> None:
 
 
 def largest_ratio(one: Tensor, other: Tensor, epsilon: float) -> float:
-    """How much more likely a release can be from one table than from another: largest log ratio.
+    """The largest log ratio of the probabilities of one output given two tables.
 
     Over all outputs: cells are independent, and each ratio is largest at one of the two counts.
     """
@@ -120,7 +121,7 @@ def largest_ratio(one: Tensor, other: Tensor, epsilon: float) -> float:
     return float(np.abs(ratios).max(axis=0).sum())
 
 
-def test_one_record_costs_epsilon_an_exchanged_one_twice_and_k_of_them_k_times() -> None:
+def test_adding_a_record_costs_epsilon_replacing_one_twice_and_k_records_k_times() -> None:
     more, exchanged, of_one_person = TABLE.clone(), TABLE.clone(), TABLE.clone()
     more[2, 1] += 1
     exchanged[2, 1] += 1
@@ -132,17 +133,17 @@ def test_one_record_costs_epsilon_an_exchanged_one_twice_and_k_of_them_k_times()
     assert largest_ratio(of_one_person, TABLE, 2.0) == pytest.approx(6.0)
 
 
-def test_a_plan_shows_the_face_of_every_plan() -> None:
-    plan: Plan = told({"epsilon": 4.0})
+def test_a_histogram_plan_has_the_interface_of_every_plan() -> None:
+    plan: Plan = decline_reason({"epsilon": 4.0})
     assert plan == CensusPlan(4.0, visits=1, rows=100.0)
     assert (plan.update, plan.protect, plan.scope) == (("census",), ("census",), "sound")
     assert (plan.event, plan.visits) == (PureDpEvent(4.0, 1), 1)
-    nothing = told({"epsilon": 0.0})
+    nothing = decline_reason({"epsilon": 0.0})
     assert (nothing.visits, nothing.epsilon) == (0, 0.0)
 
 
-def test_epsilon_is_rounded_down_to_what_is_drawn_and_three_tenths_pay_for_three() -> None:
-    plan = told({"epsilon": 0.1})
+def test_epsilon_is_rounded_down_to_the_drawn_epsilon_and_three_tenths_pay_for_three() -> None:
+    plan = decline_reason({"epsilon": 0.1})
     assert plan.epsilon == 104857 / 2**20
     assert 0.1 - 2**-20 < plan.epsilon < 0.1
     assert sum([plan.epsilon] * 3) == 3 * 104857 / 2**20 <= 0.3
@@ -150,9 +151,9 @@ def test_epsilon_is_rounded_down_to_what_is_drawn_and_three_tenths_pay_for_three
 
 
 @pytest.mark.parametrize("epsilon", [1e-7, 1001.0])
-def test_an_epsilon_without_noise_that_can_be_drawn_is_refused(epsilon: float) -> None:
+def test_an_epsilon_that_is_too_small_or_large_for_noise_is_refused(epsilon: float) -> None:
     with pytest.raises(PlanError, match="it must be from 1e-6 to 1000"):
-        told({"epsilon": epsilon})
+        decline_reason({"epsilon": epsilon})
 
 
 def promise(event: Event, epsilon: float = 6.0, delta: float = 1e-3) -> AccountPlan:
@@ -162,27 +163,27 @@ def promise(event: Event, epsilon: float = 6.0, delta: float = 1e-3) -> AccountP
     )  # fmt: skip
 
 
-def test_pure_releases_are_told_as_their_sum_at_delta_zero() -> None:
+def test_the_epsilon_of_pure_releases_is_their_sum_at_delta_zero() -> None:
     plan, spent = promise(PureDpEvent(4.0, 1)), cost_of([PureDpEvent(4.0, 1)] * 2)
     assert (plan.epsilon(spent), plan.delta_of(spent)) == (8.0, 0.0)
-    # The control: with delta a smaller number holds, and is not what a pure claim may say.
+    # The control: with delta the epsilon is smaller, and a pure claim may not use it.
     assert spent.epsilon(1e-3) < 8.0
-    # Many small ones cost less with delta, and are added up all the same.
+    # Many small releases cost less with delta, and a pure claim still adds them up.
     many = cost_of([PureDpEvent(0.0625, 1)] * 64)
     assert promise(PureDpEvent(0.0625, 1)).epsilon(many) == 4.0 > many.epsilon(1e-5)
 
 
-def test_beside_other_releases_a_pure_one_is_told_with_delta() -> None:
+def test_a_pure_release_beside_other_releases_is_claimed_with_delta() -> None:
     pure, mixed = cost_of([PureDpEvent(1.0, 1)]), cost_of([PureDpEvent(1.0, 1), GAUSSIAN])
     plan = promise(PureDpEvent(1.0, 1))
     assert plan.delta_of(mixed) == 1e-3
-    # What came after the pure one may have been chosen by it: tests/accounting/test_filters.py.
+    # What follows the pure release may depend on it: tests/accounting/test_filters.py.
     assert plan.epsilon(mixed) > mixed.epsilon(1e-3)
-    assert mixed.epsilon(0.0) == float("inf")  # a Gaussian is pure at no epsilon
-    assert promise(GAUSSIAN).delta_of(pure) == 1e-3  # a plan of noisy gradients claims as ever
+    assert mixed.epsilon(0.0) == float("inf")  # no epsilon makes a Gaussian pure
+    assert promise(GAUSSIAN).delta_of(pure) == 1e-3  # plans of noisy gradients have a delta
 
 
-def test_an_account_pays_for_censuses_as_long_as_their_sum_fits(tmp_path: Path) -> None:
+def test_an_account_pays_for_censuses_while_their_sum_fits_the_budget(tmp_path: Path) -> None:
     plan = promise(PureDpEvent(2.0, 1))
     account = Account.open(tmp_path / "s0.jsonl", plan, resume=False)
     assert visits_left(account) == 3
@@ -199,27 +200,27 @@ def test_an_account_pays_for_censuses_as_long_as_their_sum_fits(tmp_path: Path) 
     assert read_journal(tmp_path / "s0.jsonl").epsilon == 6.0
 
 
-# The words ------------------------------------------------------------------------------------
+# Texts ----------------------------------------------------------------------------------------
 
 
-def test_a_pure_claim_is_said_without_a_delta() -> None:
+def test_a_pure_claim_is_printed_without_a_delta() -> None:
     def sentence(epsilon: float, delta: float) -> str:
         return str(Guarantee(epsilon, delta, "record", "zero_out", ("census",), "largest agent"))
 
     assert "(census) is 4-DP (pure epsilon, delta 0 for ideal random bits) with" in sentence(4.0, 0)
     assert " is 0.1-DP (pure" in sentence(104857 / 2**20, 0.0)  # rounded up, as all claims are
     assert " is 10-DP (pure" in sentence(10.0, 0.0)
-    assert " is (4.0000, 1e-05)-DP with" in sentence(4.0, 1e-5)  # others as ever
+    assert " is (4.0000, 1e-05)-DP with" in sentence(4.0, 1e-5)  # other claims have a delta
 
 
-def test_a_dry_run_says_what_is_released_and_what_it_costs() -> None:
+def test_a_dry_run_prints_what_is_released_and_what_it_costs() -> None:
     settings = PrivacySettings(epsilon=4.0)
-    assert told({"epsilon": 4.0}).spending(settings) == (
+    assert decline_reason({"epsilon": 4.0}).spending(settings) == (
         "Scope sound. One census of each support agent: its labelled rows by cluster and class, "
         "with discrete Laplace noise on every count: pure epsilon 4 of 4 (delta 0)."
     )
     nothing = PrivacySettings(epsilon=0.0)
-    assert "no labelled row is read" in told({"epsilon": 0.0}).spending(nothing)
+    assert "no labelled row is read" in decline_reason({"epsilon": 0.0}).spending(nothing)
 
 
 # The config -----------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ SMALL = (
 
 
 def train(output: Path, *overrides: str) -> Outcome:
-    """The training command on the smallest census; of equal keys the last one counts."""
+    """Run the training command on the smallest census. The last of equal keys counts."""
     chosen = dict(text.split("=", 1) for text in (*SMALL, "privacy.epsilon=4.0", *overrides))
     given = [f"{key}={value}" for key, value in chosen.items()]
     return command(CONFIG, f"run.output={output}", "--quiet", *given)
@@ -246,7 +247,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_settings_of_noisy_gradients_are_refused_by_name(tmp_path: Path) -> None:
+def test_dp_sgd_settings_are_refused_by_name(tmp_path: Path) -> None:
     assert set(OTHERS) == set(DP_SGD_KEYS)
     refused = train(tmp_path / "run", *(f"privacy.{key}={text}" for key, text in OTHERS.items()))
     assert_refused(refused)
@@ -262,11 +263,11 @@ def test_the_same_settings_at_their_defaults_are_accepted() -> None:
     assert "pure epsilon 4 of 4 (delta 0)" in " ".join(done.out.split())
 
 
-def test_a_norm_that_lets_one_row_move_another_is_refused(tmp_path: Path) -> None:
+def test_a_norm_through_which_rows_affect_each_other_is_refused(tmp_path: Path) -> None:
     assert_refused(train(tmp_path / "run", "model.norm=batch"), "move others to another cluster")
 
 
-def test_the_mechanism_of_every_other_private_algorithm_is_noise_on_gradients() -> None:
+def test_every_other_private_algorithm_has_noisy_gradients() -> None:
     private = {name for name, kind in ALGORITHMS.items() if kind.can_be_private}
     census = {name for name, kind in ALGORITHMS.items() if kind.mechanism == "census"}
     assert census == {"label_census"} < private
@@ -303,7 +304,7 @@ def test_a_run_charges_each_support_agent_one_event(trained: Path) -> None:
         assert (journal.plan.update, journal.plan.protect) == (("census",), ("census",))
 
 
-def test_the_card_says_what_left_and_that_the_claim_is_pure(trained: Path) -> None:
+def test_the_card_names_the_released_counts_and_a_pure_claim(trained: Path) -> None:
     card = card_of(trained)
     assert (card["guarantee"]["epsilon"], card["guarantee"]["delta"]) == (4.0, 0.0)
     assert (
@@ -316,9 +317,9 @@ def test_the_card_says_what_left_and_that_the_claim_is_pure(trained: Path) -> No
     )  # fmt: skip
     assert not {"F", "D", "G"} & set(listed)
     assert "networks trained on labelled rows: there are none" in card["not_sent"]
-    assert card["headline"] is None  # at the same delta, 0, there is no tighter number
+    assert card["headline"] is None  # at delta 0, no tighter bound exists
     assert card["epsilon"]["person_across_agents"] == 8.0
-    # e^4 / (1 + e^4): randomized response, which this law is for one record.
+    # e^4 / (1 + e^4): the bound of randomized response, which this mechanism reaches.
     assert card["attack_bounds"]["balanced_accuracy"] == pytest.approx(0.98201379)
     assert not any("floating point" in text for text in card["not_protected"])
     assert any("delta 0 is for ideal ones" in text for text in card["not_protected"])
@@ -331,13 +332,13 @@ def test_the_card_says_what_left_and_that_the_claim_is_pure(trained: Path) -> No
     assert "delta: 0 (pure epsilon; 1e-05 in the accounts)" in page
 
 
-def test_a_comparison_tells_the_claim_with_delta_zero(trained: Path) -> None:
+def test_a_comparison_prints_the_claim_with_delta_zero(trained: Path) -> None:
     results = json.loads((trained / "results.json").read_text())
     told_of = table.epsilon_of([results], 1e-5)
     assert str(told_of) == "guarantee 4.0000 (delta 0) for census"
 
 
-def test_the_audit_says_what_the_card_says(trained: Path) -> None:
+def test_the_audit_repeats_the_claim_of_the_card(trained: Path) -> None:
     status, text = audited(trained)
     assert status == 0, text
     assert card_of(trained)["sentence"] in " ".join(text.split())
@@ -373,7 +374,7 @@ def no_noise_on_some(card: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "lie", [less_epsilon, with_delta, another_delta, a_network_is_covered, no_noise_on_some]
 )
-def test_a_card_that_lies_about_a_census_is_violated(
+def test_a_false_card_of_a_census_is_violated(
     lie: Callable[[dict[str, Any]], None], trained: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -399,8 +400,9 @@ def test_the_auditors_program_adds_up_laplace_events(trained: Path) -> None:
 
 
 @pytest.mark.skipif(not verify.available(), reason="dp-accounting is not installed")
-def test_at_a_delta_the_continuous_law_would_say_too_little() -> None:
-    # Why the program asks no accountant: for this noise, randomized response, the truth is higher.
+def test_at_a_positive_delta_the_continuous_laplace_would_claim_too_little() -> None:
+    # Why the program calls no accountant: for this noise the true epsilon, of randomized response,
+    # is higher.
     import dp_accounting as dp
 
     many = [PureDpEvent(0.1, 50)]
@@ -413,7 +415,7 @@ def test_at_a_delta_the_continuous_law_would_say_too_little() -> None:
 
 
 class Sealed(LabelledRows):
-    """Labelled rows that must not be read; how many there are is public."""
+    """Labelled rows that must not be read; their number is public."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("x", "y"):
@@ -422,7 +424,7 @@ class Sealed(LabelledRows):
 
 
 def carried_out_sealed(folder: Path, epsilon: float) -> None:
-    """A run, but for the split, without access to any labelled row."""
+    """Run without access to any labelled row, except for the split."""
     epsilon_given = f"privacy.epsilon={epsilon}"
     prepared = prepare(configs.load_config(CONFIG, [*SMALL, epsilon_given, f"run.output={folder}"]))
     for agent in prepared.labelled_agents:
@@ -440,12 +442,14 @@ def test_with_epsilon_zero_no_labelled_row_is_read_and_the_run_completes(tmp_pat
     assert audited(tmp_path / "run")[0] == 3  # no config.yaml was written
 
 
-def test_the_seal_notices_a_census(tmp_path: Path) -> None:
+def test_the_seal_detects_a_census(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="a labelled row was read"):
         carried_out_sealed(tmp_path / "run", 4.0)
 
 
-def test_a_second_census_of_the_same_rows_adds_up_and_a_third_is_refused(tmp_path: Path) -> None:
+def test_two_censuses_of_the_same_rows_add_up_and_a_third_exceeds_the_budget(
+    tmp_path: Path,
+) -> None:
     ledger = (f"privacy.ledger={tmp_path / 'accounts'}", "privacy.ledger_epsilon=9.0")
     split = f"data.split={tmp_path / 'one' / 'split.json'}"
     assert train(tmp_path / "one", *ledger).status == 0
@@ -465,7 +469,7 @@ def test_a_second_census_of_the_same_rows_adds_up_and_a_third_is_refused(tmp_pat
         assert audited(tmp_path / name)[0] == 0
 
 
-def test_a_census_is_paid_for_before_its_rows_are_read(tmp_path: Path) -> None:
+def test_a_census_is_charged_before_its_rows_are_read(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="a labelled row was read"):
         carried_out_sealed(tmp_path / "run", 4.0)
     first = read_journal(tmp_path / "run/ledger/s0.jsonl")
@@ -473,7 +477,7 @@ def test_a_census_is_paid_for_before_its_rows_are_read(tmp_path: Path) -> None:
 
 
 def released_by_all(folder: Path, epsilon: float) -> Tensor:
-    """The sum of what the support agents of a small run send at this epsilon (K, C)."""
+    """The sum of what the support agents of a small run release at this epsilon (K, C)."""
     given = [*SMALL, f"privacy.epsilon={epsilon}", f"run.output={folder}"]
     prepared = prepare(configs.load_config(CONFIG, given))
     folder.mkdir()
@@ -490,33 +494,34 @@ def released_by_all(folder: Path, epsilon: float) -> Tensor:
     return released
 
 
-def test_every_count_that_leaves_a_support_agent_has_its_noise(tmp_path: Path) -> None:
+def test_every_count_that_a_support_agent_sends_has_its_noise(tmp_path: Path) -> None:
     # At epsilon 0.01 a draw has standard deviation 141, and the sum of two is 0 once in 400 times.
     noisy = released_by_all(tmp_path / "noisy", 0.01)
     assert int((noisy.abs() > 100).sum()) > noisy.numel() / 4
     assert int((noisy == 0).sum()) < noisy.numel() / 10
-    # the control: at epsilon 40 no noise is left to be seen, and the counts are those of 40 rows
+    # the control: at epsilon 40 the noise rounds to zero, and the counts are those of 40 rows
     exact = released_by_all(tmp_path / "exact", 40.0)
     assert int(exact.min()) == 0
     assert int(exact.sum()) == 40
 
 
-def test_a_checkpoint_follows_the_census_at_once(
+def test_a_checkpoint_is_written_right_after_the_census(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved, save = [], checkpoint.save_snapshot
 
-    def noted(folder: Path, snapshot: Snapshot) -> Path:
+    def record(folder: Path, snapshot: Snapshot) -> Path:
         saved.append(snapshot.round)
         return save(folder, snapshot)
 
-    monkeypatch.setattr(checkpoint, "save_snapshot", noted)
+    monkeypatch.setattr(checkpoint, "save_snapshot", record)
     assert train(tmp_path / "run", "run.checkpoint_every=1000").status == 0
     before = 3 + 3  # rounds of encoder and clusters
-    assert saved == [0, before + 1, before + 1 + 2]  # begin, census, the last of votes and after
+    # the start, the census, and the end
+    assert saved == [0, before + 1, before + 1 + 2]
 
 
-# What it counts -------------------------------------------------------------------------------
+# What a method may count ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -567,7 +572,7 @@ def six_rows() -> LabelledRows:
 
 
 @dataclass
-class Asked:
+class SingleAgent:
     """One support agent that answers a census of two clusters and two classes."""
 
     folder: Path
@@ -600,34 +605,36 @@ class Asked:
         (lambda rows: torch.zeros(2, 2, dtype=torch.int64), "and 0 were"),
     ],
 )
-def test_a_census_releases_one_count_of_single_rows_as_it_was_made(
+def test_a_census_releases_one_count_per_row_as_it_was_assigned(
     counted: Callable[[Any], Tensor], why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(PrivacyError, match=why):
-        Asked(tmp_path)(counted)
-    Asked(tmp_path / "control")(above_one_half)
+        SingleAgent(tmp_path)(counted)
+    SingleAgent(tmp_path / "control")(above_one_half)
 
 
-@pytest.mark.parametrize("told", ["class 1", "a row of 0.8"])
-def test_an_error_of_a_cluster_shows_no_row_and_no_label(told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("secret", ["class 1", "a row of 0.8"])
+def test_an_error_in_a_cluster_function_shows_no_row_and_no_label(
+    secret: str, tmp_path: Path
+) -> None:
     def fails(row: Tensor) -> Tensor:
         if float(row) > 0.7:
-            raise ValueError(told)
+            raise ValueError(secret)
         return (row.flatten() > 0.5).long()
 
     with pytest.raises(PrivacyError, match="fails on labelled rows: ValueError in fails") as error:
-        Asked(tmp_path)(lambda rows: count_rows(rows, fails, 2, 2))
-    assert told not in "".join(traceback.format_exception(error.value))
+        SingleAgent(tmp_path)(lambda rows: count_rows(rows, fails, 2, 2))
+    assert secret not in "".join(traceback.format_exception(error.value))
 
 
 @pytest.mark.parametrize(
     ("counted", "refused"), [(above_the_mean_of_all, True), (above_one_half, False)]
 )
-def test_a_census_counts_single_rows_as_one_row_would_move_the_clusters_of_others(
+def test_a_census_assigns_rows_one_at_a_time_so_that_no_row_moves_the_cluster_of_another(
     counted: Callable[[Any], Tensor], refused: bool, tmp_path: Path
 ) -> None:
     error = pytest.raises(PrivacyError, match=r"read outside of private training.*count_rows")
     with error if refused else contextlib.nullcontext():
-        assert Asked(tmp_path)(counted).shape == (2, 2)
-    # Without an account both count.
+        assert SingleAgent(tmp_path)(counted).shape == (2, 2)
+    # Without an account each row counts.
     assert counted(six_rows()).tolist() == [[2, 1], [1, 2]]

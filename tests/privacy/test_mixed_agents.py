@@ -1,9 +1,9 @@
-"""A mixed agent in a private run: what reads its unlabelled rows sees none of its labelled ones.
+"""Mixed agents in a private run: steps on unlabelled rows do not depend on labelled rows.
 
-Every method that can be private is played with agents that hold rows of both kinds. Its steps that
-charge nothing are done a second time at agents with other labelled rows and must answer with the
-same bits. Negative controls are planted query passes that train on labelled rows as well: by the
-agent's own fields, which ends the run, and past them, which changes the answers.
+Every private method runs with agents that hold both kinds of rows. Steps without a charge run a
+second time at agents with other labelled rows, and must send the same bits. Negative controls are
+query passes that also train on labelled rows: through the agent's fields, which ends the run, and
+around the guard, which changes the answers.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from tests.support.private_fedssl import accounts
 from tests.support.toy_worlds import same_bits
 
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name].can_be_private]
-#: Those that ask a mixed agent for something that its account does not pay for.
+#: Methods that send mixed agents requests without a charge.
 QUERYING = [name for name in METHODS if ALGORITHMS[name].reads_unlabelled]
 TINY: dict[str, dict[str, Any]] = {
     "fedssl": {
@@ -43,9 +43,9 @@ TINY: dict[str, dict[str, Any]] = {
 TRAINED = "{epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 0.5, steps: 2}"
 COUNTED = "{epsilon: 4.0, delta: 1.0e-5}"
 
-#: Calls that were made together, and their replies.
+#: Calls that were delivered together, and their replies.
 Answers = tuple[Sequence[Call], Sequence[Reply[Any]]]
-one_by_one_and_side_by_side = pytest.mark.parametrize("at_once", [1, 8])
+sequential_and_batched = pytest.mark.parametrize("at_once", [1, 8])
 
 
 def prepared(name: str, folder: Path, labels: str = "labels-at-client") -> Prepared:
@@ -67,8 +67,8 @@ def engine_of(made: Prepared, at_once: int) -> LocalEngine:
     return BatchedEngine(agents, algorithm=made.algorithm, at_once=at_once, **common)  # type: ignore[arg-type]
 
 
-def played(made: Prepared, folder: Path, at_once: int) -> list[Answers]:
-    """A whole run; what was asked of agents that nothing was charged for, in order."""
+def uncharged_answers(made: Prepared, folder: Path, at_once: int) -> list[Answers]:
+    """Run all rounds and return the calls to agents that were not charged, in order."""
     free: list[Answers] = []
     folder.mkdir()
     with accounts(made, folder) as agents:
@@ -81,7 +81,7 @@ def played(made: Prepared, folder: Path, at_once: int) -> list[Answers]:
             replies = list(deliver(calls))
             charged = {name for name, account in mixed.items() if account.visits() > before[name]}
             pairs = [p for p in zip(calls, replies, strict=True) if p[0].to.id not in charged]
-            if pairs:  # query agents beside them: side by side, answers are rounded together
+            if pairs:  # query agents stay in the list: batched answers depend on them by rounding
                 free.append(([call for call, _ in pairs], [reply for _, reply in pairs]))
             return replies
 
@@ -95,7 +95,7 @@ def played(made: Prepared, folder: Path, at_once: int) -> list[Answers]:
     return free
 
 
-def asked_again(
+def deliver_again(
     made: Prepared, folder: Path, at_once: int, asked: Sequence[Sequence[Call]]
 ) -> list[Reply[Any]]:
     folder.mkdir()
@@ -114,13 +114,13 @@ def with_other_labelled_rows(made: Prepared) -> Prepared:
     return made
 
 
-def differing(name: str, folder: Path, at_once: int) -> tuple[int, int]:
-    """How many answers that nothing was charged for there are, and how many of them differ."""
+def count_differing(name: str, folder: Path, at_once: int) -> tuple[int, int]:
+    """The number of uncharged answers, and how many differ with other labelled rows."""
     made = prepared(name, folder)
-    free = played(made, folder / "a", at_once)
+    free = uncharged_answers(made, folder / "a", at_once)
     other = with_other_labelled_rows(prepared(name, folder))
-    other = dataclasses.replace(other, algorithm=made.algorithm)  # whose steps the calls name
-    again = asked_again(other, folder / "b", at_once, [calls for calls, _ in free])
+    other = dataclasses.replace(other, algorithm=made.algorithm)  # the calls name its steps
+    again = deliver_again(other, folder / "b", at_once, [calls for calls, _ in free])
     first = [reply for _, replies in free for reply in replies]
     pairs = [p for p in zip(first, again, strict=True) if p[0].sender.role == "mixed"]
     different = [
@@ -132,18 +132,18 @@ def differing(name: str, folder: Path, at_once: int) -> tuple[int, int]:
     return len(pairs), len(different)
 
 
-@one_by_one_and_side_by_side
+@sequential_and_batched
 @pytest.mark.parametrize("name", METHODS)
-def test_answers_that_nothing_is_charged_for_do_not_depend_on_labelled_rows(
+def test_uncharged_answers_do_not_depend_on_labelled_rows(
     name: str, at_once: int, tmp_path: Path
 ) -> None:
-    answers, different = differing(name, tmp_path, at_once)
+    answers, different = count_differing(name, tmp_path, at_once)
     assert different == 0
     assert (answers > 0) == (name in QUERYING)
 
 
 def with_labelled(rows: Callable[[Any], Any]) -> property:
-    """The fault: what a step takes for its unlabelled rows has the labelled ones in it."""
+    """The fault: a step's unlabelled rows include the labelled ones."""
 
     def unlabelled(agent: Agent) -> UnlabelledRows:
         assert agent.held_unlabelled is not None
@@ -156,34 +156,34 @@ def with_labelled(rows: Callable[[Any], Any]) -> property:
     return property(unlabelled)
 
 
-@one_by_one_and_side_by_side
+@sequential_and_batched
 @pytest.mark.parametrize("name", QUERYING)
 def test_a_query_pass_that_trains_on_labelled_rows_ends_the_run(
     name: str, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Agent, "unlabelled", with_labelled(lambda rows: rows))
     with pytest.raises(PrivacyError, match="before their account was charged"):
-        played(prepared(name, tmp_path), tmp_path / "a", at_once)
+        uncharged_answers(prepared(name, tmp_path), tmp_path / "a", at_once)
 
 
-@one_by_one_and_side_by_side
+@sequential_and_batched
 @pytest.mark.parametrize("name", QUERYING)
-def test_a_query_pass_that_finds_a_way_around_the_guard_is_seen_by_its_answers(
+def test_a_query_pass_that_evades_the_guard_changes_its_answers(
     name: str, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def around(rows: Any) -> Any:
+    def evade(rows: Any) -> Any:
         try:
             return object.__getattribute__(rows, "_rows")
         except AttributeError:
             return rows
 
-    monkeypatch.setattr(Agent, "unlabelled", with_labelled(around))
-    answers, different = differing(name, tmp_path, at_once)
+    monkeypatch.setattr(Agent, "unlabelled", with_labelled(evade))
+    answers, different = count_differing(name, tmp_path, at_once)
     assert answers and different
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_no_labelled_row_of_an_agent_is_among_the_unlabelled_ones_of_any(
+def test_labelled_rows_of_all_agents_are_disjoint_from_all_unlabelled_rows(
     name: str, tmp_path: Path
 ) -> None:
     agents = prepared(name, tmp_path).federated_data.agents

@@ -1,9 +1,8 @@
-"""Gradients of rows that are not multiplied out are those of one row at a time.
+"""Gradients of rows that are kept as factors equal those of one row at a time.
 
-``per_example_gradients`` recognises layers while a loss runs and makes their gradients itself. Here
-they are compared with ``torch.func``'s, for the networks and losses that are shipped and for
-whatever else a loss may do with a weight; and what is measured to clip is never less than what is
-summed.
+``per_example_gradients`` recognises layers while a loss runs and computes their gradients itself.
+The tests compare them with ``torch.func``, for the shipped networks and losses and for other uses
+of a weight. The norm used for clipping is never smaller than that of the summed contribution.
 """
 
 import math
@@ -41,13 +40,13 @@ from tests.support.privacy import SHIPPED, joint_loss, mixing, networks, paramet
 ROWS = 4
 
 
-def written_out(gradients: PerExampleGradients) -> Tensor:
+def expand(gradients: PerExampleGradients) -> Tensor:
     """(B, *shape): the sum over rows with a factor of 1 for one row and 0 for all others."""
     return torch.stack([gradients.total(one) for one in torch.eye(ROWS, dtype=torch.float64)])
 
 
 def check_equal(loss: RowLoss, nets: Mapping[str, nn.Module], fields: Mapping[str, Tensor]) -> None:
-    """All gradients, their norms, and a sum with arbitrary factors."""
+    """Compare all gradients, their norms, and a sum with arbitrary factors."""
     parameters = parameters_of({name: net.double() for name, net in nets.items()})
     expected = per_example_gradients(loss, parameters, fields)
     found = factored_gradients(loss, parameters, fields)
@@ -60,18 +59,20 @@ def check_equal(loss: RowLoss, nets: Mapping[str, nn.Module], fields: Mapping[st
                 assert not reference.any(), f"{net}.{name} has no gradient"
                 continue
             mine = found[net, name]
-            torch.testing.assert_close(written_out(mine), reference, rtol=1e-6, atol=tiny)
+            torch.testing.assert_close(expand(mine), reference, rtol=1e-6, atol=tiny)
             total = torch.einsum("i,i...", factors, reference)
             torch.testing.assert_close(mine.total(factors), total, rtol=1e-6, atol=tiny)
             norms = reference.flatten(1).norm(dim=1)
             torch.testing.assert_close(mine.norms(), norms, rtol=2e-3, atol=tiny)
-    check_side_by_side(loss, parameters, fields)
+    check_batched(loss, parameters, fields)
 
 
-def check_side_by_side(
+def check_batched(
     loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor], rtol: float = 1e-6
 ) -> None:
-    """Norms and sums of three agents, whose weights and rows differ, are those of each alone."""
+    """Norms and sums of three agents with different weights and rows equal those of each agent
+    alone.
+    """
     weights: list[Parameters] = [
         {
             net: {name: (p.detach() * (1 + 0.1 * n)).requires_grad_() for name, p in named.items()}
@@ -106,7 +107,7 @@ def check_side_by_side(
     "protect", [("F",), ("G",), ("D",), ("F", "G"), ("D", "G"), ("F", "G", "D")]
 )
 @pytest.mark.parametrize("views", [1, 2])
-def test_gradients_of_fedssls_joint_loss_are_those_of_one_row_at_a_time(
+def test_gradients_of_the_joint_loss_of_fedssl_equal_those_of_one_row_at_a_time(
     protect: tuple[str, ...], views: int
 ) -> None:
     nets = {name: net.double() for name, net in networks().items()}
@@ -115,7 +116,7 @@ def test_gradients_of_fedssls_joint_loss_are_those_of_one_row_at_a_time(
 
 
 @pytest.mark.parametrize("which", SHIPPED)
-def test_gradients_of_every_shipped_network_are_those_of_one_row_at_a_time(which: str) -> None:
+def test_gradients_of_every_shipped_network_equal_those_of_one_row_at_a_time(which: str) -> None:
     build, rows_of = SHIPPED[which]
     network = build().double()
 
@@ -142,7 +143,7 @@ class Any2d(nn.Module):
 
 
 def twice(channels: int, first: nn.Module, between: nn.Module) -> nn.Module:
-    """A kernel that a row goes through twice."""
+    """A convolution applied twice to each row."""
     shared = nn.Conv2d(channels, channels, 3, padding=1)
     return nn.Sequential(first, shared, between, shared)
 
@@ -166,7 +167,7 @@ LAYERS: dict[str, Callable[[], Any2d]] = {
     "few places": lambda: Any2d(
         nn.Sequential(nn.Conv2d(6, 40, (4, 3)), nn.ConvTranspose2d(40, 30, (2, 3))), 30
     ),
-    # 12 places of each row, and then 12 more
+    # 12 positions of each row, and then 12 more
     "few places, twice": lambda: Any2d(twice(30, nn.Conv2d(6, 30, 3), nn.Tanh()), 30),
     "places that are few in one use, and many in two": lambda: Any2d(
         twice(20, nn.Conv2d(6, 20, 3), nn.Tanh()), 20
@@ -182,7 +183,7 @@ LAYERS: dict[str, Callable[[], Any2d]] = {
 
 
 @pytest.mark.parametrize("which", LAYERS)
-def test_layers_of_any_kind_have_the_gradients_of_one_row_at_a_time(which: str) -> None:
+def test_layers_of_every_kind_have_the_gradients_of_one_row_at_a_time(which: str) -> None:
     network = LAYERS[which]().double()
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
@@ -196,13 +197,14 @@ def test_layers_of_any_kind_have_the_gradients_of_one_row_at_a_time(which: str) 
 @pytest.mark.parametrize(
     ("layer", "factors"),
     [
-        (nn.Conv2d(6, 40, 3), True),  # 3 images of 2 by 2 places
-        (nn.Conv2d(6, 4, 3), False),  # the same places, of a few weights
-        (nn.Conv2d(6, 40, 1), False),  # 16 places in each image
-        (nn.ConvTranspose2d(6, 40, 4, padding=3), False),  # its kernel meets those of its input
+        (nn.Conv2d(6, 40, 3), True),  # 3 images with 2 by 2 positions
+        (nn.Conv2d(6, 4, 3), False),  # the same positions, fewer weights
+        (nn.Conv2d(6, 40, 1), False),  # 16 positions in each image
+        # a transposed kernel has the positions of its input
+        (nn.ConvTranspose2d(6, 40, 4, padding=3), False),
     ],
 )
-def test_kernels_of_many_weights_that_meet_few_places_are_not_multiplied_out(
+def test_convolutions_with_many_weights_and_few_positions_keep_their_gradients_as_factors(
     layer: nn.Conv2d | nn.ConvTranspose2d, factors: bool
 ) -> None:
     network = Any2d(layer, layer.out_channels)
@@ -216,8 +218,8 @@ def test_kernels_of_many_weights_that_meet_few_places_are_not_multiplied_out(
     )
 
 
-def weight_as_a_number(p: Parameters, x: Tensor) -> Tensor:
-    """Decay of weights beside their use."""
+def weight_norm(p: Parameters, x: Tensor) -> Tensor:
+    """Weight decay in addition to the usual use."""
     decay: Tensor = p["N"]["weight"].norm()
     return functional.linear(x, p["N"]["weight"], p["N"]["bias"]).sum() + decay
 
@@ -228,7 +230,7 @@ def weight_twice(p: Parameters, x: Tensor) -> Tensor:
     return functional.linear(functional.linear(once, w.mT), w).square().sum()
 
 
-def frozen_once(p: Parameters, x: Tensor) -> Tensor:
+def weight_partly_detached(p: Parameters, x: Tensor) -> Tensor:
     w = p["N"]["weight"]
     return functional.linear(functional.linear(x, w.detach()).cos() @ w, w, p["N"]["bias"]).sum()
 
@@ -237,17 +239,17 @@ def bias_alone(p: Parameters, x: Tensor) -> Tensor:
     return functional.linear(x, p["N"]["weight"].detach(), p["N"]["bias"]).square().sum()
 
 
-def by_hand(p: Parameters, x: Tensor) -> Tensor:
+def by_matrix_product(p: Parameters, x: Tensor) -> Tensor:
     out: Tensor = x @ p["N"]["weight"].mT + p["N"]["bias"]
     return out.square().sum()
 
 
-def of_no_row(p: Parameters, x: Tensor) -> Tensor:
+def on_constants(p: Parameters, x: Tensor) -> Tensor:
     constant = torch.ones(2, 3, dtype=x.dtype)
     return functional.linear(constant, p["N"]["weight"], p["N"]["bias"]).square().sum() * x.mean()
 
 
-def with_a_vmap_of_its_own(p: Parameters, x: Tensor) -> Tensor:
+def under_its_own_vmap(p: Parameters, x: Tensor) -> Tensor:
     def one(place: Tensor) -> Tensor:
         return functional.linear(place, p["N"]["weight"], p["N"]["bias"]).square().sum()
 
@@ -256,11 +258,11 @@ def with_a_vmap_of_its_own(p: Parameters, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "use",
-    [weight_as_a_number, weight_twice, frozen_once, bias_alone, by_hand, of_no_row,
-     with_a_vmap_of_its_own],
+    [weight_norm, weight_twice, weight_partly_detached, bias_alone, by_matrix_product, on_constants,
+     under_its_own_vmap],
 )  # fmt: skip
 @pytest.mark.parametrize("places", [1, 2, 9])
-def test_whatever_a_loss_does_with_a_weight_has_its_gradient(
+def test_every_use_of_a_weight_in_a_loss_has_the_right_gradient(
     use: Callable[[Parameters, Tensor], Tensor], places: int
 ) -> None:
     torch.manual_seed(1)
@@ -268,7 +270,7 @@ def test_whatever_a_loss_does_with_a_weight_has_its_gradient(
     check_equal(lambda p, row: use(p, row["x"]), {"N": nn.Linear(3, 5)}, {"x": x})
 
 
-def test_a_weight_that_no_loss_reaches_has_no_gradient() -> None:
+def test_a_weight_that_no_loss_uses_has_no_gradient() -> None:
     network = nn.Linear(3, 2)
     found = factored_gradients(
         lambda p, row: (row["x"] * p["N"]["bias"]).sum(),
@@ -278,7 +280,7 @@ def test_a_weight_that_no_loss_reaches_has_no_gradient() -> None:
     assert list(found) == [("N", "bias")]
 
 
-def test_an_output_that_is_changed_in_place_is_refused_by_the_layers_name() -> None:
+def test_an_output_that_is_changed_in_place_is_refused_by_layer_name() -> None:
     network = nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 1))
     with pytest.raises(PrivacyError, match=r"output of N\.0\.weight is changed in place"):
         factored_gradients(
@@ -290,7 +292,9 @@ def test_an_output_that_is_changed_in_place_is_refused_by_the_layers_name() -> N
 
 @pytest.mark.parametrize("build", [SmallCNN, LeNet])
 @pytest.mark.parametrize("value", [0.5, 1e30, math.nan])
-def test_another_row_leaves_a_rows_gradient_bit_equal(build: type[nn.Module], value: float) -> None:
+def test_changing_another_row_leaves_the_gradient_of_a_row_bit_equal(
+    build: type[nn.Module], value: float
+) -> None:
     network = build((1, 8, 8), 3, width=4)
     x = torch.randn(ROWS, 1, 1, 8, 8, generator=torch.Generator().manual_seed(2))
 
@@ -321,12 +325,12 @@ def test_another_row_leaves_a_rows_gradient_bit_equal(build: type[nn.Module], va
     "further",
     [
         {},
-        {"ignore_index": 1},  # of some rows all views, of some one
-        {"label_smoothing": 0.1},  # as vmap does it, like the next
+        {"ignore_index": 1},  # all views of some rows, one view of others
+        {"label_smoothing": 0.1},  # computed by vmap, as is the next
         {"weight": torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)},
     ],
 )
-def test_gradients_of_cross_entropy_are_those_of_one_row_at_a_time(
+def test_gradients_of_cross_entropy_equal_those_of_one_row_at_a_time(
     reduction: str, further: dict[str, object]
 ) -> None:
     network = nn.Linear(5, 3)
@@ -347,7 +351,9 @@ def test_gradients_of_cross_entropy_are_those_of_one_row_at_a_time(
 
 
 @pytest.mark.parametrize("value", [1e30, math.inf, math.nan])
-def test_another_rows_logits_leave_a_rows_gradient_of_cross_entropy_bit_equal(value: float) -> None:
+def test_changing_other_logits_leaves_the_cross_entropy_gradient_of_a_row_bit_equal(
+    value: float,
+) -> None:
     network, x = nn.Linear(5, 3), torch.randn(ROWS, 2, 5)
     y = torch.tensor([[0, 2], [2, 0], [0, 1], [2, 2]])
 
@@ -369,7 +375,7 @@ def test_another_rows_logits_leave_a_rows_gradient_of_cross_entropy_bit_equal(va
     assert not torch.equal(before[2], after[2])
 
 
-def test_cross_entropy_of_single_views_or_of_classes_that_all_rows_share_is_the_same() -> None:
+def test_cross_entropy_per_view_and_with_shared_classes_has_the_right_gradient() -> None:
     network = nn.Linear(5, 3)
     fields = {"x": torch.randn(ROWS, 2, 5, dtype=torch.float64)}
 
@@ -386,11 +392,11 @@ def test_cross_entropy_of_single_views_or_of_classes_that_all_rows_share_is_the_
         check_equal(loss, {"N": network}, fields)
 
 
-# What is measured is never less than what is summed -------------------------------------------
+# Measured norms are never smaller than the norms of summed contributions ----------------------
 
 
 def longest(gradients: PerExampleGradients, clip: float) -> float:
-    """The longest contribution of a row to a clipped sum, in clip norms."""
+    """The longest contribution of a row to a clipped sum, in clipping norms."""
     row = clipped_sums([gradients], torch.tensor([True]), clip)[0]
     return float(row.double().norm()) / clip
 
@@ -412,8 +418,8 @@ def test_factors_whose_products_cancel_weigh_no_more_than_the_clip_norm(
     assert longest(gradients, clip=0.1) <= 1 + 1e-4
 
 
-def test_the_check_of_cancelling_factors_notices_a_norm_in_single_precision() -> None:
-    class Careless(OuterProductGradients):
+def test_the_check_of_cancelling_factors_detects_a_norm_in_single_precision() -> None:
+    class SinglePrecision(OuterProductGradients):
         def norms(self) -> Tensor:
             squares = (self.left @ self.left.mT) * (self.right @ self.right.mT)
             return squares.sum(dim=(1, 2)).clamp(min=0.0).sqrt()
@@ -424,19 +430,17 @@ def test_the_check_of_cancelling_factors_notices_a_norm_in_single_precision() ->
         left = torch.randn(1, 1, 40, generator=drawing).expand(1, 2, 40)
         right = torch.randn(1, 1, 30, generator=drawing) * torch.tensor([1.0, -1.0])[None, :, None]
         right = right + 1e-4 * torch.randn(1, 2, 30, generator=drawing)
-        worst = max(worst, longest(Careless(1e4 * left, 1e4 * right), clip=0.1))
+        worst = max(worst, longest(SinglePrecision(1e4 * left, 1e4 * right), clip=0.1))
     assert worst > 1 + 1e-4
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("places", [1, 2])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_row_with_a_factor_beyond_numbers_adds_nothing(
-    bad: float, places: int, side: str
-) -> None:
+def test_a_row_with_a_non_finite_factor_adds_nothing(bad: float, places: int, side: str) -> None:
     both = {"left": torch.ones(2, places, 2), "right": torch.ones(2, places, 3)}
     both[side][1, 0, 1] = bad
-    if bad == 1e30:  # finite, but the product of two such has no norm
+    if bad == 1e30:  # finite, but the product of two of them has no finite norm
         both["left"][1], both["right"][1] = bad, bad
     [total] = clipped_sums(
         [OuterProductGradients(both["left"], both["right"])], torch.tensor([True, True]), 1e6
@@ -445,11 +449,11 @@ def test_a_row_with_a_factor_beyond_numbers_adds_nothing(
     torch.testing.assert_close(total, expected)
 
 
-# A loss that uses torch.func, or no gradients, itself -------------------------------------------
+# Losses that use torch.func or no_grad ----------------------------------------------------------
 
 
-def places_of_no_row(count: int) -> Callable[[Parameters, Tensor], Tensor]:
-    """A vmap over constants: nothing in it belongs to a row, but its places look like rows."""
+def vmap_over_constants(count: int) -> Callable[[Parameters, Tensor], Tensor]:
+    """A vmap over constants: no position belongs to a row, but positions look like rows."""
     places = torch.randn(count, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
     def use(p: Parameters, x: Tensor) -> Tensor:
@@ -461,7 +465,7 @@ def places_of_no_row(count: int) -> Callable[[Parameters, Tensor], Tensor]:
     return use
 
 
-def gradient_of_a_factor(p: Parameters, x: Tensor) -> Tensor:
+def gradient_of_a_scale(p: Parameters, x: Tensor) -> Tensor:
     def scaled(by: Tensor) -> Tensor:
         return (by * functional.linear(x, p["N"]["weight"], p["N"]["bias"])).tanh().sum()
 
@@ -481,10 +485,10 @@ def no_parameter(p: Parameters, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "use",
-    [places_of_no_row(1), places_of_no_row(ROWS), places_of_no_row(7), gradient_of_a_factor,
+    [vmap_over_constants(1), vmap_over_constants(ROWS), vmap_over_constants(7), gradient_of_a_scale,
      target_without_gradient],
 )  # fmt: skip
-def test_a_loss_with_transforms_of_its_own_has_its_gradient(
+def test_a_loss_that_uses_torch_func_has_the_right_gradient(
     use: Callable[[Parameters, Tensor], Tensor],
 ) -> None:
     torch.manual_seed(1)
@@ -492,7 +496,7 @@ def test_a_loss_with_transforms_of_its_own_has_its_gradient(
     check_equal(lambda p, row: use(p, row["x"]), {"N": nn.Linear(3, 5)}, {"x": x})
 
 
-def test_a_loss_of_no_parameter_has_no_gradients() -> None:
+def test_a_loss_without_parameters_has_no_gradients() -> None:
     rows = {"x": torch.ones(ROWS, 3)}
     parameters = parameters_of({"N": nn.Linear(3, 2)})
     assert not factored_gradients(lambda p, row: no_parameter(p, row["x"]), parameters, rows)
@@ -524,7 +528,7 @@ def test_an_input_that_is_changed_after_its_layer_is_refused() -> None:
 @pytest.mark.parametrize("small", [1e-30, 2.6e-23, 1e-22, 1e-19])
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("places", [1, 2, 9])
-def test_a_factor_whose_squares_vanish_is_still_measured(
+def test_the_norm_of_a_factor_is_measured_even_if_its_squares_underflow(
     small: float, clip: float, swapped: bool, places: int
 ) -> None:
     sides = torch.full((1, places, 512), small), torch.full((1, places, 512), 7e17)
@@ -533,9 +537,10 @@ def test_a_factor_whose_squares_vanish_is_still_measured(
     )
 
 
-def beside_a_longest_one(places: int) -> tuple[Tensor, Tensor]:
-    """Factors whose product is nearly as long as a row may be. What the first becomes when it is
-    clipped to 1e-3 is 2.55 times the least number above 0, and is rounded to 3 times."""
+def tiny_and_huge_factor(places: int) -> tuple[Tensor, Tensor]:
+    """Factors whose product is nearly as long as a row may be. When the first is clipped to 1e-3 it
+    becomes 2.55 times the smallest positive number, and is rounded to 3 times that number.
+    """
     left, right = torch.zeros(1, places, 10**6), torch.full((1, places, 1), 2.8e38)
     left[:, 0] = 6e-23
     return left, right
@@ -544,10 +549,10 @@ def beside_a_longest_one(places: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("way", [None, *HERE], ids=str)
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("places", [1, 2])
-def test_a_factor_that_has_no_digits_left_weighs_no_more_than_the_clip_norm(
+def test_a_clipped_factor_in_the_denormal_range_weighs_no_more_than_the_clip_norm(
     way: str | None, swapped: bool, places: int
 ) -> None:
-    sides = beside_a_longest_one(places)
+    sides = tiny_and_huge_factor(places)
     with patch.object(dispatch, "_latest", lambda: way):
         assert (
             longest(OuterProductGradients(*(reversed(sides) if swapped else sides)), 1e-3)
@@ -556,7 +561,7 @@ def test_a_factor_that_has_no_digits_left_weighs_no_more_than_the_clip_norm(
 
 
 class InFloat32(OuterProductGradients):
-    """Sums of float32, as they must not be."""
+    """Totals in float32: a fault."""
 
     def total(self, factors: Tensor) -> Tensor:
         left = self.left * factors.float().reshape(-1, 1, 1)
@@ -564,16 +569,16 @@ class InFloat32(OuterProductGradients):
 
 
 @pytest.mark.parametrize("places", [1, 2])
-def test_the_check_of_lost_digits_notices_factors_of_any_length_in_float32(places: int) -> None:
+def test_the_check_of_denormal_factors_detects_totals_in_float32(places: int) -> None:
     with (
         patch.object(dispatch, "_latest", lambda: None),
         patch.object(clipping, "_unless_longest", lambda norms, *_: norms),
     ):
-        assert longest(InFloat32(*beside_a_longest_one(places)), 1e-3) > 1.1
+        assert longest(InFloat32(*tiny_and_huge_factor(places)), 1e-3) > 1.1
 
 
 @pytest.mark.parametrize("generation", [dispatch.instruction_set(), None])
-def test_gradients_of_other_rows_than_were_drawn_from_are_refused(
+def test_more_gradients_than_rows_in_the_mask_are_refused(
     generation: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "_latest", lambda: generation)
@@ -582,7 +587,7 @@ def test_gradients_of_other_rows_than_were_drawn_from_are_refused(
 
 
 @pytest.mark.parametrize("value", [1.0, 1e30, math.nan])
-def test_another_agents_row_leaves_an_agents_sum_bit_equal(value: float) -> None:
+def test_changing_a_row_of_another_agent_leaves_the_sum_of_an_agent_bit_equal(value: float) -> None:
     network = SmallCNN(shape=(1, 8, 8), classes=3, norm="group", width=4)
     own = dict(network.named_parameters())
     parameters = {"F": {n: torch.stack([p.detach()] * 2).requires_grad_() for n, p in own.items()}}
@@ -606,7 +611,7 @@ def test_another_agents_row_leaves_an_agents_sum_bit_equal(value: float) -> None
 
 
 @pytest.mark.parametrize("lengths", [(6, 1), (1, 6), (6, 3)])
-def test_fields_of_fewer_rows_are_refused_since_one_would_reach_all_rows(
+def test_fields_with_fewer_rows_are_refused_because_broadcasting_would_couple_rows(
     lengths: tuple[int, int],
 ) -> None:
     network = nn.Linear(2, 1)
@@ -621,7 +626,7 @@ def test_fields_of_fewer_rows_are_refused_since_one_would_reach_all_rows(
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.uint8])
-def test_classes_of_other_whole_numbers_are_left_to_torch(kind: torch.dtype) -> None:
+def test_class_labels_of_other_integer_types_are_left_to_torch(kind: torch.dtype) -> None:
     network = nn.Linear(5, 3)
     fields = {"x": torch.randn(ROWS, 2, 5), "y": torch.ones(ROWS, 2).to(kind)}
 
@@ -630,11 +635,11 @@ def test_classes_of_other_whole_numbers_are_left_to_torch(kind: torch.dtype) -> 
             FunctionalModule(network, parameters["N"])(row["x"]), row["y"]
         )
 
-    def said(work: Callable[[RowLoss, Parameters, Mapping[str, Tensor]], object]) -> str:
+    def error_of(work: Callable[[RowLoss, Parameters, Mapping[str, Tensor]], object]) -> str:
         try:
             work(loss, parameters_of({"N": network}), fields)
         except (RuntimeError, ValueError) as error:
             return type(error).__name__
         return ""
 
-    assert said(factored_gradients) == said(per_example_gradients)
+    assert error_of(factored_gradients) == error_of(per_example_gradients)

@@ -1,5 +1,6 @@
-"""Private counts against a server that picks the weights: one row more moves the clipped sum by one
-clip norm at most, whatever rounding is left of gradients (docs/dp_sgd.md)."""
+"""Private counts against a server that chooses the weights: one row more moves the clipped sum by
+at most one clipping norm, in spite of rounding (docs/dp_sgd.md).
+"""
 
 import itertools
 import math
@@ -33,7 +34,7 @@ from tests.support.kernel_generations import HERE
 pytestmark = pytest.mark.usefixtures("costs_of_users_in_file")
 
 SHAPE, CLASSES, AT_ONCE = (1, 8, 8), 10, 64
-#: Rows before and after, by the declared rows of an agent.
+#: Numbers of rows of two neighbours, and the declared rows of an agent.
 MORE = ((3, 4, 4), (63, 64, 64), (64, 65, 64), (255, 260, 256))
 aten = torch.ops.aten
 EACH_WAY = [None, *HERE]
@@ -66,10 +67,10 @@ def rows_of(count: int, shape: tuple[int, int, int] = SHAPE) -> tuple[Tensor, Te
     return torch.rand(count, *shape, generator=chance) * 2 - 1, torch.full((count,), 2)
 
 
-def asked(
+def record_sums(
     F: nn.Module, x: Tensor, y: Tensor, the_plan: PrivatePlan, at_once: int = AT_ONCE
 ) -> tuple[list[ClippedSum], Tensor]:
-    """What the steps of a visit ask for, and the sum of each before noise (steps, numbers)."""
+    """The gradient requests of a visit, and the sum of each step before noise (steps, numbers)."""
     seen, sums = list[ClippedSum](), list[Tensor]()
 
     def answer(question: Any) -> Any:
@@ -90,9 +91,9 @@ def asked(
 
 
 def shift(F: nn.Module, few: int, many: int, declared: int, shape: Any = SHAPE) -> float:
-    """By how many clip norms the sum moves, for each row more."""
+    """How far the sum moves per added row, in clipping norms."""
     x, y = rows_of(many, shape)
-    one, other = (asked(F, x[:n], y[:n], plan(declared))[1][0] for n in (few, many))
+    one, other = (record_sums(F, x[:n], y[:n], plan(declared))[1][0] for n in (few, many))
     assert bool((one.isfinite() & other.isfinite()).all())
     return float((other - one).norm()) / (many - few)
 
@@ -100,8 +101,8 @@ def shift(F: nn.Module, few: int, many: int, declared: int, shape: Any = SHAPE) 
 # Hostile weights ------------------------------------------------------------------------------
 
 
-def hostile(F: nn.Module, number: int) -> None:
-    """The weights of one of any number of sets: all of a size, each of its own, or cancelling."""
+def set_hostile_weights(F: nn.Module, number: int) -> None:
+    """Set weights number ``number``: all of one scale, a scale per tensor, or cancelling."""
     chance = torch.Generator().manual_seed(number)
     ten = [10.0 ** (60 * float(torch.rand((), generator=chance)) - 30) for _ in F.parameters()]
     with torch.no_grad():
@@ -110,12 +111,15 @@ def hostile(F: nn.Module, number: int) -> None:
             scale = 1.0 if number % 3 == 2 else ten[0] if number % 3 else size
             parameter.copy_((drawn * scale).clamp(-1e30, 1e30))
         if number % 3 == 2:
-            cancelling(F, chance)
+            set_cancelling_weights(F, chance)
 
 
-def cancelling(F: nn.Module, chance: torch.Generator, bias: Tensor | None = None) -> None:
-    """Logits are the last layer's biases, and what flows back through its weights is 0 but for
-    rounding, which weights of 1e8 make large."""
+def set_cancelling_weights(
+    F: nn.Module, chance: torch.Generator, bias: Tensor | None = None
+) -> None:
+    """Make the logits equal to the last layer's biases. What flows back through its weights is 0
+    except for rounding, which weights of 1e8 make large.
+    """
     last = [layer for layer in F.modules() if isinstance(layer, nn.Linear)][-1]
     for norm in [layer for layer in F.modules() if isinstance(layer, nn.GroupNorm | GroupNorm)][
         -1:
@@ -133,8 +137,10 @@ def cancelling(F: nn.Module, chance: torch.Generator, bias: Tensor | None = None
     last.weight.copy_(1e8 * (W - torch.outer(g, g @ W) / (g @ g)))
 
 
-def crafted(few: int, tries: int = 60) -> SmallCNN:
-    """Weights with which a row's gradient is rounded to another sign where there is a row more."""
+def crafted_network(few: int, tries: int = 60) -> SmallCNN:
+    """A network in which an added row changes the sign of a rounding error of another row's
+    gradient.
+    """
     torch.manual_seed(1)
     F = build_classifier(ModelSettings("small_cnn"), SHAPE, CLASSES).train()
     assert isinstance(F, SmallCNN)
@@ -144,7 +150,7 @@ def crafted(few: int, tries: int = 60) -> SmallCNN:
     loss = ExampleLoss(hard_label_loss, (), {"F": F})
     for _ in range(tries):
         with torch.no_grad():
-            cancelling(F, chance, bias)
+            set_cancelling_weights(F, chance, bias)
         found = []
         for n in (few, few + 1):
             fields = {"x": x[:n, None], "y": y[:n, None]}
@@ -162,22 +168,22 @@ def crafted(few: int, tries: int = 60) -> SmallCNN:
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(("model", "shape"), SHIPPED[::2], ids=str)
-def test_one_row_more_moves_the_clipped_sum_by_at_most_a_clip_norm(
+def test_one_row_more_moves_the_clipped_sum_by_at_most_a_clip_norm_for_hostile_weights(
     model: ModelSettings, shape: tuple[int, int, int]
 ) -> None:
     F = build_classifier(model, shape, CLASSES).train()
     for number in range(3):
-        hostile(F, number)
+        set_hostile_weights(F, number)
         assert shift(F, *MORE[number % 2], shape) <= 1 + 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("each_way")
-def test_two_hundred_hostile_sets_of_weights_move_no_sum_of_any_shipped_network_further() -> None:
+def test_two_hundred_hostile_sets_of_weights_move_no_sum_by_more_than_a_clip_norm() -> None:
     worst = 0.0
     for number, (model, shape) in zip(range(200), itertools.cycle(SHIPPED)):
         F = build_classifier(model, shape, CLASSES).train()
-        hostile(F, number)
+        set_hostile_weights(F, number)
         worst = max(worst, *(shift(F, *more, shape) for more in MORE))
     print(f"at most {worst:.12f} clip norms")
     assert 0.99 < worst <= 1 + 1e-6
@@ -185,33 +191,33 @@ def test_two_hundred_hostile_sets_of_weights_move_no_sum_of_any_shipped_network_
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("padding", [True, False])
-def test_crafted_weights_find_nothing_in_rounding_but_without_padding(
+def test_crafted_weights_exploit_rounding_only_without_padding(
     padding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    F = crafted(3)
+    F = crafted_network(3)
     if not padding:  # the control
         monkeypatch.setattr(dp_sgd, "pad_rows", lambda x, rows: x)
     moved = shift(F, 3, 4, 4)
     assert moved <= 1 + 1e-6 if padding else moved > 5
 
 
-# One size ---------------------------------------------------------------------------------------
+# Batch sizes ------------------------------------------------------------------------------------
 
 
 def sizes(count: int, the_plan: PrivatePlan, at_once: int = AT_ONCE) -> list[int]:
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
-    return [len(one.fields["x"]) for one in asked(F, *rows_of(count), the_plan, at_once)[0]]
+    return [len(one.fields["x"]) for one in record_sums(F, *rows_of(count), the_plan, at_once)[0]]
 
 
-def test_with_private_counts_every_part_has_the_size_of_the_declared_rows() -> None:
+def test_with_private_counts_every_microbatch_has_the_size_for_the_declared_rows() -> None:
     assert [sizes(n, plan(34)) for n in (0, 1, 34, 40)] == [[], [64], [64], [64]]
     assert sizes(65, plan(34)) == [64, 64]
-    assert sizes(3, plan(100)) == [64]  # of two parts the second has no row
-    for n in (3, 290, 700):  # whoever is drawn, and however many more than were expected
+    assert sizes(3, plan(100)) == [64]  # the second of two microbatches would be empty
+    for n in (3, 290, 700):  # for any draw, and for any number of rows above the declared one
         assert set(sizes(n, plan(300, sample_rate=0.3, steps=4))) == {64}
 
 
-def test_with_public_counts_parts_go_by_the_rows_and_not_by_who_is_drawn() -> None:
+def test_with_public_counts_microbatch_sizes_depend_on_the_rows_and_not_on_the_draw() -> None:
     public = plan(34, record_counts="public", sample_rate=0.3, steps=6)
     assert set(sizes(34, public)) == {36} and set(sizes(3, public)) == {4}
     assert plan(300, record_counts="public", sample_rate=0.5).parts(300, 256) == (1, 192)
@@ -222,17 +228,17 @@ def test_with_public_counts_parts_go_by_the_rows_and_not_by_who_is_drawn() -> No
     ("rows", "changes", "keeps"),
     [
         (34, {}, True),
-        (300, {}, False),  # the control: only some are computed, those who are drawn first
+        (300, {}, False),  # the control: only some rows are computed, drawn rows first
         (34, {"record_counts": "private"}, False),
     ],
 )
-def test_with_public_counts_a_row_has_one_place_whoever_is_drawn(
+def test_with_public_counts_a_row_keeps_its_position_for_any_draw(
     rows: int, changes: dict[str, Any], keeps: bool
 ) -> None:
     the_plan = plan(rows, **{"record_counts": "public", "sample_rate": 0.3, "steps": 4} | changes)
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
     x, y = rows_of(rows)
-    calls, _ = asked(F, x, y, the_plan)
+    calls, _ = record_sums(F, x, y, the_plan)
     steps = len(calls) // 4
     seen = [
         torch.cat([q.fields["x"] for q in calls[i : i + steps]]) for i in range(0, 4 * steps, steps)
@@ -241,8 +247,8 @@ def test_with_public_counts_a_row_has_one_place_whoever_is_drawn(
     assert all(torch.equal(one, seen[0]) for one in seen) is keeps
 
 
-class _Contractions(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes over how many numbers each matrix product sums."""
+class _ContractionSizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Record over how many numbers each matrix product sums."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -258,10 +264,10 @@ class _Contractions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("inputs", [10, 21, 42, 75])
-def test_linear_layers_are_computed_with_a_multiple_of_four_inputs_in_private_steps(
+def test_linear_layers_in_private_steps_have_a_multiple_of_four_inputs(
     inputs: int, safe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Other rows lie otherwise in memory from place to place, and MKL rounds by that.
+    # Otherwise the alignment of a row depends on its position, and MKL rounds by alignment.
     if not safe:  # the control
         monkeypatch.setattr(per_example_gradients, "_aligned_linear", functional.linear)
     F, frozen = nn.Linear(inputs, 3), nn.Linear(inputs, 3).requires_grad_(False)
@@ -271,7 +277,7 @@ def test_linear_layers_are_computed_with_a_multiple_of_four_inputs_in_private_st
         learnt = functional.linear(row["x"], p["F"]["weight"], p["F"]["bias"])
         return (learnt * functional.linear(row["x"], frozen.weight, frozen.bias)).sum()
 
-    with _Contractions() as products:
+    with _ContractionSizes() as products:
         found = factored_gradients(loss, {"F": dict(F.named_parameters())}, {"x": x})
     assert (inputs in products.over) is not safe
     assert (inputs + -inputs % 4 in products.over) is safe
@@ -290,8 +296,8 @@ def test_neighbours_with_public_counts_have_equal_batches_and_differ_by_one_row(
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
     x, y = rows_of(300)
     empty = x.clone()
-    empty[7] = math.nan  # as a row that adds nothing
-    found = [asked(F, one, y, public) for one in (x, empty)]
+    empty[7] = math.nan  # like a row that adds nothing
+    found = [record_sums(F, one, y, public) for one in (x, empty)]
     (mine, sums), (theirs, others) = found
     assert [q.drawn.tolist() for q in mine] == [q.drawn.tolist() for q in theirs]
     assert [{k: v.shape for k, v in q.fields.items()} for q in mine] == [
@@ -302,23 +308,23 @@ def test_neighbours_with_public_counts_have_equal_batches_and_differ_by_one_row(
     assert [bool(m > 0) for m in moved] == [bool(mask[7]) for mask in coins]
 
 
-def test_a_batch_beyond_its_public_size_has_more_parts_of_that_size(
+def test_a_batch_beyond_its_public_size_gets_more_microbatches_of_that_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sparse = plan(300, record_counts="public", sample_rate=0.01)
     assert sparse.parts(300, 64) == (1, 32)
     monkeypatch.setattr(PrivatePlan, "draw_batch", lambda self, rows: torch.arange(rows) < 70)
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
-    seen, _ = asked(F, *rows_of(300), sparse)
+    seen, _ = record_sums(F, *rows_of(300), sparse)
     assert [len(one.drawn) for one in seen] == [32, 32, 32]
     assert sum(int(one.drawn.sum()) for one in seen) == 70
-    # No other agent's stack shows that there are more.
+    # Only the first microbatch is computed together with other agents, so no other agent sees more.
     assert [one.joint for one in seen] == [True, False, False]
 
 
-def test_what_fills_a_part_up_is_zeros_and_counts_for_nobody() -> None:
+def test_padding_rows_are_zeros_and_count_for_no_row() -> None:
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
-    [one], _ = asked(F, *rows_of(3), plan(8))
+    [one], _ = record_sums(F, *rows_of(3), plan(8))
     assert one.drawn.tolist() == [True] * 3 + [False] * 29
     assert not one.fields["x"][3:].any() and not one.fields["y"][3:].any()
     assert not one.joint and not batched_dp_sgd.can_sum(one)
@@ -328,7 +334,7 @@ def test_what_fills_a_part_up_is_zeros_and_counts_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_private_step_is_computed_in_one_thread_whatever_the_process_has(
+def test_a_private_step_runs_in_one_thread_whatever_the_process_uses(
     safe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[int]()
@@ -341,11 +347,11 @@ def test_a_private_step_is_computed_in_one_thread_whatever_the_process_has(
     if not safe:  # the control
         monkeypatch.setattr(dp_sgd, "single_threaded", nullcontext)
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
-    _, alone = asked(F, *rows_of(9), plan(8))
+    _, alone = record_sums(F, *rows_of(9), plan(8))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        _, by_two = asked(F, *rows_of(9), plan(8))
+        _, by_two = record_sums(F, *rows_of(9), plan(8))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -358,11 +364,11 @@ def test_a_private_step_is_computed_in_one_thread_whatever_the_process_has(
 
 @pytest.fixture
 def all_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of users: most tests have one."""
+    """Restore the scales of users: most tests use one."""
     monkeypatch.setattr(row_bits, "SCALES", OF_USERS[row_bits, "SCALES"])
 
 
-def looked_at(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SHAPE) -> None:
+def check_network(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SHAPE) -> None:
     row_bits._passed.clear()
     x, y = rows_of(rows, shape)
     fields = {"x": x[:, None], "y": y[:, None]}
@@ -371,7 +377,7 @@ def looked_at(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SHAPE)
     )
 
 
-# Each network as this processor computes it, and one as every other does; a run checks its own.
+# The instruction set of this processor, and each other one.
 @pytest.mark.usefixtures("all_scales")
 @pytest.mark.parametrize(
     ("way", "model", "shape"),
@@ -382,24 +388,24 @@ def looked_at(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SHAPE)
     ],
     ids=str,
 )
-def test_shipped_networks_give_a_row_the_same_bits_in_any_company(
+def test_the_gradient_of_a_row_has_the_same_bits_beside_any_other_rows(
     way: Any, model: ModelSettings, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "_latest", lambda: way)
-    looked_at(build_classifier(model, shape, CLASSES).train(), shape=shape)
+    check_network(build_classifier(model, shape, CLASSES).train(), shape=shape)
 
 
-def by_place(each: Tensor) -> Tensor:
-    """As products of matrices round rows that are left over."""
+def by_position(each: Tensor) -> Tensor:
+    """Round the last row otherwise, like a matrix product its remainder."""
     return torch.cat([each[:-1], each[-1:] * (1 + 2**-22)])
 
 
-def by_company(each: Tensor) -> Tensor:
+def by_other_rows(each: Tensor) -> Tensor:
     return each + each.mean(dim=0) * 2**-20
 
 
-@pytest.mark.parametrize("fault", [by_place, by_company])
-def test_a_row_that_is_rounded_by_its_place_or_company_is_refused(
+@pytest.mark.parametrize("fault", [by_position, by_other_rows])
+def test_a_network_whose_rounding_depends_on_position_or_other_rows_is_refused(
     fault: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def faulty(*what: Any) -> Mapping[Any, Any]:
@@ -411,15 +417,15 @@ def test_a_row_that_is_rounded_by_its_place_or_company_is_refused(
         }
 
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
-    looked_at(F)
+    check_network(F)
     monkeypatch.setattr(row_bits, "factored_gradients", faulty)
     with pytest.raises(PrivacyError, match=r"rounding of a row's gradient .* 11 rows"):
-        looked_at(F)
+        check_network(F)
 
 
-def test_each_kind_of_network_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_network_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
-    looked_at(F)
+    check_network(F)
     count = list[int]()
 
     def counted(*what: Any) -> Any:
@@ -440,8 +446,8 @@ def test_each_kind_of_network_is_looked_at_once(monkeypatch: pytest.MonkeyPatch)
     assert len(count) == first
 
 
-class Written(nn.Module):
-    """A user's network whose text does not say what it does."""
+class ClosureNetwork(nn.Module):
+    """A user's network whose source text does not determine what it computes."""
 
     def __init__(self, mixes: bool) -> None:
         super().__init__()
@@ -449,11 +455,11 @@ class Written(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.layers(x.flatten(1))
-        return Mixed.apply(logits) if self.mixes else logits
+        return AddMeanOverRows.apply(logits) if self.mixes else logits
 
 
-class Mixed(torch.autograd.Function):
-    """Adds the mean over rows, past vmap."""
+class AddMeanOverRows(torch.autograd.Function):
+    """Add the mean over rows in a way that vmap does not split."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -467,11 +473,11 @@ class Mixed(torch.autograd.Function):
         return x + x.mean(dim=in_dims[0], keepdim=True), in_dims[0]
 
 
-def test_a_network_of_a_users_is_looked_at_again_after_another_of_the_same_text() -> None:
+def test_a_users_network_is_checked_again_after_another_with_the_same_source_text() -> None:
     x, y = rows_of(12)
     fields = {"x": x[:, None], "y": y[:, None]}
     for mixes in (False, True):
-        F = Written(mixes).train()
+        F = ClosureNetwork(mixes).train()
         loss = ExampleLoss(hard_label_loss, (), {"F": F})
         if not mixes:
             row_bits.refuse_batch_dependent_rounding({"F": F}, loss, fields)
@@ -483,8 +489,8 @@ def test_a_network_of_a_users_is_looked_at_again_after_another_of_the_same_text(
 # Sums in float64 --------------------------------------------------------------------------------
 
 
-def of_many(rows: int) -> Iterator[Tensor]:
-    """Gradients of the same direction, in parts, with norms of every size from the clip norm on."""
+def many_rows(rows: int) -> Iterator[Tensor]:
+    """Gradients of one direction, in microbatches, with norms from the clipping norm upwards."""
     direction = torch.tensor([0.1, 0.7, 0.3])
     for part in torch.split(torch.arange(rows), 4096):
         yield direction * (3.0 + 1e5 * (part % 97 == 0) + part % 31)[:, None]
@@ -492,29 +498,31 @@ def of_many(rows: int) -> Iterator[Tensor]:
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("rows", [256, 65_536])
-def test_of_many_rows_each_weighs_the_clip_norm_and_the_sum_is_within_its_bound(rows: int) -> None:
+def test_each_of_many_rows_weighs_the_clip_norm_and_the_sum_stays_within_its_bound(
+    rows: int,
+) -> None:
     whole = torch.zeros(3, dtype=torch.float64)
-    for each in of_many(rows):
+    for each in many_rows(rows):
         [total] = clipped_sums(
             [DenseGradients(each.clone())], torch.ones(len(each), dtype=torch.bool), 1.0
         )
         whole += total
     unit = torch.tensor([0.1, 0.7, 0.3]).double()
     exact = rows * unit / unit.norm()
-    bound = rows**2 * 2.3e-16 + rows * 1e-6 / 2  # the rule takes 1e-6 / norm off a row
+    bound = rows**2 * 2.3e-16 + rows * 1e-6 / 2  # clipping divides by norm + 1e-6
     assert float((whole - exact).norm()) <= bound
     assert float(whole.norm()) <= rows * (1 + 1e-9)
     one = torch.tensor([[0.1, 0.7, 0.3]]) * 5
     [more] = clipped_sums([DenseGradients(one)], torch.tensor([True]), 1.0)
     assert float(((whole + more) - whole).norm()) <= 1 + 1e-6
-    # The control: as it was, where sums were float32.
+    # The control: sums in float32.
     narrow = whole.float()
     gap = (narrow + more.float()).double() - narrow.double()
     assert rows < 65_536 or abs(float(gap.norm()) - 1) > 1e-4
 
 
 @pytest.mark.usefixtures("each_way")
-def test_no_clipped_row_weighs_more_than_one_part_in_a_million_beyond_the_clip_norm() -> None:
+def test_no_clipped_row_exceeds_the_clip_norm_by_more_than_one_part_in_a_million() -> None:
     chance = torch.Generator().manual_seed(0)
     sizes = 10.0 ** (torch.rand(500, 1, generator=chance) * 24 - 6)
     each = torch.randn(500, 70, generator=chance) * sizes

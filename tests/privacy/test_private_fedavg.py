@@ -1,8 +1,9 @@
-"""FedAvg under DP-SGD: what docs/privacy.md promises, one agent after the other and side by side.
+"""FedAvg under DP-SGD: what docs/privacy.md promises, with agents in sequence and batched.
 
-The mechanism itself is in test_dp_sgd.py, several agents' per-row gradients in
-test_per_example_gradients.py. Here: what an agent is charged and sends; that agents in lockstep end
-where they end alone; and that each of them has noise, coins, rows and a budget of its own.
+The mechanism is tested in test_dp_sgd.py, and per-example gradients of several agents in
+test_per_example_gradients.py. Tests here check what an agent is charged and sends, that batched
+agents reach the weights they reach alone, and that each has its own noise, batches, rows and
+budget.
 """
 
 import itertools
@@ -95,8 +96,10 @@ def engine_of(prepared: Prepared, at_once: int) -> LocalEngine:
     return BatchedEngine(agents, algorithm=prepared.algorithm, at_once=at_once, **common)
 
 
-def asked(prepared: Prepared, folder: Path, at_once: int, rounds: int = 2) -> list[Reply[Any]]:
-    """All replies of the first rounds, in order, and what came of them."""
+def collect_replies(
+    prepared: Prepared, folder: Path, at_once: int, rounds: int = 2
+) -> list[Reply[Any]]:
+    """All replies of the first rounds, in order, and the final weights."""
     folder.mkdir()
     found: list[Reply[Any]] = []
     with accounts(prepared, folder):
@@ -121,7 +124,7 @@ def asked(prepared: Prepared, folder: Path, at_once: int, rounds: int = 2) -> li
 
 
 @BOTH
-def test_a_budget_for_three_visits_pays_for_exactly_three_of_each_agent(
+def test_a_budget_for_three_visits_pays_for_exactly_three_visits_of_each_agent(
     at_once: int, configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     three, four = (epsilon_of_full_batches(visits, 4.0, 1e-5) for visits in (3, 4))
@@ -133,9 +136,9 @@ def test_a_budget_for_three_visits_pays_for_exactly_three_of_each_agent(
     for name in ("s0", "s1", "s2"):
         journal = read_journal(tmp_path / f"run/ledger/{name}.jsonl")
         assert len(journal.visits) == 3 and not journal.problems
-    # Six visits were fixed beforehand, so the claim is the budget.
+    # Six visits were planned, so the claim is the budget.
     assert results["privacy"]["guarantee"]["epsilon"] == (three + four) / 2
-    found = audit.audit(tmp_path / "run")  # without a config.yaml the best is INCONCLUSIVE
+    found = audit.audit(tmp_path / "run")  # INCONCLUSIVE, because there is no config.yaml
     assert found.verdict == audit.Verdict.INCONCLUSIVE and not found.problems
 
 
@@ -147,7 +150,7 @@ def sealed(prepared: Prepared) -> Prepared:
 
 
 @BOTH
-def test_with_a_budget_of_zero_no_labelled_row_is_ever_read(
+def test_with_a_budget_of_zero_no_labelled_row_is_read(
     at_once: int, configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     chosen = configured("privacy.epsilon=0.0", f"run.batched_agents={at_once}")
@@ -157,18 +160,18 @@ def test_with_a_budget_of_zero_no_labelled_row_is_ever_read(
 
 
 @BOTH
-def test_every_visit_is_paid_for_before_its_rows_are_read(
+def test_every_visit_is_charged_before_its_rows_are_read(
     at_once: int, configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match="a labelled row was read"):  # by the first agent
-        asked(sealed(prepare(configured())), tmp_path / "ledger", at_once)
+        collect_replies(sealed(prepare(configured())), tmp_path / "ledger", at_once)
     assert len(read_journal(tmp_path / "ledger/s0.jsonl").visits) == 1
-    for name in ("s1", "s2"):  # gave up before they had begun
+    for name in ("s1", "s2"):  # these never began
         assert not read_journal(tmp_path / f"ledger/{name}.jsonl").visits
 
 
 @BOTH
-def test_a_refused_visit_reads_nothing_and_the_others_go_on(
+def test_a_declined_visit_reads_nothing_and_the_other_agents_continue(
     at_once: int, configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     three = epsilon_of_full_batches(3, 4.0, 1e-5)
@@ -194,11 +197,11 @@ def test_a_refused_visit_reads_nothing_and_the_others_go_on(
 
 
 @BOTH
-def test_on_the_wire_a_visit_is_the_classifiers_parameters_a_weight_of_one_and_no_notes(
+def test_a_visit_sends_the_parameters_of_the_classifier_with_weight_one_and_no_metrics(
     at_once: int, configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     prepared = prepare(configured())
-    for reply in asked(prepared, tmp_path / "ledger", at_once)[:-1]:
+    for reply in collect_replies(prepared, tmp_path / "ledger", at_once)[:-1]:
         assert (reply.weight, dict(reply.metrics)) == (1.0, {})
         named = prepared.algorithm.networks()["F"].named_parameters()
         assert tensor_names(reply.payload) == {f"F/{name}" for name, _ in named}
@@ -206,7 +209,7 @@ def test_on_the_wire_a_visit_is_the_classifiers_parameters_a_weight_of_one_and_n
 
 
 CLIP = 0.5
-#: One step with every row that moves the weights a thousand times as far as its sum is long.
+#: One step on all rows that moves the weights by a thousand times its sum.
 ONE_STEP = (
     *("privacy.sample_rate=1.0", "privacy.steps=1", "privacy.learning_rate=1000.0"),
     *(f"privacy.clip_norm={CLIP}", "privacy.augment=mid", "privacy.views=2"),
@@ -216,24 +219,24 @@ ONE_STEP = (
 def sums_of_a_visit(
     prepared: Prepared, folder: Path, at_once: int, change: Callable[[LabelledRows], LabelledRows]
 ) -> list[dict[str, Tensor]]:
-    """What all three send, where s1's rows are changed beforehand."""
+    """What all three agents send after s1's rows have been changed."""
     agent = prepared.labelled_agents[1]
     kept, agent.held_labelled = agent.labelled, change(as_floats(agent.labelled))
     try:
-        return [dict(r.payload.F) for r in asked(prepared, folder, at_once, rounds=1)[:3]]
+        return [dict(r.payload.F) for r in collect_replies(prepared, folder, at_once, rounds=1)[:3]]
     finally:
         agent.held_labelled = kept
 
 
-def moved(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """How far two neighbours' sums are apart, in clip norms."""
+def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The distance between two neighbours' sums, in clipping norms."""
     gap = torch.cat([(one[key].double() - other[key].double()).flatten() for key in one])
     return float(gap.norm()) / 1000 * (25 / 3) / CLIP  # learning rate, public divisor
 
 
 @BOTH
 @pytest.mark.parametrize("value", [0.3, 1e15])
-def test_a_row_that_is_nulled_moves_its_own_agents_sum_by_at_most_the_clip_norm_and_no_others(
+def test_nulling_a_row_moves_its_agents_sum_by_at_most_the_clip_norm_and_no_other_sum(
     value: float, at_once: int, configured: Callable[..., Config], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -241,32 +244,34 @@ def test_a_row_that_is_nulled_moves_its_own_agents_sum_by_at_most_the_clip_norm_
     prepared = prepare(configured(*ONE_STEP))
     whole = sums_of_a_visit(prepared, tmp_path / "1", at_once, with_row(value))
     nulled = sums_of_a_visit(prepared, tmp_path / "2", at_once, with_row(math.nan))
-    assert moved(whole[1], nulled[1]) <= 1 + 1e-4
+    assert distance(whole[1], nulled[1]) <= 1 + 1e-4
     if value == 0.3:
-        assert moved(whole[1], nulled[1]) > 0.5  # such a row is clipped, so the bound is reached
+        assert distance(whole[1], nulled[1]) > 0.5  # such a row is clipped, so the bound is reached
     assert same_bits(whole[0], nulled[0]) and same_bits(whole[2], nulled[2])
 
 
 @BOTH
 @pytest.mark.parametrize(("counts", "bounded"), [("private", True), ("public", False)])
-def test_with_private_counts_a_row_less_moves_it_by_at_most_the_clip_norm(
+def test_with_private_counts_removing_a_row_moves_the_sum_by_at_most_the_clip_norm(
     counts: str, bounded: bool, at_once: int, configured: Callable[..., Config], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    # The control: where counts are public, the draws of the rows after it change with a row less.
+    # The control: with public counts, removing a row changes the draws of the rows after it.
     without_noise(monkeypatch)
     prepared = prepare(configured(*ONE_STEP, f"privacy.record_counts={counts}"))
     whole = sums_of_a_visit(prepared, tmp_path / "1", at_once, lambda rows: rows)
     fewer = sums_of_a_visit(prepared, tmp_path / "2", at_once, without_row)
-    assert (moved(whole[1], fewer[1]) <= 1 + 1e-4) == bounded
+    assert (distance(whole[1], fewer[1]) <= 1 + 1e-4) == bounded
 
 
 @BOTH
-def test_two_runs_of_one_seed_differ(
+def test_two_runs_with_one_seed_have_different_noise(
     at_once: int, configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     prepared = prepare(configured("privacy.sample_rate=1.0"))
-    first, again = (asked(prepared, tmp_path / str(n), at_once, rounds=1)[0] for n in (1, 2))
+    first, again = (
+        collect_replies(prepared, tmp_path / str(n), at_once, rounds=1)[0] for n in (1, 2)
+    )
     assert not same_bits(first.payload.F, again.payload.F)
 
 
@@ -280,7 +285,7 @@ def test_attacks_on_a_run_find_no_more_than_it_claims(
     assert audit.main([str(tmp_path / "run"), "--empirical"]) == 0
 
 
-def test_the_card_lists_nothing_of_unlabelled_rows_which_nobody_reads(
+def test_the_card_names_no_query_pass_because_unlabelled_rows_are_not_read(
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     mixed = ("data.labels=labels-at-client", "agents.support=0", "agents.query=0", "agents.mixed=3")
@@ -291,7 +296,7 @@ def test_the_card_lists_nothing_of_unlabelled_rows_which_nobody_reads(
     assert "query pass" not in card
 
 
-# What a config may ask ----------------------------------------------------------------------------
+# Configs ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -306,7 +311,7 @@ def test_the_card_lists_nothing_of_unlabelled_rows_which_nobody_reads(
         ("run.precision=bfloat16", "clipped and noised in float32"),
     ],
 )
-def test_what_a_private_run_cannot_have_or_would_not_look_at_is_refused(
+def test_a_private_run_refuses_settings_that_are_unsupported_or_without_effect(
     wrong: str, said: str, configured: Callable[..., Config]
 ) -> None:
     more = ["privacy.update_at_support=[G]"] if wrong == "privacy.protect=[G]" else []
@@ -314,11 +319,11 @@ def test_what_a_private_run_cannot_have_or_would_not_look_at_is_refused(
         configured(wrong, *more)
 
 
-def test_without_privacy_all_that_is_allowed(configured: Callable[..., Config]) -> None:
+def test_the_same_settings_are_accepted_without_privacy(configured: Callable[..., Config]) -> None:
     configured("algorithm.learning_rate=0.1", "model.norm=batch", text=TINY)
 
 
-def test_a_classifier_whose_rows_are_coupled_is_refused_by_its_layers_name(
+def test_a_classifier_that_couples_rows_is_refused_by_layer_name(
     configured: Callable[..., Config],
 ) -> None:
     prepared = prepare(configured())
@@ -328,7 +333,7 @@ def test_a_classifier_whose_rows_are_coupled_is_refused_by_its_layers_name(
         prepared.algorithm.check_private()
 
 
-# Side by side -------------------------------------------------------------------------------------
+# Batched agents -----------------------------------------------------------------------------------
 
 SETTINGS = {
     "plainly": (),
@@ -340,9 +345,10 @@ SETTINGS = {
 
 
 @pytest.fixture
-def alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise and batches are the same in whatever order agents ask for them, and noise in whatever
-    order a parameter's numbers lie in memory: little, since all weights go one way."""
+def same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make noise and batches independent of the order of agents, and noise of the memory layout.
+    The noise is small, since all weights move in one direction.
+    """
 
     def noise(count: int) -> np.ndarray:
         return np.full(count, 0.1 * np.random.default_rng(count).standard_normal())
@@ -356,7 +362,7 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many agents' gradients were made as one, each time."""
+    """How many agents' gradients were computed together, each time."""
     sizes: list[int] = []
     real = batched_dp_sgd._sum_batched
 
@@ -369,19 +375,21 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def largest_gap(prepared: Prepared, folder: Path) -> float:
-    """Between all that is sent, and the state, of agents alone and side by side."""
-    alone, together = (asked(prepared, folder / str(n), n) for n in (1, 8))
+    """The largest difference in all sent tensors and the state, between sequential and batched
+    agents.
+    """
+    alone, together = (collect_replies(prepared, folder / str(n), n) for n in (1, 8))
     pairs = zip(alone, together, strict=True)
     return max(apart(one.payload, other.payload) for one, other in pairs)
 
 
 @pytest.mark.parametrize("which", SETTINGS)
-@pytest.mark.usefixtures("alike", "in_float64")
-def test_in_float64_agents_side_by_side_end_where_they_end_alone_to_eleven_digits(
+@pytest.mark.usefixtures("same_noise", "in_float64")
+def test_in_float64_batched_agents_end_where_sequential_agents_end_to_eleven_digits(
     which: str, configured: Callable[..., Config], tmp_path: Path, stacks: list[int]
 ) -> None:
     assert largest_gap(prepare(configured(*SETTINGS[which])), tmp_path) < 1e-11
-    # Although one of them has a row more; where that is not to be seen, each is by itself.
+    # Even if one agent has one row more; with private counts each agent is computed alone.
     assert set(stacks) == (set() if which == "private counts" else {3})
 
 
@@ -391,20 +399,20 @@ def test_in_float64_agents_side_by_side_end_where_they_end_alone_to_eleven_digit
         pytest.param(n, marks=() if n == "momentum, averaged" else pytest.mark.slow)
         for n in SETTINGS
     ],
-)  # in float64 each is asked for more digits
-@pytest.mark.usefixtures("alike")
-def test_in_float32_they_do_so_to_four_digits(
+)  # float64 resolves eleven digits
+@pytest.mark.usefixtures("same_noise")
+def test_in_float32_batched_agents_end_where_sequential_agents_end_to_four_digits(
     which: str, configured: Callable[..., Config], tmp_path: Path
 ) -> None:
-    # Small steps and rows as they are: of networks that are all noise, and of pixels between
-    # pixels, a rounding tips which is the largest (seen: 6e-3; in float64 it does not).
+    # Small steps and no augmentation: in networks of noise, and between pixels, rounding decides
+    # which value is the largest (seen: 6e-3; not in float64).
     plain = [chosen for chosen in SETTINGS[which] if "augment" not in chosen]
     chosen = configured(*plain, "privacy.learning_rate=0.1")
     assert largest_gap(prepare(chosen), tmp_path) < 1e-4
 
 
-@pytest.mark.usefixtures("alike", "in_float64")
-def test_rows_in_several_passes_and_agents_in_several_stacks_change_nothing(
+@pytest.mark.usefixtures("same_noise", "in_float64")
+def test_microbatches_and_stacks_do_not_change_the_result(
     configured: Callable[..., Config], tmp_path: Path, stacks: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -417,7 +425,7 @@ def test_rows_in_several_passes_and_agents_in_several_stacks_change_nothing(
 
 
 def neighbours_rows(wanted: Sequence[ClippedSum]) -> Sequence[Any]:
-    """A mistake: each gets the sums of the one before."""
+    """A fault: each agent gets the sums of the previous one."""
     found = list(_SUMMED(wanted))
     return found[-1:] + found[:-1]
 
@@ -430,8 +438,8 @@ _SUMMED = batched_dp_sgd._sum_batched
 
 
 @pytest.mark.parametrize("mistake", [neighbours_rows, one_in_a_million])
-@pytest.mark.usefixtures("alike", "in_float64")
-def test_a_mistake_would_be_noticed(
+@pytest.mark.usefixtures("same_noise", "in_float64")
+def test_the_comparison_detects_a_fault_in_the_batched_sums(
     mistake: Callable[..., Any], configured: Callable[..., Config], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -439,18 +447,18 @@ def test_a_mistake_would_be_noticed(
     assert largest_gap(prepare(configured()), tmp_path) > 1e-10
 
 
-@pytest.mark.usefixtures("alike")
-def test_what_cannot_be_stacked_is_done_alone(
+@pytest.mark.usefixtures("same_noise")
+def test_agents_that_cannot_be_stacked_are_computed_alone(
     configured: Callable[..., Config], tmp_path: Path, stacks: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(Stackable, "is_single", lambda self: True)
-    # Not to the bit: networks that might be stacked lie in memory otherwise.
+    # Not bit-equal: the memory layout differs between networks that could be stacked and others.
     assert largest_gap(prepare(configured("privacy.learning_rate=0.1")), tmp_path) < 1e-4
     assert not stacks
 
 
-def test_a_loss_that_agents_do_not_share_is_not_stacked() -> None:
+def test_agents_with_different_losses_are_not_stacked() -> None:
     network = nn.Linear(3, 2)
     vars(network)["_stackable"] = Stackable("F", network)
     own = {"F": dict(network.named_parameters())}
@@ -465,7 +473,7 @@ def test_a_loss_that_agents_do_not_share_is_not_stacked() -> None:
     assert not can(shared, {**own, "G": own["F"]})  # a network that the loss does not name
 
 
-def test_gradients_and_noise_are_made_for_all_agents_as_one(
+def test_gradients_and_noise_of_all_agents_are_made_in_one_call(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times: list[bool] = []
@@ -491,13 +499,13 @@ def test_gradients_and_noise_are_made_for_all_agents_as_one(
     assert agents == [3] * 9
 
 
-# What a stack would show -------------------------------------------------------------------------
+# What an agent's stack could reveal about another agent ------------------------------------------
 
 
 def sent_by_s1(
     chosen: Config, folder: Path, change: Callable[[LabelledRows], LabelledRows]
 ) -> StateDict:
-    """What s1 sends, in lockstep with s0, whose rows are changed."""
+    """What s1 sends when it is batched with s0, whose rows are changed."""
     prepared = prepare(chosen)
     s0, s1, *_ = prepared.federated_data.agents
     assert s0.held_labelled is not None
@@ -519,7 +527,7 @@ def one_less(rows: LabelledRows) -> LabelledRows:
 
 @pytest.fixture
 def of_28_pixels(configured: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
-    """Two support agents and their views. Views of 8x8 pixels have equal bits in any stack."""
+    """Two support agents with 28x28 images. Views of 8x8 pixels have equal bits in any stack."""
 
     def load(rows: int, *overrides: str) -> Config:
         drawn, y = np.random.default_rng(0), np.arange(2 * rows + 20) % 10
@@ -535,47 +543,48 @@ def of_28_pixels(configured: Callable[..., Config], tmp_path: Path) -> Callable[
     return load
 
 
-def other_bits_by_a_row(load: Callable[..., Config], folder: Path) -> bool:
-    """Whether s1 sends other bits if s0 has a row less, their number being private."""
+def bits_differ_by_a_row(load: Callable[..., Config], folder: Path) -> bool:
+    """Whether s1 sends other bits if s0 has one row less, with private counts."""
     chosen = load(20, "privacy.record_counts=private", "privacy.sample_rate=1.0")
     everybody = sent_by_s1(chosen, folder / "all", lambda rows: rows)
     return not same_bits(everybody, sent_by_s1(chosen, folder / "fewer", one_less))
 
 
-def other_bits_by_coins(
+def bits_differ_by_the_batch(
     load: Callable[..., Config], folder: Path, patch: pytest.MonkeyPatch
 ) -> bool:
-    """Whether s1 sends other bits if s0 draws other rows of 257, their number being public. Rows
-    are viewed in blocks of 64; the last, a block by itself, has other bits in a stack."""
+    """Whether s1 sends other bits if s0 draws another batch of 257 rows, with public counts. Views
+    are made in blocks of 64 rows; the last block has one row, and other bits in a stack.
+    """
     chosen, found = load(267, "privacy.sample_rate=0.05"), []
     for first_of_s0 in (0, 250):
-        firsts = iter((first_of_s0, 250))  # of ten rows that s0 draws, and of s1's
+        firsts = iter((first_of_s0, 250))  # the first of ten drawn rows, for s0 and s1
 
-        def coins(self: PrivatePlan, rows: int, firsts: Iterator[int] = firsts) -> Tensor:
+        def draw(self: PrivatePlan, rows: int, firsts: Iterator[int] = firsts) -> Tensor:
             return (torch.arange(rows) - next(firsts)) // 10 == 0
 
-        patch.setattr(PrivatePlan, "draw_batch", coins)
+        patch.setattr(PrivatePlan, "draw_batch", draw)
         found.append(sent_by_s1(chosen, folder / str(first_of_s0), lambda rows: rows))
     return not same_bits(*found)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_neither_rows_nor_coins_of_an_agent_change_a_bit_of_what_another_sends(
+def test_neither_rows_nor_batches_of_an_agent_change_a_bit_of_what_another_agent_sends(
     stacked: bool, of_28_pixels: Callable[..., Config], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     without_noise(monkeypatch)
     if stacked:  # the control: private views in one stack
         monkeypatch.setattr(batched, "WHEN_CHARGED", object)
-    assert other_bits_by_a_row(of_28_pixels, tmp_path / "counts") == stacked
-    assert other_bits_by_coins(of_28_pixels, tmp_path / "coins", monkeypatch) == stacked
+    assert bits_differ_by_a_row(of_28_pixels, tmp_path / "counts") == stacked
+    assert bits_differ_by_the_batch(of_28_pixels, tmp_path / "coins", monkeypatch) == stacked
 
 
 # Noise --------------------------------------------------------------------------------------------
 
 
-def noisy(multipliers: Sequence[float], numbers: int = 40_000) -> list[Tensor]:
-    """What a joint step of several agents adds to their sums."""
+def joint_noise(multipliers: Sequence[float], numbers: int = 40_000) -> list[Tensor]:
+    """The noise that a joint step adds to the sums of several agents."""
     steps = []
     for multiplier in multipliers:
         parameter = nn.Parameter(torch.zeros(numbers, dtype=torch.float64))
@@ -600,16 +609,18 @@ def correlations(noise: Sequence[Tensor]) -> list[float]:
     return [abs(float(torch.corrcoef(torch.stack(pair))[0, 1])) for pair in pairs]
 
 
-def test_in_a_joint_step_each_agent_has_noise_of_its_own_and_of_its_own_deviation() -> None:
+def test_in_a_joint_step_each_agent_has_independent_noise_of_its_own_deviation() -> None:
     multipliers = (0.5, 1.0, 3.0)
-    noise = noisy(multipliers)
+    noise = joint_noise(multipliers)
     for own, multiplier in zip(noise, multipliers, strict=True):
         assert float(own.std()) == pytest.approx(2.0 * multiplier, rel=0.02)
         assert float(own.mean()) == pytest.approx(0.0, abs=2.0 * multiplier * 6 / 200)
     assert max(correlations(noise)) < 6 / 200  # six deviations of 1 / sqrt(40,000): once in 10^8
 
 
-def test_noise_that_agents_share_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_independent_noise_detects_shared_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drawn = secure_noise.secure_normal(40_000)
     monkeypatch.setattr(secure_noise, "secure_normal", lambda count: drawn[:count])
-    assert min(correlations(noisy((0.5, 1.0, 3.0)))) > 0.99
+    assert min(correlations(joint_noise((0.5, 1.0, 3.0)))) > 0.99

@@ -1,7 +1,7 @@
 """FedSSL-DP from config to claim: what docs/privacy.md promises of a run.
 
-Budgets, what a support agent sends and does not send, and randomness that no seed reaches. Runs
-that are killed are in test_kill_matrix.py.
+Tests cover budgets, what a support agent sends, and randomness that no seed controls. Killed runs
+are in test_kill_matrix.py.
 """
 
 import csv
@@ -77,25 +77,27 @@ def test_other_partial_protection_is_refused_even_when_acknowledged(
 
 
 @pytest.mark.parametrize("name", [n for n, kind in ALGORITHMS.items() if not kind.can_be_private])
-def test_an_algorithm_without_a_private_pass_is_refused_a_budget(name: str, tmp_path: Path) -> None:
-    # It would train on labelled rows without noise, beside accounts that nobody charges.
+def test_a_privacy_section_is_refused_for_an_algorithm_without_a_private_pass(
+    name: str, tmp_path: Path
+) -> None:
+    # It would train on labelled rows without noise, and charge no account.
     path = tmp_path / "plain.yaml"
     text = TINY.partition("algorithm:")[0] + f"algorithm: {{name: {name}}}\n"
     path.write_text(text)
-    fitting = {  # what its placement or its numbers need on few rows
+    fitting = {  # settings that its placement or few rows require
         "server_sl": ["data.labels=labels-at-server", "agents.support=0"],
         "fedseal": ["algorithm.validation_rows=1"],
     }.get(name, [])
-    config.load_config(path, fitting)  # nothing else is wrong with it
+    config.load_config(path, fitting)  # the control: the config is valid otherwise
     with pytest.raises(ConfigError, match=f"{name} reads labelled rows without noise"):
         config.load_config(path, [*fitting, "privacy.epsilon=4.0"])
 
 
-def test_a_server_with_labels_is_refused_a_budget_as_no_claim_holds_against_who_controls_it(
+def test_a_privacy_section_is_refused_for_a_labelled_server_since_the_observer_controls_it(
     configured: Callable[..., Config],
 ) -> None:
     at_server = ("data.labels=labels-at-server", "agents.support=0", "agents.query=2")
-    configured(*at_server, private=False)  # nothing else is wrong with it
+    configured(*at_server, private=False)  # the control: the config is valid otherwise
     with pytest.raises(ConfigError, match="a claim is against whoever controls the server"):
         configured(*at_server)
     configured("data.labels=labels-at-client", "agents.support=0", "agents.mixed=2")
@@ -106,7 +108,7 @@ def test_batch_norm_is_refused_when_the_config_is_read(configured: Callable[...,
         configured("model.norm=batch")
 
 
-def test_batch_norm_is_refused_by_its_layers_name_if_a_config_gets_past_that(
+def test_batch_norm_is_refused_by_layer_name_if_the_config_check_is_bypassed(
     configured: Callable[..., Config],
 ) -> None:
     good = configured()
@@ -116,8 +118,8 @@ def test_batch_norm_is_refused_by_its_layers_name_if_a_config_gets_past_that(
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any, Reply[Any]]]:
-    """Every visit of a run: agent, step, message, reply."""
+def record_visits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any, Reply[Any]]]:
+    """Every visit of a run: agent, step, request, reply."""
     visits: list[tuple[str, str, Any, Reply[Any]]] = []
     ask_each = Federation.call_all
 
@@ -131,7 +133,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any, Reply[An
 
 
 def test_a_budget_for_three_visits_pays_for_exactly_three_and_the_run_goes_on(
-    configured: Callable[..., Config], tmp_path: Path, asked: list[Any]
+    configured: Callable[..., Config], tmp_path: Path, record_visits: list[Any]
 ) -> None:
     three, four = (epsilon_of_full_batches(visits, 4.0, 1e-5) for visits in (3, 4))
     budget = (three + four) / 2
@@ -147,14 +149,14 @@ def test_a_budget_for_three_visits_pays_for_exactly_three_and_the_run_goes_on(
         journal = read_journal(tmp_path / f"run/ledger/{name}.jsonl")
         assert len(journal.visits) == 3 and not journal.problems
         assert epsilon(journal.events, 1e-5) <= budget
-    assert results["privacy"]["guarantee"]["epsilon"] == budget  # eight were fixed beforehand
-    _refused_visits_change_nothing(asked)
+    assert results["privacy"]["guarantee"]["epsilon"] == budget  # eight visits were planned
+    _refused_visits_change_nothing(record_visits)
 
 
-def _refused_visits_change_nothing(asked: Sequence[Any]) -> None:
-    """In rounds 4 to 8 what s0 got goes on to s1, and what s1 got goes on to the query agent."""
+def _refused_visits_change_nothing(record_visits: Sequence[Any]) -> None:
+    """In rounds 4 to 8 s1 starts from what s0 got, and the query agent from what s1 got."""
     by_agent: dict[str, list[Any]] = {"s0": [], "s1": [], "q0": []}
-    for agent, _, message, reply in asked:
+    for agent, _, message, reply in record_visits:
         by_agent[agent].append((message, reply))
     for to_s0, to_s1, to_q0 in list(zip(*by_agent.values(), strict=True))[3:]:
         assert to_s0[1].declined and to_s1[1].declined
@@ -162,7 +164,7 @@ def _refused_visits_change_nothing(asked: Sequence[Any]) -> None:
         for name in ("F", "G", "D", "teacher"):
             assert equal(getattr(to_s0[0], name), getattr(to_s1[0], name))
             assert equal(getattr(to_s1[0], name), getattr(to_q0[0], name))
-    # And visits that were paid for did change something.
+    # The control: charged visits change the weights.
     paid = [by_agent[agent][0][0].F for agent in ("s0", "s1", "q0")]
     assert not equal(paid[0], paid[1]) and not equal(paid[1], paid[2])
 
@@ -175,12 +177,12 @@ def _sealed(prepared: Prepared) -> Prepared:
 
 
 def test_with_a_budget_of_zero_no_labelled_row_is_ever_read_and_the_run_completes(
-    configured: Callable[..., Config], tmp_path: Path, asked: list[Any]
+    configured: Callable[..., Config], tmp_path: Path, record_visits: list[Any]
 ) -> None:
     results = carry_out(_sealed(prepare(configured("privacy.epsilon=0.0"))), tmp_path / "run")
     assert (results["status"], results["rounds"]) == ("finished", 3)
     assert results["privacy"]["guarantee"]["epsilon"] == 0
-    assert {agent for agent, *_ in asked} == {"q0"}
+    assert {agent for agent, *_ in record_visits} == {"q0"}
 
 
 def test_the_seal_notices_that_rows_are_read(
@@ -190,9 +192,9 @@ def test_the_seal_notices_that_rows_are_read(
         carry_out(_sealed(prepare(configured())), tmp_path / "run")
 
 
-def test_a_refused_visit_reads_nothing(configured: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_declined_visit_reads_no_row(configured: Callable[..., Config], tmp_path: Path) -> None:
     prepared = _sealed(prepare(configured()))
-    less = Budget(0.01, 1e-5)  # one visit costs more: so may a site's operator have promised
+    less = Budget(0.01, 1e-5)  # less than a visit costs; a site's operator may set this
     promises = {n: dataclasses.replace(p, budget=less) for n, p in prepared.account_plans.items()}
     prepared = dataclasses.replace(prepared, account_plans=promises)
     with accounts(prepared, tmp_path) as agents:
@@ -200,7 +202,7 @@ def test_a_refused_visit_reads_nothing(configured: Callable[..., Config], tmp_pa
         assert agents["s0"].account is not None and agents["s0"].account.visits() == 0
 
 
-def test_a_visit_is_paid_for_before_its_rows_are_read(
+def test_a_visit_is_charged_before_its_rows_are_read(
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     prepared = _sealed(prepare(configured()))
@@ -214,7 +216,7 @@ def test_a_visit_is_paid_for_before_its_rows_are_read(
 
 
 @pytest.mark.parametrize("networks", ["F", "G", "D", "FG", "FGD"])
-def test_a_sound_visit_sends_the_parameters_of_protected_networks_and_nothing_else(
+def test_a_sound_visit_sends_only_the_parameters_of_protected_networks(
     networks: str, configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     named = f"[{', '.join(networks)}]"
@@ -224,7 +226,7 @@ def test_a_sound_visit_sends_the_parameters_of_protected_networks_and_nothing_el
         ctx = context("s0")
         ctx.telemetry = agents["s0"].account is None
         sent = visit(prepared, agents["s0"], ctx)
-        assert not agents["s0"].memory  # no optimiser state is kept either
+        assert not agents["s0"].memory  # no optimiser state is kept
     assert isinstance(sent, FedSSLUpdate) and sent.agreement is None
     assert ctx.metrics == {} and ctx.weight == 1.0
     for name, network in prepared.algorithm.networks().items():
@@ -234,10 +236,10 @@ def test_a_sound_visit_sends_the_parameters_of_protected_networks_and_nothing_el
             assert not equal(state, getattr(came, name))
         else:
             assert state is None
-            assert equal(network.state_dict(), getattr(came, name))  # buffers as well
+            assert equal(network.state_dict(), getattr(came, name))  # buffers count
 
 
-def test_the_check_of_frozen_networks_sees_a_spectral_norm_move(
+def test_the_check_of_frozen_networks_detects_a_moving_spectral_norm(
     configured: Callable[..., Config],
 ) -> None:
     prepared = prepare(configured())
@@ -258,27 +260,26 @@ def test_where_the_discriminator_is_protected_it_has_no_spectral_norm(
     assert list(prepare(configured()).algorithm.networks()["D"].buffers())
 
 
-def test_the_published_scheme_sends_all_three_and_calls_its_number_nominal(
-    configured: Callable[..., Config], tmp_path: Path, asked: list[Any]
+def test_the_published_scheme_sends_all_three_networks_and_calls_its_epsilon_nominal(
+    configured: Callable[..., Config], tmp_path: Path, record_visits: list[Any]
 ) -> None:
     chosen = configured(*AS_PUBLISHED, "privacy.acknowledge_unsound=true", "algorithm.rounds=1")
     results = carry_out(prepare(chosen), tmp_path / "run")
     claim = results["privacy"]
     assert (claim["guarantee"], claim["scope"]) == (None, "as_published")
-    counted = PoissonSampledGaussianEvent(
-        noise_multiplier=4.0, sample_rate=0.5, steps=2
-    )  # as if all were it
+    # as if all three had noise
+    counted = PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=0.5, steps=2)
     assert claim["nominal_epsilon"] == pytest.approx(epsilon([counted], 1e-5))
     card = json.loads((tmp_path / "run/privacy.json").read_text())
     assert card["sentence"].startswith("NOMINAL") and card["guarantee"] is None
     assert "no differential-privacy guarantee for any record" in card["sentence"]
     assert "GUARANTEE" not in (tmp_path / "run/privacy.md").read_text()
     assert read_journal(tmp_path / "run/ledger/s0.jsonl").plan.scope == "as_published"
-    replies = [reply for agent, _, _, reply in asked if agent in ("s0", "s1")]
+    replies = [reply for agent, _, _, reply in record_visits if agent in ("s0", "s1")]
     for reply in replies:
         assert None not in (reply.payload.F, reply.payload.G, reply.payload.D)
         assert reply.payload.agreement is None and reply.metrics == {}
-    # D, without noise, has the vectors of its spectral norm; the card denies buffers of G alone.
+    # D is without noise and has spectral norm vectors; the card excludes buffers of G alone.
     buffers = {name: set(weights) - {key for key, _ in network.named_parameters()}
                for name, network in prepare(chosen).algorithm.networks().items()
                for weights in [getattr(replies[0].payload, name)]}  # fmt: skip
@@ -290,7 +291,7 @@ CANARY = b"CANARY-7f3a9e"
 
 
 def _npz_with_marked_rows(path: Path) -> None:
-    """A data set in which every training row, and no test row, begins with the canary."""
+    """A data set in which every training row, and no test row, starts with the canary."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (90, 1, 8, 8), dtype=np.uint8)
     x[:60].reshape(60, 64)[:, : len(CANARY)] = np.frombuffer(CANARY, dtype=np.uint8)
@@ -312,8 +313,8 @@ def _columns(folder: Path) -> set[str]:
 
 
 @pytest.fixture
-def plotted(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """The agents whose rows were counted by class in a picture, for each picture."""
+def plotted_agents(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The agents whose rows were counted by class, for each picture."""
     drawn: list[set[str]] = []
 
     def plot(labelled: Mapping[str, Any], unlabelled: Mapping[str, Any]) -> Any:
@@ -324,8 +325,8 @@ def plotted(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return drawn
 
 
-def test_a_private_run_writes_no_curve_and_no_pixel_of_labelled_rows(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], plotted: list[set[str]]
+def test_a_private_run_writes_no_metric_and_no_pixel_of_labelled_rows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], plotted_agents: list[set[str]]
 ) -> None:
     folder = tmp_path / "private"
     _command(folder, PRIVATE)
@@ -334,7 +335,7 @@ def test_a_private_run_writes_no_curve_and_no_pixel_of_labelled_rows(
         "train/agreement", "train/gate_open",
     }  # fmt: skip
     assert not any("support" in column for column in _columns(folder))
-    assert not plotted
+    assert not plotted_agents
     said = "".join(capfd.readouterr())
     as_numbers = ", ".join(str(byte) for byte in CANARY)
     written = [file for file in folder.rglob("*") if file.is_file()]
@@ -346,18 +347,18 @@ def test_a_private_run_writes_no_curve_and_no_pixel_of_labelled_rows(
     assert CANARY.decode() not in said and as_numbers not in said
 
 
-def test_the_same_checks_see_a_run_that_is_not_private(
-    tmp_path: Path, plotted: list[set[str]]
+def test_the_check_of_metrics_and_pixels_detects_them_in_a_run_without_privacy(
+    tmp_path: Path, plotted_agents: list[set[str]]
 ) -> None:
     folder = tmp_path / "plain"
     _command(folder, TINY)
     assert "train/loss_F/support" in _columns(folder)
-    assert plotted == [{"q0", "s0", "s1"}]
+    assert plotted_agents == [{"q0", "s0", "s1"}]
     events = b"".join(file.read_bytes() for file in (folder / "tensorboard").iterdir())
     assert b"train/loss_F/support" in events
 
 
-# Randomness that no seed reaches ----------------------------------------------------------------
+# Randomness that no seed controls ---------------------------------------------------------------
 
 
 def _weights_of_two_runs(configured: Callable[..., Config], tmp: Path, private: bool) -> list[Any]:
@@ -376,7 +377,7 @@ def test_two_runs_with_one_seed_differ_if_and_only_if_they_are_private(
     assert (one != other) == private
 
 
-def test_run_seed_reaches_neither_masks_nor_noise(
+def test_run_seed_changes_neither_masks_nor_noise(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[np.ndarray] = []
@@ -394,15 +395,15 @@ def test_run_seed_reaches_neither_masks_nor_noise(
     assert len(np.unique(numbers)) == len(numbers)
 
 
-# Rows do not touch each other -------------------------------------------------------------------
+# Independence of rows ---------------------------------------------------------------------------
 
 
 def _fields_of_one_step(
     configured: Callable[..., Config], folder: Path, counts: str, hold: slice
 ) -> dict[int, dict[str, Tensor]]:
-    """What the loss of each row is given in the first step of s0's visit: row id -> fields.
+    """The loss fields of each row in the first step of s0's visit: row id -> fields.
 
-    The agent's ids are places among the rows it holds, as at a site whose rows are of a file.
+    Row ids are positions among the rows of the agent, as at a site that reads its rows from a file.
     """
     prepared = prepare(
         configured("privacy.sample_rate=1.0", "privacy.steps=1", "privacy.views=2",
@@ -426,17 +427,17 @@ def _fields_of_one_step(
     return seen
 
 
-def test_with_private_counts_a_row_more_leaves_the_draws_of_all_others_as_they_were(
+def test_with_private_counts_adding_a_row_leaves_the_draws_of_all_other_rows_unchanged(
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
-    # Otherwise neighbours differ in the gradient of every row, and clipping bounds nothing.
+    # Otherwise neighbours differ in the gradient of every row, and clipping gives no bound.
     whole = _fields_of_one_step(configured, tmp_path / "1", "private", slice(None))
     fewer = _fields_of_one_step(configured, tmp_path / "2", "private", slice(3, None))
     assert len(whole) == 12 and len(fewer) == 9
     assert all(equal(whole[number], fewer[number]) for number in fewer)
     drawn = {fields["z"].numpy().tobytes() for fields in whole.values()}
-    assert len(drawn) == 12  # and every row has draws of its own
-    # The negative control: public counts may not differ, and draws go by a row's place.
+    assert len(drawn) == 12  # and every row has its own draws
+    # The control: with public counts neighbours have equal counts, and draws go by position.
     whole = _fields_of_one_step(configured, tmp_path / "3", "public", slice(None))
     fewer = _fields_of_one_step(configured, tmp_path / "4", "public", slice(3, None))
     assert not any(equal(whole[number], fewer[number]) for number in fewer)
@@ -445,7 +446,7 @@ def test_with_private_counts_a_row_more_leaves_the_draws_of_all_others_as_they_w
 def _shift_of_the_others(
     configured: Callable[..., Config], folder: Path, counts: str, *overrides: str
 ) -> float:
-    """How far the clipped sum of all other rows moves when a row that adds nothing is drawn too."""
+    """How far the clipped sum of the other rows moves when a row that adds nothing is drawn too."""
     prepared = prepare(
         configured(
             "privacy.sample_rate=0.5", "privacy.steps=1", "privacy.views=2", *overrides,
@@ -475,14 +476,14 @@ def _shift_of_the_others(
 
 
 @pytest.mark.parametrize("counts", ["public", "private"])
-def test_whether_a_row_was_drawn_shows_in_no_other_rows_gradient(
+def test_whether_a_row_is_drawn_changes_no_gradient_of_another_row(
     configured: Callable[..., Config], tmp_path: Path, counts: str
 ) -> None:
-    # Otherwise a batch tells who is in it, and sampling amplifies nothing.
+    # Otherwise a batch reveals its members, and sampling amplifies nothing.
     assert _shift_of_the_others(configured, tmp_path, counts) < 1e-5
 
 
-def test_draws_that_go_by_the_place_in_the_batch_would_be_noticed(
+def test_the_check_of_gradients_detects_draws_by_position_in_the_batch(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = PrivateTraining.run
@@ -495,22 +496,23 @@ def test_draws_that_go_by_the_place_in_the_batch_would_be_noticed(
         real(self, rows, fields, row_loss, **how)
 
     monkeypatch.setattr(PrivateTraining, "run", by_place)
-    assert _shift_of_the_others(configured, tmp_path, "private") > 1e-3  # public: places are kept
+    # With public counts rows keep their positions.
+    assert _shift_of_the_others(configured, tmp_path, "private") > 1e-3
 
 
-def test_public_sizes_decide_how_many_rows_are_computed_at_once(
+def test_the_number_of_rows_per_microbatch_follows_from_public_sizes(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, given = [], []
 
-    def decide(networks: Mapping[str, Any], numbers: int) -> int:
+    def record(networks: Mapping[str, Any], numbers: int) -> int:
         sizes.append((list(networks), numbers))
         return 7
 
-    monkeypatch.setattr("privssl.privacy.local_dp_sgd.microbatch_size", decide)
+    monkeypatch.setattr("privssl.privacy.local_dp_sgd.microbatch_size", record)
     monkeypatch.setattr(PrivateTraining, "run", lambda *_, at_once: given.append(at_once))
     prepared = prepare(configured("privacy.views=2"))
-    assert given.pop() == 7  # as it is tried before the run
+    assert given.pop() == 7  # in the check before the run
     [agent, *_] = prepared.labelled_agents
     with accounts(prepared, tmp_path):
         visit(prepared, agent, context("s0"))
@@ -518,7 +520,7 @@ def test_public_sizes_decide_how_many_rows_are_computed_at_once(
     assert given == [7]
 
 
-def test_rows_beyond_the_first_block_have_draws_of_their_own(
+def test_rows_after_the_first_block_have_their_own_draws(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("privssl.privacy.local_dp_sgd.BLOCK", 4)

@@ -1,8 +1,8 @@
-"""One private visit of FedSSL: what it moves, what it sends, what it is charged for.
+"""One private visit of FedSSL: what it moves, what it sends, and what it is charged.
 
-A row more or less moves what is released by at most the clip norm; messages hold protected
-parameters and nothing else; batches may be empty; the event that is charged is what the sampler
-and the noise do; a visit is paid for once.
+Nulling or removing a row moves what is released by at most the clipping norm. Messages contain
+protected parameters only. Batches may be empty. The charged event matches the sampler and the
+noise. A visit is charged once.
 """
 
 import json
@@ -60,8 +60,8 @@ from tests.support.private_visit import (
 )
 
 
-def shift(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """How far two neighbours' sums are apart, in clip norms."""
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The distance between two neighbours' sums, in clipping norms."""
     apart = torch.cat([(one[key].double() - other[key].double()).flatten() for key in one])
     return float(apart.norm()) / 1000 * 12 / CLIP  # learning rate, public divisor
 
@@ -69,7 +69,7 @@ def shift(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 @pytest.mark.usefixtures("no_noise")
 @pytest.mark.parametrize("protect", ["F", "FG", "FDG"])
 @pytest.mark.parametrize("value", [0.3, 1e15])
-def test_a_row_that_is_nulled_moves_what_a_visit_releases_by_at_most_the_clip_norm(
+def test_nulling_a_row_moves_the_released_parameters_by_at_most_the_clip_norm(
     protect: str, value: float, configured: Callable[..., config.Config], tmp_path: Path
 ) -> None:
     named = f"[{', '.join(protect)}]"
@@ -78,29 +78,29 @@ def test_a_row_that_is_nulled_moves_what_a_visit_releases_by_at_most_the_clip_no
     came = make_request(prepared)
     whole = visit_with(prepared, tmp_path / "1", with_row(value), came)
     nulled = visit_with(prepared, tmp_path / "2", with_row(math.nan), came)
-    assert shift(whole, nulled) <= 1 + 1e-4
+    assert distance(whole, nulled) <= 1 + 1e-4
     if value == 0.3:
-        assert shift(whole, nulled) > 0.5  # such a row is clipped, so the bound is reached
+        assert distance(whole, nulled) > 0.5  # such a row is clipped, so the bound is reached
 
 
 @pytest.mark.usefixtures("no_noise")
 @pytest.mark.parametrize(("counts", "bounded"), [("private", True), ("public", False)])
-def test_with_private_counts_a_row_less_moves_it_by_at_most_the_clip_norm(
+def test_with_private_counts_removing_a_row_moves_the_release_by_at_most_the_clip_norm(
     counts: str, bounded: bool, configured: Callable[..., config.Config], tmp_path: Path
 ) -> None:
-    # The negative control: where counts are public, no neighbour has a row less, and the draws
-    # of the rows after it may change with it. They do, by more than one clip norm.
+    # The negative control: with public counts, removing a row changes the draws of the rows after
+    # it. The sum moves by more than one clipping norm.
     prepared = prepare(configured(*ONE_STEP, *ALL, f"privacy.record_counts={counts}"))
     came = make_request(prepared)
     whole = visit_with(prepared, tmp_path / "1", lambda rows: rows, came)
     fewer = visit_with(prepared, tmp_path / "2", without_row, came)
-    assert (shift(whole, fewer) <= 1 + 1e-4) == bounded
+    assert (distance(whole, fewer) <= 1 + 1e-4) == bounded
 
 
 # What a sound visit sends -----------------------------------------------------------------------
 
 
-# Layers without norms are in networks with norms too, so the rest of the grid is slow.
+# Layers without norms also occur in networks with norms, so the rest of the grid is slow.
 @pytest.mark.parametrize(
     "model",
     [
@@ -108,16 +108,16 @@ def test_with_private_counts_a_row_less_moves_it_by_at_most_the_clip_norm(
         for m in shipped_classifiers()
     ],
 )
-def test_no_network_that_can_be_protected_has_a_buffer_that_could_travel(
+def test_no_network_that_can_be_protected_has_a_buffer(
     model: ModelSettings, configured: Callable[..., config.Config]
 ) -> None:
     chosen = (f"model.name={model.name}", f"model.norm={model.norm}")
     nets = prepare(configured(*ALL, *chosen)).algorithm.networks()
     assert [name for name, net in nets.items() if list(net.buffers())] == []
-    assert list(networks(spectral=True)["D"].buffers())  # the control: a buffer is seen
+    assert list(networks(spectral=True)["D"].buffers())  # the control: a buffer is detected
 
 
-def test_on_the_wire_a_sound_visit_is_its_parameters_a_weight_of_one_and_no_notes(
+def test_a_sound_visit_sends_its_parameters_with_weight_one_and_no_metrics(
     configured: Callable[..., config.Config], tmp_path: Path
 ) -> None:
     two = ("privacy.update_at_support=[F, G]", "privacy.protect=[F, G]")
@@ -163,7 +163,7 @@ def test_a_visit_in_which_no_row_was_drawn_is_charged_and_sends_its_noise(
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_an_agent_with_one_row_or_none_takes_its_steps_like_any_other(
+def test_an_agent_with_one_row_or_none_takes_all_its_steps(
     rows: int, configured: Callable[..., config.Config], tmp_path: Path
 ) -> None:
     prepared = prepare(configured("privacy.record_counts=private"))
@@ -179,7 +179,7 @@ def test_an_agent_with_one_row_or_none_takes_its_steps_like_any_other(
 
 
 @pytest.mark.parametrize(("parts", "refused"), [(("FG",), False), (("F", "G"), True)])
-def test_networks_that_are_trained_one_after_the_other_are_two_mechanisms_under_one_charge(
+def test_networks_trained_one_after_the_other_are_two_mechanisms_under_one_charge(
     parts: tuple[str, ...], refused: bool, configured: Callable[..., config.Config],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -204,7 +204,7 @@ def test_networks_that_are_trained_one_after_the_other_are_two_mechanisms_under_
             assert reply.payload.F and reply.payload.G
 
 
-def test_who_holds_no_labelled_row_has_no_account_and_is_never_visited(
+def test_an_agent_without_labelled_rows_has_no_account_and_gets_no_visit(
     configured: Callable[..., config.Config],
 ) -> None:
     prepared = prepare(configured())
@@ -219,7 +219,7 @@ def test_who_holds_no_labelled_row_has_no_account_and_is_never_visited(
 # Noise ------------------------------------------------------------------------------------------
 
 
-def test_two_resumes_from_one_checkpoint_draw_other_noise(
+def test_two_resumes_from_one_checkpoint_draw_different_noise(
     configured: Callable[..., config.Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, real = configured("algorithm.rounds=2"), FedSSL.round
@@ -237,7 +237,7 @@ def test_two_resumes_from_one_checkpoint_draw_other_noise(
     drawn: dict[str, list[NDArray[np.float64]]] = {"ours": [], "seeded": []}
     for kind, folder in ((kind, tmp_path / f"{kind}{n}") for kind in drawn for n in (1, 2)):
         shutil.copytree(begun, folder)
-        seeded = np.random.default_rng(0)  # as one that a checkpoint brings back
+        seeded = np.random.default_rng(0)  # like one from a checkpoint
 
         def draw(
             count: int, kind: str = kind, seeded: np.random.Generator = seeded
@@ -258,7 +258,7 @@ def test_two_resumes_from_one_checkpoint_draw_other_noise(
 
 
 @pytest.mark.parametrize("left", [slice(1, None), slice(0, 0)], ids=["one less", "none"])
-def test_with_private_counts_a_split_with_other_rows_than_declared_is_a_run_like_any_other(
+def test_with_private_counts_a_split_with_other_counts_than_declared_runs_as_usual(
     left: slice, configured: Callable[..., config.Config], tmp_path: Path
 ) -> None:
     private = "privacy.record_counts=private"
@@ -276,23 +276,24 @@ def test_with_private_counts_a_split_with_other_rows_than_declared_is_a_run_like
     assert neighbour.roster == whole.roster
     results = carry_out(neighbour, tmp_path / "run")
     assert (results["labels"], results["status"]) == (24, "finished")
-    # The control: public counts are counted.
+    # The control: public counts are checked.
     with pytest.raises(DataError, match="labelled rows"):
         prepare(configured(given))
 
 
-def test_every_algorithm_that_can_be_private_is_under_these_tests() -> None:
-    # Another one needs the tests above for its own private pass. FedAvg has them in
-    # test_private_fedavg; a census in test_census_plan, test_census_attack, test_label_census.
+def test_every_private_algorithm_is_listed_in_these_tests() -> None:
+    # Another one needs these tests for its own private pass. FedAvg has them in
+    # test_private_fedavg.py; the census in test_label_histogram.py, test_histogram_attack.py and
+    # test_label_census.py.
     private = {name: kind.mechanism for name, kind in ALGORITHMS.items() if kind.can_be_private}
     assert private == {"fedssl": "dp-sgd", "fedavg": "dp-sgd", "label_census": "census"}
 
 
-STEPS, RATE, NOISE = 40, 0.5, 4.0  # half the rate is missed once in 10^8 times
+STEPS, RATE, NOISE = 40, 0.5, 4.0  # half the rate is missed with probability 1e-8
 
 
-def uncoupled(config: Config, folder: Path) -> list[str]:
-    """What the event that a real visit paid for says, and its sampler and noise did not do."""
+def event_mismatches(config: Config, folder: Path) -> list[str]:
+    """Where the charged event of a real visit differs from its sampler and its noise."""
     prepared = prepare(config)
     happened: list[str] = []
     masks: list[tuple[bool, ...]] = []
@@ -322,7 +323,7 @@ def uncoupled(config: Config, folder: Path) -> list[str]:
     problems = []
     if happened != ["batch", "noise"] * event.steps:
         problems.append("releases")
-    if len(set(masks)) < len(masks) / 2:  # of 2^12 masks two are seldom the same
+    if len(set(masks)) < len(masks) / 2:  # two of 2^12 masks are rarely equal
         problems.append("batches are not fresh")
     if abs(deviation / event.noise_multiplier - 1) > 0.05:  # of thousands of numbers
         problems.append("noise")
@@ -331,8 +332,8 @@ def uncoupled(config: Config, folder: Path) -> list[str]:
     return problems
 
 
-def one_batch_for_all(draw: Any) -> Any:
-    """A sampler that draws once and hands out the same batch ever after."""
+def repeat_first_batch(draw: Any) -> Any:
+    """A sampler that draws once and then repeats that batch."""
     kept: list[torch.Tensor] = []
 
     def draws(self: PrivatePlan, rows: int) -> torch.Tensor:
@@ -346,7 +347,7 @@ def half_the_noise(count: int) -> np.ndarray:
     return 0.5 * np.random.default_rng().standard_normal(count)
 
 
-#: What is swapped without its other half -> what must be noticed.
+#: What is replaced -> the mismatches to be found.
 SWAPPED: dict[str, tuple[Any, str, Any, list[str]]] = {
     "nothing": (PrivatePlan, "draw_batch", PrivatePlan.draw_batch, []),
     "the event says one batch, the sampler draws many": (
@@ -358,7 +359,7 @@ SWAPPED: dict[str, tuple[Any, str, Any, list[str]]] = {
     "the event says fresh batches, the sampler repeats one": (
         PrivatePlan,
         "draw_batch",
-        one_batch_for_all(PrivatePlan.draw_batch),
+        repeat_first_batch(PrivatePlan.draw_batch),
         ["batches are not fresh"],
     ),
     "half the noise is drawn": (secure_noise, "secure_normal", half_the_noise, ["noise"]),
@@ -378,7 +379,7 @@ SWAPPED: dict[str, tuple[Any, str, Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("swap", SWAPPED)
-def test_the_event_that_is_charged_is_what_sampler_and_noise_do(
+def test_the_charged_event_matches_the_sampler_and_the_noise(
     configured: Callable[..., Config],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -391,9 +392,9 @@ def test_the_event_that_is_charged_is_what_sampler_and_noise_do(
     owner, name, new, noticed = SWAPPED[swap]
     monkeypatch.setattr(owner, name, new)
 
-    problems = uncoupled(config, tmp_path)
+    problems = event_mismatches(config, tmp_path)
 
-    # A batch that repeats may by chance have a rate that is far off: it is not held against it.
+    # A repeated batch may have a rate that is far off by chance.
     assert set(noticed) <= set(problems) <= {*noticed, *(["rate"] if noticed else [])}
 
 
@@ -411,6 +412,6 @@ def test_a_server_that_repeats_a_finished_visit_gets_no_second_gradient(
             visit(prepared, agent, context("s0", key="1"))
 
         assert (tmp_path / "s0.jsonl").read_bytes() == paid
-        # The control: a visit with another key is let in, and reads.
+        # The control: a visit with another key is charged, and reads rows.
         with pytest.raises(AssertionError, match="a labelled row was read"):
             visit(prepared, agent, context("s0", key="2"))

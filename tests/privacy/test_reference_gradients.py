@@ -1,4 +1,4 @@
-"""Per-row gradients of FedSSL's networks against a row at a time and against Opacus' hooks."""
+"""Per-example gradients of FedSSL's networks against one row at a time and against Opacus hooks."""
 
 import copy
 from collections.abc import Callable
@@ -32,13 +32,15 @@ pytestmark = pytest.mark.usefixtures("torch_begins_alike")
 
 
 @pytest.mark.parametrize("protect", [("F",), ("G",), ("F", "G"), ("F", "G", "D")])
-def test_gradients_of_the_joint_loss_equal_one_row_at_a_time(protect: tuple[str, ...]) -> None:
+def test_gradients_of_the_joint_loss_equal_those_of_one_row_at_a_time(
+    protect: tuple[str, ...],
+) -> None:
     nets = {name: net.double() for name, net in networks().items()}
     fields = mixing(rows=3, views=2, dtype=torch.float64)
     protected = {name: nets[name] for name in protect}
     found = per_example_gradients(joint_loss(nets, protect), parameters_of(protected), fields)
     for row in range(3):
-        # The reference: the modules themselves and backward, no functional call and no vmap.
+        # The reference: the modules themselves and backward(), without functional calls or vmap.
         for name, net in nets.items():
             net.zero_grad()
             net.requires_grad_(name in protect)
@@ -55,7 +57,7 @@ def test_gradients_of_the_joint_loss_equal_one_row_at_a_time(protect: tuple[str,
                 )
 
 
-# Opacus registers hooks in a way that torch has announced to change.
+# Opacus registers hooks in a way that torch has deprecated.
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("kind", [SmallCNN, LeNet])
 def test_gradients_of_the_classifier_equal_those_of_opacus_hooks(kind: type[nn.Module]) -> None:
@@ -69,14 +71,14 @@ def test_gradients_of_the_classifier_equal_those_of_opacus_hooks(kind: type[nn.M
     hooked = GradSampleModule(copy.deepcopy(network), loss_reduction="sum")
     soft_cross_entropy(hooked(x), p).sum().backward()  # type: ignore[no-untyped-call]
     expected = {name: p.grad_sample for name, p in hooked._module.named_parameters()}
-    # A bias before a group norm has no gradient: what is there of it is rounding.
+    # A bias before a group norm has zero gradient, so only rounding is left.
     rounding = 1e-9 * max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=rounding)
 
 
 def hooked_gradients(network: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
-    """Per-row gradients by Opacus' hooks; the loss is the sum over rows."""
+    """Per-example gradients by Opacus hooks; the loss is the sum over rows."""
     wrapped = GradSampleModule(copy.deepcopy(network), loss_reduction="sum")
     loss(wrapped).backward()  # type: ignore[no-untyped-call]
     return {name: p.grad_sample for name, p in wrapped._module.named_parameters()}
@@ -88,7 +90,7 @@ def assert_alike(found: Any, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=rounding)
 
 
-# Opacus registers hooks in a way that torch has announced to change.
+# Opacus registers hooks in a way that torch has deprecated.
 hooks = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
@@ -109,9 +111,7 @@ def test_gradients_of_the_generator_equal_those_of_opacus_hooks() -> None:
 
 
 @hooks
-def test_gradients_of_a_discriminator_that_one_loss_uses_twice_equal_those_of_opacus_hooks() -> (
-    None
-):
+def test_gradients_of_a_discriminator_that_a_loss_calls_twice_equal_those_of_opacus_hooks() -> None:
     nets = {name: net.double() for name, net in networks().items()}
     fields = mixing(rows=5, views=1, dtype=torch.float64)
     f = {key: value[:, 0] for key, value in fields.items()}
@@ -125,7 +125,7 @@ def test_gradients_of_a_discriminator_that_one_loss_uses_twice_equal_those_of_op
 
     assert_alike(found["D"], hooked_gradients(nets["D"], loss))
 
-    def wrong(D: nn.Module) -> Tensor:  # the control: D sees the mix once less
+    def wrong(D: nn.Module) -> Tensor:  # the control: one call of D on the mix is missing
         return discriminator_loss(D(f["mild"], f["p1"]), torch.zeros(5).double(), f["lam"]).sum()
 
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Which rows are in a batch: each by itself, with the sample rate, and by no seed."""
+"""Poisson sampling: each row is in a batch independently, with the sampling rate, unseeded."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,8 @@ pytestmark = pytest.mark.usefixtures("torch_begins_alike")
 STEPS, ROWS = 20_000, 12
 
 
-SIX_SIGMA = 6 / math.sqrt(STEPS)  # of a correlation of independent columns; once in 10^9
+#: A correlation of independent columns exceeds this once in 10^9.
+SIX_SIGMA = 6 / math.sqrt(STEPS)
 
 
 def test_every_row_is_drawn_with_the_sample_rate_and_independently() -> None:
@@ -39,18 +40,18 @@ def test_every_row_is_drawn_with_the_sample_rate_and_independently() -> None:
     masks = np.stack([poisson.draw_batch(ROWS).numpy() for _ in range(STEPS)]).astype(float)
     assert frequency_is(masks, 0.25)
     assert largest_correlation(masks) < SIX_SIGMA
-    assert not frequency_is(masks, 0.27)  # the negative control: another rate is noticed
+    assert not frequency_is(masks, 0.27)  # the negative control: another rate is detected
 
 
-def test_the_check_of_independence_notices_batches_of_a_fixed_size() -> None:
+def test_the_check_of_independence_detects_batches_of_a_fixed_size() -> None:
     order = np.random.default_rng(5).permuted(np.tile(np.arange(ROWS), (STEPS, 1)), axis=1)
-    masks = (order < 3).astype(float)  # 3 of 12 rows: the right rate, and not Poisson
+    masks = (order < 3).astype(float)  # 3 of 12 rows: the right rate, but not Poisson
     assert frequency_is(masks, 0.25)
     # Rows of a batch of fixed size are correlated by -1 / (ROWS - 1).
     assert largest_correlation(masks) > SIX_SIGMA
 
 
-def test_masks_do_not_follow_a_seed() -> None:
+def test_masks_do_not_depend_on_a_seed() -> None:
     def masks(draw: Callable[[], Tensor]) -> list[Tensor]:
         drawn = []
         for _ in range(2):
@@ -65,7 +66,7 @@ def test_masks_do_not_follow_a_seed() -> None:
 
 
 @pytest.mark.parametrize("rate", ["1.0001", "8.0", "0.0", "-0.5"])
-def test_more_rows_in_a_batch_than_there_are_is_refused_and_not_silently_all_of_them(
+def test_an_expected_batch_larger_than_the_rows_is_refused(
     rate: str, configured: Callable[..., config.Config]
 ) -> None:
     with pytest.raises(ConfigError, match=r"it is a probability in \(0, 1\]"):
@@ -74,10 +75,10 @@ def test_more_rows_in_a_batch_than_there_are_is_refused_and_not_silently_all_of_
 
 
 @pytest.mark.parametrize("rows", [3, 256])
-def test_an_empty_step_computes_as_many_gradients_as_a_full_one(
+def test_a_step_with_an_empty_batch_computes_as_many_gradients_as_a_full_one(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What can be timed: for up to 256 rows it does not depend on how many were drawn.
+    # Run time: for up to 256 rows it does not depend on the number of drawn rows.
     def work(drawn: bool) -> list[int]:
         sizes: list[int] = []
         draw_rows(monkeypatch, [drawn] * rows)
@@ -101,8 +102,9 @@ HELD, DRAWS = 6, 300
 
 
 def rows_in_sums(poisson: privacy_plan.PrivatePlan) -> NDArray[np.float64]:
-    """Which rows took part in each sum that was released (steps, rows), read off the sums before
-    their noise: row i has the gradient e_i."""
+    """Which rows are part of each released sum (steps, rows), read from the sums before noise: row
+    i has the gradient e_i.
+    """
     sums: list[NDArray[np.float64]] = []
     add_noise = SecureNoise.add_noise
 
@@ -122,7 +124,7 @@ def rows_in_sums(poisson: privacy_plan.PrivatePlan) -> NDArray[np.float64]:
     return np.concatenate(sums).round()
 
 
-def test_rows_take_part_in_released_sums_by_the_sample_rate_and_independently(
+def test_rows_are_part_of_released_sums_with_the_sample_rate_and_independently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     poisson = plan(sample_rate=0.3, steps=DRAWS)
@@ -143,7 +145,7 @@ def test_rows_take_part_in_released_sums_by_the_sample_rate_and_independently(
 @pytest.mark.parametrize(
     "key", ["sampler", "loader", "shuffle", "weights", "batch_size", "replace"]
 )
-def test_no_config_puts_another_sampler_in_the_place_of_ours(
+def test_no_config_selects_another_sampler(
     key: str, configured: Callable[..., config.Config]
 ) -> None:
     with pytest.raises(ConfigError, match=f"privacy.{key} .*unknown key"):
@@ -155,12 +157,12 @@ def test_no_config_puts_another_sampler_in_the_place_of_ours(
 @example(0.1)
 def test_no_row_is_drawn_with_more_than_the_sample_rate(rate: float) -> None:
     limit = secure_noise.round_rate_down(rate)
-    draws = limit * 2**53  # uniform numbers, multiples of 2^-53, below the limit
+    draws = limit * 2**53  # uniform multiples of 2^-53 below the limit
     assert draws == int(draws)
     assert limit <= rate < limit + 2**-53
 
 
-def test_a_rate_below_the_finest_draw_draws_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_rate_below_the_finest_draw_draws_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secure_noise, "secure_uniform", np.zeros)  # the smallest draw
     assert not plan(sample_rate=2.0**-54).draw_batch(9).any()
     assert plan(sample_rate=2.0**-53).draw_batch(9).all()  # the control

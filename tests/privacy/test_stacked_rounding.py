@@ -1,5 +1,6 @@
-"""Agents' gradients are stacked only where a row has the same bits beside any other rows: clipping
-bounds what one row adds if every other row's gradient keeps its bits (docs/dp_sgd.md)."""
+"""Agents' gradients are stacked only if a row has the same bits beside any other rows: clipping
+bounds the effect of a row only if all other gradients keep their bits (docs/dp_sgd.md).
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,12 +20,12 @@ AGENTS, ROWS, CLASSES = 3, 8, 5
 
 
 @pytest.fixture(autouse=True)
-def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def clear_checked_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched_dp_sgd, "_TRIED", {})
 
 
-def sums() -> list[ClippedSum]:
-    """What three agents with weights and rows of their own ask for."""
+def requests() -> list[ClippedSum]:
+    """Gradient requests of three agents with their own weights and rows."""
     torch.manual_seed(0)
     made = list[ClippedSum]()
     for _ in range(AGENTS):
@@ -50,7 +51,7 @@ def by_the_rows_of_another_agent(x: Tensor) -> Tensor:
 
 @pytest.fixture
 def rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Tensor], Tensor]], None]:
-    """Rounds gradients of stacked agents as told."""
+    """Add a rounding error to the gradients of stacked agents."""
     real = factored_gradients
 
     def round_them(error: Callable[[Tensor], Tensor]) -> None:
@@ -69,7 +70,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Tensor], Te
 
 
 def stacked(monkeypatch: pytest.MonkeyPatch) -> tuple[bool, list[Any]]:
-    """Whether three agents were summed as one, and their sums."""
+    """Whether three agents were summed together, and their sums."""
     alone, real = list[ClippedSum](), ClippedSum.run_single
 
     def run_single(one: ClippedSum) -> Any:
@@ -78,19 +79,19 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> tuple[bool, list[Any]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(ClippedSum, "run_single", run_single)
-        found = list(batched_dp_sgd._sum_batched(wanted := sums()))
+        found = list(batched_dp_sgd._sum_batched(wanted := requests()))
     assert len(alone) in (0, len(wanted))
     return not alone, found
 
 
 @pytest.mark.parametrize("error", [by_place, by_the_rows_beside_it, by_the_rows_of_another_agent])
 @pytest.mark.usefixtures("copies")
-def test_agents_whose_rows_a_stack_would_round_by_other_rows_are_computed_alone(
+def test_agents_are_computed_alone_where_a_stack_would_round_rows_by_other_rows(
     error: Callable[[Tensor], Tensor], rounding: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     together, expected = stacked(monkeypatch)
-    assert together  # the control: here nothing is rounded by another row
+    assert together  # the control: no row is rounded by another
     batched_dp_sgd._TRIED.clear()
     rounding(error)
     together, found = stacked(monkeypatch)
@@ -101,7 +102,7 @@ def test_agents_whose_rows_a_stack_would_round_by_other_rows_are_computed_alone(
 
 
 @pytest.mark.usefixtures("copies")
-def test_a_size_of_stack_is_tried_once_and_on_no_row_of_an_agent(
+def test_each_stack_size_is_checked_once_and_without_rows_of_agents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Mapping[str, Tensor]] = []
@@ -112,14 +113,14 @@ def test_a_size_of_stack_is_tried_once_and_on_no_row_of_an_agent(
 
     monkeypatch.setattr(row_bits, "stack_keeps_bits", tried)
     for _ in range(2):
-        batched_dp_sgd._sum_batched(sums())
-    batched_dp_sgd._sum_batched(sums()[:2])  # another size
+        batched_dp_sgd._sum_batched(requests())
+    batched_dp_sgd._sum_batched(requests()[:2])  # another size
     assert [len(fields["x"]) for fields in seen] == [3, 2]
-    rows = torch.cat([one.fields["x"].flatten(1) for one in sums()])
+    rows = torch.cat([one.fields["x"].flatten(1) for one in requests()])
     assert torch.cdist(seen[0]["x"].flatten(0, 2).flatten(1), rows).min() > 0.1
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks of this test are no copies of a run's: they have no modes."""
+    """Networks of these tests are no copies of a run's networks, and have no modes."""
     monkeypatch.setattr(batched_dp_sgd, "_kind", lambda one: (len(one.drawn), one.clip_norm))

@@ -1,8 +1,8 @@
-"""What a private run tells besides its weights: not which rows were drawn, not how many there are.
+"""What a private run reveals besides its weights: neither which rows were drawn, nor their number.
 
 With a learning rate that rounds to zero no weight moves, and with fixed noise nothing is random.
-Then everything that two runs write must be the same, whatever was drawn or held; a number that
-differs is one that leaks. Times and the folders of this machine are taken out first.
+Two runs that differ in drawn rows or row counts must then write the same output. Times and local
+folders are removed first.
 """
 
 import json
@@ -51,7 +51,7 @@ MARK = b"CANARY-0x5eed"  # begins every training image
 NAME = "canary-class"  # begins the name of every class
 
 
-# What outputs stand for is public; warnings and metrics of test rows name classes, too.
+# The meaning of outputs is public; warnings and metrics of test rows also name classes.
 NAMES_CLASSES = (
     *("results.json", "classifier.safetensors", "train.log", "metrics.csv", "confusion.csv"),
     "model_card.md",
@@ -59,7 +59,7 @@ NAMES_CLASSES = (
 
 
 def marked_images(root: Path) -> NDArray[np.uint8]:
-    """A folder of 8x8 images in three classes; returns those for testing (N, 8, 8)."""
+    """A folder of 8x8 images in three classes. Returns the test images (N, 8, 8)."""
     rng = np.random.default_rng(0)
     tests = []
     for part, count in (("train", 21), ("test", 4)):
@@ -76,26 +76,27 @@ def marked_images(root: Path) -> NDArray[np.uint8]:
     return np.stack(tests)
 
 
-class Watch:
-    """Every file that this process opens to write, while ``paths`` is a list."""
+class OpenedFiles:
+    """Every file that this process opens for writing, while ``paths`` is a list."""
 
     paths: list[str] | None = None
 
 
-def _watch(event: str, details: Any) -> None:
+def _record_opened(event: str, details: Any) -> None:
     writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-    if event != "open" or Watch.paths is None:
+    if event != "open" or OpenedFiles.paths is None:
         return
     path, _, flags = details
     if isinstance(flags, int) and flags & writes and isinstance(path, str | bytes | os.PathLike):
-        Watch.paths.append(os.fsdecode(path))
+        OpenedFiles.paths.append(os.fsdecode(path))
 
 
-sys.addaudithook(_watch)  # cannot be taken away, so it looks at Watch first
+# An audit hook cannot be removed, so it checks OpenedFiles.paths first.
+sys.addaudithook(_record_opened)
 
 
-class Told:
-    """All that a run tells: its files, its messages and its screen, without times."""
+class Output:
+    """All output of a run without times: files, messages and screen."""
 
     def __init__(self, folder: Path, traffic: list[Any], screen: str) -> None:
         self.files: dict[str, Any] = {}
@@ -106,7 +107,7 @@ class Told:
         self.files |= curves(folder / "tensorboard")
         self.traffic, self.screen = traffic, re.sub(r"\d+:\d\d:\d\d|\d+ s\b", "", screen)
 
-    def differences(self, other: "Told") -> list[str]:
+    def differences(self, other: "Output") -> list[str]:
         names = sorted(self.files.keys() | other.files.keys())
         found = [name for name in names if self.files.get(name) != other.files.get(name)]
         found += ["traffic"] * (self.traffic != other.traffic)
@@ -143,14 +144,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NDArray[np.u
 
 
 class Runs:
-    """Makes runs that differ in nothing but what is planted."""
+    """Makes runs that differ only in their arguments."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder, self.count = root, folder, 0
         self.shown: list[Tensor] = []  # rows in pictures
-        self.labels: list[Tensor] = []  # of agents
+        self.labels: list[Tensor] = []  # labels of the agents
 
-    def run(self, *, drawn: bool = True, fewer: bool = False, plant: Any = None) -> Told:
+    def run(self, *, drawn: bool = True, fewer: bool = False, plant: Any = None) -> Output:
         self.count += 1
         here = self.folder / str(self.count)
         here.mkdir()
@@ -170,12 +171,12 @@ class Runs:
         assert ended.status == 0, ended
         results = json.loads(ended.out)
         results.pop("seconds")
-        return Told(here / "run", traffic, json.dumps(results) + ended.err)
+        return Output(here / "run", traffic, json.dumps(results) + ended.err)
 
     def _listen(self, patch: pytest.MonkeyPatch, traffic: list[Any], fewer: bool) -> None:
         deliver, pictured, build = LocalEngine.deliver, FedSSL.pictures, data.build
 
-        def hear(self: LocalEngine, calls: Any) -> list[Reply[Any]]:
+        def record(self: LocalEngine, calls: Any) -> list[Reply[Any]]:
             replies = list(deliver(self, calls))
             for call, reply in zip(calls, replies, strict=True):
                 sent = serialize(Ack() if reply.declined else reply.payload)
@@ -195,7 +196,7 @@ class Runs:
                     take_last(agent)
             return parties
 
-        patch.setattr(LocalEngine, "deliver", hear)
+        patch.setattr(LocalEngine, "deliver", record)
         patch.setattr(FedSSL, "pictures", show)
         patch.setattr(data, "build", build_fewer)
 
@@ -211,24 +212,28 @@ def runs(images: tuple[Path, NDArray[np.uint8]], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def whole(runs: Runs) -> Iterator[Told]:
-    """All rows in every batch; every file that was opened to write is in Watch.paths."""
-    Watch.paths = []
+def whole(runs: Runs) -> Iterator[Output]:
+    """The output with all rows in every batch. OpenedFiles.paths lists every file opened for
+    writing.
+    """
+    OpenedFiles.paths = []
     told = runs.run()
-    written, Watch.paths = Watch.paths, None
+    written, OpenedFiles.paths = OpenedFiles.paths, None
     runs.written = written  # type: ignore[attr-defined]
     yield told
 
 
-def test_nothing_but_the_weights_tells_which_rows_were_drawn(runs: Runs, whole: Told) -> None:
+def test_the_output_besides_the_weights_does_not_depend_on_the_drawn_rows(
+    runs: Runs, whole: Output
+) -> None:
     assert whole.differences(runs.run(drawn=False)) == []
 
 
-def test_with_private_counts_nothing_but_the_weights_tells_of_one_row_less(
-    runs: Runs, whole: Told, configured: Callable[..., config.Config]
+def test_with_private_counts_the_output_besides_the_weights_does_not_depend_on_a_row_less(
+    runs: Runs, whole: Output, configured: Callable[..., config.Config]
 ) -> None:
     assert whole.differences(runs.run(fewer=True)) == []
-    # The control: with public counts the plan, and with it each ledger, states the number.
+    # The control: with public counts the plan, and with it each ledger, contains the number.
     promises = [
         prepare(configured(f"privacy.record_counts={counts}")).account_plans["s0"].n_public
         for counts in ("private", "public")
@@ -236,34 +241,36 @@ def test_with_private_counts_nothing_but_the_weights_tells_of_one_row_less(
     assert promises == [None, 12]
 
 
-def test_a_batch_size_in_the_log_would_be_noticed(runs: Runs, whole: Told) -> None:
+def test_the_comparison_of_outputs_detects_a_batch_size_in_the_log(
+    runs: Runs, whole: Output
+) -> None:
     def plant(patch: pytest.MonkeyPatch) -> None:
         import logging
 
         real = privacy_plan.PrivatePlan.draw_batch
 
-        def tell(self: Any, rows: int) -> Tensor:
+        def log_batch_size(self: Any, rows: int) -> Tensor:
             mask = real(self, rows)
             logging.getLogger("privssl").info("batch of %d", int(mask.sum()))
             return mask
 
-        patch.setattr(privacy_plan.PrivatePlan, "draw_batch", tell)
+        patch.setattr(privacy_plan.PrivatePlan, "draw_batch", log_batch_size)
 
     assert whole.differences(runs.run(drawn=False, plant=plant)) == ["train.log"]
 
 
 def traces(labels: list[Tensor]) -> list[bytes]:
-    """Pixels, class names and labels in the forms in which a file could hold them."""
+    """Pixels, class names and labels, in every form that a file could contain."""
     found = [MARK, ", ".join(map(str, MARK)).encode(), NAME.encode()]
     for y in labels:
-        assert len(set(y.tolist())) > 1  # a run of equal numbers may well be in a file
+        assert len(set(y.tolist())) > 1  # equal labels could occur in a file by chance
         found += [y.numpy().astype(kind).tobytes() for kind in ("u1", "<i4", "<i8", "<f4")]
         found += [str(y.tolist())[1:-1].encode(), "".join(map(str, y.tolist())).encode()]
     return found
 
 
-def test_no_file_name_message_or_screen_holds_a_pixel_a_label_or_a_class_name(
-    runs: Runs, whole: Told
+def test_no_file_name_message_or_screen_contains_a_pixel_a_label_or_a_class_name(
+    runs: Runs, whole: Output
 ) -> None:
     sought, folder = traces(runs.labels[:2]), runs.folder / "1/run"
     written = [path for path in folder.rglob("*") if path.is_file()]
@@ -276,14 +283,14 @@ def test_no_file_name_message_or_screen_holds_a_pixel_a_label_or_a_class_name(
     sent = [part for key, down, up, _ in whole.traffic for part in (key.encode(), down, up)]
     told = b"".join([*sent, whole.screen.replace(NAME, "").encode()])  # --json: results.json
     assert [trace for trace in sought if trace in told] == []
-    # The control: what is sought would be found in the labels themselves, and in a data file.
+    # The control: the labels themselves contain every searched string.
     assert all(trace in b"".join(traces(runs.labels[:2])) for trace in sought)
     split = (folder / "split.json").read_bytes()
-    assert b'"s0"' in split  # the file was read, and it holds row numbers, not labels
+    assert b'"s0"' in split  # the file was read, and it contains row numbers, not labels
 
 
-def test_pictures_show_held_out_rows_alone(
-    runs: Runs, whole: Told, images: tuple[Path, NDArray[np.uint8]]
+def test_pictures_show_held_out_rows_only(
+    runs: Runs, whole: Output, images: tuple[Path, NDArray[np.uint8]]
 ) -> None:
     held_out = {row.tobytes() for row in images[1]}
 
@@ -297,25 +304,25 @@ def test_pictures_show_held_out_rows_alone(
     assert not are_held_out(moved)
 
 
-def test_a_private_run_writes_nothing_outside_its_folder(runs: Runs, whole: Told) -> None:
+def test_a_private_run_writes_nothing_outside_its_folder(runs: Runs, whole: Output) -> None:
     folder = runs.folder / "1/run"
     written: list[str] = runs.written  # type: ignore[attr-defined]
     inside = [(runs.folder / "1" / path).is_relative_to(folder) for path in written]
-    # Python's own cache of modules that were imported for the first time, and the void.
+    # Python's cache of newly imported modules, and /dev/null.
     others = [p for p, ours in zip(written, inside, strict=True) if not ours]
     config_of_this_test = [str(runs.folder / "1/tiny.yaml")]
     others = [p for p in others if "__pycache__" not in p and p != os.devnull]
     assert others == config_of_this_test
-    assert sum(inside) > 12  # the control: the watch sees the run's own files
+    assert sum(inside) > 12  # the control: the run's own files are recorded
 
 
-def test_the_text_of_a_crash_in_a_private_visit_holds_no_row(
+def test_the_traceback_of_a_crash_in_a_private_visit_contains_no_row(
     configured: Callable[..., config.Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = prepare(configured())
 
     def crash(cfg: object, functions: object, batch: losses.Mixing, *_: object) -> Tensor:
-        return torch.cat([batch.mild, batch.p1])  # cannot be
+        return torch.cat([batch.mild, batch.p1])  # the shapes do not fit
 
     monkeypatch.setattr(losses, "mixing_losses", crash)
     with accounts(prepared, tmp_path) as agents, pytest.raises(PrivacyError) as crashed:
