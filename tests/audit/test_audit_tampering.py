@@ -1,9 +1,9 @@
-"""Whoever edits the folder of a finished run is told of, or makes the claim larger.
+"""Editing the folder of a finished run is reported, or makes the claim larger.
 
-One private toy run is made, and every tampering is done to a copy of it. Deleting files, editing
-numbers, and writing ledgers and card anew so that their hashes fit: no folder that was touched is
-CONSISTENT without a note, and no smaller claim is CONSISTENT at all. Negative control: the folder
-that nobody touched is, and without the check of witnesses a deleted one goes unseen.
+Each tampering changes a copy of one private toy run: files are deleted, numbers edited, or ledgers
+and card rewritten with valid hashes. No changed folder is CONSISTENT without a note, and no smaller
+claim is CONSISTENT at all. Negative controls: the unchanged folder is CONSISTENT, and without the
+check of witnesses a deleted witness goes unnoticed.
 """
 
 import hashlib
@@ -45,9 +45,9 @@ algorithm: {name: fedssl, rounds: 4, local_steps: 1, batch_size: 8, generator_wi
 privacy: {epsilon: 8.0, delta: 1.0e-5, sample_rate: 0.25, steps: 5}
 """
 LAST = "checkpoints/round_00004/snapshot.json"
-#: Without one of these, what is claimed cannot be put to the test.
-BEARING = ("config.yaml", "results.json", "metrics.csv", "checkpoints", "classifier.safetensors")
-#: These say nothing of the claim that the others do not say.
+#: Without one of these the claim cannot be checked.
+WITNESSES = ("config.yaml", "results.json", "metrics.csv", "checkpoints", "classifier.safetensors")
+#: The claim can be checked without these.
 OTHERS = ("privacy.md", "split.json", "train.log", "tensorboard")
 
 
@@ -62,8 +62,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def one_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without dp-accounting, which takes a second for each new list of releases: what was touched
-    must show all the same."""
+    """Disable dp-accounting, which takes a second per new list of releases. Tampering must be
+    detected without it.
+    """
     monkeypatch.setattr(verify, "available", lambda: False)
 
 
@@ -78,13 +79,13 @@ def remove(run: Path, names: Iterable[str]) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def told(report: Report) -> str:
+def findings(report: Report) -> str:
     parts = [*report.problems, *report.doubts, *report.notes]
     return "\n".join([*parts, *(text for a in report.agents for text in a.problems)])
 
 
 def edit(name: str, *keys: Any, value: Any) -> Callable[[Path], None]:
-    """Puts a value, or what a function makes of the one that is there, into a file of JSON."""
+    """Set a value in a JSON file. A function as value gets the old value."""
 
     def tamper(run: Path) -> None:
         path = run / name
@@ -116,11 +117,11 @@ def flipped(name: str, at: int = -1) -> Callable[[Path], None]:
     return tamper
 
 
-# Writing anew, with hashes that fit --------------------------------------------------------------
+# Rewriting files with valid hashes ---------------------------------------------------------------
 
 
-def card_anew(run: Path, **changes: Any) -> None:
-    """privacy.json, privacy.md and results.json for whatever ledgers are there."""
+def rewrite_card(run: Path, **changes: Any) -> None:
+    """Write privacy.json, privacy.md and results.json for the present ledgers."""
     path = run / "privacy.json"
     card = json.loads(path.read_text())
     journals = {p.stem: read_journal(p) for p in sorted((run / "ledger").glob("*.jsonl"))}
@@ -145,10 +146,10 @@ def card_anew(run: Path, **changes: Any) -> None:
         edit("results.json", "privacy", value=claim)(run)
 
 
-def ledgers_anew(
+def rewrite_ledgers(
     change: Callable[[AccountPlan], AccountPlan] = lambda plan: plan, visits: int = 4, **card: Any
 ) -> Callable[[Path], None]:
-    """Ledgers of other plans or fewer visits, written by a real account, and the card for them."""
+    """Ledgers of other plans or fewer visits, written by a real account, and their card."""
 
     def tamper(run: Path) -> None:
         for path in sorted((run / "ledger").glob("*.jsonl")):
@@ -160,7 +161,7 @@ def ledgers_anew(
                 with account.spend(plan.event, visit=visit):
                     pass
             account.close()
-        card_anew(run, **card)
+        rewrite_card(run, **card)
 
     return tamper
 
@@ -173,8 +174,8 @@ def with_event(**changes: Any) -> Callable[[AccountPlan], AccountPlan]:
     return change
 
 
-def checkpoints_anew(run: Path) -> None:
-    """What checkpoints remember of the ledgers, with checksums that fit."""
+def rewrite_checkpoints(run: Path) -> None:
+    """The ledger heads in checkpoints, with valid checksums."""
     for path in run.glob("checkpoints/*/snapshot.json"):
         about = json.loads(path.read_text())
         about["config_digest"] = config.config_hash(config.load_config(run / "config.yaml"))
@@ -198,26 +199,28 @@ def without(*names: str) -> Callable[[Path], None]:
     return lambda run: remove(run, names)
 
 
-# The folder as it was ----------------------------------------------------------------------------
+# The unchanged folder ----------------------------------------------------------------------------
 
 
-def test_a_folder_that_nobody_touched_is_consistent_and_nothing_is_noted(run: Path) -> None:
+def test_an_unchanged_folder_is_consistent_without_notes(run: Path) -> None:
     report = audit.audit(run)
     assert report.verdict == Verdict.CONSISTENT
-    assert told(report) == ""
+    assert findings(report) == ""
     assert report.agents[0].claimed == pytest.approx(8.0, abs=1e-3)
 
 
 @pytest.mark.usefixtures("one_library")
-def test_with_one_library_the_folder_is_consistent_too_and_that_is_noted(run: Path) -> None:
-    # The control of all tests below that do without the second one.
+def test_without_the_second_library_an_unchanged_folder_is_consistent_with_a_note(
+    run: Path,
+) -> None:
+    # The control of all tests below that disable the second library.
     report = audit.audit(run)
     assert report.verdict == Verdict.CONSISTENT
-    assert told(report) == "dp-accounting is not installed: no second library"
+    assert findings(report) == "dp-accounting is not installed: no second library"
 
 
 @pytest.mark.parametrize("name", ["weights", "clip_norm", "encoder", "network"])
-def test_a_card_without_what_every_version_of_its_form_writes_is_none(run: Path, name: str) -> None:
+def test_a_card_without_a_field_of_its_schema_version_is_refused(run: Path, name: str) -> None:
     card = json.loads((run / "privacy.json").read_text())
     del card[name]
     (run / "privacy.json").write_text(json.dumps(card))
@@ -237,22 +240,20 @@ def test_the_card_names_the_weights_that_the_run_released(run: Path) -> None:
 # Deleting ----------------------------------------------------------------------------------------
 
 
-def test_no_set_of_deleted_witnesses_leaves_a_folder_consistent(
+def test_a_folder_without_some_of_the_witnesses_is_inconclusive(
     finished: Path, tmp_path: Path
 ) -> None:
-    subsets = [s for n in range(1, 6) for s in itertools.combinations(BEARING, n)]
+    subsets = [s for n in range(1, 6) for s in itertools.combinations(WITNESSES, n)]
     assert len(subsets) == 31
     for number, names in enumerate(subsets):
         run = shutil.copytree(finished, tmp_path / str(number))
         remove(run, names)
         report = audit.audit(run)
         assert report.verdict == Verdict.INCONCLUSIVE, names
-        assert all(name in told(report) for name in names), (names, told(report))
+        assert all(name in findings(report) for name in names), (names, findings(report))
 
 
-def test_files_that_do_not_bear_on_the_claim_are_noted_when_they_are_absent(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_missing_files_that_are_no_witnesses_are_noted(finished: Path, tmp_path: Path) -> None:
     for number, names in enumerate(
         s for n in (1, 2, 3, 4) for s in itertools.combinations(OTHERS, n)
     ):
@@ -268,8 +269,10 @@ def test_a_cut_ledger_is_never_consistent_whatever_else_was_deleted(
     finished: Path, tmp_path: Path
 ) -> None:
     cut = shutil.copytree(finished, tmp_path / "cut")
-    ledgers_anew(visits=2)(cut)
-    for number, names in enumerate(s for n in range(6) for s in itertools.combinations(BEARING, n)):
+    rewrite_ledgers(visits=2)(cut)
+    for number, names in enumerate(
+        s for n in range(6) for s in itertools.combinations(WITNESSES, n)
+    ):
         run = shutil.copytree(cut, tmp_path / str(number))
         remove(run, names)
         report = audit.audit(run)
@@ -277,12 +280,12 @@ def test_a_cut_ledger_is_never_consistent_whatever_else_was_deleted(
         assert report.verdict in (Verdict.VIOLATED, Verdict.INCONCLUSIVE), names
 
 
-def test_without_the_check_of_witnesses_a_deleted_one_goes_unseen(
+def test_without_the_check_of_witnesses_a_deleted_one_goes_unnoticed(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: cut to 2 visits of 4, and nothing left that remembers more."""
+    """Negative control: cut to 2 visits of 4, and nothing else records more."""
     all_of(
-        ledgers_anew(visits=2, planned=None),
+        rewrite_ledgers(visits=2, planned=None),
         without("checkpoints", "metrics.csv", "results.json", "model_card.md"),
     )(run)
     assert audit.audit(run).verdict == Verdict.INCONCLUSIVE
@@ -293,47 +296,47 @@ def test_without_the_check_of_witnesses_a_deleted_one_goes_unseen(
 # Editing -----------------------------------------------------------------------------------------
 
 SMALLER = {
-    "noise of the review: 4 in ledgers and card": ledgers_anew(with_event(noise_multiplier=4.0)),
+    "noise of the review: 4 in ledgers and card": rewrite_ledgers(with_event(noise_multiplier=4.0)),
     "the same, and nobody left to remember": all_of(
-        ledgers_anew(with_event(noise_multiplier=4.0)),
+        rewrite_ledgers(with_event(noise_multiplier=4.0)),
         without("checkpoints", "metrics.csv", "results.json"),
     ),
     "two ticks more noise": all_of(
-        ledgers_anew(lambda plan: with_event(noise_multiplier=_noise(plan) + 2e-4)(plan)),
+        rewrite_ledgers(lambda plan: with_event(noise_multiplier=_noise(plan) + 2e-4)(plan)),
         without("checkpoints", "metrics.csv"),
     ),
     "a smaller sample rate": all_of(
-        ledgers_anew(with_event(sample_rate=0.1)), without("checkpoints")
+        rewrite_ledgers(with_event(sample_rate=0.1)), without("checkpoints")
     ),
-    "fewer steps": all_of(ledgers_anew(with_event(steps=1)), without("checkpoints", "metrics.csv")),
-    "fewer visits": all_of(ledgers_anew(visits=2), without("checkpoints", "metrics.csv")),
+    "fewer steps": all_of(rewrite_ledgers(with_event(steps=1)), without("checkpoints", "metrics.csv")),
+    "fewer visits": all_of(rewrite_ledgers(visits=2), without("checkpoints", "metrics.csv")),
     "fewer visits, also planned": all_of(
-        ledgers_anew(visits=2, planned=2), without("checkpoints", "metrics.csv")
+        rewrite_ledgers(visits=2, planned=2), without("checkpoints", "metrics.csv")
     ),
     "a smaller budget": all_of(
-        ledgers_anew(lambda plan: replace(plan, budget=Budget(6.0, 1e-5)), visits=2),
+        rewrite_ledgers(lambda plan: replace(plan, budget=Budget(6.0, 1e-5)), visits=2),
         without("checkpoints", "metrics.csv"),
     ),
     "a larger delta": all_of(
-        ledgers_anew(lambda plan: replace(plan, budget=Budget(8.0, 1e-3))),
+        rewrite_ledgers(lambda plan: replace(plan, budget=Budget(8.0, 1e-3))),
         without("checkpoints", "metrics.csv"),
     ),
-    "no visit at all": all_of(ledgers_anew(visits=0), checkpoints_anew, without("metrics.csv")),
-    "checkpoints sealed anew": all_of(ledgers_anew(visits=2), checkpoints_anew),
+    "no visit at all": all_of(rewrite_ledgers(visits=0), rewrite_checkpoints, without("metrics.csv")),
+    "checkpoints sealed anew": all_of(rewrite_ledgers(visits=2), rewrite_checkpoints),
     "checkpoints sealed anew, curves gone": all_of(
-        ledgers_anew(visits=2), checkpoints_anew, without("metrics.csv")
+        rewrite_ledgers(visits=2), rewrite_checkpoints, without("metrics.csv")
     ),
     "said to be interrupted": all_of(
-        ledgers_anew(visits=2, planned=None, weights=None),
+        rewrite_ledgers(visits=2, planned=None, weights=None),
         edit("results.json", "status", value="interrupted"),
         without("checkpoints", "metrics.csv", "classifier.safetensors"),
     ),
     "said to have no budget left": all_of(
-        ledgers_anew(visits=2), checkpoints_anew, without("metrics.csv"),
+        rewrite_ledgers(visits=2), rewrite_checkpoints, without("metrics.csv"),
         edit("results.json", "status", value="budget_exhausted"),
     ),
     "only the first checkpoint is left": all_of(
-        ledgers_anew(visits=2), without("checkpoints/round_00004", "metrics.csv"),
+        rewrite_ledgers(visits=2), without("checkpoints/round_00004", "metrics.csv"),
     ),
     "rolled back to the first checkpoint": all_of(lambda run: _roll_back(run)),
     "the same, and no log": all_of(lambda run: _roll_back(run), without("train.log")),
@@ -342,16 +345,16 @@ SMALLER = {
     ),
     "noise in the config as well": all_of(
         replaced("config.yaml", "noise_multiplier: null", "noise_multiplier: 4.0"),
-        ledgers_anew(with_event(noise_multiplier=4.0)),
+        rewrite_ledgers(with_event(noise_multiplier=4.0)),
         without("metrics.csv"),
     ),
     "noise in the config as well, checkpoints gone": all_of(
         replaced("config.yaml", "noise_multiplier: null", "noise_multiplier: 4.0"),
-        ledgers_anew(with_event(noise_multiplier=4.0)),
+        rewrite_ledgers(with_event(noise_multiplier=4.0)),
         without("checkpoints"),
     ),
     "one agent forgotten": all_of(
-        without("ledger/m1.jsonl"), card_anew, without("checkpoints", "metrics.csv")
+        without("ledger/m1.jsonl"), rewrite_card, without("checkpoints", "metrics.csv")
     ),
     "agents renamed": lambda run: _rename(run),
     "the card alone": edit("privacy.json", "epsilon", "overall", value=1.0),
@@ -362,7 +365,7 @@ SMALLER = {
 
 
 def _roll_back(run: Path) -> None:
-    """The folder as it would be had the run been interrupted before its first round."""
+    """Change the folder to that of a run interrupted before its first round."""
     for path in (run / "ledger").glob("*.jsonl"):
         path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     traces = ("checkpoints/round_00004", "metrics.csv", "classifier.safetensors", "model_card.md")
@@ -373,7 +376,7 @@ def _roll_back(run: Path) -> None:
     results["test_accuracy"] = {"final": 0.0, "best": 0.0, "best_round": 0}
     results["seconds"]["total"] = 0.0
     (run / "results.json").write_text(json.dumps(results))
-    card_anew(run, planned=None, weights=None)
+    rewrite_card(run, planned=None, weights=None)
 
 
 def _empty(path: Path) -> None:
@@ -396,15 +399,16 @@ def test_a_smaller_claim_is_violated_or_inconclusive(
 ) -> None:
     tamper(run)
     report = audit.audit(run)
-    assert report.verdict in (Verdict.VIOLATED, Verdict.INCONCLUSIVE), told(report)
-    assert told(report)
+    assert report.verdict in (Verdict.VIOLATED, Verdict.INCONCLUSIVE), findings(report)
+    assert findings(report)
 
 
-def test_a_folder_rolled_back_to_an_interruption_is_inconclusive_even_with_its_log_edited(
+def test_a_folder_rolled_back_to_an_interruption_is_inconclusive_even_with_an_edited_log(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Editing every file makes the folder of a run that was interrupted there: nothing refutes it,
-    so no audit of an interrupted run is CONSISTENT."""
+    """With every file edited, the folder equals that of a run interrupted there. Nothing refutes
+    it, so an audit of an interrupted run is never CONSISTENT.
+    """
     _roll_back(run)
     doubts = audit.audit(run).doubts
     assert "train.log tells of round 4, results.json of 0 rounds" in doubts
@@ -413,16 +417,17 @@ def test_a_folder_rolled_back_to_an_interruption_is_inconclusive_even_with_its_l
     assert report.verdict == Verdict.INCONCLUSIVE and report.agents[0].claimed == 0
     assert len(report.doubts) == 1 and "nothing here shows that no later" in report.doubts[0]
     monkeypatch.setattr(witnesses, "_interruption", lambda *_: [])
-    assert audit.audit(run).verdict == Verdict.CONSISTENT  # negative control: nothing else tells
+    # negative control: no other check detects it
+    assert audit.audit(run).verdict == Verdict.CONSISTENT
 
 
-def test_noise_in_ledgers_and_card_that_the_config_does_not_ask_for_is_violated_and_named(
+def test_noise_in_ledgers_and_card_that_differs_from_the_config_is_violated_and_named(
     run: Path,
 ) -> None:
     SMALLER["the same, and nobody left to remember"](run)
     report = audit.audit(run)
     assert report.verdict == Verdict.VIOLATED
-    assert "config.yaml asks for a visit of" in told(report) and "=4.0" in told(report)
+    assert "config.yaml asks for a visit of" in findings(report) and "=4.0" in findings(report)
 
 
 EDITED = {
@@ -486,10 +491,10 @@ def _with_key(run: Path, key: str, value: str) -> None:
 
 
 @pytest.mark.usefixtures("one_library")
-def test_an_audit_tells_no_hash_of_a_split_that_was_changed(run: Path) -> None:
-    """Of a private split: who knows all but one label could try labels until it matches."""
+def test_an_audit_prints_no_hash_of_an_edited_split(run: Path) -> None:
+    """With the hash of a private split and all labels but one, that label could be found by trying."""
     EDITED["split: a row"](run)
-    said, digest = told(audit.audit(run)), re.compile("[0-9a-f]{12}")
+    said, digest = findings(audit.audit(run)), re.compile("[0-9a-f]{12}")
     assert "split.json cannot be used" in said and not digest.search(said)
     with pytest.raises(DataError) as error:
         read_manifest(run / "split.json")
@@ -499,13 +504,13 @@ def test_an_audit_tells_no_hash_of_a_split_that_was_changed(run: Path) -> None:
 
 @pytest.mark.usefixtures("one_library")
 @pytest.mark.parametrize("tamper", EDITED.values(), ids=EDITED)
-def test_a_file_that_was_edited_is_told_of_and_the_folder_is_not_consistent(
+def test_an_edited_file_is_reported_and_the_folder_is_not_consistent(
     run: Path, tamper: Callable[[Path], None]
 ) -> None:
     tamper(run)
     report = audit.audit(run)
     assert report.verdict in (Verdict.VIOLATED, Verdict.INCONCLUSIVE)
-    assert told(report)
+    assert findings(report)
 
 
 @pytest.mark.parametrize(
@@ -516,7 +521,7 @@ def test_a_file_that_was_edited_is_told_of_and_the_folder_is_not_consistent(
         edit("privacy.json", "epsilon", "overall", value=True),
     ],
 )
-def test_a_card_of_another_form_is_refused_with_the_place(
+def test_a_card_with_an_invalid_field_is_refused_with_the_field(
     run: Path, tamper: Callable[[Path], None]
 ) -> None:
     tamper(run)
@@ -524,13 +529,15 @@ def test_a_card_of_another_form_is_refused_with_the_place(
         audit.audit(run)
 
 
-def test_a_card_of_another_version_is_refused_with_its_name(run: Path) -> None:
+def test_a_card_of_another_version_is_refused_with_that_version(run: Path) -> None:
     edit("privacy.json", "schema", value=1)(run)
     with pytest.raises(RunFolderError, match=r"schema 1 of privssl .* Audit it with that version"):
         audit.audit(run)
 
 
-def test_the_card_says_the_clip_norm_and_the_audit_compares_it_with_the_config(run: Path) -> None:
+def test_the_card_contains_the_clip_norm_and_the_audit_compares_it_with_the_config(
+    run: Path,
+) -> None:
     card = json.loads((run / "privacy.json").read_text())
     privacy = config.load_config(run / "config.yaml").privacy
     assert privacy is not None and card["clip_norm"] == privacy.clip_norm
@@ -539,7 +546,7 @@ def test_the_card_says_the_clip_norm_and_the_audit_compares_it_with_the_config(r
         in (run / "privacy.md").read_text()
     )
     edit("privacy.json", "clip_norm", value=0.5)(run)
-    assert "the card 0.5" in told(audit.audit(run))
+    assert "the card 0.5" in findings(audit.audit(run))
 
 
 @pytest.mark.usefixtures("one_library")
@@ -551,24 +558,24 @@ def test_the_card_says_the_clip_norm_and_the_audit_compares_it_with_the_config(r
         ({"task": {"classes": 10, "shape": [3, 32, 32]}}, "other classes or rows"),
         ({"task": None}, "other classes or rows"),
         ({"clip_norm": None}, "the card None"),
-        ({}, ""),  # the control: what is written anew alone is no problem
+        ({}, ""),  # the control: rewriting alone is no problem
     ],
 )
-def test_a_card_that_was_written_anew_with_other_public_facts_is_violated(
+def test_a_card_rewritten_with_other_public_facts_is_violated(
     run: Path, changes: dict[str, Any], said: str
 ) -> None:
     """Its page and results.json agree with it."""
-    card_anew(run, **changes)
+    rewrite_card(run, **changes)
     report = audit.audit(run)
-    assert report.verdict == (Verdict.VIOLATED if said else Verdict.CONSISTENT), told(report)
-    assert said in told(report)
+    assert report.verdict == (Verdict.VIOLATED if said else Verdict.CONSISTENT), findings(report)
+    assert said in findings(report)
 
 
 @pytest.mark.usefixtures("one_library")
-def test_a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated(
+def test_a_card_that_omits_the_ledger_of_a_replaced_run_is_violated(
     finished: Path, tmp_path: Path
 ) -> None:
-    for folder in ("again", "run"):  # beside the second nothing lies
+    for folder in ("again", "run"):  # no ledger lies beside the second
         shutil.copytree(finished, tmp_path / folder)
     shutil.copytree(finished / "ledger", tmp_path / "again.ledger-001")
     record = record_former_ledgers(
@@ -579,7 +586,7 @@ def test_a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated(
     others = {"again.ledger-001": dict.fromkeys(heads, "f" * 64)}
     for mapping, verdict in (
         ({FORMER: "{}"}, Verdict.CONSISTENT),
-        (record, Verdict.CONSISTENT),  # this run's ledgers go on with it, and count it
+        (record, Verdict.CONSISTENT),  # this run continues these ledgers and counts them
         ({FORMER: '["again.ledger-001"]'}, Verdict.VIOLATED),  # as earlier versions record it
         ({FORMER: json.dumps({"again.ledger-001": {"m0": ""}})}, Verdict.VIOLATED),  # damaged
         ({FORMER: json.dumps(others)}, Verdict.VIOLATED),
@@ -590,12 +597,12 @@ def test_a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated(
         del content["sha256"]
         path.write_text(json.dumps({**content, "sha256": checkpoint._checksum(content)}))
         report = audit.audit(tmp_path / "run")
-        assert report.verdict == verdict, told(report)
-    assert "record again.ledger-001, the ledger of a replaced run" in told(report)
+        assert report.verdict == verdict, findings(report)
+    assert "record again.ledger-001, the ledger of a replaced run" in findings(report)
 
 
 @pytest.mark.usefixtures("one_library")
-def test_unknown_keys_in_ledgers_are_refused_even_with_hashes_that_fit(run: Path) -> None:
+def test_unknown_keys_in_ledgers_are_refused_even_with_valid_hashes(run: Path) -> None:
     from accounting import canonical_json
     from accounting.journal import FIRST_PREV, line_hash
 
@@ -615,8 +622,8 @@ def test_unknown_keys_in_ledgers_are_refused_even_with_hashes_that_fit(run: Path
     assert audit.audit(run).verdict == Verdict.VIOLATED
 
 
-def test_epsilon_of_the_metrics_is_that_of_the_ledger_after_each_round(run: Path) -> None:
-    """Where the check of curves gets its numbers from: the run's own account."""
+def test_epsilon_in_the_metrics_equals_that_of_the_ledger_after_each_round(run: Path) -> None:
+    """The check of metrics uses these numbers: the run's own account."""
     journal = read_journal(run / "ledger" / "m0.jsonl")
     course = witnesses._course(journal)
     column = [float(line["dp/epsilon/m0"]) for line in read_metrics(run)]
@@ -638,10 +645,12 @@ def test_epsilon_of_the_metrics_is_that_of_the_ledger_after_each_round(run: Path
         (replaced("config.yaml", "device: auto", "device: cpu"), None),  # the control
     ],
 )
-def test_a_guarantee_whose_private_steps_took_a_gpu_is_inconclusive(
+def test_a_guarantee_with_private_steps_on_a_gpu_is_inconclusive(
     run: Path, tamper: Callable[[Path], None], said: str | None
 ) -> None:
     tamper(run)
     report = audit.audit(run)
-    assert report.verdict == (Verdict.INCONCLUSIVE if said else Verdict.CONSISTENT), told(report)
-    assert (said or "") in told(report)
+    assert report.verdict == (Verdict.INCONCLUSIVE if said else Verdict.CONSISTENT), findings(
+        report
+    )
+    assert (said or "") in findings(report)

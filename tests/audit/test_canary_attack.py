@@ -1,8 +1,8 @@
-"""``python -m privssl.audit RUN --empirical``: planted bugs are caught, correct code is not.
+"""``python -m privssl.audit RUN --empirical``: planted bugs are detected, correct code is accepted.
 
-Specification: privacy.md, section 5, tests 26 and 27. Each planted bug is patched into the code
-that trains; the control is the same attack on the code as it is. The attacks are random: what is
-asserted happens by chance less than once in 10,000 runs, and each test says why.
+Specification: privacy.md, section 5, tests 26 and 27. Each planted bug is patched into the training
+code; the control is the same attack on the unchanged code. The attacks are random: each test states
+why its assertion fails by chance less than once in 10,000 runs.
 """
 
 import contextlib
@@ -60,13 +60,15 @@ pytestmark = pytest.mark.usefixtures("small_attacks")
 
 @pytest.fixture
 def alarms_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an attack's eight p-values one is below the level of users by chance once in 1,200
-    attacks: too often for a test that allows none. Planted bugs are held against the users'."""
+    """Lower the level: of an attack's eight p-values one is below the level of users by chance once
+    in 1,200 attacks, too often for a test that allows none. Planted bugs are tested at the level of
+    users.
+    """
     monkeypatch.setattr(canary_attack, "ALARM", 1e-9)
 
 
 def on_mechanism(plan: PrivatePlan = PLAN) -> tuple[MechanismAttack, list[str]]:
-    """What the attack on the steps of a plan measured, and what the audit makes of it."""
+    """What the attack on the steps of a plan measured, and the problems that the audit reports."""
     claimed = epsilon([plan.event] * plan.visits, DELTA)
     found = attack_mechanism(plan, STEPS, DELTA, canary_attack.CONFIDENCE)
     report = AttackReport("s0", claimed, DELTA, sound=True)
@@ -155,7 +157,7 @@ def rows_drawn_by_fours(patch: Patch) -> None:
     patch.setattr(PrivatePlan, "draw_batch", draw)
 
 
-def noise_that_every_visit_repeats(patch: Patch) -> None:
+def the_same_noise_in_every_visit(patch: Patch) -> None:
     real, drawn = secure_noise.secure_normal, dict[tuple[int, int], Any]()
     begin, calls = PrivateTraining.__init__, [0]
 
@@ -186,7 +188,7 @@ def views_clipped_one_by_one(patch: Patch) -> None:
 
 
 def noise_after_momentum(patch: Patch) -> None:
-    """Momentum remembers what had no noise; the step itself has the noise of one."""
+    """Momentum accumulates sums without noise; only the step itself has noise."""
     real = NoisyOptimizerStep.run_single
 
     def alone(self: NoisyOptimizerStep) -> None:
@@ -212,8 +214,8 @@ def empty_batches_skipped(patch: Patch) -> None:
     patch.setattr(PrivateTraining, "_step", step)
 
 
-def averages_of_what_had_no_noise(patch: Patch) -> None:
-    """The last iterates of a visit are averaged with their noise left out."""
+def averages_of_iterates_without_noise(patch: Patch) -> None:
+    """The last iterates of a visit are averaged without their noise."""
     real = NoisyOptimizerStep.run_single
 
     def alone(self: NoisyOptimizerStep) -> None:
@@ -228,11 +230,11 @@ def averages_of_what_had_no_noise(patch: Patch) -> None:
 
 BUGS: dict[str, tuple[Callable[[Patch], None], PrivatePlan, str]] = {
     "half the noise": (half_the_noise, PLAN, "noise is not normal with the planned deviation"),
-    # Two views of length 2 each, added up.
+    # Two views of length 2 each, summed.
     "no clipping": (no_clipping, PLAN, "one row adds 4.0000 clip norms to one step"),
     "each network clipped alone": (
         each_network_clipped_alone, THREE_NETWORKS,
-        # three gradients of length 2 / sqrt(3), each shortened to 1: together sqrt(3)
+        # three gradients of length 2 / sqrt(3), each clipped to 1: together sqrt(3)
         f"one row adds {math.sqrt(3):.4f} clip norms to one step",
     ),
     "reused noise": (reused_noise, PLAN, "noise of different steps is not independent"),
@@ -246,7 +248,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], PrivatePlan, str]] = {
     "batches of one size": (batches_of_one_size, PLAN, "batch sizes do not vary"),
     "rows drawn by fours": (rows_drawn_by_fours, PLAN, "batch sizes do not vary"),
     "noise that every visit repeats": (
-        noise_that_every_visit_repeats, PLAN, "noise of different visits is not independent",
+        the_same_noise_in_every_visit, PLAN, "noise of different visits is not independent",
     ),
     "views clipped one by one": (
         views_clipped_one_by_one, PLAN, "one row adds 2.0000 clip norms to one step",
@@ -255,7 +257,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], PrivatePlan, str]] = {
         noise_after_momentum, PLAN, "what a visit releases has not the noise of its steps",
     ),
     "averages of what had no noise": (
-        averages_of_what_had_no_noise, PLAN, "what a visit releases has not the noise of its steps",
+        averages_of_iterates_without_noise, PLAN, "what a visit releases has not the noise of its steps",
     ),
     "empty batches skipped": (
         empty_batches_skipped, PLAN, "what a visit releases has not the noise of its steps",
@@ -264,7 +266,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], PrivatePlan, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_caught_and_named(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_detected_and_named(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, plan, named = BUGS[bug]
     plant(monkeypatch)
     _, problems = on_mechanism(plan)
@@ -275,8 +277,8 @@ def test_a_planted_bug_is_caught_and_named(bug: str, monkeypatch: pytest.MonkeyP
 def test_missing_noise_also_shows_as_more_epsilon_than_is_claimed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # 100 trials of each world are counted. Without errors they show 3.28; one canary in 16 is in no
-    # batch, which takes 0.2 away. Claimed is 0.5.
+    # 100 trials of each sample are tested. Without errors they show 3.28; one canary in 16 is in no
+    # batch, which takes 0.2 away. The claim is 0.5.
     claims_little = dataclasses.replace(PLAN, noise_multiplier=8.0)
     _, problems = on_mechanism(claims_little)
     assert problems == []
@@ -288,11 +290,11 @@ def test_missing_noise_also_shows_as_more_epsilon_than_is_claimed(
 
 
 @pytest.mark.parametrize("repeats", [5, pytest.param(20, marks=pytest.mark.slow)])
-def test_the_correct_code_stays_green_over_repeats(repeats: int) -> None:
+def test_correct_code_is_accepted_in_repeated_attacks(repeats: int) -> None:
     # Of 40 p-values (160 of 20 repeats) one is below 1e-4 by chance in 0.4% of all runs of this
     # test, three in 1e-8 (7e-7): two alarms are allowed. The bound on epsilon exceeds the claim
-    # with less: it would have to overstate the truth by chance, and the attack sees a part of it
-    # (0.5 of 2.8 here). Sensitivity is no chance at all.
+    # less often: it would have to overstate the truth by chance, and the attack sees only a part of
+    # it (0.5 of 2.8 here). Sensitivity is not random.
     alarms: list[str] = []
     for repeat in range(repeats):
         found, problems = on_mechanism(THREE_NETWORKS if repeat % 5 == 0 else PLAN)
@@ -302,8 +304,8 @@ def test_the_correct_code_stays_green_over_repeats(repeats: int) -> None:
     assert len(alarms) <= 2, alarms
 
 
-def test_the_ceiling_of_the_mechanism_attack_is_that_of_its_trials() -> None:
-    # A quarter of the trials chooses the threshold.
+def test_the_ceiling_of_the_mechanism_attack_follows_from_its_trials() -> None:
+    # A quarter of the trials is used for the threshold.
     found, _ = on_mechanism()
     assert found.ceiling == pytest.approx(
         two_sample_ceiling(
@@ -316,7 +318,7 @@ def test_the_ceiling_of_the_mechanism_attack_is_that_of_its_trials() -> None:
     )
 
 
-def test_what_a_total_leak_would_show_is_above_any_shipped_claim_even_in_long_plans() -> None:
+def test_the_ceiling_of_the_attack_exceeds_every_shipped_claim_even_in_long_plans() -> None:
     # Otherwise the audit of an honest run with the shipped budget of 8 would be inconclusive.
     def ceiling(steps: int, counted: float) -> float:
         each = [
@@ -332,14 +334,14 @@ def test_what_a_total_leak_would_show_is_above_any_shipped_claim_even_in_long_pl
     assert ceiling(10_000, 0.075) < 8  # the control: a tenth of it would be too few
 
 
-def test_what_the_attacks_cannot_see_is_in_the_documentation_word_for_word() -> None:
+def test_the_documentation_lists_word_for_word_what_the_attacks_cannot_see() -> None:
     page = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text()
     written = " ".join(page.split())
     assert [kind for kind in CANNOT_SEE if f"- {kind}" not in written] == []
     assert "- nothing at all" not in written  # the control
 
 
-def test_a_plan_of_a_single_step_has_no_other_step_to_compare_with() -> None:
+def test_a_plan_of_a_single_step_has_no_p_value_for_repeated_noise() -> None:
     found = attack_mechanism(PLAN, 1, DELTA, canary_attack.CONFIDENCE)
     assert set(canary_attack.SAYS) - set(found.p_values) == {"repeated noise"}
 
@@ -347,7 +349,7 @@ def test_a_plan_of_a_single_step_has_no_other_step_to_compare_with() -> None:
 # What an agent sends ----------------------------------------------------------------------------
 
 
-#: Enough plain training of F for its rows to show.
+#: Enough training of F without noise that its rows can be detected.
 LEAKY = (
     *AS_PUBLISHED, "model.width=32", "algorithm.learning_rate=0.003", "algorithm.local_steps=60",
     "algorithm.batch_size=32",
@@ -355,7 +357,7 @@ LEAKY = (
 
 
 def on_messages(tmp_path: Path, *overrides: str, claimed: float = 50.0) -> CanaryAttack:
-    """The attack on two visits that are claimed to cost so much epsilon."""
+    """The attack on two visits with this claimed epsilon."""
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     prepared = prepare(config.load_config(path, overrides))
@@ -363,15 +365,15 @@ def on_messages(tmp_path: Path, *overrides: str, claimed: float = 50.0) -> Canar
     plan = dataclasses.replace(prepared.plan, expected_batch=CANARIES / 2)
     algorithm = type(prepared.algorithm)(
         prepared.config.algorithm, prepared.algorithm.task, plan
-    )  # the numbers of the run, the divisor of the made-up agent
+    )  # the numbers of the run, the divisor of the simulated agent
     profile = [(claimed, DELTA)]
     return attack_messages(algorithm, plan, algorithm.task, 2, DELTA, profile, CANARIES)
 
 
-def test_what_a_sound_agent_sends_refutes_nothing(tmp_path: Path) -> None:
-    # Four full steps at sigma 4 are 0.5-GDP (sqrt(4) / 4): an attacker who sees draws of
-    # N(0.5, 1) and N(0, 1) and guesses about the clearest half of them is right 65% of the time.
-    # The claim is refuted from 58 of 60 on: chance 1e-8.
+def test_messages_of_a_sound_agent_do_not_refute_the_claim(tmp_path: Path) -> None:
+    # Four full steps at sigma 4 are 0.5-GDP (sqrt(4) / 4): an attacker who sees draws of N(0.5, 1)
+    # and N(0, 1) and guesses the clearest half of them is right 65% of the time. The claim is
+    # refuted from 58 of 60 on: probability 1e-8.
     claimed = epsilon([PoissonSampledGaussianEvent(4.0, 1.0, 4)], DELTA)
     found = on_messages(tmp_path, claimed=claimed)
     assert not found.rejects_claim
@@ -384,7 +386,7 @@ def test_what_a_sound_agent_sends_refutes_nothing(tmp_path: Path) -> None:
 def test_without_noise_the_same_claim_is_refuted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Claimed is epsilon 0.5, refuted from 45 of 60 on; without noise 52 to 60 were right.
+    # The claim is epsilon 0.5, refuted from 45 of 60 on; without noise 52 to 60 were right.
     without_noise(monkeypatch)
     found = on_messages(tmp_path, "privacy.noise_multiplier=1.0", claimed=0.5)
     assert found.rejects_claim
@@ -412,23 +414,24 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def whole_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs here have no curves and another config than their checkpoints: that is for
-    test_audit_tampering.py."""
+    """Skip the checks of test_audit_tampering.py: runs here have no metrics, and another config
+    than their checkpoints.
+    """
     monkeypatch.setattr(witnesses, "check", lambda *_: None)
 
 
 @pytest.fixture
 def no_second_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a second, and has nothing to do with attacks."""
+    """Disable the second library. It takes a second and does not concern attacks."""
     monkeypatch.setattr(verify, "available", lambda: False)
 
 
 def finished(folder: Path, *overrides: str) -> Path:
-    """The folder of a run that came to its end."""
+    """The folder of a finished run."""
     (folder / "tiny.yaml").write_text(TINY)
     short = [o for o in overrides if "local_steps" not in o] + ["algorithm.local_steps=1"]
     round_loop.train(prepare(config.load_config(folder / "tiny.yaml", short)), folder, list, None)
-    # The attack takes the steps from here: as many as show.
+    # The attack reads the steps from the metrics.
     chosen = config.load_config(folder / "tiny.yaml", overrides)
     (folder / "config.yaml").write_text(config.to_yaml(chosen))
     return folder
@@ -451,7 +454,7 @@ def test_an_honest_run_is_consistent_and_the_ceilings_are_printed(
 
 
 @pytest.mark.usefixtures("no_second_library", "alarms_are_rare")
-def test_the_json_report_carries_the_attack(
+def test_the_json_report_contains_the_attack(
     sound: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert audit.main([str(sound), "--empirical", "--json"]) == 0
@@ -464,7 +467,7 @@ def test_the_json_report_carries_the_attack(
 
 
 @pytest.mark.usefixtures("no_second_library")
-def test_without_the_flag_nothing_is_attacked(
+def test_without_the_flag_no_attack_runs(
     sound: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half_the_noise(monkeypatch)
@@ -473,7 +476,7 @@ def test_without_the_flag_nothing_is_attacked(
 
 
 @pytest.mark.usefixtures("no_second_library")
-def test_half_the_noise_is_violated_and_the_sentence_says_why(
+def test_half_the_noise_is_violated_with_a_sentence_that_gives_the_reason(
     sound: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half_the_noise(monkeypatch)
@@ -483,7 +486,7 @@ def test_half_the_noise_is_violated_and_the_sentence_says_why(
     assert "violated: mechanism: the noise is not normal with the planned deviation" in shown
 
 
-def test_the_published_scheme_has_no_guarantee_and_the_leak_of_f_is_printed(
+def test_the_published_scheme_has_no_guarantee_and_the_leakage_of_f_is_printed(
     published: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports, real = [], canary_attack.attack
@@ -498,20 +501,20 @@ def test_the_published_scheme_has_no_guarantee_and_the_leak_of_f_is_printed(
     assert "NOMINAL epsilon" in shown
     assert "F: members found at 1% false alarms (nothing is" in shown
     [report] = reports
-    assert report.problems == []  # nothing was claimed
+    assert report.problems == []  # no claim
     assert report.canaries is not None
     assert set(report.canaries.rates) == {"F", "D", "G"}
-    # Measured: 0.82 to 0.88. Without knowledge it is above 0.6 once in 10,000 attacks.
+    # Measured: 0.82 to 0.88. Random scores exceed 0.6 once in 10,000 attacks.
     assert report.canaries.rates["F"].auc_low > 0.6
 
 
 @pytest.mark.usefixtures("no_second_library")
-def test_a_card_that_does_not_say_what_rows_look_like_is_refused_in_words(
+def test_a_card_without_the_shape_of_rows_is_refused_by_the_attack(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "run"
     copied(sound, copy, lambda card: card.update(task=None))
-    assert audit.main([str(copy)]) == 0  # the ledgers can be checked all the same
+    assert audit.main([str(copy)]) == 0  # the ledgers can be checked nevertheless
     assert audit.main([str(copy), "--empirical"]) == 2
     shown = capsys.readouterr()
     assert "does not say what rows look like" in shown.err
@@ -521,7 +524,7 @@ def test_a_card_that_does_not_say_what_rows_look_like_is_refused_in_words(
 @pytest.mark.parametrize(
     "task", [[], {"classes": 4}, {"classes": 4, "shape": [8]}, {"classes": "4", "shape": [1, 8, 8]}]
 )
-def test_a_damaged_task_is_refused_in_words(
+def test_a_card_with_a_damaged_task_is_refused(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: Any
 ) -> None:
     copied(sound, tmp_path / "run", lambda card: card.update(task=task))
@@ -542,7 +545,7 @@ def copied(source: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> N
 
 @pytest.mark.usefixtures("costs_of_users")
 @pytest.mark.skipif(not verify.available(), reason="dp-accounting is not installed")
-def test_the_printed_program_runs_on_its_own_and_finds_the_same_epsilon(
+def test_the_printed_program_runs_alone_and_prints_the_same_epsilon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sound = finished(tmp_path)
@@ -561,7 +564,7 @@ def test_the_printed_program_runs_on_its_own_and_finds_the_same_epsilon(
         assert float(words[3]) == pytest.approx(entry["epsilon"]["pld_upper"], abs=1e-6)
 
 
-def test_no_program_is_printed_of_a_ledger_that_is_damaged(
+def test_no_program_is_printed_for_a_damaged_ledger(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copied(sound, tmp_path / "run", lambda card: None)
@@ -577,10 +580,10 @@ def test_no_program_is_printed_of_a_ledger_that_is_damaged(
     assert shown.err.startswith("No program is printed") and "s0: ledger, line 4" in shown.err
 
 
-def test_the_words_of_a_card_are_a_comment_and_no_program(
+def test_texts_of_a_card_are_printed_as_comments_and_never_as_code(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def damaged(card: Any) -> None:  # as the card of a damaged ledger, with a line of code
+    def damaged(card: Any) -> None:  # like the card of a damaged ledger, with a line of code
         card |= {"ledger_problems": ["s0: cut\nraise SystemExit(7)\n#"], "guarantee": None}
         card |= {"kind": "charged", "attack_bounds": None, "headline": None}
         for entry in (card, *card["agents"]):
@@ -595,11 +598,11 @@ def test_the_words_of_a_card_are_a_comment_and_no_program(
     program = capsys.readouterr().out
     assert "raise SystemExit(7)" in program
     exec(program, {})  # noqa: S102  what an auditor would do with it
-    with pytest.raises(SystemExit):  # the control: the words themselves are a program
+    with pytest.raises(SystemExit):  # the control: without the comment sign the text runs
         exec(f"# {guarantee_sentence(json.loads((tmp_path / 'run/privacy.json').read_text()))}", {})  # noqa: S102
 
 
-def test_the_published_scheme_has_a_comment_that_says_nominal_and_no_program(
+def test_the_published_scheme_prints_a_comment_with_a_nominal_epsilon_and_no_program(
     published: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert audit.main([str(published), "--dp-event"]) == 4
@@ -607,7 +610,7 @@ def test_the_published_scheme_has_a_comment_that_says_nominal_and_no_program(
     assert line.startswith("# NOMINAL epsilon")
 
 
-def test_a_run_without_ledgers_has_no_program_but_a_comment(
+def test_a_run_without_ledgers_prints_a_comment_and_no_program(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "results.json").write_text("{}")

@@ -1,8 +1,8 @@
-"""The privacy card says what is true, and the audit notices when it does not.
+"""The privacy card is true, and the audit detects a false one.
 
-The runs here are real ledgers written by real accounts; only the training in between is left
-out, and with it what else a run writes, so that the best verdict is INCONCLUSIVE (whole folders
-are in test_audit_tampering.py). Each way of lying is a control: nothing refutes the honest run.
+Real accounts write real ledgers here; only the training is missing, with the files it writes, so
+that the best verdict is INCONCLUSIVE (test_audit_tampering.py has complete folders). Each false
+card has the true card as its control.
 """
 
 import json
@@ -49,7 +49,7 @@ from tests.support.card_and_audit import (
 from tests.support.command_line import tree
 from tests.support.ledger import rebuilt
 
-UNREFUTED = 3  # ledgers and card agree, and no witness is there
+UNREFUTED = 3  # ledgers and card agree, but there is no witness
 
 
 def as_published(agent: str) -> AccountPlan:
@@ -58,7 +58,7 @@ def as_published(agent: str) -> AccountPlan:
 
 
 def write_traces(run: Path, card: dict[str, Any], status: str = "finished") -> None:
-    """What the run wrote beside the card: results, the page for people, and a checkpoint."""
+    """The files beside the card: results, the page for people, and a checkpoint."""
     claim = {name: card[name] for name in ("guarantee", "nominal_epsilon", "scope")}
     (run / "results.json").write_text(json.dumps({"status": status, "privacy": claim}))
     (run / "privacy.md").write_text(render_markdown(card))
@@ -76,7 +76,7 @@ def write_traces(run: Path, card: dict[str, Any], status: str = "finished") -> N
 # --- the card ----------------------------------------------------------------------------------
 
 
-def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
+def test_the_claim_is_the_largest_epsilon_of_an_agent_and_never_a_sum() -> None:
     short = replace(VISIT, steps=1)
     card = card_of(
         [
@@ -88,7 +88,7 @@ def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
     more, less = epsilon([VISIT] * 3, 1e-5), epsilon([short] * 3, 1e-5)
     assert [entry["epsilon"]["value"] for entry in card["agents"]] == pytest.approx([more, less])
     assert card["guarantee"]["epsilon"] == card["epsilon"]["overall"] == pytest.approx(more)
-    assert card["guarantee"]["covers"] == ["F"]  # what needs no cover is not named
+    assert card["guarantee"]["covers"] == ["F"]  # other networks are not named
     all_of_them = epsilon([VISIT, short] * 3, 1e-5)
     assert card["epsilon"]["person_across_agents"] == pytest.approx(all_of_them)
     each = [rdp_epsilon([event], 1e-5) for event in (VISIT, short)]
@@ -99,7 +99,7 @@ def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
 
 
 @pytest.mark.usefixtures("costs_of_users")
-def test_a_plan_fixed_beforehand_has_a_tighter_headline_and_another_has_none() -> None:
+def test_a_plan_fixed_in_advance_has_a_tighter_headline_and_another_plan_has_none() -> None:
     event = PoissonSampledGaussianEvent(noise_multiplier=2.0, sample_rate=16 / 34, steps=20)
     usual = plan("s0", event=event, budget=Budget(20.0, 1e-5))
     card = card_of([("s0", usual, [event], "a" * 64)], planned=1)
@@ -110,18 +110,18 @@ def test_a_plan_fixed_beforehand_has_a_tighter_headline_and_another_has_none() -
             "kind": "guaranteed", "epsilon": pytest.approx(5.3484, abs=1e-3), "by": "PLD",
         }  # fmt: skip
         assert "epsilon is 5.3484" in (headline_sentence(card) or "")
-    smaller = replace(event, steps=10)  # a visit that was cut short: not what the plan had fixed
+    smaller = replace(event, steps=10)  # an interrupted visit: the plan did not fix it
     cut_short = card_of([("s0", usual, [event, smaller], "a" * 64)], planned=2)
     assert cut_short["headline"] is None
     assert card_of([("s0", usual, [event], "a" * 64)], planned=2)["headline"] is None  # stopped
     assert card_of([("s0", usual, [event], "a" * 64)])["headline"] is None
     shared = card_of([("s0", usual, [event], "a" * 64)], planned=1, this_run={"s0": 1.0})
-    assert shared["headline"] is None  # other runs may have planned after looking at results
+    assert shared["headline"] is None  # other runs may have been planned after looking at results
     assert headline_sentence(shared) is None
 
 
 @pytest.mark.usefixtures("costs_of_users")
-def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
+def test_the_three_sums_of_epsilons_equal_those_of_the_specification() -> None:
     # docs/privacy.md: q 16/34, sigma 4, 10 steps, 3 agents, 20 rounds: the paper's sum is
     # 103.4; one agent composed is 8.21 by PLD and 8.95 by RDP at dp-accounting's orders; all
     # composed as one data set 16.1 and 17.8. Opacus' fractional orders are tighter.
@@ -137,7 +137,7 @@ def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
     assert 8.21 < card["guarantee"]["epsilon"] < 8.95
     assert 16.1 < card["epsilon"]["person_across_agents"] < 17.8
     assert card["epsilon"]["paper_sum"] == pytest.approx(103.4, abs=0.05)
-    if verify.available():  # the same numbers by PLD are 8.21
+    if verify.available():  # by PLD 8.21
         assert card["agents"][0]["epsilon"]["pld_lower"] == pytest.approx(8.21, abs=0.02)
         assert card["agents"][0]["epsilon"]["pld_upper"] == pytest.approx(8.21, abs=0.01)
 
@@ -172,7 +172,7 @@ def test_a_printed_delta_is_never_rounded_down() -> None:
     assert float(f"{1.0000004e-5:g}") < 1.0000004e-5  # the control: six digits are too few
 
 
-def test_a_card_names_held_out_rows_and_the_split_among_what_is_not_protected() -> None:
+def test_a_card_lists_held_out_rows_and_the_split_as_not_protected() -> None:
     listed = " ".join(card_of([("s0", plan("s0"), [VISIT], "a" * 64)])["not_protected"])
     assert "Validation and test rows: metrics on them have no noise." in listed
     assert "before the run: settings, classes, a split by class." in listed
@@ -197,7 +197,7 @@ def test_the_published_scheme_gets_a_nominal_number_and_no_guarantee() -> None:
         assert "epsilon" not in line.lower() or "nominal" in line.lower()
 
 
-def test_a_run_without_privacy_says_that_nothing_is_guaranteed() -> None:
+def test_a_run_without_privacy_states_that_nothing_is_guaranteed() -> None:
     assert "nothing is guaranteed for any record" in guarantee_sentence(None)
 
 
@@ -215,7 +215,7 @@ def test_a_card_that_contradicts_its_accounts_is_refused(changes: Any, why: str)
         card_of([("s0", plan("s0"), [VISIT], "a" * 64)], **changes)
 
 
-def test_a_card_needs_each_agent_once_and_one_kind_of_plan() -> None:
+def test_a_card_names_each_agent_once_and_has_one_kind_of_plan() -> None:
     account: AgentSpend = ("s0", plan("s0"), [VISIT], "a" * 64)
     for accounts in ([], [account, account], [("s1", *account[1:])]):
         with pytest.raises(PrivacyError):
@@ -228,19 +228,19 @@ def test_a_card_needs_each_agent_once_and_one_kind_of_plan() -> None:
         card_of([("s0", published, [], "a" * 64)], releases=[("G", "covered", "noise")])
 
 
-def test_the_bounds_on_attacks_are_those_of_the_specification() -> None:
+def test_the_bounds_on_attacks_equal_those_of_the_specification() -> None:
     # docs/privacy.md: epsilon 4, 8, 16 at delta 1e-5.
     for eps, accuracy, rate in [(4.0, 0.982, 0.55), (8.0, 0.9997, 1.0), (16.0, 1.0, 1.0)]:
         bounds = attack_bounds(eps, 1e-5)
         assert bounds["balanced_accuracy"] == pytest.approx(accuracy, abs=5e-4)
         assert bounds["tpr_at_1_percent_fpr"] == pytest.approx(rate, abs=5e-3)
-    nothing = attack_bounds(0.0, 1e-5)  # a coin: right half of the time, 1% at 1%
+    nothing = attack_bounds(0.0, 1e-5)  # epsilon 0: right half of the time, 1% at 1%
     assert nothing["balanced_accuracy"] == pytest.approx(0.5, abs=1e-5)
     assert nothing["tpr_at_1_percent_fpr"] == pytest.approx(0.01, abs=2e-5)
     assert attack_bounds(math.inf, 1e-5)["balanced_accuracy"] == 1.0
 
 
-def test_the_page_for_people_holds_every_release_and_exclusion() -> None:
+def test_the_page_for_people_contains_every_release_and_every_exclusion() -> None:
     releases: list[Release] = [*RELEASES, ("log | line", "not covered", "a\nb")]
     card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], releases=releases)
     page = render_markdown(card)
@@ -250,7 +250,7 @@ def test_the_page_for_people_holds_every_release_and_exclusion() -> None:
     assert "% of the members at 1% false alarms" in page
 
 
-def test_without_the_second_library_the_card_says_why_there_are_no_bounds(
+def test_without_the_second_library_the_card_gives_the_reason_for_missing_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verify, "available", lambda: False)
@@ -265,7 +265,7 @@ def test_without_the_second_library_the_card_says_why_there_are_no_bounds(
 # --- the audit ---------------------------------------------------------------------------------
 
 
-def test_nothing_refutes_honest_ledgers_and_their_card(
+def test_honest_ledgers_and_their_card_are_not_refuted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = write_run(tmp_path, {"s0": 3, "s1": 2})
@@ -275,13 +275,13 @@ def test_nothing_refutes_honest_ledgers_and_their_card(
     assert round_up(card["guarantee"]["epsilon"]) in shown
 
 
-def test_nothing_refutes_honest_mixed_events(tmp_path: Path) -> None:
+def test_honest_mixed_events_are_not_refuted(tmp_path: Path) -> None:
     census = ComposedEvent((PureDpEvent(0.5, 1), PoissonSampledGaussianEvent(4.0, 0.4, 5)))
     write_run(tmp_path, {"s0": 2}, lambda agent: plan(agent, event=census))
     assert main([str(tmp_path)]) == UNREFUTED
 
 
-def test_nothing_refutes_epsilon_zero_of_a_run_that_never_read_a_row(tmp_path: Path) -> None:
+def test_epsilon_zero_of_a_run_that_read_no_row_is_not_refuted(tmp_path: Path) -> None:
     card = write_run(tmp_path, {"s0": 0}, lambda a: plan(a, budget=Budget(0.0, 1e-5)))
     assert card["guarantee"]["epsilon"] == 0
     assert main([str(tmp_path)]) == UNREFUTED
@@ -301,7 +301,8 @@ def test_the_json_report_is_for_machines(
     assert agent["problems"] == []
     if verify.available():
         assert agent["pld_lower"] <= agent["recomputed"]
-        assert agent["pld_upper"] is None  # nobody says that the visits were fixed beforehand
+        # the card does not state that visits were fixed in advance
+        assert agent["pld_upper"] is None
         planned_run(tmp_path / "planned", s0=3)
         main([str(tmp_path / "planned"), "--json"])
         [agent] = json.loads(capsys.readouterr().out)["agents"]
@@ -312,8 +313,8 @@ def lie(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda card: card.update(changes)
 
 
-def lower_everything(card: dict[str, Any]) -> None:
-    """Claim 1% less everywhere, sentence included: only recomputation can tell."""
+def lower_all_claims(card: dict[str, Any]) -> None:
+    """Claim 1% less everywhere, with a matching sentence: only recomputation can detect it."""
     for entry in card["agents"]:
         entry["epsilon"]["value"] *= 0.99
     card["epsilon"]["overall"] *= 0.99
@@ -321,8 +322,8 @@ def lower_everything(card: dict[str, Any]) -> None:
     card["sentence"] = guarantee_sentence(card)
 
 
-LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "claims one percent less": (lower_everything, "the card claims"),
+FALSE_CLAIMS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "claims one percent less": (lower_all_claims, "the card claims"),
     "claims a little less for the agent that spent less": (
         lambda card: card["agents"][1]["epsilon"].update(value=0.9995 * epsilon([VISIT] * 2, 1e-5)),
         "s1: the card claims epsilon",
@@ -353,12 +354,12 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", LIES)
-def test_a_card_that_lies_is_violated(
+@pytest.mark.parametrize("how", FALSE_CLAIMS)
+def test_a_card_with_a_false_claim_is_violated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     card = write_run(tmp_path, {"s0": 3, "s1": 2})
-    change, why = LIES[how]
+    change, why = FALSE_CLAIMS[how]
     change(card)
     write_card(tmp_path, card)
     assert main([str(tmp_path)]) == 1
@@ -367,7 +368,7 @@ def test_a_card_that_lies_is_violated(
     assert why in shown
 
 
-def test_a_card_that_forgets_a_visit_is_violated(tmp_path: Path) -> None:
+def test_a_card_that_omits_a_visit_is_violated(tmp_path: Path) -> None:
     write_run(tmp_path, {"s0": 3}, card_events=lambda events: events[:-1])
     assert main([str(tmp_path)]) == 1
 
@@ -384,7 +385,7 @@ def shrink(record: dict[str, Any], field: str) -> dict[str, Any]:
 def honest_sums(
     lines: list[dict[str, Any]], event: PoissonSampledGaussianEvent
 ) -> list[dict[str, Any]]:
-    """The lines with the epsilon that so many such events cost."""
+    """The lines with the epsilon that this many events cost."""
     done, out = 0, []
     for line in lines:
         done += line["type"] == "reserve"
@@ -395,17 +396,17 @@ def honest_sums(
 
 @pytest.mark.parametrize("how", ["edited", "chain rebuilt", "chain and sums rebuilt"])
 @pytest.mark.parametrize("field", ["noise_multiplier", "sample_rate"])
-def test_noise_shrunk_in_a_ledger_is_violated_and_named(
+def test_reduced_noise_in_a_ledger_is_violated_and_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     field: str,
     how: str,
 ) -> None:
-    monkeypatch.setattr(verify, "available", lambda: False)  # no second library is needed for it
+    monkeypatch.setattr(verify, "available", lambda: False)  # the second library is not needed
     event = PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=0.25, steps=5)
     write_run(tmp_path, {"s0": 3}, lambda agent: plan(agent, event=event))
-    assert main([str(tmp_path)]) == 3  # nothing refutes it, but there is no config to ask
+    assert main([str(tmp_path)]) == 3  # not refuted, but there is no config to compare with
     path = tmp_path / "ledger/s0.jsonl"
     lines = [shrink(json.loads(text), field) for text in path.read_bytes().splitlines()]
     if how == "edited":
@@ -415,7 +416,7 @@ def test_noise_shrunk_in_a_ledger_is_violated_and_named(
     else:
         less = replace(event, **{field: 0.99 * getattr(event, field)})
         path.write_bytes(rebuilt(honest_sums(lines, less)))
-        # Now the ledger is one of another run, and only what is said elsewhere gives it away.
+        # The ledger is that of another run, so only other files can contradict it.
         assert read_journal(path).problems == []
 
     capsys.readouterr()
@@ -423,7 +424,7 @@ def test_noise_shrunk_in_a_ledger_is_violated_and_named(
     assert how != "edited" or "s0: ledger, line 2: " in capsys.readouterr().out
 
 
-def test_a_second_library_that_disagrees_is_violated(
+def test_a_disagreement_of_the_second_library_is_violated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path, {"s0": 3})
@@ -460,7 +461,7 @@ def test_the_published_scheme_has_no_guarantee_to_check(
     assert "NOMINAL epsilon" in capsys.readouterr().out
     ledger = tmp_path / "ledger" / "s0.jsonl"
     ledger.write_bytes(ledger.read_bytes().replace(b"round 0", b"round 9"))
-    assert main([str(tmp_path)]) == 1  # a broken ledger is worse
+    assert main([str(tmp_path)]) == 1  # a damaged ledger is worse
 
 
 def test_a_run_without_privacy_has_no_guarantee_to_check(
@@ -471,7 +472,7 @@ def test_a_run_without_privacy_has_no_guarantee_to_check(
     assert "nothing is guaranteed" in capsys.readouterr().out
 
 
-def test_a_run_that_has_not_written_its_claim_is_inconclusive(tmp_path: Path) -> None:
+def test_a_run_without_a_written_claim_is_inconclusive(tmp_path: Path) -> None:
     write_run(tmp_path, {"s0": 3})
     (tmp_path / "privacy.json").unlink()
     assert main([str(tmp_path)]) == 3
@@ -480,7 +481,7 @@ def test_a_run_that_has_not_written_its_claim_is_inconclusive(tmp_path: Path) ->
 def test_an_unfinished_line_that_would_exceed_the_budget_is_inconclusive(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Four visits cost less than the budget and five more than it: the fifth is only half a line.
+    # Four visits cost less than the budget and five more: half a line of the fifth is written.
     budget = Budget((epsilon([VISIT] * 4, 1e-5) + epsilon([VISIT] * 5, 1e-5)) / 2, 1e-5)
     write_run(tmp_path, {"s0": 4}, lambda a: plan(a, budget=budget))
     with (tmp_path / "ledger" / "s0.jsonl").open("ab") as file:
@@ -504,7 +505,7 @@ def damaged(text: str) -> Callable[[Path], object]:
         (damaged('{"scope":"sound","guarantee":3,"delta":1,"sentence":""}'), "not a privacy card"),
     ],
 )
-def test_a_folder_that_cannot_be_audited_is_the_users_mistake_in_words(
+def test_a_folder_that_cannot_be_audited_is_a_user_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], why: str
 ) -> None:
     damage(tmp_path)
@@ -514,7 +515,7 @@ def test_a_folder_that_cannot_be_audited_is_the_users_mistake_in_words(
     assert "Traceback" not in shown.err + shown.out
 
 
-# --- what the audit must find --------------------------------------------------------------------
+# --- false cards ---------------------------------------------------------------------------------
 
 
 def entry_twice(card: dict[str, Any]) -> None:
@@ -522,7 +523,7 @@ def entry_twice(card: dict[str, Any]) -> None:
 
 
 def small_bound(card: dict[str, Any]) -> None:
-    """By the method that the audit has no number of: then there is nothing equal to compare."""
+    """A bound by another method, which the audit does not compute and so cannot compare."""
     for entry in card["agents"]:
         entry["epsilon"].update(prv=None if entry["epsilon"]["prv"] else 0.1, pld_lower=None)
         entry["epsilon"]["pld_upper"] = None if entry["epsilon"]["prv"] else 0.1
@@ -554,7 +555,7 @@ def within(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-#: Each is repeated on the page and in the results, so that only the ledgers can tell.
+#: Page and results repeat each false card, so only the ledgers can contradict it.
 FALSE_CARDS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "covers more": (widened, "guarantee.covers"),
     "calls a new release covered": (release_widened, "all of it is called covered"),
@@ -599,7 +600,7 @@ FALSE_CARDS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 
 def planned_run(run: Path, **visits: int) -> dict[str, Any]:
-    """A run that came to its end as planned: a headline, and everything that is written then."""
+    """A run that finished as planned, with a headline and all its files."""
     write_run(run, visits)
     accounts: list[AgentSpend] = []
     for agent in visits:
@@ -611,8 +612,8 @@ def planned_run(run: Path, **visits: int) -> dict[str, Any]:
     return card
 
 
-def test_nothing_refutes_a_page_results_and_a_checkpoint_that_agree(tmp_path: Path) -> None:
-    card = planned_run(tmp_path, s0=2, s1=2)  # the control of all that follows
+def test_a_page_results_and_a_checkpoint_that_agree_are_not_refuted(tmp_path: Path) -> None:
+    card = planned_run(tmp_path, s0=2, s1=2)  # the control of all tests that follow
     if verify.available():
         assert card["headline"] is not None
     assert main([str(tmp_path)]) == UNREFUTED
@@ -634,8 +635,8 @@ def test_a_card_that_does_not_follow_from_its_ledgers_is_violated(
     assert why in " ".join(capsys.readouterr().out.split())
 
 
-def card_anew(run: Path) -> None:
-    """Write card, page and results for what the ledgers hold now; checkpoints stay."""
+def rewrite_card(run: Path) -> None:
+    """Write card, page and results for the present ledgers; checkpoints stay."""
     accounts: list[AgentSpend] = []
     for path in sorted((run / "ledger").glob("*.jsonl")):
         journal = read_journal(path)
@@ -657,8 +658,8 @@ def without_an_agent(run: Path) -> None:
     (run / "ledger" / "s1.jsonl").unlink()
 
 
-def spent_otherwise(run: Path) -> None:
-    """A ledger of as many lines, with another history."""
+def with_another_history(run: Path) -> None:
+    """A ledger with as many lines and another history."""
     path = run / "ledger" / "s1.jsonl"
     path.unlink()
     account = Account.open(path, plan("s1"), resume=False)
@@ -673,34 +674,34 @@ def spent_otherwise(run: Path) -> None:
     [
         (cut_to_the_first_visit, "the ledger of s0 was cut or replaced: checkpoint round_00003"),
         (without_an_agent, "the ledger of s1 is missing: checkpoint round_00003 records entry 4"),
-        (spent_otherwise, "the ledger of s1 was cut or replaced"),
+        (with_another_history, "the ledger of s1 was cut or replaced"),
     ],
 )
-def test_a_checkpoint_remembers_what_a_ledger_and_a_new_card_forgot(
+def test_a_checkpoint_contradicts_a_cut_ledger_with_a_rewritten_card(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     change: Callable[[Path], None],
     why: str,
 ) -> None:
     planned_run(tmp_path, s0=2, s1=2)
-    card_anew(tmp_path)
-    assert main([str(tmp_path)]) == UNREFUTED  # the control: a new card alone is no lie
+    rewrite_card(tmp_path)
+    assert main([str(tmp_path)]) == UNREFUTED  # the control: a rewritten card alone is true
     change(tmp_path)
-    card_anew(tmp_path)
+    rewrite_card(tmp_path)
     assert main([str(tmp_path)]) == 1
     assert why in " ".join(capsys.readouterr().out.split())
     shutil.rmtree(tmp_path / "checkpoints")
-    assert main([str(tmp_path)]) == UNREFUTED  # the control: nothing else in the folder could tell
+    assert main([str(tmp_path)]) == UNREFUTED  # the control: no other file contradicts it
 
 
-def test_a_run_whose_ledgers_and_card_are_gone_is_violated(tmp_path: Path) -> None:
+def test_a_run_without_ledgers_and_card_is_violated(tmp_path: Path) -> None:
     planned_run(tmp_path, s0=2)
     shutil.rmtree(tmp_path / "ledger")
     (tmp_path / "privacy.json").unlink()
     assert main([str(tmp_path)]) == 1
 
 
-def test_a_checkpoint_that_cannot_be_read_is_noted(
+def test_an_unreadable_checkpoint_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned_run(tmp_path, s0=2)
@@ -721,7 +722,7 @@ def test_a_checkpoint_that_cannot_be_read_is_noted(
         ("results.json", '{"status": "interrupted"}', "all planned visits took place"),
     ],
 )
-def test_a_page_or_results_that_say_something_else_are_violated(
+def test_a_page_or_results_that_differ_from_the_card_are_violated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, why: str
 ) -> None:
     planned_run(tmp_path, s0=2)
@@ -731,7 +732,7 @@ def test_a_page_or_results_that_say_something_else_are_violated(
 
 
 def visits_after_the_card(run: Path, count: int, status: str | None) -> dict[str, Any]:
-    """A run whose first agent was charged for more visits when its card was written already."""
+    """A run whose first agent was charged for more visits after its card was written."""
     card = write_run(run, {"s0": 3, "s1": 3})
     account = Account.open(run / "ledger" / "s0.jsonl", plan("s0"), resume=True)
     for number in range(count):
@@ -769,17 +770,19 @@ def test_a_finished_run_with_visits_after_its_card_is_violated(
 
 
 @pytest.mark.parametrize("status", ["finished", "interrupted", None])
-def test_without_a_visit_after_the_card_it_does_not_matter_how_the_run_ended(
+def test_a_run_without_visits_after_its_card_is_not_refuted_however_it_ended(
     tmp_path: Path, status: str | None
 ) -> None:
     visits_after_the_card(tmp_path, 0, status)
     assert main([str(tmp_path)]) == UNREFUTED
 
 
-def test_a_stopped_run_may_not_lie_about_what_it_knew(tmp_path: Path) -> None:
-    # The card is held against the ledger as it was, not excused because the run goes on.
+def test_the_card_of_a_stopped_run_is_checked_against_the_ledger_of_its_time(
+    tmp_path: Path,
+) -> None:
+    # Later visits are no excuse.
     card = visits_after_the_card(tmp_path, 2, "interrupted")
-    lower_everything(card)
+    lower_all_claims(card)
     write_card(tmp_path, card)
     assert main([str(tmp_path)]) == 1
 
@@ -788,7 +791,7 @@ def test_the_command_runs_as_a_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["privssl.audit", str(tmp_path), "--empirical"])
-    monkeypatch.delitem(sys.modules, "privssl.audit.__main__")  # `python -m` imports it anew
+    monkeypatch.delitem(sys.modules, "privssl.audit.__main__")  # `python -m` imports it again
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("privssl.audit", run_name="__main__", alter_sys=True)
     assert ended.value.code == 2
@@ -796,7 +799,7 @@ def test_the_command_runs_as_a_module(
 
 
 @pytest.mark.parametrize("flags", [["--prove-it"], ["--dp-event", "--json"]])
-def test_the_command_offers_no_flag_it_does_not_have(
+def test_unknown_or_conflicting_flags_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -805,19 +808,19 @@ def test_the_command_offers_no_flag_it_does_not_have(
     assert flags[-1] in capsys.readouterr().err
 
 
-def test_a_guarantee_needs_known_neighbours() -> None:
+def test_a_guarantee_needs_a_known_neighbour_relation() -> None:
     with pytest.raises(KeyError):
         str(Guarantee(1.0, 1e-5, "record", "replace_one", ("F",), "largest agent"))  # type: ignore[arg-type]
 
 
-# --- the paper's sum ---------------------------------------------------------------------------
+# --- the sum as in the paper -------------------------------------------------------------------
 
 # 20 full batches of little noise, at a delta at which one alone has epsilon 0.
 QUIET = PoissonSampledGaussianEvent(noise_multiplier=40.0, sample_rate=1.0, steps=1)
 LARGE_DELTA = 0.019
 
 
-def test_the_papers_sum_is_not_below_what_is_composed_at_a_large_delta_with_full_batches() -> None:
+def test_the_sum_as_in_the_paper_is_at_least_the_composed_epsilon_at_a_large_delta() -> None:
     loud = plan("s0", budget=Budget(8.0, LARGE_DELTA), event=QUIET)
     card = card_of([("s0", loud, [QUIET] * 20, "a" * 64)], delta=LARGE_DELTA)
     composed = card["epsilon"]["overall"]
@@ -842,14 +845,14 @@ def test_the_papers_sum_is_not_below_what_is_composed_at_a_large_delta_with_full
     delta=st.sampled_from([1e-9, 1e-5, 1e-3, 0.019, 0.3]),
 )
 @settings(max_examples=60)
-def test_no_list_of_releases_adds_up_to_less_than_it_costs(
+def test_no_list_of_releases_sums_to_less_than_its_composed_epsilon(
     events: list[Event], repeats: int, delta: float
 ) -> None:
     total = math.fsum(cost_of([e]).summable_epsilon(delta) for e in events * repeats)
     assert total >= epsilon(events * repeats, delta) * (1 - 1e-9)
 
 
-def test_pure_releases_add_up_to_their_sum_with_delta_0() -> None:
+def test_pure_releases_have_their_sum_as_epsilon_at_delta_zero() -> None:
     once = cost_of([PureDpEvent(0.25, 1)])
     assert once.summable_epsilon(0) == 0.25
     assert (once + once).summable_epsilon(0) == (once + once).epsilon(0) == 0.5
@@ -860,7 +863,7 @@ def test_pure_releases_add_up_to_their_sum_with_delta_0() -> None:
 
 
 def ledger_beside(run: Path, number: int, agent: str, visits: int) -> Path:
-    """The ledger of a run that was replaced, as run.overwrite=true keeps it."""
+    """The ledger of a replaced run, as run.overwrite=true keeps it."""
     path = run.with_name(f"{run.name}.ledger-{number:03d}") / f"{agent}.jsonl"
     account = Account.open(path, plan(agent), resume=False, run=f"former{number}")
     for visit in range(visits):
@@ -872,7 +875,7 @@ def ledger_beside(run: Path, number: int, agent: str, visits: int) -> Path:
 
 @pytest.fixture
 def replacing(tmp_path: Path) -> Path:
-    """A run in a folder in which two others were before it; its card names their ledgers."""
+    """A run in a folder that held two runs before; its card names their ledgers."""
     run = tmp_path / "run"
     ledger_beside(run, 1, "s0", 3)
     ledger_beside(run, 2, "s0", 1)
@@ -886,7 +889,7 @@ def replacing(tmp_path: Path) -> Path:
     return run
 
 
-def test_the_card_names_former_ledgers_with_what_they_spent(replacing: Path) -> None:
+def test_the_card_names_former_ledgers_with_their_spent_epsilon(replacing: Path) -> None:
     card = json.loads((replacing / "privacy.json").read_text())
     found = {
         entry["ledger"]: (entry["agent"], entry["epsilon"]) for entry in card["former_ledgers"]
@@ -904,16 +907,16 @@ def test_the_card_names_former_ledgers_with_what_they_spent(replacing: Path) -> 
     assert audit(replacing).problems == []
 
 
-def forget(card: dict[str, Any]) -> None:
+def omit(card: dict[str, Any]) -> None:
     del card["former_ledgers"][0]
 
 
-def belittle(card: dict[str, Any]) -> None:
+def halve(card: dict[str, Any]) -> None:
     card["former_ledgers"][0]["epsilon"] /= 2
 
 
-@pytest.mark.parametrize("lie", [forget, belittle])
-def test_the_audit_reads_former_ledgers_again(
+@pytest.mark.parametrize("lie", [omit, halve])
+def test_the_audit_recomputes_former_ledgers(
     replacing: Path, lie: Callable[[dict[str, Any]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = json.loads((replacing / "privacy.json").read_text())
@@ -924,7 +927,7 @@ def test_the_audit_reads_former_ledgers_again(
     assert "what the ledgers of replaced runs say" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_former_ledger_that_is_not_there_is_noted(
+def test_a_missing_former_ledger_is_noted(
     replacing: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(replacing.with_name("run.ledger-001"))
@@ -932,7 +935,7 @@ def test_a_former_ledger_that_is_not_there_is_noted(
     assert "run.ledger-001, the ledger of a replaced run, is not" in capsys.readouterr().out
 
 
-def test_a_damaged_former_ledger_has_no_number(tmp_path: Path) -> None:
+def test_a_damaged_former_ledger_has_no_epsilon(tmp_path: Path) -> None:
     path = ledger_beside(tmp_path / "run", 1, "s0", 2)
     path.write_bytes(path.read_bytes().replace(b"round 0", b"round 7"))
     [entry] = former_ledgers(tmp_path / "run", {})
@@ -955,21 +958,22 @@ def test_a_nominal_epsilon_of_a_replaced_run_is_not_added_to_a_guarantee() -> No
     assert said("guaranteed").endswith("used without its label had no noise there.")
 
 
-def test_a_former_ledger_that_the_account_goes_on_with_is_counted_once(tmp_path: Path) -> None:
+def test_a_former_ledger_that_the_account_continues_is_counted_once(tmp_path: Path) -> None:
     path = ledger_beside(tmp_path / "run", 1, "s0", 2)
     journal = read_journal(path)
     assert former_ledgers(tmp_path / "run", {"s0": journal}) == []
     assert len(former_ledgers(tmp_path / "run", {})) == 1  # control
     ledger_beside(tmp_path / "other run", 1, "s0", 2)
-    assert len(former_ledgers(tmp_path / "run", {})) == 1  # those of other folders are theirs
+    # ledgers of other folders are not counted
+    assert len(former_ledgers(tmp_path / "run", {})) == 1
 
 
-def test_an_account_that_outlives_runs_is_claimed_for_all_of_them() -> None:
+def test_a_claim_of_an_account_shared_by_several_runs_covers_all_of_them() -> None:
     card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], this_run={"s0": 1.0})
     assert "all it sends in this run and the earlier runs of its account (F)" in card["sentence"]
 
 
-def test_a_card_of_another_version_is_refused_in_words(
+def test_a_card_of_another_version_is_refused_by_the_audit(
     replacing: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = json.loads((replacing / "privacy.json").read_text())

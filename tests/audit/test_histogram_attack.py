@@ -1,8 +1,8 @@
-"""``audit --empirical`` of a census: right noise stays green, and each planted mistake is named.
+"""``audit --empirical`` of a census: correct noise is accepted, and each planted mistake is named.
 
-Each mistake is patched into the code that releases; the control is the same attack on the code as
-it is. The attack is random, and its tests have a level of one in a million: by chance one of the
-right releases below fails once in 20,000 runs of this file.
+Each mistake is patched into the releasing code; the control is the same attack on the unchanged
+code. The attack is random, and its tests have a level of one in a million: by chance a correct
+release fails once in 20,000 runs of this file.
 """
 
 import contextlib
@@ -35,25 +35,25 @@ Whole = NDArray[np.int64]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: Patch) -> None:
-    """Fewer tables than the command uses, so that an attack takes half a second."""
+    """Use fewer tables than the command, so that an attack takes half a second."""
     monkeypatch.setattr(histogram_attack, "_FEWEST", 400)
 
 
 def attacked(epsilon: float, censuses: int = 1) -> tuple[CensusAttack, list[str]]:
-    """What the attack on a plan measured, and what the audit makes of it."""
+    """What the attack on a plan measured, and the problems that the audit reports."""
     plan = CensusPlan(epsilon, visits=1)
     found = attack_census(plan, censuses, censuses * epsilon, CLASSES)
     return found, list(judge_census(found, censuses * epsilon))
 
 
-# The mechanism as it is -------------------------------------------------------------------------
+# The unchanged mechanism ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("epsilon", "censuses"),
     [pytest.param(0.5, 1, marks=pytest.mark.slow), (4.0, 1), (1.0, 2)],
 )
-def test_right_noise_is_not_accused_and_most_of_epsilon_is_seen(
+def test_correct_noise_is_accepted_and_most_of_epsilon_is_measured(
     epsilon: float, censuses: int
 ) -> None:
     assert_right(*attacked(epsilon, censuses), epsilon * censuses)
@@ -66,10 +66,10 @@ def assert_right(found: CensusAttack, problems: list[str], claimed: float) -> No
     assert set(found.p_values) == {"noise", "every cell", "other cells", "other releases"}
 
 
-def test_the_bound_is_that_of_randomized_response() -> None:
-    # A cell of 1 or 0 is told right with chance r = e / (1 + e) at epsilon 1. Half of the trials
-    # are counted. Each limit is 5 standard errors away (level 1e-6 in two halves), and what was
-    # counted is with the same chance no more than 5 others from r.
+def test_the_lower_bound_is_that_of_randomized_response() -> None:
+    # A cell of 1 or 0 is guessed right with probability r = e / (1 + e) at epsilon 1. Half of the
+    # trials are counted. Each limit is 5 standard errors away (level 1e-6 in two halves), and with
+    # the same probability the counts are within 5 others of r.
     found, problems = attacked(1.0)
     assert_right(found, problems, 1.0)
     assert found.trials > 19_000
@@ -158,7 +158,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_mistake_is_caught_and_named(bug: str, monkeypatch: Patch) -> None:
+def test_a_planted_mistake_is_detected_and_named(bug: str, monkeypatch: Patch) -> None:
     plant, words = BUGS[bug]
     plant(monkeypatch)
     found, problems = attacked(2.0)
@@ -170,13 +170,14 @@ def test_half_the_noise_is_named_and_shows_as_more_epsilon_than_is_claimed(
 ) -> None:
     half_the_noise(monkeypatch)
     found, problems = attacked(1.0)
-    # What ran is 2-DP. The scores only know the order of two outputs, so all of it is seen.
+    # The code that ran is 2-DP. Scores depend only on the order of two outputs, so all of it is
+    # measured.
     assert 1.5 < found.lower_bound <= 2.0
     assert any("leak at least epsilon 1." in problem for problem in problems)
     assert any("does not follow the discrete Laplace law" in problem for problem in problems)
 
 
-def test_generators_are_left_as_they_were() -> None:
+def test_an_attack_does_not_change_seeded_generators() -> None:
     torch.manual_seed(7)
     np.random.seed(7)
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
@@ -185,7 +186,7 @@ def test_generators_are_left_as_they_were() -> None:
     assert np.array_equal(before[1], np.random.get_state()[1])  # type: ignore[index]
 
 
-def test_an_epsilon_that_no_attack_can_see_is_reported_as_such() -> None:
+def test_an_epsilon_beyond_every_attack_is_reported_as_such() -> None:
     report = canary_attack.AttackReport("s0", 16.0, 0.0, sound=True)
     report.mechanism = CensusAttack(1, 400_000, 9.5, 9.5, {})
     assert report.baseline_only
@@ -219,13 +220,13 @@ def audited(run: Path, *flags: str) -> tuple[int, str]:
     return status, " ".join(printed.getvalue().split())
 
 
-def test_an_honest_run_is_consistent_and_canaries_do_not_apply(trained: Path) -> None:
+def test_an_honest_run_is_consistent_and_needs_no_canaries(trained: Path) -> None:
     status, text = audited(trained)
     assert status == 0, text
     assert "attacks on the plan of s0: epsilon 1.0000 at delta 0" in text
     assert "records in each world, counted once" in text
     assert "not applicable: labels are released once, as counts" in text
-    assert "clip norms" not in text  # nobody measured any
+    assert "clip norms" not in text  # no canaries were used
 
 
 def test_less_noise_than_the_ledger_charges_is_violated(trained: Path, monkeypatch: Patch) -> None:

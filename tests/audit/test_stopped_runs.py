@@ -1,7 +1,7 @@
-"""A run whose visits were not exactly those fixed beforehand guarantees its budget, not its cost.
+"""A run whose visits were not exactly those planned guarantees its budget, not its composed cost.
 
-Who may stop when the charges look small and go on otherwise would be promised too little. The
-controls: a run that did what it had planned claims what that cost, and pure releases their sum.
+Otherwise stopping could depend on the charges, and the claim would be too small. Controls: a run
+that did what was planned claims its cost, and pure releases claim their sum.
 """
 
 import json
@@ -24,7 +24,7 @@ from privssl.privacy.privacy_card import attack_bounds
 from tests.support.card_and_audit import VISIT, card_of, plan, write_card, write_run
 
 THREE = epsilon([VISIT] * 3, 1e-5)
-UNREFUTED = 3  # ledgers and card agree, and no witness is there
+UNREFUTED = 3  # ledgers and card agree, but there is no witness
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,9 @@ def kinds_of(card: dict[str, Any]) -> set[str]:
     return {card["epsilon"]["kind"], *(entry["epsilon"]["kind"] for entry in card["agents"])}
 
 
-def test_stopping_by_what_was_seen_leaks_more_than_what_was_charged() -> None:
-    # Why: full batches with mu 0.15 each, and somebody who stops as soon as the privacy loss is
-    # above epsilon of what was charged. Losses are drawn from a law shifted towards large ones.
+def test_stopping_by_the_privacy_loss_leaks_more_than_was_charged() -> None:
+    # Full batches with mu 0.15 each, and an adversary who stops as soon as the privacy loss exceeds
+    # the charged epsilon. Losses are drawn by importance sampling.
     mu, steps, delta, margin, shift, runs = 0.15, 100, 1e-5, 0.2, 0.05, 20_000
     charged = [gaussian_epsilon(mu * math.sqrt(t), delta) for t in range(1, steps + 1)]
     rng, mean, variance = np.random.default_rng(1), mu**2 / 2, mu**2
@@ -59,7 +59,7 @@ def test_stopping_by_what_was_seen_leaks_more_than_what_was_charged() -> None:
     assert exceeds["budget"] <= delta  # the filter
 
 
-def test_a_stopped_run_guarantees_the_budget_and_tells_what_was_charged() -> None:
+def test_a_stopped_run_guarantees_the_budget_and_reports_the_charged_epsilon() -> None:
     card = stopped()
     assert card["guarantee"]["epsilon"] == 8.0
     assert card["epsilon"]["overall"] == card["agents"][0]["epsilon"]["value"] == THREE
@@ -72,8 +72,8 @@ def test_a_stopped_run_guarantees_the_budget_and_tells_what_was_charged() -> Non
     assert f" epsilon {round_up(THREE)}" not in page.replace("charged epsilon", "")
 
 
-def test_a_run_that_did_what_it_planned_guarantees_what_that_cost() -> None:
-    card = stopped(planned=3)  # the control of the one above
+def test_a_run_that_did_what_was_planned_guarantees_its_cost() -> None:
+    card = stopped(planned=3)  # the control of the test above
     assert card["guarantee"]["epsilon"] == THREE
     assert kinds_of(card) == {"guaranteed"}
     page = render_markdown(card)
@@ -83,26 +83,28 @@ def test_a_run_that_did_what_it_planned_guarantees_what_that_cost() -> None:
 @pytest.mark.parametrize(
     "changes", [{"planned": 4}, {"planned": 3, "this_run": {"s0": 1.0}}], ids=["resumed", "shared"]
 )
-def test_fewer_visits_than_planned_or_other_runs_make_it_the_budget(changes: Any) -> None:
+def test_with_other_visits_than_planned_or_shared_accounts_the_claim_is_the_budget(
+    changes: Any,
+) -> None:
     card = stopped(**changes)
     assert card["guarantee"]["epsilon"] == 8.0
     assert kinds_of(card) == {"charged"}  # no smaller number is called guaranteed
 
 
-def test_what_was_charged_is_called_so_even_where_it_is_the_whole_budget() -> None:
+def test_the_charged_epsilon_is_labelled_charged_even_if_it_equals_the_budget() -> None:
     whole = plan("s0", budget=Budget(THREE, 1e-5))
     card = card_of([("s0", whole, [VISIT] * 3, "a" * 64)])
     assert card["guarantee"]["epsilon"] == card["epsilon"]["overall"] == THREE
-    assert kinds_of(card) == {"charged"}  # of somebody with a record at every agent it is no bound
+    assert kinds_of(card) == {"charged"}  # no bound for a person with a record at every agent
     assert "composed: charged epsilon" in render_markdown(card)
 
 
-def test_the_claim_is_the_largest_budget_and_never_less_than_what_was_charged() -> None:
+def test_the_claim_is_the_largest_budget_and_never_less_than_the_charged_epsilon() -> None:
     less = plan("s1", budget=Budget(5.0, 1e-5))
     accounts = [("s0", plan("s0"), [VISIT], "a" * 64), ("s1", less, [VISIT] * 2, "b" * 64)]
     assert card_of(accounts)["guarantee"]["epsilon"] == 8.0
     assert card_of(accounts, promised={"s1": 9.0})["guarantee"]["epsilon"] == 9.0
-    # A torn line is charged, and may bring an account above its budget.
+    # A torn line is charged, and may raise an account above its budget.
     torn = plan("s0", budget=Budget(THREE - 0.1, 1e-5))
     card = card_of([("s0", torn, [VISIT] * 3, "a" * 64)])
     assert card["guarantee"]["epsilon"] == THREE
@@ -116,12 +118,12 @@ def test_pure_releases_guarantee_their_sum_whenever_they_stop() -> None:
     assert "charged" not in render_markdown(card)
 
 
-def test_numeric_bounds_are_only_told_of_visits_that_were_fixed(
+def test_numeric_bounds_are_given_only_for_visits_that_were_fixed_in_advance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verify, "available", lambda: True)
     monkeypatch.setattr(verify, "pld_bracket", lambda *_: (1.0, 2.0))
-    event = PoissonSampledGaussianEvent(2.0, 0.25, 7)  # of no other test: bounds are kept
+    event = PoissonSampledGaussianEvent(2.0, 0.25, 7)  # not used in other tests: bounds are cached
     for planned, upper in ((2, 2.0), (3, None)):
         card = card_of([("s0", plan("s0", event=event), [event] * 2, "a" * 64)], planned=planned)
         numbers = card["agents"][0]["epsilon"]
@@ -138,20 +140,20 @@ def claim(card: dict[str, Any], number: float) -> None:
     card["sentence"] = guarantee_sentence(card)
 
 
-def test_an_audit_of_a_stopped_run_refutes_the_charges_as_a_claim_and_not_the_budget(
+def test_an_audit_of_a_stopped_run_refutes_the_charged_epsilon_as_a_claim_but_not_the_budget(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = write_run(tmp_path, {"s0": 3})
     assert main([str(tmp_path)]) == UNREFUTED
     assert "(8.0000, 1e-05)-DP" in capsys.readouterr().out
-    for number in (THREE, 7.99):  # the first is what former versions wrote
+    for number in (THREE, 7.99):  # the first is what earlier versions wrote
         claim(card, number)
         write_card(tmp_path, card)
         assert main([str(tmp_path)]) == 1
         shown = " ".join(capsys.readouterr().out.split())
         assert f"the card claims epsilon {number:.6f}, but visits were not exactly" in shown
         assert "guarantee their budget, 8.000000" in shown
-    card["planned_visits"] = 3  # the control: visits that were planned cost that
+    card["planned_visits"] = 3  # the control: planned visits guarantee their cost
     for numbers in (card["epsilon"], *(entry["epsilon"] for entry in card["agents"])):
         numbers["kind"] = "guaranteed"
     claim(card, THREE)
@@ -169,7 +171,7 @@ def test_numeric_bounds_on_the_card_of_a_stopped_run_are_violated(
     assert "the card has numeric bounds, but visits" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_budget_that_fell_is_not_what_is_guaranteed(
+def test_the_claim_is_the_highest_budget_even_after_it_was_lowered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path, {"s0": 2})
@@ -185,7 +187,7 @@ def test_a_budget_that_fell_is_not_what_is_guaranteed(
     assert "their budget, 8.000000" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_program_for_auditors_says_that_its_number_is_no_bound_here(
+def test_the_program_for_auditors_states_that_its_epsilon_is_no_bound_for_a_stopped_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = write_run(tmp_path, {"s0": 3})

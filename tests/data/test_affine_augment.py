@@ -1,4 +1,4 @@
-"""Views of images: what each change does, by arithmetic, and that no row sees another."""
+"""Views of images: each transform by arithmetic, and independence of rows."""
 
 import math
 from unittest.mock import patch
@@ -41,7 +41,7 @@ def moved(
     down: float = 0.0,
     right: float = 0.0,
 ) -> Tensor:
-    """The same map for every row; shifts in pixels."""
+    """The same transform for every row; shifts in pixels."""
     height, width = x.shape[2:]
     every = torch.ones(len(x))
     shift = torch.tensor([down / height, right / width]).expand(len(x), 2)
@@ -59,27 +59,27 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
-# The affine map -----------------------------------------------------------------------------
+# The affine transform -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("height", "width"), [(8, 8), (5, 9), (12, 7)])
-def test_no_change_is_the_identity(height: int, width: int) -> None:
+def test_zero_strength_is_the_identity(height: int, width: int) -> None:
     x = images(3, 3, height, width)
     close(moved(x), x)
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
-def test_quarter_turns_of_a_square_are_those_of_torch(turns: int) -> None:
+def test_quarter_turns_of_a_square_equal_those_of_torch(turns: int) -> None:
     x = images(4, 3, 9, 9)
     close(moved(x, angle=90.0 * turns), torch.rot90(x, turns, dims=(2, 3)))
 
 
-def test_half_a_turn_of_an_oblong_reverses_both_axes() -> None:
+def test_half_a_turn_of_a_rectangle_reverses_both_axes() -> None:
     x = images(2, 1, 5, 8)
     close(moved(x, angle=180.0), x.flip(2, 3))
 
 
-def test_a_quarter_turn_of_an_oblong_keeps_the_proportions() -> None:
+def test_a_quarter_turn_of_a_rectangle_keeps_the_proportions() -> None:
     # A bar of 3x1 pixels in the middle of 5x9 becomes one of 1x3: pixels stay square.
     x = torch.full((1, 1, 5, 9), BLANK)
     x[0, 0, 1:4, 4] = 1.0
@@ -89,7 +89,9 @@ def test_a_quarter_turn_of_an_oblong_keeps_the_proportions() -> None:
 
 
 @pytest.mark.parametrize(("down", "right"), [(2, 0), (0, 3), (-1, -2)])
-def test_a_shift_by_whole_pixels_is_a_slice_and_leaves_blank_behind(down: int, right: int) -> None:
+def test_a_shift_by_whole_pixels_is_a_slice_and_fills_the_rest_with_blank(
+    down: int, right: int
+) -> None:
     x = images(3, 2, 6, 10)
     expected = torch.full_like(x, BLANK)
     expected[:, :, max(down, 0) : 6 + min(down, 0), max(right, 0) : 10 + min(right, 0)] = x[
@@ -99,7 +101,7 @@ def test_a_shift_by_whole_pixels_is_a_slice_and_leaves_blank_behind(down: int, r
 
 
 def test_a_zoom_by_two_shows_the_middle_half() -> None:
-    # Along one axis of 8 pixels the view's pixel i looks at 3.5 + (i - 3.5) / 2 of the ramp.
+    # Along an axis of 8 pixels, pixel i of the view reads the ramp at 3.5 + (i - 3.5) / 2.
     ramp = torch.arange(8.0) / 8
     x = ramp.expand(1, 1, 8, 8).contiguous()
     seen = moved(x, zoom=2.0)[0, 0, 4]
@@ -124,7 +126,7 @@ def test_a_point_is_sheared_and_zoomed_before_it_is_turned(height: int, width: i
         close(moved(x, shear=0.5, zoom=0.7, angle=90.0), torch.rot90(first, dims=(2, 3)))
 
 
-def test_a_small_turn_is_counter_clockwise() -> None:
+def test_a_small_rotation_is_counter_clockwise() -> None:
     # A dot 3 pixels to the right of the middle goes up by 3 sin 30 = 1.5 pixels.
     x = torch.full((1, 1, 9, 9), BLANK)
     x[0, 0, 4, 7] = 1.0
@@ -136,7 +138,7 @@ def test_a_small_turn_is_counter_clockwise() -> None:
 # Crop, mirror and cut -----------------------------------------------------------------------
 
 
-def test_a_crop_is_a_window_on_the_image_padded_by_mirroring() -> None:
+def test_a_crop_is_a_window_on_the_image_with_reflection_padding() -> None:
     x = images(5, 3, 6, 7)
     shift = torch.tensor([[2, 0], [0, -3], [-2, 1], [0, 0], [-2, 1]])
     flipped = torch.tensor([False, False, False, True, True])  # before it is shifted
@@ -173,7 +175,7 @@ def test_our_kernels_shift_and_mirror_as_torch_does(
     assert torch.equal(move_mirrored(x[::2], shift[::2], flipped[::2]), ours[::2])
 
 
-def test_every_whole_shift_up_to_the_reach_of_a_crop_is_as_likely() -> None:
+def test_a_random_crop_draws_all_whole_shifts_with_equal_probability() -> None:
     # A dot in the middle of 9 pixels; 0.25 of 9 is 2 whole pixels: 5 x 5 places.
     x = torch.full((2500, 1, 9, 9), BLANK)
     x[:, 0, 4, 4] = 1.0
@@ -183,7 +185,7 @@ def test_every_whole_shift_up_to_the_reach_of_a_crop_is_as_likely() -> None:
     assert 40 < int(places[2:7, 2:7].min()) <= int(places.max()) < 160
 
 
-def test_half_of_the_rows_are_mirrored_and_the_others_left_alone() -> None:
+def test_half_of_the_rows_are_mirrored_and_the_others_are_unchanged() -> None:
     x = images(400)
     view = Augmentation(flip=True)(x, rng())
     same = (view == x).flatten(1).all(dim=1)
@@ -193,7 +195,7 @@ def test_half_of_the_rows_are_mirrored_and_the_others_left_alone() -> None:
 
 
 @given(share=st.floats(0, 1), height=st.integers(1, 12), width=st.integers(1, 12))
-def test_a_cut_has_the_same_area_wherever_it_lies(share: float, height: int, width: int) -> None:
+def test_a_cutout_has_the_same_area_wherever_it_lies(share: float, height: int, width: int) -> None:
     place = torch.rand(20, 2, generator=rng(3))
     place[0], place[1] = 0.0, 1 - 2**-24  # the corners
     cut = cut_out(torch.ones(20, 2, height, width), share, place) == BLANK
@@ -201,7 +203,7 @@ def test_a_cut_has_the_same_area_wherever_it_lies(share: float, height: int, wid
     assert cut.sum(dim=(2, 3)).tolist() == [[area, area]] * 20
 
 
-def test_cuts_reach_every_corner_and_change_nothing_else() -> None:
+def test_cutouts_reach_every_corner_and_change_nothing_else() -> None:
     x = torch.ones(1000, 1, 8, 8)
     view = Augmentation(cutout=0.5)(x, rng())
     assert set(view.flatten().tolist()) == {BLANK, 1.0}
@@ -209,7 +211,7 @@ def test_cuts_reach_every_corner_and_change_nothing_else() -> None:
     assert bool(cut[[0, 0, 7, 7], [0, 7, 0, 7]].all())
 
 
-# Chance -------------------------------------------------------------------------------------
+# Randomness ---------------------------------------------------------------------------------
 
 
 def test_the_same_generator_state_gives_the_same_views_and_another_gives_others() -> None:
@@ -254,7 +256,7 @@ def test_the_strengths_are_the_largest_changes() -> None:
     height=st.integers(2, 9),
     width=st.integers(2, 9),
 )
-def test_views_keep_shape_and_range_and_the_images_are_left_as_they_were(
+def test_views_keep_shape_and_range_and_do_not_modify_the_images(
     strengths: Augmentation, height: int, width: int
 ) -> None:
     x = images(4, 3, height, width)
@@ -273,7 +275,7 @@ def test_views_keep_the_memory_format() -> None:
     torch.testing.assert_close(ALL(x, rng()), ALL(x.contiguous(), rng()))
 
 
-def test_none_draws_nothing_and_changes_nothing() -> None:
+def test_the_augmentation_none_draws_and_changes_nothing() -> None:
     x, generator = images(), rng()
     assert AUGMENTATIONS["none"](x, generator) is x
     assert torch.equal(generator.get_state(), rng().get_state())
@@ -283,7 +285,7 @@ def test_an_empty_batch_stays_empty() -> None:
     assert ALL(images()[:0], rng()).shape == (0, 1, 8, 8)
 
 
-def test_the_table_has_the_measured_strengths() -> None:
+def test_the_table_contains_the_measured_strengths() -> None:
     assert dict(AUGMENTATIONS) == {
         "none": NONE,
         "weak": Augmentation(rotation=8, shift=2 / 28),

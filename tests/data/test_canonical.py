@@ -1,4 +1,4 @@
-"""A row is the same row to an account whatever file brought it (privssl/data/canonical.py)."""
+"""A row has one content for its account, whatever file it came from (privssl/data/canonical.py)."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def from_npz(path: Path, x: NDArray[Any]) -> Tensor:
 
 
 def from_png(root: Path, x: NDArray[Any]) -> Tensor:
-    """Rows through a folder of pictures, in their order: all but one of class 0."""
+    """Rows read from a folder of images, in their order: all but one of class 0."""
     for part in ("train", "test"):
         for name in "ab":
             (root / part / name).mkdir(parents=True)
@@ -49,7 +49,7 @@ def from_png(root: Path, x: NDArray[Any]) -> Tensor:
 
 
 def forms(x: NDArray[np.uint8], path: Path) -> dict[str, Tensor]:
-    """The same pictures by every way that a reader has."""
+    """The same images in every file format that can be read."""
     found = {
         "png": from_png(path / "png", x),
         "bytes": from_npz(path / "x.npz", x),
@@ -67,7 +67,7 @@ def forms(x: NDArray[np.uint8], path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("x", [GREY, COLOUR], ids=["grey", "colour"])
-def test_a_picture_has_one_content_whatever_file_it_came_from(
+def test_an_image_has_one_content_whatever_file_it_came_from(
     x: NDArray[np.uint8], tmp_path: Path
 ) -> None:
     ways = forms(x, tmp_path)
@@ -76,11 +76,11 @@ def test_a_picture_has_one_content_whatever_file_it_came_from(
     assert {name: contents(rows) == expected for name, rows in ways.items()} == dict.fromkeys(
         ways, True
     )
-    # The control: as they are loaded, floats are other rows than bytes.
+    # The control: as loaded, floats and bytes are different rows.
     assert list(as_loaded(ways["double"])) != list(as_loaded(ways["bytes"]))
 
 
-def test_the_content_of_bytes_of_one_channel_is_that_of_version_0_1() -> None:
+def test_the_content_of_single_channel_bytes_equals_that_of_version_0_1() -> None:
     rows = torch.from_numpy(GREY[:, None])
     by_hand = [f"torch.uint8 {(1, 9, 8)} ".encode() + row.tobytes() for row in GREY]
     assert contents(rows) == list(as_loaded(rows)) == by_hand
@@ -99,16 +99,16 @@ def test_the_same_bytes_in_another_shape_are_another_row() -> None:
     assert contents(GREY[:, None]) != contents(GREY.reshape(6, 1, 8, 9))
 
 
-def test_floats_between_levels_have_the_content_of_the_nearest_ones() -> None:
+def test_floats_between_levels_have_the_content_of_the_nearest_level() -> None:
     x = np.random.default_rng(2).random((2000, 1, 4, 4), dtype=np.float32)
     assert len(set(contents(x))) == len(x)
     nearest = contents(np.round(x * np.float32(255)).astype(np.uint8))
     assert len(set(contents(x)) ^ set(nearest)) == 0
-    # The control: as they are loaded they are other rows.
+    # The control: as loaded they are other rows.
     assert not set(as_loaded(torch.from_numpy(x))) & set(contents(x))
 
 
-def test_a_digit_of_17_shades_is_one_row_as_the_built_in_bytes_and_divided_by_16() -> None:
+def test_a_digit_has_one_content_as_built_in_bytes_and_divided_by_16() -> None:
     shades = load_digits().images[:, None]  # as README.md gives them from Python
     built_in = load_dataset(DataSettings(name="digits"))
     known = {*canonical(built_in.x_train), *canonical(built_in.x_test)}
@@ -116,7 +116,7 @@ def test_a_digit_of_17_shades_is_one_row_as_the_built_in_bytes_and_divided_by_16
         assert len(known ^ set(contents(floats))) == 0  # pytest takes minutes to compare the sets
 
 
-def test_floats_of_few_shades_keep_their_bits() -> None:
+def test_floats_with_few_levels_keep_their_bits() -> None:
     x = np.random.default_rng(3).random((2000, 1, 4, 4), dtype=np.float32) / 255
     assert len(set(contents(x))) == len(x)
     nudged = np.nextafter(x, np.float32(2))
@@ -139,7 +139,7 @@ BYTES = torch.from_numpy(GREY[:, None])
 FLOATS = torch.from_numpy((GREY[:, None] / 255).astype(np.float32))
 
 
-def test_one_picture_as_bytes_and_as_floats_gets_no_two_accounts(
+def test_one_image_as_bytes_and_as_floats_gets_only_one_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare.claim_rows(tmp_path, [agent("s0", BYTES)], [])
@@ -149,12 +149,12 @@ def test_one_picture_as_bytes_and_as_floats_gets_no_two_accounts(
     with pytest.raises(LedgerError, match=r"6 rows in the account of s0 .* without"):
         prepare.claim_rows(tmp_path, [], unprotected(FLOATS))
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "registry").iterdir()}
-    # The control: told apart by their bytes, they would get both.
+    # The control: compared by their bytes, they would get two.
     monkeypatch.setattr(prepare, "contents_of", as_loaded_of)
     prepare.claim_rows(tmp_path, [agent("s1", FLOATS)], [])
 
 
-def test_a_registry_of_version_0_1_refuses_what_it_refused(
+def test_a_registry_of_version_0_1_still_refuses_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, rest = FLOATS[:3], FLOATS[3:]
@@ -169,8 +169,8 @@ def test_a_registry_of_version_0_1_refuses_what_it_refused(
         prepare.claim_rows(tmp_path, [], unprotected(half))
     prepare.claim_rows(
         tmp_path, [agent("s0", half)], unprotected(rest)
-    )  # the same use again is fine
-    # The control: by the new form alone, the old registry would know none of its rows.
+    )  # the same use is accepted again
+    # The control: by the new content alone, the old registry would recognise none of its rows.
     other = tmp_path / "other"
     row_registry.claim(other, {"s0": as_loaded(half)})
     monkeypatch.setattr(prepare, "as_loaded_of", contents_of)

@@ -1,4 +1,4 @@
-"""Reading data: what each format may be, and what is said about one that is not."""
+"""Reading data sets: each format, and the errors about files that do not have it."""
 
 import contextlib
 import pickle  # noqa: TID251 - a small CIFAR-10 is written here; only torchvision reads it
@@ -43,7 +43,7 @@ def test_rows_are_scaled_by_a_public_constant() -> None:
 
 
 def digits_of_scikit_learn() -> dict[str, NDArray[np.uint8]]:
-    """All images of scikit-learn, a fifth of each class held out. 16 shades become 255.
+    """All images of scikit-learn with a fifth of each class held out, and 16 levels scaled to 255.
 
     ``np.savez_compressed("privssl/data/digits.npz", **digits_of_scikit_learn())`` made the file.
     """
@@ -54,7 +54,7 @@ def digits_of_scikit_learn() -> dict[str, NDArray[np.uint8]]:
     return dict(zip(("x_train", "x_test", "y_train", "y_test"), parts, strict=True))
 
 
-def test_digits_are_those_of_scikit_learn_with_a_fifth_of_each_class_held_out() -> None:
+def test_digits_equal_those_of_scikit_learn_with_a_fifth_of_each_class_held_out() -> None:
     found, wanted = load_dataset(DataSettings(name="digits")), digits_of_scikit_learn()
     assert (found.classes, found.shape, found.x_train.dtype) == (10, (1, 8, 8), torch.uint8)
     for name, array in wanted.items():
@@ -63,7 +63,7 @@ def test_digits_are_those_of_scikit_learn_with_a_fifth_of_each_class_held_out() 
     assert bool(((held_out - 0.2).abs() < 0.01).all())
 
 
-def test_toy_rows_are_easy_and_always_the_same() -> None:
+def test_toy_rows_are_separable_and_always_the_same() -> None:
     toy = load_dataset(DataSettings(name="toy"))
     assert (len(toy.y_train), len(toy.y_test), toy.shape) == (1000, 200, (1, 8, 8))
     assert toy.y_train.bincount().tolist() == [100] * 10
@@ -94,7 +94,7 @@ def test_the_checksum_depends_on_every_pixel_every_label_and_the_shape() -> None
 
 
 def npz(folder: Path, **changes: Any) -> Dataset:
-    """Save four good arrays with some of them changed (None: left out), and load the file."""
+    """Save four valid arrays with some of them changed (None: omitted), and load the file."""
     image = np.arange(6 * 4 * 5, dtype=np.uint8).reshape(6, 4, 5)
     parts: dict[str, Any] = {
         "x_train": image,
@@ -126,7 +126,7 @@ def test_channels_may_come_first_or_last(tmp_path: Path, channels: int) -> None:
     assert checksum(a) == checksum(b)
 
 
-def test_with_three_in_both_places_the_last_axis_has_the_channels(tmp_path: Path) -> None:
+def test_with_three_first_and_last_the_last_axis_has_the_channels(tmp_path: Path) -> None:
     x: NDArray[np.uint8] = np.zeros((6, 3, 7, 3), np.uint8)
     assert npz(tmp_path, x_train=x, x_test=x[:2]).shape == (3, 3, 7)
 
@@ -177,7 +177,7 @@ def images(value: float, dtype: type = np.float32) -> NDArray[Any]:
     ],
     ids=str,
 )
-def test_an_npz_that_is_not_as_described_is_refused_in_words(
+def test_an_invalid_npz_is_refused_with_the_reason(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(DataError, match=said) as refusal:
@@ -194,7 +194,7 @@ def several(brightest: int) -> NDArray[np.uint8]:
 
 
 def floats(divisor: float) -> dict[str, NDArray[np.float64]]:
-    """Rows in [0, 1], of which the test rows are divided once more."""
+    """Rows in [0, 1]; the test rows are divided by ``divisor`` once more."""
     return {"x_train": several(200) / 255, "x_test": (several(200)[:2] ^ 1) / 255 / divisor}
 
 
@@ -203,7 +203,7 @@ def floats(divisor: float) -> dict[str, NDArray[np.float64]]:
     [
         ({"x_train": several(16)}, "x_train has bytes up to 16. They are"),
         ({"x_val": several(200)}, "not read: x_val. Read are"),
-        (floats(255), "x_test has floats up to 0.0030911. They are"),  # x_train is as it was
+        (floats(255), "x_test has floats up to 0.0030911. They are"),  # x_train is unchanged
         ({"x_test": several(90)[:2]}, "x_test goes up to 90 and x_train up to 200. Scale both"),
         ({"x_test": several(200)[2:4]}, "2 of 2 test rows are training rows as well"),
         ({"y_train": np.array([1, 2, 3, 1, 2, 3])}, "no training row has class 0, but"),
@@ -211,7 +211,7 @@ def floats(divisor: float) -> dict[str, NDArray[np.float64]]:
     ],
     ids=str,
 )
-def test_an_npz_that_is_hardly_meant_so_is_warned_of(
+def test_an_npz_that_is_probably_a_mistake_causes_a_warning(
     tmp_path: Path, changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bright = several(200)
@@ -220,7 +220,7 @@ def test_an_npz_that_is_hardly_meant_so_is_warned_of(
     assert said in caplog.text
 
 
-def test_floats_that_were_divided_twice_are_warned_of_in_every_part(
+def test_floats_that_were_divided_twice_cause_a_warning_for_each_array(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     twice = {name: x / 255 for name, x in floats(1).items()}
@@ -234,7 +234,7 @@ def test_floats_that_were_divided_twice_are_warned_of_in_every_part(
 
 
 @pytest.mark.parametrize("kind", [np.uint64, np.uint32, np.uint16, np.uint8])
-def test_minus_one_without_a_sign_is_refused_in_words(tmp_path: Path, kind: type) -> None:
+def test_minus_one_stored_as_an_unsigned_integer_is_refused(tmp_path: Path, kind: type) -> None:
     y: np.ndarray = np.array([0, 1, -1, 0, 1, 2]).astype(kind)
     with pytest.raises(DataError, match=rf"label {y.max()} \(-1, stored without a sign\?\)"):
         npz(tmp_path, y_train=y)
@@ -243,10 +243,10 @@ def test_minus_one_without_a_sign_is_refused_in_words(tmp_path: Path, kind: type
     assert npz(tmp_path, y_train=np.array([0, 1, 2, 0, 1, 2], kind)).classes == 3  # the control
 
 
-def test_the_largest_label_of_a_type_is_a_class_where_the_class_before_it_is_there(
+def test_the_largest_label_of_a_type_is_a_class_if_the_class_below_it_exists(
     tmp_path: Path,
 ) -> None:
-    """The control is without class 254: then 255 is -1 that lost its sign."""
+    """The control has no class 254: then 255 is -1 stored without a sign."""
     y, x = np.arange(256).astype(np.uint8), np.arange(256 * 16).reshape(256, 4, 4) % 251
     parts = {"x_train": x.astype(np.uint8), "x_test": x[:2].astype(np.uint8)}
     assert npz(tmp_path, y_train=y, **parts).classes == 256
@@ -254,7 +254,7 @@ def test_the_largest_label_of_a_type_is_a_class_where_the_class_before_it_is_the
         npz(tmp_path, y_train=np.where(y == 254, 0, y).astype(np.uint8), **parts)
 
 
-def test_what_is_no_npz_is_refused(tmp_path: Path) -> None:
+def test_files_other_than_npz_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("not an archive")
     np.save(tmp_path / "one.npy", np.zeros(3))
     (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04" + bytes(40))
@@ -266,7 +266,7 @@ def test_what_is_no_npz_is_refused(tmp_path: Path) -> None:
 
 
 @given(where=st.integers(0, 2**20), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_noticed_or_harmless_and_never_a_crash(where: int, bit: int) -> None:
+def test_a_flipped_bit_is_detected_or_harmless_and_never_a_crash(where: int, bit: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.npz"
         x = np.zeros((4, 2, 2), np.uint8)
@@ -317,7 +317,7 @@ def test_images_come_in_the_order_of_their_names_with_the_classes_of_their_folde
     assert "4 training and 2 test images of 2 classes" in caplog.text
 
 
-def test_one_image_in_colour_gives_all_three_channels(folder: Path) -> None:
+def test_one_colour_image_gives_all_images_three_channels(folder: Path) -> None:
     red = Image.new("RGB", (6, 4), (200, 20, 2))
     red.save(folder / "train/cat/c.png")
     found = read(folder)
@@ -331,7 +331,7 @@ def test_one_image_in_colour_gives_all_three_channels(folder: Path) -> None:
     ]
 
 
-def test_sizes_that_differ_are_refused_until_a_size_is_set(folder: Path) -> None:
+def test_different_image_sizes_are_refused_unless_a_size_is_set(folder: Path) -> None:
     save_image(folder / "test/dog/y.png", 60, size=(9, 9))
     with pytest.raises(DataError, match=r"y.png is 9x9 pixels .* Set data.image_size"):
         read(folder)
@@ -360,7 +360,7 @@ def test_a_class_without_images_is_refused(folder: Path) -> None:
         read(folder)
 
 
-def test_an_image_that_cannot_be_read_is_named(folder: Path) -> None:
+def test_an_unreadable_image_is_named(folder: Path) -> None:
     good = (folder / "train/cat/b.png").read_bytes()
     for damage in (b"not an image", b"", good[:50], good[:30]):
         (folder / "train/cat/b.png").write_bytes(damage)
@@ -368,7 +368,7 @@ def test_an_image_that_cannot_be_read_is_named(folder: Path) -> None:
             read(folder)
 
 
-def test_images_with_more_than_8_bits_are_refused_rather_than_cut_off(folder: Path) -> None:
+def test_images_with_more_than_8_bits_are_refused_and_not_truncated(folder: Path) -> None:
     Image.new("I;16", (6, 4), 3000).save(folder / "train/dog/c.png")
     with pytest.raises(DataError, match="is an image of Pillow's mode I;16"):
         read(folder)
@@ -385,7 +385,7 @@ def svhn_file(folder: Path, part: str, labels: list[int]) -> NDArray[np.uint8]:
     return x
 
 
-def test_svhn_is_read_from_its_files_and_its_ten_is_a_zero(tmp_path: Path) -> None:
+def test_svhn_is_read_from_its_files_and_its_label_10_is_digit_0(tmp_path: Path) -> None:
     x = svhn_file(tmp_path, "train", [10, 1, 9, 10])
     svhn_file(tmp_path, "test", [3])
     found = load_dataset(DataSettings(name="svhn", root=str(tmp_path)))
@@ -395,7 +395,7 @@ def test_svhn_is_read_from_its_files_and_its_ten_is_a_zero(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("labels", [[11], [-1]])
-def test_svhn_with_labels_of_no_digit_is_refused(tmp_path: Path, labels: list[int]) -> None:
+def test_svhn_with_labels_other_than_digits_is_refused(tmp_path: Path, labels: list[int]) -> None:
     svhn_file(tmp_path, "train", labels)
     svhn_file(tmp_path, "test", [3])
     with pytest.raises(DataError, match="not from 0 to 9"):
@@ -429,7 +429,8 @@ def test_mnist_is_read_from_its_files(tmp_path: Path) -> None:
 
 
 def test_mnist_is_read_without_torchvision(tmp_path: Path) -> None:
-    # To import it takes as long as torch, and most of what a run on MNIST has to do at its start.
+    # Importing torchvision takes as long as importing torch, most of the start-up time of a run on
+    # MNIST.
     idx_files(tmp_path, np.zeros((5, 28, 28), np.uint8), np.arange(5, dtype=np.uint8))
     code = (
         "import sys; "
@@ -438,7 +439,7 @@ def test_mnist_is_read_without_torchvision(tmp_path: Path) -> None:
         "said = 'torchvision' in sys.modules"
     )
     assert run_afresh(code, also=["torchvision"]) == "False"
-    # The control, without its seconds: who has that name is seen.
+    # The control, without the import: any module of that name is detected.
     assert run_afresh(f"import sys; sys.modules['torchvision'] = sys; {code}") == "True"
 
 
@@ -452,14 +453,14 @@ def test_mnist_is_read_without_torchvision(tmp_path: Path) -> None:
         (lambda content: b"\x00\x00\x0d" + content[3:], "does not begin"),  # of float32
         (lambda content: content[:3] + b"\x01" + content[4:], "does not begin"),
         (lambda content: b"\x1f\x8b" + content, "does not begin"),  # as gzip does
-        # More than a machine has, and more than 64 bits can say.
+        # More than the memory, and more than 64 bits.
         (
             lambda content: content[:4] + b"\xff" * 12 + content[16:],
             r"has 3920 bytes for 4294967295 x 42\d+ x",
         ),
     ],
 )
-def test_an_idx_file_that_is_not_what_its_head_says_is_refused(
+def test_an_idx_file_that_contradicts_its_header_is_refused(
     change: Callable[[bytes], bytes], said: str, tmp_path: Path
 ) -> None:
     idx_files(tmp_path, np.zeros((5, 28, 28), np.uint8), np.zeros(5, np.uint8))
@@ -469,7 +470,7 @@ def test_an_idx_file_that_is_not_what_its_head_says_is_refused(
         load_dataset(DataSettings(name="mnist", root=str(tmp_path)))
 
 
-def test_an_mnist_whose_files_do_not_belong_together_is_refused(tmp_path: Path) -> None:
+def test_mnist_files_with_different_numbers_of_rows_are_refused(tmp_path: Path) -> None:
     idx_files(tmp_path, np.zeros((5, 28, 28), np.uint8), np.zeros(4, np.uint8))
     with pytest.raises(DataError, match="with 4 labels"):
         load_dataset(DataSettings(name="mnist", root=str(tmp_path)))
@@ -484,8 +485,8 @@ def cifar_files(folder: Path, content: bytes) -> None:
 def test_cifar10_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision.datasets import CIFAR10
 
-    # One file serves as all seven. torchvision knows the published files by their MD5, so it
-    # is told that of ours.
+    # One file serves as all seven. torchvision recognises the published files by their MD5, so it
+    # gets that of ours.
     x = np.random.RandomState(0).randint(0, 256, (2, 3072)).astype(np.uint8)
     content = pickle.dumps({"data": x, "labels": [7, 2], "label_names": list("abcdefghij")})
     cifar_files(tmp_path, content)
@@ -494,7 +495,7 @@ def test_cifar10_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(CIFAR10, parts, [[n, digest] for n, _ in getattr(CIFAR10, parts)])
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": digest})
     found = load_dataset(DataSettings(name="cifar10", root=str(tmp_path)))
-    # A row of the file is the red, green and blue plane one after the other.
+    # A row of the file is the red, then the green, then the blue plane.
     assert found.x_train.tolist() == np.tile(x, (5, 1)).reshape(10, 3, 32, 32).tolist()
     assert found.y_test.tolist() == [7, 2]
     assert found.class_names == tuple("abcdefghij")
@@ -510,7 +511,7 @@ def jpeg_copies(folder: Path, classes: int, side: int) -> Path:
     return folder
 
 
-def test_cifar10_may_be_a_folder_of_copies_and_that_is_said(
+def test_cifar10_may_be_a_folder_of_image_copies_and_a_log_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = jpeg_copies(tmp_path / "copies", 10, 32)
@@ -527,7 +528,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.rglob("*cifar10*.yaml")), ids=str)
-def test_configs_of_cifar10_name_it_and_no_folder_of_one_machine(config: Path) -> None:
+def test_configs_of_cifar10_name_it_and_no_local_folder(config: Path) -> None:
     data = configs.load_config(config).data
     assert (data.name, data.root) == ("cifar10", "")
     assert configs.load_config(config, ["data.root=copies"]).data.root == str(
@@ -535,9 +536,9 @@ def test_configs_of_cifar10_name_it_and_no_folder_of_one_machine(config: Path) -
     )
 
 
-def test_a_pickle_that_is_not_the_published_one_is_never_opened(tmp_path: Path) -> None:
+def test_a_pickle_other_than_the_published_one_is_never_opened(tmp_path: Path) -> None:
     mark = tmp_path / "it ran"
-    # What a pickle can do: call os.mkdir with a name of its choice.
+    # An example of a harmful pickle: it calls os.mkdir with a name of its choice.
     harmful = b"cos\nmkdir\n(S" + repr(str(mark)).encode() + b"\ntR."
     cifar_files(tmp_path, harmful)
     with pytest.raises(DataError, match=r"cifar10: a file in .* is damaged"):
@@ -563,10 +564,10 @@ def test_without_files_and_network_the_error_names_folder_files_and_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def unplugged(*_: object, **__: object) -> None:
+    def offline(*_: object, **__: object) -> None:
         raise urllib.error.URLError("the cable is out")
 
-    monkeypatch.setattr(urllib.request, "urlopen", unplugged)
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
     with pytest.raises(DataError) as refusal:
         load_dataset(DataSettings(name=name, root=str(tmp_path / "data")))
     said = str(refusal.value)
@@ -574,15 +575,15 @@ def test_without_files_and_network_the_error_names_folder_files_and_command(
     assert file in said
     assert "python -c 'import torchvision; get = torchvision.datasets." in said
     assert refusal.value.__suppress_context__
-    assert capsys.readouterr().out == ""  # --json owns standard output
+    assert capsys.readouterr().out == ""  # --json uses standard output
 
 
-def test_the_command_of_the_error_gets_both_parts_into_that_folder(tmp_path: Path) -> None:
-    # It is run as a shell would, with a torchvision that prints what it is asked for.
+def test_the_command_in_the_error_downloads_both_parts_into_that_folder(tmp_path: Path) -> None:
+    # It runs as in a shell, with a torchvision that prints its arguments.
     stub = "class datasets:\n    def SVHN(*args, **named): print(args, named)\n"
     (tmp_path / "torchvision.py").write_text(stub)
     root = str(tmp_path / "file" / "it's here")
-    (tmp_path / "file").touch()  # a folder cannot be made under it, so nothing is downloaded
+    (tmp_path / "file").touch()  # no folder can be made below a file, so nothing is downloaded
     with pytest.raises(DataError) as refusal:
         load_dataset(DataSettings(name="svhn", root=root))
     [line] = [s for s in str(refusal.value).splitlines() if s.strip().startswith("python -c")]
@@ -596,7 +597,7 @@ def test_the_command_of_the_error_gets_both_parts_into_that_folder(tmp_path: Pat
     ]
 
 
-def test_data_is_looked_for_in_the_folder_of_the_environment(
+def test_data_is_read_from_the_folder_of_the_environment_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PRIVSSL_DATA", "somewhere/else")
@@ -608,10 +609,10 @@ def test_data_is_looked_for_in_the_folder_of_the_environment(
 @pytest.mark.data
 @pytest.mark.parametrize(
     ("name", "folder", "mean"),
-    # Means as every tutorial prints them, of the training pixels in [0, 1].
+    # Means of the training pixels in [0, 1], as in many tutorials.
     [("mnist", "MNIST", 0.1307), ("fashion_mnist", "FashionMNIST", 0.2860)],
 )
-def test_the_real_sets_have_their_known_mean(name: Any, folder: str, mean: float) -> None:
+def test_downloaded_data_sets_have_their_known_mean(name: Any, folder: str, mean: float) -> None:
     if not (default_root() / folder / "raw").is_dir():
         pytest.skip(f"{folder} is not in {default_root()}")
     found = load_dataset(DataSettings(name=name))

@@ -1,4 +1,4 @@
-"""Test rows drawn from all rows (``data.test``), and rows ordered as a stream (``data.order``)."""
+"""Test rows drawn from all rows (``data.test``), and rows in stream order (``data.order``)."""
 
 from pathlib import Path
 
@@ -32,21 +32,21 @@ def drawn(seed: int = 0, **settings: object) -> FederatedDataset:
 
 
 def rows_of(found: FederatedDataset) -> list[bytes]:
-    """Every row that somebody holds or that is tested on."""
+    """Every row that an agent holds, or that is used for validation or testing."""
     held = [part.x for a in found.agents for part in (a.held_labelled, a.held_unlabelled) if part]
     assert found.validation is not None
     every = torch.cat([*held, found.validation.x, found.dataset.x_test])
     return sorted(x.numpy().tobytes() for x in every)
 
 
-def test_every_row_is_trained_on_validated_on_or_tested_on_once() -> None:
+def test_every_row_is_used_once_for_training_validation_or_testing() -> None:
     found = drawn(test=300, validation=100)
     assert len(found.dataset.y_test) == 300 and found.validation is not None
     assert len(found.validation) == 100
     assert sum(len(a.unlabelled) for a in found.agents if a.id != "server") == ROWS - 420
     everything = torch.cat([TOY.x_train, TOY.x_test])
     assert rows_of(found) == sorted(x.numpy().tobytes() for x in everything)
-    published = drawn(validation=100)  # the control: without it all is as it was
+    published = drawn(validation=100)  # the control: the published test rows
     assert torch.equal(published.dataset.x_test, TOY.x_test)
 
 
@@ -61,14 +61,14 @@ def test_labels_stay_with_their_rows() -> None:
         assert [label[x.numpy().tobytes()] for x in xs] == ys.tolist()
 
 
-def test_the_draw_follows_from_the_seed() -> None:
+def test_the_draw_depends_on_the_seed() -> None:
     one, same, other = drawn(0, test=300), drawn(0, test=300), drawn(1, test=300)
     assert one.manifest.hash == same.manifest.hash
     assert torch.equal(one.dataset.x_test, same.dataset.x_test)
     assert not torch.equal(one.dataset.x_test, other.dataset.x_test)
 
 
-def test_a_row_without_a_label_is_no_test_row() -> None:
+def test_a_row_without_a_label_is_never_a_test_row() -> None:
     y = TOY.y_train.clone()
     y[:900] = NO_LABEL
     dataset = Dataset(TOY.name, TOY.x_train, y, TOY.x_test, TOY.y_test, TOY.class_names)
@@ -79,7 +79,7 @@ def test_a_row_without_a_label_is_no_test_row() -> None:
 
 
 @pytest.mark.parametrize("key", ["encoder", "split"])
-def test_it_is_refused_beside_what_fixes_the_training_rows(key: str) -> None:
+def test_drawn_test_rows_are_refused_beside_an_encoder_or_a_fixed_split(key: str) -> None:
     value = {"encoder": "efficientnet_lite0", "split": "split.json"}[key]
     settings = DataSettings(name="toy", test=10, **{key: value})  # type: ignore[arg-type]
     assert [problem.key for problem in settings.problems()] == ["test"]
@@ -89,7 +89,9 @@ def test_it_is_refused_beside_what_fixes_the_training_rows(key: str) -> None:
 
 
 @pytest.mark.parametrize(("partition", "slices"), [("imbalanced", 10), ("iid", 4)])
-def test_every_slice_of_a_stream_has_the_classes_of_the_whole(partition: str, slices: int) -> None:
+def test_every_slice_of_a_stream_has_the_class_shares_of_the_whole(
+    partition: str, slices: int
+) -> None:
     found = drawn(order="by-class", partition=partition)
     unlike = 0.0
     for agent, rows in found.manifest.agents.items():
@@ -103,10 +105,10 @@ def test_every_slice_of_a_stream_has_the_classes_of_the_whole(partition: str, sl
             unlike = max(
                 unlike, np.abs(class_counts_of(found, part.tolist()) - whole / slices).max()
             )
-    assert unlike > 1.5 or partition == "iid"  # toy rows alternate, so that iid is spread anyway
+    assert unlike > 1.5 or partition == "iid"  # toy rows alternate, so iid is balanced in any order
 
 
-def test_the_order_changes_nothing_but_the_order() -> None:
+def test_order_by_class_changes_only_the_order_of_rows() -> None:
     stored, spread = drawn(), drawn(order="by-class")
     assert stored.manifest.hash != spread.manifest.hash
     for agent, rows in stored.manifest.agents.items():
@@ -117,7 +119,7 @@ def test_the_order_changes_nothing_but_the_order() -> None:
     assert torch.equal(held.x, load_dataset(DataSettings(name="toy")).x_train[held.ids])
 
 
-def test_a_private_run_takes_no_order_that_follows_from_labels(tmp_path: Path) -> None:
+def test_a_private_run_refuses_an_order_that_depends_on_labels(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(PRIVATE)
     with pytest.raises(
@@ -138,6 +140,6 @@ def test_a_private_run_takes_no_order_that_follows_from_labels(tmp_path: Path) -
     prepare(load_config(path, [f"data.split={tmp_path / 'stored.json'}"]))  # the control
 
 
-def test_a_split_of_a_former_version_keeps_its_hash() -> None:
+def test_a_split_without_the_new_settings_keeps_its_hash() -> None:
     assert {"test", "order"}.isdisjoint(drawn().manifest.settings)
     assert drawn(test=300).manifest.settings["test"] == 300

@@ -1,4 +1,4 @@
-"""From a config to the parties: who holds what, that labels stay hidden, and replaying a split."""
+"""From a config to the agents: who holds which rows, hidden labels, and replaying a split."""
 
 import dataclasses
 import tempfile
@@ -38,7 +38,7 @@ def held(agent: Agent) -> list[Tensor]:
 
 
 def ids(found: FederatedDataset) -> list[int]:
-    """Row ids of everybody, agents and validation, with repetitions."""
+    """Row ids of all agents and of validation, with repetitions."""
     rows = [part for a in found.agents for part in (a.held_labelled, a.held_unlabelled) if part]
     everything = [*rows, found.validation] if found.validation else rows
     return sorted(i for part in everything for i in part.ids.tolist())
@@ -98,21 +98,21 @@ def test_no_row_is_held_twice_and_none_is_lost(
         assert everyone == list(range(1000))
 
 
-def test_agents_of_equal_size_choose_their_classes_among_all_rows_that_are_free() -> None:
-    # 100 rows of each class; 3 agents with 60 rows of one class each. Were 180 rows picked first,
-    # no class would have much more than 18 of them.
+def test_agents_of_equal_size_draw_their_classes_from_all_free_rows() -> None:
+    # 100 rows of each class; 3 agents with 60 rows of one class each. If 180 rows were picked
+    # first, no class would have much more than 18 of them.
     found = federated_data(
         labelled=100, unlabelled=180, partition="dirichlet_equal", alpha=1e-6,
         labelled_partition="iid",
     )  # fmt: skip
     _, held = class_counts(found)
     assert [counts.max() for counts in held.values()] == [60, 60, 60]
-    # The rule of the unlabelled rows does not tell how many labelled ones there are.
+    # The rule for unlabelled rows does not change the number of labelled ones.
     found = federated_data(labelled=100, unlabelled=180, partition="dirichlet_equal", alpha=1e-6)
     assert [len(agent.labelled) for agent in found.agents[:2]] == [50, 50]
 
 
-def test_rows_come_with_their_own_images_and_labels() -> None:
+def test_rows_have_their_own_images_and_labels() -> None:
     found = federated_data(labelled=50, validation=20)
     assert found.validation is not None
     for rows in (found.agents[0].labelled, found.agents[1].labelled, found.validation):
@@ -130,7 +130,7 @@ def test_stratified_labels_are_equally_many_of_each_class(labelled: int, most: i
     assert np.ptp(counts) <= 1
 
 
-def test_a_class_with_too_few_rows_gives_all_and_the_others_make_up_for_it() -> None:
+def test_a_class_with_too_few_rows_gives_all_and_other_classes_give_more() -> None:
     # Classes 0 and 1 with 3 rows and 27: of 20, class 0 gives 3 and class 1 gives 17.
     y = torch.tensor([0] * 3 + [1] * 27)
     few = dataclasses.replace(TOY, x_train=TOY.x_train[:30], y_train=y, class_names=("a", "b"))
@@ -138,7 +138,7 @@ def test_a_class_with_too_few_rows_gives_all_and_the_others_make_up_for_it() -> 
     assert class_counts(found)[0]["s0"].tolist() == [3, 17]
 
 
-def test_labels_that_are_not_stratified_are_drawn_whatever_their_class() -> None:
+def test_labels_that_are_not_stratified_are_drawn_regardless_of_class() -> None:
     draws = [federated_data(labelled=100, stratified=False, seed=seed) for seed in range(5)]
     spreads = [np.ptp(sum(class_counts(found)[0].values())) for found in draws]
     assert min(spreads) > 1  # ten equal classes by chance, five times: less than 1e-8 each
@@ -153,7 +153,7 @@ def test_more_labels_are_a_superset_of_fewer() -> None:
     assert labelled(few) < labelled(many)
 
 
-def test_each_kind_of_rows_may_have_its_own_rule() -> None:
+def test_labelled_and_unlabelled_rows_may_have_their_own_partition_rules() -> None:
     found = federated_data(
         query=5, labelled=100, partition="classes_per_agent", k=2, labelled_partition="iid"
     )
@@ -162,12 +162,12 @@ def test_each_kind_of_rows_may_have_its_own_rule() -> None:
     assert all((counts > 0).sum() == 2 for counts in unlabelled.values())
 
 
-def test_the_labelled_rule_is_that_of_all_rows_when_it_is_not_given() -> None:
+def test_labelled_partition_defaults_to_the_partition_of_all_rows() -> None:
     labelled, _ = class_counts(federated_data(labelled=100, partition="round_robin"))
     assert labelled["s0"].tolist() == [10, 0] * 5
 
 
-def test_under_one_rule_both_kinds_of_rows_of_a_mixed_agent_are_of_the_same_classes() -> None:
+def test_under_one_rule_both_kinds_of_rows_of_a_mixed_agent_have_the_same_classes() -> None:
     found = federated_data(
         support=0, query=0, mixed=5, labels="labels-at-client", labelled=100,
         partition="classes_per_agent", k=2,
@@ -185,25 +185,25 @@ def of_rows(split: Manifest, dataset: Dataset) -> tuple[Manifest, Dataset]:
     return dataclasses.replace(split, checksum=checksum(dataset)), dataset
 
 
-def test_the_labels_of_unlabelled_rows_reach_no_agent() -> None:
+def test_labels_of_unlabelled_rows_reach_no_agent() -> None:
     drawn = federated_data(labelled=50, validation=20)
     hidden = torch.cat([agent.unlabelled.ids for agent in drawn.agents[2:]])
     permuted = TOY.y_train.clone()
     permuted[hidden] = permuted[hidden.roll(1)]
     assert not torch.equal(permuted, TOY.y_train)
-    # The same split is replayed with other labels: a new draw would look at all classes.
+    # The same split is replayed with other labels, because a new draw depends on all classes.
     replayed = replay(*of_rows(drawn.manifest, dataclasses.replace(TOY, y_train=permuted)))
     for before, after in zip(drawn.agents, replayed.agents, strict=True):
         assert all(map(torch.equal, held(before), held(after)))
     assert torch.equal(replayed.true_labels, permuted)
-    # The control: the label of a labelled row is seen.
+    # The control: the label of a labelled row is detected.
     seen = TOY.y_train.clone()
     seen[drawn.agents[0].labelled.ids[0]] += 1
     changed = replay(*of_rows(drawn.manifest, dataclasses.replace(TOY, y_train=seen)))
     assert not all(map(torch.equal, held(drawn.agents[0]), held(changed.agents[0])))
 
 
-def test_unlabelled_rows_have_no_field_that_could_hold_a_label() -> None:
+def test_unlabelled_rows_have_no_field_for_a_label() -> None:
     agent = federated_data(labelled=50).agents[-1]
     fields = {field.name for field in dataclasses.fields(agent.unlabelled)}
     assert fields == {"x", "ids", "origin"}
@@ -211,7 +211,7 @@ def test_unlabelled_rows_have_no_field_that_could_hold_a_label() -> None:
     assert agent.held_labelled is None
 
 
-def test_no_agent_shares_memory_with_the_data_set_or_another_agent() -> None:
+def test_agents_share_no_memory_with_the_data_set_or_other_agents() -> None:
     found = federated_data(labelled=50, validation=20)
     whole = [TOY.x_train, TOY.y_train, found.true_labels]
     tensors = [t for agent in found.agents for t in held(agent)]
@@ -221,12 +221,12 @@ def test_no_agent_shares_memory_with_the_data_set_or_another_agent() -> None:
     assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in tensors)
 
 
-def test_no_training_row_stays_with_the_data_set() -> None:
+def test_the_data_set_keeps_no_training_rows() -> None:
     kept = federated_data(labelled=50, validation=20).dataset.x_train
     assert len(kept) == 0 and kept.untyped_storage().nbytes() == 0
 
 
-# Repeating ----------------------------------------------------------------------------------
+# Reproducing a split ------------------------------------------------------------------------
 
 
 def test_one_seed_gives_one_split_and_another_seed_another() -> None:
@@ -249,7 +249,7 @@ def replay(split: Any, dataset: Dataset = TOY, **settings: Any) -> FederatedData
         return federated_data(dataset=dataset, **merged)
 
 
-def test_a_replayed_split_is_the_same_for_every_agent_and_keeps_its_hash() -> None:
+def test_a_replayed_split_gives_every_agent_the_same_rows_and_keeps_its_hash() -> None:
     drawn = federated_data(query=12, labelled=50, validation=20, seed=5)
     again = replay(drawn.manifest, query=12, seed=99)
     assert [agent.id for agent in again.agents] == [agent.id for agent in drawn.agents]
@@ -274,14 +274,14 @@ def test_a_replayed_split_is_the_same_for_every_agent_and_keeps_its_hash() -> No
     ],
     ids=str,
 )
-def test_a_split_that_does_not_fit_the_config_is_refused(
+def test_a_split_that_does_not_match_the_config_is_refused(
     settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
         replay(federated_data(labelled=50, validation=20).manifest, **settings)
 
 
-def test_a_split_is_replayed_by_its_own_rule_and_by_a_config_that_names_no_other() -> None:
+def test_a_split_is_replayed_by_its_own_rule_and_by_a_config_without_one() -> None:
     rule: dict[str, Any] = {"partition": "dirichlet", "alpha": 0.5}
     drawn = federated_data(labelled=50, validation=20, **rule)
     mute: dict[str, Any] = {}
@@ -298,7 +298,7 @@ def test_a_split_of_other_rows_is_refused() -> None:
         replay(federated_data(labelled=50, validation=20).manifest, other)
 
 
-# What cannot be -----------------------------------------------------------------------------
+# Impossible splits --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -323,14 +323,14 @@ def test_a_split_of_other_rows_is_refused() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_split_that_cannot_be_drawn_is_refused_with_what_to_do(
+def test_a_split_that_cannot_be_drawn_is_refused_with_advice(
     settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
         federated_data(**settings)
 
 
-def test_without_query_agents_only_the_labelled_rows_are_handed_out() -> None:
+def test_without_query_agents_only_labelled_rows_are_handed_out() -> None:
     found = federated_data(query=0, labelled=50)
     assert len(ids(found)) == 50
 

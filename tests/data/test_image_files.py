@@ -1,4 +1,4 @@
-"""Pictures of every kind are read as they look, and what is left out or changed is counted."""
+"""Images of every kind are read as they look, and skipped or changed files are counted."""
 
 import logging
 from collections.abc import Callable
@@ -23,7 +23,7 @@ SHADES = np.random.default_rng(0).integers(0, 256, (8, 6, 9), dtype=np.uint8)
 
 
 def write(root: Path, save: Save, suffix: str = ".png", shades: NDArray[Any] = SHADES) -> Path:
-    """Two training and two test pictures of each of two classes."""
+    """Two training and two test images of each of two classes."""
     names = [f"{part}/{c}/{n}" for part in ("train", "test") for c in "ab" for n in "01"]
     for name, picture in zip(names, shades, strict=True):
         path = root / f"{name}{suffix}"
@@ -40,7 +40,7 @@ def read(root: Path, **settings: Any) -> Dataset:
     return load_dataset(DataSettings(name="image_folder", root=str(root), **settings))
 
 
-def said(caplog: pytest.LogCaptureFixture) -> str:
+def log_text(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
 
 
@@ -57,7 +57,7 @@ def in_alpha(mode: str, colour: int = 0) -> Save:
 
 @pytest.mark.parametrize("mode", ["LA", "RGBA"])
 @pytest.mark.parametrize("suffix", [".png", ".webp", ".tif"])
-def test_what_is_drawn_in_the_alpha_channel_is_seen_over_white(
+def test_drawings_in_the_alpha_channel_are_laid_over_white(
     mode: str, suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def save(path: Path, picture: NDArray[np.uint8]) -> None:
@@ -71,22 +71,22 @@ def test_what_is_drawn_in_the_alpha_channel_is_seen_over_white(
     found = read(write(tmp_path, save, suffix))
     # Black with opacity 255 - v over white has the shade v.
     assert np.abs(found.x_train[:, 0].numpy().astype(int) - SHADES[:4]).max() <= 1
-    assert "8 images have transparent pixels and were laid over white" in said(caplog)
+    assert "8 images have transparent pixels and were laid over white" in log_text(caplog)
 
 
-def test_without_a_background_such_pictures_would_all_be_equal_and_that_is_warned_of(
+def test_without_a_background_these_images_would_be_equal_and_a_warning_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The control of the test above, and what becomes of white shapes on transparent ground.
+    # The control of the test above; white shapes on a transparent background end like this.
     read(write(tmp_path / "white", in_alpha("RGBA", 255)))
-    assert "all 4 training rows are equal" in said(caplog)
+    assert "all 4 training rows are equal" in log_text(caplog)
     caplog.clear()
     monkeypatch.setattr(image_folder, "_over_white", lambda image: (image, False))
     read(write(tmp_path / "black", in_alpha("RGBA")))
-    assert "all 4 training rows are equal" in said(caplog)
+    assert "all 4 training rows are equal" in log_text(caplog)
 
 
-def test_a_transparent_colour_of_a_palette_is_white(tmp_path: Path) -> None:
+def test_a_transparent_palette_colour_becomes_white(tmp_path: Path) -> None:
     def save(path: Path, picture: NDArray[np.uint8]) -> None:
         image = Image.fromarray((picture > 99).astype(np.uint8), "P")
         image.putpalette([9, 9, 9, 80, 80, 80])
@@ -96,7 +96,7 @@ def test_a_transparent_colour_of_a_palette_is_white(tmp_path: Path) -> None:
     assert found.x_train[:, 1].tolist() == np.where(SHADES[:4] > 99, 80, 255).tolist()
 
 
-def test_an_opaque_alpha_channel_changes_and_says_nothing(
+def test_an_opaque_alpha_channel_changes_nothing_and_logs_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def save(path: Path, picture: NDArray[np.uint8]) -> None:
@@ -108,21 +108,22 @@ def test_an_opaque_alpha_channel_changes_and_says_nothing(
     assert "white" not in caplog.text
 
 
-def test_equal_rows_of_different_classes_are_counted(
+def test_equal_rows_with_different_classes_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shades = SHADES.copy()
     shades[1] = shades[0]  # of one class: no mistake
     read(write(tmp_path / "one", plainly, shades=shades))
-    assert not said(caplog)
+    assert not log_text(caplog)
     shades[2] = shades[0]
     read(write(tmp_path / "two", plainly, shades=shades))
-    assert "3 of 4 training rows are equal to rows of another class" in said(caplog)
+    assert "3 of 4 training rows are equal to rows of another class" in log_text(caplog)
 
 
 # Orientation ------------------------------------------------------------------------------------
 
-# What a camera did to the picture before it wrote the number: the inverse of how it is shown.
+# What the camera did to the image before it wrote the number: the inverse of the displayed
+# transform.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
@@ -143,7 +144,7 @@ def turned(number: int) -> Save:
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp", ".tif"])
 @pytest.mark.parametrize("number", TURNS)
-def test_a_picture_is_upright_whatever_its_orientation_says(
+def test_an_image_is_upright_for_every_orientation_tag(
     number: int, suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "privssl")
@@ -154,22 +155,22 @@ def test_a_picture_is_upright_whatever_its_orientation_says(
     found = read(other).x_train.float().mean(dim=1, keepdim=True)
     assert found.shape == wanted.shape
     assert (found - wanted).abs().mean() < 2
-    if suffix != ".tif":  # Pillow has turned it then
+    if suffix != ".tif":  # Pillow has already rotated it
         assert "8 images were turned as their EXIF orientation says" in caplog.text
 
 
-def test_turned_and_upright_pictures_of_one_size_go_together(tmp_path: Path) -> None:
+def test_rotated_and_upright_images_of_one_displayed_size_can_be_mixed(tmp_path: Path) -> None:
     write(tmp_path, plainly)
     turned(6)(tmp_path / "train/a/2.png", SHADES[0])  # 9 high and 6 wide in its file
     found = read(tmp_path)
     assert found.x_train[2].tolist() == found.x_train[0].tolist()
-    # The control: without the number they differ in size.
+    # The control: without the tag their sizes differ.
     Image.fromarray(SHADES[0]).rotate(90, expand=True).save(tmp_path / "train/a/2.png")
     with pytest.raises(DataError, match=r"Set data\.image_size"):
         read(tmp_path)
 
 
-def test_damaged_notes_of_a_camera_leave_a_picture_readable(tmp_path: Path) -> None:
+def test_damaged_exif_data_does_not_prevent_reading_an_image(tmp_path: Path) -> None:
     write(tmp_path, plainly)
     Image.fromarray(SHADES[0]).save(tmp_path / "train/a/0.png", exif=b"Exif\0\0MM\0*\xff\xff\xff")
     assert read(tmp_path).x_train[0, 0].tolist() == SHADES[0].tolist()
@@ -188,11 +189,11 @@ def test_frames_that_are_not_read_are_counted(
         frames[0].save(path, kind, save_all=True, append_images=frames[1:])
 
     read(write(tmp_path / "many", save, suffix))
-    assert "8 images have several frames or pages (0" in said(caplog)
-    assert "has 5)" in said(caplog) and "32 frames were not" in said(caplog)
+    assert "8 images have several frames or pages (0" in log_text(caplog)
+    assert "has 5)" in log_text(caplog) and "32 frames were not" in log_text(caplog)
     caplog.clear()  # the control
     read(write(tmp_path / "one", plainly, suffix.replace(".apng", ".png")))
-    assert not said(caplog)
+    assert not log_text(caplog)
 
 
 # Which files ------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def test_frames_that_are_not_read_are_counted(
     [(".ppm", "PPM"), (".pgm", "PPM"), (".pnm", "PPM"), (".jfif", "JPEG"), (".jpe", "JPEG"),
      (".JPG", "JPEG"), (".dib", "DIB"), (".BMP", "BMP"), (".TIFF", "TIFF")],
 )  # fmt: skip
-def test_a_picture_is_read_by_each_of_its_suffixes(
+def test_an_image_is_read_by_each_of_its_suffixes(
     suffix: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def save(path: Path, picture: NDArray[np.uint8]) -> None:
@@ -211,10 +212,10 @@ def test_a_picture_is_read_by_each_of_its_suffixes(
 
     found = read(write(tmp_path, save, suffix))
     assert (len(found.y_train), len(found.y_test)) == (4, 4)
-    assert not said(caplog)
+    assert not log_text(caplog)
 
 
-def test_pictures_in_deeper_folders_are_read_in_the_order_of_their_paths(tmp_path: Path) -> None:
+def test_images_in_nested_folders_are_read_in_the_order_of_their_paths(tmp_path: Path) -> None:
     write(tmp_path, plainly)
     for folder, shade in (("session10", 10), ("session2/left", 2)):
         (tmp_path / "train/a" / folder).mkdir(parents=True)
@@ -229,7 +230,7 @@ def test_every_file_that_is_not_read_is_counted_by_its_reason(
 ) -> None:
     write(tmp_path, plainly)
     read(tmp_path)
-    assert not said(caplog)  # the control
+    assert not log_text(caplog)  # the control
     for name in ("train/a/x.heic", "train/a/y.HEIC", "test/b/notes.txt", "train/b/README"):
         (tmp_path / name).write_text("")
     (tmp_path / "train/loose.png").write_bytes((tmp_path / "train/a/0.png").read_bytes())
@@ -237,21 +238,21 @@ def test_every_file_that_is_not_read_is_counted_by_its_reason(
     (tmp_path / "val/a").mkdir(parents=True)
     (tmp_path / "train/a/again").symlink_to(tmp_path / "train/a")
     assert len(read(tmp_path).y_train) == 4
-    [line] = said(caplog).splitlines()
+    [line] = log_text(caplog).splitlines()
     assert line.startswith(
         f"{tmp_path}: not read: 2 .heic, 1 .txt, 1 folder val, 1 hidden, 1 linked folders, 1 "
         "outside of the folders of classes, 1 without a suffix. Images are "
     )
 
 
-def test_a_linked_folder_of_a_class_is_read(
+def test_a_symbolic_link_to_a_class_folder_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, plainly)
     (tmp_path / "train/b").rename(tmp_path / "elsewhere")
     (tmp_path / "train/b").symlink_to(tmp_path / "elsewhere")
     assert read(tmp_path).y_train.tolist() == [0, 0, 1, 1]
-    assert "linked folders" not in said(caplog)
+    assert "linked folders" not in log_text(caplog)
 
 
 # Colour in private runs ---------------------------------------------------------------------------
@@ -263,10 +264,10 @@ def test_a_linked_folder_of_a_class_is_read(
         (("train/a/1",), True),
         ((), False),
         (("train/a/1", "test/b/0"), False),
-        (("unlabelled/0",), False),  # the claim is about labelled rows
+        (("unlabelled/0",), False),  # the claim covers labelled rows
     ],
 )
-def test_one_training_picture_in_colour_decides_no_private_run_and_any_other_run(
+def test_a_private_run_is_refused_if_only_training_images_have_colour(
     coloured: tuple[str, ...], refused: bool, tmp_path: Path
 ) -> None:
     root = write(tmp_path, plainly)
@@ -275,7 +276,7 @@ def test_one_training_picture_in_colour_decides_no_private_run_and_any_other_run
     for name in coloured:
         Image.open(root / f"{name}.png").convert("RGB").save(root / f"{name}.png")
     found = read(root)
-    assert found.shape[0] == (3 if coloured else 1)  # of every row: one picture reaches all others
+    assert found.shape[0] == (3 if coloured else 1)  # of every row: one image changes all others
     of = SimpleNamespace(name="image_folder", root=root)
     refuse_classes_of_labels_alone(SimpleNamespace(privacy=None, data=of), found)
     problem = pytest.raises(PrivacyError, match=f"{root}: images in train/ alone have colour")

@@ -1,4 +1,4 @@
-"""Files and names that would hang, crash or be misread: refused or counted, each with a control."""
+"""Files and names that could hang, crash or mislead are refused or counted, with controls."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ def pixels(*shape: int) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two classes of colour pictures."""
+    """Two classes of colour images."""
     for place in ("train/a", "train/b", "test/a", "test/b"):
         (tmp_path / place).mkdir(parents=True)
         for number in range(2):
@@ -56,7 +56,7 @@ def png16() -> bytes:
 
 
 @pytest.mark.parametrize(("name", "content"), [("c.png", png16()), ("c.ppm", ppm(65535))])
-def test_colours_of_16_bits_are_refused_rather_than_cut_off(
+def test_images_with_16_bits_per_channel_are_refused_and_not_truncated(
     folder: Path, name: str, content: bytes
 ) -> None:
     (folder / "train/a" / name).write_bytes(content)
@@ -64,13 +64,13 @@ def test_colours_of_16_bits_are_refused_rather_than_cut_off(
         read(folder)
 
 
-def test_colours_of_8_bits_and_fewer_are_read(folder: Path) -> None:
+def test_images_with_8_bits_per_channel_or_fewer_are_read(folder: Path) -> None:
     (folder / "train/a/c.ppm").write_bytes(ppm(255))
     (folder / "train/a/d.ppm").write_bytes(ppm(15))
     assert len(read(folder).y_train) == 6
 
 
-def test_a_pipe_is_counted_and_never_waited_for(
+def test_a_named_pipe_is_counted_and_never_read(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert len(read(folder).y_train) == 4
@@ -93,10 +93,10 @@ def test_a_class_name_that_cannot_be_printed_is_refused(folder: Path, name: byte
     rename(folder, name)
     with pytest.raises(DataError, match=r"cannot be printed.*Rename it") as refusal:
         read(folder)
-    assert str(refusal.value).encode()  # and the refusal can be
+    assert str(refusal.value).encode()  # and the error can be printed
 
 
-def test_a_class_name_of_other_letters_is_read(folder: Path) -> None:
+def test_a_class_name_with_non_ascii_letters_is_read(folder: Path) -> None:
     rename(folder, "käse 1".encode())
     assert "käse 1" in read(folder).class_names
 
@@ -105,7 +105,7 @@ def test_a_class_name_of_other_letters_is_read(folder: Path) -> None:
     ("one", "other", "said"),
     [("caf\u00e9", "cafe\u0301", r"caf\\xe9"), ("a", "a ", "'a '"), ("a", "A", "'A'")],
 )
-def test_class_names_that_look_alike_are_told_apart(
+def test_the_error_shows_the_difference_between_class_names_that_look_alike(
     folder: Path, one: str, other: str, said: str
 ) -> None:
     os.rename(folder / "train/a", folder / f"train/{one}")
@@ -134,7 +134,7 @@ def truncated(kind: str) -> Callable[[Path], None]:
         lambda path: Image.fromarray(pixels(8, 8, 3)).save(path, "EPS"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_whole_picture_is_named(
+def test_a_file_that_is_not_a_complete_image_is_named(
     folder: Path, make: Callable[[Path], None]
 ) -> None:
     make(folder / "train/a/c.png")
@@ -153,13 +153,13 @@ def npz(folder: Path, **changes: Any) -> Dataset:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (0, 0)])
-def test_images_without_a_pixel_are_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_images_without_pixels_are_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
     with pytest.raises(DataError, match="have no number"):
         npz(tmp_path, x_train=pixels(6, *shape), x_test=pixels(3, *shape))
     assert npz(tmp_path).shape == (1, 4, 5)  # the control
 
 
-def test_axes_that_could_both_be_channels_are_said(
+def test_ambiguous_channel_axes_cause_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert npz(tmp_path, x_train=pixels(6, 3, 8, 3), x_test=pixels(3, 3, 8, 3)).shape == (3, 3, 8)
@@ -182,14 +182,14 @@ def test_axes_that_could_both_be_channels_are_said(
         ({"x_train": np.full((6, 4, 5), np.inf, np.float16)}, "6 rows have NaN or infinity"),
     ],
 )
-def test_arrays_of_other_kinds_are_refused(
+def test_arrays_of_other_types_are_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
         npz(tmp_path, **changes)
 
 
-def test_fortran_order_float16_and_big_endian_are_read_by_value(tmp_path: Path) -> None:
+def test_fortran_order_float16_and_big_endian_arrays_are_read_by_value(tmp_path: Path) -> None:
     x = pixels(6, 4, 5)
     plain = npz(tmp_path, x_train=x).x_train
     assert (npz(tmp_path, x_train=np.asfortranarray(x)).x_train == plain).all()

@@ -1,4 +1,4 @@
-"""Handing out rows: every row once whatever the rule, and the class mix that each rule promises."""
+"""Partitions: every row has one owner under every rule, and classes are mixed as promised."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_every_row_has_exactly_one_owner(
     assert all(hand.tolist() == sorted(hand.tolist()) for hand in hands)
 
 
-def test_a_row_that_is_lost_or_doubled_would_be_seen() -> None:
+def test_the_check_of_owners_detects_a_lost_or_repeated_row() -> None:
     assert every_row_once([np.array([0, 2]), np.array([1])], 3)
     assert not every_row_once([np.array([0, 2]), np.array([1, 2])], 3)
     assert not every_row_once([np.array([0]), np.array([1])], 3)
@@ -77,7 +77,7 @@ def test_a_row_that_is_lost_or_doubled_would_be_seen() -> None:
     agents=st.integers(1, 12),
     k=st.integers(1, 7),
 )
-def test_classes_per_agent_gives_every_row_an_owner_or_says_why_not(
+def test_classes_per_agent_assigns_every_row_or_gives_the_reason_for_its_refusal(
     labels: list[int], agents: int, k: int
 ) -> None:
     agents, present = min(agents, len(labels)), len(set(labels))
@@ -99,7 +99,7 @@ def test_the_same_generator_gives_the_same_split_and_another_gives_another(rule:
 
 
 @pytest.mark.parametrize("rule", [*RULES, ClassesPerAgent(2), Shards(2)], ids=str)
-def test_more_agents_than_rows_is_refused(rule: Partition) -> None:
+def test_more_agents_than_rows_are_refused(rule: Partition) -> None:
     with pytest.raises(DataError, match="6 agents are to share 5 rows"):
         rule.split(balanced(5), 6, rng())
 
@@ -112,7 +112,7 @@ def test_more_agents_than_rows_is_refused(rule: Partition) -> None:
     agents=st.integers(1, 9),
     seed=st.integers(0, 2**32),
 )
-def test_iid_agents_differ_by_at_most_one_row_in_all_and_in_each_class(
+def test_iid_agents_differ_by_at_most_one_row_in_total_and_in_each_class(
     labels: list[int], agents: int, seed: int
 ) -> None:
     agents = min(agents, len(labels))
@@ -127,7 +127,7 @@ def test_iid_agents_differ_by_at_most_one_row_in_all_and_in_each_class(
 def test_a_tiny_alpha_gives_each_class_to_one_agent() -> None:
     labels = balanced(1000)
     table = counts(labels, Dirichlet(1e-9).split(labels, 4, rng()))
-    # At most 3 agents can be left without a class, and get one row each.
+    # At most 3 agents get no class, and get one row each.
     assert ((table > 1).sum(axis=0) == 1).all()
 
 
@@ -139,7 +139,7 @@ def test_a_huge_alpha_is_iid(alpha: float) -> None:
 
 
 @given(alpha=st.floats(1e-300, 1e300), rows=st.integers(1, 40), seed=st.integers(0, 2**32))
-def test_under_dirichlet_no_agent_is_without_rows(alpha: float, rows: int, seed: int) -> None:
+def test_under_dirichlet_every_agent_has_rows(alpha: float, rows: int, seed: int) -> None:
     for agents in {1, (rows + 1) // 2, rows}:
         hands = Dirichlet(alpha).split(balanced(rows, 3), agents, rng(seed))
         assert min(map(len, hands)) >= 1
@@ -153,7 +153,7 @@ def test_under_dirichlet_no_agent_is_without_rows(alpha: float, rows: int, seed:
     seed=st.integers(0, 2**32),
     data=st.data(),
 )
-def test_agents_of_equal_size_take_so_many_rows_as_are_asked_for_and_none_twice(
+def test_agents_of_equal_size_get_the_requested_number_of_distinct_rows(
     labels: list[int], agents: int, alpha: float, seed: int, data: st.DataObject
 ) -> None:
     rows = data.draw(st.integers(1, len(labels)))
@@ -165,7 +165,7 @@ def test_agents_of_equal_size_take_so_many_rows_as_are_asked_for_and_none_twice(
     assert len(set(np.concatenate(hands).tolist())) == rows
 
 
-def test_agents_of_equal_size_have_the_spread_of_classes_that_the_distribution_gives() -> None:
+def test_agents_of_equal_size_have_the_class_spread_of_the_distribution() -> None:
     # A share of a symmetric Dirichlet over C classes has mean 1/C and variance
     # (C - 1) / (C^2 (C alpha + 1)), and of 100 draws (1 - 1/100) of it and m (1 - m) / 100 more:
     # C = 4, alpha = 0.5: 3 / 48 = 0.0625, together 0.99 * 0.0625 + 0.1875 / 100 = 0.06375.
@@ -184,20 +184,20 @@ def test_with_a_tiny_alpha_an_agent_of_equal_size_has_one_class_until_it_is_used
     assert (table.sum(axis=1) == 250).all()
 
 
-def test_a_class_that_is_used_up_is_not_drawn_and_others_keep_their_odds() -> None:
-    # One row of class 0, and classes 1 and 2 at 1 : 3. Of 1,001 rows class 0 gives its one, and
-    # the others give about 250 and 750: the odds do not move because class 0 is gone.
+def test_a_used_up_class_is_not_drawn_and_the_others_keep_their_odds() -> None:
+    # One row of class 0, and classes 1 and 2 at 1 : 3. Of 1,001 rows class 0 gives one, and the
+    # others give about 250 and 750: the odds of the others do not change.
     left = np.array([1, 9000, 1000])
     drawn = _draw_classes(np.array([0.6, 0.1, 0.3]), 1001, left, rng())
     assert drawn[0] == 1
     assert drawn.sum() == 1001
     assert drawn[1] == pytest.approx(250, abs=5 * (1000 * 0.25 * 0.75) ** 0.5)
-    # Where nothing that it wants is left, what is left is as likely as each other row.
+    # If none of the wanted classes is left, every remaining row is equally likely.
     drawn = _draw_classes(np.array([1.0, 0.0, 0.0]), 1001, left, rng())
     assert drawn[1] == pytest.approx(900, abs=5 * (1000 * 0.9 * 0.1) ** 0.5)
 
 
-def test_more_rows_than_there_are_cannot_be_handed_out() -> None:
+def test_asking_for_more_rows_than_exist_is_refused() -> None:
     with pytest.raises(DataError, match="6 of 5 rows"):
         DirichletEqual(1.0, 6).split(balanced(5), 2, rng())
     with pytest.raises(DataError, match="4 agents are to share 3 rows"):
@@ -215,7 +215,7 @@ def test_the_spread_of_class_shares_is_that_of_the_distribution() -> None:
 # Classes ------------------------------------------------------------------------------------
 
 
-def test_each_agent_owns_k_classes_and_each_class_has_as_many_owners_as_any_other() -> None:
+def test_each_agent_owns_k_classes_and_all_classes_have_equally_many_owners() -> None:
     labels = balanced(1000)
     table = counts(labels, ClassesPerAgent(3).split(labels, 7, rng()))
     assert ((table > 0).sum(axis=1) == 3).all()
@@ -230,33 +230,33 @@ def pairs_of_classes(rule: Partition, agents: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(set(labels[h].tolist()))) for h in rule.split(labels, agents, rng())]
 
 
-def test_shards_are_of_one_class_and_dealt_at_random() -> None:
+def test_shards_have_one_class_each_and_are_dealt_at_random() -> None:
     labels = balanced(2000)
     table = counts(labels, Shards(2).split(labels, 100, rng()))
     # 200 shards of 10 rows, 20 of each class; an agent has two, of one class or of two
     assert set(table[table > 0].tolist()) <= {10, 20}
     assert table.sum(axis=1).tolist() == [20] * 100 and table.sum(axis=0).tolist() == [200] * 10
-    # 55 kinds of hands; 100 draws show most of them. The control: five fixed pairs.
+    # 55 kinds of pairs; 100 draws show most of them. The control: five fixed pairs.
     assert len(set(pairs_of_classes(Shards(2), 100))) > 25
     assert len(set(pairs_of_classes(ClassesPerAgent(2), 100))) == 5
 
 
-def test_shards_too_few_for_all_classes_are_refused() -> None:
+def test_too_few_shards_for_all_classes_are_refused() -> None:
     with pytest.raises(DataError, match=r"partition shards: 3 agents .* Raise k to 4"):
         Shards(3).split(balanced(100), 3, rng())
 
 
-def test_agents_that_cannot_own_all_classes_are_refused_with_the_k_that_would_do() -> None:
+def test_agents_that_cannot_own_all_classes_are_refused_with_the_necessary_k() -> None:
     with pytest.raises(DataError, match=r"cannot own all 10 classes.* Raise k to 4"):
         ClassesPerAgent(3).split(balanced(100), 3, rng())
 
 
-def test_more_classes_per_agent_than_there_are_is_refused() -> None:
+def test_more_classes_per_agent_than_exist_are_refused() -> None:
     with pytest.raises(DataError, match="k is 11, but the rows have only 10 classes"):
         ClassesPerAgent(11).split(balanced(100), 3, rng())
 
 
-def test_round_robin_is_the_example_of_the_paper() -> None:  # Fan et al., section 5.5
+def test_round_robin_reproduces_the_example_of_the_paper() -> None:  # Fan et al., section 5.5
     labels = balanced(100)
 
     def owned(agents: int) -> list[list[int]]:
@@ -283,7 +283,7 @@ def test_imbalanced_agents_have_the_class_mix_of_their_type() -> None:
     table = counts(labels, Imbalanced().split(labels, 10, rng())) / 10_000
     base = [0.50, 0.15, 0.03, 0.03, 0.03, 0.02, 0.03, 0.03, 0.03, 0.15]
     for agent, mix in enumerate(table):
-        # class c at type t has the chance base[(c - t) mod 10]
+        # class c of type t has the probability base[(c - t) mod 10]
         expected = [base[(number - agent) % 10] for number in range(10)]
         # 6 standard deviations of a share of 10,000 draws are at most 0.03
         assert mix == pytest.approx(expected, abs=0.03)
@@ -304,7 +304,7 @@ def test_imbalanced_needs_ten_classes() -> None:
 # Names --------------------------------------------------------------------------------------
 
 
-def test_a_config_names_each_rule() -> None:
+def test_a_config_can_name_each_rule() -> None:
     assert from_settings("iid") == Iid()
     assert from_settings("dirichlet", alpha=0.1) == Dirichlet(0.1)
     assert from_settings("dirichlet_equal", alpha=0.3) == DirichletEqual(0.3)
@@ -314,7 +314,7 @@ def test_a_config_names_each_rule() -> None:
     assert from_settings("imbalanced") == Imbalanced()
 
 
-def test_a_rule_without_its_number_is_refused() -> None:
+def test_a_rule_without_its_parameter_is_refused() -> None:
     with pytest.raises(DataError, match="needs alpha"):
         from_settings("dirichlet")
     with pytest.raises(DataError, match="needs k"):

@@ -1,4 +1,4 @@
-"""RandAugment: every operation beside PIL's, the strengths that the papers fix, and chance."""
+"""RandAugment: every operation against PIL's, the strengths of the papers, and randomness."""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +51,9 @@ def rng(seed: int = 0) -> torch.Generator:
 
 
 def photos(channels: int, height: int, width: int) -> Tensor:
-    """Six 8-bit images: three of noise, a smooth one, a dark one with a bright spot, a flat one."""
+    """Six 8-bit images: three of noise, a smooth one, a dark one with a bright spot, a constant
+    one.
+    """
     x = torch.randint(0, 256, (6, channels, height, width), generator=rng(1))
     x[1] = 60 + x[1] // 3
     x[3] = torch.linspace(10, 240, width).long() // (1 + torch.arange(channels)[:, None, None])
@@ -67,12 +69,12 @@ def images(rows: int = 6, channels: int = 1, height: int = 8, width: int = 8) ->
 
 
 def always(change: Change, amount: float = 0.0) -> RandAugment:
-    """This operation and no other, once on every image, with this amount."""
+    """This operation alone, once on every image, with this amount."""
     return RandAugment((Operation(change, amount, amount),), 1, chance=1.0, strength="full")
 
 
 def levels(view: Tensor) -> Tensor:
-    """What a view would be as 8-bit images; it has whole levels."""
+    """A view as an 8-bit image; its values are whole levels."""
     scaled = (view + 1) * 127.5
     assert (scaled - scaled.round()).abs().max() < 1e-3
     return scaled.round().long()
@@ -94,8 +96,8 @@ def sheared(image: Image.Image, amount: float, axis: str, used: int) -> Image.Im
     return image.transform(image.size, Image.Transform.AFFINE, along, how)
 
 
-def turned_on_grey(image: Image.Image, degrees: float) -> Image.Image:
-    """As FedMatch does it: turned with a transparent surrounding, laid on grey."""
+def rotated_on_grey(image: Image.Image, degrees: float) -> Image.Image:
+    """As FedMatch does it: rotated with transparent corners, laid over grey."""
     turned = image.convert("RGBA").rotate(degrees)
     grey = Image.new("RGBA", turned.size, (128,) * 4)
     return Image.composite(turned, grey, turned).convert(image.mode)
@@ -115,7 +117,7 @@ OPERATIONS: dict[str, tuple[Change, Reference, tuple[float, ...], float]] = {
     "posterize": (posterize, lambda i, v: ImageOps.posterize(i, int(v)), (4, 5, 6, 7, 8), 0.0),
     "solarize": (
         solarize,
-        # PIL takes whole thresholds; a level is below 244.9 exactly if it is below 245
+        # PIL takes integer thresholds; a level is below 244.9 exactly if it is below 245
         lambda i, v: ImageOps.solarize(i, int(np.ceil(v))),
         (0, 1, 128, 244.9, 256),
         0.0,
@@ -139,9 +141,10 @@ OPERATIONS: dict[str, tuple[Change, Reference, tuple[float, ...], float]] = {
         (0.05, 0.6, 1.0, 1.9),
         0.0,
     ),
-    # Where the nearest pixel is a tie, or nearly, PIL's fixed-point numbers may say otherwise.
+    # Where the nearest pixel is a tie, or nearly, PIL's fixed-point arithmetic may choose
+    # otherwise.
     "rotate": (Rotate(BLACK), lambda i, v: i.rotate(v), (-30, -7.3, 0, 12.5, 30), 0.005),
-    "rotate on grey": (Rotate(128.0), turned_on_grey, (0, 40, 80, 120, 160), 0.005),
+    "rotate on grey": (Rotate(128.0), rotated_on_grey, (0, 40, 80, 120, 160), 0.005),
     **{
         f"shear {axis}, {used} pixels": (
             Shear(axis, used),
@@ -183,8 +186,10 @@ def share_beyond_one_level(ours: Tensor, theirs: Tensor) -> float:
 
 @pytest.mark.parametrize("shape", [GREY, COLOURED, OBLONG])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_pils_to_one_level(name: str, shape: tuple[int, int, int]) -> None:
-    # By torch; kernels of ours do the same to the bit (below).
+def test_an_operation_equals_that_of_pil_to_one_level(
+    name: str, shape: tuple[int, int, int]
+) -> None:
+    # By torch; our kernels give the same bits (below).
     change, reference, amounts, ties = OPERATIONS[name]
     x = photos(*shape)
     for amount in amounts:
@@ -203,7 +208,7 @@ def test_an_operation_is_pils_to_one_level(name: str, shape: tuple[int, int, int
         *(("translate x, pixel", 3), ("translate y, pixel", 3)),
     ],
 )
-def test_an_amount_that_is_a_little_wrong_would_be_noticed(name: str, wrong: float) -> None:
+def test_the_comparison_with_pil_detects_a_slightly_wrong_amount(name: str, wrong: float) -> None:
     change, reference, amounts, ties = OPERATIONS[name]
     x = photos(*COLOURED)
     right = {"rotate": 12.5, "rotate on grey": 40, "solarize": 128, "posterize": 5}.get(
@@ -214,21 +219,21 @@ def test_an_amount_that_is_a_little_wrong_would_be_noticed(name: str, wrong: flo
 
 
 @pytest.mark.parametrize(("name", "instead"), [("autocontrast", invert), ("equalize", invert)])
-def test_another_operation_would_be_noticed(name: str, instead: Change) -> None:
+def test_the_comparison_with_pil_detects_another_operation(name: str, instead: Change) -> None:
     x = photos(*COLOURED)
     ours = levels(always(instead)(network_input(x).contiguous(), rng()))
     assert share_beyond_one_level(ours, by_pil(x, OPERATIONS[name][1], 0.0)) > 0.1
 
 
 @pytest.mark.parametrize("factor", [0.05, 1.9])
-def test_images_without_three_channels_have_no_colour_to_change(factor: float) -> None:
+def test_colour_does_not_change_images_without_three_channels(factor: float) -> None:
     for channels in (1, 2, 4):
         assert torch.equal(always(color, factor)(images(3, channels), rng()), images(3, channels))
     coloured = images(3, 3)  # the control
     assert not torch.equal(always(color, factor)(coloured, rng()), coloured)
 
 
-def test_images_of_two_channels_have_contrast_around_the_mean_of_both() -> None:
+def test_contrast_of_two_channel_images_is_around_the_mean_of_both() -> None:
     x = torch.zeros(1, 2, 2, 2)
     x[0, 1] = 100  # mean grey of every pixel 50; a contrast of one half halves all distances
     assert (
@@ -237,12 +242,12 @@ def test_images_of_two_channels_have_contrast_around_the_mean_of_both() -> None:
     )
 
 
-def test_the_smallest_images_have_no_pixel_that_could_be_smoothed() -> None:
+def test_sharpness_does_not_change_the_smallest_images() -> None:
     x = images(4, 1, 2, 5)
     assert torch.equal(always(sharpness, 0.1)(x, rng()), x)
 
 
-def test_a_cut_starts_half_a_side_from_its_place_or_at_the_edge_and_runs_to_the_far_edges() -> None:
+def test_a_cutout_starts_half_a_side_before_its_place_and_runs_to_the_far_edges() -> None:
     # A side of 40 in 32 pixels: from max(0, 32 u - 20) to the edge, down and to the right.
     x = torch.zeros(3, 1, 32, 32)
     place = torch.tensor([[0.0, 0.62], [0.65, 0.75], [0.99, 0.9]])
@@ -253,20 +258,20 @@ def test_a_cut_starts_half_a_side_from_its_place_or_at_the_edge_and_runs_to_the_
     assert torch.equal(cutout(x, torch.full((3,), 40.0), place), expected)
 
 
-def test_a_cut_in_a_larger_image_has_its_side() -> None:
+def test_a_cutout_in_a_larger_image_has_its_side() -> None:
     cut = cutout(torch.zeros(1, 1, 100, 90), torch.tensor([40.0]), torch.tensor([[0.5, 0.3]]))
     assert (cut[0, 0] == 127).nonzero().aminmax(dim=0).min.tolist() == [30, 7]
     assert int((cut == 127).sum()) == 40 * 40
 
 
-# Kernels of ours ---------------------------------------------------------------------------
+# Our kernels -------------------------------------------------------------------------------
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 SHAPES = (GREY, COLOURED, OBLONG, (2, 9, 7), (4, 5, 2), (1, 1, 1), (1, 2, 3), (3, 64, 40))
 
 
 def by_both(variant: RandAugment, x: Tensor, seed: int = 3) -> tuple[Tensor, Tensor]:
-    """Views by a kernel of ours, and by torch."""
+    """Views by our kernel, and by torch."""
     assert dispatch.instruction_set() is not None
     with patch.object(
         image_transforms, "apply_change", wraps=image_transforms.apply_change
@@ -284,7 +289,7 @@ def by_both(variant: RandAugment, x: Tensor, seed: int = 3) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", FORMATS)
 @every_variant
-def test_our_kernels_make_the_same_views_to_the_bit_in_the_same_memory_format(
+def test_our_kernels_give_the_same_bits_in_the_same_memory_format(
     name: str, form: torch.memory_format, shape: tuple[int, int, int]
 ) -> None:
     x = network_input(photos(*shape).repeat(50, 1, 1, 1)).contiguous(memory_format=form)
@@ -296,12 +301,12 @@ def test_our_kernels_make_the_same_views_to_the_bit_in_the_same_memory_format(
 @pytest.mark.usefixtures("each_generation")
 @pytest.mark.parametrize("shape", [GREY, COLOURED, OBLONG])
 @pytest.mark.parametrize("name", [*OPERATIONS, "cutout"])
-def test_our_kernels_have_every_operation_to_the_bit_at_any_amount(
+def test_our_kernels_give_the_bits_of_every_operation_for_any_amount(
     name: str, shape: tuple[int, int, int]
 ) -> None:
     change, _, amounts, _ = {**OPERATIONS, "cutout": (cutout, None, (0, 20), None)}[name]
     reach = max(amounts) - min(amounts)
-    # Beyond what any variant asks for; posterize would keep fewer bits than none.
+    # Larger amounts than any variant uses; posterize would keep a negative number of bits.
     wide = (min(amounts) - reach, max(amounts) + reach) if name != "posterize" else (0, 8)
     any_amount = RandAugment((Operation(change, *wide),), 2, 1.0, "uniform")
     ours, reference = by_both(any_amount, network_input(photos(*shape).repeat(40, 1, 1, 1)))
@@ -309,7 +314,7 @@ def test_our_kernels_have_every_operation_to_the_bit_at_any_amount(
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_our_kernels_take_images_that_lie_anyhow_in_memory_and_some_rows_of_more() -> None:
+def test_our_kernels_accept_non_contiguous_and_empty_batches() -> None:
     x = torch.rand(9, 8, 10, 3, generator=rng(1)).permute(0, 3, 2, 1)[::2, :, 1:] * 2 - 1
     ours, reference = by_both(FEDSEAL, x)
     assert torch.equal(ours, reference)
@@ -319,7 +324,7 @@ def test_our_kernels_take_images_that_lie_anyhow_in_memory_and_some_rows_of_more
 
 @pytest.mark.usefixtures("each_generation")
 @every_variant
-def test_an_image_that_is_no_numbers_harms_no_other(name: str) -> None:
+def test_an_image_with_nan_or_inf_changes_no_other_image(name: str) -> None:
     x = images(60, 3)
     clean = RANDAUGMENTS[name](x, rng())
     x[::2] = float("nan")
@@ -327,7 +332,7 @@ def test_an_image_that_is_no_numbers_harms_no_other(name: str) -> None:
     assert torch.equal(RANDAUGMENTS[name](x, rng())[1::2], clean[1::2])
 
 
-def test_what_our_kernels_do_not_have_is_left_to_torch() -> None:
+def test_operations_without_a_kernel_are_computed_by_torch() -> None:
     with patch.object(image_transforms, "apply_change", side_effect=AssertionError):
         always(Recorder())(images(), rng())
         RandAugment((Operation(invert), Operation(Recorder())), 2, 1.0, "full")(images(), rng())
@@ -338,7 +343,7 @@ def test_what_our_kernels_do_not_have_is_left_to_torch() -> None:
 
 
 class Recorder:
-    """An operation that keeps the amounts it was given and changes nothing."""
+    """An operation that records its amounts and changes nothing."""
 
     def __init__(self) -> None:
         self.amounts: list[float] = []
@@ -349,7 +354,7 @@ class Recorder:
 
 
 def amounts_of(variant: RandAugment, change: Change, rows: int = 400) -> set[float]:
-    """All amounts that one of a variant's operations is carried out with, to five decimals."""
+    """All amounts of one of a variant's operations, to five decimals."""
     [operation] = [o for o in variant.operations if o.change == change]
     recorder = Recorder()
     alone = Operation(recorder, operation.weakest, operation.strongest, operation.either_way)
@@ -361,12 +366,12 @@ def around(middle: float, *steps: float) -> set[float]:
     return {round(middle + sign * step, 5) for step in steps for sign in (-1, 1)}
 
 
-def test_the_pools_have_the_sizes_that_the_papers_code_has() -> None:
+def test_the_pools_have_the_sizes_of_the_papers_code() -> None:
     sizes = {name: (len(v.operations), v.count) for name, v in RANDAUGMENTS.items()}
     assert sizes == {"fixmatch": (15, 2), "fedmatch": (13, 6), "fedseal": (14, 2)}
 
 
-def test_fedmatch_has_equalize_as_the_identity_and_neither_invert_nor_cut() -> None:
+def test_fedmatch_has_equalize_as_the_identity_and_neither_invert_nor_cutout() -> None:
     changes = [operation.change for operation in FEDMATCH.operations]
     assert changes.count(identity) == 1
     assert not {equalize, invert, cutout} & set(changes)
@@ -398,10 +403,11 @@ def test_fedmatch_keeps_8_8_7_7_or_6_bits() -> None:
     assert bits == {6, 7, 8}
 
 
-def test_fedmatch_draws_a_bound_for_each_image_and_a_level_below_it_for_each_operation() -> None:
+def test_fedmatch_draws_a_bound_per_image_and_a_level_below_it_per_operation() -> None:
     # P(k) is the mean over M = 2..5 of 1/M for k < M: 77/240, 77/240, 47/240, 27/240, 12/240.
     rows, recorder = 4000, Recorder()
-    # Amounts come as they are drawn, operation after operation, each for all images in order.
+    # Amounts are recorded as they are drawn, operation after operation, each for all images in
+    # order.
     RandAugment((Operation(recorder, 0, 9),), 6, 1.0, "steps")(images(rows, 1, 2, 2), rng())
     k = torch.tensor(recorder.amounts).round().long().view(6, rows)
     for level, times in enumerate((77, 77, 47, 27, 12)):
@@ -434,7 +440,7 @@ def test_semifl_has_the_amounts_of_its_code(change: Change, expected: set[float]
     assert sorted(amounts_of(FIXMATCH, change)) == pytest.approx(sorted(expected), abs=1e-5)
 
 
-def test_semifls_translations_blank_an_image_and_its_solarize_inverts() -> None:
+def test_translations_of_semifl_blank_an_image_and_its_solarize_inverts() -> None:
     x = images(5, 3, 32, 32)
     for axis in AXES:
         [shift] = [o for o in FIXMATCH.operations if o.change == Translate(axis, "pixel")]
@@ -442,10 +448,10 @@ def test_semifls_translations_blank_an_image_and_its_solarize_inverts() -> None:
     assert torch.equal(always(solarize, 0)(x, rng()), always(invert)(x, rng()))
 
 
-def test_one_in_six_or_seven_of_semifls_views_is_blank() -> None:
+def test_one_in_six_or_seven_views_of_semifl_is_blank() -> None:
     # One operation blanks with probability 2/15 * 0.5 (translations) + 1/15 * 0.5 * (21/32)^2 (a
-    # cut that covers all) = 0.08102; one of two does with 1 - (1 - 0.08102)^2 = 15.55%. Less
-    # than 0.15% of views were grey all over and then turned or sheared, which gives them corners.
+    # cutout that covers all) = 0.08102; one of two does with 1 - (1 - 0.08102)^2 = 15.55%. Less
+    # than 0.15% of views were grey all over and then rotated or sheared, which gives them corners.
     view = FIXMATCH(images(3000, 3, 32, 32), rng(2))
     flat = (view.amax(dim=(2, 3)) == view.amin(dim=(2, 3))).all(dim=1)
     share = float(flat.double().mean())
@@ -462,14 +468,14 @@ def test_one_in_six_or_seven_of_semifls_views_is_blank() -> None:
         (Translate("y", "side"), -0.3, 0.3),
     ],
 )
-def test_fedseals_amounts_fill_their_ranges(change: Change, low: float, high: float) -> None:
+def test_amounts_of_fedseal_fill_their_ranges(change: Change, low: float, high: float) -> None:
     found, reach = amounts_of(FEDSEAL, change), high - low
     assert low <= min(found) < low + reach / 20
     assert high - reach / 20 < max(found) <= high
-    assert len(found) > 300  # of about 400: each operation has a strength of its own
+    assert len(found) > 300  # of about 400: each operation draws its own strength
 
 
-def test_fedseal_keeps_4_to_8_bits_each_as_likely() -> None:
+def test_fedseal_keeps_4_to_8_bits_with_equal_probability() -> None:
     recorder = Recorder()
     [operation] = [o for o in FEDSEAL.operations if o.change == posterize]
     alone = Operation(recorder, operation.weakest, operation.strongest)
@@ -480,11 +486,11 @@ def test_fedseal_keeps_4_to_8_bits_each_as_likely() -> None:
     assert len(counts) == 9
 
 
-# Chance -------------------------------------------------------------------------------------
+# Randomness ---------------------------------------------------------------------------------
 
 
 @every_variant
-def test_each_operation_of_the_pool_is_as_likely_and_carried_out_as_often_as_said(
+def test_every_operation_of_a_pool_is_equally_likely_and_applied_with_its_probability(
     name: str,
 ) -> None:
     variant, rows = RANDAUGMENTS[name], 3000
@@ -500,8 +506,8 @@ def test_each_operation_of_the_pool_is_as_likely_and_carried_out_as_often_as_sai
 
 @every_variant
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_batch_of_views_is_its_images_one_at_a_time(name: str, channels: int) -> None:
-    # The plain reference: each image alone, through the operations that its chance names.
+def test_a_batch_of_views_equals_the_views_of_single_images(name: str, channels: int) -> None:
+    # The reference: each image alone, through the operations that were drawn for it.
     variant, x = RANDAUGMENTS[name], images(60, channels)
     chance = torch.rand(60, 1 + COLUMNS * variant.count, generator=rng(4))
     for row, view in zip(range(60), variant(x, rng(4)), strict=True):
@@ -523,7 +529,7 @@ def test_a_batch_of_views_is_its_images_one_at_a_time(name: str, channels: int) 
 
 
 def mean_of_all(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Breaks a promise: what it makes of an image depends on the others."""
+    """A fault: the view of an image depends on the others."""
     return (x + x.mean(dim=0)) / 2
 
 
@@ -546,12 +552,12 @@ def test_no_view_depends_on_another_row(name: str, changed: int) -> None:
     assert unlike in ([changed], [])  # []: both were blanked
 
 
-def test_an_operation_that_couples_rows_would_be_noticed() -> None:
+def test_the_check_of_views_detects_an_operation_that_couples_rows() -> None:
     assert equal_rows(COUPLED, 3) == [False] * 6
 
 
 @every_variant
-def test_all_chance_is_one_draw_with_a_row_for_each_image(name: str) -> None:
+def test_all_random_numbers_are_one_draw_with_a_row_per_image(name: str) -> None:
     variant, used, plain = RANDAUGMENTS[name], rng(5), rng(5)
     variant(images(7), used)
     torch.rand(7, 1 + 6 * variant.count, generator=plain)
@@ -575,7 +581,7 @@ def test_the_same_generator_state_gives_the_same_views_and_another_gives_others(
     width=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
-def test_views_keep_shape_and_range_and_the_images_are_left_as_they_were(
+def test_views_keep_shape_and_range_and_do_not_modify_the_images(
     name: str, channels: int, height: int, width: int, seed: int
 ) -> None:
     x = torch.rand(5, channels, height, width, generator=rng(1)) * 2 - 1
@@ -587,7 +593,7 @@ def test_views_keep_shape_and_range_and_the_images_are_left_as_they_were(
     assert torch.equal(x, kept)
 
 
-def test_8_bit_images_that_nothing_was_done_to_stay_bit_equal() -> None:
+def test_the_identity_leaves_8_bit_images_bit_equal() -> None:
     x = torch.arange(256).to(torch.uint8).view(1, 1, 16, 16)
     assert torch.equal(always(identity)(network_input(x), rng()), network_input(x))
 

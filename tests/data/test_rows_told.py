@@ -1,4 +1,4 @@
-"""What reading the rows said is on the screen and in the run's folder; of private rows, less."""
+"""Notes about rows are printed and stored in the run folder; fewer are stored of private rows."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ CLASSES = ("1", "2", "3", "10")
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six training pictures of each of four classes, and two files that are none."""
+    """Six training images of each of four classes, and two unreadable files."""
     root, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
     for part, count in (("train", 6), ("test", 2)):
         for name in CLASSES:
@@ -43,8 +43,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(root: Path, folder: Path, text: str = TEXT) -> tuple[str, str, dict[str, Any]]:
-    """The screen, train.log and results.json of a run; of its warnings those of the rows, without
-    those that so short a run gets for its accuracy."""
+    """The screen, train.log and results.json of a run, with warnings about rows only."""
     (folder / "c.yaml").write_text(text.replace("ROOT", str(root)))
     done = command(folder / "c.yaml", f"run.output={folder / 'run'}", "--quiet")
     assert done.status == 0, done
@@ -53,7 +52,9 @@ def trained(root: Path, folder: Path, text: str = TEXT) -> tuple[str, str, dict[
     return done.err, (folder / "run/train.log").read_text(), results
 
 
-def test_what_was_not_read_and_who_holds_what_is_kept(pictures: Path, tmp_path: Path) -> None:
+def test_skipped_files_and_the_rows_of_each_agent_are_logged_and_stored(
+    pictures: Path, tmp_path: Path
+) -> None:
     screen, log, results = trained(pictures, tmp_path)
     words = f"{pictures}: not read: 2 .heic. Images are"
     assert screen.count(words) == log.count(words) == 1
@@ -71,7 +72,7 @@ def test_what_was_not_read_and_who_holds_what_is_kept(pictures: Path, tmp_path: 
             assert f"{words} {len(held)}" + (f" ({each})" if each else "") in line
 
 
-def test_without_such_files_nothing_is_warned_of(pictures: Path, tmp_path: Path) -> None:
+def test_without_skipped_files_there_is_no_warning(pictures: Path, tmp_path: Path) -> None:
     clean = tmp_path / "clean"
     shutil.copytree(pictures, clean, ignore=shutil.ignore_patterns("*.heic"))
     screen, log, results = trained(clean, tmp_path)
@@ -79,14 +80,14 @@ def test_without_such_files_nothing_is_warned_of(pictures: Path, tmp_path: Path)
     assert "Warning" not in screen and f"WARNING {clean}" not in log
 
 
-def test_a_private_runs_folder_has_no_count_of_rows_by_class(
+def test_the_folder_of_a_private_run_has_no_row_counts_per_class(
     pictures: Path, tmp_path: Path
 ) -> None:
     doubled = tmp_path / "doubled"
     shutil.copytree(pictures, doubled)
     shutil.copy(doubled / "train/1/0.png", doubled / "test/1/0.png")
     screen, log, results = trained(doubled, tmp_path, TEXT + PRIVATE)
-    assert "not read: 2 .heic" in screen  # whoever runs it is the owner of the rows
+    assert "not read: 2 .heic" in screen  # the screen belongs to the owner of the rows
     assert "not read" not in log and "training rows" not in log
     assert results["warnings"] == []
     assert [line.split("Rows of ")[1] for line in log.splitlines() if "Rows of" in line] == [
@@ -94,14 +95,14 @@ def test_a_private_runs_folder_has_no_count_of_rows_by_class(
     ]  # fmt: skip
 
 
-# Which output is which class --------------------------------------------------------------------
+# The order of outputs ---------------------------------------------------------------------------
 
 
-def test_outputs_are_in_the_natural_order_of_class_folders_and_files_say_so(
+def test_outputs_are_in_the_natural_order_of_class_folders_and_the_files_state_it(
     pictures: Path, tmp_path: Path
 ) -> None:
     found = load_dataset(DataSettings(name="image_folder", root=str(pictures)))
-    assert found.class_names == CLASSES  # as text 10 would come second
+    assert found.class_names == CLASSES  # in text order 10 would be second
     with Image.open(pictures / "train/10/0.png") as image:
         assert found.x_train[18, 0].tolist() == np.asarray(image).tolist()
     assert found.y_train[18] == 3
@@ -120,10 +121,10 @@ def test_outputs_are_in_the_natural_order_of_class_folders_and_files_say_so(
         (["01", "1", "002"], ["01", "1", "002"]),
         (["x1y10", "x1y9", "x"], ["x", "x1y9", "x1y10"]),
         (["cat", "7", "dog"], ["7", "cat", "dog"]),
-        (["²", "2", "10"], ["2", "10", "²"]),  # a digit, and no number to Python
+        (["²", "2", "10"], ["2", "10", "²"]),  # a digit, but not a number to Python
     ],
 )
-def test_names_are_ordered_by_the_numbers_in_them(
+def test_class_names_are_ordered_by_the_numbers_in_them(
     names: list[str], ordered: list[str], tmp_path: Path
 ) -> None:
     for part in ("train", "test"):

@@ -1,4 +1,4 @@
-"""split.json: what was written is what is read, and no change of it passes unseen."""
+"""split.json: it reads back as written, and every change is detected."""
 
 import hashlib
 import json
@@ -40,14 +40,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "split.json"
 
 
-def test_what_was_written_is_read(path: Path) -> None:
+def test_a_manifest_reads_back_as_written(path: Path) -> None:
     example().write(path)
     again = read_manifest(path)
     assert again == example()
     assert again.hash == example().hash
 
 
-def test_the_hash_is_the_sha256_of_all_but_itself_in_canonical_json(path: Path) -> None:
+def test_the_hash_is_the_sha256_of_all_other_fields_in_canonical_json(path: Path) -> None:
     example().write(path)
     found = json.loads(path.read_text())
     stated = found.pop("hash")
@@ -68,12 +68,12 @@ def test_the_hash_is_the_sha256_of_all_but_itself_in_canonical_json(path: Path) 
     ],
     ids=str,
 )
-def test_every_part_is_in_the_hash(changes: dict[str, Any]) -> None:
+def test_every_field_changes_the_hash(changes: dict[str, Any]) -> None:
     assert example(**changes).hash != example().hash
 
 
 @given(where=st.integers(0, 2**16), digit=st.sampled_from(b"0123456789"))
-def test_no_flipped_digit_passes(
+def test_a_changed_digit_is_detected(
     tmp_path_factory: pytest.TempPathFactory, where: int, digit: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "flipped.json"
@@ -85,14 +85,14 @@ def test_no_flipped_digit_passes(
     content[place] = digit
     path.write_bytes(content)
     if unchanged:
-        assert read_manifest(path) == example()  # the control: it is the change that is refused
+        assert read_manifest(path) == example()  # the control: only changes are refused
     else:
         with pytest.raises(DataError):
             read_manifest(path)
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the file and put the right hash on it, as somebody with bad intentions would."""
+    """Change the file and give it a valid hash, like an attacker."""
     example().write(path)
     found = json.loads(path.read_text())
     del found["hash"]
@@ -101,7 +101,7 @@ def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps({**found, "hash": hashlib.sha256(text.encode()).hexdigest()}))
 
 
-def test_the_forger_of_these_tests_gets_the_hash_right(path: Path) -> None:
+def test_the_forger_of_these_tests_writes_valid_hashes(path: Path) -> None:
     forge(path, lambda found: found.update(seed=8))
     assert read_manifest(path) == example(seed=8)
 
@@ -121,7 +121,7 @@ def test_the_forger_of_these_tests_gets_the_hash_right(path: Path) -> None:
         ("s0", "path", ["/etc/passwd"], "agents.s0.path: Unexpected keyword argument"),
     ],
 )
-def test_rows_that_cannot_be_are_refused_even_with_the_right_hash(
+def test_invalid_rows_are_refused_even_with_a_valid_hash(
     path: Path, agent: str, kind: str, rows: list[Any], said: str
 ) -> None:
     forge(path, lambda found: found["agents"][agent].update({kind: rows}))
@@ -146,14 +146,16 @@ def test_rows_that_cannot_be_are_refused_even_with_the_right_hash(
     ],
     ids=lambda content: repr(content)[:30],
 )
-def test_what_is_no_manifest_is_refused(path: Path, content: str | bytes, said: str) -> None:
+def test_files_other_than_manifests_are_refused(
+    path: Path, content: str | bytes, said: str
+) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=said) as refusal:
         read_manifest(path)
     assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
 
 
-def test_a_file_without_its_hash_or_its_schema_is_refused(path: Path) -> None:
+def test_a_manifest_without_its_hash_or_its_schema_is_refused(path: Path) -> None:
     for key in ("hash", "schema"):
         example().write(path)
         found = json.loads(path.read_text())
@@ -163,7 +165,7 @@ def test_a_file_without_its_hash_or_its_schema_is_refused(path: Path) -> None:
             read_manifest(path)
 
 
-def test_reading_stops_at_a_bound(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_stops_at_a_size_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example().write(path)
     monkeypatch.setattr(manifests, "MAX_BYTES", path.stat().st_size)
     assert read_manifest(path) == example()
@@ -172,7 +174,7 @@ def test_reading_stops_at_a_bound(path: Path, monkeypatch: pytest.MonkeyPatch) -
         read_manifest(path)
 
 
-def test_a_file_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         read_manifest(tmp_path / "absent.json")
     with pytest.raises(DataError, match="cannot be written"):
@@ -189,7 +191,7 @@ def test_a_split_of_other_data_is_refused() -> None:
         example(checksum=theirs).check(toy, theirs)
 
 
-def test_the_error_on_a_split_of_other_data_says_no_checksum_by_which_rows_could_be_tried() -> None:
+def test_the_error_on_a_split_of_other_data_contains_no_checksum() -> None:
     toy = load_dataset(DataSettings(name="toy"))
     theirs, split = checksum(toy), example(rows=1000)
     with pytest.raises(DataError) as error:

@@ -1,4 +1,4 @@
-"""Training rows whose class nobody knows: used without a label, and no metric invents one."""
+"""Training rows without a known class: used without a label, and ignored by metrics."""
 
 import csv
 import dataclasses
@@ -36,7 +36,7 @@ algorithm:
 
 
 def npz(folder: Path, unknown: int, **more: Any) -> Path:
-    """50 training rows, of which the first have no label."""
+    """50 training rows, the first ``unknown`` of them without a label."""
     y = Y[:50].copy()
     y[:unknown] = NO_LABEL
     np.savez(folder / "x.npz", x_train=X[:50], y_train=y, x_test=X[50:], y_test=Y[50:], **more)
@@ -58,7 +58,7 @@ def test_rows_of_x_unlabelled_are_training_rows_after_the_others(tmp_path: Path)
     assert found.class_names == ("0", "1", "2")
 
 
-def test_pictures_in_the_folder_unlabelled_are_training_rows_after_the_others(
+def test_images_in_the_folder_unlabelled_are_training_rows_after_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = ["train/a/0", "train/b/0", "test/a/0", "test/b/0", "unlabelled/1", "unlabelled/x/0"]
@@ -69,12 +69,13 @@ def test_pictures_in_the_folder_unlabelled_are_training_rows_after_the_others(
     assert found.y_train.tolist() == [0, 1, -1, -1]
     assert found.x_train[2:, 0].tolist() == X[4:6].tolist()
     assert "not read" not in caplog.text
-    (tmp_path / "unlabelled").rename(tmp_path / "unlabeled")  # the control: another name is told of
+    # the control: another folder name is reported
+    (tmp_path / "unlabelled").rename(tmp_path / "unlabeled")
     assert len(load_dataset(DataSettings(name="image_folder", root=str(tmp_path))).y_train) == 2
     assert "not read: 1 folder unlabeled" in caplog.text
 
 
-# Who gets them ----------------------------------------------------------------------------------
+# Which agents get them --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stratified", [True, False])
@@ -90,7 +91,7 @@ def test_rows_without_a_label_are_never_labelled_or_validation_rows(
     assert sorted(row for h in held for row in h.unlabelled) == list(range(30))
 
 
-def test_as_many_labels_as_there_are_can_be_asked_for_and_no_more(tmp_path: Path) -> None:
+def test_at_most_as_many_labels_as_exist_can_be_requested(tmp_path: Path) -> None:
     root = npz(tmp_path, 30)
     data.build(settings(root, labelled=20), AGENTS, 0)
     with pytest.raises(DataError, match="npz has 20 training rows with a label"):
@@ -103,7 +104,7 @@ def test_as_many_labels_as_there_are_can_be_asked_for_and_no_more(tmp_path: Path
              {"partition": "dirichlet_equal", "alpha": 0.5}],
     ids=lambda rule: str(rule["partition"]),
 )  # fmt: skip
-def test_a_rule_by_class_is_refused_for_rows_of_no_class(
+def test_a_partition_by_class_is_refused_for_rows_without_a_class(
     rule: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=r"unlabelled rows have no label. Set data\.partition: iid"):
@@ -111,13 +112,13 @@ def test_a_rule_by_class_is_refused_for_rows_of_no_class(
     data.build(settings(npz(tmp_path, 0), **rule, labelled_partition="iid"), AGENTS, 0)  # control
 
 
-def test_labels_may_have_a_rule_of_their_own(tmp_path: Path) -> None:
+def test_labelled_rows_may_have_their_own_partition_rule(tmp_path: Path) -> None:
     asked = settings(npz(tmp_path, 30), labelled_partition="classes_per_agent", labelled_k=2)
     held = data.build(asked, AGENTS, 0).agents
     assert all(len(set(agent.labelled.y.tolist())) <= 2 for agent in held[:2])
 
 
-def test_a_split_that_gives_such_a_row_as_labelled_is_refused(tmp_path: Path) -> None:
+def test_a_split_that_lists_a_row_without_a_label_as_labelled_is_refused(tmp_path: Path) -> None:
     asked = settings(npz(tmp_path, 30))
     manifest = data.build(asked, AGENTS, 0).manifest
     manifest.write(tmp_path / "split.json")
@@ -134,10 +135,10 @@ def test_a_split_that_gives_such_a_row_as_labelled_is_refused(tmp_path: Path) ->
         data.build(again, AGENTS, 0)
 
 
-# What is measured -------------------------------------------------------------------------------
+# Metrics ----------------------------------------------------------------------------------------
 
 
-def test_guesses_are_compared_with_known_classes_alone() -> None:
+def test_pseudo_labels_are_compared_with_known_classes_only() -> None:
     oracle = HiddenLabelMeter(torch.tensor([0, -1, 2, -1]))
     oracle.observe(torch.arange(4), torch.tensor([0, 1, 1, 0]), torch.tensor([True] * 4))
     assert oracle.report() == {"pseudo/coverage": 1.0, "pseudo/accuracy": 0.5}  # not 0.25
@@ -146,7 +147,7 @@ def test_guesses_are_compared_with_known_classes_alone() -> None:
     assert oracle.report() == {"pseudo/coverage": 1.0}
 
 
-def test_in_a_private_run_no_guess_is_compared_with_a_label_that_an_agent_holds() -> None:
+def test_in_a_private_run_no_pseudo_label_is_compared_with_a_label_that_an_agent_holds() -> None:
     settings = DataSettings(name="toy", labelled=40, unlabelled=60, validation=20)
     found = data.build(settings, AGENTS, 0)
     hidden = sorted(i for held in found.manifest.agents.values() for i in held.unlabelled)
@@ -176,19 +177,19 @@ def trained(folder: Path, unknown: int, *overrides: str) -> tuple[list[dict[str,
     return lines, (folder / "run/train.log").read_text(), results
 
 
-def test_a_run_on_such_rows_has_no_metric_that_needs_their_classes(tmp_path: Path) -> None:
+def test_a_run_on_rows_without_a_class_has_no_metric_that_needs_one(tmp_path: Path) -> None:
     lines, log, results = trained(tmp_path / "unknown", 38)
     assert results["status"] == "finished" and results["test_accuracy"]["final"] > 0
     assert {line.get("pseudo/accuracy", "") for line in lines} == {""}
     assert any(line["pseudo/coverage"] for line in lines)
     assert "Rows of q0: with labels 0; without labels 12 (12 of unknown class)" in log
-    # The control: where classes are known, the metric is there.
+    # The control: with known classes the metric exists.
     lines, log, _ = trained(tmp_path / "known", 0)
     assert any(line["pseudo/accuracy"] for line in lines)
     assert "nobody knows" not in log
 
 
-def test_a_private_run_and_a_dry_run_take_such_rows_too(tmp_path: Path) -> None:
+def test_a_private_run_and_a_dry_run_accept_rows_without_a_class(tmp_path: Path) -> None:
     asked = {"epsilon": 9, "delta": 0.001, "sample_rate": 1, "steps": 1, "visits": 1}
     private = [f"privacy.{key}={value}" for key, value in asked.items()]
     _, log, results = trained(tmp_path / "private", 38, *private)

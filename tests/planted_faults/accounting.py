@@ -89,7 +89,7 @@ FAULTS: tuple[Fault, ...] = (
                 "_conversion(delta, _ORDERS)",
             ),
         ),
-        (IN_CARD + "no_list_of_releases_adds_up_to_less_than_it_costs",),
+        (IN_CARD + "no_list_of_releases_sums_to_less_than_its_composed_epsilon",),
     ),
     Fault(
         "visits of several kinds count at the best order",
@@ -122,12 +122,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a stopped run claims what it was charged",
         ((CARD, "bounds = fixed or claimed == 0", "bounds = bool(accounts)"),),
-        (IN_STOPPED + "a_stopped_run_guarantees_the_budget_and_tells_what_was_charged",),
+        (IN_STOPPED + "a_stopped_run_guarantees_the_budget_and_reports_the_charged_epsilon",),
     ),
     Fault(
         "a claim falls with the budget",
         ((CARD, "} | dict(promised or {})", "}"),),
-        (IN_STOPPED + "a_budget_that_fell_is_not_what_is_guaranteed",),
+        (IN_STOPPED + "the_claim_is_the_highest_budget_even_after_it_was_lowered",),
     ),
     Fault(
         "the budget of an account may rise",

@@ -65,8 +65,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            IN_HISTOGRAM + "a_census_counts_single_rows_as_one_row_would_move_the_clusters_of_"
-            "others[above_the_mean_of_all-True]",
+            IN_HISTOGRAM + "a_census_assigns_rows_one_at_a_time_so_that_no_row_moves_the_cluster_"
+            "of_another[above_the_mean_of_all-True]",
         ),
     ),
     # (FL)^2 and SAGE -----------------------------------------------------------------------------
@@ -101,7 +101,8 @@ FAULTS: tuple[Fault, ...] = (
         ((FL2_ROUNDS, "if any(not reply.declined for reply in replies)", "if True"),),
         (
             IN_NEWER + "a_round_without_replies_moves_nothing_though_there_is_momentum",
-            "tests/algorithms/test_algorithm_contract.py::test_an_algorithm_keeps_its_promises[fl2]",
+            "tests/algorithms/test_algorithm_contract.py::"
+            "test_an_algorithm_keeps_its_promises[fl2]",
         ),
     ),
     Fault(
@@ -172,7 +173,8 @@ FAULTS: tuple[Fault, ...] = (
         "FedMatch with L-MixUp: the divergence is a sum over helpers",
         ((MIXUP, "logits[:, None]).mean(dim=1)", "logits[:, None]).sum(dim=1)"),),
         (
-            "tests/algorithms/test_fedmatch_mixup.py::test_the_divergence_is_the_mean_over_helpers_of_"
+            "tests/algorithms/test_fedmatch_mixup.py::"
+            "test_the_divergence_is_the_mean_over_helpers_of_"
             "kl_from_the_helper_to_the_agent",
         ),
     ),
@@ -197,7 +199,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/algorithms/test_centralised.py::test_predictions_are_aligned_with_the_frequencies_of_"
+            "tests/algorithms/test_centralised.py::"
+            "test_predictions_are_aligned_with_the_frequencies_of_"
             "labels",
         ),
     ),
@@ -245,7 +248,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             ""
-            "tests/generators/test_generators.py::test_g_is_one_at_the_ends_and_smallest_in_the_middle",
+            "tests/generators/test_generators.py::"
+            "test_g_is_one_at_the_ends_and_smallest_in_the_middle",
         ),
     ),
     Fault(
@@ -625,7 +629,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/data/test_drawn_test_rows.py::test_"
-            "every_row_is_trained_on_validated_on_or_tested_on_once",
+            "every_row_is_used_once_for_training_validation_or_testing",
         ),
     ),
     # FedTriNet -----------------------------------------------------------------------------------

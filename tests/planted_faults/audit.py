@@ -14,7 +14,7 @@ FORGETS = (
     "tests/runs/test_shared_accounts.py::test_a_card_that_forgets_a_replaced_run_with_an_account_"
     "of_its_own_is_violated"
 )
-ANEW = "a_card_that_was_written_anew_with_other_public_facts_is_violated"
+ANEW = "a_card_rewritten_with_other_public_facts_is_violated"
 IN_CARD = "tests/audit/test_card_and_audit.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
@@ -58,7 +58,7 @@ FAULTS: tuple[Fault, ...] = (
         ((CROSS, "goes_on = bool(head) and head in", "goes_on = bool(head) or head in"),),
         (
             FORGETS,
-            IN_TAMPERING + "a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated",
+            IN_TAMPERING + "a_card_that_omits_the_ledger_of_a_replaced_run_is_violated",
         ),
     ),
     Fault(
@@ -81,7 +81,7 @@ FAULTS: tuple[Fault, ...] = (
                 "{manifest.hash}, another hash than it ",
             ),
         ),
-        (IN_TAMPERING + "an_audit_tells_no_hash_of_a_split_that_was_changed",),
+        (IN_TAMPERING + "an_audit_prints_no_hash_of_an_edited_split",),
     ),
     Fault(
         "the error on a split of other rows says their checksum",
@@ -93,8 +93,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/data/test_split_manifest.py::test_the_error_on_a_split_of_other_data_says_no_"
-            "checksum_by_which_rows_could_be_tried",
+            "tests/data/test_split_manifest.py::"
+            "test_the_error_on_a_split_of_other_data_contains_no_checksum",
         ),
     ),
     Fault(
@@ -106,7 +106,7 @@ FAULTS: tuple[Fault, ...] = (
                 'if not (run / "checkpoints").parent.exists():',
             ),
         ),
-        (IN_TAMPERING + "no_set_of_deleted_witnesses_leaves_a_folder_consistent",),
+        (IN_TAMPERING + "a_folder_without_some_of_the_witnesses_is_inconclusive",),
     ),
     Fault(
         "absent metrics are no doubt",
@@ -117,7 +117,7 @@ FAULTS: tuple[Fault, ...] = (
                 '(files.results or {}).get("rounds") == -1:',
             ),
         ),
-        (IN_TAMPERING + "no_set_of_deleted_witnesses_leaves_a_folder_consistent",),
+        (IN_TAMPERING + "a_folder_without_some_of_the_witnesses_is_inconclusive",),
     ),
     Fault(
         "the released weights are not looked at",
@@ -128,7 +128,7 @@ FAULTS: tuple[Fault, ...] = (
                 'if tensor_files.sha256_of(path) == "":',
             ),
         ),
-        (IN_TAMPERING + "a_file_that_was_edited_is_told_of_and_the_folder_is_not_consistent",),
+        (IN_TAMPERING + "an_edited_file_is_reported_and_the_folder_is_not_consistent",),
     ),
     Fault(
         "a card is not made a second time",
@@ -163,7 +163,7 @@ FAULTS: tuple[Fault, ...] = (
                 "if where := _difference(name, ours[name], ours[name]):",
             ),
         ),
-        (IN_CARD + "a_card_that_lies_is_violated",),
+        (IN_CARD + "a_card_with_a_false_claim_is_violated",),
     ),
     Fault(
         "numeric bounds of a stopped run are believed",
@@ -190,7 +190,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             IN_TAMPERING
-            + "noise_in_ledgers_and_card_that_the_config_does_not_ask_for_is_violated_and_named",
+            + "noise_in_ledgers_and_card_that_differs_from_the_config_is_violated_and_named",
         ),
     ),
     Fault(
@@ -202,12 +202,12 @@ FAULTS: tuple[Fault, ...] = (
                 "return True",
             ),
         ),
-        (IN_CARD + "a_checkpoint_remembers_what_a_ledger_and_a_new_card_forgot",),
+        (IN_CARD + "a_checkpoint_contradicts_a_cut_ledger_with_a_rewritten_card",),
     ),
     Fault(
         "a second library is believed whatever it says",
         ((CLAIM, "abs(ours - theirs) > _TOLERANCE * max(1.0, theirs)", "abs(ours - theirs) < 0"),),
-        (IN_CARD + "a_second_library_that_disagrees_is_violated",),
+        (IN_CARD + "a_disagreement_of_the_second_library_is_violated",),
     ),
     Fault(
         "visits after the card are forgiven in a finished run",
@@ -223,7 +223,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "unknown fields of a card are taken for checked",
         ((CARD, "    for place in files.unknown_keys:\n", "    for place in ():\n"),),
-        (IN_TAMPERING + "a_file_that_was_edited_is_told_of_and_the_folder_is_not_consistent",),
+        (IN_TAMPERING + "an_edited_file_is_reported_and_the_folder_is_not_consistent",),
     ),
     Fault(
         "a claim is of the agent that spent least",
@@ -234,7 +234,7 @@ FAULTS: tuple[Fault, ...] = (
                 'overall = min(entry["epsilon"]["value"]',
             ),
         ),
-        (IN_CARD + "the_claim_is_the_agent_that_spent_most_and_never_a_sum",),
+        (IN_CARD + "the_claim_is_the_largest_epsilon_of_an_agent_and_never_a_sum",),
     ),
     Fault(
         "a model card may claim what it likes",
@@ -261,9 +261,9 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/audit/test_stopped_runs.py::test_"
-            "fewer_visits_than_planned_or_other_runs_make_it_the_budget[resumed]",
+            "with_other_visits_than_planned_or_shared_accounts_the_claim_is_the_budget[resumed]",
             "tests/audit/test_stopped_runs.py::test_"
-            "what_was_charged_is_called_so_even_where_it_is_the_whole_budget",
+            "the_charged_epsilon_is_labelled_charged_even_if_it_equals_the_budget",
         ),
     ),
     Fault(
@@ -321,6 +321,6 @@ FAULTS: tuple[Fault, ...] = (
                 "if (ledger, agent) not in named and goes_on:",
             ),
         ),
-        (IN_TAMPERING + "a_card_that_forgets_the_ledger_of_a_replaced_run_is_violated",),
+        (IN_TAMPERING + "a_card_that_omits_the_ledger_of_a_replaced_run_is_violated",),
     ),
 )

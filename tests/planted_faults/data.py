@@ -23,9 +23,8 @@ FAULTS: tuple[Fault, ...] = (
         "a picture of other shades than bytes has another account as floats",
         (("privssl/data/canonical.py", "(whole | clear)", "whole"),),
         (
-            IN_CANONICAL
-            + "a_digit_of_17_shades_is_one_row_as_the_built_in_bytes_and_divided_by_16",
-            IN_CANONICAL + "floats_between_levels_have_the_content_of_the_nearest_ones",
+            IN_CANONICAL + "a_digit_has_one_content_as_built_in_bytes_and_divided_by_16",
+            IN_CANONICAL + "floats_between_levels_have_the_content_of_the_nearest_level",
         ),
     ),
     Fault(
@@ -134,12 +133,12 @@ FAULTS: tuple[Fault, ...] = (
                 "unlabelled_rows(tuple(sorted(holding.unlabelled, key=y.__getitem__)), rows)",
             ),
         ),
-        (IN_FEDERATION + "the_labels_of_unlabelled_rows_reach_no_agent",),
+        (IN_FEDERATION + "labels_of_unlabelled_rows_reach_no_agent",),
     ),
     Fault(
         "the data set stays in reach of every step",
         ((DATA, "none = dataset.x_train[:0].clone()", "none = dataset.x_train"),),
-        (IN_FEDERATION + "no_training_row_stays_with_the_data_set",),
+        (IN_FEDERATION + "the_data_set_keeps_no_training_rows",),
     ),
     Fault(
         "agents share memory",
@@ -151,7 +150,7 @@ FAULTS: tuple[Fault, ...] = (
                 "len(ids) else self._x[:0]), named",
             ),
         ),
-        (IN_FEDERATION + "no_agent_shares_memory_with_the_data_set_or_another_agent",),
+        (IN_FEDERATION + "agents_share_no_memory_with_the_data_set_or_other_agents",),
     ),
     Fault(
         "labels at the server and agents: agents hold the server's rows too",
@@ -190,7 +189,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a split that somebody changed is taken",
         ((MANIFEST, "if stated != manifest.hash:", "if stated is None:"),),
-        (IN_MANIFEST + "no_flipped_digit_passes",),
+        (IN_MANIFEST + "a_changed_digit_is_detected",),
     ),
     Fault(
         "a split of other data is taken",
@@ -206,7 +205,7 @@ FAULTS: tuple[Fault, ...] = (
                 "            if row in owners and row < 0:\n",
             ),
         ),
-        (IN_MANIFEST + "rows_that_cannot_be_are_refused_even_with_the_right_hash",),
+        (IN_MANIFEST + "invalid_rows_are_refused_even_with_a_valid_hash",),
     ),
     Fault(
         "Dirichlet shares are of one agent, not of one class",
@@ -216,7 +215,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "round robin begins at the last agent",
         ((PARTITION, "or [number % agents]", "or [-1 - number % agents]"),),
-        (IN_PARTITION + "round_robin_is_the_example_of_the_paper",),
+        (IN_PARTITION + "round_robin_reproduces_the_example_of_the_paper",),
     ),
     Fault(
         "a missing number and the middle of a column are the same row",

@@ -35,8 +35,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/privacy/test_stacked_rounding.py::test_agents_whose_rows_a_stack_would_round_by_"
-            "other_rows_are_computed_alone[by_place]",
+            "tests/privacy/test_stacked_rounding.py::"
+            "test_agents_are_computed_alone_where_a_stack_would_round_rows_by_other_rows[by_place]",
         ),
     ),
     Fault(
@@ -49,8 +49,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/privacy/test_stacked_rounding.py::test_agents_whose_rows_a_stack_would_round_by_"
-            "other_rows_are_computed_alone[by_the_rows_of_another_agent]",
+            "tests/privacy/test_stacked_rounding.py::"
+            "test_agents_are_computed_alone_where_a_stack_would_round_rows_by_other_rows[by_the_rows_of_another_agent]",
         ),
     ),
     # The mean ------------------------------------------------------------------------------------
@@ -184,7 +184,8 @@ FAULTS: tuple[Fault, ...] = (
         ((LOCAL, "telemetry=agent.account is None,", "telemetry=True,"),),
         (
             ""
-            "tests/engines/test_local_engine.py::test_no_curve_leaves_an_agent_whose_rows_are_under_a_claim",
+            "tests/engines/test_local_engine.py::"
+            "test_no_curve_leaves_an_agent_whose_rows_are_under_a_claim",
         ),
     ),
     Fault(
@@ -281,7 +282,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/audit/test_audit_tampering.py::"
-            "test_a_guarantee_whose_private_steps_took_a_gpu_is_inconclusive",
+            "test_a_guarantee_with_private_steps_on_a_gpu_is_inconclusive",
         ),
     ),
     # Sites ---------------------------------------------------------------------------------------

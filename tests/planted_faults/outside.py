@@ -111,7 +111,8 @@ FAULTS: tuple[Fault, ...] = (
         "trackers get the folder of a text encoder",
         (("privssl/settings/names.py", "colon + Path(folder).name", "colon + folder"),),
         (
-            "tests/experiment/test_config.py::test_what_trackers_get_of_a_config_names_no_folder_of_this_machine",
+            "tests/experiment/test_config.py::"
+            "test_what_trackers_get_of_a_config_names_no_folder_of_this_machine",
         ),
     ),
     Fault(
@@ -153,7 +154,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/data/test_image_files.py::"
-            "test_one_training_picture_in_colour_decides_no_private_run_and_any_other_run"
+            "test_a_private_run_is_refused_if_only_training_images_have_colour"
             "[coloured0-True]",
         ),
     ),

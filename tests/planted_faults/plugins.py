@@ -204,7 +204,7 @@ FAULTS: tuple[Fault, ...] = (
         (("privssl/data/__init__.py", "        if not private:\n", "        if True:\n"),),
         (
             "tests/data/test_unlabelled_rows.py::"
-            "test_in_a_private_run_no_guess_is_compared_with_a_label_that_an_agent_holds",
+            "test_in_a_private_run_no_pseudo_label_is_compared_with_a_label_that_an_agent_holds",
         ),
     ),
     Fault(
@@ -243,7 +243,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/data/test_drawn_test_rows.py::"
-            "test_a_private_run_takes_no_order_that_follows_from_labels",
+            "test_a_private_run_refuses_an_order_that_depends_on_labels",
         ),
     ),
     Fault(
@@ -257,7 +257,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/audit/test_canary_attack.py::"
-            "test_the_words_of_a_card_are_a_comment_and_no_program",
+            "test_texts_of_a_card_are_printed_as_comments_and_never_as_code",
         ),
     ),
     Fault(

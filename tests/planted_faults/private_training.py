@@ -389,8 +389,8 @@ FAULTS: tuple[Fault, ...] = (
         (("privssl/core/private_release.py", "    if made.begun:\n", "    if made is None:\n"),),
         (
             IN_VISITS + "test_a_charged_step_sends_the_bits_that_a_private_mechanism_made",
-            IN_VISIT + "test_networks_that_are_trained_one_after_the_other_are_two_mechanisms_under"
-            "_one_charge",
+            IN_VISIT
+            + "test_networks_trained_one_after_the_other_are_two_mechanisms_under_one_charge",
         ),
         False,
     ),
@@ -427,10 +427,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "linear layers take inputs that MKL rounds by a row's place",
         ((PER_ROW, "missing := -weight.shape[-1] % 4", "missing := 0"),),
-        (
-            IN_COUNTS + "test_linear_layers_are_computed_with_a_multiple_of_four_inputs_in_"
-            "private_steps",
-        ),
+        (IN_COUNTS + "test_linear_layers_in_private_steps_have_a_multiple_of_four_inputs",),
         False,
     ),
     Fault(
@@ -450,8 +447,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            IN_FEDSSL + "test_a_server_with_labels_is_refused_a_budget_as_no_claim_holds_against_"
-            "who_controls_it",
+            IN_FEDSSL + "test_a_privacy_section_is_refused_for_a_labelled_server_since_the_"
+            "observer_controls_it",
         ),
         False,
     ),

@@ -183,7 +183,8 @@ FAULTS: tuple[Fault, ...] = (
         ((LEDGER, "found.epsilon > self.spent()", "found.epsilon < self.spent()"),),
         (
             ""
-            "tests/runs/test_journal_damage.py::test_a_file_that_claims_more_than_was_charged_counts_as_well",
+            "tests/runs/test_journal_damage.py::"
+            "test_a_file_that_claims_more_than_was_charged_counts_as_well",
         ),
     ),
     Fault(
@@ -317,7 +318,8 @@ FAULTS: tuple[Fault, ...] = (
         (("privssl/core/task.py", 'f"{self.visit_key}@{self.session_id}"', "self.visit_key"),),
         (
             ""
-            "tests/engines/test_local_engine.py::test_a_visit_that_is_run_again_by_another_process_is_charged_anew",
+            "tests/engines/test_local_engine.py::"
+            "test_a_visit_that_is_run_again_by_another_process_is_charged_anew",
         ),
     ),
     # Results --------------------------------------------------------------------------------------
