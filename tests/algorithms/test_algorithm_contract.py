@@ -1,9 +1,9 @@
-"""The promises that every algorithm keeps (``privssl/testing/promises.py``), and engines that break
-one on purpose. Methods that break one: tests/testing/test_check_algorithm.py.
+"""The promises of every algorithm (``privssl/testing/promises.py``), and engines that break one on
+purpose. Methods that break one: tests/testing/test_check_algorithm.py.
 
-A new algorithm is tested by standing in ALGORITHMS. What it needs beside ``federations.QUICK`` to
-be quick, and to walk all of its steps within three rounds on toy rows, is told in NEEDS; variants
-that take other paths through the same code are listed in CASES.
+An algorithm is tested if it is listed in ALGORITHMS. Settings beside ``federations.QUICK`` that
+make it quick, and let it reach all its steps within three rounds on toy rows, are in NEEDS.
+Variants that take other paths through the same code are listed in CASES.
 """
 
 import dataclasses
@@ -37,33 +37,33 @@ from tests.support.toy_worlds import (
     through_disk,
 )
 
-#: What travels beside weights. label_census: of patches of 9 pixels their moments, and 8 centroids;
-#: of 32 responses their moments; the sum of all 32 features and their number; of 12 cells sums,
-#: counts, neighbours and clusters; of 5 clusters the census.
+#: What is sent beside weights. label_census: moments of patches of 9 pixels, and 8 centroids;
+#: moments of 32 responses; the sum of all 32 features and their number; sums, counts, neighbours
+#: and clusters of 12 cells; the census of 5 clusters.
 CENSUS_SHAPES = (
     (9, 9), (1,), (8, 9), (8,), (8, 1, 3, 3), (32,), (32, 32), (1, 32), (12, 32), (12,), (12, 12),
     (5, 10),
 )  # fmt: skip
-#: And of vectors of 64 numbers, or of sequences of 8, sums and cells.
+#: For vectors of 64 numbers and sequences of 8: sums and cells.
 VECTOR_SHAPES = ((1, 1), (64,), (1, 64), (12, 64), (8,), (1, 8), (12, 8))
 IN_SEQUENCE = ("fedssl, one after the other", "fedmatch_mixup, in sequence")
 ALSO_SENT = {"label_census": CENSUS_SHAPES + VECTOR_SHAPES}
-#: What is asked of each algorithm here. ``labels`` has a test of its own, for each place of labels;
-#: ``privacy`` is asked in tests/privacy, of each mechanism.
+#: The promises that are checked here for each algorithm. ``labels`` has its own test, for each
+#: place of labels; tests/privacy checks ``privacy`` for each mechanism.
 EVERY = set(PROMISES) - {"labels", "privacy"}
-#: What may differ between an algorithm and its variants; the rest is tried in slow tests.
+#: Promises in which a variant may differ from its algorithm; slow tests check the others.
 OF_VARIANTS = {"learns", "metrics", "order", "fields", "rows"}
-#: Variants with other state or other arithmetic; what resumes and travels is alike in the rest.
+#: Variants with other state or other arithmetic; resuming and messages are the same in the rest.
 OTHER_STATE = (
     "fedssl, F by SGD", "fedssl, bfloat16", "fedmatch, bfloat16", "pseudo, batch norm",
     "fedmatch, every row sure", "fedmatch, as printed", "semifl, static norm",
 )  # fmt: skip
 STATE = {"determinism", "resume"}
 PUBLISHED = {"fedssl", "fedseal", "semifl", "fedmatch", "fedtrinet", "label_census"}
-#: Controls of an engine here, not of an algorithm: of four kinds of state and messages.
+#: For controls of an engine, not of an algorithm: four kinds of state and messages.
 a_few = pytest.mark.parametrize("case", ["fedssl", "fedmatch", "semifl", "fedavg"])
-#: Each algorithm with its rows at one place, each place with a third of the algorithms; the rest of
-#: the grid is slow.
+#: Each algorithm with its labels at one place, each place with a third of the algorithms; the rest
+#: of the grid is slow.
 ALGORITHMS_AND_PLACES = [
     pytest.param(case, place, marks=() if (first + second) % 3 == 0 else pytest.mark.slow)
     for first, case in enumerate(ALGORITHMS)
@@ -88,13 +88,14 @@ def check(case: str, promises: set[str], labels: str = "support") -> None:
 
 @pytest.mark.parametrize("case", ALGORITHMS)
 def test_an_algorithm_keeps_its_promises(case: str) -> None:
-    # Sites, too, take a new algorithm object for each visit, so workers seldom say more.
+    # Sites also take a new algorithm object for each visit, so ``workers`` rarely adds anything.
     check(case, EVERY if case in PUBLISHED else EVERY - {"workers"})
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ALGORITHMS])
 def test_a_variant_keeps_the_promises_in_which_it_may_differ(case: str) -> None:
-    own_rows = {"order"} if "rows" in CASES[case][1] else set()  # which change no order of agents
+    # they do not change the order of agents
+    own_rows = {"order"} if "rows" in CASES[case][1] else set()
     check(case, OF_VARIANTS - own_rows | (STATE if case in OTHER_STATE else set()))
 
 
@@ -110,67 +111,67 @@ def test_hidden_labels_change_no_bit_and_given_labels_do(case: str, place: str) 
 
 
 @pytest.mark.parametrize("case", OF_ROWS)
-def test_hidden_labels_of_rows_that_are_no_images_change_no_bit_either(case: str) -> None:
+def test_hidden_labels_of_vectors_and_sequences_change_no_bit(case: str) -> None:
     check(case, {"labels"})
 
 
 # Engines that break a promise --------------------------------------------------------------------
 
 
-def played(case: str, **how: Any) -> Simulation:
-    """The same rounds are run once for all tests, which read what came of them."""
+def simulated(case: str, **how: Any) -> Simulation:
+    """A simulation, cached for all tests with the same arguments."""
     if "resume" in how:
         return simulate(algorithm(case), federated_data(dataset=rows_of(case)), **how)
     if how.get("rounds") in (None, rounds_to_simulate(algorithm(case))):
         how.pop("rounds", None)
-    return _played_once(case, tuple(sorted({"engine": RecordingEngine, **how}.items())))
+    return _simulated_once(case, tuple(sorted({"engine": RecordingEngine, **how}.items())))
 
 
 @cache
-def _played_once(case: str, how: tuple[tuple[str, Any], ...]) -> Simulation:
+def _simulated_once(case: str, how: tuple[tuple[str, Any], ...]) -> Simulation:
     return simulate(algorithm(case), federated_data(dataset=rows_of(case)), **dict(how))
 
 
-def remembers(after: Simulation) -> bool:
-    """Whether any agent keeps something from one visit to the next."""
+def has_memory(after: Simulation) -> bool:
+    """Whether an agent keeps anything from one visit to the next."""
     return any(after.engine.memories().values())
 
 
 @a_few
-def test_order_would_be_noticed_if_agents_saw_each_others_memory(case: str) -> None:
+def test_the_order_check_detects_agents_that_see_each_others_memory(case: str) -> None:
     forwards, backwards = (
-        played(case, engine=engine) for engine in (SharedMemoryEngine, SharedMemoryReverseEngine)
+        simulated(case, engine=engine) for engine in (SharedMemoryEngine, SharedMemoryReverseEngine)
     )
-    # where nothing is remembered there is nothing to see
-    assert (apart(forwards.state, backwards.state) > 1e-6) == remembers(forwards)
+    # without memory there is nothing to detect
+    assert (apart(forwards.state, backwards.state) > 1e-6) == has_memory(forwards)
 
 
-def test_networks_that_are_laid_out_anew_in_each_visit_would_be_noticed() -> None:
-    # In which case depends on torch's version and on the processor: another layout need not round
+def test_the_resume_check_detects_networks_in_another_memory_layout() -> None:
+    # Only some cases differ, by torch version and processor: another layout need not round
     # differently everywhere.
     assert any(
-        not same_bits(played(case).state, played(case, engine=PlainLayoutEngine).state)
+        not same_bits(simulated(case).state, simulated(case, engine=PlainLayoutEngine).state)
         for case in CASES
         if case.startswith("fedssl, ")
     )
 
 
 @a_few
-def test_a_wire_that_loses_bits_would_be_noticed(case: str) -> None:
-    assert not same_bits(played(case).state, played(case, engine=Lossy).state)
+def test_the_transport_check_detects_a_transport_that_loses_bits(case: str) -> None:
+    assert not same_bits(simulated(case).state, simulated(case, engine=Lossy).state)
 
 
 @a_few
-def test_a_resumed_run_whose_agents_forgot_everything_would_be_noticed(case: str) -> None:
+def test_the_resume_check_detects_agents_without_their_memory(case: str) -> None:
     last = rounds_to_simulate(algorithm(case)) + 1
-    whole = played(case, rounds=last)
-    saved = through_disk(played(case, rounds=last - 1), last - 1)
-    rest = played(case, rounds=last, resume=dataclasses.replace(saved, memories={}))
-    assert same_bits(whole.state, rest.state) != remembers(whole)
+    whole = simulated(case, rounds=last)
+    saved = through_disk(simulated(case, rounds=last - 1), last - 1)
+    rest = simulated(case, rounds=last, resume=dataclasses.replace(saved, memories={}))
+    assert same_bits(whole.state, rest.state) != has_memory(whole)
 
 
 class Poisoned(LocalEngine):
-    """Breaks a promise: what crosses the border is no number any more."""
+    """A fault: all floating-point numbers in messages are NaN."""
 
     def _copy_message(self, message: Message) -> Message:
         return type(message)(
@@ -187,6 +188,6 @@ def _poisoned(value: Any) -> Any:
 
 
 @a_few
-def test_weights_that_are_not_finite_would_be_noticed(case: str) -> None:
+def test_weights_that_are_not_finite_are_refused(case: str) -> None:
     with pytest.raises(MessageError, match="not finite"):
-        played(case, engine=Poisoned)
+        simulated(case, engine=Poisoned)

@@ -1,5 +1,6 @@
-"""Server-SL, FedAvg, FedProx, FixMatch, UDA and FedSem: what each learns from, who is asked, and
-that without their switch they are one another."""
+"""Server-SL, FedAvg, FedProx, FixMatch, UDA and FedSem: what each learns from, which agents it
+calls, and that without their distinguishing settings they are equal.
+"""
 
 import dataclasses
 import math
@@ -47,9 +48,9 @@ from tests.support.toy_worlds import make as make_toy
 SUPERVISED = ("server_sl", "fedavg", "fedprox")
 CONSISTENT = ("fixmatch", "uda")
 GUESSING = (*CONSISTENT, "fedsem")
-#: No chance beyond the initial weights: rows as they are, in one batch.
+#: No randomness after the initial weights: rows as they are, in one batch.
 PLAIN: dict[str, Any] = {"weak": "none", "batch_size": 100, "local_epochs": 2}
-#: No guess is ever learned from.
+#: No pseudo-label is ever used.
 NEVER: dict[str, dict[str, Any]] = {
     "fixmatch": {"threshold": 1.0},
     "uda": {"threshold": 1.0, "annealing": "none"},
@@ -58,7 +59,7 @@ NEVER: dict[str, dict[str, Any]] = {
 
 
 def make(name: str, **settings: Any) -> Any:
-    """An algorithm for toy rows that passes over an agent's rows once."""
+    """An algorithm for toy rows with one epoch per visit."""
     return make_toy(name, **({"local_epochs": 1} | settings))
 
 
@@ -70,8 +71,8 @@ def context(round_number: int = 1) -> Context:
     return Context(0, round_number, "s0", "visit", "attempt", torch.device("cpu"))
 
 
-def asked(name: str, parties: FederatedDataset, rounds: int = 1, **settings: Any) -> list[str]:
-    """``round agent step`` of all that was asked, in order."""
+def visits(name: str, parties: FederatedDataset, rounds: int = 1, **settings: Any) -> list[str]:
+    """``round agent step`` of all calls, in order."""
     after = simulate(make(name, **settings), parties, rounds, engine=RecordingEngine)
     return [f"{call.round} {call.to.id} {call.step.__name__}" for call, _ in recorded(after)]
 
@@ -110,53 +111,53 @@ def test_local_training_is_sgd_one_loss_after_the_other() -> None:
     assert trained(1.0, [0.0, 0.0], learning_rate=0.1, momentum=0.5) == pytest.approx(0.76)
 
 
-def test_the_proximal_term_pulls_back_to_the_weights_that_came() -> None:
-    # First step: at the anchor there is no pull, 1 -> 0.9. Second: gradient 0.9 + 2 (0.9 - 1).
+def test_the_proximal_term_pulls_back_to_the_received_weights() -> None:
+    # First step: no pull at the anchor, 1 -> 0.9. Second: gradient 0.9 + 2 (0.9 - 1).
     sgd: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.0}
     assert trained(1.0, [0.0], proximal=2.0, **sgd) == pytest.approx(0.9)
     assert trained(1.0, [0.0, 0.0], proximal=2.0, **sgd) == pytest.approx(0.9 - 0.1 * 0.7)
     assert squared_distance(Line(3.0), [torch.tensor([1.0])]).item() == 4.0
 
 
-def test_a_visit_without_a_loss_sends_back_what_came() -> None:
+def test_a_visit_without_a_loss_sends_back_the_received_weights() -> None:
     assert trained(1.5, [], proximal=2.0) == 1.5
 
 
-def test_the_learning_rate_falls_by_a_factor_per_round() -> None:
+def test_the_learning_rate_decays_by_a_factor_per_round() -> None:
     cfg = LocalTrainingSettings(learning_rate=0.1, learning_rate_decay=0.995)
     assert [cfg.rate(n) for n in (1, 2, 101)] == pytest.approx([0.1, 0.0995, 0.0605770])
 
 
 @pytest.mark.parametrize(("norm", "least"), [("group", 1), ("batch", 2)])
-def test_a_batch_norm_is_not_shown_a_single_row(norm: str, least: int) -> None:
+def test_batches_of_a_single_row_are_skipped_under_batch_norm(norm: str, least: int) -> None:
     F = nn.Sequential(norm_layer(norm, 4))
     assert [rows for rows in range(4) if can_learn_from(F, rows)] == list(range(least, 4))
 
 
 @pytest.mark.parametrize("name", [*SUPERVISED, *GUESSING])
-def test_batch_norm_and_batches_that_leave_one_row_over_are_possible(name: str) -> None:
+def test_batch_norm_works_with_batches_that_leave_one_row_over(name: str) -> None:
     parties = at_server(labelled=13) if name == "server_sl" else federated_data(labelled=14)
     own: dict[str, Any] = {"threshold": 0.0} if name in CONSISTENT else {}
     after = simulate(make(name, norm="batch", **own), parties)
     assert finite(after.state) and not same_bits(after.begun, after.state)
 
 
-# Who is asked -------------------------------------------------------------------------------
+# Which agents are called --------------------------------------------------------------------
 
 
-def test_server_sl_asks_the_server_and_nobody_else() -> None:
-    steps = asked("server_sl", at_server(), 2)
+def test_server_sl_calls_the_server_only() -> None:
+    steps = visits("server_sl", at_server(), 2)
     assert steps == ["1 server labelled_pass", "2 server labelled_pass"]
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])
-def test_fedavg_asks_who_holds_labels_for_labels_alone(name: str) -> None:
-    assert asked(name, federated_data()) == ["1 s0 labelled_pass", "1 s1 labelled_pass"]
-    assert asked(name, at_clients()) == ["1 m0 labelled_pass", "1 m1 labelled_pass"]
+def test_fedavg_calls_agents_with_labels_for_labelled_rows_only(name: str) -> None:
+    assert visits(name, federated_data()) == ["1 s0 labelled_pass", "1 s1 labelled_pass"]
+    assert visits(name, at_clients()) == ["1 m0 labelled_pass", "1 m1 labelled_pass"]
 
 
 @pytest.mark.parametrize("name", CONSISTENT)
-def test_a_labelled_server_trains_first_and_agents_start_from_what_it_sent(name: str) -> None:
+def test_a_labelled_server_trains_first_and_agents_start_from_its_weights(name: str) -> None:
     after = simulate(make(name), at_server(), 1, engine=RecordingEngine)
     (first, taught), *others = recorded(after)
     assert (first.to.id, first.step.__name__) == ("server", "support_pass")
@@ -165,7 +166,7 @@ def test_a_labelled_server_trains_first_and_agents_start_from_what_it_sent(name:
     assert same_bits(after.state.labelled, taught.payload.F)
 
 
-def test_support_agents_do_together_what_a_labelled_server_does() -> None:
+def test_support_agents_together_do_what_a_labelled_server_does() -> None:
     after = simulate(make("fixmatch"), federated_data(), 1, engine=RecordingEngine)
     calls = recorded(after)
     assert [call.to.id for call, _ in calls] == ["s0", "s1", "q0", "q1"]
@@ -174,21 +175,21 @@ def test_support_agents_do_together_what_a_labelled_server_does() -> None:
         assert_close(tensor, (sent[0][key] + sent[1][key]) / 2)
 
 
-def test_labels_at_clients_make_one_joint_step_and_others_have_the_term_they_can() -> None:
+def test_labels_at_clients_make_one_joint_step_and_other_agents_have_the_term_they_can() -> None:
     parties = federated_data(labels="labels-at-client", support=0, query=1, mixed=2)
-    assert asked("fixmatch", parties) == ["1 m0 mixed_pass", "1 m1 mixed_pass", "1 q0 query_pass"]
+    assert visits("fixmatch", parties) == ["1 m0 mixed_pass", "1 m1 mixed_pass", "1 q0 query_pass"]
 
 
-def test_the_server_takes_part_in_every_round_whoever_is_drawn() -> None:
-    steps = asked("fixmatch", at_server(), 8, agents_per_round=1)
+def test_the_server_takes_part_in_every_round_beside_the_sampled_agents() -> None:
+    steps = visits("fixmatch", at_server(), 8, agents_per_round=1)
     by = Counter(step.split()[1] for step in steps)
     assert by["server"] == 8 and by["q0"] + by["q1"] == 8 and by["q0"] and by["q1"]
-    assert len(asked("fedavg", federated_data(), 3, agents_per_round=1)) == 3
-    assert len(asked("fedavg", federated_data(), 3, agents_per_round=9)) == 6  # all there are
+    assert len(visits("fedavg", federated_data(), 3, agents_per_round=1)) == 3
+    assert len(visits("fedavg", federated_data(), 3, agents_per_round=9)) == 6  # all agents
 
 
-def test_fedsem_labels_every_agents_rows_once_when_phase_two_begins() -> None:
-    steps = asked("fedsem", at_clients(), 3, warm_up=1, agents_per_round=1)
+def test_fedsem_labels_every_agents_rows_once_at_the_start_of_phase_two() -> None:
+    steps = visits("fedsem", at_clients(), 3, warm_up=1, agents_per_round=1)
     assert [s for s in steps if "label_pass" in s] == ["2 m0 label_pass", "2 m1 label_pass"]
     assert [s.split()[2] for s in steps] == [
         *("support_pass", "label_pass", "label_pass", "mixed_pass", "mixed_pass"),
@@ -208,7 +209,7 @@ def test_fedsem_names_its_phases() -> None:
 
 
 @pytest.mark.parametrize("weights", ["rows", "equal"])
-def test_agents_count_by_all_their_rows_or_the_same(weights: str) -> None:
+def test_agents_are_weighted_by_all_their_rows_or_equally(weights: str) -> None:
     parties = at_clients(partition="dirichlet", alpha=0.05, labelled_partition="iid")
     held = [len(a.labelled) + len(a.unlabelled) for a in parties.agents]
     assert sum(held) == 80 and max(held) > 1.2 * min(held)
@@ -220,7 +221,7 @@ def test_agents_count_by_all_their_rows_or_the_same(weights: str) -> None:
     assert_close(after.state.F["head.bias"], shares[0] * sent[0] + shares[1] * sent[1])
 
 
-def test_only_agents_are_pulled_not_the_server() -> None:
+def test_the_proximal_term_applies_to_agents_and_not_to_the_server() -> None:
     after = simulate(make("fixmatch", proximal=0.01), at_server(), 1, engine=RecordingEngine)
     assert [call.message.proximal for call, _ in recorded(after)] == [0.0, 0.01, 0.01]
     edge = simulate(make("fixmatch", proximal=0.01), federated_data(), 1, engine=RecordingEngine)
@@ -228,7 +229,7 @@ def test_only_agents_are_pulled_not_the_server() -> None:
 
 
 @pytest.mark.parametrize("name", GUESSING)
-def test_either_model_can_be_released_and_the_other_has_a_curve(name: str) -> None:
+def test_either_model_can_be_released_and_the_other_is_logged(name: str) -> None:
     for released, other in (("labelled", "averaged"), ("averaged", "labelled")):
         algorithm = make(name, released=released)
         state = algorithm.StateType({"w": torch.zeros(1)}, {"w": torch.ones(1)})
@@ -253,7 +254,7 @@ def test_the_divergence_is_kl_and_zero_only_for_equal_distributions() -> None:
 
 
 class Scripted(nn.Module):
-    """Predicts what a row's pixels say: pixels (B, 1, 1, C) are the logits, plus a parameter."""
+    """A network whose logits are the pixels (B, 1, 1, C) of a row, plus a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +267,7 @@ class Scripted(nn.Module):
 def visited(name: str, rows: Sequence[tuple[float, ...]], **settings: Any) -> list[float]:
     """Losses of one epoch over unlabelled rows, whose pixels in [-1, 1] are logits / 4.
 
-    Clean and strong views are the rows themselves.
+    Weak and strong views are the rows themselves.
     """
     kind = ALGORITHMS[name]
     quiet = {"local_epochs": 1, "batch_size": 10, "strong": "none", "weak": "none"}
@@ -286,7 +287,7 @@ P_UNSURE = math.exp(1) / (math.exp(1) + 2)  # 0.5761
 
 
 @pytest.mark.parametrize(("mean_over", "rows"), [("kept", 1), ("batch", 4)])
-def test_fixmatch_teaches_sure_rows_alone(mean_over: str, rows: int) -> None:
+def test_fixmatch_learns_from_confident_rows_only(mean_over: str, rows: int) -> None:
     batch = [UNSURE, SURE, UNSURE, UNSURE]
     expected = [-math.log(P_SURE) / rows]
     found = visited("fixmatch", batch, threshold=0.9, mean_over=mean_over)
@@ -297,10 +298,10 @@ def test_fixmatch_teaches_sure_rows_alone(mean_over: str, rows: int) -> None:
 
 @pytest.mark.parametrize("name", ["fixmatch", "uda"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_row_is_taught_what_its_own_clean_view_was_called_whatever_batch_it_is_in(
+def test_a_pseudo_label_is_that_of_the_rows_own_weak_view_in_every_batch(
     name: str, size: int
 ) -> None:
-    """Views are made for several batches at once: one taken from another row would cost 4 more."""
+    """Views are made for several batches at once: a pseudo-label of another row costs 4 more."""
     sure = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
     expected = -math.log(P_SURE) if name == "fixmatch" else 0.0
     found = visited(name, sure * 2, threshold=0.9, batch_size=size)
@@ -314,7 +315,7 @@ def test_a_row_at_the_threshold_counts_and_a_batch_without_one_is_no_step() -> N
     assert visited("fixmatch", [UNSURE], threshold=float(above)) == []
 
 
-def test_uda_teaches_the_sharpened_distribution() -> None:
+def test_uda_learns_the_sharpened_distribution() -> None:
     # Two classes at odds r : 1 become r^2 : 1 at temperature 1/2.
     p = [P_UNSURE, (1 - P_UNSURE) / 2, (1 - P_UNSURE) / 2]
     total = sum(value**2 for value in p)
@@ -322,11 +323,11 @@ def test_uda_teaches_the_sharpened_distribution() -> None:
     expected = sum(a * math.log(a / b) for a, b in zip(q, p, strict=True))
     found = visited("uda", [UNSURE], threshold=0.5, temperature=0.5)
     assert found == pytest.approx([expected], rel=1e-3)
-    # Not sharpened, equal views have nothing to teach: at most what rounding leaves.
+    # Without sharpening, equal views have zero divergence, up to rounding.
     assert sum(visited("uda", [UNSURE], threshold=0.5)) < 1e-6
 
 
-def test_at_the_lowest_temperature_that_is_allowed_an_unsure_row_still_has_a_distribution() -> None:
+def test_at_the_lowest_allowed_temperature_an_unsure_row_still_has_a_distribution() -> None:
     unsure = torch.full((1, 10), 0.1)
     UDAConfig(temperature=0.05)
     assert_close(sharpen(unsure, 1 / 0.05), unsure)  # equal classes stay equal
@@ -344,7 +345,7 @@ def test_the_annealing_bound_is_that_of_the_specification() -> None:
     assert UDAConfig(annealing="none").annealing_threshold(1, 10) == 1.0
 
 
-def test_labelled_rows_that_are_known_already_teach_nothing() -> None:
+def test_labelled_rows_that_are_already_known_have_no_loss() -> None:
     logits = table((0.7, 0.3), (0.6, 0.4), (0.2, 0.8))
     y = torch.tensor([0, 0, 0])
     assert training_signal_annealing(logits, y, 0.65).tolist() == [False, True, True]
@@ -355,10 +356,10 @@ def test_labelled_rows_that_are_known_already_teach_nothing() -> None:
     ).all()  # is seen
 
 
-def test_uda_averages_over_the_rows_that_are_left_and_fixmatch_over_all() -> None:
+def test_uda_averages_over_the_remaining_labelled_rows_and_fixmatch_over_all() -> None:
     logits, y = table((0.7, 0.3), (0.6, 0.4), (0.2, 0.8)), torch.tensor([0, 0, 0])
     uda = make("uda", rounds=2)
-    # round 1 of 2, ten classes of the task: eta = 0.9 exp(-2.5) + 0.1 = 0.174: nobody is left
+    # round 1 of 2, ten classes of the task: eta = 0.9 exp(-2.5) + 0.1 = 0.174: no row remains
     assert float(uda._labelled(logits, y, context(1))) == 0.0
     uda = make("uda", rounds=10)
     eta = uda.cfg.annealing_threshold(9, 10)  # 0.9 exp(-0.5) + 0.1 = 0.646
@@ -374,7 +375,7 @@ def test_uda_averages_over_the_rows_that_are_left_and_fixmatch_over_all() -> Non
 
 
 def epoch(labelled: int, unlabelled: int, size: int, steps_of: Any) -> list[tuple[int, int]]:
-    """Sizes of each step's two batches; fails unless the rows of the leading kind come once."""
+    """Sizes of each step's two batches; fails unless the rows of the leading kind occur once."""
     steps = list(joint_batches(labelled, unlabelled, size, steps_of, rng()))
     mine, others = (torch.cat([*kind, torch.empty(0)]) for kind in zip(*steps, strict=True))
     assert sorted(others.tolist()) == list(range(unlabelled))
@@ -383,7 +384,7 @@ def epoch(labelled: int, unlabelled: int, size: int, steps_of: Any) -> list[tupl
     return [(len(one), len(other)) for one, other in steps]
 
 
-def test_unlabelled_batches_follow_from_the_labelled_ones_as_in_fedmatch() -> None:
+def test_unlabelled_batch_sizes_follow_from_the_labelled_ones_as_in_fedmatch() -> None:
     # 50 labelled rows in tens: 5 steps, and 510 unlabelled rows make 5 batches of 102.
     assert epoch(50, 510, 10, "labelled") == [(10, 102)] * 5
     assert epoch(1000, 0, 100, "labelled") == [(100, 0)] * 10  # the labelled server: 10 steps
@@ -391,14 +392,14 @@ def test_unlabelled_batches_follow_from_the_labelled_ones_as_in_fedmatch() -> No
     assert epoch(12, 1, 5, "labelled") == [(5, 1), (5, 0), (2, 0)]
 
 
-def test_labelled_rows_come_round_again_when_unlabelled_ones_lead() -> None:
+def test_labelled_rows_repeat_when_unlabelled_ones_lead() -> None:
     assert epoch(7, 25, 10, "unlabelled") == [(10, 10), (10, 10), (10, 5)]
     steps = joint_batches(7, 25, 10, "unlabelled", rng())
     counts = Counter(torch.cat([mine for mine, _ in steps]).tolist())
     assert set(counts) == set(range(7)) and set(counts.values()) == {4, 5}  # 30 = 2 * 5 + 5 * 4
 
 
-def test_no_rows_at_all_are_no_steps() -> None:
+def test_without_rows_there_are_no_steps() -> None:
     assert list(joint_batches(0, 0, 10, "labelled", rng())) == []
     assert list(joint_batches(0, 0, 10, "unlabelled", rng())) == []
 
@@ -406,8 +407,8 @@ def test_no_rows_at_all_are_no_steps() -> None:
 # FedSem -------------------------------------------------------------------------------------
 
 
-def test_fedsem_may_label_by_the_local_model_which_knows_an_agents_own_labels_alone() -> None:
-    # Each of two agents has labels of five classes: its local model knows no other.
+def test_the_local_model_of_fedsem_predicts_the_agents_own_classes_only() -> None:
+    # Each of two agents has labels of five classes: its local model predicts no other.
     parties = at_clients(partition="iid", labelled_partition="classes_per_agent", labelled_k=5)
     given = {}
     for by in ("local", "global"):
@@ -426,7 +427,7 @@ def test_fedsem_may_label_by_the_local_model_which_knows_an_agents_own_labels_al
     assert min(shares["global"]) < 0.9
 
 
-def test_pseudo_labels_are_the_global_classifiers_likeliest_classes_and_stay() -> None:
+def test_pseudo_labels_are_the_arg_max_of_the_global_classifier_and_stay_fixed() -> None:
     algorithm = make("fedsem", warm_up=1)
     parties = at_clients()
     first = simulate(algorithm, parties, 2, engine=RecordingEngine)
@@ -445,7 +446,7 @@ def test_pseudo_labels_are_the_global_classifiers_likeliest_classes_and_stay() -
     assert all(torch.equal(a.memory["pseudo_labels"], before[a.id]) for a in parties.agents)
 
 
-def test_an_agent_that_was_away_when_rows_were_labelled_labels_them_later() -> None:
+def test_an_agent_absent_at_the_labelling_labels_its_rows_later() -> None:
     after = simulate(make("fedsem", warm_up=0), at_clients(), 1)
     parties = at_clients()
     algorithm = make("fedsem", warm_up=0)
@@ -454,10 +455,10 @@ def test_an_agent_that_was_away_when_rows_were_labelled_labels_them_later() -> N
     assert agent.memory["pseudo_labels"].shape == (30,)
 
 
-# One another --------------------------------------------------------------------------------
+# Equal methods ------------------------------------------------------------------------------
 
 
-def test_fedprox_without_its_pull_is_fedavg_of_equals() -> None:
+def test_fedprox_without_its_proximal_term_is_fedavg_with_equal_weights() -> None:
     parties = federated_data()
     fedavg = simulate(make("fedavg", weights="equal"), parties).state
     assert same_bits(fedavg, simulate(make("fedprox", proximal=0.0), parties).state)
@@ -471,7 +472,7 @@ def test_fedavg_of_one_agent_is_server_sl() -> None:
 
 
 @pytest.mark.parametrize("name", GUESSING)
-def test_where_no_guess_counts_agents_change_nothing_and_server_sl_is_left(name: str) -> None:
+def test_without_confident_rows_agents_change_nothing_and_server_sl_remains(name: str) -> None:
     parties = at_server()
     left = simulate(make(name, **PLAIN, **NEVER[name]), parties, 2).state
     alone = simulate(make("server_sl", **PLAIN), parties, 2).state
@@ -482,14 +483,14 @@ def test_where_no_guess_counts_agents_change_nothing_and_server_sl_is_left(name:
 
 
 @pytest.mark.parametrize("name", GUESSING)
-def test_at_clients_where_no_guess_counts_fedavg_on_labels_is_left(name: str) -> None:
+def test_at_clients_without_confident_rows_fedavg_on_labels_remains(name: str) -> None:
     parties = at_clients()
     left = simulate(make(name, **PLAIN, **NEVER[name]), parties, 2).state
     fedavg = simulate(make("fedavg", **PLAIN), parties, 2).state
     assert apart({"F": left.F}, {"F": fedavg.F}) <= 1e-6
 
 
-def test_settings_of_training_are_the_same_for_all_six() -> None:
+def test_training_settings_of_all_six_are_the_same() -> None:
     shared = dataclasses.fields(LocalTrainingSettings)
     for name in (*SUPERVISED, *GUESSING):
         mine = {field.name: field.default for field in dataclasses.fields(ALGORITHMS[name].Config)}
@@ -498,11 +499,11 @@ def test_settings_of_training_are_the_same_for_all_six() -> None:
         }
 
 
-# Unusual parties ----------------------------------------------------------------------------
+# Unusual agents -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", GUESSING)
-def test_silence_leaves_all_as_it_was_even_when_rows_were_to_be_labelled(name: str) -> None:
+def test_a_round_without_replies_changes_nothing_even_in_the_labelling_round(name: str) -> None:
     after = simulate(make(name), at_clients(), 3, engine=DecliningEngine)
     assert same_bits(after.begun, after.state)
 
@@ -514,7 +515,7 @@ def test_one_agent_with_one_row_of_each_kind_is_enough(name: str) -> None:
     assert finite(simulate(make(name), parties, 2).state)
 
 
-# They learn ---------------------------------------------------------------------------------
+# Learning -----------------------------------------------------------------------------------
 
 
 def accuracy(after: Simulation, parties: FederatedDataset) -> float:
@@ -531,9 +532,9 @@ def test_a_toy_run_learns(name: str) -> None:
     settings: dict[str, Any] = {"batch_size": 20, "learning_rate": 0.05, "local_epochs": 4}
     if name in CONSISTENT:
         settings |= {"strong": "weak", "weak": "none", "threshold": 0.6}
-        settings |= {"unlabelled_weight": 0.1}  # with 1 rounding decides: 0.21 to 0.97 by seed
+        settings |= {"unlabelled_weight": 0.1}  # with 1, rounding decides: 0.21 to 0.97 by seed
     if name == "fedsem":
-        settings |= {"warm_up": 6}  # labels of an untrained network would be for good
+        settings |= {"warm_up": 6}  # pseudo-labels of an untrained network would stay forever
     rounds = 8 if name == "fedsem" else 6
     place = at_clients if name in ("fedprox", "fedsem") else at_server
     parties = place(labelled=100, unlabelled=60)
@@ -553,7 +554,7 @@ UPPER = {
 }
 
 
-def test_the_six_configs_train_alike() -> None:
+def test_the_six_configs_have_the_same_training_settings() -> None:
     shared = [field.name for field in dataclasses.fields(LocalTrainingSettings)]
     settings = {
         tuple(getattr(load_config(CONFIGS / f"{name}.yaml").algorithm, key) for key in shared)
@@ -585,7 +586,7 @@ def test_the_upper_bound_hands_out_every_row_with_its_label(name: str) -> None:
         ("fedprox", "privacy.epsilon=8", "algorithm.name", "fedprox reads labelled rows without"),
     ],
 )
-def test_what_cannot_be_is_refused_when_the_config_is_read(
+def test_invalid_settings_are_refused_when_the_config_is_read(
     name: str, override: str, key: str, text: str
 ) -> None:
     with pytest.raises(ConfigError) as error:

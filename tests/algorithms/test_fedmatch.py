@@ -1,4 +1,4 @@
-"""FedMatch: its losses and steps against plain arithmetic, its costs, helpers and both scripts."""
+"""FedMatch: its losses and steps by plain arithmetic, its costs, helpers and both scenarios."""
 
 import dataclasses
 import math
@@ -96,9 +96,7 @@ CONFIGS = [
 @pytest.mark.parametrize("form", ["clamped", "exact"])
 @pytest.mark.parametrize("helpers", [[], HELPERS[:1], HELPERS])
 @pytest.mark.parametrize("tau", [0.0, 0.45, 0.99])
-def test_a_step_on_psi_is_the_one_of_the_equations(
-    form: str, helpers: list[Floats], tau: float
-) -> None:
+def test_a_step_on_psi_follows_the_equations(form: str, helpers: list[Floats], tau: float) -> None:
     algorithm = linear(probabilities=form, threshold=tau)
     sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in helpers]))
     meter = RecordingMeter()
@@ -111,7 +109,7 @@ def test_a_step_on_psi_is_the_one_of_the_equations(
     assert sum(meter.kept) == {0.0: 4, 0.45: 2, 0.99: 0}[tau]
 
 
-def test_a_step_on_sigma_is_the_one_of_the_equation_beside_psi_without_small_entries() -> None:
+def test_a_step_on_sigma_follows_the_equation_with_the_sparse_psi() -> None:
     reply = linear().learn_sigma(
         party("support"), FedMatchRequest(weights(SIGMA), weights(PSI)), context()
     )
@@ -120,21 +118,21 @@ def test_a_step_on_sigma_is_the_one_of_the_equation_beside_psi_without_small_ent
     assert_close(reply.sigma, weights(stepped_sigma(SIGMA, cut)))
 
 
-def test_at_a_client_psi_learns_beside_the_sigma_that_has_just_learned() -> None:
+def test_at_a_client_psi_learns_beside_the_updated_sigma() -> None:
     sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in HELPERS]))
     reply = linear().learn_both(party("mixed"), sent, context())
     assert reply.sigma is not None and reply.psi is not None
     sigma = stepped_sigma(SIGMA, PSI)
     assert_close(reply.sigma, weights(sigma))
     assert_close(reply.psi, weights(stepped_psi(sigma, PSI, HELPERS, sent=SIGMA)))
-    for wrong in (  # the controls: psi beside the old one, helpers with the new one
+    for wrong in (  # the controls: psi beside the former sigma, helpers with the updated one
         stepped_psi(SIGMA, PSI, HELPERS),
         stepped_psi(sigma, PSI, HELPERS, sent=sigma),
     ):
         assert not torch.allclose(reply.psi[KEY], weights(wrong)[KEY])
 
 
-def test_weight_decay_pulls_the_half_that_learns_by_the_sum_of_both() -> None:
+def test_weight_decay_pulls_the_trained_half_by_the_sum_of_both() -> None:
     plain, decayed = (
         linear(weight_decay=share).learn_sigma(
             party("support"), FedMatchRequest(weights(SIGMA), weights(PSI)), context()
@@ -147,8 +145,8 @@ def test_weight_decay_pulls_the_half_that_learns_by_the_sum_of_both() -> None:
     assert_close(plain.sigma[KEY] - decayed.sigma[KEY], weights(pull)[KEY])
 
 
-def test_only_sure_helpers_vote_where_that_is_asked_for() -> None:
-    # In row 1 a helper that says 2 with 0.416 is no longer counted: 1 and 2 have a vote each.
+def test_with_confident_helpers_only_the_others_have_no_vote() -> None:
+    # In row 1 a helper that predicts 2 with 0.416 is not counted: 1 and 2 have a vote each.
     sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in HELPERS]))
     told = {}
     for vote in ("always", "sure"):
@@ -166,15 +164,13 @@ def test_only_sure_helpers_vote_where_that_is_asked_for() -> None:
         expected.append(int(votes.argmax()))
     sure = [i for i in range(4) if p[i].max() >= 0.42]
     assert [told["sure"][i] for i in sure] == expected
-    assert told["sure"] != told["always"]  # the control: it makes a difference here
+    assert told["sure"] != told["always"]  # the control: it changes the result here
 
 
 # Losses by hand -------------------------------------------------------------------------------
 
 
-def test_cross_entropy_is_a_mean_over_the_given_rows_with_the_probability_cut_at_both_ends() -> (
-    None
-):
+def test_cross_entropy_is_a_mean_over_the_given_rows_with_clipped_probabilities() -> None:
     p = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]])
     y = torch.tensor([1, 1])
     expected = -(math.log(0.25) + math.log(0.8)) / 2
@@ -186,14 +182,14 @@ def test_cross_entropy_is_a_mean_over_the_given_rows_with_the_probability_cut_at
 
 
 @pytest.mark.parametrize(("form", "learns"), [("clamped", False), ("exact", True)])
-def test_a_row_beyond_the_cut_has_no_gradient(form: Any, learns: bool) -> None:
+def test_a_row_with_a_clipped_probability_has_no_gradient(form: Any, learns: bool) -> None:
     logits = torch.tensor([[40.0, 0.0]], requires_grad=True)
     label_loss(logits, torch.tensor([1]), form).backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None and bool(logits.grad.any()) == learns
 
 
 @pytest.mark.parametrize("form", ["clamped", "exact"])
-def test_inter_client_loss_is_the_mean_divergence_from_the_helpers(form: Any) -> None:
+def test_the_inter_client_loss_is_the_mean_divergence_from_the_helpers(form: Any) -> None:
     p = torch.tensor([[0.5, 0.5], [0.9, 0.1]])
     one = torch.tensor([[0.75, 0.25], [0.9, 0.1]])
     other = torch.tensor([[0.5, 0.5], [0.6, 0.4]])
@@ -203,7 +199,7 @@ def test_inter_client_loss_is_the_mean_divergence_from_the_helpers(form: Any) ->
     assert found == pytest.approx((first + second) / 2, abs=1e-6)
 
 
-def test_a_helper_that_is_certain_gives_a_finite_loss() -> None:
+def test_a_helper_with_probability_one_gives_a_finite_loss() -> None:
     logits = torch.tensor([[-60.0, 60.0]])
     for form in ("clamped", "exact"):
         assert inter_client_loss(logits, [torch.tensor([[1.0, 0.0]])], form).isfinite()
@@ -217,7 +213,7 @@ def test_penalties_are_sums_over_all_weights() -> None:
 
 
 @pytest.mark.parametrize(("l2", "share"), [(10.0, 0.98), (5.0, 0.99)])
-def test_the_pull_alone_takes_psi_two_percent_of_the_way_to_sigma_at_each_step(
+def test_the_l2_penalty_alone_moves_psi_two_percent_of_the_way_to_sigma_per_step(
     l2: float, share: float
 ) -> None:
     algorithm = fedmatch(l2_weight=l2, l1_weight=0.0, threshold=1.0, batch_size=10)
@@ -230,7 +226,7 @@ def test_the_pull_alone_takes_psi_two_percent_of_the_way_to_sigma_at_each_step(
         assert_close(weight - reply.psi[name], (weight - psi[name]) * share**2)
 
 
-def test_psi_begins_as_a_fifth_of_sigma() -> None:
+def test_psi_starts_as_a_fifth_of_sigma() -> None:
     algorithm = fedmatch()
     begun = simulate(algorithm, at_server(), 0).begun
     for name, weight in algorithm.classifier(begun).items():
@@ -241,7 +237,7 @@ def test_psi_begins_as_a_fifth_of_sigma() -> None:
         assert_close(weight[large], 1.2 * begun.sigma[name][large])
 
 
-def test_what_is_released_leaves_small_entries_of_psi_out() -> None:
+def test_the_released_weights_exclude_small_entries_of_psi() -> None:
     after = simulate(fedmatch(negligible=0.02), at_server(), 1)
     small = {n: w.abs() <= 0.02 for n, w in after.state.psi.items()}
     assert any(bool(mask.any()) for mask in small.values())
@@ -250,10 +246,10 @@ def test_what_is_released_leaves_small_entries_of_psi_out() -> None:
         assert torch.equal(weight, after.state.sigma[name] + psi)
 
 
-# Batches and pace -----------------------------------------------------------------------------
+# Batches and learning rate --------------------------------------------------------------------
 
 
-def test_a_client_takes_as_many_batches_of_either_kind() -> None:
+def test_a_client_takes_equally_many_batches_of_each_kind() -> None:
     pairs = paired_batches(torch.arange(50), torch.arange(510), 10)  # the paper's numbers
     assert [(len(s), len(u)) for s, u in pairs] == [(10, 102)] * 5
     assert torch.equal(torch.cat([u for _, u in pairs]), torch.arange(510))
@@ -277,9 +273,7 @@ def test_a_client_takes_as_many_batches_of_either_kind() -> None:
         (30, [30]),
     ],
 )
-def test_unlabelled_rows_alone_make_about_a_hundredth_of_batches(
-    rows: int, sizes: list[int]
-) -> None:
+def test_unlabelled_rows_alone_make_about_a_hundred_batches(rows: int, sizes: list[int]) -> None:
     assert [len(batch) for batch in whole_batches(torch.arange(rows), 100)] == sizes
 
 
@@ -309,18 +303,18 @@ def test_a_round_has_as_many_steps_as_batches(
         assert steps[0] == ["sigma", "psi"] * 5  # in turn
 
 
-def test_the_rate_is_cut_when_patience_is_at_its_end() -> None:
+def test_the_learning_rate_is_cut_when_patience_is_exhausted() -> None:
     pace = initial_plateau(0.9, 2)
     seen = []
     for loss in (1.0, 0.5, 0.5, 0.7, 0.4, 0.6, math.nan):
         pace = step_plateau(pace, loss, 2)
         seen.append(float(pace[0]))
-    # 0.5 again and 0.7 use patience up; 0.4 restores it; 0.6 and a loss that is no number end it
+    # 0.5 again and 0.7 exhaust patience; 0.4 restores it; 0.6 and a NaN loss exhaust it
     assert seen == pytest.approx([0.9, 0.9, 0.9, 0.3, 0.3, 0.3, 0.1])
 
 
-def test_only_who_has_labels_changes_its_rate() -> None:
-    algorithm = fedmatch(patience=1, labelled_weight=1e-9)  # sigma stands still: no lower loss
+def test_only_agents_with_labels_change_their_learning_rate() -> None:
+    algorithm = fedmatch(patience=1, labelled_weight=1e-9)  # sigma does not move: no lower loss
     after = simulate(algorithm, at_server(), 3)
     memories = after.engine.memories()
     assert float(memories["server"]["pace"][0]) == pytest.approx(1e-3 / 9, rel=1e-6)
@@ -332,7 +326,7 @@ def test_only_who_has_labels_changes_its_rate() -> None:
 CUTS = SparsityThresholds(negligible=0.1, change=0.05)
 
 
-def test_an_upload_of_psi_keeps_what_the_server_has_where_the_difference_is_cut() -> None:
+def test_an_upload_of_psi_keeps_the_servers_entries_where_the_difference_is_small() -> None:
     received = row(0.5, 0.5, 0.04, 0.2, 0.0)
     trained = row(0.54, 0.56, 0.09, 0.08, 0.3)
     # compared as        .54   .56   0     0     .3   (small ones are 0)
@@ -342,13 +336,13 @@ def test_an_upload_of_psi_keeps_what_the_server_has_where_the_difference_is_cut(
     assert cost == pytest.approx(3 / 5)
 
 
-def test_an_upload_of_sigma_is_compared_as_it_is() -> None:
+def test_an_upload_of_sigma_is_compared_without_thresholding() -> None:
     sent, cost = sparse_upload(row(0.09, 0.2, 1.0), row(0.02, 0.2, 1.04), CUTS, is_psi=False)
     assert_close(sent, row(0.09, 0.2, 1.04))
     assert cost == pytest.approx(1 / 3)
 
 
-def test_equal_weights_cost_nothing_and_a_first_visit_two_models() -> None:
+def test_equal_weights_cost_nothing_and_a_first_visit_costs_two_models() -> None:
     own = DecomposedWeights(row(0.5, -0.3), row(0.2, 0.7))
     again = sparse_download(own, own, [], CUTS)
     assert again.cost == 0 and same_bits(again.weights, own)
@@ -369,24 +363,24 @@ def test_a_download_counts_both_halves_and_each_helper() -> None:
     assert_close(found.weights.psi, row(0.5, 0.0, 0.4, 0.2))
 
 
-def test_what_is_not_a_number_is_always_sent() -> None:
+def test_nan_entries_are_always_sent() -> None:
     assert differs(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, math.nan]), 9.0).all()
     sent, _ = sparse_upload(row(math.nan), row(1.0), CUTS, is_psi=True)
     assert sent["w"].isnan().all()
 
 
-def test_costs_are_curves_of_their_own_and_messages_are_dense() -> None:
+def test_costs_are_logged_separately_and_messages_are_dense() -> None:
     after = simulate(fedmatch(), at_server(), 1)
     told = {**after.federation.mean_metrics(), **after.algorithm.metrics(after.state)}
     assert told["train/cost_down"] == 2.0
     assert 0 < told["train/cost_up"] <= 1.0
     one = sum(w.numel() * 4 for w in after.classifier.values())
-    # down: both halves to each of two agents, None as the helpers; up: a half of each. What the
-    # labelled server says to itself does not travel.
+    # down: both halves to each of two agents, no helpers; up: one half of each. What the labelled
+    # server sends to itself is not counted.
     assert (after.federation.traffic.down, after.federation.traffic.up) == (2 * 2 * one, 2 * one)
 
 
-def test_agents_train_with_sparse_differences_only_where_that_is_asked_for() -> None:
+def test_agents_train_with_sparse_differences_only_if_configured() -> None:
     for sparse_down in (False, True):
         algorithm = fedmatch(sparse_down=sparse_down, smallest_change=1e-4, **EAGER)
         after = simulate(algorithm, at_server(), 2, engine=RecordingEngine)
@@ -399,7 +393,8 @@ def test_agents_train_with_sparse_differences_only_where_that_is_asked_for() -> 
                 continue
             gaps = {n: w - before.psi[n] for n, w in dense.items()}
             assert any(bool(gap.any()) for gap in gaps.values())
-            for name, gap in gaps.items():  # what was not sent is within the cut, and is the old
+            # entries that were not sent have small differences, and keep the old value
+            for name, gap in gaps.items():
                 assert float(gap.abs().max()) <= 1e-4 + 2e-5
                 assert torch.equal(dense[name][gap != 0], held[name][gap != 0])
 
@@ -407,14 +402,15 @@ def test_agents_train_with_sparse_differences_only_where_that_is_asked_for() -> 
 # Helpers ---------------------------------------------------------------------------------------
 
 
-def test_votes_of_equal_number_go_to_the_lowest_class() -> None:
+def test_ties_of_votes_go_to_the_lowest_class() -> None:
     one, two, three = (torch.eye(3)[[c]] for c in (2, 0, 1))
     assert vote_agreement(one, [two, three]).argmax(dim=1).tolist() == [0]
-    assert vote_agreement(one, []).argmax(dim=1).tolist() == [2]  # no helper: the agent's own
+    # no helper: the agent's own prediction
+    assert vote_agreement(one, []).argmax(dim=1).tolist() == [2]
     assert vote_agreement(one, [three, three]).argmax(dim=1).tolist() == [1]
 
 
-def test_the_nearest_are_those_of_a_search_through_all() -> None:
+def test_the_nearest_helpers_equal_those_of_an_exhaustive_search() -> None:
     points = torch.rand(40, 10, generator=stream(0, 0, "test", "points")).softmax(dim=1)
     known = {f"q{i}": point for i, point in enumerate(points)}
     found = nearest_agents(known, known, 3)
@@ -427,14 +423,14 @@ def test_the_nearest_are_those_of_a_search_through_all() -> None:
     assert nearest_agents(shuffled, known, 3) == found
 
 
-def test_an_agent_never_helps_itself_however_many_are_alike() -> None:
+def test_an_agent_never_helps_itself_even_among_equal_ones() -> None:
     alike = {f"q{i}": torch.full((3,), 1 / 3) for i in range(9)}
     found = nearest_agents(alike, alike, 2)
     assert set(found) == set(alike)
     assert all(len(set(names)) == 2 and agent not in names for agent, names in found.items())
 
 
-def test_strangers_and_the_lonely_have_no_helpers() -> None:
+def test_unseen_agents_and_single_agents_have_no_helpers() -> None:
     one, two = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     assert nearest_agents({}, ["q0"], 2) == {}
     assert nearest_agents({"q0": one}, ["q0"], 2) == {}
@@ -445,7 +441,7 @@ def test_strangers_and_the_lonely_have_no_helpers() -> None:
     }
 
 
-def test_helpers_travel_as_one_mapping() -> None:
+def test_helpers_are_sent_as_one_mapping() -> None:
     helpers = [weights(h) for h in HELPERS]
     assert bundle([]) is None and unbundle(None) == []
     back = unbundle(bundle(helpers))
@@ -462,7 +458,7 @@ def test_the_probe_is_noise_within_the_levels_of_an_image() -> None:
 
 
 @pytest.mark.parametrize("place", ["labels-at-server", "labels-at-client"])
-def test_helpers_come_every_so_many_rounds_to_agents_that_were_seen(place: str) -> None:
+def test_helpers_are_sent_every_few_rounds_to_agents_that_were_seen(place: str) -> None:
     after = simulate(
         fedmatch(helpers_every=2, rounds=5), PLACES[place](), 5, engine=RecordingEngine
     )
@@ -476,17 +472,17 @@ def test_helpers_come_every_so_many_rounds_to_agents_that_were_seen(place: str) 
     assert all(request.helpers is None for request in recorded(at_first, 1, step).values())
 
 
-def test_a_helper_is_the_other_agents_last_psi() -> None:
+def test_a_helper_is_the_last_psi_of_another_agent() -> None:
     after = simulate(fedmatch(**EAGER), at_server(), 2, engine=RecordingEngine)
     before = simulate(fedmatch(**EAGER), at_server(), 1).state
     requests = recorded(after, 2, "learn_psi")
     for agent, other in (("q0", "q1"), ("q1", "q0")):
-        [helper] = unbundle(requests[agent].helpers)  # two were asked for, one is there
+        [helper] = unbundle(requests[agent].helpers)  # two were requested, one exists
         assert same_bits(helper, before.held_psi[other])
     assert after.state.helped == 1.0 and before.helped == 0.0
 
 
-def test_helpers_are_kept_only_where_that_is_asked_for() -> None:
+def test_helpers_are_kept_only_if_configured() -> None:
     kept = {
         keep: simulate(
             fedmatch(**EAGER | {"keep_helpers": keep, "helpers_every": 2}), at_server(), 3
@@ -496,13 +492,13 @@ def test_helpers_are_kept_only_where_that_is_asked_for() -> None:
     memory = {keep: set(after.engine.memories()["q0"]) for keep, after in kept.items()}
     names = {f"helper/0/{name}" for name in kept[True].state.psi}
     assert memory[True] == memory[False] | names
-    assert not same_bits(kept[True].state, kept[False].state)  # they are used in round 3
+    assert not same_bits(kept[True].state, kept[False].state)  # used in round 3
 
 
-# Streams, and who is silent --------------------------------------------------------------------
+# Streams, and agents that decline --------------------------------------------------------------
 
 
-def test_a_stream_shows_every_row_once_and_each_slice_for_as_many_rounds() -> None:
+def test_a_stream_shows_every_row_once_and_each_slice_for_equally_many_rounds() -> None:
     algorithm = linear(rounds=4, stream_slices=2, batch_size=1)
     agent, seen = party("query"), []
     for number in range(1, 5):
@@ -515,7 +511,7 @@ def test_a_stream_shows_every_row_once_and_each_slice_for_as_many_rounds() -> No
     assert sorted(seen[0] + seen[2]) == [0, 1, 2, 3]
 
 
-def test_an_agent_without_rows_in_its_slice_is_silent_unless_it_has_labels() -> None:
+def test_an_agent_without_rows_in_its_slice_declines_unless_it_has_labels() -> None:
     settings: dict[str, Any] = {"rounds": 3, "stream_slices": 3}
     request = FedMatchRequest(weights(SIGMA), weights(PSI))
     reply = linear(**settings).learn_psi(party("query", LEVELS[:2]), request, context(3))
@@ -529,7 +525,7 @@ def test_an_agent_without_rows_in_its_slice_is_silent_unless_it_has_labels() -> 
     assert_close(both.psi[KEY], pull)
 
 
-def test_without_penalties_and_without_a_sure_row_psi_stays() -> None:
+def test_without_penalties_and_confident_rows_psi_does_not_change() -> None:
     algorithm = linear(threshold=1.0, l2_weight=0.0, l1_weight=0.0)
     reply = algorithm.learn_psi(
         party("query"), FedMatchRequest(weights(SIGMA), weights(PSI)), context()
@@ -541,20 +537,20 @@ def test_without_penalties_and_without_a_sure_row_psi_stays() -> None:
 # Rounds ------------------------------------------------------------------------------------------
 
 
-def test_labels_at_the_server_sigma_is_the_servers_and_psi_the_plain_mean() -> None:
+def test_with_labels_at_the_server_sigma_is_the_servers_and_psi_the_plain_mean() -> None:
     after = simulate(fedmatch(**EAGER), at_server(unlabelled=61), 1, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
     first_call, first_reply = after.engine.recorded[0]
     assert first_call.to.id == "server"
     said = psi_uploads(after)
     assert same_bits(after.state.sigma, first_reply.payload.sigma)
-    for name, mean in after.state.psi.items():  # 31 and 30 rows count the same
+    for name, mean in after.state.psi.items():  # 31 and 30 rows have equal weight
         assert_close(mean, (said["q0"].psi[name] + said["q1"].psi[name]) / 2)
     for request in recorded(after, 1, "learn_psi").values():  # agents get the sigma of this round
         assert same_bits(request.sigma, first_reply.payload.sigma)
 
 
-def test_labels_at_clients_both_halves_are_plain_means_and_nobody_works_before() -> None:
+def test_with_labels_at_clients_both_halves_are_plain_means_and_the_server_does_not_train() -> None:
     after = simulate(fedmatch(**EAGER), at_clients(), 1, engine=RecordingEngine)
     said = psi_uploads(after)
     assert sorted(said) == ["m0", "m1"]
@@ -564,7 +560,7 @@ def test_labels_at_clients_both_halves_are_plain_means_and_nobody_works_before()
             assert_close(mean, (one + other) / 2)
 
 
-def test_embeddings_are_predictions_on_the_probe_before_the_average() -> None:
+def test_embeddings_are_predictions_on_the_probe_before_averaging() -> None:
     after = simulate(fedmatch(**EAGER), at_clients(), 1, engine=RecordingEngine)
     F = after.algorithm.task.new_classifier().eval()
     for agent, said in psi_uploads(after).items():
@@ -574,7 +570,7 @@ def test_embeddings_are_predictions_on_the_probe_before_the_average() -> None:
         assert_close(after.state.embeddings[agent], expected)
 
 
-def test_five_of_many_take_part() -> None:
+def test_five_of_many_agents_take_part() -> None:
     after = simulate(fedmatch(), at_server(query=9), 1, engine=RecordingEngine)
     assert len(psi_uploads(after)) == 5
     assert set(after.state.embeddings) == set(psi_uploads(after))
@@ -583,7 +579,7 @@ def test_five_of_many_take_part() -> None:
 @pytest.mark.parametrize(("place", "strong"), [
     ("support", "weak"), ("labels-at-server", "weak"), ("labels-at-client", "fedmatch"),
 ])  # fmt: skip
-def test_one_seed_gives_the_same_bits_and_order_changes_nothing(place: str, strong: str) -> None:
+def test_one_seed_gives_the_same_bits_in_every_order_of_agents(place: str, strong: str) -> None:
     parties, settings = PLACES[place](), EAGER | {"strong": strong}
     one, two, other = (simulate(fedmatch(**settings), parties, 2, seed=s).state for s in (4, 4, 5))
     assert same_bits(one, two) and not same_bits(one, other)
@@ -592,7 +588,7 @@ def test_one_seed_gives_the_same_bits_and_order_changes_nothing(place: str, stro
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_hidden_labels_change_no_bit_of_psi_that_learns_from_every_row(
+def test_hidden_labels_change_no_bit_of_psi_if_it_learns_from_every_row(
     place: str, tmp_path: Path
 ) -> None:
     parties: FederatedDataset = PLACES[place]()
@@ -603,12 +599,12 @@ def test_hidden_labels_change_no_bit_of_psi_that_learns_from_every_row(
     assert not torch.equal(other.true_labels, parties.true_labels)
     first, second = (simulate(fedmatch(**EAGER), p, 3).state for p in (parties, other))
     assert same_bits(first, second)
-    # The control: without the pseudo-labels psi would be another one.
+    # The control: without the pseudo-labels psi differs.
     alone = simulate(fedmatch(**EAGER | {"agreement_weight": 0.0}), parties, 3).state
     assert not same_bits(first, alone)
 
 
-def test_a_resumed_run_keeps_helpers_costs_and_pace() -> None:
+def test_a_resumed_run_keeps_helpers_costs_and_learning_rates() -> None:
     settings = EAGER | {"helpers_every": 2, "keep_helpers": True, "sparse_down": True, "rounds": 4}
     whole = simulate(fedmatch(**settings), at_clients(), 4)
     saved = through_disk(simulate(fedmatch(**settings), at_clients(), 3), 3)
@@ -659,7 +655,7 @@ def test_rounds_learn_the_toy_rows() -> None:
 # Config -------------------------------------------------------------------------------------------
 
 
-def test_null_follows_the_place_of_labels_and_the_profile() -> None:
+def test_null_settings_follow_from_the_place_of_labels_and_the_profile() -> None:
     released, paper = FedMatchConfig(), FedMatchConfig(profile="fedmatch-paper")
     assert released.hyperparameters("server") == RELEASED["server"]
     assert (
@@ -676,7 +672,7 @@ def test_null_follows_the_place_of_labels_and_the_profile() -> None:
     assert own.hyperparameters("client").sparsity_thresholds == SparsityThresholds(5e-6, 0.0)
 
 
-def test_settings_under_which_psi_would_run_away_are_refused() -> None:
+def test_settings_under_which_psi_diverges_are_refused() -> None:
     def keys(**settings: Any) -> list[str]:
         return [problem.key for problem in FedMatchConfig(**settings).problems()]
 
@@ -710,7 +706,7 @@ def test_settings_under_which_psi_would_run_away_are_refused() -> None:
         ("labels-at-client", 0, "static", ["model.norm"]),
     ],
 )
-def test_what_makes_no_sense_is_refused_when_the_config_is_read(
+def test_invalid_settings_are_refused_when_the_config_is_read(
     labels: str, query: int, norm: str, refused: list[str]
 ) -> None:
     asked = SimpleNamespace(
@@ -723,7 +719,7 @@ def test_what_makes_no_sense_is_refused_when_the_config_is_read(
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_shipped_configs_are_sound(path: Path) -> None:
+def test_shipped_configs_can_be_read_without_warnings(path: Path) -> None:
     read = config.load_config(path, ["run.precision=float32"])  # which no machine is warned of
     assert read.algorithm.name == "fedmatch" and not read.warnings
     with pytest.raises(ConfigError, match="no sum of sigma and psi"):

@@ -1,4 +1,4 @@
-"""FedMatch with L-MixUp: the divergence from helpers, and that all else is MixMatch."""
+"""FedMatch with L-MixUp: the divergence from helpers, and equality with MixMatch otherwise."""
 
 import math
 from typing import Any
@@ -42,7 +42,7 @@ def test_the_divergence_is_the_mean_over_helpers_of_kl_from_the_helper_to_the_ag
     assert other_way != pytest.approx(by_hand[0], abs=1e-2)
 
 
-def test_mixes_have_their_labels_and_rows_that_are_not_mixed_the_divergence() -> None:
+def test_mixed_rows_have_their_labels_and_unmixed_rows_the_divergence() -> None:
     scale = torch.nn.Linear(2, 2, bias=False)
     torch.nn.init.eye_(scale.weight)
     fields = {
@@ -72,10 +72,10 @@ def classifier(name: str, rounds: int, **settings: Any) -> Any:
     return simulate(make(name, warm_up=0, **settings), federated_data(), rounds).classifier
 
 
-def test_without_the_divergence_it_is_mixmatch_to_the_bit() -> None:
+def test_without_the_divergence_it_equals_mixmatch_to_the_bit() -> None:
     alone = classifier("fedmatch_mixup", 3, divergence_weight=0.0)
     assert same_bits(alone, classifier("mixmatch", 3))
-    # the control: with it, from the second round on, when there are helpers
+    # the control: with it, from the second round on, when helpers exist
     assert same_bits(classifier("fedmatch_mixup", 1), classifier("mixmatch", 1))
     assert not same_bits(classifier("fedmatch_mixup", 2), classifier("mixmatch", 2))
 
@@ -115,7 +115,7 @@ def test_a_large_weight_draws_agents_together() -> None:
     assert spread(20.0) < 0.7 * spread(0.0)
 
 
-def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -> None:
+def test_in_sequence_each_support_agent_continues_from_the_weights_of_the_previous_one() -> None:
     after, recorded = record(1, order="sequential")  # FedSSL's Alg. 2
     requests = [call.message for call, _ in recorded]
     sent = [reply.payload.F for _, reply in recorded]
@@ -128,6 +128,6 @@ def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -
     assert all(same_bits(call.message.F, requests[0].F) for call, _ in parallel)  # the control
 
 
-def test_agents_keep_steps_of_both_groups_apart() -> None:
+def test_agents_keep_steps_of_both_groups_separate() -> None:
     after, _ = record(2)
     assert_close(after.engine.memories()["s0"]["support/F/head.bias#step"], torch.tensor(4.0))

@@ -1,7 +1,7 @@
 """FedSEAL: each equation by hand, what the paper leaves open, and the rounds.
 
-Numbers by hand are those of Eq. 5 to 15 on rows of two or three classes. Where a step is to see
-given predictions, the classifier is ``Constant``, which predicts the same for every row.
+Numbers by hand are those of Eq. 5 to 15 on rows with two or three classes. ``Constant`` stands for
+a classifier with given predictions: it predicts the same for every row.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ from tests.support.toy_worlds import (
 )
 
 CONFIG = Path(__file__).parents[2] / "configs" / "fedseal.yaml"
-#: Seconds, not minutes: few epochs, and views that cost little on 8x8 pixels.
+#: Seconds, not minutes: few epochs, and cheap views of 8x8 pixels.
 BRIEF: dict[str, Any] = {
     "bootstrap_epochs": 2,
     "server_epochs": 1,
@@ -79,7 +79,7 @@ def signs_of(p_bar: Sequence[Sequence[float]], tau: Sequence[float], theta: floa
 
 
 def sure_of(predicted: Sequence[int], confidence: Sequence[float], classes: int = 3) -> Tensor:
-    """Predictions with a given most likely class and confidence, the rest shared out."""
+    """Predictions with a given most likely class and confidence, the rest shared equally."""
     p = torch.tensor(confidence)[:, None]
     hit = one_hot(torch.tensor(predicted), classes)
     return torch.where(hit > 0, p, (1 - p) / (classes - 1))
@@ -89,25 +89,25 @@ VALIDATION = sure_of([0, 0, 1, 1, 1, 2], [0.9, 0.8, 0.6, 0.7, 0.8, 0.5])
 TRUE = torch.tensor([0, 0, 0, 0, 1, 1])
 
 
-def test_a_threshold_is_the_confidence_of_rows_called_a_class_over_the_rows_that_are() -> None:
+def test_a_threshold_is_the_summed_confidence_of_predictions_over_the_rows_of_a_class() -> None:
     tau = negative_learning.class_thresholds(VALIDATION, TRUE)
     assert_close(tau, torch.tensor([1.7 / 4, 2.1 / 2, math.inf]))
 
 
-def test_no_row_of_a_class_called_too_often_or_never_validated_is_positive() -> None:
+def test_a_class_predicted_too_often_or_never_validated_has_no_positive_rows() -> None:
     tau = negative_learning.class_thresholds(VALIDATION, TRUE).tolist()
     sure = sure_of([0, 1, 2], [0.43, 1.0, 1.0]).tolist()
     assert signs_of(sure, tau, 0.0).positive.tolist() == [True, False, False]
-    # the control: thresholds of 1 would let saturated rows in
+    # the control: thresholds of 1 would admit saturated rows
     assert signs_of(sure, [0.425, 1.0, 1.0], 0.0).positive.tolist() == [True, True, True]
 
 
-def test_a_class_that_is_validated_but_never_called_has_threshold_zero() -> None:
+def test_a_class_that_is_validated_but_never_predicted_has_threshold_zero() -> None:
     tau = negative_learning.class_thresholds(sure_of([0, 0], [0.9, 0.5]), torch.tensor([0, 1]))
     assert_close(tau, torch.tensor([1.4, 0.0, math.inf]))
 
 
-def test_several_holders_of_labels_are_averaged_where_they_can_judge() -> None:
+def test_thresholds_of_several_label_holders_are_averaged_where_they_are_defined() -> None:
     taus = [
         torch.tensor([0.5, NEVER_SEEN, NEVER_SEEN, 2.0]),
         torch.tensor([0.9, 0.3, NEVER_SEEN, 1.0]),
@@ -118,9 +118,9 @@ def test_several_holders_of_labels_are_averaged_where_they_can_judge() -> None:
     assert negative_learning.mean_where_known([], 2).tolist() == [NEVER_SEEN, NEVER_SEEN]
 
 
-def test_rates_of_right_labels_and_confidence_by_class_are_those_of_validation_rows() -> None:
-    # Sure enough of their class are rows 0 and 1 (class 0) and 4 (class 1); y+ of the first two and
-    # of row 4 are right. Complementary labels of the others: row 2 is class 0 and row 3 too.
+def test_label_rates_and_class_confidences_are_those_of_validation_rows() -> None:
+    # Confident are rows 0 and 1 (class 0) and 4 (class 1); y+ of the first two and of row 4 are
+    # right. Complementary labels of the others: row 2 is class 0 and row 3 too.
     both = SignedLabels(
         y_plus=torch.tensor([0, 0, 1, 1, 1, 2]), targets=torch.empty(0),
         positive=torch.tensor([True, False, False, False, True, True]),
@@ -139,7 +139,7 @@ def test_rates_of_right_labels_and_confidence_by_class_are_those_of_validation_r
     }  # fmt: skip
 
 
-def test_the_servers_part_of_a_round_logs_them_and_no_bit_of_training_knows() -> None:
+def test_the_server_logs_label_rates_and_training_does_not_depend_on_them() -> None:
     after = simulate(brief(), at_server(labelled=40), 1)
     metrics = after.federation.mean_metrics()
     assert {"train/right_negative", "train/confidence/0"} <= set(metrics)
@@ -150,7 +150,7 @@ def test_the_servers_part_of_a_round_logs_them_and_no_bit_of_training_knows() ->
 
 
 class Constant(nn.Module):
-    """Predicts the same for every row."""
+    """Predict the same for every row."""
 
     def __init__(self, classes: int = 2) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def constant(*p: float) -> TrainRequest:
 
 
 def with_constant(parties: FederatedDataset, **settings: Any) -> tuple[FedSEAL, Federation]:
-    """FedSEAL on classifiers that predict what they are told to, in round 1 of a world."""
+    """FedSEAL with classifiers that predict given values, in round 1."""
     for agent in parties.agents:
         agent.memory = {}
     config = FedSEALConfig(**(BRIEF | {"rounds": 3} | settings))
@@ -190,7 +190,7 @@ def p_bar_of(parties: FederatedDataset, agent_id: str = "q0") -> Tensor:
         ),
     ],
 )
-def test_past_predictions_are_averaged_model_by_model(
+def test_past_predictions_are_averaged_over_models(
     models_seen: list[tuple[float, float]], means: list[tuple[float, float]]
 ) -> None:
     parties = at_server()
@@ -200,7 +200,7 @@ def test_past_predictions_are_averaged_model_by_model(
         assert_close(p_bar_of(parties), torch.tensor(mean).expand(30, 2), atol=1e-6, rtol=0)
 
 
-def test_an_agent_that_is_first_asked_late_counts_its_own_models() -> None:
+def test_an_agent_first_called_late_averages_over_its_own_models() -> None:
     parties = at_server()
     algorithm, federation = with_constant(parties)
     federation.begin(Round(3))
@@ -211,7 +211,7 @@ def test_an_agent_that_is_first_asked_late_counts_its_own_models() -> None:
 @pytest.mark.parametrize(
     ("history", "models_seen"), [("all", [2, 2]), ("sampled", [0, 1]), ("none", [0, 0])]
 )
-def test_who_does_not_train_still_remembers_when_all_keep_a_history(
+def test_with_history_everywhere_agents_that_do_not_train_keep_one_too(
     history: str, models_seen: list[int]
 ) -> None:
     parties = at_server()
@@ -229,14 +229,14 @@ def test_who_does_not_train_still_remembers_when_all_keep_a_history(
     assert counts == models_seen
 
 
-def test_the_start_counts_as_a_model_only_when_asked_to() -> None:
+def test_the_initial_model_counts_in_the_history_only_if_configured() -> None:
     for counted in (False, True):
         parties = at_server()
         simulate(brief(history_from_start=counted), parties, 2)
         assert int(parties.agents[1].memory["models"]) == 2 + counted
 
 
-def test_each_agent_gets_the_model_once_in_a_round_and_only_who_trains_gets_thresholds() -> None:
+def test_each_agent_gets_the_model_once_per_round_and_only_training_agents_get_thresholds() -> None:
     after = simulate(brief(query_per_round=1), at_server(), 1, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
     recorded = [(call, reply) for call, reply in after.engine.recorded if call.to.role == "query"]
@@ -257,9 +257,7 @@ def test_each_agent_gets_the_model_once_in_a_round_and_only_who_trains_gets_thre
         (0.60, 0.05, "positive"),
     ],
 )
-def test_a_row_is_sure_or_has_an_unlikely_class_or_is_left_out(
-    tau: float, theta: float, expected: str
-) -> None:
+def test_a_row_is_positive_or_negative_or_left_out(tau: float, theta: float, expected: str) -> None:
     found = signs_of([[0.6, 0.3, 0.1]], [tau, 0.0, 0.0], theta)
     assert found.y_plus.tolist() == [0]
     assert (bool(found.positive), bool(found.negative)) == (
@@ -271,14 +269,14 @@ def test_a_row_is_sure_or_has_an_unlikely_class_or_is_left_out(
     assert found.sizes == (int(found.positive.sum()), int(found.negative.sum()))
 
 
-def test_a_complement_is_any_of_the_unlikely_classes_and_no_other() -> None:
-    rows = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).repeat(200, 1)  # one class alone: 2^-200
+def test_a_complementary_label_is_any_unlikely_class_and_no_other() -> None:
+    rows = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).repeat(200, 1)  # always the same class: 2^-200
     found = negative_learning.signed_labels(rows, torch.ones(4), 0.2, rng())
     assert set(found.y_minus.tolist()) == {2, 3}
 
 
 @pytest.mark.parametrize(("exclude", "candidates"), [(False, 10), (True, 9)])
-def test_any_class_of_a_uniform_row_is_a_complement_unless_the_likeliest_is_excluded(
+def test_for_a_uniform_prediction_every_class_but_the_excluded_one_is_complementary(
     exclude: bool, candidates: int
 ) -> None:
     uniform = torch.full((4000, 10), 0.1)
@@ -291,7 +289,7 @@ def test_any_class_of_a_uniform_row_is_a_complement_unless_the_likeliest_is_excl
     assert float((counts[1:] - 4000 / candidates).abs().max()) < 106
 
 
-def test_rows_are_taught_their_class_or_the_whole_mean_prediction() -> None:
+def test_rows_learn_their_class_or_the_whole_mean_prediction() -> None:
     p_bar = torch.tensor([[0.6, 0.3, 0.1]])
     for hard, target in ((True, [1.0, 0.0, 0.0]), (False, [0.6, 0.3, 0.1])):
         found = negative_learning.signed_labels(p_bar, torch.zeros(3), 0.1, rng(), hard=hard)
@@ -320,7 +318,7 @@ def test_the_complementary_loss_is_exact_for_unlikely_classes_and_finite_for_sur
     )
 
 
-def test_a_batch_weighs_its_two_means_and_drops_the_one_that_it_lacks() -> None:
+def test_a_batch_weighs_its_two_means_and_omits_an_empty_one() -> None:
     # rows with p = (.5, .3, .2): y+ = 0 costs -ln .5, y- = 2 costs -ln .8
     up, down, none = torch.tensor([0.69315]), torch.tensor([0.22314]), torch.zeros(0)
     expected = [(up, down, 0.39643), (up, none, 0.25 * 0.69315), (none, down, 0.22314)]
@@ -332,14 +330,14 @@ def test_a_batch_weighs_its_two_means_and_drops_the_one_that_it_lacks() -> None:
 
 
 def random_signs(n_plus: int, n_minus: int, n_neither: int = 2) -> SignedLabels:
-    """Rows of each kind in a mixed order."""
+    """Rows of each kind in random order."""
     kinds = torch.tensor([0] * n_plus + [1] * n_minus + [2] * n_neither)
     kinds = kinds[torch.randperm(len(kinds), generator=rng("kinds"))]
     classes = torch.zeros(len(kinds), dtype=torch.int64)
     return SignedLabels(classes, one_hot(classes, 2).float(), kinds == 0, classes, kinds == 1)
 
 
-def test_exact_batches_have_the_loss_of_the_whole_sets_for_their_mean() -> None:
+def test_losses_of_exact_batches_average_to_the_loss_of_the_whole_sets() -> None:
     both, weights = random_signs(9, 15), (0.3, 0.8)
     losses = torch.rand(len(both.positive), generator=rng("losses"))
     whole = 0.3 * losses[both.positive].mean() + 0.8 * losses[both.negative].mean()
@@ -355,12 +353,12 @@ def test_exact_batches_have_the_loss_of_the_whole_sets_for_their_mean() -> None:
         assert len(parts) == 6  # 24 rows, four at a time
         means[how] = torch.stack(parts).mean()
     assert_close(means["exact"], whole)
-    assert abs(float(means["union"] - whole)) > 1e-3  # the control: it is not, otherwise
+    assert abs(float(means["union"] - whole)) > 1e-3  # the control: other batches do not
 
 
 @pytest.mark.parametrize(("n_plus", "n_minus"), [(5, 9), (9, 0), (0, 4), (0, 0)])
 @pytest.mark.parametrize("how", ["union", "exact", "sequential"])
-def test_every_signed_row_is_in_one_batch_of_an_epoch(
+def test_every_positive_or_negative_row_is_in_one_batch_of_an_epoch(
     how: negative_learning.Batching, n_plus: int, n_minus: int
 ) -> None:
     both = random_signs(n_plus, n_minus)
@@ -376,7 +374,7 @@ def test_every_signed_row_is_in_one_batch_of_an_epoch(
     ("n_plus", "n_minus", "sizes"),
     [(5, 9, [(4, 4), (1, 4), (4, 1)]), (9, 0, [(4, 0), (4, 0), (1, 0)]), (0, 0, [])],
 )
-def test_zipped_batches_have_both_kinds_and_the_smaller_set_starts_again(
+def test_zipped_batches_have_both_kinds_and_the_smaller_set_repeats(
     n_plus: int, n_minus: int, sizes: list[tuple[int, int]]
 ) -> None:
     both = random_signs(n_plus, n_minus)
@@ -422,7 +420,7 @@ def test_an_epoch_has_the_papers_number_of_steps(rows: int, size: int, steps: in
         ("constant", 0.25, 77, 0.25, 1.0),
     ],
 )
-def test_lambda_moves_as_its_reading_says(
+def test_lambda_follows_each_reading_of_the_paper(
     schedule: negative_learning.Schedule, first: float, after: int, positive: float, negative: float
 ) -> None:
     config = FedSEALConfig(weight_schedule=schedule, positive_weight=first)
@@ -430,7 +428,7 @@ def test_lambda_moves_as_its_reading_says(
     assert found == pytest.approx((positive, negative), abs=1e-4 if positive < 2 else 1e-3)
 
 
-def test_the_learning_rate_falls_by_half_a_percent_a_round() -> None:
+def test_the_learning_rate_decays_by_half_a_percent_per_round() -> None:
     rates = [FedSEALConfig().rate(number) for number in (0, 1, 101, 150)]
     assert rates == pytest.approx([1e-3, 1e-3, 6.058e-4, 4.738e-4], rel=1e-3)
 
@@ -443,11 +441,11 @@ def test_the_learning_rate_falls_by_half_a_percent_a_round() -> None:
     [
         ([70] * 10, 200, [20] * 10),  # the paper's
         ([5, 5, 5], 6, [2, 2, 2]),
-        ([9, 2, 1], 6, [5, 1, 0]),  # the last row of a class stays
+        ([9, 2, 1], 6, [5, 1, 0]),  # each class keeps its last row
         ([3, 3], 0, [0, 0]),
     ],
 )
-def test_validation_rows_are_equally_many_of_each_class_as_far_as_it_goes(
+def test_validation_rows_are_equally_many_of_each_class_as_far_as_possible(
     held: list[int], count: int, taken: list[int]
 ) -> None:
     y = torch.cat([torch.full((n,), number) for number, n in enumerate(held)])
@@ -456,7 +454,7 @@ def test_validation_rows_are_equally_many_of_each_class_as_far_as_it_goes(
     assert y[chosen].bincount(minlength=len(held)).tolist() == taken
 
 
-def test_an_uneven_rest_goes_to_classes_by_lot_and_a_row_of_another_class_at_last() -> None:
+def test_an_uneven_remainder_goes_to_random_classes_and_to_other_classes_last() -> None:
     y = torch.arange(4).repeat(5)
     taken = [
         y[negative_learning.split_validation(y, 6, rng(str(n)))].bincount(minlength=4).tolist()
@@ -484,7 +482,7 @@ def test_the_same_rows_are_set_apart_in_every_round_but_not_for_every_seed() -> 
 @pytest.mark.parametrize(
     ("held", "asked", "apart"), [(40, 5, 5), (40, 20, 20), (40, 30, 20), (7, 20, 3), (2, 20, 1)]
 )
-def test_never_more_than_half_of_a_holders_rows_are_set_apart(
+def test_at_most_half_of_an_agents_labelled_rows_are_set_apart(
     held: int, asked: int, apart: int
 ) -> None:
     rows = at_server(labelled=held).agents[0].labelled
@@ -492,12 +490,12 @@ def test_never_more_than_half_of_a_holders_rows_are_set_apart(
     assert (len(taught), len(checked)) == (held - apart, apart)
 
 
-def test_a_threshold_of_a_diverged_model_is_not_taken_for_a_class_without_rows() -> None:
+def test_a_threshold_of_a_diverged_model_is_not_mistaken_for_a_class_without_rows() -> None:
     agent, algorithm = at_server(labelled=40).agents[0], brief(validation_rows=20)
     whole = algorithm.task.new_classifier().state_dict()
     diverged = {name: torch.full_like(w, math.nan) for name, w in whole.items()}
     found = algorithm.class_thresholds(agent, TrainRequest(diverged), context()).tau
-    assert found.isnan().any()  # which no engine lets travel
+    assert found.isnan().any()  # no engine sends it
     with pytest.raises(MessageError, match="tau"):
         check_numbers("Thresholds.tau", found)
     sane = algorithm.class_thresholds(agent, TrainRequest(whole), context()).tau  # the control
@@ -505,7 +503,7 @@ def test_a_threshold_of_a_diverged_model_is_not_taken_for_a_class_without_rows()
 
 
 def inverted(parties: FederatedDataset, which: Tensor) -> None:
-    """Turn some of the server's rows into their negatives. Labels decide who is set apart."""
+    """Invert some of the server's rows. Labels decide which rows are set apart."""
     server = parties.agents[0]
     rows = server.labelled
     x = rows.x.clone()
@@ -514,8 +512,8 @@ def inverted(parties: FederatedDataset, which: Tensor) -> None:
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_validation_rows_judge_but_are_not_learned(apart: bool) -> None:
-    # Without bootstrapping and with fixed thresholds nothing asks for validation rows.
+def test_validation_rows_are_used_for_thresholds_and_not_for_training(apart: bool) -> None:
+    # Without bootstrapping and with fixed thresholds no step uses validation rows.
     algorithm = brief(bootstrap_epochs=0, threshold=0.5)
     before = simulate(algorithm, at_server(labelled=40), 1).state
     changed = at_server(labelled=40)
@@ -524,7 +522,7 @@ def test_validation_rows_judge_but_are_not_learned(apart: bool) -> None:
     assert same_bits(before, simulate(algorithm, changed, 1).state) == apart
 
 
-def test_no_row_is_validated_where_only_one_is_held_and_then_no_class_is_ever_sure() -> None:
+def test_with_one_labelled_row_none_is_validated_and_no_class_has_positive_rows() -> None:
     parties = at_server(labelled=1)
     after = simulate(brief(), parties, 2, check_wire=True, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
@@ -537,12 +535,12 @@ def test_no_row_is_validated_where_only_one_is_held_and_then_no_class_is_ever_su
 # Bootstrapping -------------------------------------------------------------------------------
 
 
-def test_bootstrapping_stops_when_validation_stops_rising_and_keeps_the_best(
+def test_bootstrapping_stops_when_validation_stops_improving_and_keeps_the_best_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parties = at_server(labelled=40)
     y = parties.agents[0].labelled.y[brief()._split_rows(parties.agents[0].labelled, context())[1]]
-    script = iter([1, 4, 3, 4, 3, 5])  # right of five; the sixth epoch is never reached
+    script = iter([1, 4, 3, 4, 3, 5])  # right of five; the sixth epoch does not run
 
     def scripted(F: nn.Module, x: Tensor, ctx: Context) -> Tensor:
         right = torch.arange(5) < next(script)
@@ -559,17 +557,17 @@ def test_bootstrapping_stops_when_validation_stops_rising_and_keeps_the_best(
     assert not same_bits(stopped, fifth)
 
 
-def test_bootstrapping_can_be_left_out() -> None:
+def test_bootstrapping_can_be_omitted() -> None:
     cold = simulate(brief(bootstrap_epochs=0), at_server(), 0, engine=RecordingEngine)
-    assert not hasattr(cold.engine, "recorded")  # nobody was asked
+    assert not hasattr(cold.engine, "recorded")  # no agent was called
     assert not same_bits(cold.state, simulate(brief(), at_server(), 0).state)
 
 
 # Rounds --------------------------------------------------------------------------------------
 
 
-def test_agents_without_a_usable_row_send_what_they_got_and_leave_server_learning_alone() -> None:
-    # p never reaches 1 and never falls to 0 here, so that D+ and D- are empty.
+def test_agents_without_positive_or_negative_rows_send_back_the_received_weights() -> None:
+    # p never reaches 1 and never falls to 0 here, so D+ and D- are empty.
     idle = simulate(
         brief(threshold=1.0, unlikely_at_most=0.0), at_server(), 3, engine=RecordingEngine
     )
@@ -582,7 +580,7 @@ def test_agents_without_a_usable_row_send_what_they_got_and_leave_server_learnin
     assert apart(simulate(brief(), at_server(), 3).state, server_alone.state) > 1e-3  # the control
 
 
-def test_every_row_is_positive_at_threshold_zero_and_negative_when_none_is_sure() -> None:
+def test_rows_are_all_positive_at_threshold_zero_and_all_negative_at_an_unreachable_one() -> None:
     for threshold, expected in ((0.0, (1.0, 0.0)), (1.0, (0.0, 1.0))):
         notes = simulate(
             brief(threshold=threshold, unlikely_at_most=0.3), at_server()
@@ -620,11 +618,11 @@ def test_a_crop_of_28_pixels_moves_by_at_most_three_and_mirrors_half_of_the_rows
     seen = FedSEALConfig(flip=True).view("crop", x, rng())
     at = torch.nonzero(seen > 0)
     assert set(at[:, 2].tolist()) == set(range(11, 18))
-    # 27 - 8 = 19 is the mirrored place
+    # 27 - 8 = 19 is the mirrored column
     assert set(at[:, 3].tolist()) == {*range(5, 12), *range(16, 23)}
 
 
-def test_a_batch_of_one_row_is_left_out_where_batch_norm_needs_two() -> None:
+def test_a_batch_of_one_row_is_skipped_under_batch_norm() -> None:
     one = at_server(unlabelled=2)  # one row at each agent
     algorithm = brief(norm="batch", threshold=0.0)
     after = simulate(algorithm, one, 2, engine=RecordingEngine)
@@ -638,19 +636,19 @@ def test_a_batch_of_one_row_is_left_out_where_batch_norm_needs_two() -> None:
     assert got and all(same_bits(request.F, sent.F) for request, sent in got)
     with pytest.raises(ValueError, match="more than 1 value per channel"):  # the control
         algorithm.task.new_classifier()(torch.zeros(1, 1, 8, 8))
-    grouped = simulate(brief(threshold=0.0), one, 2)  # and without batch norm the row is learned
+    grouped = simulate(brief(threshold=0.0), one, 2)  # and without batch norm the row is used
     assert grouped.federation.mean_metrics()["train/loss_signs"] > 0
 
 
 @pytest.mark.parametrize("parties", [federated_data, at_clients, at_server])
-def test_labels_may_be_at_the_server_at_support_agents_or_beside_unlabelled_rows(
+def test_labels_may_be_at_the_server_at_support_agents_or_at_mixed_agents(
     parties: Any,
 ) -> None:
     after = simulate(brief(), parties(), 2, check_wire=True)
     assert finite(after.state) and not same_bits(after.begun, after.state)
 
 
-def test_an_agent_that_holds_labels_is_never_asked_for_the_servers_part_of_another() -> None:
+def test_an_agent_with_labels_is_never_called_for_the_servers_part_of_another() -> None:
     after = simulate(brief(), at_clients(), 1, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
     steps = {(call.to.id, call.step.__name__) for call, _ in after.engine.recorded}
@@ -658,7 +656,7 @@ def test_an_agent_that_holds_labels_is_never_asked_for_the_servers_part_of_anoth
     assert steps == {(agent, step) for agent in ("m0", "m1") for step in named}
 
 
-def test_one_seed_twice_gives_the_same_bits_and_the_order_of_agents_changes_nothing() -> None:
+def test_one_seed_gives_the_same_bits_in_every_order_of_agents() -> None:
     first, again, other = (simulate(brief(), at_server(), 2, seed=seed).state for seed in (3, 3, 4))
     assert same_bits(first, again) and not same_bits(first, other)
     assert (
@@ -667,7 +665,7 @@ def test_one_seed_twice_gives_the_same_bits_and_the_order_of_agents_changes_noth
     )
 
 
-def test_true_classes_of_unlabelled_rows_change_no_bit(tmp_path: Path) -> None:
+def test_hidden_labels_change_no_bit(tmp_path: Path) -> None:
     parties = at_server()
     y = TOY.y_train.clone()
     ids = [i for held in parties.manifest.agents.values() for i in held.unlabelled]
@@ -742,7 +740,7 @@ def test_lenet_has_the_papers_number_of_parameters() -> None:
         (["privacy.epsilon=8.0"], "fedseal reads labelled rows without noise"),
     ],
 )
-def test_what_makes_no_sense_is_refused_when_the_config_is_read(
+def test_invalid_settings_are_refused_when_the_config_is_read(
     overrides: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -754,7 +752,7 @@ def test_what_makes_no_sense_is_refused_when_the_config_is_read(
     "overrides",
     [
         [],
-        ["agents.query=0", "algorithm.query_per_round=0"],  # Server-SL needs nobody else
+        ["agents.query=0", "algorithm.query_per_round=0"],  # Server-SL calls no other agent
         ["algorithm.query_per_round=6", "algorithm.validation_rows=99"],
         ["algorithm.weight_schedule=inverse"],
         ["model.norm=batch", "algorithm.batch_size=2"],
@@ -762,11 +760,11 @@ def test_what_makes_no_sense_is_refused_when_the_config_is_read(
         ["data.labels=labels-at-client", "agents.mixed=4", "agents.query=0"],
     ],
 )
-def test_what_makes_sense_is_read(overrides: list[str]) -> None:
+def test_valid_settings_are_read(overrides: list[str]) -> None:
     assert load_config(CONFIG, overrides).algorithm.name == "fedseal"
 
 
-def test_the_papers_config_has_the_papers_numbers() -> None:
+def test_the_paper_config_has_the_papers_numbers() -> None:
     config = load_config(CONFIG.parent / "papers" / "fedseal_fashion_500_dir03.yaml")
     assert config.data.labelled - config.algorithm.validation_rows == 500
     assert config.data.unlabelled == config.agents.query * 1200

@@ -1,7 +1,7 @@
-"""FedSSL: every loss against a plain reference, which network it reaches, and Algorithm 1 and 2.
+"""FedSSL: every loss against a plain reference, which network it trains, and Algorithms 1 and 2.
 
-``mixing_losses`` is called twice over: with stub networks whose answers are known by hand, and with
-real small networks, where only the paths of gradients are looked at.
+``mixing_losses`` is called with stub networks whose outputs are known by hand, and with real small
+networks, for which only the paths of gradients are checked.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ def cross_entropy(logits: Sequence[float], p: Sequence[float]) -> float:
 
 
 def reference(row: int, *, judge_by: str = "mixed") -> dict[str, float]:
-    """The parts of a row's losses, in plain arithmetic, straight from Eq. 4 to 7."""
+    """The parts of a row's losses, in plain arithmetic, directly from Eq. 4 to 7."""
     x, strong, p1, p2, z = (
         getattr(BATCH, name)[row].tolist() for name in ("mild", "strong", "p1", "p2", "z")
     )
@@ -135,23 +135,23 @@ def expected(formula: Any, **how: str) -> Any:
 # Values by hand ------------------------------------------------------------------------------
 
 
-def test_open_gate_f_learns_rows_and_mixes_g_realism_and_rebuilding_d_to_tell_them() -> None:
+def test_with_an_open_gate_f_learns_rows_and_mixes_and_g_realism_and_reconstruction() -> None:
     found, agree = losses(weight_mix=0.5, weight_real=0.7, weight_reconstruction=0.2)
     assert found["F"] == expected(lambda r: r["supervised"] + 0.5 * r["mix"])
     assert found["G"] == expected(lambda r: 0.7 * r["real"] + 0.2 * r["rebuilt"])
     assert found["D"] == expected(lambda r: r["D"])
     assert agree == [bool(reference(row)["agrees"]) for row in range(3)]
-    assert len(set(agree)) == 2  # both answers occur
+    assert len(set(agree)) == 2  # both results occur
 
 
-def test_closed_gate_f_learns_rows_and_g_alone_is_guided() -> None:
+def test_with_a_closed_gate_f_learns_rows_and_g_alone_is_guided() -> None:
     found, agree = losses(mixes_teach=False, weight_guidance=0.3)
     assert found["F"] == expected(lambda r: r["supervised"])
     assert found["G"] == expected(lambda r: r["real"] + 0.0125 * r["rebuilt"] + 0.3 * r["mix"])
     assert agree == [bool(reference(row)["agrees"]) for row in range(3)]
 
 
-def test_algorithm_1_read_literally_teaches_f_by_mixes_alone() -> None:
+def test_algorithm_1_read_literally_trains_f_on_mixes_only() -> None:
     found, _ = losses(real_rows=False, weight_mix=0.5)
     assert found["F"] == expected(lambda r: 0.5 * r["mix"])
     closed, _ = losses(real_rows=False, mixes_teach=False)
@@ -165,7 +165,7 @@ def test_d_judges_a_mix_by_its_target_where_eq_6_is_read_as_printed() -> None:
     assert found["D"] != losses(judge="mixed")[0]["D"]  # the control: the labels differ
 
 
-def test_in_turn_g_reg_has_realism_and_rebuilding_and_g_mixup_the_cross_entropy_of_mixes() -> None:
+def test_in_turn_g_reg_has_realism_and_reconstruction_and_g_mixup_the_mixed_cross_entropy() -> None:
     weights: dict[str, Any] = {
         "weight_mix": 0.5, "weight_real": 0.7, "weight_reconstruction": 0.2,
     }  # fmt: skip
@@ -178,22 +178,22 @@ def test_in_turn_g_reg_has_realism_and_rebuilding_and_g_mixup_the_cross_entropy_
     assert numbers["F"] == [0.0, 0.0, 0.0]
     opened, _ = mixing_losses(mixup, STUBS, BATCH, ("F", "G"), True)
     assert opened["F"].tolist() == expected(lambda r: r["supervised"] + 0.5 * r["mix"])
-    assert opened["G"].tolist() == [0.0, 0.0, 0.0]  # Eq. 4 reaches G through F's loss
+    assert opened["G"].tolist() == [0.0, 0.0, 0.0]  # Eq. 4 trains G through F's loss
     closed, _ = mixing_losses(mixup, STUBS, BATCH, ("F", "G"), False)
     assert closed["G"].tolist() == expected(lambda r: 0.3 * r["mix"])
-    # the control: the joint step has all of it at once
+    # the control: the joint step has all losses at once
     joint, _ = losses(ALL, False, **weights)
     assert joint["G"] == pytest.approx((found["G"] + closed["G"]).tolist(), abs=1e-5)
 
 
-def test_a_part_without_a_loss_for_g_leaves_g_alone() -> None:
+def test_a_part_without_a_loss_for_g_does_not_change_g() -> None:
     bare = {"weight_real": 0.0, "weight_reconstruction": 0.0, "weight_guidance": 0.0}
     assert [networks for _, networks in config(updates="in_turn", **bare).parts()] == ["D", "F"]
     coded = config(updates="in_turn", generator="variational", **bare).parts()
     assert [networks for _, networks in coded] == ["GD", "F"]
 
 
-def test_a_weight_of_zero_switches_its_loss_off() -> None:
+def test_a_weight_of_zero_disables_its_loss() -> None:
     no_realism, _ = losses(weight_real=0.0)
     assert no_realism["D"] == [0.0, 0.0, 0.0]
     assert no_realism["G"] == expected(lambda r: 0.0125 * r["rebuilt"])
@@ -207,7 +207,7 @@ def test_a_weight_of_zero_switches_its_loss_off() -> None:
 
 @pytest.mark.parametrize("trained", [("F",), ("G",), ("D",), ("F", "D"), ("G", "D")])
 @pytest.mark.parametrize("mixes_teach", [True, False])
-def test_networks_that_are_not_trained_have_no_loss_and_change_none(
+def test_networks_that_are_not_trained_have_no_loss_and_change_no_loss(
     trained: tuple[str, ...], mixes_teach: bool
 ) -> None:
     found, _ = losses(trained, mixes_teach)
@@ -261,7 +261,7 @@ def real_batch(rows: int = 4) -> Mixing:
 
 
 def gradients(loss: Tensor, network: nn.Module) -> Tensor:
-    """Of a loss to all parameters of a network, as one vector; zero where it does not reach."""
+    """Gradients of a loss for all parameters of a network, as one vector."""
     parameters = list(network.parameters())
     if not loss.requires_grad:
         return torch.zeros(sum(p.numel() for p in parameters))
@@ -271,7 +271,7 @@ def gradients(loss: Tensor, network: nn.Module) -> Tensor:
 
 
 def reaches(callables: Callables, nets: Mapping[str, nn.Module], mixes_teach: bool) -> set[str]:
-    """Which loss has gradient to which network, as "loss->network"."""
+    """Which loss has a gradient for which network, as "loss->network"."""
     found, _ = mixing_losses(config(), callables, real_batch(), ALL, mixes_teach)
     return {
         f"{loss}->{name}"
@@ -281,17 +281,17 @@ def reaches(callables: Callables, nets: Mapping[str, nn.Module], mixes_teach: bo
     }
 
 
-def test_with_the_gate_closed_each_loss_reaches_its_own_network_alone() -> None:
+def test_with_the_gate_closed_each_loss_trains_its_own_network_only() -> None:
     nets = networks()
     assert reaches(functions(nets), nets, mixes_teach=False) == {"F->F", "G->G", "D->D"}
 
 
-def test_with_the_gate_open_the_cross_entropy_of_mixes_reaches_g_as_well() -> None:
+def test_with_the_gate_open_the_cross_entropy_of_mixes_trains_g_as_well() -> None:
     nets = networks()  # Eq. 4: min over F and G
     assert reaches(functions(nets), nets, mixes_teach=True) == {"F->F", "F->G", "G->G", "D->D"}
 
 
-def test_a_network_that_is_not_frozen_would_be_noticed() -> None:
+def test_the_check_of_gradient_paths_detects_a_network_that_is_not_frozen() -> None:
     nets = networks()
     open_F = dataclasses.replace(functions(nets), F_frozen=nets["F"])
     assert "G->F" in reaches(open_F, nets, mixes_teach=False)
@@ -314,7 +314,7 @@ def test_with_the_gate_closed_f_learns_nothing_from_mixes() -> None:
 
 
 @pytest.mark.parametrize("weight_mix", [0.1, 0.5, 2.0])
-def test_g_is_guided_by_the_same_weight_whether_f_learns_from_mixes_or_not(
+def test_the_guidance_of_g_has_one_weight_whether_f_learns_from_mixes_or_not(
     weight_mix: float,
 ) -> None:
     settings = {"weight_mix": weight_mix, "weight_guidance": 0.3}
@@ -324,14 +324,14 @@ def test_g_is_guided_by_the_same_weight_whether_f_learns_from_mixes_or_not(
     assert not torch.allclose(opened, unguided, rtol=1e-3, atol=1e-6)  # the control
 
 
-def test_what_f_learns_from_mixes_does_not_depend_on_how_g_is_guided() -> None:
+def test_what_f_learns_from_mixes_does_not_depend_on_the_guidance_of_g() -> None:
     assert_close(
         all_gradients(True, weight_guidance=0.3)["F"], all_gradients(True, weight_guidance=7.0)["F"]
     )
 
 
 @given(st.floats(0, 1e6), st.floats(-10, 10, width=32))
-def test_scaling_a_gradient_leaves_the_value_to_the_bit(factor: float, value: float) -> None:
+def test_scaling_a_gradient_leaves_the_value_bit_equal(factor: float, value: float) -> None:
     x = torch.tensor([value], requires_grad=True)
     scaled = scale_gradient(x, factor)
     scaled.sum().backward()  # type: ignore[no-untyped-call]
@@ -339,7 +339,7 @@ def test_scaling_a_gradient_leaves_the_value_to_the_bit(factor: float, value: fl
     assert x.grad is not None and x.grad.item() == pytest.approx(factor)
 
 
-def test_no_row_sees_another_in_any_loss() -> None:
+def test_the_losses_of_a_row_do_not_depend_on_other_rows() -> None:
     # The loss of each row alone is its loss in the batch.
     nets, batch = networks(), real_batch()
     whole, _ = mixing_losses(config(), functions(nets), batch, ALL, True)
@@ -348,7 +348,7 @@ def test_no_row_sees_another_in_any_loss() -> None:
         found, _ = mixing_losses(config(), functions(nets), alone, ALL, True)
         for name in ALL:
             assert_close(found[name][0], whole[name][row])
-    # the control: a classifier with batch norm would be seen
+    # the control: batch norm is detected
     coupled = nets | {"F": SmallCNN(SHAPE, CLASSES, width=4, norm="batch")}
     pair = Mixing(**{name: value[:2] for name, value in batch.fields().items()})
     both, _ = mixing_losses(config(), functions(coupled), batch, ("F",), False)
@@ -356,14 +356,14 @@ def test_no_row_sees_another_in_any_loss() -> None:
     assert not torch.allclose(both["F"][:2], fewer["F"])
 
 
-# What is drawn for a batch -------------------------------------------------------------------
+# Random draws of a batch ---------------------------------------------------------------------
 
 
 def context(visit: int = 1) -> Context:
     return Context(0, 1, "q0", f"1/q0/query_pass/{visit}", "attempt", torch.device("cpu"))
 
 
-def test_what_is_drawn_for_a_visit_has_its_ranges_and_follows_from_the_visit() -> None:
+def test_the_draws_of_a_visit_are_in_their_ranges_and_depend_on_the_visit() -> None:
     x = (255 * drawn(200, *SHAPE)).to(torch.uint8)
     p1 = torch.eye(5)[torch.arange(200) % 5]
     first, again, other = (draw_mixing(config(), x, p1, context(v)) for v in (1, 1, 2))
@@ -374,7 +374,7 @@ def test_what_is_drawn_for_a_visit_has_its_ranges_and_follows_from_the_visit() -
     assert first.z.shape == (200, 32) and bool(((first.z >= 0) & (first.z < 1)).all())
     assert bool(((first.lam >= 0) & (first.lam <= 1)).all())
     assert bool((first.mild.abs() <= 1 + 1e-6).all())
-    assert not torch.equal(first.strong, first.mild)  # F and G see views of their own
+    assert not torch.equal(first.strong, first.mild)  # F and G get different views
     plain = draw_mixing(config(augment="none"), x, p1, context())
     assert torch.equal(plain.strong, plain.mild)
 
@@ -388,7 +388,7 @@ def record(rounds: int, **settings: Any) -> tuple[Simulation, list[tuple[Any, An
     return after, after.engine.recorded
 
 
-def test_a_round_asks_every_agent_once_and_each_sends_what_it_trained() -> None:
+def test_a_round_calls_every_agent_once_and_each_sends_the_networks_it_trained() -> None:
     _, recorded = record(2, warm_up=1)
     asked = [(call.round, call.to.id, call.step.__name__) for call, _ in recorded]
     one_round = [("s0", "support_pass"), ("s1", "support_pass"), ("q0", "query_pass"),
@@ -400,18 +400,18 @@ def test_a_round_asks_every_agent_once_and_each_sends_what_it_trained() -> None:
         assert reply.payload.G is not None and reply.payload.D is not None
 
 
-def test_read_literally_query_agents_train_f_from_the_first_round() -> None:
+def test_algorithm_1_read_literally_query_agents_train_f_from_the_first_round() -> None:
     _, recorded = record(1, warm_up=5, real_rows=False)
     assert all(call.message.trains_classifier for call, _ in recorded)
 
 
-def test_in_parallel_all_start_from_the_same_networks() -> None:
+def test_in_parallel_all_agents_start_from_the_same_networks() -> None:
     _, recorded = record(1)
     first = recorded[0][0].message
     assert all(same_bits(call.message.G, first.G) for call, _ in recorded)
 
 
-def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -> None:
+def test_in_sequence_each_support_agent_continues_from_the_weights_of_the_previous_one() -> None:
     after, recorded = record(1, order="sequential", warm_up=0)  # Alg. 2 l. 2 and 9
     requests = [call.message for call, _ in recorded]
     sent = [reply.payload for _, reply in recorded]
@@ -420,27 +420,27 @@ def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -
         assert same_bits(getattr(requests[1], name), getattr(sent[0], name))
         assert same_bits(getattr(requests[2], name), getattr(sent[1], name))
         assert same_bits(getattr(requests[3], name), getattr(sent[1], name))
-    # Alg. 2 l. 10: what is averaged are the query agents' networks
+    # Alg. 2 l. 10: the query agents' networks are averaged
     mean = {k: ((v.double() + sent[3].F[k]) / 2).float() for k, v in sent[2].F.items()}
     assert apart(after.state.F, mean) < 1e-6
 
 
-def test_in_sequence_what_support_agents_learned_stays_where_no_query_agent_trains() -> None:
+def test_in_sequence_without_query_training_the_support_agents_weights_are_kept() -> None:
     after, recorded = record(1, order="sequential", warm_up=1)  # query agents send no F yet
     assert same_bits(after.state.F, recorded[1][1].payload.F)
 
 
-def test_local_steps_between_mixes_train_f_alone() -> None:
+def test_local_steps_between_mixes_train_f_only() -> None:
     every, seldom = (record(1, mix_every=n, gate=0.0)[0] for n in (1, 2))
     assert not same_bits(every.state.G, seldom.state.G)
-    # three steps, a mix at the first alone: the agent's Adam has counted three for F and one for G
+    # three steps, a mix at the first only: the agent's Adam has counted three for F and one for G
     after, _ = record(1, mix_every=3, local_steps=3)
     memory = after.engine.memories()["s0"]
     steps = {key.split("/")[1]: float(v) for key, v in memory.items() if key.endswith("#step")}
     assert steps == {"F": 3.0, "G": 1.0, "D": 1.0}
 
 
-def test_in_turn_all_rows_pass_g_reg_before_any_passes_g_mixup() -> None:
+def test_in_turn_all_rows_pass_g_reg_before_any_pass_g_mixup() -> None:
     def steps(**settings: Any) -> list[tuple[str, ...]]:
         method = make("fedssl", batch_size=2, mix_every=2, **settings)
         assert isinstance(method, FedSSL)
@@ -461,7 +461,7 @@ def test_in_turn_g_takes_twice_as_many_steps() -> None:
 
 
 class Scripted(LocalEngine):
-    """Agents that train nothing and say what they were told to say of their mixes."""
+    """Agents that train nothing and report given recognition rates."""
 
     script = ((0.7, 0.8, None, None), (0.9, None, 0.8, 0.85), (0.1,) * 4, (None,) * 4)
 
@@ -485,12 +485,12 @@ def test_the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_o
 
 
 @pytest.mark.parametrize(("gate", "opens"), [(0.0, True), (1.0, False)])
-def test_mixes_teach_f_only_behind_an_open_gate(gate: float, opens: bool) -> None:
+def test_f_learns_from_mixes_only_behind_an_open_gate(gate: float, opens: bool) -> None:
     _, recorded = record(1, gate=gate)
     assert [call.message.mixes_teach for call, _ in recorded] == [opens] * 4
 
 
-def test_an_ablation_without_realism_leaves_d_as_it_was() -> None:
+def test_an_ablation_without_realism_does_not_change_d() -> None:
     after, _ = record(1, weight_real=0.0)
     parameters = [key for key in after.begun.D if not key.endswith(("_u", "_v"))]
     assert all(torch.equal(after.begun.D[key], after.state.D[key]) for key in parameters)
@@ -499,8 +499,8 @@ def test_an_ablation_without_realism_leaves_d_as_it_was() -> None:
     assert any(not torch.equal(trained.begun.D[k], trained.state.D[k]) for k in parameters)
 
 
-def test_all_that_travels_are_weights_and_a_few_numbers() -> None:
-    # Adding a field is a review of what leaves an agent: it belongs in this list then.
+def test_messages_contain_weights_and_a_few_listed_numbers_only() -> None:
+    # A new field needs a review of what leaves an agent; then add it to this list.
     assert [field.name for field in dataclasses.fields(FedSSLUpdate)] == [
         "F",
         "G",
@@ -512,7 +512,7 @@ def test_all_that_travels_are_weights_and_a_few_numbers() -> None:
     ]  # fmt: skip
 
 
-def test_a_round_in_which_nobody_speaks_keeps_the_gate_as_it_was() -> None:
+def test_a_round_without_replies_keeps_the_state_of_the_gate() -> None:
     after = simulate(make("fedssl", gate=0.5), federated_data(), 2, engine=DecliningEngine)
     assert (after.state.agreement, after.state.gate_round) == (0.0, 0)
 
@@ -529,13 +529,13 @@ def test_a_config_without_unlabelled_rows_is_refused(labels: str) -> None:
     assert problem.key == "agents.query"
     asked.agents.query = 1
     assert list(FedSSL.problems(asked)) == []
-    asked.model.norm = "static"  # nobody would collect its statistics
+    asked.model.norm = "static"  # no agent would collect its statistics
     assert [problem.key for problem in FedSSL.problems(asked)] == ["model.norm"]
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_before_the_gate_opens_f_is_that_of_pseudo_to_the_bit(norm: str) -> None:
-    """Statistics of a batch norm included: they would otherwise be those of mixes, too."""
+def test_before_the_gate_opens_f_equals_that_of_pseudo_to_the_bit(norm: str) -> None:
+    """Statistics of batch norm included: a pass over mixes would change them."""
     ours = simulate(make("fedssl", norm=norm, gate=1.0, warm_up=1), federated_data(), 3)
     theirs = simulate(make("pseudo", norm=norm, warm_up=1), federated_data(), 3)
     assert ours.state.gate_round == 0
@@ -545,8 +545,8 @@ def test_before_the_gate_opens_f_is_that_of_pseudo_to_the_bit(norm: str) -> None
 
 
 @pytest.mark.parametrize("name", ["fedssl", "pseudo", "mixmatch"])
-def test_pseudo_labels_of_a_row_do_not_hang_on_which_other_rows_are_guessed(name: str) -> None:
-    """With a batch norm in training mode they would, and on an agent with few classes badly."""
+def test_the_pseudo_label_of_a_row_does_not_depend_on_other_rows(name: str) -> None:
+    """With batch norm in training mode it would, most of all on an agent with few classes."""
     algorithm = make(name, norm="batch", augment="none", local_steps=1)
     query = next(agent for agent in federated_data().agents if agent.role == "query")
     told: list[Tensor] = []
@@ -572,7 +572,7 @@ def test_pseudo_labels_of_a_row_do_not_hang_on_which_other_rows_are_guessed(name
     assert together.tolist() != labels.tolist()  # the control
 
 
-def test_a_gate_that_nothing_could_open_is_refused() -> None:
+def test_a_gate_that_can_never_open_is_refused() -> None:
     def keys(**settings: Any) -> list[str]:
         return [problem.key for problem in FedSSLConfig(**settings).problems()]
 
@@ -580,7 +580,7 @@ def test_a_gate_that_nothing_could_open_is_refused() -> None:
     assert keys() == keys(real_rows=False, gate=0.0) == []
 
 
-def test_the_pictures_show_mixes_and_reconstructions() -> None:
+def test_pictures_show_mixes_and_reconstructions() -> None:
     after = simulate(make("fedssl"), federated_data(), 0)
     x, y = 2 * drawn(20, 1, 8, 8) - 1, torch.arange(20) % 10
     shown = after.algorithm.pictures(after.state, x, y)
@@ -588,7 +588,7 @@ def test_the_pictures_show_mixes_and_reconstructions() -> None:
     assert all(image.dtype == "uint8" and image.size for image in shown.values())
 
 
-def test_there_are_pictures_even_if_no_held_out_row_is_of_some_class() -> None:
+def test_pictures_exist_even_if_no_held_out_row_has_some_class() -> None:
     after = simulate(make("fedssl"), federated_data(), 0)
     x, y = 2 * drawn(20, 1, 8, 8) - 1, torch.arange(20) % 10
     some = (y == 2) | (y == 7)
@@ -608,7 +608,7 @@ VARIATIONAL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_code_costs_its_divergence_from_the_noise_it_stands_in_for() -> None:
+def test_the_code_loss_is_the_divergence_from_the_standard_normal_distribution() -> None:
     def coded(x: Tensor, p: Tensor, q: Tensor, z: Tensor, lam: Tensor, with_cost: bool) -> Any:
         assert with_cost
         return generate(x, p, q, z, lam), 7 * x[:, 0]
@@ -621,7 +621,7 @@ def test_a_code_costs_its_divergence_from_the_noise_it_stands_in_for() -> None:
     assert without == plain
 
 
-def test_g_learns_whole_rows_alone_where_no_loss_looks_at_mixes() -> None:
+def test_g_learns_reconstruction_only_where_no_loss_uses_mixes() -> None:
     made: list[tuple[int, ...]] = []
 
     def coded(x: Tensor, p: Tensor, q: Tensor, z: Tensor, lam: Tensor, with_cost: bool) -> Any:
@@ -635,7 +635,7 @@ def test_g_learns_whole_rows_alone_where_no_loss_looks_at_mixes() -> None:
     assert found["F"].tolist() == expected(lambda r: r["supervised"])
 
 
-def test_synthetic_rows_take_the_first_places_of_each_batch_with_labels_of_their_own() -> None:
+def test_synthetic_rows_take_the_first_places_of_each_batch_with_their_own_labels() -> None:
     cfg = config(augment="none", batch_size=4, synthetic_share=0.5)
     x = (255 * drawn(10, *SHAPE)).to(torch.uint8)
     p1 = torch.eye(5)[torch.arange(10) % 5]
@@ -647,7 +647,7 @@ def test_synthetic_rows_take_the_first_places_of_each_batch_with_labels_of_their
     assert torch.equal(mixed.strong[others], plain.strong[others])
     assert torch.equal(mixed.learned[others], p1[others])
     assert bool((mixed.strong[places] == 0.5).all()) and bool((mixed.learned[places] == 0.2).all())
-    # What G learns from is real rows all the same, and nothing else was drawn otherwise.
+    # G still learns from real rows, and all other draws are the same.
     assert torch.equal(plain.learned, p1)
     for name in ("mild", "p1", "p2", "z", "lam"):
         assert torch.equal(getattr(plain, name), getattr(mixed, name))
@@ -657,8 +657,8 @@ def test_synthetic_rows_take_the_first_places_of_each_batch_with_labels_of_their
 
 
 @pytest.mark.parametrize("at", ["query", "all"])
-def test_only_the_agents_that_are_meant_to_learn_from_synthetic_rows(at: str) -> None:
-    """Against a run in which nobody does: who sends another F after the same request."""
+def test_only_the_configured_agents_learn_from_synthetic_rows(at: str) -> None:
+    """Compared with a run without them: which agents send another F after the same request."""
     sent = []
     for share in (0.5, 0.0):
         _, recorded = record(1, **(VARIATIONAL | {"synthetic_share": share, "synthetic_at": at,
@@ -668,18 +668,18 @@ def test_only_the_agents_that_are_meant_to_learn_from_synthetic_rows(at: str) ->
     assert changed == ({"q0", "q1"} if at == "query" else {"s0", "s1", "q0", "q1"})
 
 
-def test_support_agents_neither_get_nor_train_a_generator_that_learns_at_query_agents() -> None:
+def test_support_agents_neither_receive_nor_train_a_generator_that_learns_at_query_agents() -> None:
     after, recorded = record(1, **VARIATIONAL)
     for call, reply in recorded:
         at_query = call.to.id.startswith("q")
         assert bool(call.message.G) == (reply.payload.G is not None) == at_query
-        assert not call.message.D and reply.payload.D is None  # no loss asks it
+        assert not call.message.D and reply.payload.D is None  # no loss uses it
     assert not same_bits(after.begun.G, after.state.G)
     everywhere, _ = record(1, **(VARIATIONAL | {"generator_at": "all"}))
     assert not same_bits(everywhere.state.G, after.state.G)  # the control
 
 
-def test_the_gate_of_synthetic_rows_is_what_the_teacher_calls_them() -> None:
+def test_synthetic_rows_have_their_own_gate_by_the_teachers_predictions() -> None:
     asked = VARIATIONAL | {"synthetic_labels": "condition"}
     after, recorded = record(1, **asked, gate=1.0)
     said = {call.to.id: reply.payload.agreement for call, reply in recorded}
@@ -691,7 +691,7 @@ def test_the_gate_of_synthetic_rows_is_what_the_teacher_calls_them() -> None:
     assert not same_bits(opened.state.F, none.state.F)
 
 
-def test_rows_that_the_teacher_names_need_no_open_gate() -> None:
+def test_rows_labelled_by_the_teacher_need_no_open_gate() -> None:
     closed, opened = (record(1, **VARIATIONAL, gate=gate)[0] for gate in (1.0, 0.0))
     none = record(1, **(VARIATIONAL | {"synthetic_share": 0.0}), gate=1.0)[0]
     assert same_bits(closed.state.F, opened.state.F)
@@ -700,11 +700,11 @@ def test_rows_that_the_teacher_names_need_no_open_gate() -> None:
         record(1, **(VARIATIONAL | {"synthetic_share": share, "warm_up": 1}))[0]
         for share in (0.5, 0.0)
     )
-    assert same_bits(warm.state.F, cold.state.F)  # query agents leave F alone
+    assert same_bits(warm.state.F, cold.state.F)  # query agents do not change F
 
 
 @pytest.mark.parametrize("labels", ["teacher", "condition"])
-def test_synthetic_rows_are_of_all_classes_and_are_named_as_asked(labels: str) -> None:
+def test_synthetic_rows_have_all_classes_and_the_configured_labels(labels: str) -> None:
     algorithm = make("fedssl", **(VARIATIONAL | {"synthetic_labels": labels, "local_steps": 20}))
     played = simulate(algorithm, federated_data(), 1, engine=RecordingEngine)
     assert isinstance(played.engine, RecordingEngine) and isinstance(algorithm, FedSSL)
@@ -718,7 +718,7 @@ def test_synthetic_rows_are_of_all_classes_and_are_named_as_asked(labels: str) -
     assert_close(made.labels.sum(dim=1), torch.ones(60))
 
 
-def test_a_private_run_gives_support_agents_no_synthetic_rows() -> None:
+def test_support_agents_of_a_private_run_get_no_synthetic_rows() -> None:
     def keys(at: str, privacy: Any) -> list[str]:
         asked = SimpleNamespace(
             data=SimpleNamespace(labels="support"), agents=SimpleNamespace(query=1),

@@ -1,4 +1,4 @@
-"""Supervise, Pseudo and MixMatch, and what they share with FedSSL: the average over two groups."""
+"""Supervise, Pseudo and MixMatch, and the average over two groups that they share with FedSSL."""
 
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -42,14 +42,14 @@ def test_the_two_groups_are_averaged_as_configured(
     assert_close(mean["w"], torch.tensor([expected]))
 
 
-def test_silent_agents_do_not_share_their_groups_half() -> None:
+def test_agents_without_replies_do_not_count_in_the_weight_of_their_group() -> None:
     support = [reply("s0", 6.0), reply("s1", None)]
     query = [reply("q0", 0.0), reply("q1", None), reply("q2", None)]
     mean = average_groups("half", support, query, "F", otherwise=NOBODY)
     assert_close(mean["w"], torch.tensor([3.0]))  # 6 / 2 + 0 / 2
 
 
-def test_a_group_that_is_silent_leaves_all_to_the_other() -> None:
+def test_a_group_without_replies_leaves_all_weight_to_the_other() -> None:
     mean = average_groups(
         "half", [reply("s0", None)], [reply("q0", 2.0), reply("q1", 4.0)], "F", NOBODY
     )
@@ -63,12 +63,12 @@ def test_an_agent_with_both_kinds_of_rows_counts_in_both_groups() -> None:
     assert_close(mean["w"], torch.tensor([3.5]))  # (4 + 8) / 4 + (0 + 2) / 4
 
 
-def test_labels_become_distributions() -> None:
+def test_labels_become_one_hot_distributions() -> None:
     rows = LabelledRows(torch.zeros(3, 1, 8, 8), torch.tensor([2, 0, 1]), torch.arange(3))
     assert torch.equal(one_hot(rows, torch.tensor([1, 0]), 3), torch.eye(3)[[0, 2]])
 
 
-def test_the_teacher_forgets_the_untrained_classifier_within_a_few_rounds() -> None:
+def test_the_weight_of_the_initial_classifier_in_the_teacher_falls_within_a_few_rounds() -> None:
     training = ClassifierTraining(teacher_decay=0.8)
     # (1 + r) / (5 + r): 2/6, 3/7, ... until it passes 0.8 at r = 15
     decays = [training.decay(number) for number in (1, 2, 14, 15, 100)]
@@ -76,7 +76,7 @@ def test_the_teacher_forgets_the_untrained_classifier_within_a_few_rounds() -> N
 
 
 @pytest.mark.parametrize("optimiser", ["adam", "sgd"])
-def test_a_cosine_takes_the_rate_down_over_all_rounds(optimiser: Literal["adam", "sgd"]) -> None:
+def test_a_cosine_decays_the_rate_over_all_rounds(optimiser: Literal["adam", "sgd"]) -> None:
     def rates(schedule: Literal["constant", "cosine"]) -> list[float]:
         training = ClassifierTraining(
             rounds=4, learning_rate=0.1, optimiser=optimiser, schedule=schedule
@@ -91,7 +91,7 @@ def test_a_cosine_takes_the_rate_down_over_all_rounds(optimiser: Literal["adam",
     ("augment", "mild"),
     [("strong", "mid"), ("weak", "mid"), ("crop", "crop"), ("fixmatch", "crop")],
 )
-def test_images_of_things_are_shifted_and_not_turned(
+def test_photos_are_shifted_and_not_rotated(
     augment: Literal["strong", "weak", "crop", "fixmatch"], mild: str
 ) -> None:
     assert ClassifierTraining(augment=augment, flip=True).mild_view("mid") == View(mild, True)
@@ -110,18 +110,18 @@ SUPPORT = [("s0", "support_pass"), ("s1", "support_pass")]
 QUERY = [("q0", "query_pass"), ("q1", "query_pass")]
 
 
-def test_supervise_never_asks_who_has_no_labels() -> None:
+def test_supervise_never_calls_agents_without_labels() -> None:
     assert steps_asked("supervise", 2, warm_up=0) == [(r, *s) for r in (1, 2) for s in SUPPORT]
 
 
 @pytest.mark.parametrize("name", ["pseudo", "mixmatch"])
-def test_query_agents_wait_until_the_warm_up_is_over(name: str) -> None:
+def test_query_agents_are_not_called_during_the_warm_up(name: str) -> None:
     asked = steps_asked(name, 2, warm_up=1)
     assert asked == [(1, *s) for s in SUPPORT] + [(2, *s) for s in [*SUPPORT, *QUERY]]
 
 
 @pytest.mark.parametrize("name", ["supervise", "pseudo", "mixmatch", "fedssl"])
-def test_f_is_stepped_as_configured_by_sgd_without_a_memory_or_by_adam_with_its_moments(
+def test_f_is_trained_by_sgd_without_state_or_by_adam_with_its_moments(
     name: str,
 ) -> None:
     def moments(**settings: Any) -> set[str]:
@@ -133,7 +133,7 @@ def test_f_is_stepped_as_configured_by_sgd_without_a_memory_or_by_adam_with_its_
     assert moments() == moments(optimiser="adam") != set()
 
 
-def test_momentum_is_that_of_sgd_and_adam_has_none() -> None:
+def test_momentum_applies_to_sgd_and_is_ignored_by_adam() -> None:
     def trained(**settings: Any) -> Any:
         return simulate(make("supervise", **settings), federated_data(), 1).state
 
@@ -147,7 +147,7 @@ def test_momentum_is_that_of_sgd_and_adam_has_none() -> None:
     ("name", "refused"),
     [("supervise", []), ("pseudo", ["agents.query"]), ("mixmatch", ["agents.query"])],
 )
-def test_only_supervise_can_do_without_unlabelled_rows(name: str, refused: list[str]) -> None:
+def test_only_supervise_works_without_unlabelled_rows(name: str, refused: list[str]) -> None:
     asked = SimpleNamespace(
         data=SimpleNamespace(labels="support"),
         agents=SimpleNamespace(query=0, mixed=0),
@@ -157,25 +157,25 @@ def test_only_supervise_can_do_without_unlabelled_rows(name: str, refused: list[
     assert [problem.key for problem in ALGORITHMS[name].problems(asked)] == refused
 
 
-def test_only_as_many_query_agents_take_part_as_configured() -> None:
+def test_only_the_configured_number_of_query_agents_takes_part() -> None:
     asked = steps_asked("pseudo", 6, warm_up=0, query_per_round=1)
     chosen = [agent for _, agent, step in asked if step == "query_pass"]
     assert len(chosen) == 6 and set(chosen) == {"q0", "q1"}
 
 
-def test_the_three_differ_by_their_switches_and_by_nothing_else() -> None:
+def test_the_three_methods_differ_by_their_switches_only() -> None:
     parties = federated_data()
     warm = [
         simulate(make(n, warm_up=9), parties).state for n in ("supervise", "pseudo", "mixmatch")
     ]
-    assert same_bits(warm[0], warm[1])  # no query agent yet: Pseudo is Supervise
+    assert same_bits(warm[0], warm[1])  # no query agent yet: Pseudo equals Supervise
     assert not same_bits(warm[1], warm[2])  # MixMatch mixes labelled rows as well
     cold = [simulate(make(n, warm_up=0), parties).state for n in ("supervise", "pseudo")]
     assert not same_bits(*cold)
 
 
 @pytest.mark.parametrize("batch_size", [1, 6])
-def test_a_row_mixed_with_itself_is_a_row_not_mixed(batch_size: int) -> None:
+def test_a_row_mixed_with_itself_has_the_loss_of_an_unmixed_row(batch_size: int) -> None:
     # In a batch of one the partner is the row itself, so that MixMatch has the loss of Pseudo.
     settings: dict[str, Any] = {"batch_size": batch_size, "local_steps": 1, "warm_up": 0}
     parties = federated_data()
@@ -186,7 +186,7 @@ def test_a_row_mixed_with_itself_is_a_row_not_mixed(batch_size: int) -> None:
     assert (mixed == pytest.approx(plain, abs=1e-5)) == (batch_size == 1)
 
 
-def test_the_teacher_goes_down_and_is_what_is_released() -> None:
+def test_the_teacher_is_sent_to_agents_and_released() -> None:
     after = simulate(make("pseudo", warm_up=0), federated_data(), 2, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
     requests = [call.message for call, _ in after.engine.recorded if call.round == 2]
@@ -196,7 +196,7 @@ def test_the_teacher_goes_down_and_is_what_is_released() -> None:
     assert after.algorithm.also_evaluated(after.state) == {"unaveraged": after.state.F}
 
 
-def test_agents_report_their_losses_and_how_good_their_guesses_are() -> None:
+def test_agents_report_their_losses_and_the_accuracy_of_their_pseudo_labels() -> None:
     after = simulate(make("pseudo", warm_up=0), federated_data(), 1)
     notes = after.federation.mean_metrics()
     assert set(notes) == {"train/loss_F/support", "train/loss_F/query"}

@@ -1,4 +1,6 @@
-"""FedTriNet: threshold, vote, splice, steps and loss by hand; who is asked, what is remembered."""
+"""FedTriNet: threshold, vote, splice, steps and loss by hand; which agents are called, and what
+they keep.
+"""
 
 import dataclasses
 import itertools
@@ -58,12 +60,12 @@ def tri(model: ModelSettings | None = None, **settings: Any) -> FedTriNet:
 
 
 def clients(mixed: int = 2, **data: Any) -> FederatedDataset:
-    """Agents that hold both kinds of rows; 20 labelled and 60 unlabelled unless told otherwise."""
+    """Agents that hold both kinds of rows, by default 20 labelled and 60 unlabelled."""
     return federated_data(labels="labels-at-client", support=0, query=0, mixed=mixed, **data)
 
 
 def recorded(after: Simulation, round_number: int = 0) -> list[tuple[Any, Any]]:
-    """Calls and replies of a round, of all when 0."""
+    """Calls and replies of a round; of all rounds if 0."""
     assert isinstance(after.engine, RecordingEngine)
     return [(c, r) for c, r in after.engine.recorded if round_number in (0, c.round)]
 
@@ -86,7 +88,7 @@ def visited(after: Simulation, step: str) -> list[tuple[int, str]]:
         ("floor", 20, 0.558), ("floor", 26, 0.465), ("floor", 34, 0.465), ("floor", 35, 0.465),
     ],
 )  # fmt: skip
-def test_the_threshold_sinks_as_printed(schedule: Any, t: int, expected: float) -> None:
+def test_the_threshold_decays_as_printed(schedule: Any, t: int, expected: float) -> None:
     code, paper = (FedTriNetConfig(schedule=schedule, first_round=first) for first in (0, 1))
     assert code.threshold(1.0, t) == pytest.approx(expected)
     assert code.threshold(0.5, t) == pytest.approx(expected / 2)
@@ -94,7 +96,7 @@ def test_the_threshold_sinks_as_printed(schedule: Any, t: int, expected: float) 
         assert paper.threshold(1.0, t - 1) == pytest.approx(expected)
 
 
-def test_the_printed_schedule_is_not_monotone_and_the_floor_is() -> None:
+def test_the_printed_schedule_is_not_monotone_and_the_one_with_a_floor_is() -> None:
     for schedule, monotone in (("printed", False), ("floor", True)):
         values = [shrinkage(t, schedule) for t in range(60)]
         assert (values == sorted(values, reverse=True)) == monotone
@@ -109,20 +111,20 @@ def test_a_clock_of_one_half_halves_the_break_points() -> None:
 
 
 def test_rounds_count_from_one_as_printed_and_from_zero_as_in_the_code() -> None:
-    # s(10) = 0.8 is met in the tenth round of phase 2, in the code in the eleventh
+    # s(10) = 0.8 is used in the tenth round of phase 2, in the code in the eleventh
     assert FedTriNetConfig().threshold(1.0, 9) == pytest.approx(0.744)
     assert FedTriNetConfig(first_round=0).threshold(1.0, 9) == pytest.approx(0.93)
 
 
-def test_without_pseudo_labels_no_mean_of_probabilities_can_pass() -> None:
+def test_without_pseudo_labels_no_mean_probability_reaches_the_threshold() -> None:
     assert FedTriNetConfig(pseudo_labels="never").threshold(0.1, 34) > 1
 
 
-# Confidence: networks that answer with probabilities of our choice ---------------------------
+# Confidence: networks with given probabilities -----------------------------------------------
 
 
 class Answers(nn.Module):
-    """Says softmax(10 x) for a row x of three pixels: rows are made to have any probabilities."""
+    """Predict softmax(10 x) for a row x of three pixels: rows determine the probabilities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,20 +136,22 @@ class Answers(nn.Module):
 
 
 ANSWERS = MappingProxyType({"head.weight": 10 * torch.eye(3), "head.bias": torch.zeros(3)})
-MUTED = MappingProxyType({"head.weight": torch.zeros(3, 3), "head.bias": torch.zeros(3)})
+UNIFORM = MappingProxyType({"head.weight": torch.zeros(3, 3), "head.bias": torch.zeros(3)})
 
 
-def rows_saying(*probs: Sequence[float]) -> Tensor:
-    """Rows (N, 1, 1, 3) in [0, 1] for which ANSWERS says these: network_input makes 2 x - 1."""
+def rows_with(*probs: Sequence[float]) -> Tensor:
+    """Rows (N, 1, 1, 3) in [0, 1] for which ANSWERS predicts ``probs``: network_input computes 2 x
+    - 1.
+    """
     return (torch.tensor(probs).log() / 10 + 1)[:, None, None] / 2
 
 
-def answering(**settings: Any) -> FedTriNet:
+def with_answers(**settings: Any) -> FedTriNet:
     task = Task(3, (1, 1, 3), Answers)
     return FedTriNet(FedTriNetConfig(**(QUICK | {"shallow": ("head",)} | settings)), task)
 
 
-def holding(
+def agent_with(
     name: str, labelled: Tensor | None = None, y: Sequence[int] = (),
     unlabelled: Tensor | None = None,
 ) -> Agent:  # fmt: skip
@@ -162,7 +166,7 @@ def holding(
 def one_round(
     algorithm: FedTriNet, *agents: Agent, F: Mapping[str, Tensor] = ANSWERS
 ) -> Simulation:
-    """The first round of phase 2 from given weights."""
+    """Run the first round of phase 2 from given weights."""
     engine = RecordingEngine(agents, seed=0, device=torch.device("cpu"))
     federation = Federation(engine, 0)
     begun = dataclasses.replace(algorithm.start(federation), F=F)
@@ -171,29 +175,29 @@ def one_round(
     return Simulation(algorithm, engine, federation, begun, algorithm.round(begun, federation))
 
 
-FEW = rows_saying((0.5, 0.3, 0.2), (0.05, 0.9, 0.05), (0.1, 0.2, 0.7))
-SURE = rows_saying((1 - 2e-4, 1e-4, 1e-4))
+FEW = rows_with((0.5, 0.3, 0.2), (0.05, 0.9, 0.05), (0.1, 0.2, 0.7))
+SURE = rows_with((1 - 2e-4, 1e-4, 1e-4))
 
 
-def test_an_agents_confidence_is_its_largest_and_the_mean_over_agents_counts() -> None:
-    after = one_round(answering(), holding("m0", FEW, [0, 1, 2], FEW))
+def test_confidence_is_the_mean_over_agents_of_their_largest_probability() -> None:
+    after = one_round(with_answers(), agent_with("m0", FEW, [0, 1, 2], FEW))
     assert after.state.confidence == pytest.approx(0.9)
-    both = holding("m0", FEW, [0, 1, 2], FEW), holding("m1", SURE, [0], SURE)
-    after = one_round(answering(), *both)
+    both = agent_with("m0", FEW, [0, 1, 2], FEW), agent_with("m1", SURE, [0], SURE)
+    after = one_round(with_answers(), *both)
     assert after.state.confidence == pytest.approx((0.9 + 0.9998) / 2)
     assert after.state.threshold == pytest.approx(0.93 * (0.9 + 0.9998) / 2)
 
 
 def test_the_mean_confidence_is_over_rows_and_not_over_agents() -> None:
-    both = holding("m0", FEW, [0, 1, 2], FEW), holding("m1", SURE, [0], SURE)
-    after = one_round(answering(confidence="mean"), *both)
+    both = agent_with("m0", FEW, [0, 1, 2], FEW), agent_with("m1", SURE, [0], SURE)
+    after = one_round(with_answers(confidence="mean"), *both)
     assert after.state.confidence == pytest.approx((0.5 + 0.9 + 0.7 + 0.9998) / 4)
 
 
-def test_participants_alone_may_be_asked() -> None:
-    agents = [holding(f"m{n}", FEW, [0, 1, 2], FEW) for n in range(4)]
+def test_confidence_may_be_measured_at_participants_only() -> None:
+    agents = [agent_with(f"m{n}", FEW, [0, 1, 2], FEW) for n in range(4)]
     for where, expected in (("all", 4), ("taking_part", 2)):
-        after = one_round(answering(measured_at=where, agents_per_round=2), *agents)
+        after = one_round(with_answers(measured_at=where, agents_per_round=2), *agents)
         assert len(visited(after, "confidence_pass")) == expected
 
 
@@ -206,7 +210,7 @@ def test_confidence_is_measured_every_round_or_once() -> None:
 # Vote ---------------------------------------------------------------------------------------
 
 
-def test_the_vote_is_the_mean_of_the_players() -> None:
+def test_the_vote_is_the_mean_of_the_players_probabilities() -> None:
     players = [torch.tensor([p]) for p in ([0.7, 0.2, 0.1], [0.2, 0.6, 0.2], [0.3, 0.5, 0.2])]
     for threshold, expected in ((0.43, True), (0.434, False)):  # mean .4, .4333, .1667
         classes, believed = vote(players, threshold)
@@ -214,20 +218,20 @@ def test_the_vote_is_the_mean_of_the_players() -> None:
         assert believed.tolist() == [expected]
 
 
-def test_the_sum_beats_the_majority() -> None:
-    # 1.7 : 0.95 : 0.35 for class 0, although two of three say 1
+def test_the_sum_of_probabilities_decides_and_not_the_majority() -> None:
+    # 1.7 : 0.95 : 0.35 for class 0, although two of three predict 1
     players = [torch.tensor([[0.9, 0.05, 0.05]]), *2 * [torch.tensor([[0.4, 0.45, 0.15]])]]
     assert [player.argmax().item() for player in players] == [0, 1, 1]
     assert vote(players, 0.5)[0].tolist() == [0]
 
 
-def test_a_draw_goes_to_the_lowest_class_and_the_threshold_itself_is_not_enough() -> None:
+def test_a_tie_goes_to_the_lowest_class_and_the_mean_must_exceed_the_threshold() -> None:
     players = 3 * [torch.tensor([[0.0, 0.5, 0.5]])]
     classes, believed = vote(players, 0.5)
     assert (classes.tolist(), believed.tolist()) == ([1], [False])
 
 
-def test_the_released_scale_is_a_sum_of_three() -> None:
+def test_the_released_code_compares_the_sum_of_three_players() -> None:
     # sum >= 2.8 m if and only if mean >= 0.9333 m; here the sum is 1.3
     players = [torch.tensor([[p, 1 - p]]) for p in (0.3, 0.5, 0.5)]
     released = FedTriNetConfig(alpha=2.8 / 3)
@@ -236,7 +240,7 @@ def test_the_released_scale_is_a_sum_of_three() -> None:
         assert vote(players, released.threshold(just, 0))[1].tolist() == [expected]
 
 
-def test_two_players_are_held_against_the_scale_of_three() -> None:
+def test_two_players_are_compared_with_the_threshold_as_a_mean_of_two() -> None:
     certain = torch.tensor([[1.0, 0.0]])
     assert vote([certain, certain], 0.66)[1].tolist() == [True]  # a sum of 2 is a mean of 2 / 3
     assert vote([certain, certain], 0.67)[1].tolist() == [False]
@@ -245,17 +249,18 @@ def test_two_players_are_held_against_the_scale_of_three() -> None:
 
 @pytest.mark.parametrize(("local_votes", "coverage"), [(True, 1.0), (False, 0.0)])
 def test_the_local_network_can_be_left_out_of_the_vote(local_votes: bool, coverage: float) -> None:
-    # All three are ANSWERS, as nothing is learned: a mean of 0.9998 against 0.93 * 0.9998.
+    # All three players equal ANSWERS, since nothing is learned: a mean of 0.9998 against 0.93 *
+    # 0.9998.
     class Meter:
         seen, kept = 0, 0
 
         def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
             self.seen, self.kept = self.seen + len(ids), self.kept + int(kept.sum())
 
-    meter, agent = Meter(), holding("m0", SURE, [0], SURE)
+    meter, agent = Meter(), agent_with("m0", SURE, [0], SURE)
     engine = LocalEngine([agent], seed=0, device=torch.device("cpu"), meter=meter)
     federation = Federation(engine, 0)
-    algorithm = answering(local_votes=local_votes, learning_rate=1e-30, warm_up=0)
+    algorithm = with_answers(local_votes=local_votes, learning_rate=1e-30, warm_up=0)
     federation.begin(Round(1))
     algorithm.round(dataclasses.replace(algorithm.start(federation), F=ANSWERS), federation)
     assert meter.kept / meter.seen == coverage
@@ -283,15 +288,15 @@ def test_the_shallow_half_ends_before_the_third_convolution_or_the_first_linear_
     zeros = {key: torch.zeros_like(tensor) for key, tensor in ones.items()}
     cut = splice(ones, zeros, shallow)
     from_shallow = [bool(tensor.all()) for tensor in cut.values()]
-    # complete, disjoint and in one piece: first all of the one, then all of the other
+    # complete, disjoint and in one piece: first all layers of one half, then all of the other
     place = [key.rpartition(".")[0] for key in cut].index(first_deep)
     assert from_shallow == [n < place for n in range(len(cut))]
     assert 0 < place < len(cut)
     batch_norms = [key for key in cut if "running" in key]
-    assert bool(batch_norms) == (norm == "batch")  # buffers go with their layer
+    assert bool(batch_norms) == (norm == "batch")  # buffers belong to the half of their layer
 
 
-def test_the_papers_network_is_cut_in_5280_and_25560_parameters() -> None:
+def test_the_papers_network_is_split_into_5280_and_25560_parameters() -> None:
     model = ModelSettings(name="trinet_cnn", norm="none")
     network = models.build_classifier(model, (1, 32, 32), 10)
     shallow = shallow_modules(network, FedTriNetConfig())
@@ -304,20 +309,20 @@ def test_the_papers_network_is_cut_in_5280_and_25560_parameters() -> None:
     assert sum(p.numel() for p in network.parameters()) - sum(counts.values()) == 25050 + 510
 
 
-def test_a_network_spliced_with_itself_is_itself() -> None:
+def test_a_network_spliced_with_itself_is_unchanged() -> None:
     algorithm = tri()
     weights = algorithm.task.new_classifier().state_dict()
     assert same_bits(splice(weights, weights, algorithm._shallow), weights)
 
 
-def test_the_cut_can_be_named_and_a_wrong_name_is_refused() -> None:
+def test_the_split_can_be_named_and_an_unknown_name_is_refused() -> None:
     named = tri(shallow=("trunk.0", "trunk.4"))
     assert named._shallow == ("trunk.0", "trunk.4")
     with pytest.raises(ConfigError, match=r"trunk\.1'"):
-        tri(shallow=("trunk.0", "trunk.1"))  # a pooling layer has nothing to take
+        tri(shallow=("trunk.0", "trunk.1"))  # a pooling layer has no parameters
 
 
-def test_what_goes_up_is_the_network_and_not_what_changed() -> None:
+def test_agents_upload_their_weights_and_not_differences() -> None:
     # Nothing is learned, so w_k = c: the shallow half of W, the deep half of l. A difference
     # w_k - c would be 0, and W + (w_k - c) would be W.
     algorithm, parties = tri(learning_rate=1e-30, warm_up=0), clients(mixed=1)
@@ -334,7 +339,7 @@ def test_an_agent_that_never_trained_splices_the_global_network_with_itself() ->
     assert apart(after.begun.F, after.state.F) < 1e-20
 
 
-# What a visit learns from -------------------------------------------------------------------
+# Batches of a visit -------------------------------------------------------------------------
 
 
 def planned(
@@ -352,16 +357,16 @@ def everything(plan: list[list[Part]], part: int) -> list[int]:
     return sorted(int(row) for parts in plan for row in parts[part][0])
 
 
-def test_two_streams_go_on_until_the_longer_one_ends() -> None:
+def test_two_streams_continue_until_the_longer_one_ends() -> None:
     plan = planned(60, 130, pseudo_weight=0.3)
-    assert sizes(plan) == [[50, 50], [10, 50], [50, 30]]  # labels come round again
+    assert sizes(plan) == [[50, 50], [10, 50], [50, 30]]  # labelled rows repeat
     assert everything(plan, 1) == list(range(60, 190))  # every admitted row once
     assert everything(plan[:2], 0) == list(range(60))
     assert [[weight for _, weight in parts] for parts in plan] == 3 * [[1.0, 0.3]]
     assert len(planned(60, 130, local_epochs=5)) == 15
 
 
-def test_a_kind_without_rows_drops_out() -> None:
+def test_a_kind_without_rows_is_left_out() -> None:
     assert sizes(planned(60, 0)) == [[50], [10]]
     assert everything(planned(60, 0), 0) == list(range(60))
     guesses = planned(0, 60, pseudo_weight=0.3)
@@ -372,7 +377,7 @@ def test_a_kind_without_rows_drops_out() -> None:
         assert everything(planned(7, 0, retrain=retrain, hot=True), 0) == list(range(7))
 
 
-def test_mixed_rows_are_all_alike() -> None:
+def test_mixed_batches_treat_all_rows_alike() -> None:
     plan = planned(60, 130, retrain="mixed")
     assert sizes(plan) == [[50], [50], [50], [40]]
     assert everything(plan, 0) == list(range(190))
@@ -383,19 +388,19 @@ def test_mixed_rows_are_all_alike() -> None:
     ("t", "epoch", "expected"),
     [(9, 4, 0.0), (10, 0, 0.0), (20, 0, 0.075), (30, 0, 0.15), (59, 4, 0.15)],
 )
-def test_the_ramp_of_the_authors_code(t: int, epoch: int, expected: float) -> None:
+def test_the_ramp_follows_the_authors_code(t: int, epoch: int, expected: float) -> None:
     assert ramp(epoch + 5 * t) == pytest.approx(expected)
     plan = planned(60, 60, retrain="ramp", hot=True, t=t, local_epochs=5)
     assert len(plan) == 5 * 2  # as many steps as the admitted rows make
     assert plan[2 * epoch][1][1] == pytest.approx(expected / 2)
 
 
-def test_the_ramp_waits_for_a_visit_that_admits_ten_rows() -> None:
+def test_the_ramp_starts_at_a_visit_that_admits_ten_rows() -> None:
     cold = planned(60, 9, retrain="ramp", t=59)
     assert [[weight for _, weight in parts] for parts in cold] == [[1.0], [1.0]]
 
 
-def test_the_ramp_has_the_effective_lambda_of_its_formula() -> None:
+def test_the_effective_lambda_of_the_ramp_follows_its_formula() -> None:
     # f = 1/2, a = .15: ((1 - f) + a) / f = 1.3. One batch of everything: weight per row counts.
     [[(union, half), (guessed, extra)]] = planned(
         60, 60, retrain="ramp", hot=True, t=150, batch_size=120
@@ -406,24 +411,24 @@ def test_the_ramp_has_the_effective_lambda_of_its_formula() -> None:
     assert on_guesses / on_labels == pytest.approx(1.3)
 
 
-def test_the_loss_is_the_mean_over_labels_plus_lambda_times_that_over_guesses() -> None:
+def test_the_loss_is_the_mean_over_labels_plus_lambda_times_that_over_pseudo_labels() -> None:
     # From zero weights every class has 1/3. With a rate of 1 the bias moves by
     # -[(-2/3, 1/3, 1/3) + 1/2 (1/3, -2/3, 1/3)] = (1/2, 0, -1/2): a label 0, two guesses of 1.
-    algorithm = answering(  # a network without convolutions is all deep: c is l
+    algorithm = with_answers(  # a network without convolutions is all deep: c is l
         pseudo_weight=0.5, learning_rate=1.0, momentum=0.0, fine_tune_epochs=0, alpha=0.0,
         shallow=(),
     )  # fmt: skip
     grey = torch.full((2, 1, 1, 3), 0.5)  # 0 to the network
-    # W says 1 by its bias alone; the agent's own network, of which c is made, says nothing yet
-    W = {**MUTED, "head.bias": torch.tensor([0.0, 50.0, 0.0])}
-    agent = holding("m0", grey[:1], [0], grey)
-    agent.memory = {f"local/{key}": tensor for key, tensor in MUTED.items()}
+    # W predicts 1 by its bias; the agent's own network, of which c is made, predicts nothing yet
+    W = {**UNIFORM, "head.bias": torch.tensor([0.0, 50.0, 0.0])}
+    agent = agent_with("m0", grey[:1], [0], grey)
+    agent.memory = {f"local/{key}": tensor for key, tensor in UNIFORM.items()}
     after = one_round(algorithm, agent, F=W)
     [sent] = [r.payload.F for c, r in recorded(after) if c.step.__name__ == "mixed_pass"]
     assert_close(sent["head.bias"], torch.tensor([0.5, 0.0, -0.5]), atol=1e-6, rtol=0)
 
 
-def test_phase_2_is_fedavg_where_c_is_all_of_w_and_nothing_is_tuned_or_admitted() -> None:
+def test_without_fine_tuning_and_admitted_rows_phase_2_is_fedavg() -> None:
     # Ten labelled rows and batches of fifty: one batch is all rows, whatever their order.
     same: dict[str, Any] = {"batch_size": 50, "local_epochs": 2}
     third: dict[str, Any] = {
@@ -440,7 +445,7 @@ def test_phase_2_is_fedavg_where_c_is_all_of_w_and_nothing_is_tuned_or_admitted(
         assert apart(fedavg, simulate(differs, clients(), 4).state.F) > 1e-4
 
 
-def test_fine_tuning_learns_from_the_agents_own_labels_and_never_from_admitted_rows(
+def test_fine_tuning_uses_the_agents_own_labels_and_no_admitted_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: dict[str, list[int]] = {}
@@ -484,7 +489,7 @@ def test_hidden_labels_change_no_bit_where_every_row_is_admitted_and_kept(
         assert same_bits(reference, trained(other)) == unchanged
 
 
-# What an agent remembers --------------------------------------------------------------------
+# Memory of an agent -------------------------------------------------------------------------
 
 
 def local(agent: Agent) -> dict[str, Tensor]:
@@ -508,33 +513,33 @@ def test_an_agent_keeps_the_network_that_it_sent_last() -> None:
             assert not same_bits(local(agent), after.state.F)
 
 
-def test_the_fine_tuned_splice_may_be_kept_in_its_place() -> None:
+def test_the_fine_tuned_splice_may_be_kept_instead() -> None:
     parties = clients(mixed=1)
     after = simulate(tri(remember="fine_tuned"), parties, 2, engine=RecordingEngine)
     assert not same_bits(local(parties.agents[0]), sent_last(after, 2, "m0"))
 
 
 @pytest.mark.parametrize("freeze", [True, False])
-def test_the_shallow_half_may_stay_as_it_is_in_fine_tuning(freeze: bool) -> None:
+def test_fine_tuning_may_freeze_the_shallow_half(freeze: bool) -> None:
     parties, algorithm = clients(mixed=1), tri(remember="fine_tuned", freeze_shallow=freeze)
     after = simulate(algorithm, parties, 2, engine=RecordingEngine)
     W = next(call.message.F for call, _ in recorded(after, 2))
     tuned = local(parties.agents[0])
     shallow = {key for key in W if key.rpartition(".")[0] in algorithm._shallow}
-    # A bias before a norm moves by its last bit or not at all: each tensor would ask too much.
+    # A bias before a norm changes by its last bit or not at all, so not every tensor is compared.
     assert all(torch.equal(tuned[key], W[key]) for key in shallow) == freeze
     assert not any(torch.equal(tuned[key], W[key]) for key in W.keys() - shallow)
-    # and afterwards everything learns
+    # afterwards all layers learn
     assert not all(torch.equal(sent_last(after, 2, "m0")[key], W[key]) for key in shallow)
 
 
-def test_where_everything_is_shallow_and_frozen_nothing_is_tuned() -> None:
+def test_with_all_layers_shallow_and_frozen_nothing_is_tuned() -> None:
     parties, settings = clients(mixed=1), {"freeze_shallow": True, "shallow_convolutions": None}
     after = simulate(tri(remember="fine_tuned", **settings), parties, 2, engine=RecordingEngine)  # type: ignore[arg-type]
     assert same_bits(local(parties.agents[0]), next(c.message.F for c, _ in recorded(after, 2)))
 
 
-def test_who_is_not_drawn_keeps_its_memory() -> None:
+def test_an_agent_that_is_not_sampled_keeps_its_memory() -> None:
     parties = clients(mixed=4)
     algorithm = tri(agents_per_round=1)
     before = simulate(algorithm, parties, 2).engine.memories()
@@ -548,7 +553,7 @@ def test_who_is_not_drawn_keeps_its_memory() -> None:
     assert len(drawn) == 1
 
 
-def test_all_agents_may_train_of_which_the_drawn_ones_upload() -> None:
+def test_all_agents_may_train_of_which_the_sampled_ones_upload() -> None:
     for trains, trained in (("drawn", 1), ("all", 4)):
         algorithm, parties = tri(trains=trains, agents_per_round=1, warm_up=1), clients(mixed=4)
         after = simulate(algorithm, parties, 2, engine=RecordingEngine)
@@ -560,7 +565,7 @@ def test_all_agents_may_train_of_which_the_drawn_ones_upload() -> None:
         assert len([agent for agent in parties.agents if local(agent)]) >= trained
 
 
-def test_l_may_be_the_network_of_labels_alone_and_then_nothing_is_remembered_of_it() -> None:
+def test_the_local_player_may_be_trained_on_labels_only_without_memory() -> None:
     # The last network of an agent is far away; under "labelled" nobody looks at it.
     found = {}
     for player, far in itertools.product(("remembered", "labelled"), (0.0, 1.0)):
@@ -597,23 +602,23 @@ def test_the_labelled_player_is_w_after_e_epochs_on_labels() -> None:
 
 
 @pytest.mark.parametrize(("pseudo_labels", "frozen"), [("kept", True), ("fresh", False)])
-def test_a_kept_label_is_never_given_again(pseudo_labels: Any, frozen: bool) -> None:
-    # W says 1 in the first round and 2 in the second.
-    agent = holding("m0", FEW, [0, 1, 2], FEW)
-    algorithm = answering(
+def test_a_kept_pseudo_label_does_not_change(pseudo_labels: Any, frozen: bool) -> None:
+    # W predicts 1 in the first round and 2 in the second.
+    agent = agent_with("m0", FEW, [0, 1, 2], FEW)
+    algorithm = with_answers(
         pseudo_labels=pseudo_labels, alpha=0.0, learning_rate=1e-30, retrain="ramp"
     )
     told = []
     for bias in ([0.0, 99.0, 0.0], [0.0, 0.0, 99.0]):
-        W = {**MUTED, "head.bias": torch.tensor(bias)}
+        W = {**UNIFORM, "head.bias": torch.tensor(bias)}
         agent.memory = {k: v for k, v in agent.memory.items() if not k.startswith("local/")}
-        told.append(labels_given(algorithm, agent, W))
+        told.append(pseudo_labels_given(algorithm, agent, W))
     assert told == [[1, 1, 1], [1, 1, 1] if frozen else [2, 2, 2]]
     assert ("kept" in agent.memory) == frozen
 
 
-def labels_given(algorithm: FedTriNet, agent: Agent, F: Mapping[str, Tensor]) -> list[int]:
-    """What an agent's rows are called in the first round of phase 2."""
+def pseudo_labels_given(algorithm: FedTriNet, agent: Agent, F: Mapping[str, Tensor]) -> list[int]:
+    """The pseudo-labels of an agent's rows in the first round of phase 2."""
     called: list[int] = []
 
     class Meter:
@@ -630,40 +635,40 @@ def labels_given(algorithm: FedTriNet, agent: Agent, F: Mapping[str, Tensor]) ->
 
 def test_visits_that_admit_ten_new_rows_are_counted() -> None:
     many = FEW.repeat(4, 1, 1, 1)  # twelve rows
-    algorithm = answering(pseudo_labels="kept", alpha=0.0, learning_rate=1e-30, retrain="ramp")
-    for rows, expected in ((FEW, [0, 0]), (many, [1, 1])):  # in the second visit none is new
-        agent, counts = holding("m0", FEW, [0, 1, 2], rows), []
+    algorithm = with_answers(pseudo_labels="kept", alpha=0.0, learning_rate=1e-30, retrain="ramp")
+    for rows, expected in ((FEW, [0, 0]), (many, [1, 1])):  # in the second visit no row is new
+        agent, counts = agent_with("m0", FEW, [0, 1, 2], rows), []
         for _ in range(2):
             one_round(algorithm, agent)
             counts.append(int(agent.memory["hot"]))
         assert counts == expected
     fresh = dataclasses.replace(algorithm.cfg, pseudo_labels="fresh")
-    agent = holding("m0", FEW, [0, 1, 2], many)
+    agent = agent_with("m0", FEW, [0, 1, 2], many)
     for _ in range(2):
         one_round(FedTriNet(fresh, algorithm.task), agent)
     assert int(agent.memory["hot"]) == 2
 
 
-# Who is asked, and how the answers are averaged ---------------------------------------------
+# Which agents are called, and how replies are averaged --------------------------------------
 
 
-def test_weights_of_agents_with_10_and_1000_rows_count_the_same() -> None:
+def test_agents_with_10_and_1000_rows_have_equal_weights() -> None:
     replies = [
         Reply(AgentRef(name, "mixed"), ModelUpdate({"w": torch.tensor([value])}))
         for name, value in (("m0", 0.0), ("m1", 1.0))
     ]
     assert average(replies, "F", otherwise={})["w"].tolist() == [0.5]
-    uneven = holding("m0", FEW, [0, 1, 2], FEW), holding("m1", SURE, [0], SURE)
+    uneven = agent_with("m0", FEW, [0, 1, 2], FEW), agent_with("m1", SURE, [0], SURE)
     for weights, shares in (("equal", [1.0, 1.0]), ("rows", [6.0, 2.0])):
-        after = one_round(answering(weights=weights), *uneven)
+        after = one_round(with_answers(weights=weights), *uneven)
         replies = [r for c, r in recorded(after) if c.step.__name__ == "mixed_pass"]
-        assert [reply.weight for reply in replies] == shares  # equal: no count leaves an agent
+        assert [reply.weight for reply in replies] == shares  # equal: no row count leaves an agent
         first, second = (reply.payload.F["head.weight"] for reply in replies)
         mean = (shares[0] * first + shares[1] * second) / sum(shares)
         assert_close(after.state.F["head.weight"], mean)
 
 
-def test_phases_follow_each_other_and_the_cold_start_asks_everybody() -> None:
+def test_phases_follow_each_other_and_the_cold_start_calls_all_agents() -> None:
     algorithm = tri(cold_start=2, rounds=4, warm_up=3, agents_per_round=1)
     assert [(p.name, p.rounds) for p in algorithm.phases()] == [
         ("cold start", 2), ("labels", 3), ("three players", 1),
@@ -675,12 +680,12 @@ def test_phases_follow_each_other_and_the_cold_start_asks_everybody() -> None:
     assert [p.name for p in tri(warm_up=0).phases()] == ["three players"]
 
 
-def test_all_take_part_where_fewer_are_there_than_are_drawn() -> None:
+def test_all_agents_take_part_if_there_are_fewer_than_are_sampled() -> None:
     after = simulate(tri(agents_per_round=5), clients(mixed=2), 2, engine=RecordingEngine)
     assert visited(after, "mixed_pass") == [(2, "m0"), (2, "m1")]
 
 
-def test_query_agents_sit_out_phase_1_and_are_silent_while_they_believe_no_row() -> None:
+def test_query_agents_skip_phase_1_and_decline_while_they_admit_no_row() -> None:
     parties = federated_data()
     after = simulate(tri(warm_up=1), parties, 1, engine=RecordingEngine)
     assert {call.to.id for call, _ in recorded(after)} == {"s0", "s1"}
@@ -701,9 +706,9 @@ def test_a_labelled_server_takes_part_in_every_round() -> None:
 
 
 def test_a_round_without_unlabelled_rows_learns_from_labels() -> None:
-    after = one_round(answering(), holding("s0", FEW, [0, 1, 2]))
+    after = one_round(with_answers(), agent_with("s0", FEW, [0, 1, 2]))
     assert finite(after.state)
-    assert after.state.confidence == after.begun.confidence  # nobody could be asked
+    assert after.state.confidence == after.begun.confidence  # no agent could be called
     assert not same_bits(after.begun.F, after.state.F)
 
 
@@ -712,7 +717,7 @@ def test_a_round_without_unlabelled_rows_learns_from_labels() -> None:
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
 @pytest.mark.parametrize("labelled", [2, 14])  # of two agents; batches of 6: a last one of one row
-def test_a_batch_of_one_row_is_no_trouble(norm: Any, labelled: int) -> None:
+def test_a_batch_of_one_row_works(norm: Any, labelled: int) -> None:
     after = simulate(
         tri(ModelSettings(width=4, norm=norm)), clients(labelled=labelled, unlabelled=14), 3
     )
@@ -726,7 +731,7 @@ def test_agents_of_one_class_give_finite_weights() -> None:
 
 
 @pytest.mark.parametrize(("votes_in", "augment"), [("eval", "none"), ("train", "shift")])
-def test_dropout_and_views_follow_the_seed(votes_in: Any, augment: Any) -> None:
+def test_dropout_and_views_depend_on_the_seed(votes_in: Any, augment: Any) -> None:
     model = ModelSettings(name="trinet_cnn", norm="none")
     runs = []
     for state_of_torch, seed in ((1, 7), (2, 7), (1, 8)):
@@ -737,10 +742,10 @@ def test_dropout_and_views_follow_the_seed(votes_in: Any, augment: Any) -> None:
     assert not same_bits(runs[0], runs[2])
 
 
-def test_players_vote_without_dropout_unless_asked_to() -> None:
+def test_players_vote_without_dropout_unless_configured() -> None:
     model = ModelSettings(name="trinet_cnn", norm="none")
     agreements = []
-    for votes_in in ("eval", "train"):  # nothing is learned: the three are one network
+    for votes_in in ("eval", "train"):  # nothing is learned: the three players are one network
         algorithm = tri(model, votes_in=votes_in, learning_rate=1e-30, warm_up=0)
         agreements.append(
             simulate(algorithm, clients(), 1).federation.mean_metrics()["train/agreement"]
@@ -749,16 +754,14 @@ def test_players_vote_without_dropout_unless_asked_to() -> None:
     assert agreements[1] < 1.0
 
 
-def test_the_authors_shift_is_an_eighth_of_the_side() -> None:
+def test_the_shift_in_the_authors_code_is_an_eighth_of_the_side() -> None:
     cfg = FedTriNetConfig(augment="shift", flip=True)
     assert cfg.augmentation() == Augmentation(crop=4 / 32, flip=True)
     x = torch.rand(3, 1, 8, 8)
     assert FedTriNetConfig().augmentation()(x, torch.Generator()) is x
 
 
-def test_the_papers_view_changes_contrast_about_the_middle_and_turns_one_image_in_ten_grey() -> (
-    None
-):
+def test_the_papers_view_changes_contrast_and_turns_one_image_in_ten_grey() -> None:
     rng = torch.Generator().manual_seed(0)
     x = torch.tensor([0.5, -0.1, 0.3]).view(1, 3, 1, 1).repeat(4000, 1, 4, 4)
     x[:, :, 0] = -0.5
@@ -797,7 +800,7 @@ def test_three_players_learn_the_toy_rows() -> None:
     assert after.state.threshold == pytest.approx(0.93 * after.state.confidence)  # t = 3
 
 
-def test_the_released_profile_of_the_docs_can_be_run() -> None:
+def test_the_released_profile_in_the_docs_can_be_run() -> None:
     text = (ROOT / "docs" / "fedtrinet.md").read_text(encoding="utf-8")
     [block] = [b for b in re.findall(r"```\n(.*?)```", text, re.S) if "cold_start" in b]
     overrides = block.split()
@@ -817,7 +820,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=str)
-def test_the_configs_are_the_papers_profile(path: Path) -> None:
+def test_the_configs_have_the_papers_profile(path: Path) -> None:
     loaded = config.load_config(path).algorithm
     ours = {"rounds", "warm_up", "clock", "batch_size", "learning_rate"}  # of the digits
     defaults = FedTriNetConfig()
@@ -845,7 +848,7 @@ def test_a_client_has_labels_of_two_classes_and_unlabelled_rows_of_all() -> None
     assert sorted(itertools.chain(*pairs[:5])) == list(range(10))
 
 
-def test_settings_that_cannot_be_meant_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     def problems(**settings: Any) -> list[str]:
         own = {"labels": "support", "query": 1, "norm": "group", "votes_in": "eval"}
         asked = own | settings
@@ -858,18 +861,18 @@ def test_settings_that_cannot_be_meant_are_refused() -> None:
         return [problem.key for problem in FedTriNet.problems(whole)]
 
     assert problems() == []
-    assert problems(query=0) == ["agents.query"]  # nobody holds unlabelled rows
+    assert problems(query=0) == ["agents.query"]  # no agent holds unlabelled rows
     assert problems(query=0, labels="labels-at-client") == []
     assert problems(norm="static") == ["model.norm"]
     assert problems(norm="batch", votes_in="train") == ["algorithm.votes_in"]
-    assert problems(norm="batch") == problems(votes_in="train") == []  # either alone
+    assert problems(norm="batch") == problems(votes_in="train") == []  # each alone
     assert [p.key for p in FedTriNetConfig(rounds=5, warm_up=6).problems()] == ["warm_up"]
     assert list(FedTriNetConfig(rounds=5, warm_up=5).problems()) == []
     unused = FedTriNetConfig(local_player="labelled", remember="fine_tuned")
     assert [p.key for p in unused.problems()] == ["remember"]
 
 
-def test_voting_by_batch_statistics_is_refused_with_what_to_do() -> None:
+def test_voting_by_batch_statistics_is_refused_with_advice() -> None:
     path = ROOT / "configs" / "fedtrinet.yaml"
     with pytest.raises(ConfigError) as error:
         config.load_config(path, ["algorithm.votes_in=train", "model.norm=batch"])

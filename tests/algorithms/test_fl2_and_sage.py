@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 # (FL)^2 -------------------------------------------------------------------------------------
 
 
-def test_thresholds_are_the_mean_confidence_scaled_by_the_mean_prediction_of_a_class() -> None:
+def test_thresholds_are_the_mean_confidence_scaled_by_the_class_mean_prediction() -> None:
     q = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.7, 0.1]])
     tau, by_class = adaptive_thresholds(q)
     assert tau == pytest.approx((0.6 + 0.7) / 2)  # Eq. 7
@@ -51,7 +51,7 @@ def test_thresholds_are_the_mean_confidence_scaled_by_the_mean_prediction_of_a_c
     assert (confidence > tau).tolist() == [False, True]  # the control: one threshold for all
 
 
-def test_weights_move_along_the_gradient_and_adaptively_by_their_size() -> None:
+def test_weights_are_perturbed_along_the_gradient_and_adaptively_by_their_size() -> None:
     weights = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([[0.0]])}
     g = (torch.tensor([3.0, 4.0]), torch.tensor([[0.0]]))
     plain = perturbation(weights, g, 0.5, False)
@@ -65,7 +65,7 @@ def test_weights_move_along_the_gradient_and_adaptively_by_their_size() -> None:
     assert zero["a"].tolist() == [0.0, 0.0]
 
 
-def test_agents_that_have_learned_less_count_more() -> None:
+def test_agents_that_have_learned_less_have_larger_weights() -> None:
     replies: list[Reply[Any]] = [
         Reply(AgentRef(name, "query"), ParameterUpdate({"w": torch.tensor([w])}, tau))
         for name, w, tau in (("q0", 0.0, 0.9), ("q1", 1.0, 0.6))
@@ -105,7 +105,7 @@ def test_the_loss_is_that_of_learned_rows_and_the_divergence_from_perturbed_weig
         strict=True,
     ):
         assert_close(mine, theirs)
-    # the control: the radius matters, and without sure rows nothing is perturbed
+    # the control: the radius matters, and without confident rows nothing is perturbed
     assert bool(found > cross_entropy(F(x[:2]), y[:2]))
     none = algorithm._loss(F, x, y, learned, sure & False)
     assert_close(none, cross_entropy(F(x[:2]), y[:2]))
@@ -125,22 +125,23 @@ def test_the_servers_step_has_momentum_and_the_server_trains_first_and_last() ->
     mean = average(sent, "F", otherwise={}, weight=learning_status)
     v = {name: 0.5 * before.velocity[name] + (before.F[name] - w) for name, w in mean.items()}
     assert apart(after.state.velocity, v) < 1e-6
-    tuned = recorded[-1][0].message.F  # what the server goes on from
+    tuned = recorded[-1][0].message.F  # the server continues from this
     assert apart(tuned, {name: before.F[name] - step for name, step in v.items()}) < 1e-6
     assert apart(tuned, mean) > 1e-4  # the control: the mean itself
 
 
-def test_a_round_without_replies_moves_nothing_though_there_is_momentum() -> None:
+def test_a_round_without_replies_changes_nothing_despite_momentum() -> None:
     algorithm = make("fl2", local_epochs=1, sure_above=0.1)
     begun = simulate(algorithm, at_server(), 1)
     silent = simulate(
         algorithm, at_server(), 2, engine=DecliningEngine, resume=through_disk(begun, 1)
     )
-    assert max(float(v.abs().max()) for v in begun.state.velocity.values()) > 1e-4  # or no control
+    # or it is no control
+    assert max(float(v.abs().max()) for v in begun.state.velocity.values()) > 1e-4
     assert same_bits(begun.state, silent.state)
 
 
-def test_each_part_of_fl2_can_be_left_out_and_changes_what_is_learned() -> None:
+def test_each_part_of_fl2_can_be_disabled_and_changes_the_result() -> None:
     whole: dict[str, Any] = {"local_epochs": 1, "sure_above": 0.12, "radius": 0.5}
     changes: tuple[dict[str, Any], ...] = (
         {"adaptive": False}, {"consistency_weight": 0.0}, {"aggregation": "equal"},
@@ -185,7 +186,7 @@ def test_settings_of_fl2_without_effect_are_refused() -> None:
 # SAGE ---------------------------------------------------------------------------------------
 
 
-def test_sure_local_labels_are_halved_at_a_difference_of_confidences_of_five_percent() -> None:
+def test_the_weight_of_local_pseudo_labels_halves_at_a_confidence_gap_of_five_percent() -> None:
     # local and global: alike; 0.05 apart; 0.15 apart; local unsure, global sure; none sure
     local = probabilities((0, 0.97), (0, 0.98), (0, 0.99), (0, 0.5), (1, 0.6))
     world = probabilities((1, 0.97), (1, 0.93), (1, 0.84), (2, 0.96), (2, 0.6))
@@ -215,7 +216,7 @@ def probabilities(*rows: tuple[int, float]) -> Tensor:
     return p
 
 
-def test_before_the_first_step_both_models_agree_and_afterwards_they_part() -> None:
+def test_before_the_first_step_both_models_agree_and_later_they_differ() -> None:
     settings: dict[str, Any] = {"threshold": 0.0, "local_epochs": 1, "batch_size": 100}
     one = simulate(make("sage", **settings), at_clients(), 1)  # a single batch: no step before it
     assert one.federation.mean_metrics()["train/gap"] == 0.0
@@ -223,7 +224,7 @@ def test_before_the_first_step_both_models_agree_and_afterwards_they_part() -> N
     assert more.federation.mean_metrics()["train/gap"] > 0.0
 
 
-def test_labelled_rows_are_also_guessed_unless_told_otherwise() -> None:
+def test_labelled_rows_also_have_pseudo_labels_by_default() -> None:
     settings: dict[str, Any] = {"threshold": 0.0, "local_epochs": 1, "batch_size": 20}
     with_them, without = (
         simulate(make("sage", labelled_too=too, **settings), at_clients(), 1).state

@@ -1,4 +1,4 @@
-"""The label census: losses, k-means over parties, votes, and who is asked what."""
+"""The label census: losses, k-means over agents, votes, and which agents are called for what."""
 
 import contextlib
 import functools
@@ -88,7 +88,7 @@ def normal(*shape: int, name: str = "x") -> Tensor:
 # Clusters -----------------------------------------------------------------------------------
 
 
-def test_a_round_of_k_means_over_agents_is_that_on_all_rows_in_one_place() -> None:
+def test_a_round_of_k_means_over_agents_equals_that_on_all_rows_in_one_place() -> None:
     points = center_and_normalize(normal(60, 8), torch.zeros(8))
     centroids = points[:5].clone()
     parts = [centroid_sums(part, centroids) for part in torch.split(points, [7, 33, 20])]
@@ -99,7 +99,7 @@ def test_a_round_of_k_means_over_agents_is_that_on_all_rows_in_one_place() -> No
     torch.testing.assert_close(update_centroids(centroids, total, count), means)
 
 
-def test_an_empty_cluster_stays_where_it_is() -> None:
+def test_an_empty_cluster_does_not_move() -> None:
     centroids = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     after = update_centroids(centroids, *centroid_sums(torch.tensor([[0.8, 0.6]]), centroids))
     torch.testing.assert_close(after, torch.tensor([[0.8, 0.6], [0.0, 1.0]]))
@@ -122,7 +122,7 @@ def test_k_means_of_fewer_points_than_clusters_is_finite() -> None:
     assert float(mass.sum()) == 2
 
 
-def test_cells_are_neighbours_as_often_as_a_row_lies_between_them() -> None:
+def test_neighbour_counts_of_two_cells_are_the_rows_between_them() -> None:
     cells = torch.tensor([[0.0], [1.0], [3.0]])
     rows = torch.tensor([[0.1], [0.9], [0.8], [1.9], [2.9]])
     # nearest and second: 0-1, 1-0, 1-0, 1-2 (0.9 against 1.1), 2-1
@@ -131,8 +131,8 @@ def test_cells_are_neighbours_as_often_as_a_row_lies_between_them() -> None:
     assert neighbours(rows, cells[:1]).tolist() == [[0]]
 
 
-def test_cells_along_a_curve_are_one_cluster_where_k_means_cuts_the_curve() -> None:
-    # Two rings, one in the other: each is one cluster of the graph, and no k-means finds them.
+def test_cells_along_a_ring_are_one_cluster_where_k_means_would_cut_the_ring() -> None:
+    # Two rings, one inside the other: each is one cluster of the graph, and no k-means finds them.
     turn = torch.linspace(0, 2 * math.pi, 401)[:-1]
     ring = torch.stack([turn.cos(), turn.sin()], dim=1)
     rows = torch.cat([ring, 3 * ring])
@@ -151,7 +151,7 @@ def test_fewer_cells_than_clusters_are_clusters_of_their_own() -> None:
 
 
 def likelihood(seen: list[int], expected: list[float], epsilon: float | None, agents: int) -> float:
-    """P(Poisson counts + two-sided geometric noise = seen), by adding up every way there is."""
+    """P(Poisson counts + two-sided geometric noise = seen), summed over all combinations."""
 
     def noise(value: int) -> float:
         if epsilon is None:
@@ -177,7 +177,7 @@ def test_the_posterior_is_bayes_rule_over_the_class_of_a_cluster(
 ) -> None:
     histogram, labels, purity = torch.tensor([[4, 1, 0], [0, 0, 2]]), 9.0, 0.8
     if epsilon is not None:
-        histogram = histogram - 1  # noise makes negative counts
+        histogram = histogram - 1  # noise makes counts negative
     mass = torch.tensor([0.7, 0.3])
     found = class_posterior(
         histogram, mass, labels, epsilon=epsilon, agents=agents, purity=purity, balanced=False
@@ -185,7 +185,7 @@ def test_the_posterior_is_bayes_rule_over_the_class_of_a_cluster(
     for k in range(2):
         expected = float(mass[k]) * labels
         high, low = expected * purity, expected * (1 - purity) / 2
-        told = [
+        simulate_with = [
             likelihood(
                 histogram[k].tolist(),
                 [high if c == main else low for c in range(3)],
@@ -194,10 +194,12 @@ def test_the_posterior_is_bayes_rule_over_the_class_of_a_cluster(
             )
             for main in range(3)
         ]
-        assert found[k].tolist() == pytest.approx([t / sum(told) for t in told], abs=1e-4)
+        assert found[k].tolist() == pytest.approx(
+            [t / sum(simulate_with) for t in simulate_with], abs=1e-4
+        )
 
 
-def test_a_histogram_that_is_all_noise_says_nothing_and_one_without_noise_says_all() -> None:
+def test_a_histogram_of_noise_gives_a_uniform_posterior_and_one_without_noise_a_sure_one() -> None:
     histogram = torch.tensor([[30, 2, -5], [-3, 40, 7]])
     even = torch.tensor([0.5, 0.5])
     kind: dict[str, Any] = {"agents": 2, "purity": 0.9, "balanced": False}
@@ -209,7 +211,7 @@ def test_a_histogram_that_is_all_noise_says_nothing_and_one_without_noise_says_a
     assert float(sure.amax(dim=1).min()) > 0.999
 
 
-def test_classes_that_change_names_change_places_in_the_posterior() -> None:
+def test_permuting_the_classes_permutes_the_posterior() -> None:
     histogram = torch.tensor([[4, 0, 1], [2, 3, -1], [0, 0, 5]])
     mass = torch.full((3,), 1 / 3)
     kind: dict[str, Any] = {"epsilon": 1.0, "agents": 2, "purity": 0.9, "balanced": False}
@@ -219,7 +221,7 @@ def test_classes_that_change_names_change_places_in_the_posterior() -> None:
         torch.testing.assert_close(again, first[:, list(order)])
 
 
-def test_a_balanced_prior_gives_the_cluster_in_doubt_to_the_class_that_has_none() -> None:
+def test_a_balanced_prior_gives_an_ambiguous_cluster_to_the_class_without_clusters() -> None:
     # Both clusters look like class 0, the second less so; half of the rows must be class 1.
     histogram, half = torch.tensor([[9, 0], [5, 4]]), torch.tensor([0.5, 0.5])
     kind: dict[str, Any] = {"epsilon": 0.5, "agents": 1, "purity": 0.9}
@@ -230,21 +232,21 @@ def test_a_balanced_prior_gives_the_cluster_in_doubt_to_the_class_that_has_none(
     assert float((half[:, None] * fair).sum(dim=0)[0]) == pytest.approx(0.5, abs=1e-3)
 
 
-def test_a_cluster_in_doubt_listens_to_the_neighbours_that_it_has_borders_with() -> None:
-    # 0 and 1 are sure, 2 in doubt: many rows lie between it and 0, few between it and 1.
+def test_an_ambiguous_cluster_follows_the_neighbours_with_which_it_shares_borders() -> None:
+    # 0 and 1 are certain, 2 is ambiguous: many rows lie between it and 0, few between it and 1.
     histogram = torch.tensor([[20, 0], [0, 20], [1, 1]])
     borders = torch.tensor([[99.0, 0, 30], [0, 99, 5], [30, 5, 99]])
     kind: dict[str, Any] = {"epsilon": 1.0, "agents": 1, "purity": 0.9, "balanced": False}
     third = torch.full((3,), 1 / 3)
 
-    def told(coupling: float, graph: Tensor | None = borders) -> Tensor:
+    def simulate_with(coupling: float, graph: Tensor | None = borders) -> Tensor:
         return class_posterior(histogram, third, 40.0, borders=graph, coupling=coupling, **kind)
 
-    assert told(0.0)[2].tolist() == pytest.approx([0.5, 0.5])
-    assert told(8.0, None)[2].tolist() == pytest.approx([0.5, 0.5])
-    # mean field: log odds 8 (30 - 5) / 35 of neighbours that are sure
-    assert float(told(8.0)[2].log().diff()) == pytest.approx(-8 * 25 / 35, abs=0.01)
-    assert told(8.0)[:2].argmax(dim=1).tolist() == [0, 1]
+    assert simulate_with(0.0)[2].tolist() == pytest.approx([0.5, 0.5])
+    assert simulate_with(8.0, None)[2].tolist() == pytest.approx([0.5, 0.5])
+    # mean field: log odds 8 (30 - 5) / 35 of certain neighbours
+    assert float(simulate_with(8.0)[2].log().diff()) == pytest.approx(-8 * 25 / 35, abs=0.01)
+    assert simulate_with(8.0)[:2].argmax(dim=1).tolist() == [0, 1]
 
 
 def test_borders_are_the_rows_between_cells_of_two_clusters() -> None:
@@ -255,10 +257,10 @@ def test_borders_are_the_rows_between_cells_of_two_clusters() -> None:
     assert int(state.borders.sum()) == 2 * rows  # each row is between two cells, counted both ways
 
 
-# Who is asked what --------------------------------------------------------------------------
+# Which agents are called for what -----------------------------------------------------------
 
 
-def test_a_support_agent_is_asked_once_and_sends_counts_and_nothing_else() -> None:
+def test_a_support_agent_is_called_once_and_sends_counts_only() -> None:
     parties = federated_data(labelled=40)
     after = simulate(make("label_census", **FEW), parties, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
@@ -272,7 +274,7 @@ def test_a_support_agent_is_asked_once_and_sends_counts_and_nothing_else() -> No
         assert int(reply.content.census.sum()) == 20  # no plan: exact
 
 
-def test_each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in() -> None:
+def test_each_labelled_row_counts_once_in_its_cluster_and_class() -> None:
     parties = federated_data(labelled=40)
     after = simulate(make("label_census", **FEW), parties)
     state, census = after.state, after.algorithm
@@ -289,8 +291,8 @@ def test_each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in() 
     assert state.histogram.tolist() == expected.tolist()
 
 
-def test_given_labels_reach_no_weight_before_the_census() -> None:
-    # The encoder and the clusters are the same whatever the labels are; what follows is not.
+def test_labels_change_no_weight_before_the_census() -> None:
+    # Encoder and clusters do not depend on labels; later rounds do.
     one, other = federated_data(labelled=40), federated_data(labelled=40)
     for agent in other.agents:
         if agent.held_labelled is not None:
@@ -303,12 +305,12 @@ def test_given_labels_reach_no_weight_before_the_census() -> None:
 
 
 @pytest.mark.parametrize("parties", [federated_data, at_clients, at_server])
-def test_the_table_is_all_that_labelled_rows_reach(
+def test_labelled_rows_affect_the_run_only_through_the_table(
     parties: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The table is fixed, other images and other labels are put in: nothing that travels, nothing
-    # that is remembered and nothing of the state may notice.
-    def told(changed: bool, fixed: bool) -> tuple[Any, list[Any]]:
+    # The table is fixed while labelled images and labels change: no message, no memory and no part
+    # of the state may change.
+    def simulate_with(changed: bool, fixed: bool) -> tuple[Any, list[Any]]:
         with monkeypatch.context() as patch:
             if fixed:
                 table = torch.ones(5, 10, dtype=torch.int64)
@@ -323,13 +325,13 @@ def test_the_table_is_all_that_labelled_rows_reach(
             sent = [vars(m) for call, r in after.engine.recorded for m in (call.message, r.content)]
             return after.state, [*sent, {a.id: a.memory for a in those.agents}]
 
-    state, sent = told(changed=False, fixed=True)
-    other, also = told(changed=True, fixed=True)
+    state, sent = simulate_with(changed=False, fixed=True)
+    other, also = simulate_with(changed=True, fixed=True)
     assert same_bits(state, other)
     assert len(sent) == len(also) > 20
     assert all(same_tree(one, two) for one, two in zip(sent, also, strict=True))
-    with_labels, _ = told(changed=True, fixed=False)
-    assert not same_bits(with_labels, told(changed=False, fixed=False)[0])  # the control
+    with_labels, _ = simulate_with(changed=True, fixed=False)
+    assert not same_bits(with_labels, simulate_with(changed=False, fixed=False)[0])  # the control
 
 
 def same_tree(one: Any, other: Any) -> bool:
@@ -340,7 +342,7 @@ def same_tree(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_the_encoder_is_made_in_its_own_phase_and_changes_in_no_other() -> None:
+def test_the_encoder_is_made_in_its_own_phase_and_stays_fixed() -> None:
     begun, *after = (
         simulate(make("label_census", **FEW), federated_data(labelled=40), rounds=r).state
         for r in (0, 1, 2, 3, 6, 9)
@@ -352,7 +354,7 @@ def test_the_encoder_is_made_in_its_own_phase_and_changes_in_no_other() -> None:
         assert same_bits({"e": later.encoder}, {"e": after[2].encoder})
 
 
-def test_what_agents_keep_for_the_clusters_is_gone_after_them() -> None:
+def test_agents_delete_their_features_after_the_clustering() -> None:
     for rounds, kept in ((3, False), (4, True), (6, False)):
         parties = federated_data(labelled=40)
         simulate(make("label_census", **FEW), parties, rounds=rounds)
@@ -360,7 +362,7 @@ def test_what_agents_keep_for_the_clusters_is_gone_after_them() -> None:
         assert held == {kept}
 
 
-def test_the_map_is_the_same_whatever_the_number_of_agents_asked_at_a_time(
+def test_the_map_does_not_depend_on_the_number_of_agents_called_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     maps = []
@@ -372,7 +374,7 @@ def test_the_map_is_the_same_whatever_the_number_of_agents_asked_at_a_time(
     assert same_bits(*maps)
 
 
-def test_sums_that_run_over_are_refused() -> None:
+def test_sums_that_overflow_are_refused() -> None:
     class Endless(LocalEngine):
         def _copy_message(self, message: Any) -> Any:
             if isinstance(message, Sums):
@@ -383,7 +385,7 @@ def test_sums_that_run_over_are_refused() -> None:
         simulate(make("label_census", **FEW), federated_data(labelled=40), engine=Endless, rounds=1)
 
 
-def test_an_agent_that_did_not_hear_of_its_clusters_is_silent_in_training() -> None:
+def test_an_agent_that_missed_its_clusters_declines_training() -> None:
     parties = federated_data(labelled=40)
     after = simulate(make("label_census", **FEW), parties, rounds=7)
     for agent in parties.agents:
@@ -402,13 +404,13 @@ def test_an_agent_that_did_not_hear_of_its_clusters_is_silent_in_training() -> N
     [
         (2.0, 100, None, 20),  # 2 x 100 / 10 is 20
         (1.0, 100, None, 10),
-        (0.5, 300, None, 10),  # 15, just below
+        (0.5, 300, None, 10),  # 15, just below 20
         (1.0, 300, None, 20),
         (1.6, 100, None, 20),  # 16, though an epsilon is rounded down before its noise is drawn
         (1.0, 100, 37, 37),
     ],
 )
-def test_there_are_two_clusters_to_a_class_where_noise_leaves_their_counts_to_be_read(
+def test_there_are_two_clusters_per_class_if_the_noise_leaves_the_counts_readable(
     epsilon: float, labels: int, clusters: int | None, k: int
 ) -> None:
     census = make("label_census", clusters=clusters)
@@ -420,17 +422,17 @@ def test_there_are_two_clusters_to_a_class_where_noise_leaves_their_counts_to_be
 NOISY = torch.tensor([[3, -1, 6], [2, 2, 0], [-4, -1, -2]])
 
 
-def test_noise_clusters_reading_is_the_largest_count_and_the_first_of_equals() -> None:
+def test_the_reading_noise_clusters_is_the_largest_count_and_the_first_of_equals() -> None:
     assert majority(NOISY).tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
 
 
-def test_shares_are_of_counts_above_zero_and_equal_where_there_are_none() -> None:
+def test_shares_use_positive_counts_and_are_equal_without_them() -> None:
     expected = torch.tensor([[3 / 9, 0, 6 / 9], [0.5, 0.5, 0.0], [1 / 3, 1 / 3, 1 / 3]])
     torch.testing.assert_close(shares(NOISY), expected)
 
 
 @pytest.mark.parametrize("reading", ["majority", "shares"])
-def test_another_reading_changes_what_the_server_makes_of_the_same_released_table(
+def test_another_reading_changes_the_posterior_of_the_same_released_table(
     reading: str,
 ) -> None:
     other, usual = (
@@ -444,11 +446,11 @@ def test_another_reading_changes_what_the_server_makes_of_the_same_released_tabl
 
 
 def test_a_row_of_a_known_cluster_has_its_class_with_the_assumed_purity() -> None:
-    told = class_given_cluster(torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0]]), 0.8)
-    torch.testing.assert_close(told, torch.tensor([[0.8, 0.1, 0.1], [0.45, 0.45, 0.1]]))
+    simulate_with = class_given_cluster(torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0]]), 0.8)
+    torch.testing.assert_close(simulate_with, torch.tensor([[0.8, 0.1, 0.1], [0.45, 0.45, 0.1]]))
 
 
-def test_self_training_learns_the_teachers_guess_times_what_the_rows_cluster_says(
+def test_self_training_learns_the_teachers_prediction_times_the_likelihood_of_the_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     learned: list[tuple[Tensor, Tensor]] = []
@@ -468,18 +470,18 @@ def test_self_training_learns_the_teachers_guess_times_what_the_rows_cluster_say
     agent.memory = {"cluster": torch.arange(len(agent.unlabelled)) % 2}
     assert isinstance(after.algorithm, LabelCensus)
     known = torch.zeros(5, 10)
-    known[0, 1] = known[1, 9] = 1.0  # the second guess, and a class that was not guessed
+    known[0, 1] = known[1, 9] = 1.0  # the second prediction, and a class that was not predicted
     request = SelfTrainingRequest(after.state.F, known, 1e-3, after.state.F)
     after.algorithm.self_training_pass(
         agent, request, Context(0, 8, agent.id, "1", "a", torch.device("cpu"))
     )
     [(cluster, p)] = learned
     # Purity 0.9: 0.9 for the class of the cluster and 1/90 for each other; 0.5, 0.3 and 0.2 times.
-    told = {
+    simulate_with = {
         0: torch.tensor([0.5 / 90, 0.3 * 0.9, 0.2 / 90] + [0.0] * 7),
-        1: torch.tensor([0.5, 0.3, 0.2] + [0.0] * 7),  # alike for all three
+        1: torch.tensor([0.5, 0.3, 0.2] + [0.0] * 7),  # the same for all three
     }
-    for number, expected in told.items():
+    for number, expected in simulate_with.items():
         own = p[cluster == number]
         assert len(own)
         torch.testing.assert_close(own, (expected / expected.sum()).expand_as(own))
@@ -495,7 +497,7 @@ def test_more_clusters_than_rows_of_an_agent_and_very_few_give_finite_weights(
     assert int(after.state.histogram.sum()) == 20
 
 
-def test_a_run_in_which_all_are_silent_from_the_first_round_to_the_last_learns_nothing() -> None:
+def test_a_run_in_which_all_agents_decline_in_every_round_learns_nothing() -> None:
     after = simulate(
         make("label_census", **FEW), federated_data(labelled=40), engine=DecliningEngine
     )
@@ -512,11 +514,11 @@ def test_mixed_agents_answer_with_labelled_rows_and_train_on_the_others() -> Non
     assert int(after.state.histogram.sum()) == 20
 
 
-def test_the_cluster_of_a_labelled_row_is_found_from_that_row_alone(
+def test_the_cluster_of_a_labelled_row_is_computed_from_that_row_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # In a batch of another size features differ in their last bits, so one record more could move
-    # another one over a border. (The control: unlabelled rows do come in batches.)
+    # In a batch of another size features differ in their last bits, so adding a record could move
+    # another one over a border. (The control: unlabelled rows are batched.)
     parties, seen = federated_data(labelled=40), []
     given = LabelCensus.cluster_of
 
@@ -526,12 +528,12 @@ def test_the_cluster_of_a_labelled_row_is_found_from_that_row_alone(
 
     monkeypatch.setattr(LabelCensus, "cluster_of", watched)
     simulate(make("label_census", **FEW), parties)
-    # Twice each: what stands in for the method is not of privssl.
+    # Twice each: the replaced method is not part of privssl.
     assert [size for who, size in seen if who == "s"] == [1] * 80
     assert max(size for who, size in seen if who == "q") > 1
 
 
-def test_the_answers_are_saved_at_once_because_they_cannot_be_asked_for_again() -> None:
+def test_the_round_of_the_answers_is_saved_at_once_because_answers_cannot_be_repeated() -> None:
     rounds = planned_rounds(make("label_census", **FEW).phases())
     assert [now.phase for now in rounds if now.saved] == ["census"]
     others = planned_rounds(make("fedsem").phases())
@@ -579,22 +581,22 @@ def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
     assert outcome.status == INTERRUPTED
     resumed = command("--resume", tmp_path / "run")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
-    lost = "budget_exhausted"  # nobody answers twice
+    lost = "budget_exhausted"  # no agent answers twice
     assert (resumed.status, results["status"]) == (0, "finished" if whole else lost)
 
 
 @pytest.mark.parametrize("where", ["round", "keep"])
-def test_answers_are_kept_although_nobody_can_be_told_of_their_round(
+def test_answers_are_kept_even_if_metrics_cannot_be_written(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, kept = CsvTracker.round, CsvTracker.keep
+    simulate_with, kept = CsvTracker.round, CsvTracker.keep
     full: list[bool] = []
 
     def round_of(self: CsvTracker, record: RoundRecord) -> None:
         full[:] = [True] * (record.phase == "census")
         if full and where == "round":
             raise RunFolderError("metrics.csv: cannot be written")
-        told(self, record)
+        simulate_with(self, record)
 
     def keep(self: CsvTracker) -> None:
         if full:
@@ -612,24 +614,24 @@ def test_answers_are_kept_although_nobody_can_be_told_of_their_round(
     assert (resumed.status, results["status"]) == (0, "finished")
 
 
-def test_a_picture_shows_the_released_counts_and_numbers_tell_clusters_in_doubt() -> None:
+def test_a_picture_shows_the_released_counts_and_metrics_count_ambiguous_clusters() -> None:
     after = simulate(make("label_census", **FEW), federated_data(labelled=40))
     none = torch.zeros(0)
     picture = after.algorithm.pictures(after.state, none, none)["images/census"]
     assert picture.dtype == np.uint8
     assert picture.shape[2] == 3
-    told = after.algorithm.metrics(after.state)
-    # five clusters have at most five classes among them
-    assert 5 <= told["census/classes_without_cluster"] <= 9
-    assert 0 <= told["census/clusters_in_doubt"] <= 5
+    simulate_with = after.algorithm.metrics(after.state)
+    # five clusters have at most five classes
+    assert 5 <= simulate_with["census/classes_without_cluster"] <= 9
+    assert 0 <= simulate_with["census/clusters_in_doubt"] <= 5
     assert after.algorithm.metrics(after.begun) == {}
 
 
-# A server that means harm ---------------------------------------------------------------------
+# A malicious server ---------------------------------------------------------------------------
 
 
 def malicious(name: str, map_of_rows: Map) -> Map:
-    """The map with one thing wrong. Cell 4 is told to be in a cluster that there is not."""
+    """The map with one invalid part. In one, cell 4 belongs to a cluster that does not exist."""
     mean, cluster = map_of_rows.mean, map_of_rows.cluster
     encoder = dict(map_of_rows.encoder)
     first = next(iter(encoder))
@@ -666,13 +668,13 @@ MAPS = [
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_a_malicious_map_is_refused_alike_whatever_rows_there_are(name: str) -> None:
+def test_a_malicious_map_is_refused_in_the_same_way_for_any_number_of_rows(name: str) -> None:
     census = make("label_census", **FEW)
     after = simulate(census, federated_data(labelled=40), rounds=4)
     good = map_of(after.state)
     assert isinstance(census, LabelCensus)
-    told = set()
-    for labelled in (2, 4, 40):  # one row to an agent, two, twenty
+    simulate_with = set()
+    for labelled in (2, 4, 40):  # one row per agent, two, twenty
         parties = federated_data(labelled=labelled)
         federation = Federation(LocalEngine(parties.agents, seed=0, device=torch.device("cpu")), 0)
         federation.begin(after.federation.round)
@@ -680,8 +682,8 @@ def test_a_malicious_map_is_refused_alike_whatever_rows_there_are(name: str) -> 
         assert int(counted.sum()) == labelled // 2  # the control: the true map is answered
         with pytest.raises(MessageError) as refused:
             federation.call(federation.support[0], census.answer, malicious(name, good))
-        told.add(str(refused.value))
-    assert len(told) == 1
+        simulate_with.add(str(refused.value))
+    assert len(simulate_with) == 1
 
 
 @pytest.mark.parametrize("census", [torch.zeros(5, 9, dtype=torch.int64), torch.zeros(5, 10)])
@@ -697,8 +699,8 @@ def test_an_answer_that_is_no_table_of_this_census_is_refused(census: Tensor) ->
 
 
 @pytest.mark.parametrize("epsilon", [None, 16.0, 2.0, 0.01, 1e-5])
-def test_counts_far_beyond_what_was_expected_still_tell_the_class(epsilon: float | None) -> None:
-    # 10 labels expected, 300 seen; and a lying count of a thousand million costs no time
+def test_counts_far_above_the_expected_ones_still_give_the_class(epsilon: float | None) -> None:
+    # 10 labels expected, 300 counted; and a false count of 10^9 costs no time
     histogram = torch.tensor([[45, 300_000, 2], [2, 1, 10**9]])
     found = class_posterior(
         histogram, torch.tensor([0.5, 0.5]), 20.0, epsilon=epsilon, agents=2, purity=0.9,

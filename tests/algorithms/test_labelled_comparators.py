@@ -107,7 +107,7 @@ def after_a_step(**settings: Any) -> float:
     return float(run_sgd(line, losses, cfg, ProximalRequest(line.state_dict()), context()).F["w"])
 
 
-def test_a_step_may_be_nesterovs_and_clipped() -> None:
+def test_steps_may_have_nesterov_momentum_and_clipping() -> None:
     assert after_a_step(momentum=0.5) == pytest.approx(1 - 0.1)
     assert after_a_step(momentum=0.5, nesterov=True) == pytest.approx(1 - 0.1 * (1 + 0.5))
     assert after_a_step(momentum=0.0, clip_gradients=0.5) == pytest.approx(1 - 0.1 * 0.5)
@@ -115,7 +115,7 @@ def test_a_step_may_be_nesterovs_and_clipped() -> None:
     assert after_a_step(momentum=0.0, weight_decay=0.2) == pytest.approx(1 - 0.1 * 1.2)
 
 
-def test_the_rate_may_fall_along_half_a_cosine() -> None:
+def test_the_rate_may_decay_along_half_a_cosine() -> None:
     cosine = LocalTrainingSettings(learning_rate=0.1, rounds=4, schedule="cosine")
     assert [cosine.rate(n) for n in (1, 2, 3)] == pytest.approx([0.1, 0.0853553, 0.05])
     assert LocalTrainingSettings(learning_rate=0.1, rounds=4).rate(3) == 0.1  # the control
@@ -153,7 +153,7 @@ def test_static_statistics_are_those_of_all_labelled_rows() -> None:
         ("fedrgd", "agents.query=0", "fedrgd learns from unlabelled rows"),
     ],
 )
-def test_what_cannot_be_is_refused_when_the_config_is_read(
+def test_invalid_settings_are_refused_when_the_config_is_read(
     name: str, overrides: str, text: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused_when_the_config_is_read(
 # FedDyn -------------------------------------------------------------------------------------
 
 
-def test_the_servers_step_goes_beyond_the_mean_by_what_it_has_gathered() -> None:
+def test_the_servers_step_goes_beyond_the_mean_by_the_accumulated_gradient() -> None:
     F, h = {"w": torch.tensor(0.0), "buffer": torch.tensor(7.0)}, {"w": torch.tensor(0.0)}
     # One of two agents sent 1: h = -0.1 * 1/2 * 1 = -0.05; theta = 1 + 0.05 / 0.1 = 1.5.
     theta, new = server_step(F, h, {"w": torch.tensor(1.0), "buffer": torch.tensor(8.0)}, 0.5, 0.1)
@@ -176,7 +176,7 @@ def test_the_servers_step_goes_beyond_the_mean_by_what_it_has_gathered() -> None
     assert server_step(F, h, F, 0.0, 0.1) == (F, h)
 
 
-def test_an_agents_step_follows_its_gathered_gradient_which_it_renews() -> None:
+def test_an_agents_step_follows_its_accumulated_gradient_which_it_updates() -> None:
     algorithm = make("feddyn", alpha=0.5, **PLAIN)
     assert isinstance(algorithm, FedDyn)
     weights, one = dict(algorithm.task.new_classifier().state_dict()), agent()
@@ -185,18 +185,18 @@ def test_an_agents_step_follows_its_gathered_gradient_which_it_renews() -> None:
     for visit in (1, 2):
         g = {k: one.memory.get(f"gradient/{k}", torch.zeros_like(v)) for k, v in slope.items()}
         sent = algorithm.labelled_pass(one, ProximalRequest(before), context(visit)).F
-        # At the anchor the quadratic term has no slope: theta - 0.1 (slope - g).
+        # At the anchor the quadratic term has no gradient: theta - 0.1 (slope - g).
         expected = {k: before[k] - 0.1 * (slope[k] - g[k]) for k in slope}
         assert_close(dict(sent), expected, atol=1e-6, rtol=1e-4)
         for k in slope:
             renewed = g[k] - 0.5 * (sent[k] - before[k])
             assert_close(one.memory[f"gradient/{k}"], renewed, atol=1e-6, rtol=1e-4)
-    # the control: an agent that gathered nothing takes another step
+    # the control: without an accumulated gradient the step differs
     other = algorithm.labelled_pass(agent(), ProximalRequest(before), context(2)).F
     assert apart({"F": sent}, {"F": other}) > 1e-4
 
 
-def test_a_strong_penalty_keeps_agents_at_the_weights_that_came() -> None:
+def test_a_strong_penalty_keeps_agents_at_the_received_weights() -> None:
     def moved(alpha: float) -> float:
         settings = PLAIN | {"local_epochs": 5, "learning_rate": 0.001, "alpha": alpha}
         algorithm = make("feddyn", **settings)
@@ -213,7 +213,7 @@ def test_a_strong_penalty_keeps_agents_at_the_weights_that_came() -> None:
 # LG-FedAvg ----------------------------------------------------------------------------------
 
 
-def test_a_part_begins_with_a_matrix_and_keeps_its_norm() -> None:
+def test_a_part_starts_with_a_weight_matrix_and_includes_its_norm() -> None:
     weights = {
         "conv.weight": torch.zeros(2, 1, 3, 3), "conv.bias": torch.zeros(2),
         "norm.weight": torch.zeros(2), "norm.bias": torch.zeros(2),
@@ -227,7 +227,7 @@ def test_a_part_begins_with_a_matrix_and_keeps_its_norm() -> None:
         split_layers(weights, 3, "output")
 
 
-def test_after_the_warm_up_the_head_alone_goes_down_and_is_averaged() -> None:
+def test_after_the_warm_up_only_the_head_is_sent_and_averaged() -> None:
     settings = PLAIN | {"warm_up": 1, "weights": "equal"}
     after = simulate(make("lg_fedavg", **settings), federated_data(), 3, engine=RecordingEngine)
     head = {"head.weight", "head.bias"}
@@ -239,15 +239,15 @@ def test_after_the_warm_up_the_head_alone_goes_down_and_is_averaged() -> None:
         assert told.shared.keys() == said.shared.keys() == head
         assert said.local is not None and not head & said.local.keys()
     first, second = [said for *_, said in visits[:2]], [said for *_, said in visits[2:]]
-    # round 3 begins with the mean of the heads of round 2
+    # round 3 starts with the mean of the heads of round 2
     assert_close(dict(visits[2][1].shared), mean_of(*(said.shared for said in first)))
     expected = {**mean_of(*(s.local for s in second)), **mean_of(*(s.shared for s in second))}
     assert_close({k: after.state.F[k] for k in expected}, expected)
-    # agents began alike and drifted apart
+    # agents started with equal weights and drifted apart
     assert same_bits(kept["s0"], kept["s1"]) and apart(first[0].local, first[1].local) > 1e-5
 
 
-def test_an_agent_goes_on_from_its_own_representation() -> None:
+def test_an_agent_continues_from_its_own_representation() -> None:
     algorithm = make("lg_fedavg", warm_up=0, **PLAIN)
     assert isinstance(algorithm, LGFedAvg)
     one, weights = agent(), dict(algorithm.task.new_classifier().state_dict())
@@ -263,7 +263,7 @@ def test_an_agent_goes_on_from_its_own_representation() -> None:
         assert_close(sent, value - 0.1 * slope[name], atol=1e-6, rtol=1e-4)
 
 
-def test_local_parts_that_are_not_sent_leave_the_warm_ups_in_the_released_model() -> None:
+def test_the_released_model_has_the_local_layers_of_the_warm_up() -> None:
     runs = [
         simulate(make("lg_fedavg", warm_up=1, send_local=sent, **PLAIN), federated_data(), rounds)
         for sent, rounds in ((True, 1), (False, 2), (True, 2))
@@ -304,7 +304,7 @@ def test_the_masked_loss_sets_logits_of_absent_classes_to_0() -> None:
     ("fedavg_cnn", ["head.0"]), ("lenet", ["head.0", "head.2"]), ("small_cnn", []),
     ("wresnet28x2", []), ("resnet9", []), ("resnet18", []),
 ])  # fmt: skip
-def test_a_hidden_linear_layer_without_a_norm_is_refused_but_at_one_level(
+def test_a_hidden_linear_layer_without_a_norm_is_refused_unless_there_is_one_level(
     name: str, layers: list[str]
 ) -> None:
     def network(share: float = 1.0) -> nn.Module:
@@ -320,19 +320,19 @@ def test_a_hidden_linear_layer_without_a_norm_is_refused_but_at_one_level(
         HeteroFL(HeteroFLConfig(levels=2), task)
 
 
-def test_agents_of_a_lower_level_get_and_send_half_of_the_channels() -> None:
+def test_agents_of_a_lower_level_receive_and_send_half_of_the_channels() -> None:
     after = simulate(make("heterofl", **PLAIN), federated_data(), 1, engine=RecordingEngine)
     (first, wide, said), (second, narrow, told) = recorded(after, "level_pass")
     assert (first, second) == ("s0", "s1") and (wide.level, narrow.level) == (0, 1)
     assert said.F["trunk.0.weight"].shape[0] == 4 and told.F["trunk.0.weight"].shape[0] == 2
     assert same_bits(narrow.F, cut_out(after.begun.F, narrow.F))
     assert_close(dict(after.state.F), dict(put_together(after.begun.F, [(1, said.F), (1, told.F)])))
-    head = after.state.F["head.weight"]  # the last channels are those of s0 alone
+    head = after.state.F["head.weight"]  # only s0 has the last channels
     assert torch.equal(head[:, -1], said.F["head.weight"][:, -1])
     assert not torch.equal(head[:, 0], said.F["head.weight"][:, 0])
 
 
-def test_one_level_without_masks_is_fedavg_of_equals() -> None:
+def test_one_level_without_masks_is_fedavg_with_equal_weights() -> None:
     parties = federated_data()
     fedavg = simulate(make("fedavg", norm="static", weights="equal", **PLAIN), parties).state
     plain = make("heterofl", norm="static", levels=1, masked=False, **PLAIN)
@@ -343,7 +343,7 @@ def test_one_level_without_masks_is_fedavg_of_equals() -> None:
     assert apart(fedavg, masked) > 1e-4  # the control
 
 
-def test_a_reply_of_another_shape_than_asked_for_is_refused(
+def test_a_reply_of_another_shape_than_requested_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     algorithm = make("heterofl", **PLAIN)
@@ -365,7 +365,9 @@ def test_a_group_is_the_mean_of_the_server_and_its_users() -> None:
 
 
 @pytest.mark.parametrize("start", ["group", "average"])
-def test_users_go_on_from_their_group_and_the_server_from_the_mean_over_groups(start: str) -> None:
+def test_users_continue_from_their_group_and_the_server_from_the_mean_over_groups(
+    start: str,
+) -> None:
     algorithm = make("fedrgd", threshold=0.0, strong="none", start_from=start, **PLAIN)
     after = simulate(algorithm, at_server(query=3), 2, engine=RecordingEngine)
     servers, users = recorded(after, "support_pass"), recorded(after, "query_pass")
@@ -380,11 +382,11 @@ def test_users_go_on_from_their_group_and_the_server_from_the_mean_over_groups(s
     expected = [groups["0"], groups["1"], groups["0"]] if start == "group" else [mean] * 3
     for (_, told, _), group in zip(users[3:], expected, strict=True):
         assert_close(dict(told.F), group)
-    assert apart(groups["0"], groups["1"]) > 1e-5  # else both starts would be one
+    assert apart(groups["0"], groups["1"]) > 1e-5  # otherwise both starts would be the same
     assert same_bits(after.state.labelled, servers[1][2].F)
 
 
-def test_one_group_is_the_average_of_server_and_users_and_silence_changes_nothing() -> None:
+def test_one_group_averages_server_and_users_and_a_round_without_replies_changes_nothing() -> None:
     algorithm = make("fedrgd", threshold=0.0, strong="none", groups=1, **PLAIN)
     after = simulate(algorithm, at_server(), 1, engine=RecordingEngine)
     sent = [said.F for step in ("support_pass", "query_pass") for *_, said in recorded(after, step)]

@@ -1,4 +1,4 @@
-"""FedAvg and FedProx where the server and agents hold labels: FedMatch's upper bound."""
+"""FedAvg and FedProx where server and agents hold labels: FedMatch's upper bound."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tests.support.toy_worlds import (
 )
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-#: No chance beyond the initial weights: rows as they are, in one batch.
+#: No randomness after the initial weights: rows as they are, in one batch.
 PLAIN: dict[str, Any] = {"weak": "none", "batch_size": 100, "local_epochs": 2}
 BOTH = ["data.labels=labels-at-both", "agents.mixed=0", "agents.support=2", "data.labelled=100"]
 
@@ -40,15 +40,16 @@ def test_the_server_holds_its_number_of_rows_of_all_classes_and_agents_the_other
     everywhere = [row for rows in held.values() for row in rows]
     assert len(set(everywhere)) == len(everywhere) == 50
     classes = {agent: found.true_labels[list(rows)] for agent, rows in held.items()}
-    assert torch.bincount(classes["server"]).tolist() == [2] * 10  # the rule is for agents
+    # the partition rule applies to agents
+    assert torch.bincount(classes["server"]).tolist() == [2] * 10
     assert int((torch.bincount(classes["s0"]) > 0).sum()) == 5
-    # Which rows have labels is as it is elsewhere.
+    # Which rows have labels does not change.
     elsewhere = federated_data(labelled=50, query=0, unlabelled=None).manifest.agents.values()
     assert sorted(everywhere) == sorted(row for rows in elsewhere for row in rows.labelled)
 
 
 @pytest.mark.parametrize(("name", "mu"), [("fedavg", 0.0), ("fedprox", 0.01)])
-def test_the_server_trains_first_and_agents_go_on_from_its_weights(name: str, mu: float) -> None:
+def test_the_server_trains_first_and_agents_start_from_its_weights(name: str, mu: float) -> None:
     parties = at_both()
     after = simulate(make(name, **PLAIN), parties, 1, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
@@ -62,7 +63,7 @@ def test_the_server_trains_first_and_agents_go_on_from_its_weights(name: str, mu
         mean.consume(reply)
     assert [call.to.id for call, _ in others] == ["s0", "s1"]
     assert same_bits(after.classifier, mean.value_or({}))
-    # The server's training is Server-SL's on these rows.
+    # The server trains like Server-SL on these rows.
     alone = at_server(labelled=20, query=1, unlabelled=10)
     rows = {agent.id: agent for agent in parties.agents}["server"].held_labelled
     for agent in alone.agents:
@@ -70,7 +71,7 @@ def test_the_server_trains_first_and_agents_go_on_from_its_weights(name: str, mu
             agent.held_labelled = rows
     expected = simulate(make("server_sl", **PLAIN), alone, 1).classifier
     assert_close(server.payload.F, expected)  # rows come in another order
-    # The control: where agents alone have labels they start from the initial weights.
+    # The control: if only agents have labels they start from the initial weights.
     plain = simulate(
         make(name, **PLAIN), federated_data(query=0, unlabelled=None), 1, engine=RecordingEngine
     )
@@ -78,7 +79,7 @@ def test_the_server_trains_first_and_agents_go_on_from_its_weights(name: str, mu
     assert same_bits(plain.engine.recorded[0][0].message.F, plain.begun.F)
 
 
-def test_agents_are_drawn_beside_the_server_and_see_slices_which_it_does_not() -> None:
+def test_agents_are_sampled_and_see_slices_and_the_server_always_takes_part_with_all_rows() -> None:
     algorithm = make("fedavg", **PLAIN, agents_per_round=1, stream_slices=3)
     after = simulate(algorithm, at_both(), 3, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
@@ -99,14 +100,14 @@ def test_agents_are_drawn_beside_the_server_and_see_slices_which_it_does_not() -
     ("feddyn", ["data.server_labelled=20"], "Set algorithm.name: fedavg or fedprox"),
     ("fedavg_dp", ["data.server_labelled=20", "agents.query=0"], "server would hold labelled rows"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(config: str, settings: list[str], said: str) -> None:
+def test_invalid_settings_are_refused(config: str, settings: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        given = dict(setting.split("=") for setting in (*BOTH, *settings))  # the last one counts
+        given = dict(setting.split("=") for setting in (*BOTH, *settings))  # the last value counts
         load_config(CONFIGS / f"{config}.yaml", [f"{k}={v}" for k, v in given.items()])
     assert said in " ".join(str(caught.value).split())
 
 
-def test_it_is_refused_over_sites() -> None:
+def test_labels_at_both_places_are_refused_over_sites() -> None:
     settings = [*BOTH, "data.server_labelled=20", "run.engine=flower"]
     with pytest.raises(UserError, match=r"labels-at-both has no meaning with run\.engine flower"):
         prepare(load_config(CONFIGS / "fedavg.yaml", settings))

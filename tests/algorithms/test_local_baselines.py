@@ -29,7 +29,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fixmatch", "uda"])
-def test_an_agent_alone_goes_on_from_its_own_network(name: str) -> None:
+def test_without_aggregation_an_agent_continues_from_its_own_network(name: str) -> None:
     parties = federated_data(labelled=20) if name in ("fedavg", "fedprox") else at_clients()
     after = simulate(make(name, **PLAIN), parties, 2, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
@@ -37,21 +37,22 @@ def test_an_agent_alone_goes_on_from_its_own_network(name: str) -> None:
     before = {call.to.id: reply.payload.F for call, reply in after.engine.recorded[:half]}
     for call, reply in after.engine.recorded[half:]:
         assert same_bits(call.message.F, before[call.to.id])
-        assert call.message.proximal == 0.0  # there is nothing to pull to
+        assert call.message.proximal == 0.0  # there is no proximal term
         assert same_bits(after.algorithm.own_classifiers(after.state)[call.to.id], reply.payload.F)
     first, second = before.values()
     assert not same_bits(first, second)
     assert same_bits(
         after.classifier, next(iter(after.algorithm.own_classifiers(after.state).values()))
     )
-    # The control: with the mean all go on from one network, and nobody has an own.
+    # The control: with aggregation all continue from one network, and no agent has its own.
     mean = simulate(make(name, local_epochs=1), parties, 2, engine=RecordingEngine)
     assert isinstance(mean.engine, RecordingEngine)
     sent = [call.message.F for call, _ in mean.engine.recorded[half:]]
     assert same_bits(*sent) and not mean.algorithm.own_classifiers(mean.state)
     counted = [reply.weight != 1.0 for _, reply in mean.engine.recorded]
-    assert all(counted) == (name != "fedprox")  # by rows, but for FedProx's default
-    assert all(reply.weight == 1.0 for _, reply in after.engine.recorded)  # alone: no count leaves
+    assert all(counted) == (name != "fedprox")  # weighted by rows, except for FedProx's default
+    # no aggregation: no row count leaves an agent
+    assert all(reply.weight == 1.0 for _, reply in after.engine.recorded)
 
 
 @pytest.mark.parametrize("name", ["fixmatch", "fedavg"])
@@ -79,7 +80,7 @@ def test_a_stream_shows_every_row_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fixmatch", "uda"])
-def test_accuracy_on_the_labelled_rows_is_measured_after_each_step(name: str) -> None:
+def test_accuracy_on_labelled_rows_is_measured_after_each_step(name: str) -> None:
     agent, ctx, quiet = at_clients().agents[0], context(), context()
     once: dict[str, Any] = {"local_epochs": 1, "batch_size": 100}  # one step
     algorithm = cast(Any, make(name, measure_labelled=True, **once))
@@ -107,17 +108,17 @@ def test_accuracy_on_the_labelled_rows_is_measured_after_each_step(name: str) ->
     ("fedrgd", ["algorithm.stream_slices=2"], "unknown key"),
     ("fedrgd", ["algorithm.weights=rows"], "weights"),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_refused(config: str, settings: list[str], key: str) -> None:
+def test_invalid_settings_are_refused(config: str, settings: list[str], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         load_config(CONFIGS / f"{config}.yaml", settings)
 
 
-def test_a_run_that_had_a_key_at_its_only_value_still_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_names_a_removed_key_with_its_only_value_can_be_resumed(tmp_path: Path) -> None:
     text = (CONFIGS / "fedsem.yaml").read_text()
     former = text.replace("name: fedsem", "name: fedsem\n  aggregation: mean\n  stream_slices: 1")
     path = tmp_path / "config.yaml"
     path.write_text(former)
-    with pytest.raises(ConfigError, match="unknown key"):  # it is no run's: there is no split
+    with pytest.raises(ConfigError, match="unknown key"):  # no folder of a run: there is no split
         load_config(path)
     (tmp_path / "split.json").write_text("{}")
     assert config_hash(load_config(path)) == config_hash(load_config(CONFIGS / "fedsem.yaml"))
@@ -127,27 +128,27 @@ def test_a_run_that_had_a_key_at_its_only_value_still_goes_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("name", "said"), [("semifl", 1), ("fedmatch", 0)])
-def test_where_no_agent_has_a_network_of_its_own_that_is_said(name: str, said: int) -> None:
+def test_asking_for_agent_accuracy_without_agent_networks_is_an_error(name: str, said: int) -> None:
     prepared = prepare(load_config(CONFIGS / f"{name}.yaml", ["run.evaluate_agents=true"]))
     warned = [text for text in prepared.warnings if "run.evaluate_agents has no effect" in text]
     assert len(warned) == said
 
 
-def test_accuracy_of_agents_is_the_mean_over_their_own_networks() -> None:
+def test_agent_accuracy_is_the_mean_over_their_own_networks() -> None:
     x, y = torch.zeros(4, 1, 1, 2), torch.tensor([0, 0, 0, 1])
     judge = Evaluator(
         nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), {"test": (x, y)}, torch.device("cpu")
     )
 
-    def says(choice: int) -> StateDict:
+    def predicts(choice: int) -> StateDict:
         return {"1.weight": torch.zeros(2, 2), "1.bias": torch.eye(2)[choice]}
 
-    found = judge.of_agents({"m10": says(0), "m9": says(1)})
+    found = judge.of_agents({"m10": predicts(0), "m9": predicts(1)})
     assert found == {
         "test/accuracy_own": (0.75 + 0.25) / 2, "test/accuracy_own/m9": 0.25,
         "test/accuracy_own/m10": 0.75,
     }  # fmt: skip
-    many = judge.of_agents({f"m{i}": says(0) for i in range(MOST_AGENTS + 1)})
+    many = judge.of_agents({f"m{i}": predicts(0) for i in range(MOST_AGENTS + 1)})
     assert many == {"test/accuracy_own": 0.75} and judge.of_agents({}) == {}
 
 

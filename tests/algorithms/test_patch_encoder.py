@@ -1,4 +1,4 @@
-"""The encoder that is all sums: patches, filters, responses, and what two views share."""
+"""The patch encoder, made from sums over agents: patches, filters, responses, and two views."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def normal(*shape: int, name: str = "x") -> Tensor:
 
 
 @pytest.mark.parametrize(("sides", "patch"), [((28, 28), 6), ((32, 32), 6), ((8, 8), 3)])
-def test_a_patch_is_a_fifth_of_a_row_and_three_pixels_at_least(
+def test_a_patch_side_is_a_fifth_of_a_row_and_at_least_three_pixels(
     sides: tuple[int, int], patch: int
 ) -> None:
     assert EncoderConfig().side((1, *sides)) == patch
@@ -36,7 +36,7 @@ def test_a_patch_is_a_fifth_of_a_row_and_three_pixels_at_least(
     assert EncoderConfig(patch=40).side((1, *sides)) == sides[0]  # no larger than a row
 
 
-def test_a_drawn_patch_is_a_piece_of_one_row_with_its_mean_and_contrast_taken_out() -> None:
+def test_a_drawn_patch_is_a_piece_of_one_row_with_mean_and_contrast_removed() -> None:
     rows, found = (
         normal(3, 2, 5, 6),
         sample_patches(normal(3, 2, 5, 6), 3, 200, stream(0, 0, "a", "p")),
@@ -50,10 +50,10 @@ def test_a_drawn_patch_is_a_piece_of_one_row_with_its_mean_and_contrast_taken_ou
                 pieces.append(apart / (apart.square().mean() + CONTRAST).sqrt())
     gaps = torch.cdist(found, torch.stack(pieces))
     assert float(gaps.amin(dim=1).max()) < 1e-2  # cdist is no closer
-    assert len(set(gaps.argmin(dim=1).tolist())) == 36  # every piece of every row is drawn
+    assert len(set(gaps.argmin(dim=1).tolist())) == 36  # every patch of every row is drawn
 
 
-def test_whitened_patches_have_the_same_variance_in_all_directions_but_for_what_is_added() -> None:
+def test_whitened_patches_have_equal_variance_in_all_directions_up_to_the_ridge() -> None:
     patches = normal(500, 6) * torch.tensor([3.0, 2.0, 1.0, 1.0, 0.1, 0.0])
     outer = patches.T @ patches
     whitener = whitening(outer, torch.tensor([500.0]))
@@ -68,7 +68,7 @@ def test_an_empty_patch_stays_empty_and_all_others_have_length_one() -> None:
     torch.testing.assert_close(lengths, torch.tensor([0.0, 1, 1, 1, 1, 1]))
 
 
-def test_a_filter_finds_in_a_plain_patch_what_its_centroid_finds_in_the_whitened_one() -> None:
+def test_a_filter_on_a_patch_equals_its_centroid_on_the_whitened_patch() -> None:
     patch = normal(1, 9)
     patch = patch - patch.mean()
     seen = normal(40, 9, name="seen")
@@ -83,7 +83,7 @@ def test_a_filter_finds_in_a_plain_patch_what_its_centroid_finds_in_the_whitened
 # Responses ------------------------------------------------------------------------------------
 
 
-def test_a_response_is_the_rectified_correlation_with_a_patch_averaged_over_its_places() -> None:
+def test_a_response_is_the_rectified_correlation_with_a_patch_averaged_over_positions() -> None:
     x, filters = normal(2, 2, 5, 5), normal(3, 2, 2, 2, name="filters")
     filters = filters - filters.mean(dim=(1, 2, 3), keepdim=True)
     expected = torch.zeros(2, 3, 4, 4)
@@ -102,7 +102,7 @@ def test_no_rows_have_no_responses() -> None:
     assert responses(torch.zeros(0, 1, 8, 8), normal(5, 1, 3, 3), 2).shape == (0, 20)
 
 
-def test_brightness_and_contrast_of_a_row_hardly_matter() -> None:
+def test_brightness_and_contrast_of_a_row_hardly_change_its_responses() -> None:
     x, filters = normal(4, 1, 8, 8), normal(5, 1, 3, 3, name="filters")
     filters = filters - filters.mean(dim=(1, 2, 3), keepdim=True)
     one, other = responses(10 * x, filters, 2), responses(20 * x + 3, filters, 2)
@@ -130,11 +130,11 @@ def views(noise: Tensor) -> tuple[Tensor, Tensor]:
     return one + 5, other + 5
 
 
-def test_features_are_what_two_views_share_the_most_shared_last() -> None:
+def test_features_are_the_directions_shared_by_two_views_with_the_most_shared_last() -> None:
     one, other = views(torch.tensor([4.0, 0.25, 1.0]))
     directions = view_map(**moments(one, other), features=2)
     seen = directions.abs() / directions.abs().sum(dim=0)
-    assert seen[2, 0] > 0.8  # the second best: noise as large as what is shared
+    assert seen[2, 0] > 0.8  # the second best: noise as large as the shared value
     assert seen[1, 1] > 0.8  # the best
     assert directions.shape == (3, 2)
 
@@ -152,7 +152,7 @@ def test_the_variance_of_a_feature_is_the_share_that_views_have_in_common() -> N
 
 def test_sums_over_agents_give_the_map_of_all_rows_in_one_place() -> None:
     one, other = views(torch.tensor([4.0, 0.25, 1.0]))
-    order = one[:, 0].argsort()  # as unlike as agents can be
+    order = one[:, 0].argsort()  # agents as different as possible
     parts = [moments(one[rows], other[rows]) for rows in torch.split(order, [3000, 10, 990])]
     added = {name: sum(part[name] for part in parts) for name in parts[0]}
     whole = view_map(**moments(one, other), features=2)
@@ -162,13 +162,13 @@ def test_sums_over_agents_give_the_map_of_all_rows_in_one_place() -> None:
     assert not torch.allclose(biased.abs(), whole.abs(), atol=1e-2)  # the control: one agent alone
 
 
-def test_views_that_are_all_noise_or_all_alike_give_finite_features() -> None:
+def test_views_of_pure_noise_or_without_noise_give_finite_features() -> None:
     alike = normal(50, 4)
     for one, other in ((alike, alike), (alike, normal(50, 4, name="2")), (alike * 0, alike * 0)):
         assert bool(view_map(**moments(one, other), features=3).isfinite().all())
 
 
-def test_a_row_alone_has_the_features_that_it_has_among_others() -> None:
+def test_a_row_has_the_same_features_alone_and_in_a_batch() -> None:
     x, filters = normal(40, 1, 8, 8), normal(5, 1, 3, 3, name="filters")
     encoder = {"filters": filters, "map": normal(20, 6, name="map")}
     alone = torch.cat([encode(row[None], encoder, 2) for row in x])

@@ -1,4 +1,4 @@
-"""SemiFL: each line of the algorithm by hand, what an agent sends, and parties that are unusual."""
+"""SemiFL: each line of the algorithm by hand, what an agent sends, and unusual agents."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -58,7 +58,7 @@ from tests.support.toy_worlds import (
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-#: One pass of each kind, one view that changes nothing, every row sure.
+#: One epoch of each kind, one unchanged view, every row confident.
 PLAIN: dict[str, Any] = {
     "epochs": 1.0, "server_epochs": 1.0, "threshold": 0.0, "weak": "none", "strong": "none",
     "batch_size": 100, "server_batch_size": 100,
@@ -87,7 +87,7 @@ def loaded(algorithm: SemiFL, weights: Mapping[str, Tensor]) -> nn.Module:
 
 
 def logits_of(algorithm: SemiFL, weights: Mapping[str, Tensor], agent: Agent) -> Tensor:
-    """What the network with these weights says of an agent's rows, as they are: (N, 10)."""
+    """The logits for an agent's rows with these weights, without views: (N, 10)."""
     with torch.no_grad():
         logits: Tensor = loaded(algorithm, weights)(network_input(agent.unlabelled.x))
     return logits
@@ -104,7 +104,7 @@ def support_agent(rows: int = 20) -> Agent:
 
 
 def recorded(after: Simulation) -> list[tuple[str, str, Any, Reply[Any]]]:
-    """All that crossed the border: agent, step, message down, reply up."""
+    """All messages: agent, step, request, reply."""
     assert isinstance(after.engine, RecordingEngine)
     return [(c.to.id, c.step.__name__, c.message, reply) for c, reply in after.engine.recorded]
 
@@ -112,7 +112,7 @@ def recorded(after: Simulation) -> list[tuple[str, str, Any, Reply[Any]]]:
 # Small maths --------------------------------------------------------------------------------
 
 
-def test_the_learning_rate_falls_along_half_a_cosine() -> None:
+def test_the_learning_rate_decays_along_half_a_cosine() -> None:
     rate = SemiFLConfig().rate  # 0.03 over 800 rounds
     assert rate(1) == pytest.approx(0.03)
     assert rate(401) == pytest.approx(0.015)
@@ -123,7 +123,7 @@ def test_the_learning_rate_falls_along_half_a_cosine() -> None:
 @pytest.mark.parametrize(
     ("momentum", "expected"), [(0.5, [-1.0, -2.5, -4.25]), (0.0, [-1.0, -2.0, -3.0])]
 )
-def test_a_constant_pull_is_followed_in_growing_steps(
+def test_the_servers_momentum_increases_steps_under_a_constant_difference(
     momentum: float, expected: list[float]
 ) -> None:
     # g = W - mean = 1 each time: v = 1, 1.5, 1.75. Without momentum: the plain mean.
@@ -152,7 +152,7 @@ def test_an_epoch_has_every_row_once(held: int, size: int, epochs: int) -> None:
     assert [sorted(order) for order in found] == [list(range(held))] * epochs
 
 
-def test_a_part_of_an_epoch_is_that_part_of_its_batches_and_more_than_one_is_rounded_up() -> None:
+def test_a_fraction_of_an_epoch_has_that_fraction_of_its_batches_rounded_up() -> None:
     def lengths(epochs: float) -> list[int]:
         rng = torch.Generator().manual_seed(0)
         return [len(order) for order in passes(33, 10, epochs, rng)]  # 10, 10, 10 and 3 rows
@@ -179,7 +179,7 @@ def test_strong_views_are_those_of_the_table_and_rand_augment_starts_from_a_weak
 # A round ------------------------------------------------------------------------------------
 
 
-def test_an_untrained_model_is_sure_of_nothing_so_that_the_server_alone_trains() -> None:
+def test_an_untrained_model_has_no_confident_rows_so_only_the_server_trains() -> None:
     after = simulate(new(threshold=0.95), at_server(), 1, engine=RecordingEngine)
     steps = [(agent, step, reply.declined) for agent, step, _, reply in recorded(after)]
     assert steps == [
@@ -188,19 +188,19 @@ def test_an_untrained_model_is_sure_of_nothing_so_that_the_server_alone_trains()
     assert after.state.active == 0
     assert same_bits(after.begun.velocity, after.state.velocity)
     *_, (_, _, request, reply) = recorded(after)
-    assert same_bits(request.F, after.begun.F)  # nobody active: W and v stay as they are
+    assert same_bits(request.F, after.begun.F)  # no active agent: W and v do not change
     assert same_bits(reply.payload.F, after.state.F)
 
 
 def unequal(**how: Any) -> Any:
-    """Two query agents of which one has far more rows, and a labelled server."""
+    """Two query agents, one with far more rows, and a labelled server."""
     parties = at_server(partition="dirichlet", alpha=0.5, **how)
     sizes = [len(a.unlabelled) for a in parties.agents if a.role == "query"]
     assert max(sizes) >= 1.5 * min(sizes)
     return parties
 
 
-def test_agents_count_the_same_and_the_server_steps_with_momentum_then_fine_tunes() -> None:
+def test_agents_have_equal_weights_and_the_server_steps_with_momentum_then_fine_tunes() -> None:
     after = simulate(new(), unequal(), 2, engine=RecordingEngine)
     one, two = recorded(after)[:3], recorded(after)[3:]
     assert [agent for agent, *_ in one] == ["q0", "q1", "server"]
@@ -214,17 +214,17 @@ def test_agents_count_the_same_and_the_server_steps_with_momentum_then_fine_tune
     assert same_bits(one[0][2].F, after.begun.F)
     expected = {k: after.begun.F[k] - g for k, g in first.items()}
     assert_close(dict(one[2][2].F), expected, atol=1e-6, rtol=0)
-    # Round 2 starts with what the server sent back, v = 0.5 v + g.
+    # Round 2 starts from what the server sent back, v = 0.5 v + g.
     assert same_bits(two[0][2].F, one[2][3].payload.F)
     second = {k: g + 0.5 * first[k] for k, g in pull(two).items()}
     expected = {k: two[0][2].F[k] - v for k, v in second.items()}
     assert_close(dict(two[2][2].F), expected, atol=1e-6, rtol=0)
     assert_close(dict(after.state.velocity), second, atol=1e-6, rtol=0)
-    assert same_bits(after.state.F, two[2][3].payload.F)  # the last thing is fine-tuning
+    assert same_bits(after.state.F, two[2][3].payload.F)  # fine-tuning comes last
     assert after.state.active == 2
 
 
-def test_without_fine_tuning_the_server_trains_beside_the_agents_and_counts_one_half() -> None:
+def test_without_fine_tuning_the_server_trains_beside_the_agents_with_weight_one_half() -> None:
     after = simulate(new(fine_tune=False), unequal(), 1, engine=RecordingEngine)
     by_agent = {agent: (request, reply.payload) for agent, _, request, reply in recorded(after)}
     assert all(same_bits(request.F, after.begun.F) for request, _ in by_agent.values())
@@ -233,12 +233,12 @@ def test_without_fine_tuning_the_server_trains_beside_the_agents_and_counts_one_
         k: sent["server"][k] / 2 + sent["q0"][k] / 4 + sent["q1"][k] / 4 for k in sent["q0"]
     }
     assert_close(dict(after.state.F), expected, atol=1e-6, rtol=0)
-    # The control: fine-tuning is something else.
+    # The control: fine-tuning differs.
     tuned = simulate(new(), unequal(), 1).state
     assert apart(tuned.F, after.state.F) > 1e-4
 
 
-def test_where_several_hold_labels_they_fine_tune_together_weighted_by_rows() -> None:
+def test_several_label_holders_fine_tune_together_weighted_by_rows() -> None:
     parties = federated_data(labelled_partition="dirichlet", labelled_alpha=0.5)
     rows = {a.id: len(a.labelled) for a in parties.agents if a.role == "support"}
     assert rows["s0"] != rows["s1"]
@@ -250,7 +250,7 @@ def test_where_several_hold_labels_they_fine_tune_together_weighted_by_rows() ->
     assert_close(dict(after.state.F), expected, atol=1e-6, rtol=0)
 
 
-def test_as_many_query_agents_take_part_as_asked_for_and_all_where_there_are_fewer() -> None:
+def test_the_configured_number_of_query_agents_takes_part_or_all_if_there_are_fewer() -> None:
     for asked, expected in ((1, 1), (10, 2), (None, 2)):
         assert simulate(new(query_per_round=asked), at_server(), 1).state.active == expected
 
@@ -259,23 +259,23 @@ def test_as_many_query_agents_take_part_as_asked_for_and_all_where_there_are_few
 
 
 def saturated(algorithm: SemiFL, logit: float) -> dict[str, Tensor]:
-    """Weights that say class 3 of any row: P = 1 / (1 + 9 exp(-logit))."""
+    """Weights that predict class 3 for every row: P = 1 / (1 + 9 exp(-logit))."""
     weights = {name: torch.zeros_like(value) for name, value in untrained(algorithm).items()}
     weights["head.bias"][3] = logit
     return weights
 
 
-def test_a_row_is_sure_from_tau_on_and_an_agent_without_one_is_silent() -> None:
+def test_a_row_is_confident_from_tau_on_and_an_agent_without_one_declines() -> None:
     algorithm = new(threshold=1.0)
     sure = algorithm.query_pass(query_agent(), TrainRequest(saturated(algorithm, 200.0)), context())
-    assert isinstance(sure, ModelUpdate)  # exp(-200) is nothing beside 1, so P is 1 exactly
+    assert isinstance(sure, ModelUpdate)  # exp(-200) vanishes beside 1, so P is exactly 1
     agent = query_agent()
     said = algorithm.query_pass(agent, TrainRequest(saturated(algorithm, 9.0)), context())
     assert isinstance(said, Declined)  # P = 1 / (1 + 9 exp(-9)) = 0.9989
     assert agent.memory == {}
 
 
-def test_weights_that_are_not_numbers_make_an_agent_silent() -> None:
+def test_an_agent_that_receives_nan_weights_declines() -> None:
     algorithm = new(threshold=0.0)
     broken = {name: value * math.nan for name, value in untrained(algorithm).items()}
     assert isinstance(
@@ -284,7 +284,7 @@ def test_weights_that_are_not_numbers_make_an_agent_silent() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, 3.0])
-def test_a_single_row_mixed_with_itself_has_the_plain_loss_again(weight: float) -> None:
+def test_a_single_row_mixed_with_itself_has_twice_the_plain_loss(weight: float) -> None:
     algorithm = new(mix_weight=weight)
     weights, agent, ctx = untrained(algorithm), query_agent(rows=1), context()
     logits = logits_of(algorithm, weights, agent)
@@ -294,7 +294,7 @@ def test_a_single_row_mixed_with_itself_has_the_plain_loss_again(weight: float) 
 
 
 class Mixed:
-    """Takes the place of mix_loss and remembers with what it was called."""
+    """Replaces mix_loss and records its arguments."""
 
     def __init__(self) -> None:
         self.first: list[int] = []
@@ -313,7 +313,7 @@ class Mixed:
 def mixed_with(
     monkeypatch: pytest.MonkeyPatch, profile: str, *, sure: int, rows: int = 90
 ) -> Mixed:
-    """What meets in MIX when the first rows are surely of class 0 and the others, perhaps, of 1."""
+    """The pairs in MIX if the first rows are confidently class 0 and the others may be class 1."""
     P = torch.full((rows, 10), 0.05)
     P[:, 1] = 0.55
     P[:sure] = torch.eye(10)[0]
@@ -326,12 +326,12 @@ def mixed_with(
     return mixed
 
 
-def test_sure_rows_are_mixed_with_as_many_of_all_local_rows(
+def test_confident_rows_are_mixed_with_equally_many_of_all_local_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mixed = mixed_with(monkeypatch, "semifl-2021", sure=33)
     assert mixed.sizes == [10, 10, 10, 3] * 4
-    assert set(mixed.first) == {0}  # FIX: sure rows alone
+    assert set(mixed.first) == {0}  # FIX: confident rows only
     # MIX: 132 draws, 33 of 90 rows are of class 0: 48 expected, standard deviation 5.5
     assert 26 <= mixed.second.count(0) <= 70
     assert len(set(mixed.lam)) == 16  # one lambda per batch
@@ -347,7 +347,7 @@ def pairs(profile: str, sure: int, **given_: Any) -> list[tuple[list[int], list[
     return [(plus.tolist(), minus.tolist()) for plus, minus in found]
 
 
-def test_the_text_mixes_with_unsure_rows_and_with_any_where_all_are_sure() -> None:
+def test_by_the_text_mixes_use_unsure_rows_or_any_rows_if_all_are_confident() -> None:
     for plus, minus in pairs("semifl-text", sure=33):
         assert sorted(plus) == list(range(33)) and len(minus) == 33
         assert min(minus) >= 33 and len(set(minus)) < 33  # Eq. 4: unsure, with replacement
@@ -358,7 +358,7 @@ def test_the_text_mixes_with_unsure_rows_and_with_any_where_all_are_sure() -> No
     assert min(min(minus) for _, minus in pairs("semifl-2021", sure=33)) < 33
 
 
-def test_the_text_draws_the_rows_to_mix_once_and_the_code_in_every_epoch() -> None:
+def test_by_the_text_rows_to_mix_are_drawn_once_and_by_the_code_in_every_epoch() -> None:
     (_, first), *others = pairs("semifl-text", sure=33)
     assert all(sorted(minus) == sorted(first) and minus != first for _, minus in others)
     for again in (pairs("semifl-2021", 33), pairs("semifl-text", 33, mix_drawn="epoch")):
@@ -379,7 +379,7 @@ def test_soft_labels_weigh_the_logarithms_of_all_classes() -> None:
 
 
 @pytest.mark.parametrize("soft", [True, False])
-def test_an_agent_learns_from_the_probabilities_that_came_or_from_their_largest(soft: bool) -> None:
+def test_an_agent_learns_from_the_received_probabilities_or_from_their_largest(soft: bool) -> None:
     algorithm = new(soft_labels=soft, mix_weight=0.0)
     weights, agent, ctx = untrained(algorithm), query_agent(), context()
     logits = logits_of(algorithm, weights, agent)
@@ -388,7 +388,7 @@ def test_an_agent_learns_from_the_probabilities_that_came_or_from_their_largest(
     assert ctx.metrics["train/loss_F/query"] == pytest.approx(float(cross_entropy(logits, y)))
 
 
-def test_the_text_sees_a_weak_view_of_the_mix_and_the_code_a_mix_of_weak_views(
+def test_the_text_has_a_weak_view_of_the_mix_and_the_code_a_mix_of_weak_views(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(SemiFLConfig, "weak_view", lambda self, x, rng: x**2)
@@ -399,7 +399,7 @@ def test_the_text_sees_a_weak_view_of_the_mix_and_the_code_a_mix_of_weak_views(
         return loss(batch, *how, F=F)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(semifl, "batched_call", remembered)
-    agent = query_agent(rows=1)  # which is mixed with itself
+    agent = query_agent(rows=1)  # mixed with itself
     x = network_input(agent.unlabelled.x)
     for view, expected in (("mix", {"mix": x**2}), ("rows", {"x1": x**2, "x2": x**2})):
         algorithm = new(mix_view=view)
@@ -431,21 +431,21 @@ def test_in_the_order_of_the_text_the_server_trains_before_the_agents_and_at_the
     assert order() == ["q0", "q1", "server"] * 2  # the control: the authors' code
     after = simulate(new(server_first=True), at_server(), 1, engine=RecordingEngine)
     (_, _, _, first), (_, _, request, _), *_ = recorded(after)
-    assert same_bits(first.payload.F, request.F)  # agents start from what the server trained
+    assert same_bits(first.payload.F, request.F)  # agents start from the weights the server trained
 
 
-def test_the_server_alone_learns_from_its_labels_and_asks_nobody() -> None:
+def test_the_server_alone_learns_from_its_labels_and_calls_no_agent() -> None:
     after = simulate(new("static", query_per_round=0), at_server(), 2, engine=RecordingEngine)
     assert {step for _, step, *_ in recorded(after)} == {"support_pass", "support_statistics"}
     assert {agent for agent, *_ in recorded(after)} == {"server"}
     assert not same_bits(after.begun.F, after.state.F)
-    # the control: a threshold of 1 is no such switch
+    # the control: a threshold of 1 does not disable agents
     sure = new(threshold=1.0, query_per_round=1)
     reply = sure.query_pass(query_agent(), TrainRequest(saturated(sure, 200.0)), context())
     assert isinstance(reply, ModelUpdate)
 
 
-def test_labels_are_given_by_the_model_that_came_and_not_by_the_one_in_training(
+def test_pseudo_labels_are_given_by_the_received_model_and_not_by_the_one_in_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     algorithm = new(epochs=3.0, batch_size=4)
@@ -459,17 +459,17 @@ def test_labels_are_given_by_the_model_that_came_and_not_by_the_one_in_training(
         assert sorted(given_) == sorted(expected.tolist())
 
 
-# FixMatch, which it is compared with
+# FixMatch, as a comparison
 
 
-def test_fixmatch_learns_a_batch_from_the_labels_of_the_model_in_training() -> None:
+def test_fixmatch_uses_pseudo_labels_of_the_model_in_training() -> None:
     algorithm = new(pseudo_labels="training")
     weights, agent, ctx = untrained(algorithm), query_agent(), context()
     logits = logits_of(algorithm, weights, agent)
     top = logits.softmax(dim=1).max(dim=1).values
     algorithm.query_pass(agent, TrainRequest(weights), ctx)
     assert ctx.metrics["train/loss_F/query"] == pytest.approx(float(-top.log().mean()), rel=1e-5)
-    # Rows that are not sure are left out: the mean is over the sure ones.
+    # Unsure rows are left out: the mean is over the confident ones.
     half = float(top.median())
     some = new(pseudo_labels="training", threshold=half)
     some.query_pass(agent, TrainRequest(weights), ctx := context())
@@ -478,7 +478,7 @@ def test_fixmatch_learns_a_batch_from_the_labels_of_the_model_in_training() -> N
     assert ctx.metrics["train/loss_F/query"] == pytest.approx(float(-kept.log().mean()), rel=1e-5)
 
 
-def test_fixmatch_is_silent_where_no_batch_had_a_sure_row() -> None:
+def test_fixmatch_declines_if_no_batch_had_a_confident_row() -> None:
     algorithm = new(pseudo_labels="training", threshold=0.95)
     said = algorithm.query_pass(query_agent(), TrainRequest(untrained(algorithm)), context())
     assert isinstance(said, Declined)
@@ -488,7 +488,7 @@ def test_fixmatch_is_silent_where_no_batch_had_a_sure_row() -> None:
 
 
 def gradient(algorithm: SemiFL, weights: Mapping[str, Tensor], agent: Agent) -> dict[str, Tensor]:
-    """Of the mean cross-entropy over the labelled rows of an agent, by plain autograd."""
+    """Gradients of the mean cross-entropy over the labelled rows of an agent, by plain autograd."""
     network = loaded(algorithm, weights)
     loss = cross_entropy(network(network_input(agent.labelled.x)), agent.labelled.y)
     names, parameters = zip(*network.named_parameters(), strict=True)
@@ -498,14 +498,14 @@ def gradient(algorithm: SemiFL, weights: Mapping[str, Tensor], agent: Agent) -> 
 @pytest.mark.parametrize(
     ("profile", "clip"), [("semifl-2021", 0.1), ("semifl-2021", None), ("semifl-text", 0.1)]
 )
-def test_a_first_step_is_nesterovs_on_the_clipped_gradient_with_weight_decay(
+def test_a_first_step_is_a_nesterov_step_on_the_clipped_gradient_with_weight_decay(
     profile: str, clip: float | None
 ) -> None:
     algorithm = new(profile=profile, clip_norm=clip, weight_decay=0.01, learning_rate=0.2)
     weights, agent = untrained(algorithm), support_agent()
     raw = gradient(algorithm, weights, agent)
     norm = math.sqrt(sum(float((g**2).sum()) for g in raw.values()))
-    assert norm > 0.2  # so that 0.1 does clip
+    assert norm > 0.2  # so that 0.1 clips
     scale = 1.0 if clip is None or profile == "semifl-text" else clip / norm  # the text: none
     said = algorithm.support_pass(agent, TrainRequest(weights), context())
     # buffer = d; the step is d + 0.9 buffer, with d = clipped gradient + 0.01 w
@@ -513,7 +513,7 @@ def test_a_first_step_is_nesterovs_on_the_clipped_gradient_with_weight_decay(
     assert_close(dict(said.F), expected, atol=1e-6, rtol=1e-4)
 
 
-def test_a_second_visit_of_the_server_goes_on_with_its_momentum_in_the_newer_code_alone() -> None:
+def test_only_the_newer_code_keeps_the_servers_momentum_between_visits() -> None:
     kept = new(profile="semifl-head", weight_decay=0.0, clip_norm=None)
     weights, agent = untrained(kept), support_agent()
     kept.support_pass(agent, TrainRequest(weights), context(1))
@@ -556,7 +556,7 @@ def test_without_momentum_nothing_is_kept() -> None:
 
 
 def gathered_by_torch(weights: Mapping[str, Tensor], groups: list[Tensor]) -> dict[str, Tensor]:
-    """torch's own cumulative averages of one pass over batches, in a network of the same names."""
+    """torch's cumulative averages of one pass over batches, in a network with the same names."""
     network = new("batch").task.new_classifier()
     network.load_state_dict(dict(weights))
     layers = [layer for layer in network.modules() if isinstance(layer, nn.BatchNorm2d)]
@@ -574,7 +574,7 @@ def differs(found: Mapping[str, Tensor], reference: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("whose", ["everyone", "labelled"])
-def test_statistics_are_those_of_one_pass_over_the_batches_of_all_or_of_the_server(
+def test_statistics_are_those_of_one_pass_over_the_batches_of_all_agents_or_the_server(
     whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 20 labelled rows: 7, 7, 6; 30 rows of each query agent: 8, 8, 7, 7. An agent weighs by rows.
@@ -604,24 +604,24 @@ def test_statistics_are_those_of_one_pass_over_the_batches_of_all_or_of_the_serv
 
 
 def statistics_at(x: Tensor, round_number: int = 1) -> tuple[SemiFL, Mapping[str, Tensor]]:
-    """What an agent with these rows sends as statistics of an untrained network, and who asked."""
+    """The statistics of an untrained network that an agent with these rows sends, and the calls."""
     algorithm = new("static")
     agent = Agent(id="q0", held_unlabelled=UnlabelledRows(x, torch.arange(len(x))))
     request = TrainRequest(untrained(algorithm))
     return algorithm, algorithm.query_statistics(agent, request, context(round_number)).statistics
 
 
-def test_one_row_more_than_a_big_batch_leaves_statistics_nearly_as_they_were() -> None:
+def test_one_row_more_than_a_full_batch_hardly_changes_the_statistics() -> None:
     _, whole = statistics_at(TOY.x_train[:250])
     algorithm, found = statistics_at(TOY.x_train[:251])
     network = loaded(algorithm, untrained(algorithm))
     collect(network, (network_input(part) for part in torch.split(TOY.x_train[:251], 250)))
     reference = {name: value for name, value in whole.items() if "running" in name}
-    # the control: a last batch of one row that counts as one of 250
+    # the control: a last batch of one row with the weight of 250
     assert 5 * differs(found, reference) < differs(statistics_of(network), reference)
 
 
-def test_statistics_do_not_depend_on_rows_lying_by_class() -> None:
+def test_statistics_do_not_depend_on_the_order_of_rows_by_class() -> None:
     by_class = TOY.x_train[TOY.y_train.argsort(stable=True)]  # 1,000 rows: 4 batches
     algorithm, found = statistics_at(by_class)
     one_batch = gathered_by_torch(untrained(algorithm), [by_class])
@@ -633,10 +633,10 @@ def test_statistics_do_not_depend_on_rows_lying_by_class() -> None:
 def test_rows_are_shuffled_for_statistics_in_the_same_order_in_every_round() -> None:
     x = TOY.x_train[:300]
     assert same_bits(statistics_at(x, 1)[1], statistics_at(x, 7)[1])
-    assert not same_bits(statistics_at(x)[1], statistics_at(x.flip(0))[1])  # order does matter
+    assert not same_bits(statistics_at(x)[1], statistics_at(x.flip(0))[1])  # the order matters
 
 
-def test_no_statistics_are_asked_for_where_the_norm_has_none() -> None:
+def test_no_statistics_are_requested_for_networks_without_static_norm() -> None:
     after = simulate(new("group"), at_server(), 1, engine=RecordingEngine)
     assert {step for _, step, *_ in recorded(after)} == {"query_pass", "support_pass"}
     after = simulate(new("static"), at_server(), 1, engine=RecordingEngine)
@@ -649,7 +649,7 @@ def test_no_statistics_are_asked_for_where_the_norm_has_none() -> None:
     assert "query_statistics" not in {step for _, step, *_ in recorded(statistics)}
 
 
-def test_trained_parameters_and_statistics_travel_apart_and_nothing_else_does() -> None:
+def test_trained_parameters_and_statistics_are_sent_separately_and_nothing_else_is() -> None:
     algorithm = new("static")
     network = algorithm.task.new_classifier()
     after = simulate(algorithm, at_server(), 1, engine=RecordingEngine)
@@ -681,7 +681,7 @@ def varied(variant: str) -> SemiFL:
 
 
 @every_variant
-def test_one_seed_is_one_result_in_any_order_through_bytes_and_over_a_checkpoint(
+def test_one_seed_gives_one_result_in_any_order_through_bytes_and_over_a_checkpoint(
     variant: str,
 ) -> None:
     parties = at_server(unlabelled=30)
@@ -737,13 +737,13 @@ PARTIES: dict[str, Any] = {
 
 @pytest.mark.parametrize("parties", PARTIES)
 @pytest.mark.parametrize("variant", ["2021", "parallel", "static"])
-def test_unusual_parties_give_finite_weights(parties: str, variant: str) -> None:
+def test_unusual_agents_give_finite_weights(parties: str, variant: str) -> None:
     after = simulate(varied(variant), PARTIES[parties](), 2)
     assert finite(after.state)
     assert not same_bits(after.begun.F, after.state.F)
 
 
-def test_a_toy_run_learns_and_its_agents_become_sure() -> None:
+def test_a_toy_run_learns_and_its_agents_get_confident_rows() -> None:
     settings: dict[str, Any] = {
         "rounds": 8, "threshold": 0.6, "learning_rate": 0.1, "batch_size": 10, "weak": "weak",
         "server_batch_size": 5, "server_epochs": 5.0, "strong": "mid",
@@ -767,7 +767,7 @@ OF_SEMIFL = [
 
 
 @pytest.mark.parametrize("path", OF_SEMIFL, ids=lambda p: p.stem)
-def test_the_configs_are_read(path: Path) -> None:
+def test_the_configs_can_be_read(path: Path) -> None:
     assert config.load_config(path).algorithm.name == "semifl"
 
 
@@ -789,7 +789,7 @@ def test_the_configs_are_read(path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_run_is_refused_when_it_is_read(override: str, words: str) -> None:
+def test_invalid_settings_are_refused_when_the_config_is_read(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config.load_config(CONFIGS / "semifl.yaml", override.split())
 

@@ -35,7 +35,7 @@ MEAN = {"aggregation": "mean"}
     ("fedmatch_mixup", {"divergence_weight": 0.0, "helpers": 3}, {"divergence_weight": 0.1},
      "helpers"),
 ])  # fmt: skip
-def test_what_would_change_nothing_is_refused_and_accepted_where_it_does_something(
+def test_a_setting_without_effect_is_refused_and_accepted_where_it_has_one(
     name: str, settings: dict[str, Any], control: dict[str, Any], key: str
 ) -> None:
     def refused(**given: Any) -> list[str]:
@@ -45,7 +45,7 @@ def test_what_would_change_nothing_is_refused_and_accepted_where_it_does_somethi
     assert key not in refused(**(settings | control))
 
 
-def test_without_a_weight_no_agent_is_sent_helpers() -> None:
+def test_with_a_helper_weight_of_zero_no_agent_is_sent_helpers() -> None:
     for weight, helped in ((0.0, False), (0.01, True)):
         method = make("fedmatch_mixup", warm_up=0, divergence_weight=weight)
         after = simulate(method, federated_data(), 2, engine=RecordingEngine)
@@ -59,7 +59,7 @@ def tensors(message: Message) -> int:
 
 
 @pytest.mark.parametrize(("decay", "networks"), [(0.0, 1), (0.9, 2)])
-def test_a_teacher_that_is_the_network_does_not_travel(decay: float, networks: int) -> None:
+def test_a_teacher_that_equals_the_network_is_not_sent(decay: float, networks: int) -> None:
     method = make("pi_model", local_epochs=1, steps_of="labelled", teacher_decay=decay)
     after = simulate(method, at_server(), 2, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
@@ -67,7 +67,7 @@ def test_a_teacher_that_is_the_network_does_not_travel(decay: float, networks: i
         assert tensors(call.message) == tensors(reply.payload) == networks * len(after.state.F)
 
 
-def test_users_and_servers_of_fedrgd_send_no_count_of_rows() -> None:
+def test_users_and_servers_of_fedrgd_send_no_row_count() -> None:
     for name, counted in (("fedrgd", False), ("fixmatch", True)):
         method = make(name, threshold=0.0, local_epochs=1)
         after = simulate(method, federated_data(), 1, engine=RecordingEngine)

@@ -308,7 +308,9 @@ SMALLER = {
     "a smaller sample rate": all_of(
         rewrite_ledgers(with_event(sample_rate=0.1)), without("checkpoints")
     ),
-    "fewer steps": all_of(rewrite_ledgers(with_event(steps=1)), without("checkpoints", "metrics.csv")),
+    "fewer steps": all_of(
+        rewrite_ledgers(with_event(steps=1)), without("checkpoints", "metrics.csv")
+    ),
     "fewer visits": all_of(rewrite_ledgers(visits=2), without("checkpoints", "metrics.csv")),
     "fewer visits, also planned": all_of(
         rewrite_ledgers(visits=2, planned=2), without("checkpoints", "metrics.csv")
@@ -321,7 +323,9 @@ SMALLER = {
         rewrite_ledgers(lambda plan: replace(plan, budget=Budget(8.0, 1e-3))),
         without("checkpoints", "metrics.csv"),
     ),
-    "no visit at all": all_of(rewrite_ledgers(visits=0), rewrite_checkpoints, without("metrics.csv")),
+    "no visit at all": all_of(
+        rewrite_ledgers(visits=0), rewrite_checkpoints, without("metrics.csv")
+    ),
     "checkpoints sealed anew": all_of(rewrite_ledgers(visits=2), rewrite_checkpoints),
     "checkpoints sealed anew, curves gone": all_of(
         rewrite_ledgers(visits=2), rewrite_checkpoints, without("metrics.csv")
@@ -492,7 +496,7 @@ def _with_key(run: Path, key: str, value: str) -> None:
 
 @pytest.mark.usefixtures("one_library")
 def test_an_audit_prints_no_hash_of_an_edited_split(run: Path) -> None:
-    """With the hash of a private split and all labels but one, that label could be found by trying."""
+    """A hash of a private split would let the last unknown label be found by trying."""
     EDITED["split: a row"](run)
     said, digest = findings(audit.audit(run)), re.compile("[0-9a-f]{12}")
     assert "split.json cannot be used" in said and not digest.search(said)

@@ -257,7 +257,8 @@ BUGS: dict[str, tuple[Callable[[Patch], None], PrivatePlan, str]] = {
         noise_after_momentum, PLAN, "what a visit releases has not the noise of its steps",
     ),
     "averages of what had no noise": (
-        averages_of_iterates_without_noise, PLAN, "what a visit releases has not the noise of its steps",
+        averages_of_iterates_without_noise, PLAN,
+        "what a visit releases has not the noise of its steps",
     ),
     "empty batches skipped": (
         empty_batches_skipped, PLAN, "what a visit releases has not the noise of its steps",

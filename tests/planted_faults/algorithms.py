@@ -51,7 +51,7 @@ IN_NEWER = "tests/algorithms/test_fl2_and_sage.py::test_"
 IN_LOSSES = "tests/training/test_pseudo_mixup_losses.py::test_"
 
 OPEN_GATE = (
-    IN_FEDSSL + "open_gate_f_learns_rows_and_mixes_g_realism_and_rebuilding_d_to_tell_them",
+    IN_FEDSSL + "with_an_open_gate_f_learns_rows_and_mixes_and_g_realism_and_reconstruction",
 )
 
 FAULTS: tuple[Fault, ...] = (
@@ -73,12 +73,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "(FL)^2, Eq. 9: a class's threshold is not scaled to the agent's",
         ((FL2, "p / p.max() * tau", "p * tau"),),
-        (IN_NEWER + "thresholds_are_the_mean_confidence_scaled_by_the_mean_prediction_of_a_class",),
+        (IN_NEWER + "thresholds_are_the_mean_confidence_scaled_by_the_class_mean_prediction",),
     ),
     Fault(
         "FedMatch with L-MixUp: helpers that nobody learns from are sent",
         ((MIXUP, "self.cfg.helpers if self.cfg.divergence_weight else 0", "self.cfg.helpers"),),
-        (IN_SETTINGS + "without_a_weight_no_agent_is_sent_helpers",),
+        (IN_SETTINGS + "with_a_helper_weight_of_zero_no_agent_is_sent_helpers",),
     ),
     Fault(
         "FedRGD: a reply is weighted by its number of rows",
@@ -89,18 +89,18 @@ FAULTS: tuple[Fault, ...] = (
                 'weights: Literal["rows", "equal"] = "rows"',
             ),
         ),
-        (IN_SETTINGS + "users_and_servers_of_fedrgd_send_no_count_of_rows",),
+        (IN_SETTINGS + "users_and_servers_of_fedrgd_send_no_row_count",),
     ),
     Fault(
         "an agent alone sends the number of its rows",
         ((LOCAL_SETTINGS, 'if self.aggregation == "mean":', "if True:"),),
-        (IN_LOCAL + "an_agent_alone_goes_on_from_its_own_network",),
+        (IN_LOCAL + "without_aggregation_an_agent_continues_from_its_own_network",),
     ),
     Fault(
         "(FL)^2: momentum moves the weights though nobody replied",
         ((FL2_ROUNDS, "if any(not reply.declined for reply in replies)", "if True"),),
         (
-            IN_NEWER + "a_round_without_replies_moves_nothing_though_there_is_momentum",
+            IN_NEWER + "a_round_without_replies_changes_nothing_despite_momentum",
             "tests/algorithms/test_algorithm_contract.py::"
             "test_an_algorithm_keeps_its_promises[fl2]",
         ),
@@ -108,17 +108,20 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "(FL)^2, Eq. 12: weights move by T g, not T^2 g",
         ((FL2, "radius * t * s / norm", "radius * s / norm"),),
-        (IN_NEWER + "weights_move_along_the_gradient_and_adaptively_by_their_size",),
+        (IN_NEWER + "weights_are_perturbed_along_the_gradient_and_adaptively_by_their_size",),
     ),
     Fault(
         "(FL)^2, Eq. 15: sure agents count more",
         ((FL2, "1 - float(reply.payload.tau)", "float(reply.payload.tau)"),),
-        (IN_NEWER + "agents_that_have_learned_less_count_more",),
+        (IN_NEWER + "agents_that_have_learned_less_have_larger_weights",),
     ),
     Fault(
         "SAGE: the global label counts where both agree in confidence",
         ((SAGE, "l * mine + (1 - l) * theirs", "(1 - l) * mine + l * theirs"),),
-        (IN_NEWER + "sure_local_labels_are_halved_at_a_difference_of_confidences_of_five_percent",),
+        (
+            IN_NEWER
+            + "the_weight_of_local_pseudo_labels_halves_at_a_confidence_gap_of_five_percent",
+        ),
     ),
     Fault(
         "ReMixMatch: the head of the rotation loss does not learn",
@@ -130,19 +133,19 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/algorithms/test_centralised.py::test_remixmatch_reads_from_features_how_a_view_"
-            "is_turned_and_its_head_learns_that",
+            "tests/algorithms/test_centralised.py::"
+            "test_remixmatch_predicts_the_rotation_from_features_and_its_head_learns",
         ),
     ),
     Fault(
         "labels at the server and agents: agents start from where the server started",
         ((SUPERVISED, "            state = SupervisedState(F)\n        return", "        return"),),
-        (AT_BOTH + "the_server_trains_first_and_agents_go_on_from_its_weights",),
+        (AT_BOTH + "the_server_trains_first_and_agents_start_from_its_weights",),
     ),
     Fault(
         "FedSem, local labels: the global model labels",
         ((FEDSEM, 'if self.cfg.labelled_by == "local":', "if False:"),),
-        (IN_UDA + "fedsem_may_label_by_the_local_model_which_knows_an_agents_own_labels_alone",),
+        (IN_UDA + "the_local_model_of_fedsem_predicts_the_agents_own_classes_only",),
     ),
     Fault(
         "FedTriNet, Eq. 5: t counts from 0",
@@ -158,15 +161,12 @@ FAULTS: tuple[Fault, ...] = (
                 "request, aggregator=mean",
             ),
         ),
-        (IN_FEDTRINET + "all_agents_may_train_of_which_the_drawn_ones_upload",),
+        (IN_FEDTRINET + "all_agents_may_train_of_which_the_sampled_ones_upload",),
     ),
     Fault(
         "FedSEAL, Fig. 3: a complementary label is right where it is the class",
         ((SIGNS, "both.y_minus != y", "both.y_minus == y"),),
-        (
-            IN_FEDSEAL
-            + "rates_of_right_labels_and_confidence_by_class_are_those_of_validation_rows",
-        ),
+        (IN_FEDSEAL + "label_rates_and_class_confidences_are_those_of_validation_rows",),
     ),
     # FedSSL --------------------------------------------------------------------------------------
     Fault(
@@ -174,8 +174,7 @@ FAULTS: tuple[Fault, ...] = (
         ((MIXUP, "logits[:, None]).mean(dim=1)", "logits[:, None]).sum(dim=1)"),),
         (
             "tests/algorithms/test_fedmatch_mixup.py::"
-            "test_the_divergence_is_the_mean_over_helpers_of_"
-            "kl_from_the_helper_to_the_agent",
+            "test_the_divergence_is_the_mean_over_helpers_of_kl_from_the_helper_to_the_agent",
         ),
     ),
     Fault(
@@ -187,7 +186,7 @@ FAULTS: tuple[Fault, ...] = (
                 "torch.minimum(lam, 1 - lam) if towards_first",
             ),
         ),
-        ("tests/algorithms/test_centralised.py::test_a_mix_has_most_of_its_own_row",),
+        ("tests/algorithms/test_centralised.py::test_the_mixing_factor_is_at_least_one_half",),
     ),
     Fault(
         "ReMixMatch: guesses move away from the labels' frequencies",
@@ -200,8 +199,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/algorithms/test_centralised.py::"
-            "test_predictions_are_aligned_with_the_frequencies_of_"
-            "labels",
+            "test_predictions_are_aligned_with_the_label_distribution",
         ),
     ),
     Fault(
@@ -214,8 +212,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/algorithms/test_centralised.py::test_mean_teacher_adds_the_difference_from_the_"
-            "teacher_and_the_pi_model_from_itself",
+            "tests/algorithms/test_centralised.py::"
+            "test_mean_teacher_compares_with_the_teacher_and_the_pi_model_with_itself",
         ),
     ),
     Fault(
@@ -229,7 +227,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             IN_FEDSSL
-            + "in_turn_g_reg_has_realism_and_rebuilding_and_g_mixup_the_cross_entropy_of_mixes",
+            + "in_turn_g_reg_has_realism_and_reconstruction_and_g_mixup_the_mixed_cross_entropy",
         ),
     ),
     Fault(
@@ -255,7 +253,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "FedSSL, Eq. 6: D's loss reaches G",
         ((MIXING, "x_hat.detach()]), torch.cat", "x_hat]), torch.cat"),),
-        (IN_FEDSSL + "with_the_gate_closed_each_loss_reaches_its_own_network_alone",),
+        (IN_FEDSSL + "with_the_gate_closed_each_loss_trains_its_own_network_only",),
     ),
     Fault(
         "FedSSL, Eq. 6: D is not shown p'",
@@ -276,12 +274,12 @@ FAULTS: tuple[Fault, ...] = (
                 "scale_gradient(x_hat, 1.0)",
             ),
         ),
-        (IN_FEDSSL + "g_is_guided_by_the_same_weight_whether_f_learns_from_mixes_or_not",),
+        (IN_FEDSSL + "the_guidance_of_g_has_one_weight_whether_f_learns_from_mixes_or_not",),
     ),
     Fault(
         "FedSSL: the gate is open from the start",
         ((FEDSSL, "mixes_teach=self.cfg.gate == 0 or state.gate_round > 0,", "mixes_teach=True,"),),
-        (IN_FEDSSL + "mixes_teach_f_only_behind_an_open_gate",),
+        (IN_FEDSSL + "f_learns_from_mixes_only_behind_an_open_gate",),
     ),
     Fault(
         "FedSSL: the gate closes again",
@@ -302,7 +300,10 @@ FAULTS: tuple[Fault, ...] = (
                 "            for agent in self._support_agents(federation):  # Alg. 2 l. 2\n",
             ),
         ),
-        (IN_FEDSSL + "in_sequence_each_support_agent_goes_on_where_the_one_before_stopped",),
+        (
+            IN_FEDSSL
+            + "in_sequence_each_support_agent_continues_from_the_weights_of_the_previous_one",
+        ),
     ),
     Fault(
         "FedSSL, Alg. 2: what support agents learned is lost",
@@ -321,7 +322,7 @@ FAULTS: tuple[Fault, ...] = (
                 "handed_on = _updated_state(handed_on, reply.payload)",
             ),
         ),
-        (IN_FEDSSL + "in_sequence_what_support_agents_learned_stays_where_no_query_agent_trains",),
+        (IN_FEDSSL + "in_sequence_without_query_training_the_support_agents_weights_are_kept",),
     ),
     Fault(
         "FedSSL: a query pass reads labelled rows",
@@ -347,7 +348,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "FedSSL and its baselines: a cosine that takes the rate down twice as fast",
         ((LOCAL, "math.cos(math.pi * (round_number", "math.cos(2 * math.pi * (round_number"),),
-        (IN_BASELINES + "a_cosine_takes_the_rate_down_over_all_rounds",),
+        (IN_BASELINES + "a_cosine_decays_the_rate_over_all_rounds",),
     ),
     Fault(
         "FedSSL, Eq. 2: guesses are made less decided",
@@ -377,18 +378,18 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             IN_FEDSEAL
-            + "a_threshold_is_the_confidence_of_rows_called_a_class_over_the_rows_that_are",
+            + "a_threshold_is_the_summed_confidence_of_predictions_over_the_rows_of_a_class",
         ),
     ),
     Fault(
         "FedSEAL, Eq. 8: the first models fade",
         ((FEDSEAL, '(p - memory["p_bar"]) / models if', '(p - memory["p_bar"]) / 2 if'),),
-        (IN_FEDSEAL + "past_predictions_are_averaged_model_by_model",),
+        (IN_FEDSEAL + "past_predictions_are_averaged_over_models",),
     ),
     Fault(
         "FedSEAL, Eq. 12: a sure row is a negative one as well",
         ((SIGNS, "negative = ~positive & unlikely.any(dim=1)", "negative = unlikely.any(dim=1)"),),
-        (IN_FEDSEAL + "a_row_is_sure_or_has_an_unlikely_class_or_is_left_out",),
+        (IN_FEDSEAL + "a_row_is_positive_or_negative_or_left_out",),
     ),
     Fault(
         "FedSEAL, Eq. 12: a complement is any class",
@@ -399,12 +400,12 @@ FAULTS: tuple[Fault, ...] = (
                 "torch.ones_like(p_bar)",
             ),
         ),
-        (IN_FEDSEAL + "a_complement_is_any_of_the_unlikely_classes_and_no_other",),
+        (IN_FEDSEAL + "a_complementary_label_is_any_unlikely_class_and_no_other",),
     ),
     Fault(
         "FedSEAL, Eq. 13: lambda falls",
         ((SIGNS, "return 1 - (1 - first) * d, 1.0", "return first * d, 1.0"),),
-        (IN_FEDSEAL + "lambda_moves_as_its_reading_says",),
+        (IN_FEDSEAL + "lambda_follows_each_reading_of_the_paper",),
     ),
     Fault(
         "FedSEAL, Eq. 15: negative learning teaches the complement",
@@ -420,7 +421,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "FedSEAL: validation rows are learned",
         ((FEDSEAL, "torch.nonzero(~checked)[:, 0], torch", "torch.arange(len(checked)), torch"),),
-        (IN_FEDSEAL + "validation_rows_judge_but_are_not_learned",),
+        (IN_FEDSEAL + "validation_rows_are_used_for_thresholds_and_not_for_training",),
     ),
     # SemiFL --------------------------------------------------------------------------------------
     Fault(
@@ -453,7 +454,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "SemiFL: the server's momentum is forgotten",
         ((AGGREGATION, "momentum * velocity[name] + (F[name] - value)", "F[name] - value"),),
-        (IN_SEMIFL + "a_constant_pull_is_followed_in_growing_steps",),
+        (IN_SEMIFL + "the_servers_momentum_increases_steps_under_a_constant_difference",),
     ),
     Fault(
         "SemiFL: rows that are not sure are learned",
@@ -464,27 +465,27 @@ FAULTS: tuple[Fault, ...] = (
                 "confident = P.max(dim=1).values >= 0.0  # (N,)",
             ),
         ),
-        (IN_SEMIFL + "a_row_is_sure_from_tau_on_and_an_agent_without_one_is_silent",),
+        (IN_SEMIFL + "a_row_is_confident_from_tau_on_and_an_agent_without_one_declines",),
     ),
     Fault(
         "SemiFL, Eq. 4: sure rows are mixed in as well",
         ((SEMIFL_LOSSES, "pool = pool[~confident]", "pool = pool[:]"),),
-        (IN_SEMIFL + "the_text_mixes_with_unsure_rows_and_with_any_where_all_are_sure",),
+        (IN_SEMIFL + "by_the_text_mixes_use_unsure_rows_or_any_rows_if_all_are_confident",),
     ),
     Fault(
         "SemiFL: labels are never probabilities",
         ((SEMIFL, "y = P if reading.soft_labels else P.argmax", "y = P.argmax"),),
-        (IN_SEMIFL + "an_agent_learns_from_the_probabilities_that_came_or_from_their_largest",),
+        (IN_SEMIFL + "an_agent_learns_from_the_received_probabilities_or_from_their_largest",),
     ),
     Fault(
         "FedDyn: an agent moves away from what it gathered",
         ((FEDDYN, "squared_distance(F, anchor) - linear", "squared_distance(F, anchor) + linear"),),
-        (IN_COMPARATORS + "an_agents_step_follows_its_gathered_gradient_which_it_renews",),
+        (IN_COMPARATORS + "an_agents_step_follows_its_accumulated_gradient_which_it_updates",),
     ),
     Fault(
         "LG-FedAvg: the whole model goes down",
         ((LG, "LGRequest(self._part(state.F, shared=True))", "LGRequest(state.F)"),),
-        (IN_COMPARATORS + "after_the_warm_up_the_head_alone_goes_down_and_is_averaged",),
+        (IN_COMPARATORS + "after_the_warm_up_only_the_head_is_sent_and_averaged",),
     ),
     Fault(
         "HeteroFL: absent classes keep their logits",
@@ -494,7 +495,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "HeteroFL: a narrow network may have a hidden layer that only the scaler would keep",
         ((HETEROFL, "if config.levels > 1 and (hidden", "if False and (hidden"),),
-        (IN_COMPARATORS + "a_hidden_linear_layer_without_a_norm_is_refused_but_at_one_level",),
+        (
+            IN_COMPARATORS
+            + "a_hidden_linear_layer_without_a_norm_is_refused_unless_there_is_one_level",
+        ),
     ),
     Fault(
         "HeteroFL: agents without an entry count for it",
@@ -510,7 +514,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "FedMatch, Eq. 5: unlabelled rows move sigma",
         ((HALVES, 'self._step("psi", loss)', 'self._step("sigma", loss)'),),
-        (IN_FEDMATCH + "a_step_on_psi_is_the_one_of_the_equations",),
+        (IN_FEDMATCH + "a_step_on_psi_follows_the_equations",),
     ),
     Fault(
         "FedMatch, Eq. 5: penalties are means",
@@ -520,7 +524,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "FedMatch, Eq. 1: the divergence is turned round",
         ((HALVES, "parts = [(h * (h / p).log())", "parts = [(p * (p / h).log())"),),
-        (IN_FEDMATCH + "inter_client_loss_is_the_mean_divergence_from_the_helpers",),
+        (IN_FEDMATCH + "the_inter_client_loss_is_the_mean_divergence_from_the_helpers",),
     ),
     Fault(
         "FedMatch, Eq. 3: helpers do not vote",
@@ -531,7 +535,7 @@ FAULTS: tuple[Fault, ...] = (
                 "votes = votes + 0 * one_hot(choice, classes) * confident[:, None]",
             ),
         ),
-        (IN_FEDMATCH + "a_step_on_psi_is_the_one_of_the_equations",),
+        (IN_FEDMATCH + "a_step_on_psi_follows_the_equations",),
     ),
     Fault(
         "FedMatch: helpers are those that are farthest",
@@ -542,12 +546,12 @@ FAULTS: tuple[Fault, ...] = (
                 "found[agent] = tuple(sorted(set(seen) - {agent} - set(others[:count])))[:count]",
             ),
         ),
-        (IN_FEDMATCH + "the_nearest_are_those_of_a_search_through_all",),
+        (IN_FEDMATCH + "the_nearest_helpers_equal_those_of_an_exhaustive_search",),
     ),
     Fault(
         "FedMatch: an agent helps itself",
         ((HELPERS, "for place in places if seen[place] != agent]", "for place in places]"),),
-        (IN_FEDMATCH + "an_agent_never_helps_itself_however_many_are_alike",),
+        (IN_FEDMATCH + "an_agent_never_helps_itself_even_among_equal_ones",),
     ),
     Fault(
         "FedMatch: differences that were cut arrive",
@@ -558,7 +562,7 @@ FAULTS: tuple[Fault, ...] = (
                 "return dict(trained), _count",
             ),
         ),
-        (IN_FEDMATCH + "an_upload_of_psi_keeps_what_the_server_has_where_the_difference_is_cut",),
+        (IN_FEDMATCH + "an_upload_of_psi_keeps_the_servers_entries_where_the_difference_is_small",),
     ),
     Fault(
         "FedMatch, Eq. 1: rows below the threshold are not drawn to the helpers",
@@ -569,7 +573,7 @@ FAULTS: tuple[Fault, ...] = (
                 "used = confident",
             ),
         ),
-        (AS_PRINTED + "every_unlabelled_row_is_drawn_to_the_helpers",),
+        (AS_PRINTED + "every_unlabelled_row_has_the_divergence_from_the_helpers",),
     ),
     Fault(
         "FedMatch, A.3: clients keep their rate",
@@ -580,7 +584,7 @@ FAULTS: tuple[Fault, ...] = (
                 "float(first[0])",
             ),
         ),
-        (AS_PRINTED + "the_rate_of_every_agent_falls_by_the_validation_loss_of_its_own_network",),
+        (AS_PRINTED + "the_rate_of_every_agent_follows_the_validation_loss_of_its_own_network",),
     ),
     Fault(
         "FedMatch, 3.1: helpers are never refreshed",
@@ -602,10 +606,7 @@ FAULTS: tuple[Fault, ...] = (
                 "agent.memory = {**kept, **agent.memory}",
             ),
         ),
-        (
-            AS_PRINTED
-            + "sparse_messages_bring_the_weights_that_dense_ones_with_the_same_entries_bring",
-        ),
+        (AS_PRINTED + "sparse_messages_give_the_same_weights_as_dense_ones_with_the_same_entries",),
     ),
     Fault(
         "Sparse messages: values come to other places",
@@ -636,27 +637,30 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "FedTriNet: the first player alone votes",
         ((VOTING, "torch.stack(list(probs)).sum(dim=0) / 3", "probs[0]"),),
-        (IN_FEDTRINET + "the_vote_is_the_mean_of_the_players",),
+        (IN_FEDTRINET + "the_vote_is_the_mean_of_the_players_probabilities",),
     ),
     Fault(
         "FedTriNet: a vote at the threshold is believed",
         ((VOTING, "return classes, highest > threshold", "return classes, highest >= threshold"),),
-        (IN_FEDTRINET + "a_draw_goes_to_the_lowest_class_and_the_threshold_itself_is_not_enough",),
+        (IN_FEDTRINET + "a_tie_goes_to_the_lowest_class_and_the_mean_must_exceed_the_threshold",),
     ),
     Fault(
         "FedTriNet, Eq. 5: the threshold does not sink",
         ((VOTING, "falling = (100 - 2 * t) / 100", "falling = (100 - 0 * t) / 100"),),
-        (IN_FEDTRINET + "the_threshold_sinks_as_printed",),
+        (IN_FEDTRINET + "the_threshold_decays_as_printed",),
     ),
     Fault(
         "FedTriNet, Eq. 6: lambda is left out",
         ((VOTING, "(labelled + guessed, cfg.pseudo_weight)]", "(labelled + guessed, 1.0)]"),),
-        (IN_FEDTRINET + "the_loss_is_the_mean_over_labels_plus_lambda_times_that_over_guesses",),
+        (
+            IN_FEDTRINET
+            + "the_loss_is_the_mean_over_labels_plus_lambda_times_that_over_pseudo_labels",
+        ),
     ),
     Fault(
         "FedTriNet: the splice has the local network's first layers",
         ((FEDTRINET, "splice(msg.F, own, self._shallow)", "splice(own, msg.F, self._shallow)"),),
-        (IN_FEDTRINET + "phase_2_is_fedavg_where_c_is_all_of_w_and_nothing_is_tuned_or_admitted",),
+        (IN_FEDTRINET + "without_fine_tuning_and_admitted_rows_phase_2_is_fedavg",),
     ),
     # The label census ----------------------------------------------------------------------------
     Fault(
@@ -668,7 +672,7 @@ FAULTS: tuple[Fault, ...] = (
                 "counts[cluster, : label + 1] += 1",
             ),
         ),
-        (IN_CENSUS + "each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in",),
+        (IN_CENSUS + "each_labelled_row_counts_once_in_its_cluster_and_class",),
     ),
     Fault(
         "label census: rows are counted before they are paid for",
@@ -687,7 +691,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "label census: a malicious map is used",
         ((CENSUS, "        self.check_map(msg)\n", ""),),
-        (IN_CENSUS + "a_malicious_map_is_refused_alike_whatever_rows_there_are",),
+        (IN_CENSUS + "a_malicious_map_is_refused_in_the_same_way_for_any_number_of_rows",),
     ),
     Fault(
         "label census: noise is no part of the posterior",
@@ -697,7 +701,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "label census: the answers wait for the next checkpoint",
         ((CENSUS, 'Phase("census", 1, saved=True)', 'Phase("census", 1)'),),
-        (IN_CENSUS + "the_answers_are_saved_at_once_because_they_cannot_be_asked_for_again",),
+        (
+            IN_CENSUS
+            + "the_round_of_the_answers_is_saved_at_once_because_answers_cannot_be_repeated",
+        ),
     ),
     # FixMatch, UDA -------------------------------------------------------------------------------
     Fault(
@@ -709,16 +716,16 @@ FAULTS: tuple[Fault, ...] = (
                 "kept = p.amax(dim=1) >= 0.0  # (B,)",
             ),
         ),
-        (IN_UDA + "fixmatch_teaches_sure_rows_alone",),
+        (IN_UDA + "fixmatch_learns_from_confident_rows_only",),
     ),
     Fault(
         "UDA: guesses are made less decided",
         ((UDA, "sharpen(p, 1 / self.cfg.temperature)", "sharpen(p, self.cfg.temperature)"),),
-        (IN_UDA + "uda_teaches_the_sharpened_distribution",),
+        (IN_UDA + "uda_learns_the_sharpened_distribution",),
     ),
     Fault(
         "UDA: annealing leaves out the rows that are not known yet",
         ((UDA, "return ~(logits.softmax", "return (logits.softmax"),),
-        (IN_UDA + "labelled_rows_that_are_known_already_teach_nothing",),
+        (IN_UDA + "labelled_rows_that_are_already_known_have_no_loss",),
     ),
 )

@@ -156,8 +156,8 @@ FAULTS: tuple[Fault, ...] = (
         "labels at the server and agents: agents hold the server's rows too",
         ((SPLIT, "        labelled = np.setdiff1d(labelled, own)\n", ""),),
         (
-            "tests/algorithms/test_labels_at_both.py::test_the_server_holds_its_number_of_rows_"
-            "of_all_classes_and_agents_the_others",
+            "tests/algorithms/test_labels_at_both.py::"
+            "test_the_server_holds_its_number_of_rows_of_all_classes_and_agents_the_others",
         ),
     ),
     Fault(
