@@ -1,12 +1,12 @@
-"""Tests what the kernels do with AVX-512 on a processor that has only AVX2: ``make test-avx512``.
+"""Tests the AVX-512 code of the kernels on a processor that has only AVX2: ``make test-avx512``.
 
     python tests/avx512_on_avx2.py [TEST_FILE ...]
 
-Nearly all of a kernel is written in vectors of the compiler's, which makes several of a long one
-where a processor has only shorter ones. The few instructions that a kernel names are plain loops in
-``avx512_on_avx2.hpp``. So a copy of the checkout is compiled that holds itself for AVX-512, and the
-tests that speak of kernels run in it. What this cannot show is whether the compiler makes the right
-code of it for AVX-512 itself: every private run looks at that (privssl/ops/self_test.py).
+Nearly all of a kernel uses the compiler's vectors, which become several shorter ones on such a
+processor. The few instructions that a kernel names are plain loops in ``avx512_on_avx2.hpp``. A
+copy of the checkout is compiled as if for AVX-512, and the tests of kernels run in it. This cannot
+show whether the compiler generates correct code for AVX-512 itself: every private run checks that
+(privssl/ops/self_test.py).
 """
 
 import os
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FLAGS = f"-include {ROOT / 'tests' / 'avx512_on_avx2.hpp'} -Wno-psabi"
-#: A kernel that does not compile is left out by setup.py; torch's would then be what is tested.
+#: setup.py skips a kernel that does not compile; then torch's code would be tested instead.
 CHECK = """
 from privssl.ops import dispatch
 assert dispatch.generation() == "avx2", f"not compiled: {dispatch.versions('avx2')}"
@@ -42,16 +42,16 @@ def main(tests: list[str]) -> int:
             return subprocess.run(command, cwd=there, env=variables, check=False).returncode
 
         build = ("setup.py", "--quiet", "build_ext", "--inplace", f"--parallel={os.cpu_count()}")
-        # which of the two names the flags go by depends on the version of setuptools
+        # the name of the flags depends on the version of setuptools
         status = run(*build, CFLAGS=FLAGS, CXXFLAGS=FLAGS)
         for other in there.glob("privssl/ops/_*_avx512.*"):
-            other.unlink()  # where the processor has AVX-512, these would be taken
+            other.unlink()  # a processor with AVX-512 would use these
         status = status or run("-c", CHECK)
         return status or run("-m", "pytest", *(tests or _of_kernels()))
 
 
 def _files() -> list[str]:
-    """What is in the checkout, committed or not."""
+    """Files of the checkout, committed or not."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True)
     return [name for name in names.stdout.splitlines() if (ROOT / name).exists()]

@@ -1,4 +1,4 @@
-"""Settings that every test shares: one thread, one answer, no window, no surprises in time.
+"""Settings of all tests: one thread, the same random examples, no windows, no time limits.
 
 The environment is set before torch and matplotlib are imported, because both read it once.
 """
@@ -24,9 +24,8 @@ PLUGINS = (
     "tests.support.small_attacks",
 )
 
-# No deadline: the machine that runs the tests may be doing something else. In CI the examples
-# are the same every time, so that a red run can be repeated; elsewhere they are fresh ones.
-# `make test-all` asks for the thorough profile.
+# No deadline: the machine may be busy. In CI the examples are the same every time, so that a
+# failure can be repeated; elsewhere they are new. `make test-all` uses the thorough profile.
 same = "CI" in os.environ
 settings.register_profile("privssl", deadline=None, derandomize=same, max_examples=50)
 settings.register_profile("thorough", deadline=None, derandomize=same, max_examples=200)
@@ -34,8 +33,9 @@ settings.load_profile("privssl")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the plugins where tests are run: the controller of workers needs no torch, and they
-    wait for it. Nothing that imports or collection make is garbage."""
+    """Load the plugins where tests run: the controller of workers needs no torch, and the workers
+    wait for it. Garbage collection is off during imports and collection.
+    """
     gc.disable()
     distributes = config.getoption("dist", "no") != "no" and not config.getoption("collectonly")
     for plugin in () if distributes else PLUGINS:
@@ -43,16 +43,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that share the longest fixture. Workers that run out of tests take some
-    from another's end: of a module that is half done, both would make its fixture."""
+    """Run the tests that share the longest fixture first. Idle workers take tests from the end of
+    another's list: of a half-finished module, both would make the fixture.
+    """
     items.sort(key=lambda item: "test_far_device.py" not in item.nodeid)
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but never look at modules and the list of tests: a million objects.
+    """Collect garbage again, but skip modules and the list of tests: a million objects.
 
-    All loggers pass their messages on. Before each test pytest goes to the root and to those that
-    do not, and torch has fifty."""
+    All loggers propagate their messages. Before each test pytest visits the root logger and those
+    that do not propagate, and torch has fifty of them.
+    """
     gc.freeze()
     gc.enable()
     for logger in list(logging.root.manager.loggerDict.values()):

@@ -1,8 +1,7 @@
-"""The shape of the code base, checked by reading it: who imports whom, and what never appears.
+"""The architecture of the code base: allowed imports, and forbidden content.
 
-Each rule is a function from a module, or a text, to the problems found in it. The rules run
-over the repository, and over planted sources that break them (the negative controls) or only
-look as if they did.
+Each rule is a function from a module, or a text, to its violations. The rules run over the
+repository, and over planted sources that break them (the negative controls) or only look like it.
 """
 
 import ast
@@ -25,8 +24,8 @@ from tests.support.product import (
     repository_files,
 )
 
-#: Lowest first: a package of ``privssl`` imports itself and what stands before it, nothing else, at
-#: any depth of the code. ``__init__`` is the face: anybody may read its version.
+#: Lowest first: a package of ``privssl`` imports itself and packages listed before it, at any depth
+#: of the code. ``__init__`` may be imported everywhere, for its version.
 ORDER = (
     *("errors", "storage", "runtime", "settings", "ops", "core", "models", "training"),
     *("encoders", "data", "reporting", "privacy", "algorithms", "remote", "engines"),
@@ -40,8 +39,8 @@ FLAT = (
     *("__init__", "__main__", "doctor", "errors", "evaluate", "export", "generate", "predict"),
     *("schema", "train"),
 )
-#: On top of the order. ``evaluation`` holds the true labels of query rows, which nothing that runs
-#: on an agent may see; nor does what runs there read data sets or write results.
+#: Additional rules. ``evaluation`` holds the true labels of query rows, which no code on an agent
+#: may see; nor may that code read data sets or write results.
 APART = {
     "privssl.training.evaluation": ("algorithms", "engines", "core", "site"),
     "privssl.reporting.trackers": ("algorithms", "engines"),
@@ -65,17 +64,17 @@ LONGEST_MODULE = 420  # lines
 ALLOWED = {
     "generators": ("torch",),
     "accounting": ("numpy", "scipy", "opacus.accountants"),
-    "accounting.verify": ("dp_accounting",),  # on top of what accounting may
+    "accounting.verify": ("dp_accounting",),  # in addition to those of accounting
 }
 
-# Reading a file must not run code from it, and an import must be visible to the rules above.
+# Reading a file must not run code from it, and all imports must be visible to the rules above.
 UNSAFE = (
     *("eval", "exec", "__import__", "importlib.import_module"),
     *("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"),
     *("torch.load", "torch.serialization", "torch.save"),
     *("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load"),
 )
-#: The one module that imports what a text names: a user's own network, from a config that she runs.
+#: The one module that imports a module named in a text: a user's network, from her own config.
 IMPORTS_BY_NAME = "privssl.runtime.plugins"
 
 MACHINE_PATH = re.compile(r"(?<![\w.~})*-])/(?:root|home|work|Users)/")
@@ -93,7 +92,7 @@ def package_of(name: str) -> str:
 
 
 def wrong_arrows(module: Module) -> Iterator[str]:
-    """Imports that point the wrong way."""
+    """Imports against the order of packages."""
     package = module.name.partition(".")[0]
     allowed = [name for key, names in ALLOWED.items() if inside(module.name, key) for name in names]
     here = package_of(module.name)
@@ -115,8 +114,8 @@ def wrong_arrows(module: Module) -> Iterator[str]:
                     yield f"{module.name}:{line} imports {name}, which {here} may not see"
 
 
-def circles(modules: Sequence[Module]) -> Iterator[str]:
-    """Modules that import each other, by however many others, whatever depth the import is at."""
+def import_cycles(modules: Sequence[Module]) -> Iterator[str]:
+    """Modules that import each other, directly or indirectly, at any depth of the code."""
     names = {module.name for module in modules}
     graph = {
         module.name: {
@@ -139,8 +138,9 @@ def circles(modules: Sequence[Module]) -> Iterator[str]:
 
 
 def flower_elsewhere(module: Module) -> Iterator[str]:
-    """Imports of Flower, whose interfaces change, beside the one file that delivers requests; and
-    of that file, which is for Flower's processes alone."""
+    """Imports of Flower, whose interfaces change, outside the one module that delivers requests;
+    and imports of that module, which only Flower's processes use.
+    """
     for line, _, name in imports(module.source):
         if inside(name, "flwr") and module.name != "privssl.remote.flower_app":
             yield f"{module.name}:{line} imports {name} beside privssl.remote.flower_app"
@@ -149,7 +149,7 @@ def flower_elsewhere(module: Module) -> Iterator[str]:
 
 
 def unsafe_names(module: Module) -> Iterator[str]:
-    """Uses of what runs code from data, under whatever name it was imported."""
+    """Uses of functions that run code from data, under any imported name."""
     full = {}
     may_import = ("importlib.import_module",) if module.name == IMPORTS_BY_NAME else ()
     unsafe = tuple(name for name in UNSAFE if name not in may_import)
@@ -157,7 +157,7 @@ def unsafe_names(module: Module) -> Iterator[str]:
         full[here] = name
         if inside(name, *unsafe):
             yield f"{module.name}:{line} imports {name}"
-    # Of tensors alone: nothing in the file is run.
+    # Only tensors: nothing in the file runs.
     plain = {
         id(call.func) for call in nodes(module.source)
         if isinstance(call, ast.Call)
@@ -177,7 +177,7 @@ def unsafe_names(module: Module) -> Iterator[str]:
 
 
 def missing_docstrings(module: Module) -> Iterator[str]:
-    """The module, its public classes and its public functions, where they say nothing."""
+    """The module, its public classes and its public functions without a docstring."""
     tree = parsed(module.source)
     if not ast.get_docstring(tree):
         yield f"{module.name} has no docstring"
@@ -188,20 +188,20 @@ def missing_docstrings(module: Module) -> Iterator[str]:
 
 
 def too_long(module: Module) -> Iterator[str]:
-    """Modules that probably have more than one subject."""
+    """Modules that are probably too long for one subject."""
     lines = len(module.source.splitlines())
     if lines > LONGEST_MODULE:
         yield f"{module.name} has {lines} lines, more than {LONGEST_MODULE}"
 
 
 def without_subject(module: Module) -> Iterator[str]:
-    """Modules named after being useful, at any depth."""
+    """Modules with names such as utils, at any depth."""
     if {"utils", "util", "helpers", "misc", "common"} & set(module.name.split(".")):
         yield f"{module.name} has no subject: name it after what it is about"
 
 
 def outside_world(name: str, text: str) -> Iterator[str]:
-    """Paths of one machine and hosts of package indexes in a file's text."""
+    """Local paths and hosts of package indexes in a text."""
     for line, content in enumerate(text.splitlines(), start=1):
         if MACHINE_PATH.search(content):
             yield f"{name}:{line} has an absolute path of one machine"
@@ -226,7 +226,7 @@ def test_every_module_of_the_product_keeps_the_rule(check: Check) -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_no_file_names_a_machine_or_a_package_index() -> None:
+def test_no_file_contains_a_local_path_or_a_package_index() -> None:
     problems: list[str] = []
     for path in repository_files():
         try:
@@ -238,25 +238,25 @@ def test_no_file_names_a_machine_or_a_package_index() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    problems = list(circles(product_modules()))
+    problems = list(import_cycles(product_modules()))
     assert not problems, "\n".join(problems)
-    # The negative controls: by way of a third, and inside a function; and what is no circle.
+    # The negative controls: through a third module, and inside a function; and what is no cycle.
     planted = [
         Module("privssl.core.a", "from privssl.core.b import x"),
         Module("privssl.core.b", "def f():\n    from privssl.core import c"),
         Module("privssl.core.c", "import privssl.core.a"),
     ]
-    assert len(list(circles(planted))) == 3
-    assert list(circles(planted[:2])) == []
+    assert len(list(import_cycles(planted))) == 3
+    assert list(import_cycles(planted[:2])) == []
 
 
-def test_only_the_public_face_lies_flat_in_privssl() -> None:
+def test_only_the_public_modules_lie_directly_in_privssl() -> None:
     flat = sorted(path.stem for path in (ROOT / "privssl").glob("*.py"))
     assert flat == sorted(FLAT)
 
 
-def test_the_rules_see_all_three_packages_and_every_rule_names_a_module_that_exists() -> None:
-    # A rule about a module that was renamed would pass for ever.
+def test_the_rules_cover_all_three_packages_and_name_modules_that_exist() -> None:
+    # A rule about a renamed module would always pass.
     names = [module.name for module in product_modules()]
     assert set(PACKAGES) == {name.partition(".")[0] for name in names}
     assert sorted({*ALLOWED, *APART} - set(names)) == []
@@ -325,7 +325,7 @@ def test_the_rules_see_all_three_packages_and_every_rule_names_a_module_that_exi
         (without_subject, "privssl.data.utils.images", ""),
     ],
 )
-def test_a_planted_breach_is_found(check: Check, name: str, source: str) -> None:
+def test_planted_violations_are_found(check: Check, name: str, source: str) -> None:
     assert len(list(check(Module(name, source)))) >= 1
 
 
@@ -362,11 +362,11 @@ def test_a_planted_breach_is_found(check: Check, name: str, source: str) -> None
         (without_subject, "privssl.data.datasets", ""),
     ],
 )
-def test_what_only_looks_like_a_breach_passes(check: Check, name: str, source: str) -> None:
+def test_sources_that_only_look_like_violations_pass(check: Check, name: str, source: str) -> None:
     assert list(check(Module(name, source))) == []
 
 
-# Put together here, so that this file does not hold what it forbids.
+# Assembled here, so that this file does not contain what it forbids.
 @pytest.mark.parametrize(
     "text",
     [

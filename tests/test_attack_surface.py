@@ -1,9 +1,8 @@
-"""What somebody can do who writes a file or a message that privssl reads: tests 28 to 32 of the
-specification, where the other files leave a gap.
+"""Attacks by files and messages that privssl reads: tests 28 to 32 of the specification, where
+other test files leave a gap.
 
-Every reader gets the same hostile contents, and has to end in one of our own errors, which the
-commands print without a traceback; nothing may have happened besides. That a content would have
-done harm elsewhere is shown beside it.
+Every reader gets the same hostile contents, and must raise one of our errors, which commands print
+without a traceback, and do nothing else. A control shows that the content would do harm elsewhere.
 """
 
 import ast
@@ -68,7 +67,7 @@ REFUSALS = (UserError, AccountingError)
 
 
 class Harm:
-    """When it is unpickled, a folder is made."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -109,7 +108,7 @@ PICKLES: dict[str, Callable[[Harm], bytes]] = {
 
 
 def unpickle(name: str, content: bytes) -> None:
-    """How each of them would have been loaded carelessly."""
+    """How a careless reader would load them."""
     if name == "a pickle":
         pickle.loads(content)  # noqa: S301
     elif name == "a file of torch.save":
@@ -151,7 +150,8 @@ def as_config(path: Path, content: bytes) -> object:
 
 def as_ledger(path: Path, content: bytes) -> object:
     path.write_bytes(content)
-    problems = read_journal(path).problems  # read without a lock, so problems are told, not raised
+    # read without a lock, so problems are returned, not raised
+    problems = read_journal(path).problems
     if problems:
         raise PlanError(str(problems[0]))
     return problems
@@ -183,7 +183,7 @@ def as_snapshot(path: Path, content: bytes) -> object:
 
 
 def as_tensors(path: Path, content: bytes) -> object:
-    """With the right checksum, as somebody with bad intentions would write it."""
+    """With a valid checksum, as an attacker would write it."""
     folder = checkpoint.save_snapshot(path, SNAPSHOT)
     (folder / "state.safetensors").write_bytes(content)
     about = json.loads((folder / "snapshot.json").read_text())
@@ -201,21 +201,21 @@ READERS: dict[str, Callable[[Path, bytes], object]] = {
 
 
 @pytest.mark.parametrize("kind", PICKLES)
-def test_no_reader_runs_what_a_file_says(kind: str, tmp_path: Path) -> None:
+def test_no_reader_runs_code_from_a_file(kind: str, tmp_path: Path) -> None:
     mark = tmp_path / "it ran"
     content = PICKLES[kind](Harm(mark))
     for name, reader in READERS.items():
         with pytest.raises(REFUSALS):
             reader(tmp_path / name, content)
         assert not mark.exists(), name
-    unpickle(kind, content)  # the control: it would have worked
+    unpickle(kind, content)  # the control: loading it carelessly runs the code
     assert mark.exists()
 
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
 
 
-def test_a_postscript_file_under_an_images_name_does_not_reach_ghostscript(
+def test_a_postscript_file_named_like_an_image_does_not_reach_ghostscript(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[object] = []
@@ -228,11 +228,11 @@ def test_a_postscript_file_under_an_images_name_does_not_reach_ghostscript(
     with pytest.raises(DataError, match="cannot be read as an image"):
         as_image(tmp_path / "data", POSTSCRIPT)
     assert called == []
-    Image.open(io.BytesIO(POSTSCRIPT)).load()  # the control: Pillow left to itself runs it
+    Image.open(io.BytesIO(POSTSCRIPT)).load()  # the control: Pillow by default runs it
     assert len(called) == 1
 
 
-def test_an_image_or_an_array_that_would_fill_the_memory_is_refused_by_its_stated_size(
+def test_an_image_or_array_larger_than_the_memory_is_refused_by_its_stated_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, y = np.zeros((40, 8, 8), np.uint8), np.arange(40) % 2
@@ -243,13 +243,14 @@ def test_an_image_or_an_array_that_would_fill_the_memory_is_refused_by_its_state
     as_image(tmp_path / "images", picture.getvalue())
     monkeypatch.setattr(npz, "MAX_BYTES", 1000)
     monkeypatch.setattr(image_folder, "MAX_PIXELS", 63)
-    with pytest.raises(DataError, match=r"x_train.npy has 2688 bytes"):  # 40 x 64 and a head of 128
+    # 40 x 64 and a header of 128
+    with pytest.raises(DataError, match=r"x_train.npy has 2688 bytes"):
         as_npz(tmp_path / "npz", content)
     with pytest.raises(DataError, match="8x8 pixels, more than 63"):
         as_image(tmp_path / "again", picture.getvalue())
 
 
-def test_an_entry_of_an_npz_that_is_no_array_is_refused(tmp_path: Path) -> None:
+def test_an_npz_entry_that_is_no_array_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "raw.npz"
     with zipfile.ZipFile(path, "w") as file:
         for name in ("x_train", "y_train", "x_test", "y_test"):
@@ -258,19 +259,19 @@ def test_an_entry_of_an_npz_that_is_no_array_is_refused(tmp_path: Path) -> None:
         load_dataset(DataSettings(name="npz", root=str(path)))
 
 
-# What no module may call, on top of tests/test_architecture.py, which bans torch.load, pickle,
-# eval, exec and yaml.load whatever their arguments are.
+# Calls that no module may contain, in addition to tests/test_architecture.py, which bans
+# torch.load, pickle, eval, exec and yaml.load with any arguments.
 STARTS_OR_LOADS = (
     *("os.system", "os.popen", "os.spawnl", "os.execv", "subprocess", "pty", "ctypes", "compile"),
     *("torch.jit", "torch.hub", "torch.package", "numpy.fromfile", "tempfile.mktemp"),
     *("yaml.Loader", "yaml.UnsafeLoader", "yaml.FullLoader", "yaml.CLoader"),
 )
-# Functions that are safe only with an argument, and what it must be.
+# Functions that are safe only with an argument, and its value.
 NEEDS = {"load": ("numpy", "allow_pickle", "False"), "open": ("PIL.Image", "formats", None)}
 
 
 def careless(module: Module) -> Iterator[str]:
-    """Calls that start programs, load code, or leave out what makes them safe."""
+    """Calls that start programs, load code, or omit the argument that makes them safe."""
     full = {here: name for _, here, name in imports(module.source)}
     for node in nodes(module.source):
         if isinstance(node, ast.Name | ast.Attribute):
@@ -289,8 +290,8 @@ def careless(module: Module) -> Iterator[str]:
                 yield f"{module.name}:{node.lineno} leaves out {key} of {ast.unparse(node.func)}"
 
 
-#: Who starts Flower's programs and ours, or asks the kernel for a sandbox. An operator asks for it;
-#: no file and no request says what is started, and no shell reads it.
+#: Modules that start Flower's programs and ours, or ask the kernel for a sandbox. Only an operator
+#: starts them: no file and no request names the program, and no shell is used.
 MAY = {
     **dict.fromkeys(
         ("privssl.remote.flower_transport", "privssl.site.demo", "privssl.site.supernode"),
@@ -299,7 +300,7 @@ MAY = {
     # `privssl reproduce` starts `privssl.train` and asks git for the commit
     **dict.fromkeys(("privssl.reproduce.machine", "privssl.reproduce.runner"), "subprocess"),
     "privssl.site.sandbox": "ctypes",
-    # kernels that were compiled beside them when privssl was installed
+    # compiled kernels in the installed package
     **dict.fromkeys(
         (
             "privssl.ops.dispatch",
@@ -311,12 +312,12 @@ MAY = {
         ),
         "ctypes",
     ),
-    # two calls of the C library that is loaded, with constants
+    # two functions of the loaded C library, with constants
     "privssl.runtime.process": "ctypes",
 }
 
 
-def test_no_module_starts_a_program_or_leaves_out_what_makes_a_reader_safe() -> None:
+def test_no_module_starts_a_program_or_omits_what_makes_a_reader_safe() -> None:
     found = [(module.name, text) for module in product_modules() for text in careless(module)]
     allowed = [(name, text) for name, text in found if f"uses {MAY.get(name, 'nothing')}" in text]
     assert [text for name, text in found if (name, text) not in allowed] == []
@@ -340,7 +341,7 @@ def test_no_module_starts_a_program_or_leaves_out_what_makes_a_reader_safe() -> 
         ("import os\nos.open('x', 0)\nself.load()", False),
     ],
 )
-def test_the_rule_finds_what_is_planted_and_no_more(source: str, found: bool) -> None:
+def test_the_rule_finds_exactly_the_planted_calls(source: str, found: bool) -> None:
     assert bool(list(careless(Module("privssl.training.local_training", source)))) == found
 
 
@@ -358,7 +359,7 @@ def test_the_rule_finds_what_is_planted_and_no_more(source: str, found: bool) ->
     ],
     ids=lambda text: ascii(text)[:30],
 )  # fmt: skip
-def test_yaml_that_is_more_than_plain_values_is_refused(text: str) -> None:
+def test_yaml_beyond_plain_values_is_refused(text: str) -> None:
     with pytest.raises(YamlError):
         read_yaml(text)
 
@@ -372,9 +373,7 @@ def test_yaml_that_is_more_than_plain_values_is_refused(text: str) -> None:
         ("<<", None), ("True", True), ("NULL", None), ("-0", 0), ("1.0e+3", 1000.0),
     ],
 )  # fmt: skip
-def test_a_scalar_is_what_it_looks_like_or_a_finding_that_names_its_key(
-    written: str, value: object
-) -> None:
+def test_a_scalar_is_read_literally_or_reported_with_its_key(written: str, value: object) -> None:
     document = read_yaml(f"a:\n  b: {written}\n")
     assert document.value == {"a": {"b": value}}
     surprising = value is None and written != "NULL"
@@ -383,7 +382,7 @@ def test_a_scalar_is_what_it_looks_like_or_a_finding_that_names_its_key(
 
 @pytest.mark.parametrize("written", [".nan", ".inf", "-.inf", "1.0e+999"])
 @pytest.mark.parametrize("key", ["epsilon", "delta", "clip_norm", "sample_rate", "learning_rate"])
-def test_no_number_of_the_privacy_section_may_be_infinite_or_none(
+def test_no_number_of_the_privacy_section_may_be_infinite_or_nan(
     key: str, written: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "tiny.yaml"
@@ -399,7 +398,7 @@ def test_no_number_of_the_privacy_section_may_be_infinite_or_none(
 @pytest.mark.parametrize(
     "text", ["../" * 40 + "x", "x" * 3000, "~nobody-of-that-name/x", "loop", "folder", "a\nb"]
 )
-def test_a_path_of_data_that_leads_nowhere_is_refused_in_words_and_nothing_is_made(
+def test_an_invalid_data_path_is_refused_and_nothing_is_created(
     key: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -416,14 +415,14 @@ HOSTILE_NAMES = ["../s0", "/etc/s0", "s0/../../x", "s0\0", "s" * 300, "CON", "nu
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES, ids=ascii)
-def test_a_split_cannot_give_an_agent_a_name_of_its_own(name: str, tmp_path: Path) -> None:
+def test_a_split_cannot_rename_or_add_an_agent(name: str, tmp_path: Path) -> None:
     settings, agents = DataSettings(name="toy", labelled=20, unlabelled=30), AgentSettings(2, 1, 0)
     honest = build_federation(settings, agents, 0).manifest
     path = tmp_path / "split.json"
     replayed = DataSettings(name="toy", labelled=20, unlabelled=30, split=str(path))
     honest.write(path)
     build_federation(replayed, agents, 0)  # the control
-    # Once in the place of s0, and once beside it, without rows, where nobody would miss it.
+    # Once instead of s0, and once in addition, without rows, where it has no effect.
     holdings = dict(honest.agents)
     beside = {**holdings, name: manifests.AgentRows((), ())}
     holdings[name] = holdings.pop("s0")
@@ -441,7 +440,7 @@ def write_split(path: Path, like: manifests.Manifest, agents: dict[str, Any]) ->
 
 
 def loose(folder: Path) -> list[str]:
-    """Files that are not 0600 and folders that are not 0700, links of any kind."""
+    """Files that are not 0600, folders that are not 0700, and links."""
     found = []
     for path in [folder, *folder.rglob("*")]:
         mode = path.lstat().st_mode
@@ -451,7 +450,7 @@ def loose(folder: Path) -> list[str]:
     return found
 
 
-def test_every_file_and_folder_of_a_private_run_is_its_owners_alone_whatever_the_umask(
+def test_files_and_folders_of_a_private_run_are_readable_by_their_owner_only_under_any_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, folder = tmp_path / "tiny.yaml", tmp_path / "deep/run"
@@ -471,7 +470,7 @@ def test_every_file_and_folder_of_a_private_run_is_its_owners_alone_whatever_the
             assert command(*arguments, f"run.output={folder}").status == 130
         assert loose(folder) == []
         assert command(*arguments, "--resume", folder).status == 0
-        (tmp_path / "theirs").mkdir()  # the control: this umask hides nothing by itself
+        (tmp_path / "theirs").mkdir()  # the control: this umask restricts nothing
     finally:
         os.umask(before)
     assert len(list(folder.rglob("*"))) > 15
@@ -479,7 +478,7 @@ def test_every_file_and_folder_of_a_private_run_is_its_owners_alone_whatever_the
     assert loose(tmp_path / "theirs") == ["theirs 40777"]
 
 
-def test_a_split_is_its_owners_alone_wherever_it_is_written(tmp_path: Path) -> None:
+def test_a_split_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     settings = DataSettings(name="toy", labelled=20, unlabelled=30)
     before = os.umask(0)
     try:
@@ -490,7 +489,7 @@ def test_a_split_is_its_owners_alone_wherever_it_is_written(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["s.json"]
 
 
-def test_a_link_in_the_place_of_a_file_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     for name in ("file", f"{atomic_files.TEMPORARY}file"):
         precious.write_text("years of work")
@@ -501,7 +500,7 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_written_through(tmp_p
         (tmp_path / "file").unlink()
 
 
-def test_a_pipe_in_the_place_of_a_file_does_not_make_a_reader_wait_for_ever(tmp_path: Path) -> None:
+def test_a_named_pipe_in_place_of_a_file_does_not_block_a_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "s0.jsonl")
     with pytest.raises(AccountingError, match="not a regular file"):
         read_content(tmp_path / "s0.jsonl")
@@ -521,7 +520,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_make_a_reader_wait_for_ever(tmp_
 
 
 def bytes_of(header: dict[str, Any], body: bytes = b"", fields: str = "{}") -> bytes:
-    """A message as somebody writes it who knows the format."""
+    """A message as an attacker who knows the format writes it."""
     text = json.dumps({"__metadata__": {"fields": fields}, **header}).encode()
     return len(text).to_bytes(8, "little") + text + body
 
@@ -577,18 +576,18 @@ HOSTILE_MESSAGES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE_MESSAGES)
-def test_bytes_that_are_no_message_are_refused_and_no_memory_is_taken_for_their_claims(
+def test_invalid_messages_are_refused_without_allocating_their_claimed_sizes(
     what: str,
 ) -> None:
     with pytest.raises(MessageError):
         deserialize(Note, HOSTILE_MESSAGES[what])
 
 
-def test_the_same_bytes_without_the_harm_are_a_message() -> None:
+def test_the_same_bytes_without_the_damage_are_a_valid_message() -> None:
     note = deserialize(Note, bytes_of({"w/a": ONE}, BODY, WEIGHTS))
     assert note.w is not None and note.w["a"].tolist() == [1.0]
     assert (note.number, note.flag) == (1.0, True)
-    # A field of a message's own choosing is left lying, and so is its tensor.
+    # An unknown field of a message is ignored, and so is its tensor.
     bytes_with_more = bytes_of(
         {"w/a": ONE, "x": {**ONE, "data_offsets": [4, 8]}}, 2 * BODY, fields(epsilon=100.0)
     )
@@ -596,7 +595,7 @@ def test_the_same_bytes_without_the_harm_are_a_message() -> None:
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf])
-def test_an_infinite_number_travels_in_strict_json(number: float) -> None:
+def test_an_infinite_number_is_sent_in_strict_json(number: float) -> None:
     assert deserialize(Note, serialize(Note(None, number=number))).number == number
     assert b"Infinity" not in serialize(Note(None, number=number))
 
@@ -611,7 +610,7 @@ UNLIKE = {
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("what", UNLIKE)
-def test_weights_of_another_form_stop_the_average_whoever_comes_first(
+def test_weights_of_another_form_are_refused_in_an_average_in_any_order(
     what: str, first: bool
 ) -> None:
     honest, hostile = ("q1", "q0") if first else ("q0", "q1")
@@ -623,7 +622,7 @@ def test_weights_of_another_form_stop_the_average_whoever_comes_first(
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_a_key_too_many_or_too_few_stops_the_average(missing: bool) -> None:
+def test_additional_or_missing_keys_are_refused_in_an_average(missing: bool) -> None:
     odd = reply("q1", torch.ones(3))
     other = Note({} if missing else {"w": torch.ones(3), "z": torch.ones(1)})
     object.__setattr__(odd, "content", other)
@@ -632,7 +631,7 @@ def test_a_key_too_many_or_too_few_stops_the_average(missing: bool) -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-def test_a_share_that_is_negative_or_not_finite_stops_the_average(weight: float) -> None:
+def test_a_weight_that_is_negative_or_not_finite_is_refused_in_an_average(weight: float) -> None:
     with pytest.raises(MessageError, match=f"q1 has the weight {weight} in the mean of w"):
         average([reply("q0", [1.0]), reply("q1", [1.0], weight)], "w", otherwise={})
 
@@ -650,7 +649,7 @@ def test_weights_that_do_not_fit_a_network_are_not_loaded_into_it(damage: str) -
     }[damage]
     with pytest.raises(RuntimeError, match=r"Error.s. in loading state_dict"):
         into_network(network, changed)
-    wide = {k: v.double() for k, v in weights.items()}  # a wider type costs its sender alone
+    wide = {k: v.double() for k, v in weights.items()}  # a wider type costs only its sender
     assert {p.dtype for p in into_network(network, wide).parameters()} == {torch.float32}
 
 
@@ -662,7 +661,7 @@ def protected(tmp_path: Path) -> Prepared:
 
 
 def damaged(came: FedSSLRequest, value: float, share: float) -> FedSSLRequest:
-    """A request in which the server has planted a number in a share of all weights."""
+    """A request in which the server has set a share of all weights to a number."""
     generator = torch.Generator().manual_seed(0)
 
     def plant(weights: Any) -> dict[str, Tensor]:
@@ -677,7 +676,7 @@ HOSTILE_WEIGHTS = [(math.nan, 1.0), (math.nan, 0.001), (math.inf, 0.01), (1e30, 
 
 
 class Released:
-    """What each private step adds up, and what it makes of it, parameter by parameter."""
+    """The sum of each private step, and the released result, parameter by parameter."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sums: list[Tensor] = []
@@ -692,7 +691,7 @@ class Released:
         patch.setattr(SecureNoise, "add_noise", look)
 
     def noise_is_whole(self) -> bool:
-        """Whether every released number has noise on it that is as large as planned: 4 x 0.5."""
+        """Whether every released number has noise of the planned size: 4 x 0.5."""
         added = [n - s for n, s in zip(self.noisy, self.sums, strict=True)]
         scales = [float(a.std()) for a in added]
         return all(abs(scale - 2.0) < 0.1 for scale in scales)  # NaN is not
@@ -707,15 +706,15 @@ def test_no_weights_from_the_server_make_a_support_agent_send_a_number_without_n
     visit_with(protected, tmp_path / "visit", lambda rows: rows, came)
     [total] = released.sums
     assert bool(total.isfinite().all())
-    assert float(total.norm()) <= 12 * 0.5 * (1 + 1e-4)  # rows x clip norm
+    assert float(total.norm()) <= 12 * 0.5 * (1 + 1e-4)  # rows x clipping norm
     assert released.noise_is_whole()
 
 
-def test_the_check_of_released_numbers_notices_that_rows_without_a_finite_gradient_count(
+def test_the_check_of_released_numbers_detects_rows_with_non_finite_gradients(
     protected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = Released(monkeypatch)
-    monkeypatch.setattr(dispatch, "_latest", lambda: None)  # ours cannot be broken from here
+    monkeypatch.setattr(dispatch, "_latest", lambda: None)  # our kernel cannot be patched here
     monkeypatch.setattr(Tensor, "nan_to_num_", lambda self, **_: self)
     monkeypatch.setattr(
         clipping, "_factors", lambda norms, drawn, clip: (clip / norms).clamp(max=1.0) * drawn
@@ -726,7 +725,7 @@ def test_the_check_of_released_numbers_notices_that_rows_without_a_finite_gradie
 
 
 @pytest.mark.parametrize(("value", "share"), [(1e30, 0.01), (1e10, 1.0), (1e4, 0.1)])
-def test_under_hostile_weights_one_row_still_moves_the_sum_by_at_most_the_clip_norm(
+def test_under_hostile_weights_one_row_moves_the_sum_by_at_most_the_clip_norm(
     value: float, share: float, protected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_noise(monkeypatch)
@@ -738,8 +737,8 @@ def test_under_hostile_weights_one_row_still_moves_the_sum_by_at_most_the_clip_n
     assert float((one.double() - other.double()).norm()) <= 0.5 * (1 + 1e-4)
 
 
-def test_no_message_changes_what_an_agent_may_spend(tmp_path: Path) -> None:
-    # The budget is the agent's own: a request has no field for it, and bytes cannot add one.
+def test_no_message_changes_the_budget_of_an_agent(tmp_path: Path) -> None:
+    # The budget belongs to the agent: a request has no field for it, and bytes cannot add one.
     path = tmp_path / "tiny.yaml"
     path.write_text(PRIVATE)
     prepared = prepare(config.load_config(path, [*ONE_STEP, "privacy.epsilon=2.0"]))
@@ -765,7 +764,7 @@ def test_no_message_changes_what_an_agent_may_spend(tmp_path: Path) -> None:
     assert isinstance(answers[-1], Declined)
 
 
-# Checkpoints are peers as well: whoever can write one can put the right checksum on it.
+# Checkpoints are untrusted as well: whoever can write one can give it a valid checksum.
 
 
 def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -831,7 +830,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("what", FORGED)
-def test_a_forged_snapshot_is_passed_over_in_words(what: str, tmp_path: Path) -> None:
+def test_a_forged_snapshot_is_skipped_with_a_message(what: str, tmp_path: Path) -> None:
     assert checkpoint.load_snapshot(forged(tmp_path / "good", lambda about: None), "d").round == 1
     with pytest.raises(RunFolderError, match="no checkpoint is intact"):
         checkpoint.load_snapshot(forged(tmp_path / "bad", FORGED[what]), "d")
@@ -867,7 +866,7 @@ TEXT_READERS: tuple[Literal["split", "ledger", "card", "header", "snapshot"], ..
 
 @pytest.mark.parametrize("what", STRANGE)
 @pytest.mark.parametrize("reader", TEXT_READERS)
-def test_every_reader_of_json_refuses_what_is_strange_and_never_crashes(
+def test_every_reader_of_json_refuses_invalid_content_and_never_crashes(
     reader: str, what: str, tmp_path: Path
 ) -> None:
     with pytest.raises(REFUSALS):
@@ -875,7 +874,7 @@ def test_every_reader_of_json_refuses_what_is_strange_and_never_crashes(
 
 
 @pytest.mark.parametrize("what", [w for w in STRANGE if "almost" not in w])
-def test_the_strict_reader_names_what_is_strange_and_reads_what_is_not(what: str) -> None:
+def test_the_strict_reader_names_invalid_content_and_reads_valid_content(what: str) -> None:
     with pytest.raises(PlanError):
         decode_strictly(f'{{"a":{STRANGE[what]}}}'.encode())
     assert decode_strictly(b'{"a":[0.5,9007199254740992,"\\ud83d\\ude00"]}') == {
@@ -891,7 +890,7 @@ def test_the_strict_reader_names_what_is_strange_and_reads_what_is_not(what: str
         ({"settings": {"alpha": 1e308 * 10}}, "is not a split.json: Infinity is not a number"),
     ],
 )
-def test_a_split_with_numbers_beyond_all_is_refused_even_with_a_hash(
+def test_a_split_with_numbers_out_of_range_is_refused_even_with_a_valid_hash(
     changes: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     plain = build_federation(DataSettings(name="toy", labelled=20), AgentSettings(2, 1, 0), 0)
@@ -906,7 +905,7 @@ def test_a_split_with_numbers_beyond_all_is_refused_even_with_a_hash(
         manifests.read_manifest(path)
 
 
-def test_numbers_too_large_for_json_come_back_from_a_snapshot(tmp_path: Path) -> None:
+def test_numbers_too_large_for_json_are_restored_from_a_snapshot(tmp_path: Path) -> None:
     extra = {"up": MAX_INTEGER, "down": 3 * MAX_INTEGER, "least": -(10**40)}
     checkpoint.save_snapshot(tmp_path, Snapshot(1, {}, {}, "d", extra))
     assert checkpoint.load_snapshot(tmp_path, "d").extra == extra

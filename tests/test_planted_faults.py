@@ -1,6 +1,6 @@
-"""The list of planted faults is never out of date, and a fault is one that Python can run.
+"""The list of planted faults matches the sources, and every fault is valid Python.
 
-Whether their tests notice them takes minutes: ``python -m tests.planted_faults.run``.
+Whether their tests detect them takes minutes: ``python -m tests.planted_faults.run``.
 """
 
 import ast
@@ -19,7 +19,7 @@ each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.na
 
 @cache
 def _tree(text: str) -> str:
-    """The syntax tree of a file in which several faults are planted."""
+    """The syntax tree of a file, cached for the faults planted in it."""
     return ast.dump(ast.parse(text))
 
 
@@ -42,7 +42,7 @@ def _tests_of(path: str) -> dict[str, set[str]]:
 
 
 @each_fault
-def test_a_fault_applies_to_the_product_as_it_is(fault: Fault) -> None:
+def test_a_fault_can_be_planted_in_the_present_sources(fault: Fault) -> None:
     before, after = fault.sources(ROOT)
     for path, text in after.items():
         compile(text, path, "exec")
@@ -57,12 +57,12 @@ def test_a_fault_names_fast_tests_that_exist(fault: Fault) -> None:
         assert _tests_of(path)[name.partition("[")[0]] == set()
 
 
-def test_there_are_at_least_64_faults_each_with_a_name_of_its_own() -> None:
+def test_there_are_at_least_64_faults_with_unique_names() -> None:
     assert len(FAULTS) >= 64
     assert max(Counter(fault.name for fault in FAULTS).values()) == 1
 
 
-def test_a_fault_whose_text_is_gone_or_there_twice_is_stale(tmp_path: Path) -> None:
+def test_a_fault_whose_text_is_missing_or_repeated_is_stale(tmp_path: Path) -> None:
     source = tmp_path / "some.py"
     fault = Fault("a sign is lost", (("some.py", "x - 1", "x + 1"),), ("tests/a.py::test_b",))
     source.write_text("y = x - 1\n")

@@ -1,4 +1,4 @@
-"""Benchmarks that numbers of the docs come from: they measure what they say."""
+"""Benchmarks behind numbers of the docs measure what they claim to measure."""
 
 import json
 from pathlib import Path
@@ -35,8 +35,8 @@ SMALL = [
 
 @pytest.mark.slow
 def test_a_census_on_a_shared_map_ends_where_a_whole_run_ends(tmp_path: Path) -> None:
-    # Without noise both have the seed alone, so they agree to the last row; the second epsilon is
-    # there to show that the first leaves nothing behind, the second case to give other labels.
+    # Without noise both depend on the seed only, so they agree in every row. The second epsilon
+    # shows that the first leaves nothing behind; the second case has other labels.
     endless, one = float("inf"), "agents.support=1"
     told = census_curve.measure(
         load_config(CONFIG, SMALL),
@@ -51,13 +51,13 @@ def test_a_census_on_a_shared_map_ends_where_a_whole_run_ends(tmp_path: Path) ->
         finals.append(json.loads((run / "results.json").read_text())["test_accuracy"]["final"])
     assert [told[n]["test"] for n in (0, 2, 3)] == [finals[0], finals[0], finals[1]]
     assert [record.get("also") for record in told] == [None] * 3 + [one] * 3
-    # the control: with other query agents the map would be another
+    # the control: with other query agents the map differs
     other = load_config(CONFIG, [*SMALL, "agents.query=5"])
     with pytest.raises(UserError, match="unlabelled rows are with other agents"):
         census_curve.measure(load_config(CONFIG, SMALL), [endless], {"agents.query=5": other})
 
 
-def test_runs_become_points_with_their_claim_or_without(tmp_path: Path) -> None:
+def test_runs_become_points_with_or_without_a_claim(tmp_path: Path) -> None:
     curve = tmp_path / "curve.json"
     curve.write_text(json.dumps([
         {"labels": 100, "epsilon": 2.0, "test": 0.96},
@@ -82,7 +82,7 @@ def test_runs_become_points_with_their_claim_or_without(tmp_path: Path) -> None:
     assert nominal == Point("fedssl-dp, as published (NOMINAL)", 100, 7.9, True, 0.9)
 
 
-def test_a_figure_tells_mean_deviation_and_worst_of_each_point(tmp_path: Path) -> None:
+def test_a_figure_shows_mean_deviation_and_worst_of_each_point(tmp_path: Path) -> None:
     points = [Point("m", 100, 1.0, False, value) for value in (0.90, 0.94)]
     picture = tmp_path / "figure.png"
     lines = epsilon_figure.draw([*points, Point("n", 300, None, False, 0.5)], picture)
@@ -91,14 +91,14 @@ def test_a_figure_tells_mean_deviation_and_worst_of_each_point(tmp_path: Path) -
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_no_run_is_refused_by_name(
+def test_folders_that_are_no_runs_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert epsilon_figure.main([str(tmp_path / "figure.png"), str(tmp_path)]) == 2
     assert f"{tmp_path}: no finished run" in capsys.readouterr().err
 
 
-def test_an_uneven_split_has_at_most_so_many_labels_of_a_class_and_all_of_the_others(
+def test_an_uneven_split_has_the_limited_labels_of_a_class_and_all_of_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "split.json"
@@ -125,8 +125,8 @@ def test_an_uneven_split_has_at_most_so_many_labels_of_a_class_and_all_of_the_ot
         assert fewer.manifest.agents[agent].unlabelled == holding.unlabelled
 
 
-def test_the_map_tables_are_of_rows_whose_true_clusters_are_known() -> None:
-    # Two classes far apart: clusters are pure, and a census without much noise names them all.
+def test_the_map_tables_are_computed_from_rows_with_known_clusters() -> None:
+    # Two classes far apart: clusters are pure, and a census with little noise labels them all.
     rows = census_map.Rows.__new__(census_map.Rows)
     side = torch.arange(80) % 2
     angle = torch.where(side == 0, 0.0, torch.pi) + torch.arange(80) / 400
@@ -135,7 +135,7 @@ def test_the_map_tables_are_of_rows_whose_true_clusters_are_known() -> None:
     assert "| 8 cells, joined | 1.000 to 1.000 |" in census_map.purity_table(rows, [2])
     told = census_map.census_table(rows, [2], [8.0])
     assert [line.split("|")[3].strip() for line in told[2:]] == ["1.000 (1.000)"] * 4
-    # the control: classes that have nothing to do with where rows lie
+    # the control: classes that do not depend on positions
     rows.truth = (torch.arange(80) // 2) % 2
     purity = float(census_map.purity_table(rows, [2])[2].split("|")[2].split()[0])
     assert 0.45 < purity < 0.65
@@ -169,7 +169,7 @@ def test_any_setting_can_be_varied_and_the_ratio_is_of_the_first_to_the_last(
     assert line == "| fedssl | 3.00 | 2.00 | 1.50 |"
 
 
-def test_memory_of_sites_counts_growth_after_the_warm_up_and_not_before() -> None:
+def test_memory_of_sites_is_the_growth_after_the_warm_up() -> None:
     after = [{"flat": 80.0, "grows": 100.0 + more} for more in (0, 25)]
     rounds = [{"flat": 50.0, "grows": 100.0}, *after]
     *_, flat, grows = sites_memory.table(rounds, 1).splitlines()
@@ -177,7 +177,7 @@ def test_memory_of_sites_counts_growth_after_the_warm_up_and_not_before() -> Non
     assert grows == "| grows | 100.0 | 100.0 | 125.0 | 125.0 | 25.0% |"
 
 
-def test_a_network_that_learned_synthetic_rows_is_measured_on_the_test_rows_of_the_run(
+def test_a_network_trained_on_synthetic_rows_is_measured_on_the_test_rows_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "tiny.yaml"

@@ -1,4 +1,4 @@
-"""Cells in forks side by side leave what cells one after the other leave."""
+"""Cells in parallel forks leave the same entries as cells in sequence."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from tests.support.table_clone import make_clone, runner
 pytestmark = pytest.mark.slow
 
 
-def test_cells_at_once_leave_the_entries_of_cells_one_after_the_other(
+def test_parallel_cells_leave_the_entries_of_sequential_cells(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")  # put back at the end
@@ -28,12 +28,12 @@ def test_cells_at_once_leave_the_entries_of_cells_one_after_the_other(
         assert isinstance(one, dict) and other is not None
         assert one["curve"]["test_accuracy"] == other["curve"]["test_accuracy"]
         assert (one["commit"], other["commit"]) == (None, "c" * 40)
-        assert other["dirty"] is None  # nobody looked whether the code is that of the commit
-    assert cells_at_once.main(asked) == 0  # nothing is missing any more
+        assert other["dirty"] is None  # the source hash was not compared with the commit
+    assert cells_at_once.main(asked) == 0  # no cell is missing
     assert capsys.readouterr().out.startswith("0 runs")
 
 
-def test_a_cell_is_not_begun_where_those_that_ended_say_that_it_cannot_end(
+def test_a_cell_is_not_started_if_measured_cells_predict_that_it_cannot_finish(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fork(cell: Cell, seed: int, root: Path, answer: int) -> int:

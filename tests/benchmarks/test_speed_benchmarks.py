@@ -1,4 +1,4 @@
-"""Benchmarks of speed compare like with like: the same arithmetic, and nothing left running.
+"""Benchmarks of speed compare the same arithmetic, and leave no process running.
 
 No test here measures time.
 """
@@ -64,7 +64,7 @@ FEW = argparse.Namespace(
     ],
     ids=lambda main: main.__module__.partition(".")[2],
 )
-def test_each_command_says_what_it_measures(
+def test_each_command_prints_what_it_measures(
     main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -73,8 +73,8 @@ def test_each_command_says_what_it_measures(
     assert "python -m benchmarks." in capsys.readouterr().out
 
 
-@pytest.mark.slow  # each section has a test of its own
-def test_the_report_of_a_gpu_keeps_what_could_be_measured_when_a_section_fails(
+@pytest.mark.slow  # each section has its own test
+def test_the_gpu_report_keeps_finished_sections_when_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(device: torch.device, small: bool) -> list[dict[str, Any]]:
@@ -95,14 +95,14 @@ def test_the_report_of_a_gpu_keeps_what_could_be_measured_when_a_section_fails(
     assert seen == {(name, n) for name in ("fedssl", "pseudo") for n in (1, 2)}
 
 
-def test_without_a_gpu_its_report_ends_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_report_ends_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert gpu_report.main([]) == 2
     assert "torch sees no GPU here" in capsys.readouterr().err
 
 
-def test_the_head_of_a_table_tells_two_processors_of_one_name_apart(
+def test_the_table_head_distinguishes_two_processors_with_one_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = tmp_path / "cpuinfo"
@@ -126,7 +126,7 @@ def test_the_head_of_a_table_tells_two_processors_of_one_name_apart(
 
 
 @pytest.mark.slow
-def test_agents_at_once_are_timed_and_led_to_the_same_classifier(
+def test_agents_at_once_are_timed_and_reach_the_same_classifier(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = [str(ROOT / "configs" / "fedavg.yaml"), "--at-once", "1,2", "--rounds", "1"]
@@ -137,7 +137,7 @@ def test_agents_at_once_are_timed_and_led_to_the_same_classifier(
     rows = [line.split(" | ") for line in told.splitlines() if line.startswith("| fedavg")]
     assert [row[1] for row in rows] == ["1", "2"]
     assert rows[0][4] == "1.00"
-    assert 0 < float(rows[1][5].removesuffix(" |")) < 1e-4  # 0: nothing was done otherwise
+    assert 0 < float(rows[1][5].removesuffix(" |")) < 1e-4  # 0: no difference
     private = [str(ROOT / "configs" / "fedavg_dp.yaml"), *asked[1:], "privacy.steps=2"]
     assert batched_agents.main([*private, "data.labelled=40", "model.width=8"]) == 0
     assert capsys.readouterr().out.count("| fedavg_dp |") == 2
@@ -169,7 +169,7 @@ def test_a_plain_loop_and_our_engine_take_the_same_steps_to_the_same_weights() -
         assert apart(other.weights(), ours.weights()) > 1e-4
 
 
-def test_rows_are_augmented_by_the_plain_loop_and_ours_or_by_neither() -> None:
+def test_the_plain_loop_and_ours_both_augment_rows_or_neither_does() -> None:
     row = np.arange(64, dtype=np.uint8).reshape(1, 1, 8, 8).repeat(20, axis=0)
     for augment, fewest, most in (("none", 1, 1), ("mid", 10, 20)):  # small turns may look alike
         images = plain_loop.Images(row, np.zeros(20, dtype=np.int64), augment)
@@ -184,7 +184,7 @@ def test_rows_are_augmented_by_the_plain_loop_and_ours_or_by_neither() -> None:
     assert apart(*trained) > 1e-4
 
 
-def test_a_competitor_that_trained_otherwise_is_reported(
+def test_a_competitor_with_another_training_result_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     work = Work.of(SMALL)
@@ -198,12 +198,12 @@ def test_a_competitor_that_trained_otherwise_is_reported(
         assert "NOT trained alike." in capsys.readouterr().out
         competitors[0].first = first
         constant = {name: torch.zeros_like(value) for name, value in work.begin.items()}
-        competitors[0].weights = lambda: constant  # one class for all rows, by the end
+        competitors[0].weights = lambda: constant  # finally one class for all rows
         assert plain_loop.report(competitors, work, SMALL) == 1
         assert "NOT trained alike." in capsys.readouterr().out
 
 
-def test_other_work_keeps_cores_busy_until_its_benchmark_ends_or_is_killed() -> None:
+def test_background_load_keeps_cores_busy_until_its_benchmark_ends_or_is_killed() -> None:
     before = children(os.getpid())
     with processes.other_work(2):
         beside = children(os.getpid()) - before
@@ -227,22 +227,22 @@ def test_other_work_keeps_cores_busy_until_its_benchmark_ends_or_is_killed() -> 
 
 
 def children(parent: int) -> set[int]:
-    """Of its first thread, as Linux lists them."""
+    """Children of its first thread, as listed by Linux."""
     return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
 
 
 def running(process: int) -> bool:
-    """Whether it is there, and no zombie that nobody has waited for."""
+    """Whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:  # it ended before its file was opened, or read
         return False
 
 
-def test_fixmatch_by_a_plain_loop_and_by_our_engine_lead_to_the_same_weights(
+def test_fixmatch_by_a_plain_loop_and_by_our_engine_gives_the_same_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where neither changes its rows: views are drawn by each for itself."""
+    """Without augmentation, since both draw their own views."""
     alike = dataclasses.replace(plain_fixmatch.Work.of(FEW).config, weak="none", strong="none")
     monkeypatch.setattr(plain_fixmatch.Work, "config", alike)
     monkeypatch.setattr(plain_fixmatch, "CROP", 0)
@@ -256,7 +256,7 @@ def test_fixmatch_by_a_plain_loop_and_by_our_engine_lead_to_the_same_weights(
             plain.play(number)
             ours.play(number)
         assert shares[0] == pytest.approx(shares[1])
-        assert 0.1 < sum(shares[0]) / len(shares[0]) < 1.0  # some are sure, some are not
+        assert 0.1 < sum(shares[0]) / len(shares[0]) < 1.0  # some rows are confident, some are not
         assert apart(plain.weights(), work.begin) > 1e-3
         assert apart(plain.weights(), ours.weights()) < 1e-5
         # the control: batches in another order
@@ -265,7 +265,7 @@ def test_fixmatch_by_a_plain_loop_and_by_our_engine_lead_to_the_same_weights(
         assert apart(plain.weights(), ours.weights()) > 1e-4
 
 
-def test_fixmatch_by_a_plain_loop_sees_a_weak_and_a_strong_view_of_a_row() -> None:
+def test_fixmatch_by_a_plain_loop_has_a_weak_and_a_strong_view_per_row() -> None:
     row = torch.arange(64, dtype=torch.uint8).reshape(1, 1, 8, 8).repeat(40, 1, 1, 1).numpy()
     views = plain_fixmatch.TwoViews(row)
     weak = {views[n][0].numpy().tobytes() for n in range(40)}
@@ -281,7 +281,7 @@ def test_fixmatch_by_a_plain_loop_sees_a_weak_and_a_strong_view_of_a_row() -> No
     ("right", "shares", "status"),
     [((0.9, 0.94), (0.5, 0.55), 0), ((0.9, 0.8), (0.5, 0.55), 1), ((0.9, 0.9), (0.5, 0.7), 1)],
 )
-def test_fixmatch_that_trained_otherwise_is_reported(
+def test_a_fixmatch_competitor_with_another_training_result_is_reported(
     right: tuple[float, ...], shares: tuple[float, float], status: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -301,7 +301,7 @@ def test_the_cell_has_the_network_of_pfl() -> None:
 
 
 @pytest.mark.parametrize("play", [cell_ours.main, cell_plain.main], ids=["ours", "plain"])
-def test_a_competitor_on_the_cell_tells_of_each_round_and_is_judged(
+def test_a_competitor_on_the_cell_reports_each_round_and_is_evaluated(
     play: Callable[[], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -319,9 +319,9 @@ def test_a_competitor_on_the_cell_tells_of_each_round_and_is_judged(
     assert '"loss": ' in told[-1]
 
 
-def test_rates_start_and_cpu_are_read_from_what_a_competitor_told() -> None:
+def test_rates_start_up_and_cpu_time_are_read_from_a_competitors_report() -> None:
     # Launched at 100, rounds end at 110, 112, 116 and 118: three timed ones of 2, 4 and 2 s. The
-    # first would have taken 2 s as well, so 8 s were the start. 3 CPU seconds from 110 to 118.
+    # first would have taken 2 s as well, so 8 s are start-up. 3 CPU seconds from 110 to 118.
     lines: list[dict[str, Any]] = [
         {"at": at, "round": n} for n, at in enumerate((107, 110, 112, 116, 118))
     ]
@@ -333,11 +333,11 @@ def test_rates_start_and_cpu_are_read_from_what_a_competitor_told() -> None:
     assert (numbers.begins, numbers.start) == (7.0, 8.0)
     assert (numbers.memory, numbers.cpu) == (512.0, 1.0)
     assert (numbers.loss, numbers.accuracy) == (1.0, 0.5)
-    one.told = [dataclasses.replace(told, lines=told.lines[1:])]  # it cannot say where it begins
+    one.told = [dataclasses.replace(told, lines=told.lines[1:])]  # it cannot report its start
     assert (one.numbers().begins, one.numbers().start) == (8.0, 8.0)
 
 
-def test_a_competitor_that_cannot_be_imported_is_left_out_and_named(
+def test_a_competitor_that_cannot_be_imported_is_omitted_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = argparse.Namespace(pfl_python=tmp_path / "python", flower_python=None, only=None)
@@ -354,13 +354,13 @@ def test_a_competitor_that_cannot_be_imported_is_left_out_and_named(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("network", ["F", "D"])
 @pytest.mark.parametrize("mode", private_step.MODES)
-def test_our_private_step_and_those_of_opacus_are_one_step(network: str, mode: str) -> None:
+def test_our_private_step_equals_those_of_opacus(network: str, mode: str) -> None:
     torch.manual_seed(0)
     private_step.check(private_step.cases(6)[network], mode, torch.contiguous_format)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_that_holds_for_a_network_whose_kernels_are_clipped_as_factors() -> None:
+def test_that_holds_for_a_network_whose_gradients_are_clipped_as_factors() -> None:
     torch.manual_seed(0)
     case = private_step.coloured_case(6, ModelSettings(name="resnet9", width=4))
     private_step.check(case, "ghost", torch.contiguous_format)
@@ -401,7 +401,7 @@ def test_our_private_step_is_the_mean_of_clipped_gradients_taken_row_by_row() ->
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_mode_of_opacus_that_takes_another_step_is_left_out(
+def test_an_opacus_mode_with_another_step_is_omitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
@@ -429,7 +429,7 @@ def test_operations_of_a_step_are_those_of_its_products_forward_and_backward() -
     assert hot_loop.Step(hot_loop.SMALL, rows, "float32").operations() == expected
 
 
-def test_step_times_are_told_for_each_network_and_precision(
+def test_step_times_are_printed_for_each_network_and_precision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hot_loop, "STEPS", [(hot_loop.SMALL, 2), (hot_loop.LENET, 3)])
@@ -442,8 +442,8 @@ def test_step_times_are_told_for_each_network_and_precision(
 
 # Other programs ------------------------------------------------------------------------------
 
-#: Takes 50 MB for so many seconds, tells one line, and leaves a process behind that has left its
-#: group and lost its parent.
+#: Allocate 50 MB for some seconds, print one line, and leave a process that has left its group and
+#: lost its parent.
 LEAVES_ONE = """
 import subprocess, sys, time
 from benchmarks.processes import tell
@@ -455,7 +455,7 @@ tell(child=child.pid)
 """
 
 
-def test_nothing_that_a_program_started_outlives_its_measurement(
+def test_a_measurement_leaves_no_process_of_its_program_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -470,7 +470,7 @@ def test_nothing_that_a_program_started_outlives_its_measurement(
     os.kill(left, signal.SIGKILL)
 
 
-def test_commands_side_by_side_share_a_session_and_so_one_share_of_the_cores(
+def test_parallel_commands_share_a_session_and_so_one_share_of_the_cores(
     tmp_path: Path,
 ) -> None:
     files = [tmp_path / "one", tmp_path / "other"]
@@ -480,13 +480,13 @@ def test_commands_side_by_side_share_a_session_and_so_one_share_of_the_cores(
     assert [int(file.read_text()) for file in files] == [os.getsid(0)] * 2
 
 
-def test_a_program_is_ended_at_its_limit() -> None:
+def test_a_program_is_ended_at_its_time_limit() -> None:
     told = carry_out([["sleep", "60"]], [{}], limit=0.5)
     assert told.status == -signal.SIGKILL
 
 
 def _alive(process: int) -> bool:
-    """Running: not gone, and not waiting to be taken leave of."""
+    """Running: neither gone nor a zombie."""
     with contextlib.suppress(OSError):
         return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
     return False
@@ -504,7 +504,7 @@ def _alive(process: int) -> bool:
         (against_flower_and_pfl, ["--only", "nobody"], "part of no competitor"),
     ],
 )
-def test_a_word_that_makes_no_sense_is_refused_before_anything_is_timed(
+def test_invalid_arguments_are_refused_before_any_measurement(
     benchmark: Any, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -514,7 +514,7 @@ def test_a_word_that_makes_no_sense_is_refused_before_anything_is_timed(
 
 
 @pytest.mark.parametrize("benchmark", [rounds, batched_agents])
-def test_a_phase_that_a_config_has_not_is_refused_with_those_that_it_has(
+def test_an_unknown_phase_is_refused_with_the_phases_of_the_config(
     benchmark: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(ROOT / "configs" / "fedtrinet.yaml")
@@ -524,7 +524,7 @@ def test_a_phase_that_a_config_has_not_is_refused_with_those_that_it_has(
 
 
 @pytest.mark.slow
-def test_a_config_that_does_not_fit_ends_the_cell_of_a_scale_without_a_traceback(
+def test_an_invalid_config_ends_the_scale_benchmark_without_a_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert scale.main(["configs/nope.yaml", "--agents", "10", "--rounds", "2"]) == 2

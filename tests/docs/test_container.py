@@ -1,6 +1,6 @@
-"""The container file of a site has the form that a reviewer would ask for, and starts a site.
+"""The container file of a site follows good practice, and starts a site.
 
-It is built in no test: that needs a container engine and a package index.
+No test builds it: that needs a container engine and a package index.
 """
 
 import json
@@ -25,7 +25,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def problems(text: str) -> Iterator[str]:
-    """What a linter of container files, and a careful operator, would refuse."""
+    """What a linter of container files, or a careful operator, would refuse."""
     found = instructions(text)
     bases = [argument for name, argument in found if name == "FROM"]
     last = [name for name, _ in found][::-1].index("FROM")
@@ -69,12 +69,12 @@ def test_the_file_has_no_problem() -> None:
         ("WORKDIR /site", "COPY s0/SITE.yaml /site/", "the operator's"),
     ],
 )
-def test_a_worse_file_is_found(old: str, new: str, said: str) -> None:
+def test_the_check_detects_planted_problems(old: str, new: str, said: str) -> None:
     assert old in FILE
     assert any(said in text for text in problems(FILE.replace(old, new)))
 
 
-def test_what_is_copied_is_what_an_installation_needs() -> None:
+def test_the_copied_files_are_those_that_an_installation_needs() -> None:
     copied = " ".join(argument for name, argument in instructions(FILE) if name == "COPY")
     setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
     packages = re.findall(r"^    (\w+)\*$", setup, re.MULTILINE)
@@ -83,7 +83,7 @@ def test_what_is_copied_is_what_an_installation_needs() -> None:
         assert name in copied.split()
 
 
-def test_the_container_starts_what_the_page_starts(tmp_path: Path) -> None:
+def test_the_container_starts_a_site_like_the_commands_on_the_page(tmp_path: Path) -> None:
     found = dict(instructions(FILE))
     assert json.loads(found["ENTRYPOINT"])[1:] == ["-m", "privssl.site"]
     parse = site._parser().parse_args
@@ -99,7 +99,7 @@ def test_the_container_starts_what_the_page_starts(tmp_path: Path) -> None:
         assert f"--userns keep-id:uid={user}" in text and "--volume ./s0:/site:Z" in text
 
 
-def test_flower_is_as_silent_as_the_launchers_make_it() -> None:
+def test_the_container_disables_the_telemetry_of_flower_like_the_launchers() -> None:
     from privssl.remote.flower_transport import OFFLINE
 
     assert all(f"{name}={value}" in FILE for name, value in OFFLINE.items())

@@ -49,17 +49,17 @@ def method(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Algorithm[Any]]]:
         del sys.modules[name]
 
 
-def test_the_method_of_the_page_is_that_of_the_example() -> None:
+def test_the_method_on_the_page_equals_that_of_the_example() -> None:
     assert (PACKAGE / "privssl_example" / "method.py").read_text() == METHOD
 
 
-def test_the_page_checks_it(
+def test_the_check_on_the_page_accepts_the_method(
     method: type[Algorithm[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     imported("check_of_the_page", CHECK, tmp_path, monkeypatch)
 
 
-def test_the_messages_of_the_page_of_rules_can_be_read_where_they_arrive(
+def test_messages_of_the_page_can_be_decoded_by_the_receiver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [block] = re.findall(r"```python\n(.*?)```", (DOCS / "method_rules.md").read_text(), re.DOTALL)
@@ -76,7 +76,7 @@ def runs(folder: Path, text: str, *given: str) -> Path:
     return folder / "run"
 
 
-def test_the_method_of_the_page_learns_remembers_and_is_the_same_in_workers(
+def test_the_method_on_the_page_learns_keeps_memory_and_is_the_same_in_workers(
     method: type[Algorithm[Any]], tmp_path: Path
 ) -> None:
     one = runs(tmp_path / "one", CONFIG, "run.workers=1")
@@ -87,7 +87,7 @@ def test_the_method_of_the_page_learns_remembers_and_is_the_same_in_workers(
     assert (one / "metrics.csv").read_bytes() != (forgets / "metrics.csv").read_bytes()
 
 
-def test_its_private_form_pays_for_every_visit_and_its_claim_is_borne_out(
+def test_its_private_form_charges_every_visit_and_its_audit_is_consistent(
     method: type[Algorithm[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = runs(tmp_path / "private", CONFIG + PRIVACY)
@@ -101,7 +101,7 @@ def test_its_private_form_pays_for_every_visit_and_its_claim_is_borne_out(
     assert refused.status == 2 and "privssl_example.method:FedOwn trains F alone" in refused.err
 
 
-def test_a_plan_for_networks_that_the_method_has_not_is_refused(
+def test_a_plan_for_networks_that_the_method_lacks_is_refused(
     method: type[Algorithm[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(method, "problems", classmethod(lambda cls, config: iter(())))
@@ -121,7 +121,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_a_partition_of_ones_own_is_replayed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partition_of_a_user_is_replayed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported("partition_of_the_page", PARTITION, there, monkeypatch)
     drawn, own = (
         split_manifest.read_manifest(Path("runs/first-0/split.json")),

@@ -1,4 +1,4 @@
-"""The pages that are written from the code are the committed ones."""
+"""The committed generated pages equal what the code generates."""
 
 import dataclasses
 import runpy
@@ -20,7 +20,7 @@ def test_a_committed_page_equals_what_the_code_generates(name: str) -> None:
     assert GENERATOR["PAGES"][name]() == expected, "run: python docs/generate_reference.py"
 
 
-def test_the_python_reference_is_what_the_docstrings_say() -> None:
+def test_the_python_reference_follows_from_docstrings() -> None:
     generator = runpy.run_path(str(DOCS / "generate_python_reference.py"))
     expected = (DOCS / "python_reference.md").read_text(encoding="utf-8")
     assert generator["page"]() == expected, "run: python docs/generate_python_reference.py"
@@ -43,7 +43,7 @@ def test_the_python_reference_is_what_the_docstrings_say() -> None:
     assert generator["prose"](documented) == text
 
 
-def test_the_sizes_of_networks_are_what_arithmetic_says() -> None:
+def test_the_sizes_of_networks_follow_from_arithmetic() -> None:
     generator = runpy.run_path(str(DOCS / "generate_networks.py"))
     expected = (DOCS / generator["PAGE"]).read_text(encoding="utf-8")
     assert generator["page"]() == expected, "run: python docs/generate_networks.py"

@@ -22,7 +22,7 @@ PLACES = (
     "examples",
 )
 #: Names of papers' formulas and codes, of files that a reader writes or that style forbids, and of
-#: curves whose names the code puts together.
+#: curves whose names are built in code.
 FOREIGN = {"sigma_a", "psi_a", "main_fed", "main_fed.py", "check.py", "utils.py"}
 FOREIGN |= {"loss_sigma", "loss_psi", "accuracy_averaged"}
 FOREIGN |= {"configs/mine.yaml", "configs/tables/mine.yaml", "mine/method.py"}
@@ -37,14 +37,14 @@ def files() -> list[str]:
 
 @cache
 def words() -> set[str]:
-    """Every word of the sources but of this file, and every file's name without its ending."""
+    """Every word of the sources except this file, and every file name without its suffix."""
     texts = [path for name in files() if (path := ROOT / name).suffix in (".py", ".cpp", ".yaml")]
     read = "\n".join(path.read_text("utf-8") for path in texts if path != Path(__file__))
     return {*re.findall(r"\w+", read), *(Path(name).stem for name in files())}
 
 
 def missing(text: str) -> Iterator[str]:
-    """What a page names in backticks, or in a drawing beside the code, and the sources have not."""
+    """Names in backticks, or in a drawing beside code, that the sources do not contain."""
     blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
     for span in [*re.findall(r"`([^`]+)`", text), *blocks]:
@@ -68,7 +68,7 @@ def missing(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_names_nothing_that_does_not_exist(page: Path) -> None:
+def test_a_page_names_only_things_that_exist(page: Path) -> None:
     assert list(missing(page.read_text(encoding="utf-8"))) == []
 
 
@@ -83,5 +83,5 @@ def test_a_page_names_nothing_that_does_not_exist(page: Path) -> None:
         ("```\nround    ask_each_agent\n```\n", "ask_each_agent"),
     ],
 )
-def test_a_name_that_does_not_exist_is_found(text: str, name: str) -> None:
+def test_the_check_detects_names_that_do_not_exist(text: str, name: str) -> None:
     assert list(missing(text)) == [name]

@@ -1,8 +1,8 @@
-"""Measured numbers of the pages come from the store or from a benchmark; none is typed by hand.
+"""Measured numbers on pages come from the store or from a benchmark; none is typed by hand.
 
-A page has numbers in generated blocks (``<!-- results: TABLE -->``), and after a marker that names
-their source: ``<!-- numbers: python -m benchmarks.NAME -->``, or ``<!-- numbers: paper, PLACE -->``
-for what a paper prints or sets. A marker covers the next table or paragraph.
+Numbers are in generated blocks (``<!-- results: TABLE -->``), or after a marker with their source:
+``<!-- numbers: python -m benchmarks.NAME -->``, or ``<!-- numbers: paper, PLACE -->`` for what a
+paper prints or sets. A marker covers the next table or paragraph.
 """
 
 import re
@@ -20,7 +20,7 @@ _MARKER = re.compile(r"^<!-- numbers: (.*?) -->\n", re.MULTILINE)
 _COVERED = re.compile(rf"{_MARKER.pattern}\n*(.+\n)*", re.MULTILINE)
 _CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"(?<![\w.])(?!\w*accuracy)[\w.]+(=|: )-?[\d.e,-]+")
-#: What looks measured: accuracies as fractions, percent with a decimal, differences in points.
+#: Patterns of measurements: accuracies as fractions, percent with a decimal, differences in points.
 _ANYWHERE = re.compile(
     r"(?<![\d.])(0\.\d{3,4}|\d{1,3}\.\d+ ?%|\d+\.\d+ (percentage )?points)(?!\d)"
 )
@@ -29,7 +29,7 @@ _OF_ACCURACY = re.compile(r"(?<![\d.:])(0\.\d\d|\d\d\.\d{1,2})(?!\.?\d)")
 
 
 def typed_numbers(text: str) -> list[str]:
-    """Numbers that look measured, outside of generated blocks and of what a marker covers."""
+    """Numbers that look measured, outside of generated blocks and without a marker."""
     for pattern in (_BLOCK, _COVERED):
         text = pattern.sub("\n", text)
     text = _CODE.sub(lambda code: _SETTING.sub("", code[0]), text)
@@ -45,7 +45,7 @@ def typed_numbers(text: str) -> list[str]:
 
 
 def unknown_sources(text: str) -> Iterator[str]:
-    """Markers that name neither a paper nor a benchmark that exists."""
+    """Markers that name neither a paper nor an existing benchmark."""
     for source in _MARKER.findall(text):
         names = re.findall(r"python -m benchmarks\.(\w+)", source)
         exist = [(ROOT / "benchmarks" / f"{name}.py").is_file() for name in names]
@@ -76,17 +76,17 @@ def test_no_number_of_a_page_is_typed_by_hand(page: Path) -> None:
         ("see `train/accuracy`: alpha is 0.93, 127.0.0.1, 10.3 s", []),
     ],
 )
-def test_a_planted_number_is_found_and_a_setting_is_none(planted: str, found: list[str]) -> None:
+def test_a_planted_number_is_found_and_a_setting_is_not(planted: str, found: list[str]) -> None:
     assert typed_numbers(planted) == found
 
 
 @pytest.mark.parametrize("page", ["docs/performance.md", "docs/label_census.md"])
-def test_without_its_markers_a_page_of_benchmarks_is_found(page: str) -> None:
+def test_without_its_markers_a_page_of_benchmarks_has_typed_numbers(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert typed_numbers(_MARKER.sub("", text)) != []
 
 
-def test_a_marker_names_a_paper_or_a_benchmark_that_exists() -> None:
+def test_a_marker_names_a_paper_or_an_existing_benchmark() -> None:
     markers = {
         "paper, Table 2": True,
         "python -m benchmarks.scale": True,

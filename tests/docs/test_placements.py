@@ -1,7 +1,7 @@
-"""Every algorithm, with labels everywhere they can be and rows divided by every partition.
+"""Every algorithm, with labels at every place and every partition.
 
 A pair that does not run is refused when the config is read, with a reason and advice. The page
-docs/placements.md is generated from the same code; the expected refusals stand here.
+docs/placements.md is generated from the same code; the expected refusals are listed here.
 """
 
 import itertools
@@ -82,7 +82,7 @@ def test_each_pair_runs_or_is_refused_for_its_reason(name: str, tmp_path: Path) 
     assert wrong(name, REFUSED, tmp_path) == []
 
 
-def test_a_refusal_too_few_too_many_or_for_another_reason_is_found(tmp_path: Path) -> None:
+def test_the_check_detects_missing_additional_and_other_refusals(tmp_path: Path) -> None:
     count = len(PARTITIONS)
     assert len(wrong("server_sl", {}, tmp_path)) == 3 * count
     fedssl = {pair: text for pair, text in REFUSED.items() if pair[0] == "fedssl"}
@@ -109,7 +109,7 @@ DIGITS: Dataset = load_dataset(DataSettings(name="digits"))
 
 @pytest.mark.parametrize("labels", AGENTS)
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_the_split_of_each_cell_can_be_drawn_and_leaves_nobody_without_rows(
+def test_the_split_of_each_cell_can_be_drawn_and_every_agent_has_rows(
     labels: str, partition: str
 ) -> None:
     asked = sections(labels, partition)

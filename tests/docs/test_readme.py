@@ -1,4 +1,4 @@
-"""The commands of README.md run in the order in which they stand there; its links exist."""
+"""The commands of README.md run in their order, and its links exist."""
 
 import os
 import re
@@ -17,10 +17,10 @@ from privssl.reproduce import __main__ as reproduce
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-#: What makes a command of the README quick: by the start of the command.
+#: Overrides that make a command of the README quick: by the start of the command.
 QUICK = ["model.width=4", "algorithm.rounds=1", "algorithm.local_steps=1"]
 PRIVATE = ["privacy.visits=1", "privacy.steps=2", "algorithm.warm_up=0"]
-#: `make train`, as the Makefile has it.
+#: The command of `make train` in the Makefile.
 MAKE_TRAIN = "python -m privssl.train configs/fedssl_dp.yaml run.overwrite=true"
 
 
@@ -37,7 +37,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def obstacles(text: str) -> Iterator[str]:
-    """The commands that a reader could not run after those before them, and why."""
+    """The commands that fail after the commands before them, and why."""
     present: set[Path] = set()
     for command, *arguments in commands(text):
         files = [Path(word) for word in arguments if word.endswith(".yaml")]
@@ -55,7 +55,7 @@ def obstacles(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
-def test_every_command_finds_what_it_needs_and_no_folder_in_its_way(page: str) -> None:
+def test_every_command_has_its_input_and_no_existing_output_folder(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert len(commands(text)) >= 8
     assert list(obstacles(text)) == []
@@ -71,11 +71,11 @@ def test_every_command_finds_what_it_needs_and_no_folder_in_its_way(page: str) -
         "python -m privssl.compare configs/fedssl.yaml configs/nothing.yaml",
     ],
 )
-def test_a_command_that_could_not_run_there_is_found(planted: str) -> None:
+def test_the_check_detects_commands_that_could_not_run(planted: str) -> None:
     assert len(list(obstacles(f"```\n{planted}\n```"))) == 1
 
 
-def test_make_train_is_the_command_that_these_tests_take_it_for() -> None:
+def test_make_train_is_the_command_assumed_in_these_tests() -> None:
     inherited = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CONFIG", "ARGS", "VENV")  # of `make test`
     env = {key: value for key, value in os.environ.items() if key not in inherited}
     done = subprocess.run(
@@ -113,7 +113,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(text: str, folder: Path) -> list[str]:
-    """Relative links to files or headings that do not exist, seen from a page's folder."""
+    """Relative links to files or headings that do not exist, relative to a page's folder."""
     found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         target, _, anchor = link.partition("#")
@@ -126,11 +126,11 @@ def broken_links(text: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_the_links_of_a_page_lead_to_existing_targets(page: Path) -> None:
     assert broken_links(page.read_text(encoding="utf-8"), page.parent) == []
 
 
-def test_a_link_that_leads_nowhere_is_found() -> None:
+def test_the_check_detects_broken_links() -> None:
     text = "[a](docs/nothing.md#x) [b](docs/config.md#nothing) [c](docs/config.md#privacy)"
     assert broken_links(text, ROOT) == ["docs/nothing.md#x", "docs/config.md#nothing"]
     assert broken_links("[a](privssl/visits.py)", ROOT) == ["privssl/visits.py"]

@@ -24,7 +24,7 @@ def hooks() -> ModuleType:
     return module
 
 
-def test_the_examples_of_the_hooks_are_right() -> None:
+def test_the_doctests_of_the_hooks_pass() -> None:
     failed, tried = doctest.testmod(hooks())
     assert (failed, tried > 3) == (0, True)
 
@@ -38,8 +38,8 @@ def test_the_navigation_of_the_site_has_every_page() -> None:
     assert listed == pages | notebooks | {*hooks().PAGES}
 
 
-def test_no_page_of_the_site_links_out_of_it() -> None:
-    """What the hooks leave are links within docs/, and addresses."""
+def test_no_page_of_the_site_has_a_relative_link_out_of_it() -> None:
+    """After the hooks, links lead into docs/ or are absolute addresses."""
     with_site_links = hooks().with_site_links
     for path in (*DOCS.rglob("*.md"), *(ROOT / name for name in hooks().PAGES)):
         text = with_site_links(path.read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def test_no_page_of_the_site_links_out_of_it() -> None:
             assert inside, f"{path.name}: {target}"
 
 
-def test_nothing_is_fetched_from_elsewhere_when_a_page_is_read() -> None:
+def test_reading_a_page_loads_nothing_from_other_hosts() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     config = yaml.safe_load(text)
     assert config["strict"] is True and config["theme"]["font"] is False

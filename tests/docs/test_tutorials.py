@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
-#: What a tutorial must have printed, so that a cell that lost its sense is noticed.
+#: Output of each tutorial, so that a cell that computes nothing useful is detected.
 SHOWN = {
     "first_run": "test accuracy 0.",
     "own_data": "pipeline_tag: image-classification",
@@ -28,7 +28,7 @@ def cells(path: Path, kind: str) -> list[str]:
 
 
 def run(path: Path) -> str:
-    """What the code cells print, in one namespace, as a notebook's kernel runs them."""
+    """The output of the code cells, run in one namespace like a notebook's kernel."""
     printed, names = io.StringIO(), {"__name__": "__main__"}
     with contextlib.redirect_stdout(printed):
         for number, cell in enumerate(cells(path, "code")):
@@ -38,7 +38,7 @@ def run(path: Path) -> str:
 
 @pytest.fixture
 def unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The process as it was: a tutorial may extend the path and import its own files."""
+    """Restore the process: a tutorial may extend the path and import its own files."""
     known = set(sys.modules)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -56,7 +56,7 @@ def unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         for name in SHOWN
     ],
 )
-def test_a_tutorial_runs_and_shows_what_it_promises(name: str) -> None:
+def test_a_tutorial_runs_and_prints_its_expected_output(name: str) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     assert SHOWN[name] in run(TUTORIALS / f"{name}.ipynb")
@@ -67,14 +67,14 @@ def test_every_notebook_is_run() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(TUTORIALS.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_is_kept_without_outputs_and_begins_with_its_title(path: Path) -> None:
+def test_a_notebook_is_stored_without_outputs_and_starts_with_its_title(path: Path) -> None:
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for cell in notebook["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None
     assert cells(path, "markdown")[0].startswith("# ")
 
 
-def test_a_cell_that_fails_fails_the_test(tmp_path: Path) -> None:
+def test_a_failing_cell_fails_the_test(tmp_path: Path) -> None:
     """Negative control."""
     wrong = {"cells": [{"cell_type": "code", "source": ["x = 1\n", "assert x == 2"]}]}
     (tmp_path / "a.ipynb").write_text(json.dumps(wrong))

@@ -1,4 +1,4 @@
-"""The package of examples/, installed as its users install it, without the index."""
+"""The package in examples/, installed as users install it, without the index."""
 
 import importlib.util
 import os
@@ -23,9 +23,9 @@ CONFIG = PACKAGE / "fedown.yaml"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The package in a folder that Python finds, with its entry points."""
+    """The package in a folder on Python's path, with its entry points."""
     folder = tmp_path_factory.mktemp("installed")
-    source = folder / "source"  # setuptools writes beside it
+    source = folder / "source"  # setuptools writes beside the sources
     shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     pip += ["--no-build-isolation", "--no-compile", "--target", str(folder / "there"), str(source)]
@@ -43,7 +43,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def tests_of_author(installed: Path) -> Any:
-    """``test_example.py``, which its author runs."""
+    """``test_example.py``, which the package's author runs."""
     path = PACKAGE / "test_example.py"
     spec = importlib.util.spec_from_file_location("tests_of_the_example", path)
     assert spec is not None and spec.loader is not None
@@ -62,9 +62,7 @@ def test_the_tests_of_the_package_pass(name: str, tests_of_author: Any, tmp_path
     test(**({"tmp_path": tmp_path} if test.__code__.co_argcount else {}))
 
 
-def test_a_run_names_every_part_and_records_where_it_is_from(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_a_run_names_every_plug_in_and_records_its_origin(installed: Path, tmp_path: Path) -> None:
     run = privssl.train(CONFIG, {"algorithm.rounds": 1}, output=tmp_path / "run")
     kinds = ("algorithm.name", "model.name", "data.name", "data.partition", "run.trackers")
     assert sorted(run.results["plugins"]) == sorted(kinds)
@@ -74,7 +72,7 @@ def test_a_run_names_every_part_and_records_where_it_is_from(
     assert run.predict([[[0.5] * 8] * 8]).shape == (1,)
 
 
-def test_editors_know_the_parts_and_their_keys(installed: Path) -> None:
+def test_editors_complete_the_plug_ins_and_their_keys(installed: Path) -> None:
     known = config_schema()
     assert "fedown" in known["definitions"]
     assert known["definitions"]["fedown"]["properties"]["decay"]["maximum"] == 1
@@ -85,10 +83,10 @@ def test_editors_know_the_parts_and_their_keys(installed: Path) -> None:
     assert "plugins" not in str(sections["data"]["properties"]["name"].keys())
 
 
-def test_another_version_of_a_plug_in_does_not_continue_a_run(
+def test_a_run_is_not_resumed_with_another_version_of_a_plug_in(
     installed: Path, tmp_path: Path
 ) -> None:
-    # Interrupted runs are made elsewhere: the checkpoint of a finished one is lengthened here.
+    # Other tests interrupt runs; here the checkpoint of a finished run is extended.
     about = installed / "privssl_example-0.1.0.dist-info" / "METADATA"
     run = privssl.train(CONFIG, {"algorithm.rounds": 1}, output=tmp_path / "run")
     (run.folder / "results.json").unlink()  # as if it had been killed at its end
@@ -120,7 +118,7 @@ def test_over_flower_the_method_gives_the_same_weights(installed: Path, tmp_path
         said = process.communicate(timeout=600)[0]
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)  # so that it ends the processes that it started
+            process.send_signal(signal.SIGINT)  # so that it ends its own processes
             process.wait(timeout=60)
     assert process.returncode == 0, said
     alone = privssl.train(CONFIG, small, output=tmp_path / "alone")

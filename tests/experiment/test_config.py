@@ -1,7 +1,7 @@
-"""Configs: what is read, what is refused, and the words in which it is told.
+"""Configs: what is read, what is refused, and the error messages.
 
-Expected texts are written out, because they are what a user sees. The algorithm in here is a
-small one of the tests' own, so that the table of real ones can change without this file.
+Expected messages are written out, because users see them. The algorithm here is a small one of
+these tests, so that the registry can change without this file.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def refusal(path: Path, overrides: Sequence[str] = ()) -> list[str]:
     return [" ".join(row.split()) for row in str(error.value).splitlines()[1:]]
 
 
-def test_every_problem_is_reported_at_once_in_the_layout_of_the_design(write: Any) -> None:
+def test_all_problems_are_reported_at_once_in_the_documented_layout(write: Any) -> None:
     text = """\
 # FedSSL-DP
 run:       {seed: 0, output: runs/fedssl_dp}
@@ -99,14 +99,14 @@ privacy:
     )
 
 
-def test_the_command_line_beats_the_file_and_the_file_beats_the_default(write: Any) -> None:
+def test_the_command_line_overrides_the_file_and_the_file_overrides_the_default(write: Any) -> None:
     path = write(SOUND + "run: {seed: 3, evaluate_every: 4}\n")
     config = load_config(path, ["run.seed=5"], TABLE)
     assert (config.run.seed, config.run.evaluate_every, config.run.checkpoint_every) == (5, 4, 10)
     assert config.privacy is None
 
 
-def test_a_run_is_named_after_its_file_and_goes_to_runs(write: Any) -> None:
+def test_a_run_is_named_after_its_file_and_written_to_runs(write: Any) -> None:
     path = write(SOUND, "trial.yaml")
     config = load_config(path, ["run.seed=7"], TABLE)
     assert (config.run.name, config.folder) == ("trial", Path("runs/trial-7"))
@@ -116,7 +116,7 @@ def test_a_run_is_named_after_its_file_and_goes_to_runs(write: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [("1e-3", 1e-3), ("-1E2", -100.0), ("2.5e3", 2500.0), (".5e1", 5.0)]
 )
-def test_an_exponent_without_dot_or_sign_is_a_number_where_the_key_is_one(
+def test_an_exponent_without_dot_or_sign_is_a_number_if_the_key_is_numeric(
     write: Any, text: str, value: float
 ) -> None:
     config = load_config(
@@ -124,7 +124,7 @@ def test_an_exponent_without_dot_or_sign_is_a_number_where_the_key_is_one(
         [f"privacy.epsilon={text.lstrip('-')}"], TABLE,
     )  # fmt: skip
     assert config.privacy is not None and config.privacy.epsilon == abs(value)
-    assert config.run.name == text  # the control: the type of this key is text
+    assert config.run.name == text  # the control: this key is text
 
 
 def test_a_number_in_quotes_stays_text(write: Any) -> None:
@@ -132,7 +132,7 @@ def test_a_number_in_quotes_stays_text(write: Any) -> None:
     assert rows == ["line 3 privacy.epsilon '1e0' is text to YAML. Write 1.0e+0"]
 
 
-def test_lists_become_tuples_and_whole_numbers_do_for_numbers(write: Any) -> None:
+def test_lists_become_tuples_and_integers_become_floats_where_needed(write: Any) -> None:
     path = write(SOUND + "privacy: {epsilon: 8, update_at_support: [F, D], protect: [F, D]}\n")
     config = load_config(path, ["algorithm.layers=[1, 2]"], TABLE)
     assert config.algorithm.layers == (1, 2)
@@ -153,7 +153,7 @@ def test_an_argument_creates_the_privacy_section_and_null_removes_it(write: Any)
     assert again.epsilon == 2.0
 
 
-def test_a_privacy_section_left_empty_never_means_not_private(write: Any) -> None:
+def test_an_empty_privacy_section_never_means_a_run_without_privacy(write: Any) -> None:
     path = write(SOUND + "privacy:\n  # epsilon: 8.0\n")
     text = "empty. Give epsilon, or write privacy: null for no privacy"
     assert refusal(path) == [f"line 3 privacy {text}"]
@@ -164,7 +164,7 @@ def test_a_privacy_section_left_empty_never_means_not_private(write: Any) -> Non
     assert load_config(path, ["privacy.epsilon=8"], TABLE).privacy is not None
 
 
-def test_an_argument_replaces_what_was_wrong_in_the_file(write: Any) -> None:
+def test_an_argument_replaces_an_invalid_value_of_the_file(write: Any) -> None:
     path = write(SOUND + "run: {seed: on}\n")
     assert refusal(path)
     assert load_config(path, ["run.seed=1"], TABLE).run.seed == 1
@@ -255,7 +255,7 @@ def test_each_mistake_is_named_with_its_line_and_its_remedy(
         ),
     ],
 )
-def test_a_mistake_on_the_command_line_is_placed_there(
+def test_a_mistake_on_the_command_line_is_reported_as_an_argument(
     write: Any, arguments: list[str], row: str
 ) -> None:
     assert refusal(write(SOUND), arguments) == [f"argument {row}"]
@@ -291,17 +291,17 @@ def test_an_algorithm_must_be_named_and_known(write: Any, section: str, row: str
     assert refusal(write(section)) == [row]
 
 
-def test_a_check_that_needs_a_wrong_value_reports_nothing_of_its_own(write: Any) -> None:
+def test_a_check_of_an_invalid_value_reports_nothing_further(write: Any) -> None:
     broken = write(SOUND.replace("support: 2", "support: none"))
     assert refusal(broken) == ["line 1 agents.support needs a whole number >= 0, got 'none'"]
-    # the same check does speak when the value can be read
+    # the same check reports its problem if the value can be read
     assert "reads labels at support agents" in refusal(broken, ["agents.support=0"])[0]
-    # a misspelt key is not also missing
+    # a misspelled key is not reported as missing
     misspelt = write(SOUND + "data: {partition: dirichlet, alpah: 0.3}\n")
     assert refusal(misspelt) == ["line 3 data.alpah unknown key. Did you mean alpha?"]
 
 
-def test_a_key_that_is_wrong_because_of_its_absence_is_placed_at_its_section_or_file(
+def test_an_error_about_a_missing_key_names_the_line_of_its_section_or_the_file(
     write: Any,
 ) -> None:
     advice = "agents.support 0, but fedssl reads labels at support agents: give at least 1"
@@ -309,8 +309,8 @@ def test_a_key_that_is_wrong_because_of_its_absence_is_placed_at_its_section_or_
     assert refusal(write("algorithm: {name: fedssl}\nagents: {query: 1}\n")) == [f"line 2 {advice}"]
 
 
-def test_agents_that_hold_nothing_or_whom_nobody_needs_are_placed_at_their_line(write: Any) -> None:
-    """By every algorithm, and not only by those that say it in their own words."""
+def test_agents_without_rows_and_unused_agents_are_reported_with_their_line(write: Any) -> None:
+    """For every algorithm, not only for those with a message of their own."""
     path = write("algorithm: {name: pseudo}\nagents:\n  support: 2\n  query: 2\n  mixed: 1\n")
     with pytest.raises(ConfigError) as caught:
         load_config(path)
@@ -336,9 +336,7 @@ def test_agents_that_hold_nothing_or_whom_nobody_needs_are_placed_at_their_line(
         ),
     ],
 )
-def test_sizes_of_images_are_for_images_in_folders_and_bounded(
-    write: Any, section: str, row: str
-) -> None:
+def test_image_sizes_are_for_image_folders_and_bounded(write: Any, section: str, row: str) -> None:
     assert refusal(write(SOUND + section + "\n")) == [row]
 
 
@@ -389,13 +387,13 @@ def test_a_hostile_or_broken_text_is_refused_with_its_line(write: Any, text: str
     assert not Path("pwned").exists()
 
 
-def test_a_file_that_is_no_list_of_sections_is_refused(write: Any) -> None:
+def test_a_file_that_is_no_mapping_of_sections_is_refused(write: Any) -> None:
     rows = refusal(write("just words"))
     needed = "needs sections (run, data, agents, model, algorithm, privacy), not one value"
     assert f"line 1 {needed}" in rows
 
 
-def test_a_file_that_cannot_be_read_is_named_with_what_lies_near(write: Any) -> None:
+def test_an_unreadable_file_is_named_with_similar_file_names(write: Any) -> None:
     write(SOUND, "fedssl.yaml")
 
     def text(path: str) -> str:
@@ -431,7 +429,7 @@ def test_names_longer_than_200_characters_are_refused(write: Any) -> None:
         assert load_config(path, [f"run.{key}={'x' * 200}"], TABLE)
 
 
-def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
+def test_delta_is_checked_against_the_rows_of_an_agent(write: Any) -> None:
     # 100 labelled rows at 2 support agents: 50 each; 1/50 = 0.02 and 50^-1.1 = 0.01353
     path = write(SOUND + "data: {labelled: 100}\nprivacy: {epsilon: 8.0}\n")
     assert refusal(path, ["privacy.delta=0.02"]) == [
@@ -444,11 +442,11 @@ def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
     )
     assert math.isclose(50**-1.1, 0.01353, rel_tol=1e-3)
     assert load_config(path, ["privacy.delta=0.0135"], TABLE).warnings == ()
-    # one agent alone holds all 100: 0.0199 is now above 1/100
+    # one agent holds all 100: 0.0199 is above 1/100
     assert refusal(path, ["privacy.delta=0.0199", "agents.support=1"])
 
 
-def test_paths_are_absolute_so_that_they_mean_the_same_elsewhere(
+def test_paths_are_made_absolute(
     write: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     text = SOUND + (
@@ -457,18 +455,18 @@ def test_paths_are_absolute_so_that_they_mean_the_same_elsewhere(
     )
     config = load_config(write(text), (), TABLE)
     assert config.data.root == str(tmp_path / "rows" / "my.npz")
-    assert config.data.split == "~/split.json"  # means the same already
+    assert config.data.split == "~/split.json"  # already absolute
     assert config.privacy is not None and config.privacy.ledger == str(tmp_path / "accounts")
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(config))
     monkeypatch.chdir("/")
     assert load_config(run / "config.yaml", (), TABLE) == config
-    # The control: a relative path is taken from where the command is.
+    # The control: a relative path is relative to the working directory.
     assert load_config(tmp_path / "a.yaml", (), TABLE).data.root == "/rows/my.npz"
 
 
-def test_what_trackers_get_of_a_config_names_no_folder_of_this_machine(write: Any) -> None:
+def test_the_config_for_trackers_names_no_local_folder(write: Any) -> None:
     text = SOUND + (
         "data: {name: csv, root: /secret/rows, label: y, text: t,"
         " encoder: 'huggingface:/secret/models/bert'}\n"
@@ -518,7 +516,7 @@ def test_numbers_that_make_a_private_run_meaningless_are_refused_with_the_reason
         assert "(" in row
 
 
-def test_bfloat16_is_refused_in_a_private_run_alone(write: Any) -> None:
+def test_bfloat16_is_refused_in_private_runs_only(write: Any) -> None:
     path = write(SOUND + "run: {precision: bfloat16}\n")
     assert load_config(path, (), TABLE).run.precision == "bfloat16"
     [row] = refusal(path, ["privacy.epsilon=8"])
@@ -530,11 +528,11 @@ def test_bfloat16_is_refused_in_a_private_run_alone(write: Any) -> None:
     [
         ("small_cnn", True, "bfloat16"),
         ("small_cnn", False, "float32"),
-        ("lenet", True, "float32"),  # it takes as long in bfloat16 (docs/performance.md)
+        ("lenet", True, "float32"),  # bfloat16 is not faster (docs/performance.md)
         ("resnet9", True, "bfloat16"),
     ],
 )
-def test_precision_auto_is_said_as_what_it_is_here(
+def test_precision_auto_is_resolved_to_a_precision_for_this_machine(
     write: Any, monkeypatch: pytest.MonkeyPatch, model: str, capable: bool, expected: str
 ) -> None:
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: capable)
@@ -546,7 +544,7 @@ def test_precision_auto_is_said_as_what_it_is_here(
     assert f"precision: {expected}" in to_yaml(config)
     told = load_config(path, [f"run.precision={expected}"], TABLE)
     assert config_hash(config) == config_hash(told)
-    for other in ("privacy.epsilon=8", "run.batched_agents=2"):  # which go in float32 alone
+    for other in ("privacy.epsilon=8", "run.batched_agents=2"):  # which support float32 only
         assert load_config(path, [other], TABLE).run.precision == "float32"
 
 
@@ -557,10 +555,10 @@ def test_precision_auto_is_said_as_what_it_is_here(
         (False, "x86_64", "cpu", True),
         (False, "x86_64", "auto", True),
         (False, "x86_64", "cuda", False),
-        (False, "aarch64", "cpu", False),  # of which torch does not say what it can
+        (False, "aarch64", "cpu", False),  # whose instructions torch does not report
     ],
 )
-def test_bfloat16_without_instructions_for_it_is_warned_of(
+def test_bfloat16_without_processor_instructions_causes_a_warning(
     write: Any, monkeypatch: pytest.MonkeyPatch, capable: bool, machine: str, device: str,
     warns: bool,
 ) -> None:  # fmt: skip
@@ -578,7 +576,7 @@ def test_bfloat16_without_instructions_for_it_is_warned_of(
 
 
 @pytest.mark.parametrize("norm", ["batch", "static"])
-def test_a_norm_that_couples_rows_is_refused_in_a_private_run_alone(write: Any, norm: str) -> None:
+def test_a_norm_that_couples_rows_is_refused_in_private_runs_only(write: Any, norm: str) -> None:
     path = write(SOUND + f"model: {{norm: {norm}}}\n")
     assert load_config(path, (), TABLE).model.norm == norm
     [row] = refusal(path, ["privacy.epsilon=8"])
@@ -594,7 +592,7 @@ names = st.text(
 ).filter(
     lambda text: (
         text == text.strip()
-        # Names of devices on Windows, of which none has a space or a mark in it.
+        # Device names on Windows, which are short and without spaces.
         and not text[:3].lower().startswith(("con", "prn", "aux", "nul", "com", "lpt"))
     )
 )
@@ -628,7 +626,7 @@ def test_the_resolved_config_reads_back_as_equal(write: Any, chosen: dict[str, s
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_the_resolved_config_of_every_algorithm_states_every_key(write: Any, name: str) -> None:
+def test_the_resolved_config_of_every_algorithm_contains_every_key(write: Any, name: str) -> None:
     agents = "agents: {support: 2, query: 6}\n"
     if name == "server_sl":  # the one that needs a labelled server
         agents = "data: {labels: labels-at-server}\nagents: {query: 6}\n"
@@ -641,7 +639,7 @@ def test_the_resolved_config_of_every_algorithm_states_every_key(write: Any, nam
         assert written[section].keys() == keys
 
 
-def test_the_digest_is_of_what_can_change_a_trained_bit_and_of_nothing_else(write: Any) -> None:
+def test_the_digest_covers_exactly_the_settings_that_can_change_a_trained_bit(write: Any) -> None:
     path = write(SOUND + "privacy: {epsilon: 8.0}\n")
     open_to_all = write(SOUND, "open.yaml")
     narrow = config_hash(load_config(open_to_all, ["run.precision=bfloat16"], TABLE))
@@ -652,7 +650,7 @@ def test_the_digest_is_of_what_can_change_a_trained_bit_and_of_nothing_else(writ
 
     free = ["name=x", "output=y", "overwrite=true", "evaluate_every=2", "checkpoint_every=3"]
     free += ["images_every=4", "device=cpu", "check_wire=true", "workers=2"]
-    free += ["batched_agents=4"]  # in the last bits, as the device does
+    free += ["batched_agents=4"]  # only in the last bits, like the device
     assert {digest_with(f"run.{override}") for override in free} == {digest_with()}
     assert digest_with("privacy.epsilon=8") == digest_with()  # 8 is 8.0
     bound = ["run.seed=1", "data.labelled=200", "agents.query=7", "model.width=8"]
@@ -676,23 +674,21 @@ def test_a_config_is_frozen(write: Any) -> None:
         ("algorithm.rounds", 10**7),
     ],
 )
-def test_numbers_that_no_machine_could_carry_out_are_refused(
-    write: Any, key: str, most: int
-) -> None:
+def test_numbers_beyond_every_machine_are_refused(write: Any, key: str, most: int) -> None:
     load_config(write(SOUND), [f"{key}={most}"], TABLE)  # the control
     [row] = refusal(write(SOUND), [f"{key}={most + 1}"])
     assert row == f"argument {key} {most + 1}: give at most {most}"
 
 
 @pytest.mark.parametrize("name", ["label_census", "semifl"])
-def test_a_run_that_batched_agents_of_a_refused_algorithm_is_read_and_goes_on_without(
+def test_a_former_run_with_batched_agents_of_a_refused_algorithm_resumes_without_them(
     tmp_path: Path, name: str
 ) -> None:
     agents = "agents: {support: 2, query: 2}\n"
     asked = f"{agents}algorithm: {{name: {name}}}\nrun: {{batched_agents: 4}}\n"
     (tmp_path / "config.yaml").write_text(asked)
     with pytest.raises(ConfigError, match=f"is 4, but agents of {name} gain too little from it"):
-        load_config(tmp_path / "config.yaml")  # the control: no run is here
+        load_config(tmp_path / "config.yaml")  # the control: the folder has no run
     (tmp_path / "split.json").write_text("{}")
     assert load_config(tmp_path / "config.yaml").run.batched_agents == 1
     with pytest.raises(ConfigError, match=f"is 8, but agents of {name} gain too little from it"):

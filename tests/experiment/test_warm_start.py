@@ -1,4 +1,4 @@
-"""Initial weights of an earlier run on the rows that are now private."""
+"""Initial weights from an earlier run, and the rows which that run used."""
 
 import copy
 import dataclasses
@@ -45,7 +45,7 @@ def prepared(place: Path, *overrides: str) -> Prepared:
 
 
 def weights_of_a_run(place: Path, *overrides: str, guarantee: object = None) -> str:
-    """The weights in a run's folder, with its split and its card."""
+    """The weights in a run folder, with its split and its card."""
     former, run = prepared(place, *overrides), place / "former"
     run.mkdir()
     former.federated_data.manifest.write(run / "split.json")
@@ -56,7 +56,7 @@ def weights_of_a_run(place: Path, *overrides: str, guarantee: object = None) -> 
     return f"model.weights={path}"
 
 
-def test_a_run_does_not_go_on_when_its_file_of_initial_weights_is_another_one(
+def test_a_run_is_not_resumed_if_its_file_of_initial_weights_has_changed(
     tmp_path: Path,
 ) -> None:
     run, file = tmp_path / "run", tmp_path / "public.safetensors"
@@ -81,17 +81,18 @@ def test_a_private_run_refuses_weights_of_a_run_that_used_its_rows_without_noise
     weights = weights_of_a_run(tmp_path, *former)
     with pytest.raises(PrivacyError, match=r"used \d+ labelled rows .* without protection"):
         prepared(tmp_path, *PRIVATE, weights)
-    prepared(tmp_path, weights)  # the control: without a claim anything goes
+    prepared(tmp_path, weights)  # the control: without a claim the weights are accepted
 
 
-def test_weights_of_a_run_on_other_rows_may_begin_a_private_run(tmp_path: Path) -> None:
+def test_a_private_run_accepts_weights_of_a_run_on_other_rows(tmp_path: Path) -> None:
     weights = weights_of_a_run(tmp_path)
     split = tmp_path / "former" / "split.json"
     split.unlink()
     other = prepared(tmp_path, "data.name=digits").federated_data.manifest
     other.write(split)
     assert not any(
-        "model.weights" in said for said in prepared(tmp_path, *PRIVATE, weights).warnings
+        "model.weights" in warnings_with
+        for warnings_with in prepared(tmp_path, *PRIVATE, weights).warnings
     )
 
 
@@ -101,14 +102,14 @@ def test_weights_of_a_run_on_other_rows_may_begin_a_private_run(tmp_path: Path) 
      ((), ("data.test=300",))],
     ids=["former run", "both, differently", "this run"],
 )  # fmt: skip
-def test_weights_of_a_run_that_drew_other_test_rows_of_the_same_data_are_refused(
+def test_a_private_run_refuses_weights_of_a_run_that_drew_other_test_rows_of_the_same_data(
     tmp_path: Path, former: tuple[str, ...], now: tuple[str, ...]
 ) -> None:
-    """Drawing test rows numbers the others anew, so that checksums and row numbers differ."""
+    """Drawing test rows renumbers the other rows, so checksums and row numbers differ."""
     weights = weights_of_a_run(tmp_path, *former)
     with pytest.raises(PrivacyError, match=r"drew its test rows \(data\.test\).* is unknown"):
         prepared(tmp_path, *PRIVATE, *now, weights)
-    prepared(tmp_path, *now, weights)  # the control: without a claim anything goes
+    prepared(tmp_path, *now, weights)  # the control: without a claim the weights are accepted
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(Path(weights.removeprefix("model.weights=")).read_bytes())
     prepared(tmp_path, *PRIVATE, *now, f"model.weights={copy}")
@@ -122,8 +123,8 @@ def test_a_private_run_warns_of_weights_of_a_run_on_another_version_of_its_data(
     found = split_manifest.read_manifest(split)
     dataclasses.replace(found, checksum="0" * 64).write(split)
     assert any(
-        "is of the run" in said and "was not looked at" in said
-        for said in prepared(tmp_path, *PRIVATE, weights).warnings
+        "is of the run" in warnings_with and "was not looked at" in warnings_with
+        for warnings_with in prepared(tmp_path, *PRIVATE, weights).warnings
     )
 
 
@@ -135,9 +136,9 @@ def test_a_private_run_warns_of_weights_of_a_run_on_its_rows_under_another_name(
     floats |= {n: (x / 255).astype(np.float32) for n, x in floats.items() if n.startswith("x")}
     np.savez(tmp_path / "toy.npz", **floats)
     weights = weights_of_a_run(tmp_path, "data.name=npz", f"data.root={tmp_path / 'toy.npz'}")
-    said = prepared(tmp_path, *PRIVATE, weights).warnings
-    assert any("on npz. Whether" in text for text in said)
-    # The control: without a claim nothing is said.
+    warnings_with = prepared(tmp_path, *PRIVATE, weights).warnings
+    assert any("on npz. Whether" in text for text in warnings_with)
+    # The control: without a claim there is no warning.
     assert not any("model.weights" in text for text in prepared(tmp_path, weights).warnings)
 
 
@@ -162,11 +163,11 @@ def test_a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_withou
     private = (*PRIVATE, f"model.name={reference_of(network)}", "model.width=16")
     with pytest.raises(PrivacyError, match=r"^model is of the run .* without protection"):
         prepare(load_config_of(tmp_path, *private), None, network)
-    # The control: a network with weights of its own is taken.
+    # The control: a network with its own weights is accepted.
     prepare(load_config_of(tmp_path, *private), None, Own)
 
 
-def test_a_classifier_of_a_run_whose_folder_is_gone_is_refused(tmp_path: Path) -> None:
+def test_a_classifier_of_a_run_with_a_missing_folder_is_refused(tmp_path: Path) -> None:
     config = yaml.safe_load(CONFIG)
     former = privssl.train(config, {"run.seed": 1}, model=Own, output=tmp_path / "former")
     network = former.classifier()
@@ -174,17 +175,17 @@ def test_a_classifier_of_a_run_whose_folder_is_gone_is_refused(tmp_path: Path) -
     (tmp_path / "former").rename(tmp_path / "elsewhere")
     with pytest.raises(PrivacyError, match=r"^model is of the run .* is unknown"):
         prepare(load_config_of(tmp_path, *PRIVATE, *name), None, network)
-    # The controls: without a claim, and a network that no run made.
+    # The controls: without a claim, and a network that is not from a run.
     prepare(load_config_of(tmp_path, *name), None, network)
     prepare(load_config_of(tmp_path, *PRIVATE, *name), None, Own((1, 8, 8), 10))
 
 
 @pytest.mark.parametrize("guarantee", [None, {"epsilon": 8.0}], ids=["without", "with"])
 @pytest.mark.parametrize("labels", ["support", "labels-at-server"])
-def test_weights_of_a_run_over_sites_on_the_same_data_are_refused(
+def test_a_private_run_refuses_weights_of_a_run_over_sites_on_the_same_data(
     tmp_path: Path, labels: str, guarantee: object
 ) -> None:
-    """Its split.json has no rows of sites."""
+    """Its split.json lists no rows of sites."""
     server = (f"data.labels={labels}", "agents.support=0", "algorithm.name=server_sl")
     at = () if labels == "support" else server
     weights = weights_of_a_run(tmp_path, *at, guarantee=guarantee)
@@ -193,60 +194,65 @@ def test_weights_of_a_run_over_sites_on_the_same_data_are_refused(
     (tmp_path / "former" / "config.yaml").write_text(to_yaml(former.config))
     with pytest.raises(PrivacyError, match=r"^model\.weights is of the run .* over sites on toy"):
         prepared(tmp_path, *PRIVATE, weights)
-    prepared(tmp_path, weights)  # the control: without a claim anything goes
+    prepared(tmp_path, weights)  # the control: without a claim the weights are accepted
     copied = tmp_path / "copy.safetensors"
     copied.write_bytes(Path(weights.removeprefix("model.weights=")).read_bytes())
     prepared(tmp_path, *PRIVATE, f"model.weights={copied}")
 
 
-def test_a_private_run_says_that_epsilons_add_up_with_those_of_the_run_of_its_weights(
+def test_a_private_run_warns_that_epsilons_add_up_with_those_of_the_run_of_its_weights(
     tmp_path: Path,
 ) -> None:
     weights = weights_of_a_run(tmp_path, guarantee={"epsilon": 8.0})
-    assert any("add up" in said for said in prepared(tmp_path, *PRIVATE, weights).warnings)
+    assert any(
+        "add up" in warnings_with
+        for warnings_with in prepared(tmp_path, *PRIVATE, weights).warnings
+    )
 
 
 @pytest.mark.parametrize("counts", ["private", "public"])
-def test_what_is_said_of_former_weights_tells_a_private_number_of_rows_to_nobody(
+def test_the_warning_about_former_weights_does_not_depend_on_a_private_row_count(
     tmp_path: Path, counts: str
 ) -> None:
     weights = weights_of_a_run(tmp_path, guarantee={"epsilon": 8.0})
     private = (*PRIVATE, weights, f"privacy.record_counts={counts}")
-    said = [text for text in prepared(tmp_path, *private).warnings if "add up" in text]
+    warnings_with = [text for text in prepared(tmp_path, *private).warnings if "add up" in text]
     split = tmp_path / "former" / "split.json"
     found = split_manifest.read_manifest(split)
     fewer = {a: dataclasses.replace(h, labelled=h.labelled[1:]) for a, h in found.agents.items()}
     dataclasses.replace(found, agents=fewer).write(split)
     now = [text for text in prepared(tmp_path, *private).warnings if "add up" in text]
-    assert said and (now == said) is (counts == "private")  # public numbers are the control
+    assert warnings_with and (now == warnings_with) is (
+        counts == "private"
+    )  # public numbers are the control
 
 
 @pytest.mark.parametrize("guarantee", [None, {"epsilon": 8.0}], ids=["without", "with"])
-def test_over_sites_whose_rows_are_elsewhere_it_is_said_that_nobody_looked(
+def test_over_sites_a_warning_says_that_rows_of_the_sites_were_not_checked(
     tmp_path: Path, guarantee: object
 ) -> None:
     weights, sites = weights_of_a_run(tmp_path, guarantee=guarantee), "run.engine=flower"
 
-    def said(*overrides: str) -> list[str]:
+    def warnings_with(*overrides: str) -> list[str]:
         here = prepared(tmp_path, sites, "run.workers=auto", *overrides)
         assert not here.federated_data.manifest.agents
         return [text for text in here.warnings if "model.weights" in text]
 
-    (text,) = said(*PRIVATE, weights)
+    (text,) = warnings_with(*PRIVATE, weights)
     assert "Whether rows of the sites are among them was not looked at" in text
-    # The controls: without such weights, or without a claim, there is nothing to say.
-    assert not said(*PRIVATE)
-    assert not said(weights)
+    # The controls: without such weights, or without a claim, there is no warning.
+    assert not warnings_with(*PRIVATE)
+    assert not warnings_with(weights)
 
 
-def test_rows_that_a_private_run_used_without_a_label_are_refused_too(tmp_path: Path) -> None:
+def test_rows_that_a_private_run_used_without_their_labels_are_refused_too(tmp_path: Path) -> None:
     weights = weights_of_a_run(tmp_path, "run.seed=1", guarantee={"epsilon": 8.0})
     # Of 40 labelled rows among 1,000 some were among the 100 unlabelled ones of the other split.
     with pytest.raises(PrivacyError, match="without protection"):
         prepared(tmp_path, *PRIVATE, weights)
 
 
-def test_weights_of_an_encoder_are_looked_at_like_initial_weights(tmp_path: Path) -> None:
+def test_weights_of_an_encoder_are_checked_like_initial_weights(tmp_path: Path) -> None:
     file = weights_of_a_run(tmp_path).removeprefix("model.weights=")
     split = prepared(tmp_path).federated_data.manifest
     config = load_config(tmp_path / "c.yaml", PRIVATE)

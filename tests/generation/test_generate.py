@@ -1,4 +1,4 @@
-"""``privssl generate``: rows of the classes that were wanted, and a last line that is true."""
+"""``privssl generate``: rows of the requested classes, and a true line about their guarantee."""
 
 import contextlib
 import io
@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-def test_an_npz_file_has_rows_of_each_class_in_the_form_of_the_data(
+def test_an_npz_file_contains_rows_of_each_class_in_the_form_of_the_data(
     runs: Callable[[str], Path], tmp_path: Path
 ) -> None:
     made = command(runs(PLAIN), "--count", 23, "--output", tmp_path / "made.npz")
@@ -65,13 +65,14 @@ def test_an_npz_file_has_rows_of_each_class_in_the_form_of_the_data(
     real = TOY.x_train.numpy()
     assert (x.dtype, x.shape[1:]) == (real.dtype, real.shape[1:]) and len(x) == len(y) == 23
     assert x.min() >= 0 and x.max() <= 255 and x.std() > 1
-    assert np.bincount(y, minlength=10).tolist() == [3, 3, 3, *[2] * 7]  # as even as 23 rows can be
+    # as balanced as 23 rows can be
+    assert np.bincount(y, minlength=10).tolist() == [3, 3, 3, *[2] * 7]
     assert tuple(names) == TOY.class_names
     assert _pixels(tmp_path / "made.contact_sheet.png").shape[1] > 8 * 10
     assert made.out.splitlines()[-1].startswith(NO_GUARANTEE)
 
 
-def test_the_same_seed_gives_the_same_rows_and_another_gives_others(
+def test_one_seed_gives_the_same_rows_and_another_gives_others(
     runs: Callable[[str], Path],
 ) -> None:
     folder = runs(PLAIN)
@@ -90,7 +91,7 @@ def test_pictures_lie_in_folders_of_their_classes(
     assert made.status == 0, made
     found = sorted(str(path.relative_to(out)) for path in out.rglob("*.png"))
     assert found == ["2/00000.png", "2/00002.png", "2/00004.png", "8/00001.png", "8/00003.png"]
-    assert (tmp_path / "pictures.contact_sheet.png").is_file()  # a folder of rows has rows alone
+    assert (tmp_path / "pictures.contact_sheet.png").is_file()  # the folder contains rows only
     expected = rows.generate_rows(runs(PLAIN), 5, ["2", "8"], seed=4)
     assert np.array_equal(_pixels(out / "8" / "00003.png"), expected.x[3, 0])
 
@@ -107,7 +108,7 @@ def test_pictures_lie_in_folders_of_their_classes(
         (("--count", 2, "--confidence", "nan"), ("--confidence is nan",)),
     ],
 )
-def test_a_mistake_in_the_command_is_said_and_nothing_is_written(
+def test_an_invalid_argument_is_an_error_and_nothing_is_written(
     arguments: tuple[object, ...],
     said: tuple[str, ...],
     runs: Callable[[str], Path],
@@ -118,7 +119,7 @@ def test_a_mistake_in_the_command_is_said_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("name", ["rows.npy", "rows.csv", "rows.PNG"])
-def test_the_name_of_another_file_is_no_folder_of_pictures(
+def test_pictures_are_not_written_under_the_name_of_another_file_type(
     name: str, runs: Callable[[str], Path], tmp_path: Path
 ) -> None:
     refused = command(runs(PLAIN), "--count", 2, "--output", tmp_path / name)
@@ -126,7 +127,7 @@ def test_the_name_of_another_file_is_no_folder_of_pictures(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_npz_file_in_capitals_is_a_file_and_spaces_between_classes_do_not_matter(
+def test_upper_case_npz_suffixes_and_spaces_between_classes_are_accepted(
     runs: Callable[[str], Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "rows.NPZ"
@@ -136,7 +137,7 @@ def test_an_npz_file_in_capitals_is_a_file_and_spaces_between_classes_do_not_mat
         assert file["y"].tolist() == [3, 8]
 
 
-def test_what_exists_is_not_replaced(runs: Callable[[str], Path], tmp_path: Path) -> None:
+def test_existing_files_are_not_replaced(runs: Callable[[str], Path], tmp_path: Path) -> None:
     for taken in ("x.npz", "x.contact_sheet.png"):
         (tmp_path / taken).write_text("mine")
         refused = command(runs(PLAIN), "--count", 2, "--output", tmp_path / "x.npz")
@@ -158,7 +159,7 @@ def test_runs_that_cannot_generate_are_refused(runs: Callable[[str], Path], tmp_
     assert_refused(command(unfinished, *out), "not finished")
 
 
-def test_a_sound_run_says_what_covers_the_rows_once_the_rest_is_acknowledged(
+def test_a_sound_run_states_what_covers_the_rows_after_an_acknowledgement(
     runs: Callable[[str], Path], tmp_path: Path
 ) -> None:
     out = ("--count", 4, "--output", tmp_path / "x.npz")
@@ -199,25 +200,25 @@ def test_a_class_that_cannot_name_a_folder_needs_an_npz_file(
 
 
 def _made_up(x: Any) -> Any:
-    """A classifier that is confident of rows with an even sum, as of any class."""
+    """A classifier that is confident of rows with an even sum, for any class."""
     even = x.reshape(len(x), -1).sum(axis=1, dtype=np.int64) % 2 == 0
     return np.where(even, 0.9, 0.1)[:, None].repeat(10, axis=1).astype(np.float32)
 
 
-def test_with_a_confidence_rows_are_drawn_until_the_classifier_has_it(
+def test_with_a_confidence_rows_are_drawn_until_the_classifier_reaches_it(
     runs: Callable[[str], Path],
 ) -> None:
     plain = rows.generate_rows(runs(PLAIN), 40)
     sure = rows.generate_rows(runs(PLAIN), 40, confidence=0.9, classify=_made_up)
     kept = _made_up(plain.x)[:, 0] >= 0.9
-    assert 0 < kept.sum() < 40  # otherwise this asks nothing
+    assert 0 < kept.sum() < 40  # otherwise nothing is tested
     assert (_made_up(sure.x) >= 0.9).all() and np.array_equal(sure.y, plain.y)
-    assert np.array_equal(sure.x[kept], plain.x[kept])  # a row that was good is not drawn anew
+    assert np.array_equal(sure.x[kept], plain.x[kept])  # an accepted row is not drawn again
     assert all(not np.array_equal(a, b) for a, b in zip(sure.x[~kept], plain.x[~kept], strict=True))
 
 
 @pytest.mark.parametrize("given", [0.5, np.nan])
-def test_a_confidence_that_no_row_reaches_is_said(
+def test_a_confidence_that_no_row_reaches_is_reported(
     given: float, runs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "DRAWS", 3)
@@ -226,7 +227,7 @@ def test_a_confidence_that_no_row_reaches_is_said(
         rows.generate_rows(runs(PLAIN), 4, confidence=0.6, classify=never)
 
 
-def test_the_command_and_python_ask_the_classifier_of_the_run(
+def test_the_command_and_python_use_the_classifier_of_the_run(
     runs: Callable[[str], Path], tmp_path: Path
 ) -> None:
     run = open_run(runs(PLAIN))

@@ -1,4 +1,4 @@
-"""G and D: shapes, sizes, what each looks at, independent rows; and the losses of Eq. 6 and 7."""
+"""G and D: shapes, sizes, relevant inputs, independent rows, and the losses of Eq. 6 and 7."""
 
 import copy
 import math
@@ -52,7 +52,7 @@ def discriminator(shape: tuple[int, int, int] = (1, 8, 8), spectral: bool = True
 
 
 def inputs(shape: tuple[int, int, int] = (1, 8, 8), seed: int = 0) -> dict[str, Tensor]:
-    """What G takes: rows, labels, targets, noise and two blending factors for each row."""
+    """The inputs of G: rows, labels, targets, noise and two blending factors per row."""
     return {
         "x": 2 * drawn(B, *shape, seed=seed) - 1,
         "p": drawn(B, C, seed=seed + 1).softmax(dim=1),
@@ -73,12 +73,12 @@ def test_a_generator_gives_several_mixes_of_each_row_in_range(shape: tuple[int, 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_discriminator_gives_a_number_per_row(shape: tuple[int, int, int]) -> None:
+def test_a_discriminator_gives_one_number_per_row(shape: tuple[int, int, int]) -> None:
     given_ = inputs(shape)
     assert discriminator(shape)(given_["x"], given_["p"]).shape == (B,)
 
 
-def test_the_networks_have_the_sizes_that_the_specification_counts() -> None:
+def test_the_networks_have_the_sizes_in_the_specification() -> None:
     G, D = ImageGenerator((1, 28, 28), 10, width=16), ImageDiscriminator((1, 28, 28), 10, width=16)
     sizes = [sum(p.numel() for p in network.parameters()) for network in (G, D)]
     # G: encoder 4*4*16+16, 4*4*16*32+32, 1568*64+64; prior 42*128+128, 128*64+64;
@@ -95,11 +95,11 @@ def test_sides_that_cannot_be_halved_twice_are_refused(network: Callable[..., nn
         network((1, 30, 28), C)
 
 
-# What G looks at ----------------------------------------------------------------------------
+# Inputs of G that matter --------------------------------------------------------------------
 
 
 def changes(network: nn.Module, lam: float, which: str) -> bool:
-    """Whether G's mixes at a blending factor change when one input does."""
+    """Whether G's mixes at a blending factor change with one input."""
     before = inputs() | {"lam": torch.full((B, 1), lam)}
     after = before | {which: inputs(seed=50)[which]}
     if which == "p_target":
@@ -107,19 +107,19 @@ def changes(network: nn.Module, lam: float, which: str) -> bool:
     return not torch.equal(network(**before), network(**after))
 
 
-def test_at_lambda_0_a_mix_is_made_of_noise_and_class_and_never_of_the_row() -> None:
+def test_at_lambda_0_a_mix_depends_on_noise_and_class_and_not_on_the_row() -> None:
     G = generator()
     seen = {which: changes(G, 0.0, which) for which in ("x", "p", "p_target", "z")}
     assert seen == {"x": False, "p": False, "p_target": True, "z": True}
 
 
-def test_at_lambda_1_a_mix_is_made_of_the_row_and_never_of_noise_and_class() -> None:
+def test_at_lambda_1_a_mix_depends_on_the_row_and_not_on_noise_and_class() -> None:
     G = generator()
     seen = {which: changes(G, 1.0, which) for which in ("x", "p", "p_target", "z")}
     assert seen == {"x": True, "p": True, "p_target": False, "z": False}
 
 
-def test_between_them_everything_counts_and_so_does_lambda() -> None:
+def test_between_them_a_mix_depends_on_all_inputs_and_on_lambda() -> None:
     G = generator()
     assert all(changes(G, 0.5, which) for which in ("x", "p", "p_target", "z"))
     given_ = inputs() | {"lam": torch.tensor([[0.4, 0.6]]).expand(B, 2)}
@@ -127,7 +127,7 @@ def test_between_them_everything_counts_and_so_does_lambda() -> None:
     assert not torch.equal(mixes[:, 0], mixes[:, 1])
 
 
-def test_several_mixes_of_a_row_are_those_made_one_at_a_time() -> None:
+def test_several_mixes_of_a_row_equal_those_made_one_at_a_time() -> None:
     G, given_ = generator(), inputs()
     together = G(**given_)
     for number in range(2):
@@ -150,7 +150,7 @@ def test_a_variational_generator_gives_mixes_in_range(shape: tuple[int, int, int
     assert mixes.shape == (B, 2, *shape) and bool((mixes.abs() <= 1).all())
 
 
-def test_a_variational_generator_looks_at_the_row_or_at_the_target() -> None:
+def test_a_variational_generator_depends_on_the_row_or_on_the_target() -> None:
     G, which = variational(), ("x", "p", "p_target", "z")
     assert [changes(G, 0.0, w) for w in which] == [False, False, True, True]
     # At lambda 1 the noise is that of the row's code.
@@ -158,7 +158,7 @@ def test_a_variational_generator_looks_at_the_row_or_at_the_target() -> None:
     assert all(changes(G, 0.5, w) for w in which)
 
 
-def test_the_cost_of_a_code_is_its_divergence_from_the_standard_gaussian() -> None:
+def test_the_code_loss_is_the_divergence_from_the_standard_normal_distribution() -> None:
     G, given_ = variational(), inputs()
     rows, cost = G(**given_, with_cost=True)
     assert_close(rows, G(**given_))
@@ -169,7 +169,7 @@ def test_the_cost_of_a_code_is_its_divergence_from_the_standard_gaussian() -> No
     assert_close(cost, torch.distributions.kl_divergence(own, standard).sum(dim=1))
 
 
-def test_codes_at_lambda_0_are_standard_gaussian_and_finite_at_the_ends() -> None:
+def test_codes_at_lambda_0_are_standard_normal_and_finite_at_the_ends() -> None:
     heard: list[Tensor] = []
     G = variational()
     G.first.register_forward_pre_hook(lambda _, given_: heard.append(given_[0]))
@@ -183,7 +183,7 @@ def test_codes_at_lambda_0_are_standard_gaussian_and_finite_at_the_ends() -> Non
     assert_close(code.std(dim=0), torch.ones(6), atol=0.05, rtol=0)
 
 
-def test_no_row_of_a_variational_generator_sees_another() -> None:
+def test_rows_of_a_variational_generator_are_independent() -> None:
     G, given_ = variational(), inputs()
     rows, cost = G(**given_, with_cost=True)
     for number in range(B):
@@ -193,17 +193,17 @@ def test_no_row_of_a_variational_generator_sees_another() -> None:
         assert_close(its_cost[0], cost[number])
 
 
-# What D looks at ----------------------------------------------------------------------------
+# Inputs of D that matter --------------------------------------------------------------------
 
 
-def test_a_discriminator_judges_the_row_as_a_row_of_that_label() -> None:
+def test_a_discriminator_depends_on_the_row_and_on_its_label() -> None:
     D, given_ = discriminator(), inputs()
     before = D(given_["x"], given_["p"])
     assert not torch.equal(before, D(-given_["x"], given_["p"]))
     assert not torch.equal(before, D(given_["x"], given_["p"].roll(1, dims=1)))
 
 
-def test_a_mixed_label_is_judged_between_its_parts() -> None:
+def test_the_logit_of_a_mixed_label_is_the_mix_of_the_logits() -> None:
     # The logit is affine in the label, and labels sum to 1: D(x, a p + b q) = a D(p) + b D(q).
     D, x = discriminator(), inputs()["x"]
     p, q = torch.eye(C)[:B], torch.eye(C)[1 : B + 1]
@@ -211,7 +211,7 @@ def test_a_mixed_label_is_judged_between_its_parts() -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(7, 5), nn.Conv2d(3, 4, 4)])
-def test_spectral_normalisation_is_torchs_to_the_bit(layer: nn.Module) -> None:
+def test_spectral_normalisation_equals_that_of_torch_to_the_bit(layer: nn.Module) -> None:
     x = drawn(2, 7) if isinstance(layer, nn.Linear) else drawn(2, 3, 6, 6)
     ways: dict[str, Callable[[nn.Module], nn.Module]] = {
         "torch's": torch.nn.utils.parametrizations.spectral_norm,
@@ -220,7 +220,7 @@ def test_spectral_normalisation_is_torchs_to_the_bit(layer: nn.Module) -> None:
     seen = {}
     for name, normalised in ways.items():
         network = make(partial(normalised, copy.deepcopy(layer)))
-        twice = network(x) + network(x)  # each moves the vectors
+        twice = network(x) + network(x)  # each call updates the vectors
         twice.square().sum().backward()
         gradients = [p.grad for p in network.parameters()]
         seen[name] = [twice, *network.eval()(x), *network.state_dict().values(), *gradients]
@@ -240,16 +240,16 @@ def test_spectral_normalisation_bounds_the_trunk_of_d(spectral: bool) -> None:
             parameter.mul_(50)
     weight = D.trunk[5].weight  # type: ignore[index, union-attr]
     norm = float(torch.linalg.matrix_norm(weight.detach(), 2))
-    assert (norm < 2) == spectral  # one up to the error of power iteration; plain: far above
+    assert (norm < 2) == spectral  # one, up to the error of power iteration; without it far above
     buffers = [name for name, _ in D.named_buffers()]
-    assert bool(buffers) == spectral  # a private D must have nothing that moves on its own
+    assert bool(buffers) == spectral  # a private D must have no buffers
 
 
-# Rows are strangers -------------------------------------------------------------------------
+# Independence of rows -----------------------------------------------------------------------
 
 
 def in_turn(network: nn.Module, given_: dict[str, Tensor]) -> Tensor:
-    """One row at a time, by vmap over a functional call, as the private step does it."""
+    """One row at a time, by vmap over a functional call, like the private step."""
     parameters: dict[str, Tensor] = dict(network.named_parameters())
 
     def one(row: dict[str, Tensor]) -> Tensor:
@@ -262,7 +262,7 @@ def in_turn(network: nn.Module, given_: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["G", "D", "D without spectral norm"])
-def test_rows_do_not_see_each_other(name: str) -> None:
+def test_rows_are_independent(name: str) -> None:
     given_ = inputs()
     network = generator() if name == "G" else discriminator(spectral=name == "D")
     if name != "G":
@@ -274,7 +274,7 @@ def test_rows_do_not_see_each_other(name: str) -> None:
         moved[field][1] = moved[field][1].flip(-1) * 0.5
         after = network(**moved)
         assert torch.equal(after[[0, 2]], before[[0, 2]])
-        assert not torch.equal(after[1], before[1])  # the control: the row itself is seen
+        assert not torch.equal(after[1], before[1])  # the control: the row itself matters
 
 
 # Eq. 6 and 7 --------------------------------------------------------------------------------
@@ -315,8 +315,8 @@ def test_the_realistic_loss_of_g_by_hand() -> None:
     assert_close(realistic_loss(torch.tensor(fake), torch.tensor(lam)), torch.tensor(expected))
 
 
-def test_g_learns_even_while_d_wins() -> None:
-    fake = torch.tensor([-30.0], requires_grad=True)  # D is sure that it is no real row
+def test_g_learns_even_if_d_is_certain() -> None:
+    fake = torch.tensor([-30.0], requires_grad=True)  # D is certain that the row is not real
     realistic_loss(fake, torch.tensor([1.0])).sum().backward()  # type: ignore[no-untyped-call]
     assert float(fake.grad) == pytest.approx(-1.0)  # type: ignore[arg-type]
     # the control: Eq. 6 as printed, log(1 - D), has no gradient there

@@ -1,6 +1,4 @@
-"""Classifiers: shapes, sizes, and that no row of a batch can be seen from another; the norm whose
-statistics are collected; networks made of two.
-"""
+"""Classifiers: shapes, sizes and independent rows; static batch norm; spliced networks."""
 
 import math
 from collections.abc import Callable
@@ -42,7 +40,7 @@ def classifier(
 
 
 def unfilled(name: str, shape: tuple[int, int, int], norm: str) -> nn.Module:
-    """At full size, without values in its tensors: quick to build, good for counting."""
+    """At full size, with uninitialised tensors: quick to build, enough for counting."""
     settings: Any = {"name": name, "norm": norm}
     with torch.device("meta"):
         return build_classifier(ModelSettings(**settings), shape, 10)
@@ -56,8 +54,8 @@ def size(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-def moved(x: Tensor, row: int) -> Tensor:
-    """The batch with one row turned upside down and dimmed."""
+def changed_row(x: Tensor, row: int) -> Tensor:
+    """The batch with one row inverted and dimmed."""
     other = x.clone()
     other[row] = -0.5 * other[row].flip(-1) + 0.1
     return other
@@ -66,7 +64,7 @@ def moved(x: Tensor, row: int) -> Tensor:
 # Shapes and sizes ---------------------------------------------------------------------------
 
 
-def test_a_config_can_name_every_classifier_and_norm_that_there_is() -> None:
+def test_a_config_can_name_every_classifier_and_norm() -> None:
     hints = get_type_hints(ModelSettings)
     assert set(NETWORKS) == set(CLASSIFIERS)
     assert set(get_args(hints["norm"])) == set(NORMS)
@@ -76,7 +74,7 @@ def test_a_config_can_name_every_classifier_and_norm_that_there_is() -> None:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 @every_classifier
-def test_a_classifier_gives_a_number_per_row_and_class(
+def test_a_classifier_gives_one_number_per_row_and_class(
     name: str, shape: tuple[int, int, int], norm: str
 ) -> None:
     logits = classifier(name, shape, norm=norm)(rows(3, shape))
@@ -85,19 +83,19 @@ def test_a_classifier_gives_a_number_per_row_and_class(
 
 
 @every_classifier
-def test_rows_too_small_to_be_halved_three_times_are_refused(name: str) -> None:
+def test_rows_too_small_for_three_poolings_are_refused(name: str) -> None:
     with pytest.raises(DataError, match=f"7x8 pixels, and {name} needs at least 8x8"):
         classifier(name, (1, 7, 8))
 
 
-def test_the_small_cnn_has_the_size_that_the_specification_counts() -> None:
+def test_the_small_cnn_has_the_size_in_the_specification() -> None:
     # convolutions (5*5*1+1)*16, (3*3*16+1)*32, (3*3*32+1)*64; norms 2*(16+32+64); head
     # (64*3*3+1)*10: 28 pixels are halved to 14, 7, 3
     assert 26 * 16 + 145 * 32 + 289 * 64 + 224 + 577 * 10 == 29_546
     assert size(classifier("small_cnn", (1, 28, 28), width=16)) == 29_546
 
 
-def test_lenet_has_the_size_of_lenet_5_where_nothing_is_normalised() -> None:
+def test_lenet_without_a_norm_has_the_size_of_lenet_5() -> None:
     # LeCun et al. 1998 with full connections: 156 + 2,416 + 48,120 + 10,164 + 850
     assert size(classifier("lenet", (1, 28, 28), width=16, norm="none")) == 61_706
     # 32 * 76 + 64 * 801 + 512 * 4097 + 10 * 513: the 2.2 million of SemiFL's Table 3
@@ -105,7 +103,7 @@ def test_lenet_has_the_size_of_lenet_5_where_nothing_is_normalised() -> None:
 
 
 @pytest.mark.parametrize(("side", "parameters"), [(32, 30_840), (28, 21_840)])
-def test_fedtrinets_network_has_the_sizes_that_the_paper_has(side: int, parameters: int) -> None:
+def test_fedtrinets_network_has_the_sizes_in_the_paper(side: int, parameters: int) -> None:
     # 32 -> 28 -> 14 -> 10 -> 5 pixels, 20 channels: 500 features; 28 -> 24 -> 12 -> 8 -> 4: 320
     network = classifier("trinet_cnn", (1, side, side), width=16, norm="none")
     shallow, deep = (network.get_submodule(half) for half in ("shallow", "deep"))
@@ -118,7 +116,7 @@ def test_fedtrinets_network_has_the_sizes_that_the_paper_has(side: int, paramete
 @pytest.mark.parametrize(
     ("shape", "features"), [((1, 16, 16), 20), ((1, 16, 32), 20 * 5), ((1, 8, 8), 20 * 2 * 2)]
 )
-def test_fedtrinets_network_pads_only_where_its_convolutions_would_use_the_image_up(
+def test_fedtrinets_network_pads_only_if_its_convolutions_would_leave_no_pixel(
     shape: tuple[int, int, int], features: int
 ) -> None:
     # 16 -> 12 -> 6 -> 2 -> 1; padded 8 -> 8 -> 4 -> 4 -> 2
@@ -126,7 +124,7 @@ def test_fedtrinets_network_pads_only_where_its_convolutions_would_use_the_image
     assert size(network.get_submodule("deep")) == (features + 1) * 50 + 51 * 10
 
 
-def test_lenet32_is_fedseals_lenet_for_svhn_which_does_not_pad() -> None:
+def test_lenet32_is_fedseals_unpadded_lenet_for_svhn() -> None:
     # 32 -> 28 -> 14 -> 10 -> 5 pixels: 400 features, as from 28 pixels padded by two
     assert 76 * 6 + 151 * 16 + 401 * 120 + 121 * 84 + 85 * 10 == 62_006
     assert size(classifier("lenet32", (3, 32, 32), width=16, norm="none")) == 62_006
@@ -135,7 +133,7 @@ def test_lenet32_is_fedseals_lenet_for_svhn_which_does_not_pad() -> None:
 
 
 @pytest.mark.parametrize("side", [28, 32])
-def test_the_network_like_alexnet_has_fedmatchs_layers(side: int) -> None:
+def test_the_alexnet_variant_has_the_layers_of_fedmatch(side: int) -> None:
     # 32 -> 29 -> 14 -> 12 -> 6 -> 5 -> 2 and 28 -> 25 -> 12 -> 10 -> 5 -> 4 -> 2: 1,024 features
     convolutions = 16 * 3 * 64 + 9 * 64 * 128 + 4 * 128 * 256
     bare = convolutions + 1024 * 2048 + 2048 * 2048 + 2048 * 10
@@ -146,7 +144,7 @@ def test_the_network_like_alexnet_has_fedmatchs_layers(side: int) -> None:
     assert size(unfilled("alexnet", (3, side, side), "group")) == normed
 
 
-def test_fedtrinets_network_for_svhn_has_the_size_of_the_authors() -> None:
+def test_fedtrinets_network_for_svhn_has_the_size_of_the_authors_network() -> None:
     network = unfilled("trinet_svhn", (3, 32, 32), "batch")
     shallow, deep = (size(network.get_submodule(half)) for half in ("shallow", "deep"))
     # convolution and norm, convolution: by blocks, as the specification counts them
@@ -174,12 +172,12 @@ def test_resnet18_has_the_sizes_of_both_stems(name: str) -> None:
     assert size_of_resnet18(name, 1, 16) == of_the_paper
     assert size(classifier(name, (1, 28, 28), width=16)) == of_the_paper
     for norm in ("batch", "static"):
-        narrow = classifier(name, (3, 32, 32), width=2, norm=norm)
-        assert size(narrow) == size_of_resnet18(name, 3, 2)
+        bfloat16_network = classifier(name, (3, 32, 32), width=2, norm=norm)
+        assert size(bfloat16_network) == size_of_resnet18(name, 3, 2)
 
 
 @pytest.mark.parametrize(("name", "side"), [("resnet18", 28 // 4), ("resnet18_3x3", 28)])
-def test_the_stem_of_7x7_quarters_the_image_and_the_stem_of_3x3_keeps_it(
+def test_the_7x7_stem_quarters_the_image_and_the_3x3_stem_keeps_its_size(
     name: str, side: int
 ) -> None:
     network, seen = classifier(name, (1, 28, 28), width=1), list[torch.Size]()
@@ -192,7 +190,7 @@ def test_the_stem_of_7x7_quarters_the_image_and_the_stem_of_3x3_keeps_it(
 
 
 @pytest.mark.slow
-def test_resnet18_computes_what_torchvisions_does() -> None:
+def test_resnet18_computes_what_torchvisions_resnet18_computes() -> None:
     torchvision = pytest.importorskip("torchvision")
     x = rows(2, (3, 32, 32))
     ours = classifier("resnet18", (3, 32, 32), width=16, norm="batch").eval()
@@ -208,7 +206,7 @@ def test_resnet18_computes_what_torchvisions_does() -> None:
 RESNET9 = ((3, 64), (64, 128), (128, 128), (128, 128), (128, 256), (256, 512), *[(512, 512)] * 2)
 
 
-def test_the_bare_resnet9_is_nine_tensors_of_fedmatchs_size() -> None:
+def test_resnet9_without_norm_is_nine_tensors_of_fedmatchs_size() -> None:
     network = unfilled("resnet9", (3, 32, 32), "none")
     assert sum(9 * i * o for i, o in RESNET9) + 512 * 10 == 6_568_640
     assert size(network) == 6_568_640
@@ -216,7 +214,7 @@ def test_the_bare_resnet9_is_nine_tensors_of_fedmatchs_size() -> None:
 
 
 @pytest.mark.parametrize("norm", ["batch", "group", "static"])
-def test_the_normalised_resnet9_has_biases_and_the_size_of_fedseals(norm: str) -> None:
+def test_resnet9_with_norm_has_biases_and_the_size_of_fedseals_network(norm: str) -> None:
     # a bias, a weight and a shift of the norm per channel; a bias per class
     channels = sum(out for _, out in RESNET9)
     assert 6_568_640 + 3 * channels + 10 == 6_575_370
@@ -224,12 +222,12 @@ def test_the_normalised_resnet9_has_biases_and_the_size_of_fedseals(norm: str) -
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 64, 64)])
-def test_resnet9_has_one_head_for_all_sizes(shape: tuple[int, int, int]) -> None:
+def test_resnet9_has_one_head_for_all_image_sizes(shape: tuple[int, int, int]) -> None:
     network = unfilled("resnet9", shape, "none")
     assert size(network) == 6_568_640 - 9 * (3 - shape[0]) * 64
 
 
-def test_at_32_pixels_resnet9_is_the_papers_network_that_pools_4x4() -> None:
+def test_at_32_pixels_resnet9_equals_the_papers_network_with_4x4_pooling() -> None:
     network, x = classifier("resnet9", (3, 32, 32), norm="none").eval(), rows(2, (3, 32, 32))
     w = list(network.parameters())
 
@@ -244,13 +242,13 @@ def test_at_32_pixels_resnet9_is_the_papers_network_that_pools_4x4() -> None:
     assert_close(network(x), nn.MaxPool2d(4)(h).flatten(1) @ w[8].T)
 
 
-def test_the_bare_resnet9_begins_with_variance_one_over_fan_in_cut_at_two_deviations() -> None:
+def test_resnet9_without_norm_has_truncated_normal_weights_of_variance_one_over_fan_in() -> None:
     for weight in classifier("resnet9", (3, 32, 32), width=8, norm="none").parameters():
         fan_in = weight[0].numel()
         # the variance of N values about zero, here nearly normal, spreads by sqrt(2 / N)
         spread = 6 * math.sqrt(2 / weight.numel())
         assert float(weight.detach().var()) * fan_in == pytest.approx(1, abs=spread)
-        # 0.8796 is the deviation of a standard normal cut at two
+        # 0.8796 is the deviation of a standard normal truncated at two
         assert float(weight.detach().abs().max()) <= 2 / 0.8796 / math.sqrt(fan_in)
 
 
@@ -267,7 +265,7 @@ def test_the_wide_resnet_has_the_size_of_wresnet_28x2(norm: str) -> None:
     assert size(classifier("wresnet28x2", (3, 32, 32), width=16, norm=norm)) == total
 
 
-def test_the_wide_resnet_has_28_convolutions_and_begins_as_semifls_does() -> None:
+def test_the_wide_resnet_has_28_convolutions_and_the_initial_weights_of_semifl() -> None:
     network = classifier("wresnet28x2", (3, 32, 32), width=16)
     convolutions = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
     assert len(convolutions) == 1 + 24 + 3  # the stem, two in each of 12 blocks, the shortcuts
@@ -288,11 +286,11 @@ def test_the_wide_resnet_quarters_the_image_and_narrows_with_its_width() -> None
     assert seen == [(2, 8 * 4, 8, 8)]
 
 
-# Rows are strangers -------------------------------------------------------------------------
+# Independence of rows -----------------------------------------------------------------------
 
 
 def in_training(network: nn.Module, x: Tensor) -> Tensor:
-    """The logits in training mode, with the same chance for dropout every time."""
+    """The logits in training mode, with the same dropout masks every time."""
     with seeded(stream(0, 0, "world", "dropout")):
         logits: Tensor = network.train()(x)
     return logits
@@ -300,25 +298,25 @@ def in_training(network: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("norm", ["group", "none"])
 @every_classifier
-def test_a_row_does_not_change_what_is_said_of_another(name: str, norm: str) -> None:
-    # Wide enough that dropout does not take all of a row away.
+def test_changing_a_row_does_not_change_the_logits_of_others(name: str, norm: str) -> None:
+    # Wide enough that dropout keeps some of each row.
     network, x = classifier(name, width=8, norm=norm), rows(4)
-    before, after = in_training(network, x), in_training(network, moved(x, 2))
+    before, after = in_training(network, x), in_training(network, changed_row(x, 2))
     others = torch.tensor([0, 1, 3])
     assert torch.equal(before[others], after[others])
-    assert not torch.equal(before[2], after[2])  # the control: the row itself was seen
+    assert not torch.equal(before[2], after[2])  # the control: the row itself changes
 
 
 @pytest.mark.parametrize("norm", ["batch", "static"])
 @every_classifier
-def test_batch_norm_couples_rows_and_would_be_noticed(name: str, norm: str) -> None:
+def test_the_check_of_logits_detects_batch_norm(name: str, norm: str) -> None:
     network, x = classifier(name, width=8, norm=norm), rows(4)
-    before, after = in_training(network, x), in_training(network, moved(x, 2))
+    before, after = in_training(network, x), in_training(network, changed_row(x, 2))
     assert float((before - after)[0].abs().max().detach()) > 1e-4
 
 
 @every_classifier
-def test_a_batch_is_its_rows_one_at_a_time(name: str) -> None:
+def test_a_batch_gives_the_logits_of_its_rows_one_at_a_time(name: str) -> None:
     network, x = classifier(name).eval(), rows(4)
     batch = network(x)
     assert_close(torch.cat([network(row[None]) for row in x]), batch)
@@ -327,10 +325,10 @@ def test_a_batch_is_its_rows_one_at_a_time(name: str) -> None:
     assert_close(one(x), batch)
 
 
-def test_older_torches_are_never_asked_how_rows_lie_under_vmap_and_norms_are_the_same(
+def test_older_torch_versions_skip_the_vmap_layout_query_and_norms_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # With them this whole file is the test: `make test-oldest`.
+    # On them this whole file is the test: `make test-oldest`.
     seen, real = [], functional.group_norm
 
     def asked(x: Tensor, *others: Any) -> Tensor:
@@ -351,7 +349,7 @@ def test_older_torches_are_never_asked_how_rows_lie_under_vmap_and_norms_are_the
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", [name for name in IMAGE.networks if name not in WITH_DROPOUT])
-def test_a_private_run_refuses_the_norms_that_couple_rows_by_name(name: str, norm: str) -> None:
+def test_a_private_run_refuses_norms_that_couple_rows_by_name(name: str, norm: str) -> None:
     network = classifier(name, norm=norm)
     if norm in ("group", "none"):
         refuse_coupling_layers({"F": network})
@@ -377,7 +375,7 @@ def values(*numbers: float) -> Tensor:
     return torch.tensor([float(number) for number in numbers]).view(-1, 1, 1, 1)
 
 
-def test_in_training_a_batch_is_normalised_by_itself_and_leaves_no_trace() -> None:
+def test_in_training_static_norm_uses_batch_statistics_and_stores_nothing() -> None:
     layer, plain = static(2.0, 1.0, channels=3), nn.BatchNorm2d(3)
     nn.init.constant_(plain.weight, 2.0)
     nn.init.constant_(plain.bias, 1.0)
@@ -386,11 +384,11 @@ def test_in_training_a_batch_is_normalised_by_itself_and_leaves_no_trace() -> No
     assert_close(layer.train()(x), plain.train()(x))
     after = weights_of(layer)
     assert all(torch.equal(before[key], after[key]) for key in before)
-    trace = weights_of(plain)["running_mean"]  # the control: ordinary batch norm leaves one
+    trace = weights_of(plain)["running_mean"]  # the control: batch norm stores statistics
     assert not torch.equal(trace, torch.zeros(3))
 
 
-def test_in_training_a_batch_is_normalised_by_itself_whatever_was_collected() -> None:
+def test_in_training_static_norm_uses_batch_statistics_whatever_was_collected() -> None:
     layer, x = static(channels=3), rows(4, (3, 5, 6))
     before = layer.train()(x)
     collect(layer, [3 * x + 5])
@@ -398,7 +396,7 @@ def test_in_training_a_batch_is_normalised_by_itself_whatever_was_collected() ->
     assert not torch.allclose(layer.eval()(x), before)  # the control
 
 
-def test_where_nothing_was_collected_evaluation_is_by_batch_too() -> None:
+def test_without_collected_statistics_evaluation_uses_batch_statistics() -> None:
     layer, x = static(channels=3), rows(4, (3, 5, 6))
     assert torch.equal(layer.train()(x), layer.eval()(x))
 
@@ -421,7 +419,7 @@ def test_statistics_of_rows_in_bfloat16_are_float32() -> None:
     assert layer.eval()(values(3.5).bfloat16()).item() == 0.0
 
 
-def test_collecting_is_torchs_cumulative_average_layer_by_layer() -> None:
+def test_collected_statistics_equal_torchs_cumulative_averages_layer_by_layer() -> None:
     network = classifier("wresnet28x2", norm="static")
     plain = classifier("wresnet28x2", norm="batch")
     plain.load_state_dict(weights_of(network))
@@ -436,7 +434,7 @@ def test_collecting_is_torchs_cumulative_average_layer_by_layer() -> None:
     assert_close(network.eval()(rows(4)), plain.eval()(rows(4)))
 
 
-def test_collecting_begins_anew_and_leaves_weights_modes_and_gradients_alone() -> None:
+def test_collecting_starts_anew_and_does_not_change_weights_modes_and_gradients() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout(0.5), StaticNorm(2), nn.ReLU()).train()
     network[3].eval()
     before, modes = weights_of(network), [module.training for module in network.modules()]
@@ -457,7 +455,7 @@ def test_dropout_is_off_while_statistics_are_collected() -> None:
     assert statistics_of(network)["1.running_mean"].item() == 3.0
 
 
-def test_modes_come_back_when_a_batch_fails() -> None:
+def test_modes_are_restored_when_a_batch_fails() -> None:
     network = nn.Sequential(StaticNorm(2)).train()
     with pytest.raises(RuntimeError):
         collect(network, [rows(3)])  # one channel instead of two
@@ -465,8 +463,8 @@ def test_modes_come_back_when_a_batch_fails() -> None:
     assert not network[0].collecting
 
 
-def test_statistics_of_several_agents_are_one_collection_over_all_of_them() -> None:
-    # What B5 of the specification pools at the server, computed where the rows are.
+def test_statistics_of_several_agents_equal_one_collection_over_all_of_them() -> None:
+    # The pooling of B5 in the specification, computed where the rows are.
     network = classifier("small_cnn", norm="static")
     one, other = [rows(9)[:4]], [rows(9)[4:7], 0.5 * rows(9)[7:]]
     pooled = statistics_of(collect(network, [*one, *other]))
@@ -478,7 +476,7 @@ def test_statistics_of_several_agents_are_one_collection_over_all_of_them() -> N
             assert_close((parts[0][key] + 2 * parts[1][key]) / 3, value)
 
 
-def test_no_batch_means_nothing_collected_and_no_norm_means_nothing_to_collect() -> None:
+def test_without_batches_or_static_norms_nothing_is_collected() -> None:
     network = classifier("small_cnn", norm="static")
     collect(network, [rows(4)])
     collect(network, [])
@@ -501,7 +499,7 @@ def test_a_single_value_has_no_variance_and_becomes_the_bias() -> None:
     assert x.grad is not None and bool(x.grad.isfinite().all())
 
 
-def test_statistics_travel_in_the_state_dict_and_on_their_own() -> None:
+def test_statistics_are_sent_in_the_state_dict_and_separately() -> None:
     network, other = classifier("resnet9", norm="static"), classifier("resnet9", norm="static")
     collect(network, [rows(6)])
     kept = statistics_of(network)
@@ -509,11 +507,11 @@ def test_statistics_travel_in_the_state_dict_and_on_their_own() -> None:
     assert kept.keys() == {key for key, _ in network.named_buffers()}
     other.load_state_dict({**weights_of(other), **kept})
     assert torch.equal(network.eval()(rows(3)), other.eval()(rows(3)))
-    kept["conv1.1.running_mean"].zero_()  # a copy: the network does not feel it
+    kept["conv1.1.running_mean"].zero_()  # a copy: the network does not change
     assert torch.equal(network(rows(3)), other(rows(3)))
 
 
-# Networks made of two -----------------------------------------------------------------------
+# Spliced networks ---------------------------------------------------------------------------
 
 
 def two(name: str, norm: str = "batch") -> tuple[StateDict, StateDict]:
@@ -535,7 +533,7 @@ def test_a_splice_has_the_shallow_half_of_one_network_and_the_deep_half_of_anoth
 
 
 @every_classifier
-def test_a_network_spliced_with_itself_is_itself_and_all_or_none_is_one_of_the_two(
+def test_a_splice_with_itself_is_unchanged_and_all_or_no_layers_give_one_of_the_two(
     name: str,
 ) -> None:
     one, other = two(name)
@@ -549,7 +547,7 @@ def test_a_network_spliced_with_itself_is_itself_and_all_or_none_is_one_of_the_t
         assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
-def test_a_name_takes_a_module_and_not_others_whose_names_begin_alike() -> None:
+def test_a_name_selects_its_module_and_no_module_with_the_same_prefix() -> None:
     one = {f"trunk.{n}.weight": torch.tensor(1.0) for n in (1, 10, 11)}
     other = {key: torch.tensor(2.0) for key in one}
     mixed = splice(one, other, ["trunk.1"])
@@ -557,7 +555,7 @@ def test_a_name_takes_a_module_and_not_others_whose_names_begin_alike() -> None:
 
 
 @pytest.mark.parametrize("name", ["conv1", "shallow.99", "shallow.0.weight", "", "shall"])
-def test_a_name_that_no_layer_has_is_refused_with_those_that_there_are(name: str) -> None:
+def test_an_unknown_layer_name_is_refused_with_the_known_ones(name: str) -> None:
     one, other = two("trinet_cnn")
     with pytest.raises(ConfigError) as refusal:
         splice(one, other, ["shallow", name])
@@ -574,19 +572,19 @@ def test_networks_of_two_architectures_cannot_be_spliced() -> None:
 # Networks as functions ----------------------------------------------------------------------
 
 
-def test_a_network_can_be_called_with_other_parameters_than_its_own() -> None:
+def test_a_network_can_be_called_with_other_parameters() -> None:
     network = nn.Linear(2, 1)
     other = {"weight": torch.tensor([[2.0, 3.0]]), "bias": torch.tensor([1.0])}
     assert FunctionalModule(network, other)(torch.tensor([[1.0, 1.0]])).item() == 6.0  # 2 + 3 + 1
 
 
-def test_through_a_frozen_network_gradients_flow_but_not_into_it() -> None:
+def test_gradients_flow_through_a_frozen_network_but_not_into_it() -> None:
     network, x = nn.Linear(2, 1), torch.ones(1, 2, requires_grad=True)
     FunctionalModule(network).frozen()(x).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, network.weight.detach())
     weight: Tensor = network.weight
     assert weight.grad is None
-    network(x).sum().backward()  # the control: the network itself gets one
+    network(x).sum().backward()  # the control: the network itself gets a gradient
     assert weight.grad is not None
 
 
@@ -597,7 +595,7 @@ def gradient_of(network: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
 
 
-def narrow(name: str, norm: str) -> nn.Module:
+def bfloat16_network(name: str, norm: str) -> nn.Module:
     settings: Any = {"name": name, "width": 4, "norm": norm}
     with seeded(stream(0, 0, "world", "model")):
         return build_classifier(ModelSettings(**settings), (1, 8, 8), 10, "bfloat16")
@@ -605,10 +603,10 @@ def narrow(name: str, norm: str) -> nn.Module:
 
 @pytest.mark.parametrize("norm", NORMS)
 @every_classifier
-def test_a_narrow_network_has_the_weights_of_a_wide_one_and_nearly_its_gradients(
+def test_a_bfloat16_network_has_the_weights_of_a_float32_one_and_similar_gradients(
     name: str, norm: str
 ) -> None:
-    wide, thin = classifier(name, norm=norm), narrow(name, norm)
+    wide, thin = classifier(name, norm=norm), bfloat16_network(name, norm)
     found = {}
     for network in (wide, thin):
         with seeded(stream(0, 0, "world", "dropout")):
@@ -626,14 +624,14 @@ def test_a_narrow_network_has_the_weights_of_a_wide_one_and_nearly_its_gradients
     deep = name.startswith("resnet18") and norm in ("batch", "static")
     assert (rounded - logits).norm() < (0.1 if deep else 0.05) * logits.norm()
     assert torch.cosine_similarity(gradient, coarse, dim=0) > (0.85 if deep else 0.98)
-    assert not torch.equal(rounded, logits)  # it is on
+    assert not torch.equal(rounded, logits)  # autocast is enabled
 
 
 # Dropout ------------------------------------------------------------------------------------
 
 
 def dropped(p: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """400,000 ones, channels last, through dropout in training."""
+    """400,000 ones, channels last, after dropout in training mode."""
     ones = torch.ones(50, 40, 20, 10, dtype=dtype).contiguous(memory_format=torch.channels_last)
     with seeded(stream(seed, 1, "q0", "dropout")):
         after: Tensor = Dropout(p)(ones)
@@ -642,7 +640,7 @@ def dropped(p: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.25, 0.3, 0.5, 0.9])
-def test_dropout_keeps_the_share_it_was_told_and_as_large_as_torch_makes_it(
+def test_dropout_keeps_the_configured_share_and_scales_like_torch(
     p: float, dtype: torch.dtype
 ) -> None:
     after = dropped(p, dtype)
@@ -653,7 +651,9 @@ def test_dropout_keeps_the_share_it_was_told_and_as_large_as_torch_makes_it(
 
 
 @pytest.mark.parametrize("p", [0.25, 0.3])
-def test_dropout_is_as_likely_in_every_place_whatever_was_drawn_beside_it(p: float) -> None:
+def test_dropout_is_equally_likely_at_every_position_and_independent_between_positions(
+    p: float,
+) -> None:
     in_memory = dropped(p).permute(0, 2, 3, 1).reshape(-1, 8) == 0  # a word has eight bytes
     rates = in_memory.float().mean(dim=0)
     assert float((rates - p).abs().max()) < 5 * (p * (1 - p) / 50_000) ** 0.5
@@ -661,7 +661,7 @@ def test_dropout_is_as_likely_in_every_place_whatever_was_drawn_beside_it(p: flo
     assert float((together - torch.eye(8)).abs().max()) < 5 / 50_000**0.5
 
 
-def test_a_gradient_goes_through_what_was_kept() -> None:
+def test_gradients_flow_through_kept_values() -> None:
     x = torch.ones(1000, requires_grad=True)
     after = Dropout(0.5)(x)
     after.sum().backward()
@@ -669,12 +669,12 @@ def test_a_gradient_goes_through_what_was_kept() -> None:
     assert torch.equal(x.grad, after.detach())
 
 
-def test_dropout_follows_from_the_seed() -> None:
+def test_dropout_depends_on_the_seed() -> None:
     assert torch.equal(dropped(0.5, seed=1), dropped(0.5, seed=1))
     assert not torch.equal(dropped(0.5, seed=1), dropped(0.5, seed=2))
 
 
-def test_dropout_changes_nothing_in_evaluation_and_knows_none_and_all() -> None:
+def test_dropout_changes_nothing_in_evaluation_and_works_for_rates_0_and_1() -> None:
     x = torch.linspace(-1, 1, 100)
     assert torch.equal(Dropout(0.5).eval()(x), x)
     assert torch.equal(Dropout(0.0)(x), x)
@@ -683,19 +683,19 @@ def test_dropout_changes_nothing_in_evaluation_and_knows_none_and_all() -> None:
     assert almost.isfinite().all()
 
 
-def test_networks_are_built_with_it() -> None:
+def test_networks_are_built_with_our_dropout() -> None:
     network = build_classifier(ModelSettings("trinet_cnn"), (1, 28, 28), 10)
     kinds = [type(layer) for layer in network.modules()]
     assert Dropout in kinds
     assert torch.nn.Dropout not in kinds
 
 
-# Layers that wait for pooling --------------------------------------------------------------
+# Layers after pooling ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", [(nn.ReLU(),), (nn.Dropout2d(0.3),), (nn.ReLU(), nn.Dropout2d())])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_waits_for_pooling_gives_the_same_bits_and_gradients(
+def test_layers_moved_behind_pooling_give_the_same_bits_and_gradients(
     first: tuple[nn.Module, ...], dtype: torch.dtype
 ) -> None:
     # Whole numbers from -2 to 2: ties, zeros, and windows in which nothing is above zero.
@@ -715,7 +715,7 @@ def test_what_waits_for_pooling_gives_the_same_bits_and_gradients(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_only_neighbours_that_mean_the_same_change_places() -> None:
+def test_only_adjacent_layers_that_commute_are_exchanged() -> None:
     network = optimize_layout(
         nn.Sequential(
             nn.Conv2d(1, 2, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.LeakyReLU(),

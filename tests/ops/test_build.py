@@ -1,4 +1,6 @@
-"""How ``setup.py`` compiles the kernels; that they compute what torch does is asked beside each."""
+"""How ``setup.py`` compiles the kernels. That they compute the same as torch is tested for each
+kernel.
+"""
 
 import importlib
 import runpy
@@ -13,7 +15,7 @@ SETUP = Path(__file__).parents[2] / "setup.py"
 
 
 def objects(arguments: Mapping[str, Any], folder: Path) -> list[str]:
-    """The object file that each kernel is compiled to; no compiler is called."""
+    """The object file of each kernel; no compiler is called."""
     made: list[str] = []
 
     def compile_(sources: Sequence[str], output_dir: str, **_: Any) -> list[str]:
@@ -30,7 +32,7 @@ def objects(arguments: Mapping[str, Any], folder: Path) -> list[str]:
     return made
 
 
-def test_kernels_that_are_compiled_side_by_side_never_share_an_object_file(tmp_path: Path) -> None:
+def test_kernels_compiled_in_parallel_never_share_an_object_file(tmp_path: Path) -> None:
     with patch.object(setuptools, "setup") as setup:
         runpy.run_path(str(SETUP))
     arguments = setup.call_args.kwargs

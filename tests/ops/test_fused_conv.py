@@ -1,7 +1,8 @@
-"""Convolution, pooling, norm and rectifier as one: what torch's layers compute, and for each row.
+"""Convolution, pooling, norm and rectifier in one kernel: the results of torch's layers, row by
+row.
 
-The kernels are compared with torch in float64, and on whole numbers, whose sums are exact, to the
-bit. Every generation that was compiled and that this processor knows is tried.
+The kernels are compared with torch in float64, and to the bit on whole numbers, whose sums are
+exact. Every compiled instruction set that this processor supports is tested.
 """
 
 import logging
@@ -34,7 +35,7 @@ from tests.support.kernel_generations import HERE
 from tests.support.privacy import parameters_of
 
 
-def test_kernels_are_there_where_a_compiler_made_them() -> None:
+def test_kernels_are_present_where_a_compiler_built_them() -> None:
     if not HERE:
         pytest.skip("nothing was compiled for this processor: no C++ compiler, or it is no x86-64")
     assert dispatch.instruction_set() == HERE[0]
@@ -42,7 +43,7 @@ def test_kernels_are_there_where_a_compiler_made_them() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was asked of the kernels, one after the other."""
+    """The kernel calls, in order."""
     if not HERE:
         pytest.skip("no kernels were compiled")
     seen: list[str] = []
@@ -57,11 +58,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-# What they compute ------------------------------------------------------------------------------
+# Results ----------------------------------------------------------------------------------------
 
 
 class Layer(NamedTuple):
-    """A convolution and what is behind it."""
+    """A convolution and the layers after it."""
 
     out: int
     kernel: tuple[int, int]
@@ -72,12 +73,12 @@ class Layer(NamedTuple):
 
 
 class Case:
-    """Rows, parameters and a gradient of the output, all drawn."""
+    """Random rows, parameters and a gradient of the output."""
 
     def __init__(
         self, rows: int, channels: int, sides: tuple[int, int], *layers: Layer, whole: bool = False
     ) -> None:
-        """``whole``: everything is a whole number, and there is no norm."""
+        """``whole``: all numbers are integers, and there is no norm."""
         rng = stream(0, 0, "world", "pooled")
 
         def drawn(*size: int) -> Tensor:
@@ -99,7 +100,7 @@ class Case:
         self.gradient = drawn(*self.by_torch(self.x, self.own).shape)
 
     def by_torch(self, x: Tensor, own: Sequence[Parameters]) -> Tensor:
-        """The four layers, written out here; and again."""
+        """The four layers, written out here; and their gradients."""
         for each, form in zip(own, self.forms, strict=True):
             x = functional.conv2d(x, each.weight, each.bias, padding=form.padding)
             x = functional.max_pool2d(x, 2)
@@ -128,13 +129,13 @@ class Case:
 
 
 def of(rows: int, channels: int, sides: tuple[int, int], *layers: Layer) -> Callable[..., Case]:
-    """A case whose rows can still be changed."""
+    """A case whose rows can be changed later."""
     return lambda rows=rows, **whole: Case(rows, channels, sides, *layers, **whole)
 
 
 SECOND, THIRD = Layer(32, (3, 3), groups=4), Layer(64, (3, 3), groups=4)
 SHAPES: dict[str, Callable[..., Case]] = {
-    # the three of small_cnn, LeNet's two, FedTriNet's, pfl's, ResNet-9's; and what nobody has
+    # the three of small_cnn, LeNet's two, FedTriNet's, pfl's, ResNet-9's; and unused shapes
     "grey": of(3, 1, (28, 28), Layer(16, (5, 5), (2, 2), groups=4)),
     "second": of(2, 16, (14, 14), SECOND),
     "odd sides": of(2, 32, (7, 7), THIRD),
@@ -152,7 +153,7 @@ SHAPES: dict[str, Callable[..., Case]] = {
     "over 64": of(2, 7, (30, 30), Layer(70, (3, 3), (0, 0), 7)),
     "many lines": of(2, 200, (6, 6), Layer(24, (7, 2), (3, 1), 4)),
     "one place": of(4, 4, (2, 2), Layer(4, (1, 1), (0, 0))),
-    # several at one go
+    # several at once
     "small_cnn": of(3, 1, (28, 28), Layer(16, (5, 5), (2, 2), 4), SECOND, THIRD),
     "small_cnn of digits": of(4, 1, (8, 8), Layer(16, (5, 5), (2, 2), 4), SECOND, THIRD),
     "LeNet": of(3, 3, (32, 32), Layer(6, (5, 5), (2, 2)), Layer(16, (5, 5), (0, 0))),
@@ -166,10 +167,11 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 @every_shape
 @pytest.mark.usefixtures("each_generation")
-def test_outputs_and_gradients_are_torchs(shape: str, calls: list[str]) -> None:
+def test_outputs_and_gradients_equal_those_of_torch(shape: str, calls: list[str]) -> None:
     case = SHAPES[shape]()
     expected = case.outcome(case.by_torch, torch.float64)
-    # A bias before a norm of one channel in each group has no effect: compared with the largest.
+    # A bias before a norm with one channel per group has no effect: compare with the largest
+    # gradient.
     largest = max(float(g.abs().max()) for g in expected[1:])
     for mine, reference in zip(case.outcome(case.by_kernels), expected, strict=True):
         assert_close(mine.double(), reference, rtol=1e-4, atol=2e-6 * largest)
@@ -178,8 +180,8 @@ def test_outputs_and_gradients_are_torchs(shape: str, calls: list[str]) -> None:
 
 @every_shape
 @pytest.mark.usefixtures("each_generation")
-def test_of_whole_numbers_they_are_torchs_to_the_bit(shape: str) -> None:
-    """Sums of whole numbers are exact in any order, and many places are equally large."""
+def test_on_whole_numbers_they_equal_torch_to_the_bit(shape: str) -> None:
+    """Sums of whole numbers are exact in any order, and many positions tie for the largest."""
     case = SHAPES[shape](whole=True)
     for mine, reference in zip(
         case.outcome(case.by_kernels), case.outcome(case.by_torch, torch.float64), strict=True
@@ -189,7 +191,7 @@ def test_of_whole_numbers_they_are_torchs_to_the_bit(shape: str) -> None:
 
 @settings(max_examples=40)
 @given(st.data())
-def test_they_are_torchs_for_layers_of_any_size(data: st.DataObject) -> None:
+def test_they_equal_torch_for_layers_of_any_size(data: st.DataObject) -> None:
     if not HERE:
         pytest.skip("no kernels were compiled")
 
@@ -214,11 +216,11 @@ def test_they_are_torchs_for_layers_of_any_size(data: st.DataObject) -> None:
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_what_is_no_number_is_where_torch_has_it_and_in_no_other_row() -> None:
+def test_nan_and_inf_occur_where_torch_has_them_and_in_no_other_row() -> None:
     case = SHAPES["second"]()
     clean = case.by_kernels(case.x, case.own)
     for value in (math.nan, math.inf):
-        case.x[0, 3, 5, 6] = value  # of the row that is done first
+        case.x[0, 3, 5, 6] = value  # of the row that is computed first
         mine, reference = case.by_kernels(case.x, case.own), case.by_torch(case.x, case.own)
         assert torch.equal(mine[0].isnan(), reference[0].isnan()) and mine[0].isnan().any()
         assert torch.equal(mine[1], clean[1])
@@ -226,7 +228,7 @@ def test_what_is_no_number_is_where_torch_has_it_and_in_no_other_row() -> None:
 
 @pytest.mark.parametrize("shape", ["second", "wide", "no padding"])
 @pytest.mark.usefixtures("each_generation")
-def test_a_gradient_that_is_no_number_goes_where_torch_sends_it(shape: str) -> None:
+def test_a_non_finite_gradient_goes_where_torch_sends_it(shape: str) -> None:
     case = SHAPES[shape]()
     case.gradient[0, :, 1, 2] = math.nan
     for mine, reference in zip(
@@ -237,16 +239,16 @@ def test_a_gradient_that_is_no_number_goes_where_torch_sends_it(shape: str) -> N
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_without_a_norm_too_the_largest_of_four_is_no_number_if_one_is_none() -> None:
+def test_without_a_norm_the_maximum_of_four_is_nan_if_one_is_nan() -> None:
     case = SHAPES["few kernels"]()
-    case.x[0, 0, 9, 9] = math.nan  # in the second of two places that are pooled, too
+    case.x[0, 0, 9, 9] = math.nan  # also in the second of two pooled positions
     mine, reference = case.by_kernels(case.x, case.own), case.by_torch(case.x, case.own)
     assert torch.equal(mine.isnan(), reference.isnan()) and 0 < mine.isnan().sum() < mine.numel()
 
 
 @every_shape
 @pytest.mark.usefixtures("each_generation")
-def test_a_row_has_the_same_bits_whatever_lies_beside_it(shape: str) -> None:
+def test_a_row_has_the_same_bits_beside_any_other_rows(shape: str) -> None:
     case = SHAPES[shape](rows=3)
     alone = [case.by_kernels(row[None], case.own) for row in case.x]
     assert torch.equal(case.by_kernels(case.x, case.own), torch.cat(alone))
@@ -254,8 +256,8 @@ def test_a_row_has_the_same_bits_whatever_lies_beside_it(shape: str) -> None:
 
 @every_shape
 @pytest.mark.usefixtures("each_generation")
-def test_no_number_beside_theirs_is_written(shape: str) -> None:
-    """Everything that they write to begins and ends with numbers that have to stay."""
+def test_no_number_outside_the_outputs_is_written(shape: str) -> None:
+    """All outputs have guard numbers before and after them, which must not change."""
     case, guard = SHAPES[shape](), 64
     held: list[tuple[Tensor, Tensor]] = []
 
@@ -274,14 +276,14 @@ def test_no_number_beside_theirs_is_written(shape: str) -> None:
     ):
         _, done = kernel.forward(case.x, case.own, case.forms)
         kernel.backward(case.gradient, done, inputs=True, together=1)
-    assert len(held) == 4  # output and what is left; gradients of inputs and of parameters
+    assert len(held) == 4  # output and saved tensors; gradients of inputs and of parameters
     for room, own in held:
         assert (room[:guard] == 7).all() and (room[guard + own.numel() :] == 7).all()
 
 
 @pytest.mark.parametrize("shape", ["second", "small_cnn of digits", "unlike"])
 @pytest.mark.usefixtures("each_generation")
-def test_gradients_of_single_rows_are_those_of_each_row_alone(shape: str) -> None:
+def test_gradients_of_single_rows_equal_those_of_each_row_alone(shape: str) -> None:
     case = SHAPES[shape](rows=6)
     _, done = kernel.forward(case.x, case.own, case.forms)
     for together in (1, 2, 3, 6):
@@ -298,7 +300,7 @@ def test_gradients_of_single_rows_are_those_of_each_row_alone(shape: str) -> Non
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_parameters_that_lie_apart_in_memory_are_read_as_what_they_are() -> None:
+def test_parameters_with_other_memory_layouts_are_read_correctly() -> None:
     case = SHAPES["second"]()
     expected = case.outcome(case.by_kernels)
     apart = (p if p is None else p.repeat_interleave(2, dim=0)[::2] for p in case.own[0])
@@ -308,7 +310,7 @@ def test_parameters_that_lie_apart_in_memory_are_read_as_what_they_are() -> None
         assert torch.equal(mine, reference)
 
 
-def test_derivatives_of_derivatives_are_torchs(calls: list[str]) -> None:
+def test_second_derivatives_equal_those_of_torch(calls: list[str]) -> None:
     case = SHAPES["second"]()
 
     def penalty(
@@ -327,7 +329,7 @@ def test_derivatives_of_derivatives_are_torchs(calls: list[str]) -> None:
     assert_close(mine.double(), penalty(case.by_torch, torch.float64), rtol=1e-3, atol=1e-3)
 
 
-def test_weights_that_are_changed_before_the_way_back_are_an_error() -> None:
+def test_changing_weights_before_the_backward_pass_is_an_error() -> None:
     if not HERE:
         pytest.skip("no kernels were compiled")
     case = SHAPES["second"]()
@@ -342,7 +344,9 @@ def test_weights_that_are_changed_before_the_way_back_are_an_error() -> None:
 # In bfloat16 ------------------------------------------------------------------------------------
 
 
-def test_a_network_in_bfloat16_is_fused_with_its_norm_and_speaks_float32(calls: list[str]) -> None:
+def test_a_bfloat16_network_is_fused_with_its_norm_and_has_float32_outputs(
+    calls: list[str],
+) -> None:
     with seeded(stream(0, 0, "world", "model")):
         network = build_classifier(ModelSettings("small_cnn"), (1, 28, 28), 10, "bfloat16")
     x = torch.randn(4, 1, 28, 28, generator=stream(0, 0, "world", "rows"))
@@ -362,13 +366,13 @@ def convolution(**other: Any) -> nn.Conv2d:
 
 
 def fused_in(*layers: nn.Module) -> list[tuple[int, int]]:
-    """From where to before where layers are done as one."""
+    """The positions from and to which layers are fused."""
     network = optimize_layout(nn.Sequential(*layers))
     runs = network.runs if isinstance(network, FusedSequential) else {}
     return [(run.convolution, run.end) for run in runs.values()]
 
 
-def test_layers_that_follow_each_other_are_done_as_one() -> None:
+def test_consecutive_layers_are_fused() -> None:
     assert fused_in(convolution(), nn.MaxPool2d(2)) == [(0, 2)]
     assert fused_in(convolution(), nn.ReLU(), nn.MaxPool2d(2)) == [(0, 3)]  # pooled first
     norm, relu = nn.GroupNorm(2, 4), nn.ReLU()
@@ -423,7 +427,7 @@ def trunk_of(network: nn.Module) -> FusedSequential:
     return trunk
 
 
-def test_no_parameter_has_another_name_or_value() -> None:
+def test_fusing_changes_no_name_and_no_value_of_a_parameter() -> None:
     mine = small_cnn()
     plain = nn.Sequential(*trunk_of(mine))
     prefixed = {f"trunk.{name}": value for name, value in plain.state_dict().items()}
@@ -433,17 +437,19 @@ def test_no_parameter_has_another_name_or_value() -> None:
 
 
 @pytest.mark.parametrize("norm", ["group", "none", "batch"])
-def test_a_network_computes_what_it_did(norm: str, calls: list[str]) -> None:
+def test_a_fused_network_computes_the_same(norm: str, calls: list[str]) -> None:
     network = small_cnn(norm=norm)
     mine = network(ROWS)
-    expected = ["forward"] * (3 if norm == "batch" else 1)  # these norms are torch's
+    expected = ["forward"] * (3 if norm == "batch" else 1)  # batch norms are computed by torch
     assert calls == expected
     with dispatch.disabled():
         assert_close(network(ROWS), mine, rtol=1e-4, atol=1e-5)
     assert calls == expected
 
 
-def test_torch_does_the_work_of_float64_of_several_threads_and_of_hooks(calls: list[str]) -> None:
+def test_torch_computes_float64_several_threads_autocast_and_hooked_layers(
+    calls: list[str],
+) -> None:
     small_cnn(torch.float64)(ROWS.double())
     with patch.object(torch, "get_num_threads", lambda: 2):
         small_cnn()(ROWS)
@@ -457,17 +463,17 @@ def test_torch_does_the_work_of_float64_of_several_threads_and_of_hooks(calls: l
     assert calls == [] and len(seen) == 3
 
 
-def test_layers_around_one_that_is_watched_are_done_as_one_all_the_same(calls: list[str]) -> None:
+def test_layers_around_a_hooked_layer_are_still_fused(calls: list[str]) -> None:
     network, seen = small_cnn(), list[Tensor]()
     expected = network(ROWS)
     network.get_submodule("trunk.5").register_forward_hook(lambda *given: seen.append(given[2]))
     assert_close(network(ROWS), expected, rtol=1e-4, atol=1e-5)
-    # All three; then the first, and the last, with torch's between them.
+    # All three; then the first and the last, with torch's layers between them.
     assert calls == ["forward"] * 3 and len(seen) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_a_weight_that_a_hook_makes_is_left_to_torch(calls: list[str]) -> None:
+def test_a_weight_computed_by_a_hook_is_left_to_torch(calls: list[str]) -> None:
     layers = optimize_layout(nn.Sequential(convolution(), nn.MaxPool2d(2)))
     assert isinstance(layers, FusedSequential)
     nn.utils.weight_norm(layers[0])
@@ -475,7 +481,7 @@ def test_a_weight_that_a_hook_makes_is_left_to_torch(calls: list[str]) -> None:
     assert calls == []
 
 
-def test_what_they_made_may_be_changed_in_place() -> None:
+def test_fused_outputs_may_be_changed_in_place() -> None:
     with seeded(stream(0, 0, "world", "model")):
         layers = convolution(), nn.MaxPool2d(2), nn.LeakyReLU(0.2, inplace=True)
     x = torch.randn(2, 3, 8, 8, generator=stream(0, 0, "world", "rows"))
@@ -485,7 +491,7 @@ def test_what_they_made_may_be_changed_in_place() -> None:
     assert_close(mine, reference)
 
 
-def test_rows_that_do_not_fit_are_refused_in_torchs_words(calls: list[str]) -> None:
+def test_rows_of_a_wrong_shape_are_refused_with_the_message_of_torch(calls: list[str]) -> None:
     network = small_cnn().get_submodule("trunk")
     with pytest.raises(RuntimeError, match="to have 1 channels, but got 2 channels instead"):
         network(torch.zeros(3, 2, 8, 8))
@@ -498,14 +504,14 @@ def test_rows_that_do_not_fit_are_refused_in_torchs_words(calls: list[str]) -> N
     assert calls == []
 
 
-def test_a_convolution_of_many_weights_is_torchs(calls: list[str]) -> None:
+def test_a_convolution_with_many_weights_is_left_to_torch(calls: list[str]) -> None:
     network = optimize_layout(nn.Sequential(nn.Conv2d(256, 512, 3), nn.MaxPool2d(2)))
     assert fused_conv.MAX_WEIGHTS < 9 * 256 * 512
     network(torch.zeros(1, 256, 4, 4))
     assert calls == []
 
 
-def test_kernels_of_another_version_are_not_used_and_said_so(
+def test_kernels_of_another_version_are_not_used_and_a_warning_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not HERE:
@@ -521,14 +527,16 @@ def test_kernels_of_another_version_are_not_used_and_said_so(
     small_cnn()(ROWS)
 
 
-def test_where_nothing_was_compiled_torch_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_compiled_kernels_torch_computes_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dispatch, "library", lambda kernel, generation: None)
     monkeypatch.setattr(dispatch, "_latest", dispatch._latest.__wrapped__)
     assert dispatch.instruction_set() is None
     assert small_cnn()(ROWS).shape == (4, 10)
 
 
-def test_a_small_cnn_takes_as_long_in_bfloat16_where_kernels_do_its_layers() -> None:
+def test_precision_auto_prefers_float32_for_a_small_cnn_where_kernels_compute_its_layers() -> None:
     if not HERE:
         pytest.skip("no kernels were compiled")
     with patch.object(torch.cpu, "_is_avx512_bf16_supported", lambda: True):
@@ -539,11 +547,11 @@ def test_a_small_cnn_takes_as_long_in_bfloat16_where_kernels_do_its_layers() -> 
             assert precision.fastest_precision("small_cnn", "cpu") == "bfloat16"
 
 
-# Gradients of rows, for DP-SGD ------------------------------------------------------------------
+# Per-example gradients, for DP-SGD --------------------------------------------------------------
 
 
 def loss_of(network: nn.Module) -> RowLoss:
-    """Cross-entropy of a row, seen twice: in two images and once more alone."""
+    """Cross-entropy of a row with two passes: two images, and one more."""
 
     def loss(parameters: Networks, row: Mapping[str, Tensor]) -> Tensor:
         F = FunctionalModule(network, parameters["F"])
@@ -567,7 +575,7 @@ def written_out(network: nn.Module, fields: Mapping[str, Tensor]) -> dict[Any, T
 
 @pytest.mark.parametrize("settings", [{}, {"norm": "none"}, {"name": "lenet"}])
 @pytest.mark.usefixtures("each_generation")
-def test_gradients_of_rows_are_those_of_one_row_at_a_time(
+def test_per_example_gradients_equal_those_of_one_row_at_a_time(
     settings: dict[str, Any], calls: list[str]
 ) -> None:
     network = small_cnn(**settings)
@@ -581,7 +589,7 @@ def test_gradients_of_rows_are_those_of_one_row_at_a_time(
         assert_close(found.double(), expected[name], rtol=1e-3, atol=1e-5)
 
 
-def test_a_row_moves_no_other_rows_gradient(calls: list[str]) -> None:
+def test_a_row_does_not_change_the_gradient_of_other_rows(calls: list[str]) -> None:
     network = small_cnn()
     before = written_out(network, FIELDS)
     for value in (0.0, 1e30, math.nan):
@@ -595,18 +603,18 @@ def test_a_row_moves_no_other_rows_gradient(calls: list[str]) -> None:
 
 
 def neighbours_gradients(*given: Any, real: Any = kernel.backward, **k: Any) -> Any:
-    """A mistake: every row's sum is its neighbour's as well."""
+    """A fault: every row's sum includes its neighbour's."""
     of_x, sums = real(*given, **k)
     return of_x, None if sums is None else sums + sums.roll(1, 0)
 
 
-def test_a_row_moves_the_clipped_sum_by_no_more_than_the_clip_norm(
+def test_a_row_moves_the_clipped_sum_by_at_most_the_clip_norm(
     monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
     network, clip = small_cnn(), 0.1
 
     def moved() -> float:
-        """How far a row that is left out moves the sum; its gradient is longer than the norm."""
+        """How far removing a row moves the sum; its gradient is longer than the clipping norm."""
 
         def total(drawn: Tensor) -> Tensor:
             found = factored_gradients(loss_of(network), parameters_of({"F": network}), FIELDS)
@@ -618,7 +626,7 @@ def test_a_row_moves_the_clipped_sum_by_no_more_than_the_clip_norm(
 
     assert 0.99 * clip < moved() <= clip
     assert "backward" in calls
-    # The control: a row of which others' sums have a share shows when it is nulled.
+    # The control: with shared sums, nulling a row shows its share in others.
     monkeypatch.setattr(kernel, "backward", neighbours_gradients)
     changed = {**FIELDS, "x": ROWS.clone()}
     changed["x"][2] = 0
@@ -626,8 +634,8 @@ def test_a_row_moves_the_clipped_sum_by_no_more_than_the_clip_norm(
     assert any(not torch.equal(after[key][3], before[key][3]) for key in after)
 
 
-def test_a_frozen_network_has_no_gradients_of_its_own_and_lets_others_through() -> None:
-    """F frozen behind a layer that is trained: the layer's gradients are those of torch.func."""
+def test_a_frozen_network_has_no_gradients_and_passes_those_of_other_networks() -> None:
+    """F is frozen behind a trained layer: the layer's gradients equal those of torch.func."""
 
     def loss(network: nn.Module, first: nn.Module) -> RowLoss:
         def of_row(parameters: Networks, row: Mapping[str, Tensor]) -> Tensor:
@@ -649,7 +657,9 @@ def test_a_frozen_network_has_no_gradients_of_its_own_and_lets_others_through() 
         assert_close(total.double(), expected[name].sum(0), rtol=1e-3, atol=1e-5)
 
 
-def test_where_one_of_several_layers_is_frozen_the_others_gradients_are_those_of_each_row() -> None:
+def test_where_one_of_several_layers_is_frozen_the_others_have_their_per_example_gradients() -> (
+    None
+):
     def network_of(dtype: torch.dtype) -> nn.Module:
         network = small_cnn(dtype)
         network.get_parameter("trunk.4.weight").requires_grad_(False)
@@ -664,9 +674,9 @@ def test_where_one_of_several_layers_is_frozen_the_others_gradients_are_those_of
         assert_close(found.double(), expected[name], rtol=1e-3, atol=1e-5)
 
 
-def test_changing_rows_in_place_behind_them_is_refused(calls: list[str]) -> None:
+def test_changing_rows_in_place_after_a_fused_layer_is_refused(calls: list[str]) -> None:
     network = trunk_of(small_cnn())
-    network[-1] = nn.Identity()  # no copy behind them
+    network[-1] = nn.Identity()  # without a copy
 
     def loss(parameters: Networks, row: Mapping[str, Tensor]) -> Tensor:
         made: Tensor = FunctionalModule(network, parameters["F"])(row["x"][None]).mul_(2).sum()

@@ -1,5 +1,6 @@
-"""Gradients of a convolution's weights, row by row, by a kernel of ours: what torch's autograd says
-of each row alone, and nothing of another row."""
+"""Per-example gradients of convolution weights by our kernel: those of torch's autograd for each
+row alone, independent of other rows.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +29,7 @@ if not HERE:
 
 
 class Case:
-    """Whole numbers, so that sums are exact, of a convolution's input and its output's gradient."""
+    """Integer inputs and output gradients of a convolution, so that sums are exact."""
 
     def __init__(
         self, rows: int, images: int, channels: int, made: int, sides: tuple[int, int],
@@ -49,7 +50,7 @@ class Case:
         return found.permute(0, 4, 3, 1, 2)
 
     def by_torch(self) -> Tensor:
-        """The same, by autograd through torch's convolution, one row at a time."""
+        """The same by autograd through torch's convolution, one row at a time."""
         found: list[Tensor] = []
         for x, g in zip(self.seen.double(), self.met.double(), strict=True):
             weight = torch.zeros(g.shape[1], x.shape[1], *self.kernel, dtype=x.dtype)
@@ -79,13 +80,13 @@ def cases(draw: Callable[..., Any]) -> Case:
 @example(Case(2, 1, 16, 32, (14, 14), (4, 4), (2, 2), (1, 1)), HERE[0])  # D's second
 @example(Case(2, 3, 1, 16, (28, 28), (4, 4), (2, 2), (1, 1)), HERE[0])  # and first, of mixes
 @example(Case(1, 2, 3, 8, (32, 32), (3, 3), (1, 1), (1, 1)), HERE[-1])
-def test_each_row_has_the_sum_that_torch_makes_of_it_alone(case: Case, name: str) -> None:
+def test_each_row_has_the_gradient_that_torch_computes_for_it_alone(case: Case, name: str) -> None:
     with patch.object(dispatch, "_latest", lambda: name):
         assert torch.equal(case.sums().double(), case.by_torch())
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_no_row_reaches_the_sum_of_another() -> None:
+def test_a_row_does_not_change_the_gradient_of_another() -> None:
     case = Case(4, 2, 5, 11, (9, 7), (3, 3), (1, 2), (1, 0))
     before = case.sums()
     for changed in (case.seen, case.met):
@@ -96,7 +97,7 @@ def test_no_row_reaches_the_sum_of_another() -> None:
 
 
 @pytest.mark.usefixtures("each_generation")
-def test_numbers_may_lie_anyhow_in_memory() -> None:
+def test_inputs_may_have_any_memory_layout() -> None:
     case = Case(3, 2, 4, 6, (8, 9), (3, 2), (1, 1), (0, 1))
     expected = case.sums()
     case.seen = case.seen.transpose(0, 3).contiguous().transpose(0, 3)
@@ -104,9 +105,9 @@ def test_numbers_may_lie_anyhow_in_memory() -> None:
     assert torch.equal(case.sums(), expected)
 
 
-def test_more_places_than_the_kernel_meets_are_refused() -> None:
+def test_more_positions_than_the_kernel_supports_are_refused() -> None:
     case = Case(1, 1, 1, 1, (5, 5), (3, 3), (1, 1), (0, 0))
-    case.padding = (0, 1)  # as many columns more as it takes
+    case.padding = (0, 1)  # by as many columns as it supports
     assert case.sums().shape == (1, 1, 1, 3, 3)
     case.stride = (1, 3)
     with pytest.raises(ValueError, match="meets fewer places"):
@@ -114,7 +115,7 @@ def test_more_places_than_the_kernel_meets_are_refused() -> None:
 
 
 def gradients_asked(network: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
-    """Of private gradients of a network, those of weights that the kernel makes: their shapes."""
+    """The shapes of a network's weight gradients that the kernel computes."""
     with patch.object(per_example_conv, "sums", wraps=per_example_conv.sums) as asked:
         factored_gradients(
             lambda p, row: FunctionalModule(network, p["N"])(row["x"][None]).square().sum(),
@@ -126,11 +127,12 @@ def gradients_asked(network: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
     ]
 
 
-def test_private_steps_ask_for_convolutions_whose_weights_are_written_out() -> None:
+def test_private_steps_use_the_kernel_for_dense_convolution_gradients() -> None:
     network = nn.Sequential(
         nn.Conv2d(3, 6, (3, 2), stride=2, padding=1), nn.Tanh(),
         nn.ConvTranspose2d(6, 4, 4, stride=2, padding=1), nn.Tanh(),
-        nn.AdaptiveAvgPool2d(2), nn.Conv2d(4, 90, 2),  # one place, many weights: two factors
+        # one position, many weights: kept as two factors
+        nn.AdaptiveAvgPool2d(2), nn.Conv2d(4, 90, 2),
     )  # fmt: skip
     x = torch.zeros(2, 3, 8, 8)
     assert gradients_asked(network, x) == [(6, 3, 3, 2), (6, 4, 4, 4)]
@@ -140,12 +142,12 @@ def test_private_steps_ask_for_convolutions_whose_weights_are_written_out() -> N
 
 
 def neighbours_sums(*given: Any, real: Any = per_example_conv.sums) -> Tensor:
-    """A mistake: every row's sum is its neighbour's as well."""
+    """A fault: every row's sum includes its neighbour's."""
     found: Tensor = real(*given)
     return found + found.roll(1, 0)
 
 
-def test_in_a_private_step_a_row_reaches_its_own_gradient_and_moves_the_sum_by_the_clip_norm(
+def test_in_a_private_step_a_row_moves_the_sum_by_the_clip_norm_and_no_other_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with seeded(stream(0, 0, "world", "D")):
@@ -163,8 +165,8 @@ def test_in_a_private_step_a_row_reaches_its_own_gradient_and_moves_the_sum_by_t
         sums = clipped_sums(list(gradients(x).values()), drawn, clip)
         return torch.cat([one.flatten() for one in sums])
 
-    def others_notice() -> bool:
-        """Whether the gradient of a row is another when the row before it is."""
+    def others_change() -> bool:
+        """Whether a row's gradient changes with the row before it."""
         changed, last = x.clone(), torch.tensor([0.0, 0.0, 0.0, 1.0]).double()
         changed[2] = 0
         before, after = gradients(x), gradients(changed)
@@ -172,12 +174,12 @@ def test_in_a_private_step_a_row_reaches_its_own_gradient_and_moves_the_sum_by_t
 
     everyone, without = torch.ones(4, dtype=torch.bool), torch.arange(4) != 2
     assert 0.99 * clip < float((total(everyone) - total(without)).norm()) <= clip
-    assert not others_notice()
+    assert not others_change()
     monkeypatch.setattr(per_example_conv, "sums", neighbours_sums)
-    assert others_notice()  # the control
+    assert others_change()  # the control
 
 
-def test_with_several_threads_torch_does_it() -> None:
+def test_with_several_threads_torch_computes_the_gradients() -> None:
     asked = partial(gradients_asked, nn.Conv2d(3, 6, 3), torch.zeros(2, 3, 8, 8))
     assert asked() == [(6, 3, 3, 3)]
     torch.set_num_threads(2)

@@ -1,4 +1,4 @@
-"""1x1 convolutions with a stride over few channels have the right gradient on every processor."""
+"""Strided 1x1 convolutions of few channels have the right gradient on every processor."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def rows(channels: int, pixels: int = 8) -> Tensor:
 
 @pytest.mark.parametrize("stride", [2, 3, (1, 2)])
 @pytest.mark.parametrize(("channels", "groups"), [(1, 1), (3, 1), (4, 1), (15, 1), (16, 4)])
-def test_output_and_gradients_are_those_of_the_formula(
+def test_output_and_gradients_follow_the_formula(
     channels: int, groups: int, stride: int | tuple[int, int]
 ) -> None:
     given = nn.Conv2d(channels, 8, 1, stride, groups=groups)
@@ -49,12 +49,12 @@ def test_output_and_gradients_are_those_of_the_formula(
         nn.Conv2d(4, 8, 1, 2, padding=1),
     ],
 )  # fmt: skip
-def test_other_convolutions_stay(layer: nn.Conv2d) -> None:
+def test_other_convolutions_are_not_replaced(layer: nn.Conv2d) -> None:
     assert type(optimize_layout(nn.Sequential(layer))[0]) is nn.Conv2d
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSIFIERS if "res" in name])
-def test_no_narrow_classifier_keeps_such_a_layer(name: str) -> None:
+def test_no_narrow_classifier_keeps_a_strided_1x1_convolution(name: str) -> None:
     network = build_classifier(ModelSettings(name=name, width=2), (3, 16, 16), 10)
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1):

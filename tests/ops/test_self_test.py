@@ -1,4 +1,4 @@
-"""Before a private step, kernels of ours show that they clip, draw and add as a guarantee needs."""
+"""Before a private step, a self-test checks that our kernels clip, draw noise and add it."""
 
 import runpy
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ if not HERE:
 
 
 @pytest.fixture(autouse=True)
-def _asked_anew() -> Iterator[None]:
+def clear_self_test() -> Iterator[None]:
     self_test._wrong.cache_clear()
     yield
     self_test._wrong.cache_clear()
@@ -34,7 +34,7 @@ def begin() -> None:
 
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_kernels_of_each_generation_do_as_they_should(kind: torch.dtype, name: str) -> None:
+def test_kernels_of_each_instruction_set_pass_the_self_test(kind: torch.dtype, name: str) -> None:
     torch.set_default_dtype(kind)
     try:
         with patch.object(dispatch, "_latest", lambda: name):
@@ -53,7 +53,7 @@ FACTORS, TOTALS, NORMAL, ADD = (
 
 
 def shifted(sums: Any, noise: Any, deviation: float, step: float, noisy: list[Tensor]) -> None:
-    """Right but for one number, which lies between two points of the grid."""
+    """Correct except for one number between two points of the grid."""
     ADD(sums, noise, deviation, step, noisy)
     noisy[-1][-1] += 0.4 * step
 
@@ -62,10 +62,10 @@ def shifted(sums: Any, noise: Any, deviation: float, step: float, noisy: list[Te
     ("module", "name", "wrong", "said"),
     [
         (clipping, "factors", lambda *a: torch.ones_like(FACTORS(*a)), "clips rows"),
-        # Short rows made long; and nothing known of what is measured elsewhere.
+        # Short rows are lengthened; norms of other parameters are ignored.
         (clipping, "factors", lambda *a: FACTORS(*a) * (1 + torch.eye(7)[0]), "clips rows"),
         (clipping, "factors", lambda g, told, *a: FACTORS(g, None, *a), "clips rows"),
-        # A ten-thousandth too much, of one row; a row that was not drawn; one beyond numbers.
+        # One row a ten-thousandth too long; a row that was not drawn; a non-finite row.
         (clipping, "factors", lambda *a: FACTORS(*a) * (1 + 1e-4 * torch.eye(7)[4]), "clips rows"),
         (clipping, "factors", lambda *a: FACTORS(*a) + 0.1 * torch.eye(7)[1], "clips rows"),
         (clipping, "factors", lambda *a: FACTORS(*a) + 1e-3 * torch.eye(7)[5], "clips rows"),
@@ -85,24 +85,24 @@ def shifted(sums: Any, noise: Any, deviation: float, step: float, noisy: list[Te
         (gaussian_noise, "add", shifted, "adds noise to sums"),
     ],
 )
-def test_a_kernel_that_does_something_else_is_refused_with_what_to_do(
+def test_a_faulty_kernel_is_refused_with_advice(
     module: Any, name: str, wrong: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, name, wrong)
     with pytest.raises(PrivacyError, match=f"kernel that {said} .* PRIVSSL_KERNELS=torch"):
         begin()
     settings = PrivacySettings(epsilon=8.0, noise_multiplier=1.0, delta=1e-5, sample_rate=0.5)
-    with pytest.raises(PrivacyError):  # before a visit is paid for
+    with pytest.raises(PrivacyError):  # before a visit is charged
         make_dp_sgd_plan(settings, rounds=1, rows_per_agent=10)
-    with dispatch.disabled():  # as that environment has it
+    with dispatch.disabled():  # like PRIVSSL_KERNELS=torch
         begin()
         make_dp_sgd_plan(settings, rounds=1, rows_per_agent=10)
 
 
 @pytest.mark.parametrize(("asked", "said"), [("tourch", "'tourch'"), ("torch", ""), ("", "")])
-def test_a_word_for_the_kernels_that_means_nothing_is_told_of(
+def test_an_unknown_value_of_privssl_kernels_causes_a_warning(
     asked: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PRIVSSL_KERNELS", asked)
-    runpy.run_path(dispatch.__file__)  # as a process reads it that begins
+    runpy.run_path(dispatch.__file__)  # as a new process reads it
     assert (f"PRIVSSL_KERNELS is {said} in the environment" in caplog.text) == bool(said)

@@ -438,7 +438,7 @@ FAULTS: tuple[Fault, ...] = (
                 "own = self.collecting or not",
             ),
         ),
-        (IN_MODELS + "in_training_a_batch_is_normalised_by_itself_whatever_was_collected",),
+        (IN_MODELS + "in_training_static_norm_uses_batch_statistics_whatever_was_collected",),
     ),
     Fault(
         "SemiFL: MIX weighs the second label by lambda",

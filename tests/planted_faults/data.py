@@ -54,15 +54,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a whole number beside a missing one is no category",
         ((FIELDS, "else places.get(plain(v), -1)", "else -1"),),
-        (
-            IN_SPELLINGS
-            + "a_category_of_whole_numbers_beside_a_missing_one_is_the_category_that_it_was",
-        ),
+        (IN_SPELLINGS + "integer_categories_beside_a_missing_value_keep_their_category",),
     ),
     Fault(
         "frames are taken by place whatever their columns are",
         (("privssl/api/frames.py", "if there != names[first]:", "if False:"),),
-        (IN_SPELLINGS + "frames_whose_columns_stand_in_another_order_are_not_taken_by_place",),
+        (IN_SPELLINGS + "frames_with_columns_in_another_order_are_not_read_by_position",),
     ),
     Fault(
         "private vectors may be scaled by their own statistics",
@@ -72,7 +69,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a time series has a second budget as a sequence",
         (("privssl/data/canonical.py", "_content(row.reshape(-1))", "_content(row)"),),
-        (IN_SERIES + "a_series_is_one_record_to_an_account_as_sequence_and_as_vector",),
+        (IN_SERIES + "a_series_has_one_account_content_as_sequence_and_as_vector",),
     ),
     Fault(
         "private time series may be scaled by statistics of each feature",
@@ -83,7 +80,7 @@ FAULTS: tuple[Fault, ...] = (
                 "return by_number or (False and",
             ),
         ),
-        (IN_SERIES + "a_private_run_refuses_sequences_that_were_scaled_by_statistics_of_them_all",),
+        (IN_SERIES + "a_private_run_refuses_sequences_that_were_scaled_by_statistics_of_all_rows",),
     ),
     Fault(
         "an agent of a run may scale private vectors by its own rows",
@@ -122,7 +119,7 @@ FAULTS: tuple[Fault, ...] = (
                 "(plain := text) != text",
             ),
         ),
-        (IN_TABLES + "equal_tweets_are_one_record_and_entities_are_resolved",),
+        (IN_TABLES + "equal_tweets_are_one_record_and_html_entities_are_resolved",),
     ),
     Fault(
         "unlabelled rows are ordered by their hidden labels",
@@ -220,7 +217,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a missing number and the middle of a column are the same row",
         (("privssl/data/csv_rows.py", "2.0 * absent - 1)", "0.0 * absent - 1)"),),
-        (IN_TABLES + "a_missing_number_is_the_middle_and_a_second_number_says_so",),
+        (IN_TABLES + "a_missing_number_becomes_the_middle_and_an_indicator",),
     ),
     Fault(
         "a record has another account where a missing number is written otherwise",
@@ -231,6 +228,6 @@ FAULTS: tuple[Fault, ...] = (
                 "    if False:\n        return",
             ),
         ),
-        (IN_TABLES + "a_missing_number_is_the_middle_and_a_second_number_says_so",),
+        (IN_TABLES + "a_missing_number_becomes_the_middle_and_an_indicator",),
     ),
 )

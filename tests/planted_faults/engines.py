@@ -235,7 +235,7 @@ FAULTS: tuple[Fault, ...] = (
                 "replies |= zip(reversed(some), self._run_batched(",
             ),
         ),
-        (IN_BATCHED + "replies_are_those_of_the_local_engine_in_the_order_of_calls",),
+        (IN_BATCHED + "replies_equal_those_of_the_local_engine_in_the_order_of_calls",),
     ),
     Fault(
         "private steps take a GPU",
@@ -246,7 +246,7 @@ FAULTS: tuple[Fault, ...] = (
                 "private=False and noisy",
             ),
         ),
-        ("tests/experiment/test_devices.py::test_auto_is_a_gpu_but_for_private_steps",),
+        ("tests/experiment/test_devices.py::test_device_auto_is_a_gpu_except_for_private_steps",),
     ),
     Fault(
         "a site's private steps take a GPU",
@@ -296,7 +296,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            IN_BATCHED + "nothing_that_an_agent_computes_once_it_is_charged_is_in_anothers_stack",
+            IN_BATCHED + "after_its_charge_an_agent_shares_no_stack_with_other_agents",
             "tests/privacy/test_private_fedavg.py::"
             "test_neither_rows_nor_batches_of_an_agent_change_a_bit_of_what_another_agent_sends",
         ),
@@ -310,7 +310,7 @@ FAULTS: tuple[Fault, ...] = (
                 "charged = account is not None and isinstance(one, BatchedCall)",
             ),
         ),
-        (IN_BATCHED + "nothing_that_an_agent_computes_once_it_is_charged_is_in_anothers_stack",),
+        (IN_BATCHED + "after_its_charge_an_agent_shares_no_stack_with_other_agents",),
     ),
     Fault(
         "a request that comes twice is done twice",

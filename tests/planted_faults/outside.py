@@ -13,7 +13,8 @@ FAULTS: tuple[Fault, ...] = (
         "a convolution stays that oneDNN computes wrongly",
         (("privssl/models/__init__.py", "        avoid_overrun(module)\n", ""),),
         (
-            "tests/ops/test_pointwise_conv.py::test_no_narrow_classifier_keeps_such_a_layer"
+            "tests/ops/test_pointwise_conv.py::"
+            "test_no_narrow_classifier_keeps_a_strided_1x1_convolution"
             "[resnet18]",
         ),
     ),
@@ -61,20 +62,20 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            f"{IN_WARM}a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_without_"
+            IN_WARM + "a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_without_"
             "noise[its layer]",
         ),
     ),
     Fault(
         "a classifier of a run whose folder is gone is taken in silence",
         ((WARM, "            if not (run / SPLIT).is_file():\n", "            if False:\n"),),
-        (IN_WARM + "a_classifier_of_a_run_whose_folder_is_gone_is_refused",),
+        (IN_WARM + "a_classifier_of_a_run_with_a_missing_folder_is_refused",),
     ),
     Fault(
         "weights of a run over sites on the same data are taken in silence",
         ((WARM, "    if _was_over_sites(run, former):\n", "    if False:\n"),),
         tuple(
-            f"{IN_WARM}weights_of_a_run_over_sites_on_the_same_data_are_refused[support-{how}]"
+            f"{IN_WARM}a_private_run_refuses_weights_of_a_run_over_sites_on_the_same_data[support-{how}]"
             for how in ("without", "with")
         ),
     ),
@@ -93,8 +94,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            IN_WARM + "what_is_said_of_former_weights_tells_a_private_number_of_rows_to_"
-            "nobody[private]",
+            IN_WARM
+            + "the_warning_about_former_weights_does_not_depend_on_a_private_row_count[private]",
         ),
     ),
     Fault(
@@ -110,10 +111,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "trackers get the folder of a text encoder",
         (("privssl/settings/names.py", "colon + Path(folder).name", "colon + folder"),),
-        (
-            "tests/experiment/test_config.py::"
-            "test_what_trackers_get_of_a_config_names_no_folder_of_this_machine",
-        ),
+        ("tests/experiment/test_config.py::test_the_config_for_trackers_names_no_local_folder",),
     ),
     Fault(
         "config.yaml of a private run has a hash of its rows",
@@ -140,7 +138,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/rows/test_csv_rows.py::"
-            "test_no_class_of_a_private_table_is_known_from_its_labels_alone[True]",
+            "test_a_class_that_only_private_labels_show_is_refused[True]",
         ),
     ),
     Fault(
@@ -207,7 +205,7 @@ FAULTS: tuple[Fault, ...] = (
         (("privssl/runs/engine_factory.py", '"time/visit_s"', '"comm/visit_s"'),),
         (
             "tests/reporting/test_outside_trackers.py::"
-            "test_how_long_sites_take_is_a_time_that_no_tracker_of_a_private_run_gets",
+            "test_site_durations_are_times_that_no_tracker_of_a_private_run_receives",
         ),
     ),
     Fault(
@@ -349,8 +347,8 @@ FAULTS: tuple[Fault, ...] = (
         "weights of a run that drew other test rows begin a private run",
         ((WARM, "        yield from _of_other_files(key, run, former, split)\n", ""),),
         (
-            IN_WARM
-            + "weights_of_a_run_that_drew_other_test_rows_of_the_same_data_are_refused[former run]",
+            IN_WARM + "a_private_run_refuses_weights_of_a_run_that_drew_other_test_rows_of_"
+            "the_same_data[former run]",
             IN_WARM + "a_private_run_warns_of_weights_of_a_run_on_another_version_of_its_data",
         ),
     ),
@@ -365,18 +363,21 @@ FAULTS: tuple[Fault, ...] = (
         (
             IN_WARM + "a_private_run_refuses_weights_of_a_run_that_used_its_rows_without_noise"
             "[same split]",
-            IN_WARM + "rows_that_a_private_run_used_without_a_label_are_refused_too",
+            IN_WARM + "rows_that_a_private_run_used_without_their_labels_are_refused_too",
         ),
     ),
     Fault(
         "over sites nobody says that the rows behind initial weights were not looked at",
         ((WARM, "if not split.agents:  # they are sites", "if False:"),),
-        (IN_WARM + "over_sites_whose_rows_are_elsewhere_it_is_said_that_nobody_looked[without]",),
+        (IN_WARM + "over_sites_a_warning_says_that_rows_of_the_sites_were_not_checked[without]",),
     ),
     Fault(
         "nobody says that the epsilons of two runs on the same rows add up",
         ((WARM, "if both or (paid and not counted):", "if both := 0:"),),
-        (IN_WARM + "a_private_run_says_that_epsilons_add_up_with_those_of_the_run_of_its_weights",),
+        (
+            IN_WARM
+            + "a_private_run_warns_that_epsilons_add_up_with_those_of_the_run_of_its_weights",
+        ),
     ),
     # Rows at sites --------------------------------------------------------------------------------
     Fault(

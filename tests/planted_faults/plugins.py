@@ -161,7 +161,7 @@ FAULTS: tuple[Fault, ...] = (
                 "own = is_own_encoder('')",
             ),
         ),
-        (IN_ENCODERS + "an_encoder_from_outside_that_keeps_something_after_a_warm_up_is_refused",),
+        (IN_ENCODERS + "an_encoder_from_a_plug_in_that_keeps_rows_after_a_warm_up_is_refused",),
     ),
     Fault(
         "an encoder of one's own is not tried",
@@ -196,7 +196,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/rows/test_encoders.py::"
-            "test_no_file_of_a_folder_chooses_code_that_transformers_would_load",
+            "test_a_model_folder_cannot_select_code_for_transformers_to_load",
         ),
     ),
     Fault(
@@ -216,7 +216,7 @@ FAULTS: tuple[Fault, ...] = (
                 "features = network(rows)[place : place + 1]",
             ),
         ),
-        ("tests/rows/test_encoders.py::test_no_row_has_other_features_beside_other_rows",),
+        ("tests/rows/test_encoders.py::test_the_features_of_a_row_do_not_depend_on_other_rows",),
     ),
     Fault(
         "private labels alone say how many outputs there are",
@@ -276,7 +276,7 @@ FAULTS: tuple[Fault, ...] = (
         (("privssl/runs/resume.py", "if before[part] != now[part]:", "if not before:"),),
         (
             "tests/examples/test_example_package.py::"
-            "test_another_version_of_a_plug_in_does_not_continue_a_run",
+            "test_a_run_is_not_resumed_with_another_version_of_a_plug_in",
         ),
     ),
     Fault(
@@ -290,7 +290,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/reporting/test_outside_trackers.py::"
-            "test_of_a_private_run_a_tracker_gets_neither_pictures_nor_times[True]",
+            "test_a_tracker_of_a_private_run_receives_neither_pictures_nor_times[True]",
         ),
     ),
     Fault(

@@ -31,7 +31,7 @@ FAULTS: tuple[Fault, ...] = (
                 '"split_hash": json.loads((folder / "split.json").read_text())["hash"],',
             ),
         ),
-        (IN_RUNNING + "an_entry_of_a_private_run_withholds_the_hash_of_its_split",),
+        (IN_RUNNING + "an_entry_of_a_private_run_contains_no_hash_of_its_split",),
     ),
     Fault(
         "a dry run of a comparison shows the hashes of private splits",
@@ -77,7 +77,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an old entry counts beside newer ones",
         ((STORE, "        return new or self.entries\n", "        return self.entries\n"),),
-        (IN_PAGES + "an_old_entry_counts_only_where_there_is_nothing_newer",),
+        (IN_PAGES + "an_old_entry_counts_only_if_there_is_no_newer_one",),
     ),
     Fault(
         "the hash of a method leaves out what it imports",
@@ -89,7 +89,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            IN_SOURCES + "a_statement_counts_for_the_methods_that_import_it"
+            IN_SOURCES + "a_statement_changes_the_hash_of_the_methods_that_import_its_module"
             "[privssl/algorithms/local_ssl.py-semifl-True]",
         ),
     ),
@@ -102,7 +102,7 @@ FAULTS: tuple[Fault, ...] = (
                 "_state(folder, config)",
             ),
         ),
-        (IN_RUNNING + "a_run_whose_method_changes_on_the_way_begins_anew",),
+        (IN_RUNNING + "a_run_whose_method_changes_in_between_starts_anew",),
     ),
     Fault(
         "two processes run the same cell",
@@ -134,7 +134,7 @@ FAULTS: tuple[Fault, ...] = (
                 "if pair[0] is None",
             ),
         ),
-        (IN_PAGES + "rows_of_a_column_with_other_splits_are_told",),
+        (IN_PAGES + "rows_of_a_column_with_other_splits_are_reported",),
     ),
     Fault(
         "an entry in bfloat16 answers a cell that asks for float32",
@@ -147,7 +147,7 @@ FAULTS: tuple[Fault, ...] = (
                 'precision=entry["config"]["run"]["precision"])})',
             ),
         ),
-        (IN_RUNNING + "an_entry_in_bfloat16_answers_no_cell_that_asks_for_float32",),
+        (IN_RUNNING + "an_entry_in_bfloat16_does_not_count_for_a_cell_in_float32",),
     ),
     Fault(
         "an entry stays new on another split",
@@ -158,7 +158,7 @@ FAULTS: tuple[Fault, ...] = (
                 "",
             ),
         ),
-        (IN_RUNNING + "other_rows_are_no_same_run_and_age_what_was_measured",),
+        (IN_RUNNING + "cells_with_other_rows_are_other_runs_and_make_entries_old",),
     ),
     Fault(
         "a comparison adds seeds on other rows",

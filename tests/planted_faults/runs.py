@@ -28,7 +28,7 @@ FAULTS: tuple[Fault, ...] = (
         (("privssl/runs/resume.py", "if then not in (None, now):", "if False:"),),
         (
             "tests/experiment/test_warm_start.py::"
-            "test_a_run_does_not_go_on_when_its_file_of_initial_weights_is_another_one",
+            "test_a_run_is_not_resumed_if_its_file_of_initial_weights_has_changed",
         ),
     ),
     Fault(
@@ -326,12 +326,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "outputs that are no numbers count as class 0",
         ((EVALUATION, "np.where(finite, called, outputs)", "called"),),
-        (IN_METRICS + "rows_whose_outputs_are_not_finite_are_counted_and_wrong",),
+        (IN_METRICS + "rows_with_non_finite_outputs_are_counted_and_wrong",),
     ),
     Fault(
         "a class without rows lowers macro F1",
         ((EVALUATION, "        there = held > 0\n", "        there = held >= 0\n"),),
-        (IN_METRICS + "metrics_are_those_of_scikit_learn",),
+        (IN_METRICS + "metrics_equal_those_of_scikit_learn",),
     ),
     Fault(
         "a resumed run forgets the warnings of its rounds",

@@ -1,4 +1,4 @@
-"""Pictures: where each tile lies, what range becomes what grey, who holds what."""
+"""Pictures: positions of tiles, grey levels, and the partition."""
 
 import numpy as np
 import pytest
@@ -56,13 +56,13 @@ def test_rows_stand_above_their_reconstructions_in_colour() -> None:
     assert (picture[MARGIN_TOP + 42 :, MARGIN_LEFT:][:40, :40] == [0, 255, 255]).all()
 
 
-def test_what_lies_outside_the_range_or_is_no_number_is_clamped() -> None:
+def test_values_out_of_range_and_nan_are_clamped() -> None:
     wild = flat(torch.tensor([7.0, -7.0, float("nan"), float("inf")]))
     picture = figures.reconstruction_grid(wild, wild)
     assert [int(tile(picture, 0, c)[0, 0, 0]) for c in range(4)] == [255, 0, 0, 255]
 
 
-def test_a_whole_factor_keeps_pixels_square_and_sharp() -> None:
+def test_an_integer_scale_keeps_pixels_square_and_sharp() -> None:
     checker = (torch.arange(28)[:, None] + torch.arange(28)) % 2 * 2.0 - 1
     picture = figures.reconstruction_grid(checker[None, None], checker[None, None])
     shown = tile(picture, 0, 0, side=56)[..., 0]  # 28 px, twice as large
@@ -76,7 +76,7 @@ def area(picture: figures.Picture, colour: str) -> int:
     return int((picture[60:] == rgb).all(axis=2).sum())  # below the legend
 
 
-def test_the_partition_shows_both_kinds_in_their_colours() -> None:
+def test_the_partition_shows_both_kinds_of_rows_in_their_colours() -> None:
     labelled = {"s0": np.array([5, 0, 5])}
     unlabelled = {"q0": np.array([9, 9, 9]), "q10": np.array([0, 0, 9])}
     both = partition_plot(labelled, unlabelled)
@@ -89,7 +89,7 @@ def test_the_partition_shows_both_kinds_in_their_colours() -> None:
     assert area(alone, figures.LABELLED) == 0
 
 
-def test_an_agent_with_both_kinds_shows_both() -> None:
+def test_an_agent_with_both_kinds_shows_both_colours() -> None:
     counts = {"m0": np.array([4, 4])}
     picture = partition_plot(counts, counts)
     assert area(picture, figures.LABELLED) > 50
@@ -98,7 +98,9 @@ def test_an_agent_with_both_kinds_shows_both() -> None:
 
 @given(agents=st.integers(1, 120), classes=st.integers(1, 100))
 @settings(max_examples=4, deadline=None)
-def test_any_number_of_agents_and_classes_fits_a_bounded_picture(agents: int, classes: int) -> None:
+def test_a_partition_of_any_number_of_agents_and_classes_has_a_bounded_size(
+    agents: int, classes: int
+) -> None:
     counts = {f"q{i}": np.full(classes, i) for i in range(agents)}
     height, width, _ = partition_plot({}, counts).shape
     assert height <= 1400
@@ -111,7 +113,7 @@ def test_any_number_of_agents_and_classes_fits_a_bounded_picture(agents: int, cl
 COUNTS = np.array([[4, 0, 0], [1, 1, 2]])  # two classes; two rows whose outputs are not finite
 
 
-def test_a_confusion_matrix_is_darker_the_larger_the_share_of_the_true_class() -> None:
+def test_a_cell_of_a_confusion_matrix_is_darker_for_a_larger_share_of_the_true_class() -> None:
     picture, cell = figures.confusion_plot(COUNTS, ["a", "b"]), figures.CELL
     margin = picture.shape[0] - 2 * cell
     corner = {(r, c): picture[margin + r * cell, margin + c * cell] for r in (0, 1) for c in (0, 1)}
@@ -122,14 +124,14 @@ def test_a_confusion_matrix_is_darker_the_larger_the_share_of_the_true_class() -
 
 
 @pytest.mark.parametrize("classes", [2, 33, 34, 700])
-def test_a_confusion_matrix_has_a_bounded_size_and_takes_any_name(classes: int) -> None:
+def test_a_confusion_matrix_has_a_bounded_size_and_accepts_any_name(classes: int) -> None:
     names = ["$x$", "a\nb", "щ", "very " * 9, *map(str, range(classes))][:classes]
     picture = figures.confusion_plot(np.ones((classes, classes + 1), dtype=np.int64), names)
     assert picture.shape[0] == picture.shape[1] <= figures.LARGEST_MATRIX + 150
     assert figures.as_png(picture)[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_confusion_csv_has_a_column_for_outputs_that_are_not_finite_if_there_are_any() -> None:
+def test_confusion_csv_has_a_column_for_non_finite_outputs_if_there_are_any() -> None:
     text = confusion_csv(COUNTS, ["a", "b, c"])
     assert text == 'true class,a,"b, c",not finite\na,4,0,0\n"b, c",1,1,2\n'
     finite = np.array([[4, 0, 0], [1, 1, 0]])

@@ -1,4 +1,4 @@
-"""``gen/*``: each number against arithmetic, and generators whose faults each of them must see."""
+"""``gen/*``: each number by arithmetic, and faulty generators that each of them must detect."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,9 @@ PIXELS, LABELS = TOY.x_test, TOY.y_test
 
 
 class Bank(ConditionalGenerator):
-    """Gives stored rows of the class that is wanted; ``spread`` of them, picked by the noise."""
+    """A generator that returns stored rows of the requested class, ``spread`` of them, selected by
+    the noise.
+    """
 
     noise_size = 1
 
@@ -46,7 +48,7 @@ class Bank(ConditionalGenerator):
 
 @pytest.fixture(scope="module")
 def few_steps(costs_of_users_in_file: None) -> Iterator[None]:
-    """Toy rows are learned in a quarter of the usual steps."""
+    """A quarter of the usual steps is enough for toy rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator_quality, "LEAST_STEPS", 100)
         patch.setattr(generator_quality, "MOST_STEPS", 100)
@@ -59,11 +61,11 @@ def quality(few_steps: None) -> GeneratorQuality:
 
 
 def measured(quality: GeneratorQuality, generator: ConditionalGenerator) -> dict[str, float]:
-    judge = quality._reference.judge  # a classifier that is as good as the judge
+    judge = quality._reference.judge  # a classifier as accurate as the judge
     return quality.measure(generator, lambda x: judge(x).argmax(dim=1))
 
 
-def test_real_rows_are_called_right_and_are_as_diverse_as_real_rows(
+def test_real_rows_are_classified_correctly_and_as_diverse_as_real_rows(
     quality: GeneratorQuality,
 ) -> None:
     found = measured(quality, Bank(TOY.x_train, TOY.y_train, spread=1000))
@@ -74,14 +76,16 @@ def test_real_rows_are_called_right_and_are_as_diverse_as_real_rows(
     assert found["gen/frechet"] < 0.05
 
 
-def test_one_picture_a_class_is_called_right_but_is_not_diverse(quality: GeneratorQuality) -> None:
+def test_one_picture_per_class_is_classified_correctly_but_not_diverse(
+    quality: GeneratorQuality,
+) -> None:
     found = measured(quality, Bank(TOY.x_train, TOY.y_train, spread=1))
     assert max(found["gen/diversity_pixels"], found["gen/diversity_features"]) < 1e-5
     diverse = measured(quality, Bank(TOY.x_train, TOY.y_train, spread=1000))
     assert found["gen/frechet"] > 2 * diverse["gen/frechet"]
 
 
-def test_rows_of_the_wrong_class_are_diverse_but_not_called_right(
+def test_rows_of_the_wrong_class_are_diverse_but_not_classified_correctly(
     quality: GeneratorQuality,
 ) -> None:
     found = measured(quality, Bank(TOY.x_train, TOY.y_train, spread=1000, shift=1))
@@ -89,7 +93,7 @@ def test_rows_of_the_wrong_class_are_diverse_but_not_called_right(
     assert found["gen/diversity_pixels"] == pytest.approx(1.0, abs=0.1)
 
 
-def test_a_classifier_learns_the_classes_from_synthetic_rows_alone(
+def test_a_classifier_learns_the_classes_from_synthetic_rows(
     quality: GeneratorQuality,
 ) -> None:
     right, wrong = (
@@ -103,7 +107,7 @@ def test_a_classifier_learns_the_classes_from_synthetic_rows_alone(
     assert few.accuracy_from_synthetic_rows(Bank(PIXELS, LABELS, 5)) == {}
 
 
-def test_copies_of_training_rows_are_seen_and_test_rows_are_no_copies(
+def test_copies_of_training_rows_are_detected_and_test_rows_are_no_copies(
     quality: GeneratorQuality,
 ) -> None:
     held = [TOY.x_train[:300], TOY.x_train[300:]]
@@ -113,7 +117,7 @@ def test_copies_of_training_rows_are_seen_and_test_rows_are_no_copies(
     assert honest["gen/nearest_training_row"] == pytest.approx(1.0, abs=0.1)
 
 
-def test_the_numbers_repeat_and_a_diverged_generator_stops_no_run(
+def test_the_metrics_are_reproducible_and_a_diverged_generator_stops_no_run(
     quality: GeneratorQuality,
 ) -> None:
     good = Bank(TOY.x_train, TOY.y_train, spread=5)
@@ -128,12 +132,12 @@ def test_the_numbers_repeat_and_a_diverged_generator_stops_no_run(
     assert found["gen/diversity_pixels"] == 0.0
 
 
-def test_too_few_test_rows_give_no_numbers() -> None:
+def test_too_few_test_rows_give_no_metrics() -> None:
     few = GeneratorQuality(PIXELS[: FEWEST - 1], LABELS[: FEWEST - 1], CLASSES)
     assert few.measure(Bank(PIXELS, LABELS, 5), lambda x: x) == {}
 
 
-def test_a_judge_is_the_same_every_time_and_leaves_the_global_generator_alone() -> None:
+def test_a_judge_is_reproducible_and_does_not_use_the_global_generator() -> None:
     before = torch.get_rng_state()
     first, again = (train_judge(network_input(PIXELS), LABELS, CLASSES) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -151,7 +155,7 @@ def test_the_frechet_distance_is_that_of_gaussians() -> None:
     assert frechet_distance(a, 2 * a) == pytest.approx(trace + moved)  # (2 s - s)^2 summed
 
 
-def test_samples_are_of_the_classes_that_were_wanted_and_repeat_with_the_seed() -> None:
+def test_samples_have_the_requested_classes_and_depend_on_the_seed() -> None:
     generator = Bank(PIXELS, LABELS, spread=1000)
     labels = torch.tensor([3, 3, 7])
     first, again, other = (

@@ -1,5 +1,6 @@
-"""Trackers of ``run.trackers``: W&B and MLflow through fakes of what is documented of them, and
-through their offline modes where they are installed (slow)."""
+"""Trackers of ``run.trackers``: W&B and MLflow by fakes of their documented interfaces, and in
+their offline modes if installed (slow).
+"""
 
 import os
 import sys
@@ -26,7 +27,7 @@ PICTURE = np.zeros((4, 6, 3), dtype=np.uint8)
 
 
 class Seen(Tracker):
-    """Keeps what it gets."""
+    """Keep all arguments."""
 
     runs: ClassVar[list["Seen"]] = []
 
@@ -74,11 +75,11 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "c.yaml"
 
 
-# What a tracker gets ------------------------------------------------------------------------------
+# What a tracker receives --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_of_a_private_run_a_tracker_gets_neither_pictures_nor_times(
+def test_a_tracker_of_a_private_run_receives_neither_pictures_nor_times(
     private: bool, config: Path, tmp_path: Path
 ) -> None:
     if private:
@@ -91,30 +92,30 @@ def test_of_a_private_run_a_tracker_gets_neither_pictures_nor_times(
     assert "test/accuracy" in names and ("dp/epsilon/s0" in names) == private
     assert any(name.startswith("time/") for name in names) != private
     assert bool(seen.pictures) != private
-    # Exactly what metrics.csv has, in a private run.
+    # The content of metrics.csv in a private run.
     header = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert not private or names == set(header[1:])
     assert seen.run.private == private and seen.run.config["algorithm"]["name"] == "fedssl"
     assert not [key for key in ("root", "split", "columns") if key in seen.run.config["data"]]
 
 
-def test_how_long_sites_take_is_a_time_that_no_tracker_of_a_private_run_gets(
+def test_site_durations_are_times_that_no_tracker_of_a_private_run_receives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = RemoteTraffic(up=10, down=20, frames=3, seconds=[0.25, 0.75])
     monkeypatch.setattr(SitesEngine, "take_traffic", lambda self: now)
     values = log_traffic(SitesEngine.__new__(SitesEngine), absences=0)
     assert [name for name, value in values.items() if value == 0.5] == ["time/visit_s"]
-    assert values["comm/letters"] == 3  # the control: counts have another name
+    assert values["comm/letters"] == 3  # the control: counts have another prefix
 
 
-def test_a_tracker_that_fails_is_left_out_with_one_warning(config: Path, tmp_path: Path) -> None:
+def test_a_failing_tracker_is_disabled_with_one_warning(config: Path, tmp_path: Path) -> None:
     names = [HERE.format("Failing"), HERE.format("Seen")]
     run = privssl.train(config, {"run.trackers": names}, output=tmp_path / "run")
     assert run.results["status"] == "finished"
     log = (tmp_path / "run" / "train.log").read_text()
     assert log.count("Failing stopped: OSError: the service is away") == 1
-    assert len(Seen.runs[-1].records) == 3  # the control: the other one goes on
+    assert len(Seen.runs[-1].records) == 3  # the control: the other tracker continues
 
 
 @pytest.mark.parametrize(("name", "said"), [
@@ -122,7 +123,7 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning(config: Path, tmp_pat
     ("mlflow", r"not installed: pip install 'privssl\[mlflow\]'"),
     (HERE.format("PRIVACY"), "Name a class or function of"),
 ])  # fmt: skip
-def test_a_tracker_that_is_absent_is_told_before_the_run(
+def test_a_missing_tracker_package_is_reported_before_the_run(
     name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outside_trackers, "find_spec", lambda name: None)
@@ -130,7 +131,7 @@ def test_a_tracker_that_is_absent_is_told_before_the_run(
         check_trackers([name])
 
 
-def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_tracker_is_refused(tmp_path: Path) -> None:
     with plugins.imports_allowed(), pytest.raises(ConfigError, match="a int without round"):
         open_trackers([HERE.format("not_one")], told(tmp_path))
 
@@ -139,7 +140,7 @@ def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
 
 
 class FakeWandb(ModuleType):
-    """``wandb`` as it is documented: init, Settings, Image, and a run with log and finish."""
+    """The documented ``wandb``: init, Settings, Image, and a run with log and finish."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -157,7 +158,7 @@ class FakeWandb(ModuleType):
         )
 
 
-def test_wandb_gets_rounds_as_steps_and_reports_nothing_of_the_machine(
+def test_wandb_receives_rounds_as_steps_and_no_machine_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeWandb()
@@ -177,7 +178,7 @@ def test_wandb_gets_rounds_as_steps_and_reports_nothing_of_the_machine(
     assert given["settings"]["console"] == "off"
     assert given["settings"]["x_save_requirements"] is False
     assert os.environ["WANDB_ERROR_REPORTING"] == "false" and fake.finished == 1
-    # A resumed run is the same one there; a new run in the same folder is another.
+    # A resumed run is the same run there; a new run in the same folder is another.
     open_trackers(["wandb"], told(tmp_path, after=1))
     open_trackers(["wandb"], told(tmp_path))
     ids = [given["id"] for given in fake.inits]
@@ -188,7 +189,7 @@ def test_wandb_gets_rounds_as_steps_and_reports_nothing_of_the_machine(
 
 
 class FakeClient:
-    """``mlflow.MlflowClient`` as it is documented, for one server."""
+    """The documented ``mlflow.MlflowClient``, for one server."""
 
     def __init__(self) -> None:
         self.runs: dict[str, dict[str, Any]] = {}
@@ -218,7 +219,7 @@ class FakeClient:
         self.runs[run]["ended"] = True
 
 
-def test_mlflow_gets_each_round_once_also_from_a_resumed_run(
+def test_mlflow_receives_each_round_once_also_from_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, module, entities = FakeClient(), ModuleType("mlflow"), ModuleType("mlflow.entities")
@@ -248,7 +249,7 @@ def test_mlflow_gets_each_round_once_also_from_a_resumed_run(
     assert len(client.runs) == 2
 
 
-def test_names_of_classes_fit_what_mlflow_takes() -> None:
+def test_class_names_become_valid_mlflow_metric_names() -> None:
     assert outside_trackers._metric_name("test/recall/Zürich, CH!") == "test/recall/Z_rich_ CH_"
 
 

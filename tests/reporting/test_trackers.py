@@ -1,4 +1,4 @@
-"""Trackers: a line per round, the same bytes after a resume, nothing drawn twice."""
+"""Trackers: a line per round, the same bytes after a resume, no repeated points."""
 
 import contextlib
 import csv
@@ -46,7 +46,7 @@ def write(path: Path, *records: RoundRecord, resume_after: int | None = None) ->
 # CSV ----------------------------------------------------------------------------------------
 
 
-def test_a_round_is_a_line_and_wall_clock_values_stay_out(tmp_path: Path) -> None:
+def test_a_round_is_a_line_without_wall_clock_values(tmp_path: Path) -> None:
     text = write(
         tmp_path / "metrics.csv",
         record(1, test__accuracy=0.5, time__round_s=1.23, comm__up_bytes=12),
@@ -55,7 +55,7 @@ def test_a_round_is_a_line_and_wall_clock_values_stay_out(tmp_path: Path) -> Non
     assert text == ("round,test/accuracy,comm/up_bytes\n1,0.5,12\n2,0.30000000000000004,13\n")
 
 
-def test_each_line_can_be_read_as_soon_as_its_round_is_over(tmp_path: Path) -> None:
+def test_each_line_can_be_read_as_soon_as_its_round_ends(tmp_path: Path) -> None:
     tracker = CsvTracker(tmp_path / "metrics.csv")
     tracker.round(record(1, a=1.0))
     assert (tmp_path / "metrics.csv").read_text() == "round,a\n1,1.0\n"
@@ -63,7 +63,7 @@ def test_each_line_can_be_read_as_soon_as_its_round_is_over(tmp_path: Path) -> N
     tracker.close()  # may be called twice
 
 
-def test_a_value_that_is_missing_is_empty_and_a_new_one_gets_a_column(tmp_path: Path) -> None:
+def test_a_missing_value_is_empty_and_a_new_one_gets_a_column(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     text = write(path, record(1, a=1.0, b=2.0), record(2, b=3.0), record(3, c=4.0, a=5.0))
     assert text == "round,a,b,c\n1,1.0,2.0,\n2,,3.0,\n3,5.0,,4.0\n"
@@ -72,7 +72,7 @@ def test_a_value_that_is_missing_is_empty_and_a_new_one_gets_a_column(tmp_path: 
 
 @given(st.lists(st.floats(), min_size=1, max_size=5), st.text(min_size=1, max_size=5))
 @settings(max_examples=25, deadline=None)
-def test_every_number_and_name_reads_back_as_it_was(
+def test_every_number_and_name_reads_back_unchanged(
     tmp_path_factory: pytest.TempPathFactory, numbers: list[float], name: str
 ) -> None:
     name = "x/" + re.sub(r"[\ud800-\udfff\x00\r\n]", "", name)
@@ -85,14 +85,14 @@ def test_every_number_and_name_reads_back_as_it_was(
 
 
 def long_run() -> list[RoundRecord]:
-    """Twelve rounds with a second phase that has a value of its own."""
+    """Twelve rounds with a second phase that has its own value."""
     first = [record(i, loss=1 / i, time__s=i) for i in range(1, 7)]
     return first + [record(i, loss=1 / i, gap=i * 0.1, time__s=i) for i in range(7, 13)]
 
 
 @pytest.mark.parametrize("killed_after", range(1, 13))
 @pytest.mark.parametrize("torn", ["", "1", "9,0.1,", "9,0.12"])
-def test_a_resumed_run_ends_with_the_bytes_of_one_that_never_stopped(
+def test_a_resumed_run_ends_with_the_bytes_of_an_uninterrupted_one(
     tmp_path: Path, killed_after: int, torn: str
 ) -> None:
     whole = write(tmp_path / "whole.csv", *long_run())
@@ -105,7 +105,7 @@ def test_a_resumed_run_ends_with_the_bytes_of_one_that_never_stopped(
     assert write(path, *slower[checkpoint:], resume_after=checkpoint) == whole
 
 
-def test_without_the_cut_a_resumed_run_would_repeat_lines(tmp_path: Path) -> None:
+def test_without_truncation_a_resumed_run_would_repeat_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     write(path, *long_run()[:6])
     text = write(path, *long_run()[4:], resume_after=6)  # the control of the test above
@@ -118,13 +118,13 @@ def test_a_new_run_replaces_the_file_of_an_old_one(tmp_path: Path) -> None:
     assert write(path, record(1, b=2.0)) == "round,b\n1,2.0\n"
 
 
-def test_truncating_what_is_not_there_is_nothing(tmp_path: Path) -> None:
+def test_truncating_a_missing_file_does_nothing(tmp_path: Path) -> None:
     CsvTracker(tmp_path / "metrics.csv", resume_after=0).close()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("line", ["x,1.0\n", "3\n", "3,1.0,2.0\n", "\n"])
-def test_a_file_that_is_not_ours_is_named_with_its_line(tmp_path: Path, line: str) -> None:
+def test_a_file_in_another_format_is_named_with_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("round,a\n1,2.0\n" + line)
     with pytest.raises(RunFolderError, match=r"metrics.csv, line 3: not a line of this file"):
@@ -132,13 +132,13 @@ def test_a_file_that_is_not_ours_is_named_with_its_line(tmp_path: Path, line: st
 
 
 class FullDisk(io.StringIO):
-    """A file on a disk without room."""
+    """A file on a full disk."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_told_with_the_name_of_the_file(
+def test_a_full_disk_is_reported_with_the_name_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracker = CsvTracker(tmp_path / "metrics.csv")
@@ -166,7 +166,7 @@ def points(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_the_x_axis_is_the_round(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path)
     tracker.round(record(1, test__accuracy=0.5, time__round_s=2.0))
-    assert points(tmp_path, "test/accuracy") == [(1, 0.5)]  # written out, although not closed
+    assert points(tmp_path, "test/accuracy") == [(1, 0.5)]  # flushed, although not closed
     tracker.round(record(2, test__accuracy=0.75))
     tracker.images(2, "images/mixes", np.zeros((4, 6, 3), np.uint8))
     tracker.images(2, "images/grey", np.full((4, 6), 128, np.uint8))
@@ -179,7 +179,7 @@ def test_the_x_axis_is_the_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writers", [0, 9, 99])
-def test_a_resumed_run_draws_no_round_twice_whatever_writers_were_before(
+def test_a_resumed_run_draws_no_round_twice_for_any_number_of_former_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: int
 ) -> None:
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(writers))
@@ -205,14 +205,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     ("lines", "what"),
     [
         ([1, 2, 3, 4], ""),
-        ([1, 2, 3, 4, 5, 6], ""),  # those after the checkpoint are written again
+        ([1, 2, 3, 4, 5, 6], ""),  # rounds after the checkpoint are written again
         ([1, 2], "lacks 2 rounds (3, 4)"),
         ([1, 3, 4], "lacks 1 rounds (2)"),
         ([], "lacks 4 rounds (1, 2, 3, 4)"),
         ([1, 2, 2, 3, 4], "has rounds twice or unordered"),
     ],
 )
-def test_rounds_that_are_missing_from_the_curves_of_a_resumed_run_are_told(
+def test_rounds_missing_from_the_curves_of_a_resumed_run_are_reported(
     lines: list[int], what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.csv"
@@ -224,7 +224,7 @@ def test_rounds_that_are_missing_from_the_curves_of_a_resumed_run_are_told(
     assert len(caplog.records) == bool(what)
 
 
-def test_lines_are_on_the_disk_before_a_checkpoint_is(
+def test_lines_are_on_disk_before_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracker, forced, real = CsvTracker(tmp_path / "metrics.csv"), list[bytes](), os.fsync
@@ -236,7 +236,7 @@ def test_lines_are_on_the_disk_before_a_checkpoint_is(
     tracker.round(record(1, a=0.5))
     monkeypatch.setattr(os, "fsync", fsync)
     tracker.round(record(2, a=0.5))
-    assert not forced  # a round waits for no disk
+    assert not forced  # a round does not wait for the disk
     tracker.keep()
     assert forced == [b"round,a\n1,0.5\n2,0.5\n"]
     tracker.close()
@@ -247,7 +247,7 @@ def test_lines_are_on_the_disk_before_a_checkpoint_is(
 
 
 class Clock:
-    """Monotonic time that tests move by hand."""
+    """Monotonic time that tests advance."""
 
     now = 0.0
 
@@ -262,7 +262,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_elsewhere_than_on_a_terminal_there_is_a_plain_line_now_and_then(clock: Clock) -> None:
+def test_without_a_terminal_a_plain_line_is_printed_at_intervals(clock: Clock) -> None:
     stream = io.StringIO()
     tracker = ProgressTracker(20, stream=stream, every_s=10)
     for number in range(1, 21):
@@ -272,7 +272,8 @@ def test_elsewhere_than_on_a_terminal_there_is_a_plain_line_now_and_then(clock: 
         tracker.round(record(number, 20, **budget, **accuracy))
     tracker.close()
     lines = stream.getvalue().splitlines()
-    # 9 rounds in 27 s leave 11 rounds, 33 s; the budget left is that of the agent with least
+    # 9 rounds in 27 s leave 11 rounds, 33 s; the printed budget is that of the agent with the least
+    # left
     assert lines[2] == (
         "round 9/20: train, test accuracy 0.5000, epsilon left 6.10, 0:00:27 elapsed, 0:00:33 left"
     )
@@ -286,7 +287,7 @@ def test_elsewhere_than_on_a_terminal_there_is_a_plain_line_now_and_then(clock: 
     ]
 
 
-def test_time_left_counts_only_the_rounds_of_this_session(clock: Clock) -> None:
+def test_the_remaining_time_counts_only_rounds_of_this_session(clock: Clock) -> None:
     stream = io.StringIO()
     tracker = ProgressTracker(100, resume_after=90, stream=stream, every_s=0)
     for number in (91, 92):  # resumed after round 90
@@ -298,7 +299,7 @@ def test_time_left_counts_only_the_rounds_of_this_session(clock: Clock) -> None:
     )
 
 
-def test_time_left_of_several_runs_counts_all_rounds_and_none_of_earlier_sessions(
+def test_the_remaining_time_of_several_runs_counts_all_rounds_and_none_of_earlier_sessions(
     clock: Clock,
 ) -> None:
     stream = io.StringIO()
@@ -321,7 +322,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_there_is_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
@@ -331,10 +332,10 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     assert "round 3/20" in shown
     assert "train, test accuracy 0.8750" in shown
-    assert "\n".join(shown.splitlines()).count("elapsed") == 0  # no plain lines besides
+    assert "\n".join(shown.splitlines()).count("elapsed") == 0  # and no plain lines
 
 
-def test_all_of_them_are_trackers_and_take_pictures(tmp_path: Path) -> None:
+def test_all_trackers_have_the_interface_and_accept_pictures(tmp_path: Path) -> None:
     trackers: list[Tracker] = [
         CsvTracker(tmp_path / "metrics.csv"),
         ProgressTracker(9, stream=io.StringIO()),
@@ -347,10 +348,10 @@ def test_all_of_them_are_trackers_and_take_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["done whole", "control"])
-def test_a_stop_waits_until_tensorboard_has_a_record(
+def test_an_interrupt_waits_until_tensorboard_has_written_a_record(
     whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In the middle it left TensorBoard's queue locked, and closing waited for ever.
+    # An interrupt inside would leave TensorBoard's queue locked, and closing would wait for ever.
     if not whole:
         monkeypatch.setattr("privssl.reporting.trackers.defer_interrupts", contextlib.nullcontext)
     board = TensorBoardTracker(tmp_path)

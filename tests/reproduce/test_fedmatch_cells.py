@@ -12,25 +12,27 @@ FEDPROX = [cell for table in TABLES for cell in table.cells if cell.row.startswi
 
 
 def pull(cell: Cell) -> float:
-    """The share of its distance by which a FedProx step goes back to the global weights."""
+    """The share of its distance by which a FedProx step moves back to the global weights."""
     algorithm = cell.load(0).algorithm
     return float(algorithm.learning_rate * algorithm.proximal)
 
 
 @pytest.mark.parametrize("cell", FEDPROX, ids=lambda cell: f"{cell.table}, {cell.title}")
-def test_every_fedprox_row_is_pulled_as_strongly_as_table_4_says(cell: Cell) -> None:
+def test_every_fedprox_row_has_the_proximal_strength_of_table_4(cell: Cell) -> None:
     # Rate 1e-3, mu 1e-2 beside a labelled loss with weight 10. SL: rate 1e-2, weight 1, mu 1e-3.
     assert pull(cell) == pytest.approx(1e-5)
 
 
-def test_the_control_without_its_mu_a_row_with_all_labels_is_pulled_ten_times_as_strongly() -> None:
+def test_control_with_the_default_mu_a_row_with_all_labels_is_pulled_ten_times_as_strongly() -> (
+    None
+):
     cell = next(cell for cell in FEDPROX if cell.title == "FedProx-SL/labels at clients")
     default = tuple(text for text in cell.overrides if "proximal" not in text)
     assert len(default) < len(cell.overrides)
     assert pull(replace(cell, overrides=default)) == pytest.approx(1e-4)
 
 
-def test_the_two_halves_of_table_1_differ_in_how_rows_are_divided_alone() -> None:
+def test_the_two_halves_of_table_1_differ_only_in_the_partition_of_rows() -> None:
     halves = [
         {
             cell.title: {text for text in cell.overrides if "partition" not in text}

@@ -1,4 +1,4 @@
-"""What ages a result: the code of its method, but no comment, docstring or layout of it."""
+"""The source hash of a method: code changes it; comments, docstrings and layout do not."""
 
 import functools
 import shutil
@@ -24,7 +24,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def untouched(algorithm: str, sources: Path) -> str:
-    """Its hash: each test leaves the files as they were."""
+    """The hash; each test leaves the files unchanged."""
     return method_hash(algorithm, sources)
 
 
@@ -49,7 +49,7 @@ def after(sources: Path, file: str, old: str, new: str, algorithm: str) -> tuple
         ("privssl/algorithms/base.py", "    def ", "    # a comment\n    def "),
     ],
 )
-def test_comments_docstrings_and_layout_do_not_count(
+def test_comments_docstrings_and_layout_do_not_change_the_hash(
     sources: Path, file: str, old: str, new: str
 ) -> None:
     before, now = after(sources, file, old, new, "semifl")
@@ -60,17 +60,17 @@ def test_comments_docstrings_and_layout_do_not_count(
     ("file", "algorithm", "counts"),
     [
         (SEMIFL, "semifl", True),
-        ("privssl/algorithms/local_ssl.py", "semifl", True),  # imported by it
+        ("privssl/algorithms/local_ssl.py", "semifl", True),  # it imports this module
         ("privssl/algorithms/base.py", "semifl", True),
         ("generators/objectives.py", "fedssl", True),
-        ("generators/spectral.py", "fedssl", True),  # imported by what it imports
+        ("generators/spectral.py", "fedssl", True),  # imported indirectly
         ("privssl/algorithms/fedssl/losses.py", "fedssl", True),
         ("privssl/algorithms/fedssl/losses.py", "semifl", False),
         (SEMIFL, "fedssl", False),
         ("privssl/algorithms/__init__.py", "semifl", False),  # the list of all methods
     ],
 )
-def test_a_statement_counts_for_the_methods_that_import_it(
+def test_a_statement_changes_the_hash_of_the_methods_that_import_its_module(
     sources: Path, file: str, algorithm: str, counts: bool
 ) -> None:
     first = (sources / file).read_text().partition("\n")[0]

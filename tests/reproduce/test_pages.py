@@ -1,4 +1,4 @@
-"""Pages say what the store has, and nothing else. Entries here are made up."""
+"""Pages contain what the store has, and nothing else. Entries here are made up."""
 
 import io
 import re
@@ -51,7 +51,7 @@ def test_a_cell_has_mean_deviation_seeds_the_papers_value_and_the_difference(clo
     assert "| Pseudo (all) | - / 60.0 | - |" in text
 
 
-def test_seconds_of_a_gpu_are_not_drawn_beside_those_of_a_cpu(clone: Clone) -> None:
+def test_gpu_seconds_and_cpu_seconds_are_not_plotted_together(clone: Clone) -> None:
     def drawn() -> set[str]:
         return {against for against, _ in figure.panels(Measurements.of(clone.table, clone.store))}
 
@@ -65,7 +65,7 @@ def test_seconds_of_a_gpu_are_not_drawn_beside_those_of_a_cpu(clone: Clone) -> N
     assert "unlike devices" not in page(clone) and "seconds" in drawn()
 
 
-def test_one_seed_has_no_deviation_and_a_reduced_cell_its_reason(clone: Clone) -> None:
+def test_one_seed_has_no_deviation_and_a_reduced_cell_has_its_reason(clone: Clone) -> None:
     clone.put("Supervise", TWENTY, 0, 0.3925)
     text = page(clone)
 
@@ -76,7 +76,7 @@ def test_one_seed_has_no_deviation_and_a_reduced_cell_its_reason(clone: Clone) -
     assert "compare orders, not numbers" in text
 
 
-def test_an_old_entry_counts_only_where_there_is_nothing_newer(clone: Clone) -> None:
+def test_an_old_entry_counts_only_if_there_is_no_newer_one(clone: Clone) -> None:
     clone.put("Supervise", FORTY, 0, 0.1, sources="of former code")
     clone.put(PSEUDO, FORTY, 0, 0.3, sources="of former code")
     clone.put("Supervise", FORTY, 1, 0.5)
@@ -87,7 +87,7 @@ def test_an_old_entry_counts_only_where_there_is_nothing_newer(clone: Clone) -> 
     assert "- † Measured before a change, to be run again:\n  - its method has changed\n" in text
 
 
-def test_an_epsilon_is_the_weakest_claim_over_seeds(clone: Clone) -> None:
+def test_the_epsilon_of_a_cell_is_the_largest_over_seeds(clone: Clone) -> None:
     claim = {"kind": "guarantee", "epsilon": 7.25, "delta": 1e-5, "covers": ["F"]}
     clone.put("Supervise", FORTY, 0, 0.5, privacy=claim)
     clone.put("Supervise", FORTY, 1, 0.5, privacy=claim | {"epsilon": 7.91234})
@@ -99,7 +99,7 @@ def test_an_epsilon_is_the_weakest_claim_over_seeds(clone: Clone) -> None:
     assert "guarantees nothing" in page(clone)
 
 
-def test_rows_of_a_column_with_other_splits_are_told(clone: Clone) -> None:
+def test_rows_of_a_column_with_other_splits_are_reported(clone: Clone) -> None:
     clone.put("Supervise", FORTY, 0, 0.5)
     path = clone.put(PSEUDO, FORTY, 0, 0.6)
     assert "all rows had the same split in each seed" in page(clone)
@@ -113,7 +113,7 @@ def test_rows_of_a_column_with_other_splits_are_told(clone: Clone) -> None:
     assert f"{told}(data.labelled)\n" in page(clone)
 
 
-def test_a_private_run_withholds_its_split_and_is_compared_by_its_settings(clone: Clone) -> None:
+def test_a_private_run_stores_no_split_hash_and_is_compared_by_its_settings(clone: Clone) -> None:
     clone.put("Supervise", FORTY, 0, 0.5)
     path = clone.put(PSEUDO, FORTY, 0, 0.6, split_hash="withheld")
     assert "all rows had the same split in each seed" in page(clone)
@@ -125,7 +125,7 @@ def test_a_private_run_withholds_its_split_and_is_compared_by_its_settings(clone
 
 
 def answer(clone: Clone, better: list[float], other: list[float]) -> str:
-    """The answer to "Pseudo is above Supervise" in the first column."""
+    """The outcome of the claim "Pseudo is above Supervise" in the first column."""
     for row, values in ((PSEUDO, better), ("Supervise", other)):
         for seed, value in enumerate(values):
             clone.put(row, FORTY, seed, value)
@@ -140,7 +140,7 @@ def answer(clone: Clone, better: list[float], other: list[float]) -> str:
         ([0.6, 0.7], [0.61, 0.5], "holds in the mean only"),
         ([0.6, 0.7], [0.65, 0.7], "does not hold"),
         ([0.6], [0.6], "does not hold"),  # equal is not above
-        ([0.6, 0.1], [0.5], "holds in one seed"),  # on the seeds that both have
+        ([0.6, 0.1], [0.5], "holds in one seed"),  # on the seeds of both
         ([0.6], [], "not tested yet"),
         ([], [0.6], "not tested yet"),
     ],
@@ -151,7 +151,7 @@ def test_an_order_is_compared_seed_by_seed(
     assert answer(clone, better, other) == expected
 
 
-def test_a_claim_about_an_absent_row_cannot_be_tested(clone: Clone) -> None:
+def test_a_claim_about_a_missing_row_cannot_be_tested(clone: Clone) -> None:
     clone.change("supervise}}", "supervise}, size: absent, differs: no data}")
     clone.put(PSEUDO, FORTY, 0, 0.6)
 
@@ -159,14 +159,14 @@ def test_a_claim_about_an_absent_row_cannot_be_tested(clone: Clone) -> None:
     assert "| cannot be tested | no Supervise |" in line
 
 
-def test_a_claim_fails_as_soon_as_one_of_several_rows_is_above(clone: Clone) -> None:
+def test_a_claim_fails_if_one_of_several_rows_is_above(clone: Clone) -> None:
     clone.change("columns:\n", "  - {name: Third}\ncolumns:\n")
     clone.change("than: [Supervise]", "than: [Third, Supervise]")
     assert answer(clone, [0.6], [0.5]) == "not tested yet"
     assert answer(clone, [0.6], [0.7]) == "does not hold"
 
 
-def test_the_summary_has_a_line_for_each_claim_and_table_and_counts_cells(clone: Clone) -> None:
+def test_the_summary_has_a_line_per_claim_and_table_and_counts_cells(clone: Clone) -> None:
     assert answer(clone, [0.6], [0.5]) == "holds in one seed"
     clone.put("Supervise", TWENTY, 0, 0.5)
     clone.put(PSEUDO, TWENTY, 0, 0.4)
@@ -183,7 +183,7 @@ def test_the_summary_has_a_line_for_each_claim_and_table_and_counts_cells(clone:
     assert "| all | 467 | 2 | 1 | 0 |" in text
 
 
-def test_where_the_summary_would_be_too_long_open_claims_have_a_page_of_their_own(
+def test_open_claims_have_their_own_page_if_the_summary_would_be_too_long(
     clone: Clone,
 ) -> None:
     more = "".join(
@@ -225,7 +225,7 @@ def block(clone: Clone) -> str:
     return page(clone, "x.md").removeprefix("<!-- results: small -->\n").split("\n\n<!-- end")[0]
 
 
-def test_a_block_says_what_is_not_measured_yet_and_how_long_it_takes(clone: Clone) -> None:
+def test_a_block_lists_missing_measurements_and_their_run_time(clone: Clone) -> None:
     clone.change("minutes: 0.1", "minutes: 20")
     # Four cells of 20 minutes, two seeds: 160 minutes; three of them are two hours.
     assert block(clone).strip() == "Not measured yet: 4 cells, about 3 hours."
@@ -248,7 +248,7 @@ def test_a_link_block_has_the_link_and_no_table(clone: Clone) -> None:
     assert page(clone, "x.md") == text.replace("old", f"{line} minutes.")
 
 
-def test_a_block_without_data_says_why(clone: Clone) -> None:
+def test_a_block_without_data_gives_the_reason(clone: Clone) -> None:
     clone.change("size: paper\n", 'size: absent\ndiffers: "no tweets"\n')
     clone.change(", size: reduced", "")
     assert block(clone).startswith("\nCannot be measured: no tweets")
@@ -278,7 +278,7 @@ def test_the_legend_of_a_figure_is_not_cut_off(name: str, width: int) -> None:
     assert np.asarray(picture.convert("L"))[:, [0, -1]].min() == 255  # nothing at either edge
 
 
-def test_a_figure_leaves_no_room_for_panels_that_it_does_not_have() -> None:
+def test_a_figure_has_no_space_for_missing_panels() -> None:
     def height(*, in_seconds: int) -> int:
         line = {"row": ((1.0, 2.0), (0.5, 0.6))}
         shown = {("round", str(column)): line for column in range(1)}
@@ -290,11 +290,11 @@ def test_a_figure_leaves_no_room_for_panels_that_it_does_not_have() -> None:
     assert height(in_seconds=3) == height(in_seconds=1)
 
 
-# What is committed ------------------------------------------------------------------------------
+# Committed files --------------------------------------------------------------------------------
 
 
 def differences(root: Path, store: Store) -> list[str]:
-    """Committed files that the store does not give."""
+    """Committed files that differ from what the store gives."""
     rendered = rendered_pages(list(shipped_tables()), store, root)
     found = [
         str(path)
@@ -311,15 +311,15 @@ def differences(root: Path, store: Store) -> list[str]:
 
 @cache
 def committed() -> Store:
-    """It remembers what it has computed of code and configs."""
+    """Cache what is computed of code and configs."""
     return Store(ROOT)
 
 
-def test_the_committed_pages_are_those_of_the_committed_store() -> None:
+def test_the_committed_pages_equal_those_of_the_committed_store() -> None:
     assert differences(ROOT, committed()) == [], "run: python -m privssl.reproduce --render"
 
 
-def test_the_control_a_changed_entry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_changed_entry_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     first = min((ROOT / "results").glob("*/*/0.json"))
     real = Store.read
 
@@ -336,7 +336,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_keeps_its_length_when_all_its_tables_are_measured(page: Path) -> None:
+def test_a_page_keeps_its_length_limit_when_all_its_tables_are_measured(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     rows = {table.name: len(table.file.rows) for table in shipped_tables()}
     named = re.findall(r"^<!-- results: (\S+) -->$", text, re.MULTILINE)
@@ -358,7 +358,7 @@ def test_every_entry_of_the_store_belongs_to_a_cell_of_a_table() -> None:
     assert [str(path.relative_to(ROOT)) for path in stray] == []
 
 
-def test_no_entry_names_a_place_of_one_machine() -> None:
+def test_no_entry_contains_a_local_path() -> None:
     found = [
         path.name
         for path in (ROOT / "results").rglob("*.json")

@@ -1,4 +1,4 @@
-"""Claims of published tables beside the numbers that the papers print."""
+"""Claims of published tables, compared with the printed numbers."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from privssl.reproduce.tables import Order, Table, TableFile
 from tests.support.table_clone import shipped_tables
 
 TABLES = {table.name: table for table in shipped_tables() if table.file.paper != "own"}
-OURS = "(ours)"  # at the end of a claim that no paper makes
+OURS = "(ours)"  # at the end of a claim that is not from a paper
 DRAWN = {"FedMatch, without inter-client consistency"}  # rows of figures without numbers
 
 
@@ -20,7 +20,7 @@ def asked_in(file: TableFile, order: Order) -> tuple[str, ...]:
 
 
 def contradictions(file: TableFile, order: Order) -> Iterator[str]:
-    """Where a paper prints a number for the better row that is not above another row's."""
+    """Where a printed number of the better row is not above that of another row."""
     columns = [column.name for column in file.columns]
     for column in asked_in(file, order):
         place = columns.index(column)
@@ -33,9 +33,10 @@ def contradictions(file: TableFile, order: Order) -> Iterator[str]:
 
 
 def left_out(table: Table, order: Order) -> Iterator[str]:
-    """Columns in which a paper prints the better row above all others, and in which neither this
-    claim nor another one is asked. An empty place in a row with numbers is below every number:
-    its training diverged."""
+    """Columns in which the paper prints the better row above all others, but neither this claim nor
+    another one uses them. A missing number in a row with numbers counts as below every number: its
+    training diverged.
+    """
     file = table.file
     if not file.paper_values.keys() >= {order.better, *order.than}:
         return
@@ -56,39 +57,37 @@ def left_out(table: Table, order: Order) -> Iterator[str]:
 
 
 def not_printed(file: TableFile, order: Order) -> set[str]:
-    """Rows of a paper's claim for which it prints nothing, in a table with numbers."""
+    """Rows of a paper's claim without printed numbers, in a table with numbers."""
     ours = order.claim.endswith(OURS) or not file.paper_values
     return set() if ours else {order.better, *order.than} - {*file.paper_values} - DRAWN
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_what_a_paper_claims_holds_in_the_numbers_that_it_prints(name: str) -> None:
+def test_claims_of_a_paper_hold_in_its_printed_numbers(name: str) -> None:
     for order in TABLES[name].file.orders:
         assert not list(contradictions(TABLES[name].file, order)), order.claim
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_claim_is_asked_in_every_column_in_which_its_paper_prints_it(name: str) -> None:
+def test_a_claim_uses_every_column_in_which_its_paper_prints_it(name: str) -> None:
     for order in TABLES[name].file.orders:
         assert not list(left_out(TABLES[name], order)), order.claim
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_papers_claim_compares_rows_that_it_prints_and_no_other(name: str) -> None:
+def test_a_claim_of_a_paper_compares_printed_rows_only(name: str) -> None:
     for order in TABLES[name].file.orders:
         assert not not_printed(TABLES[name].file, order), order.claim
 
 
-def test_as_many_accuracies_are_counted_as_the_tables_of_each_paper_print() -> None:
+def test_the_number_of_printed_accuracies_equals_that_of_the_papers_tables() -> None:
     counted = dict.fromkeys(PRINTED, 0)
     for table in TABLES.values():
         counted[table.file.paper] += len(printed_accuracies(table))
     assert counted == PRINTED
 
 
-def test_the_control_diverged_training_shares_of_messages_and_quoted_numbers_are_not_counted() -> (
-    None
-):
+def test_control_diverged_training_shares_of_messages_and_quoted_numbers_do_not_count() -> None:
     cells = {name: len(table.cells) for name, table in TABLES.items()}
     counted = {name: len(printed_accuracies(table)) for name, table in TABLES.items()}
     # Table 4 of FedSSL has "-" in 12 of 30 places.
@@ -97,14 +96,14 @@ def test_the_control_diverged_training_shares_of_messages_and_quoted_numbers_are
     assert (cells["fedtrinet-readings"], counted["fedtrinet-readings"]) == (12, 0)
 
 
-def test_the_control_a_claim_turned_round_contradicts_the_print() -> None:
+def test_control_a_reversed_claim_contradicts_the_printed_numbers() -> None:
     file = TABLES["semifl-table-3"].file
     order = next(order for order in file.orders if order.claim.endswith("labels, non-IID"))
     turned = order.model_copy(update={"better": "FedAvg", "than": ("SemiFL",)})
     assert list(contradictions(file, turned)) == ["non-IID, K = 2: FedAvg 58.99, SemiFL 85.34"]
 
 
-def test_the_control_a_claim_without_the_columns_of_diverged_baselines_leaves_them_out() -> None:
+def test_control_a_claim_without_the_columns_of_diverged_baselines_leaves_them_out() -> None:
     table = TABLES["fedssl-table-4"]
     order = table.file.orders[0]
     few = order.model_copy(update={"columns": asked_in(table.file, order)[:2]})
@@ -115,7 +114,7 @@ def test_the_control_a_claim_without_the_columns_of_diverged_baselines_leaves_th
     ]  # fmt: skip
 
 
-def test_the_control_a_claim_with_a_row_that_the_paper_lacks_names_it() -> None:
+def test_control_a_claim_with_a_row_that_the_paper_lacks_is_named() -> None:
     file = TABLES["fedssl-table-3"].file
     order = file.orders[0].model_copy(update={"than": ("Supervise", "MixMatch")})
     assert not_printed(file, order) == {"MixMatch"}

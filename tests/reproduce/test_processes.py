@@ -1,4 +1,4 @@
-"""The process of a run: what it tells, how it is stopped, and the lock that it keeps."""
+"""The process of a run: its status and cost, how it is stopped, and its lock."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ from tests.support.table_clone import make_clone
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let a shell script stand for the training command."""
+    """Use a shell script as the training command."""
 
     def write(text: str) -> None:
         path = tmp_path / "python"
@@ -37,7 +37,7 @@ def run_script(folder: Path, until: float = float("inf")) -> Ended:
         return train_in_a_process([], folder / "log", lock, until)
 
 
-def test_a_process_tells_status_time_and_memory(
+def test_a_process_reports_status_time_and_memory(
     tmp_path: Path, script: Callable[[str], None]
 ) -> None:
     script("echo said; exit 3")
@@ -50,11 +50,12 @@ def test_a_process_tells_status_time_and_memory(
     assert run_script(tmp_path).status == -signal.SIGKILL
 
 
-def test_a_process_is_asked_to_stop_when_time_is_up(
+def test_a_process_is_interrupted_when_its_time_is_up(
     tmp_path: Path, script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = tmp_path / "ready"
-    # Time is up when the script can be asked, however long a shell takes to begin.
+    # The time limit starts when the script can be interrupted, however long the shell takes to
+    # start.
     clock = SimpleNamespace(monotonic=lambda: float(ready.exists()), sleep=time.sleep)
     monkeypatch.setattr(runner, "time", clock)
     script(f"trap 'exit 130' TERM; touch {ready}; while true; do sleep 0.05; done")
@@ -70,7 +71,7 @@ def test_a_run_that_outlives_its_parent_keeps_the_lock(
     with _locked(tmp_path / "lock") as lock:
         assert lock is not None
         child = _start([], tmp_path / "log", lock)
-    try:  # as if the parent were gone
+    try:  # as if the parent had died
         with _locked(tmp_path / "lock") as lock:
             assert lock is None
     finally:

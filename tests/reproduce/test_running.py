@@ -1,4 +1,4 @@
-"""Cells are run once, taken up again where they were broken off, and stored with what they cost."""
+"""Cells run once, are resumed where they stopped, and are stored with their cost."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from tests.support.table_clone import Clone, make_clone, runner, train_here
 
 CELLS = ("supervise--40-labels-2-2", "pseudo-all--40-labels-2-2")
 TIMES = ("seconds", "peak_mb")
-#: Configs, and the GPU that they take beside one: private steps take none.
+#: Configs, and the GPU that they use if there is one: private steps use none.
 SHIPPED = {"fedssl": "GPU of cuda", "label_census": "GPU of cuda", "fedssl_dp": None}
 PRIVATE = """\
 data: {name: digits, labelled: 40}
@@ -45,7 +45,7 @@ privacy: {epsilon: 8.0, delta: 1.0e-3, sample_rate: 1.0, steps: 1}
 
 @pytest.fixture(scope="module", autouse=True)
 def no_picture_of_the_partition() -> Iterator[None]:
-    """Half of the time of these tiny runs would go into a picture that nobody looks at."""
+    """Skip the picture of the partition, which takes half of the time of these tiny runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "partition_plot", lambda *_: np.zeros((8, 8, 3), np.uint8))
         yield
@@ -53,7 +53,7 @@ def no_picture_of_the_partition() -> Iterator[None]:
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clone:
-    """Its cells are trained in this process."""
+    """A clone of the tables. Its cells are trained in this process."""
     monkeypatch.setattr(reproduce_runner, "train_in_a_process", train_here)
     return make_clone(tmp_path)
 
@@ -65,7 +65,7 @@ def cell(clone: Clone, row: str = "Supervise", column: str = "40 labels, 2 + 2")
 
 
 def entries(clone: Clone) -> dict[str, dict[str, Any]]:
-    """All of the store but times, by path."""
+    """All entries of the store, without times, by path."""
     found = {}
     for path in sorted((clone.root / "results").rglob("*.json")):
         entry = json.loads(path.read_text())
@@ -83,7 +83,7 @@ def command(clone: Clone, *arguments: str) -> int:
 # The store --------------------------------------------------------------------------------------
 
 
-def test_an_entry_says_what_was_run_what_came_out_and_what_it_cost(clone: Clone) -> None:
+def test_an_entry_contains_what_was_run_its_results_and_its_cost(clone: Clone) -> None:
     entry = runner(clone).run(cell(clone), 1)
 
     assert isinstance(entry, dict)
@@ -102,7 +102,7 @@ def test_an_entry_says_what_was_run_what_came_out_and_what_it_cost(clone: Clone)
     assert entry["seconds"]["cpu"] == 0.5 and entry["peak_mb"] == 100
     assert entry["bytes"]["up"] > 0 and entry["bytes"]["down"] > 0
     assert entry["privacy"]["kind"] == "none"
-    assert entry["commit"] is None and entry["dirty"] is None  # no clone of git
+    assert entry["commit"] is None and entry["dirty"] is None  # the folder is no git clone
     assert entry["processor"]["cores"] == os.cpu_count() and entry["threads"] == 1
     assert {"privssl", "torch", "opacus", "sources", "kernels"} <= entry["versions"].keys()
     assert len(entry["split_hash"]) == len(entry["config_hash"]) == 64
@@ -125,7 +125,7 @@ def test_an_entry_names_the_gpu_that_measured_it(
     assert _machines([found])[0].startswith(f"GPU beside {found['processor']['name']} (")
 
 
-def test_an_entry_of_a_private_run_withholds_the_hash_of_its_split(clone: Clone) -> None:
+def test_an_entry_of_a_private_run_contains_no_hash_of_its_split(clone: Clone) -> None:
     (clone.root / "configs" / "private.yaml").write_text(PRIVATE)
     clone.change('{name: "Pseudo (all)"}', '{name: "Pseudo (all)", config: configs/private.yaml}')
     entry = runner(clone, keep=True).run(cell(clone, "Pseudo (all)"), 0)
@@ -135,10 +135,10 @@ def test_an_entry_of_a_private_run_withholds_the_hash_of_its_split(clone: Clone)
     secret = json.loads(split.read_text())
     stored = clone.store.path(cell(clone, "Pseudo (all)"), 0).read_text()
     assert secret["hash"] not in stored
-    assert str(clone.root) not in stored  # no path of this machine
+    assert str(clone.root) not in stored  # no local path
 
 
-def test_no_folder_of_a_machine_is_stored() -> None:
+def test_no_local_folder_is_stored() -> None:
     encoder = {"name": "csv", "encoder": "huggingface:/data/bert"}
     assert _without_places({
         "data": encoder, "model": {"weights": "/data/w.safetensors"},
@@ -159,13 +159,13 @@ def test_no_folder_of_a_machine_is_stored() -> None:
 
 
 def with_a_row_again(clone: Clone, settings: str) -> None:
-    """Give the table a row Again with these settings, in place of Pseudo."""
+    """Replace the row Pseudo of the table by a row Again with these settings."""
     clone.change('  - {name: "Pseudo (all)"}', f"  - {{name: Again, set: {{{settings}}}}}")
     clone.change("Pseudo (all):", "Again:")
     clone.change('"Pseudo (all)"', "Again")
 
 
-def test_cells_that_are_the_same_run_are_run_once(clone: Clone) -> None:
+def test_cells_with_the_same_run_are_run_once(clone: Clone) -> None:
     with_a_row_again(clone, "algorithm.name: supervise")
     again = cell(clone, "Again")
     outcomes: list[object] = []
@@ -188,11 +188,11 @@ def test_cells_that_are_the_same_run_are_run_once(clone: Clone) -> None:
             Runner(clone.root, clone.store, train=_never).run(cell(clone, "Again", column), seed)
 
 
-def test_other_rows_are_no_same_run_and_age_what_was_measured(
+def test_cells_with_other_rows_are_other_runs_and_make_entries_old(
     clone: Clone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two splits of one data set; the control above shares a run of one split."""
-    monkeypatch.chdir(clone.root)  # where paths of a table begin
+    monkeypatch.chdir(clone.root)  # the folder to which paths of a table are relative
     runner(clone, keep=True).run(cell(clone), 0)
     split = "runs/reproduce/small/" + CELLS[0] + "/0/split.json"
     for name in ("a.json", "b.json"):
@@ -213,11 +213,13 @@ def test_other_rows_are_no_same_run_and_age_what_was_measured(
     [
         ("a.npz", "a.npz", []),
         ("a.npz", "b.npz", ["data.root"]),
-        ("a.npz", "/elsewhere/a.npz", []),  # the control: the folder of a machine does not count
-        (None, "b.npz", []),  # of before it was recorded
+        ("a.npz", "/elsewhere/a.npz", []),  # the control: the local folder does not count
+        (None, "b.npz", []),  # an entry without the recorded split
     ],
 )
-def test_a_file_of_rows_counts_by_its_name(then: str | None, now: str, keys: list[str]) -> None:
+def test_a_file_of_rows_is_compared_by_its_name(
+    then: str | None, now: str, keys: list[str]
+) -> None:
     data = {"name": "npz"} | ({} if then is None else {"root": then})
     here = _without_places({"data": {"name": "npz", "root": now}})["data"]
     assert list(_other_rows(data, here)) == keys
@@ -227,7 +229,7 @@ def _never(*_: object) -> Ended:
     raise AssertionError("not the same run")
 
 
-def test_a_stored_run_is_removed_unless_it_is_to_be_kept(clone: Clone) -> None:
+def test_the_folder_of_a_stored_run_is_removed_unless_keep_is_set(clone: Clone) -> None:
     folder = clone.root / "runs" / "reproduce" / "small" / CELLS[0]
 
     runner(clone).run(cell(clone), 0)
@@ -264,23 +266,25 @@ def test_the_number_is_that_of_the_last_round_and_not_the_best(clone: Clone) -> 
     assert _value("final", results, [], clone.root) == 0.4
 
 
-def test_a_guarantee_a_nominal_epsilon_and_none_are_told_apart() -> None:
+def test_a_guarantee_a_nominal_epsilon_and_no_epsilon_are_distinguished() -> None:
     claim = {"epsilon": 7.9, "delta": 1e-5, "unit": "record", "covers": ["F"]}
 
-    def told(guarantee: dict[str, Any] | None, nominal: float | None, delta: float | None) -> Any:
+    def printed(
+        guarantee: dict[str, Any] | None, nominal: float | None, delta: float | None
+    ) -> Any:
         privacy = {"guarantee": guarantee, "nominal_epsilon": nominal}
         return epsilon_of([{"privacy": privacy}], delta).as_json()
 
-    assert told(claim, None, 1e-5) == {
+    assert printed(claim, None, 1e-5) == {
         "kind": "guarantee", "epsilon": 7.9, "delta": 1e-5, "covers": ["F"]
     }  # fmt: skip
-    assert told(None, 8.0, 1e-5) == {
+    assert printed(None, 8.0, 1e-5) == {
         "kind": "nominal", "epsilon": 8.0, "delta": 1e-5, "covers": []
     }  # fmt: skip
-    assert told(None, None, None)["kind"] == "none"
+    assert printed(None, None, None)["kind"] == "none"
 
 
-def test_a_damaged_entry_is_told_with_its_file(clone: Clone) -> None:
+def test_a_damaged_entry_is_reported_with_its_file(clone: Clone) -> None:
     path = clone.put("Supervise", "20 labels", 0, 0.5)
     path.write_text("{}")
 
@@ -288,7 +292,7 @@ def test_a_damaged_entry_is_told_with_its_file(clone: Clone) -> None:
         clone.store.state(cell(clone, column="20 labels"), 0)
 
 
-# Code from outside ------------------------------------------------------------------------------
+# Plug-ins ---------------------------------------------------------------------------------------
 
 METHOD = "from tests.testing.own_method import Own\nclass Mine(Own):\n    pass\n"
 NETWORK = """\
@@ -316,7 +320,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     "{algorithm.name: 'ownpack.method:Mine'}",
     "{algorithm.name: supervise, model.name: 'ownpack.net:net'}",
 ])  # fmt: skip
-def test_a_table_may_name_plug_ins_whose_package_ages_its_entries(
+def test_a_table_may_name_plug_ins_whose_package_changes_make_entries_old(
     clone: Clone, package: Path, settings: str
 ) -> None:
     (clone.root / "configs" / "tiny.yaml").write_text(
@@ -331,7 +335,7 @@ def test_a_table_may_name_plug_ins_whose_package_ages_its_entries(
     assert clone.store.state(cell(clone), 0) == "old"
 
 
-# What is old ------------------------------------------------------------------------------------
+# Old entries ------------------------------------------------------------------------------------
 
 
 def state_after(clone: Clone, **changes: Any) -> str:
@@ -357,7 +361,7 @@ def test_an_entry_is_old_when_a_value_of_its_config_has_changed(clone: Clone) ->
 
 
 @pytest.mark.parametrize(("has_instructions", "trained"), [(False, "float32"), (True, "bfloat16")])
-def test_a_cell_in_bfloat16_is_run_in_float32_where_the_processor_has_no_instructions_for_it(
+def test_a_cell_in_bfloat16_runs_in_float32_if_the_processor_lacks_bfloat16_instructions(
     has_instructions: bool, trained: str, clone: Clone, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -368,21 +372,21 @@ def test_a_cell_in_bfloat16_is_run_in_float32_where_the_processor_has_no_instruc
     store = clone.store
     entry = store.read(cell(clone), 0)
     assert entry is not None and entry["config"]["run"]["precision"] == trained
-    told = "in float32, for want of bfloat16 instructions" in capsys.readouterr().out
-    assert told is not has_instructions
-    for there in (False, True):  # on whatever machine the entry is read
+    printed = "in float32, for want of bfloat16 instructions" in capsys.readouterr().out
+    assert printed is not has_instructions
+    for there in (False, True):  # on every machine that reads the entry
         monkeypatch.setattr("privssl.ops.precision.has_instructions", lambda there=there: there)
         assert clone.store.state(cell(clone), 0) == "measured"
 
 
-def test_an_entry_in_bfloat16_answers_no_cell_that_asks_for_float32(clone: Clone) -> None:
+def test_an_entry_in_bfloat16_does_not_count_for_a_cell_in_float32(clone: Clone) -> None:
     clone.change("name: supervise}", "name: supervise, run.precision: bfloat16}")
     assert state_after(clone) == "measured"
     clone.change("run.precision: bfloat16}", "run.precision: float32}")
     assert clone.store.state(cell(clone), 0) == "old"
 
 
-def test_a_key_that_is_new_since_ages_no_entry_unless_it_is_set(clone: Clone) -> None:
+def test_a_new_config_key_makes_no_entry_old_unless_it_is_set(clone: Clone) -> None:
     path = clone.put("Supervise", "40 labels, 2 + 2", 0, 0.5, config_hash="of fewer keys")
     entry = json.loads(path.read_text())
     del entry["config"]["algorithm"]["momentum"]
@@ -393,18 +397,18 @@ def test_a_key_that_is_new_since_ages_no_entry_unless_it_is_set(clone: Clone) ->
     assert clone.store.state(cell(clone), 0) == "old"
 
 
-def test_an_old_entry_is_run_again_after_all_that_are_missing(
+def test_old_entries_are_rerun_after_all_missing_cells(
     clone: Clone, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state_after(clone, sources="of former code")
     assert command(clone, "--next", "--seeds", "1", "--cells", "*/40*") == 0
 
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert [line.split(": ")[1].split("/")[0] for line in told] == ["Pseudo (all)", "Supervise"]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert [line.split(": ")[1].split("/")[0] for line in printed] == ["Pseudo (all)", "Supervise"]
     assert clone.store.state(cell(clone), 0) == "measured"
 
 
-# Broken off, and taken up again -----------------------------------------------------------------
+# Interrupted and resumed runs -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -421,21 +425,21 @@ ROUNDS = 4 * 2 * 2  # of a column: rounds, rows, seeds
 CHANCES = sorted(random.Random(39).sample(range(1, ROUNDS + 1), 10))
 
 
-def test_a_column_broken_off_at_ten_random_moments_has_the_same_entries(
+def test_a_column_interrupted_at_ten_random_moments_has_the_same_entries(
     clone: Clone, whole: dict[str, dict[str, Any]]
 ) -> None:
     before = 0
-    for chance in CHANCES:  # each time it goes on, and is broken off in a later round
+    for chance in CHANCES:  # each time it resumes, and is interrupted in a later round
         with interrupted_in(chance - before):
             assert command(clone, "small", "--cells", "*/40*") == 130
-        before = chance - 1  # the round in which it was broken off is done again
+        before = chance - 1  # the interrupted round is repeated
     assert command(clone, "small", "--cells", "*/40*") == 0
 
     assert len(whole) == 4
     assert entries(clone) == whole
 
 
-def test_the_control_another_number_of_rounds_has_other_entries(
+def test_control_another_number_of_rounds_has_other_entries(
     clone: Clone, whole: dict[str, dict[str, Any]]
 ) -> None:
     clone.change("name: supervise}", "name: supervise, algorithm.rounds: 3}")
@@ -445,7 +449,7 @@ def test_the_control_another_number_of_rounds_has_other_entries(
     assert entry["curve"] != whole[path]["curve"]
 
 
-def test_a_run_whose_method_changes_on_the_way_begins_anew(
+def test_a_run_whose_method_changes_in_between_starts_anew(
     clone: Clone, whole: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with interrupted_in(3), pytest.raises(Interrupted):
@@ -492,7 +496,7 @@ def test_times_add_up_over_the_sessions_of_a_run(clone: Clone) -> None:
 # Order, time, failures, and two processes -------------------------------------------------------
 
 
-def test_next_takes_one_seed_of_all_tables_by_priority_and_then_the_next(
+def test_next_takes_one_seed_of_all_tables_by_priority_and_then_the_next_seed(
     clone: Clone, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = clone.file.read_text()
@@ -506,9 +510,9 @@ def test_next_takes_one_seed_of_all_tables_by_priority_and_then_the_next(
         patch.setattr(reproduce_runner, "_failure", lambda *_: "it failed")
         assert command(clone, "--next", "--cells", "Sup*/*") == 1
         out = capsys.readouterr().out
-    told = [line.partition("] ")[2].split(" (")[0] for line in out.splitlines() if "] " in line]
+    printed = [line.partition("] ")[2].split(" (")[0] for line in out.splitlines() if "] " in line]
 
-    assert told == [
+    assert printed == [
         f"{name}: Supervise/{column}, seed {seed}"
         for seed in (0, 1)
         for name in ("first", "small")
@@ -517,7 +521,7 @@ def test_next_takes_one_seed_of_all_tables_by_priority_and_then_the_next(
     assert "0 measured, 8 failed" in out
 
 
-def test_a_failing_cell_is_told_with_its_last_lines_and_others_go_on(
+def test_a_failing_cell_is_reported_with_its_last_lines_and_others_continue(
     clone: Clone, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clone.change("name: supervise}", "name: supervise, data.labelled: 5000}")  # too many
@@ -530,7 +534,7 @@ def test_a_failing_cell_is_told_with_its_last_lines_and_others_go_on(
     assert clone.store.state(cell(clone, "Pseudo (all)"), 0) == "measured"
 
 
-def test_a_cell_whose_config_is_wrong_is_told_before_the_first_run(
+def test_a_cell_with_an_invalid_config_is_reported_before_the_first_run(
     clone: Clone, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clone.change("{algorithm.name: supervise}", "{algorithm.name: supervise, agents.mixed: 2}")
@@ -542,7 +546,7 @@ def test_a_cell_whose_config_is_wrong_is_told_before_the_first_run(
     assert clone.store.state(cell(clone, "Pseudo (all)"), 0) == "measured"
 
 
-def test_no_cell_is_started_after_the_minutes(clone: Clone) -> None:
+def test_no_cell_starts_after_the_time_limit(clone: Clone) -> None:
     minutes = [0.0]
 
     def slow(*arguments: Any) -> Ended:

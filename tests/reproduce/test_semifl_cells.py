@@ -13,12 +13,13 @@ TABLES = {table.name: table for table in shipped_tables() if table.name.startswi
 CELLS = [cell for table in TABLES.values() for cell in table.cells]
 IN_ONE_PLACE = [cell for cell in CELLS if cell.load(0).agents.mixed == 1]
 ALONE = [cell for cell in CELLS if cell.load(0).algorithm.name == "server_sl"]
-#: Until when the losses of unlabelled rows grow, as a share of the run: google-research's code.
+#: When the losses of unlabelled rows are at full weight, as a share of the run: google-research's
+#: code.
 RAMP_UP = {"Pi-Model": 2 / 5, "Mean Teacher": 2 / 5, "MixMatch": 1 / 64, "ReMixMatch": 1 / 64}
 
 
 def grows_for(cell: Cell) -> float:
-    """Rounds in which the losses of unlabelled rows grow."""
+    """Rounds in which the weight of the losses of unlabelled rows grows."""
     return float(cell.load(0).algorithm.ramp_up)
 
 
@@ -32,7 +33,7 @@ def test_a_method_in_one_place_trains_one_network_on_all_rows(cell: Cell) -> Non
     assert trains_on_both_kinds(cell.load(0))
 
 
-def test_the_control_fedssls_pseudo_trains_a_network_on_each_kind_of_rows() -> None:
+def test_control_fedssls_pseudo_trains_a_network_on_each_kind_of_rows() -> None:
     fedssl = next(table for table in shipped_tables() if table.name == "fedssl-table-1")
     pseudo = next(cell for cell in fedssl.cells if cell.row == "Pseudo")
     assert not trains_on_both_kinds(pseudo.load(0))
@@ -40,7 +41,7 @@ def test_the_control_fedssls_pseudo_trains_a_network_on_each_kind_of_rows() -> N
 
 
 @pytest.mark.parametrize("cell", IN_ONE_PLACE, ids=lambda cell: cell.title)
-def test_unlabelled_losses_grow_for_the_share_of_the_run_that_the_authors_code_has(
+def test_the_ramp_up_of_unlabelled_losses_has_the_length_in_the_authors_code(
     cell: Cell,
 ) -> None:
     if cell.row in RAMP_UP:
@@ -48,27 +49,25 @@ def test_unlabelled_losses_grow_for_the_share_of_the_run_that_the_authors_code_h
         assert grows_for(cell) == max(1, round(RAMP_UP[cell.row] * rounds))
 
 
-def test_the_control_with_its_configs_ramp_up_remixmatch_would_grow_for_longer_than_the_run() -> (
-    None
-):
+def test_control_with_the_ramp_up_of_its_config_remixmatch_would_ramp_beyond_the_run() -> None:
     cell = next(cell for cell in IN_ONE_PLACE if cell.row == "ReMixMatch")
     without = tuple(text for text in cell.overrides if "ramp_up" not in text)
     assert grows_for(replace(cell, overrides=without)) > 60
 
 
-def test_uda_in_one_place_leaves_out_no_labelled_row_as_in_the_code_of_its_authors() -> None:
+def test_uda_in_one_place_skips_no_labelled_row_as_in_the_authors_code() -> None:
     uda = [cell.load(0).algorithm for cell in IN_ONE_PLACE if cell.row == "UDA"]
     assert {(one.annealing, one.temperature) for one in uda} == {("none", 0.4)}
 
 
 @pytest.mark.parametrize("cell", ALONE, ids=lambda cell: f"{cell.table}, {cell.title}")
-def test_the_server_alone_has_400_epochs_and_all_labels_in_one_place_100(cell: Cell) -> None:
+def test_server_sl_has_400_epochs_and_fully_supervised_training_100(cell: Cell) -> None:
     algorithm = cell.load(0).algorithm
     expected = (100, 1) if cell.row == "Fully Supervised" else (80, 5)
     assert (algorithm.rounds, algorithm.local_epochs) == expected
 
 
-def test_fedavg_trains_as_the_two_papers_whose_numbers_its_columns_have() -> None:
+def test_fedavg_has_the_settings_of_the_two_papers_of_its_columns() -> None:
     found = {
         cell.column: cell.load(0).algorithm
         for cell in TABLES["semifl-table-3"].cells

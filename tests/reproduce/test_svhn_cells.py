@@ -1,4 +1,4 @@
-"""Cells on SVHN, which is not at hand: their configs load, and run on files of its format."""
+"""Cells on SVHN, which is not available here: configs load, and run on files of its format."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def svhn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_cell_without_data_says_so_and_has_a_config_of_the_papers_size() -> None:
+def test_every_cell_without_data_has_a_reason_and_a_config_of_the_papers_size() -> None:
     assert len(CELLS) > 50
     for one in CELLS:
         loaded = one.load(0)
@@ -90,7 +90,7 @@ def test_every_cell_without_data_says_so_and_has_a_config_of_the_papers_size() -
 
 
 @pytest.mark.parametrize(("table", "title"), RUN)
-def test_a_cell_runs_where_the_files_are(
+def test_a_cell_runs_if_the_files_are_present(
     table: str, title: str, svhn: Path, tmp_path: Path
 ) -> None:
     one = cell(table, title)

@@ -1,4 +1,4 @@
-"""Table files: which run stands for a cell, and what is refused."""
+"""Table files: which run belongs to a cell, and what is refused."""
 
 import re
 import shutil
@@ -24,7 +24,9 @@ def cell(clone: Clone, row: str = "Supervise", column: str = "20 labels") -> Cel
     return found
 
 
-def test_a_cell_beats_its_row_which_beats_its_column_which_beats_the_table(clone: Clone) -> None:
+def test_cell_settings_override_row_settings_which_override_column_and_table_settings(
+    clone: Clone,
+) -> None:
     clone.change("size: paper\n", "size: paper\nset: {algorithm.rounds: 1, data.unlabelled: 10}\n")
     clone.change("set: {data.labelled: 20}", "set: {data.labelled: 20, algorithm.rounds: 2}")
     row = "set: {algorithm.name: supervise"
@@ -45,7 +47,7 @@ def test_a_cell_beats_its_row_which_beats_its_column_which_beats_the_table(clone
     assert [one.minutes for one in clone.table.cells] == [0.1, 0.1, 7, 0.1]  # column by column
 
 
-def test_a_cell_has_the_seed_the_size_and_the_papers_number_as_a_fraction(clone: Clone) -> None:
+def test_a_cell_has_its_seed_its_size_and_the_papers_number_as_a_fraction(clone: Clone) -> None:
     reduced = cell(clone)
 
     assert reduced.load(7).run.seed == 7
@@ -55,7 +57,7 @@ def test_a_cell_has_the_seed_the_size_and_the_papers_number_as_a_fraction(clone:
     assert cell(clone, "Pseudo (all)").slug == "pseudo-all--20-labels"
 
 
-def test_a_row_at_the_papers_size_does_not_say_why_the_table_is_reduced(clone: Clone) -> None:
+def test_a_row_at_the_papers_size_has_no_reason_for_a_reduced_size(clone: Clone) -> None:
     clone.change("size: paper", 'size: reduced\ndiffers: "width 4"')
     clone.change("name: supervise}", "name: supervise}, size: paper")
 
@@ -63,13 +65,13 @@ def test_a_row_at_the_papers_size_does_not_say_why_the_table_is_reduced(clone: C
     assert cell(clone, "Pseudo (all)", "40 labels, 2 + 2").differs == "width 4"
 
 
-def test_what_differs_at_the_papers_size_is_kept(clone: Clone) -> None:
+def test_settings_at_the_papers_size_are_kept(clone: Clone) -> None:
     clone.change("name: supervise}", "name: supervise}, differs: another network")
 
     assert cell(clone, column="40 labels, 2 + 2").differs == "another network"
 
 
-def test_a_skipped_cell_does_not_exist_and_an_absent_one_needs_no_config(clone: Clone) -> None:
+def test_a_skipped_cell_does_not_exist_and_a_missing_one_needs_no_config(clone: Clone) -> None:
     clone.change("config: configs/tiny.yaml\n", "")
     clone.change("supervise}}", "supervise}, config: configs/tiny.yaml}")
     clone.change('- {name: "Pseudo (all)"}', '- {name: "Pseudo (all)", size: absent, differs: x}')
@@ -105,7 +107,7 @@ def test_a_skipped_cell_does_not_exist_and_an_absent_one_needs_no_config(clone: 
         ("seeds: [0, 1]", "seeds: [", 7, "not a table"),
     ],
 )
-def test_a_wrong_table_is_refused_with_file_line_and_reason(
+def test_an_invalid_table_is_refused_with_file_line_and_reason(
     clone: Clone, old: str, new: str, line: int, said: str
 ) -> None:
     clone.change(old, new)
@@ -118,7 +120,7 @@ def test_a_wrong_table_is_refused_with_file_line_and_reason(
     assert line == 0 or f"line {line}" in text, text
 
 
-def test_names_of_tables_and_a_folder_without_tables_are_refused(tmp_path: Path) -> None:
+def test_unknown_table_names_and_a_folder_without_tables_are_refused(tmp_path: Path) -> None:
     clone = make_clone(tmp_path / "clone")
 
     with pytest.raises(ConfigError, match=r"smal: unknown table\. Did you mean small"):
@@ -127,7 +129,7 @@ def test_names_of_tables_and_a_folder_without_tables_are_refused(tmp_path: Path)
         load_tables(tmp_path / "clone" / "docs")
 
 
-def test_tables_come_by_priority(clone: Clone) -> None:
+def test_tables_are_ordered_by_priority(clone: Clone) -> None:
     (clone.file.parent / "first.yaml").write_text(TABLE.replace("priority: 5", "priority: 4"))
 
     assert [table.name for table in clone.tables] == ["first", "small"]
@@ -136,7 +138,7 @@ def test_tables_come_by_priority(clone: Clone) -> None:
 # The page -------------------------------------------------------------------------------------
 
 
-def test_the_table_of_the_page_has_an_own_method_and_the_same_agents_in_each_row(
+def test_the_example_table_in_the_docs_has_an_own_method_and_equal_agents_in_each_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [table] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "reproduce.md").read_text(), re.S)
@@ -175,7 +177,7 @@ def test_every_cell_of_a_shipped_table_has_a_config_that_loads(table: Table) -> 
     assert problems == []
 
 
-def test_the_run_folders_of_shipped_tables_have_names_that_a_config_may_contain() -> None:
+def test_run_folders_of_shipped_tables_have_names_that_a_config_accepts() -> None:
     folders = [f"runs/reproduce/{one.table}/{one.slug}/0" for t in SHIPPED for one in t.cells]
 
     assert len(set(folders)) == len(folders)

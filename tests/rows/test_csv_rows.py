@@ -1,4 +1,4 @@
-"""Tables and texts from CSV files, and what is wrong with them (privssl/data/csv_rows.py)."""
+"""Tables and texts from CSV files, and the errors about invalid ones (privssl/data/csv_rows.py)."""
 
 import csv
 import hashlib
@@ -58,7 +58,7 @@ def declared(folder: Path, **columns: Any) -> Path:
 
 
 @pytest.mark.parametrize("bom", [False, True])
-def test_columns_become_numbers_by_bounds_and_categories_of_training_rows(
+def test_columns_become_numbers_by_the_bounds_and_categories_of_training_rows(
     bom: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = read_table(table(tmp_path, bom=bom), label="label", columns=None)
@@ -72,12 +72,12 @@ def test_columns_become_numbers_by_bounds_and_categories_of_training_rows(
     assert "1 values of column colour are no category of it" in caplog.text
 
 
-def test_declared_bounds_and_categories_say_all_of_a_scale(tmp_path: Path) -> None:
+def test_declared_bounds_and_categories_fix_the_scaling(tmp_path: Path) -> None:
     path = declared(table(tmp_path), size=[-20, 20], colour=["red"])
     found = read_table(tmp_path, label="label", columns=path)
     wanted = [[0.0, 1], [0.5, -1], [0.25, 1], [0.125, -1]]
     assert_allclose(found.x_train, np.array(wanted))
-    # The point of it: other rows change no number of these.
+    # The purpose: other rows do not change these numbers.
     table(tmp_path, train=[*TRAIN, ("a", 19, "black")])
     again = read_table(tmp_path, label="label", columns=path)
     assert_allclose(again.x_train[:4], found.x_train)
@@ -97,10 +97,10 @@ def test_a_record_has_one_account_whatever_bounds_are_declared(tmp_path: Path) -
     assert wide.records[1] == wide.records[4]  # 10 and 10.0
     assert len(set(wide.records)) == 4
     assert wide.records[0] == "colour=red\x1fsize=0.0"  # and no label
-    assert (wide.x_train[1] != narrow.x_train[1]).any()  # the control: as numbers they differ
+    assert (wide.x_train[1] != narrow.x_train[1]).any()  # the control: the numbers differ
 
 
-def test_a_constant_column_is_told_and_is_finite(
+def test_a_constant_column_causes_a_warning_and_is_finite(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [(y, 7, c) for y, _, c in TRAIN]
@@ -109,36 +109,43 @@ def test_a_constant_column_is_told_and_is_finite(
     assert "column size is constant" in caplog.text
 
 
-LACKING = [("a", 0, "red"), ("b", "", "red"), ("", 10, ""), ("a", "NA", "red"), ("b", "nan", "red")]
+WITH_MISSING = [
+    ("a", 0, "red"),
+    ("b", "", "red"),
+    ("", 10, ""),
+    ("a", "NA", "red"),
+    ("b", "nan", "red"),
+]
 
 
-def test_a_missing_number_is_the_middle_and_a_second_number_says_so(
+def test_a_missing_number_becomes_the_middle_and_an_indicator(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table(tmp_path, train=LACKING, test=[("a", "", "red"), ("b", 5, "red")])
+    table(tmp_path, train=WITH_MISSING, test=[("a", "", "red"), ("b", 5, "red")])
     found = read_table(tmp_path, label="label", columns=None)
     size = np.array([[-1.0, -1], [0, 1], [1, -1], [0, 1], [0, 1]])
     assert_allclose(found.x_train[:, :2], size)
-    assert_allclose(found.x_test[:, :2], [[0, 1], [0, -1]])  # the middle and no number differ
+    # the middle and a missing number differ
+    assert_allclose(found.x_test[:, :2], [[0, 1], [0, -1]])
     assert "says where: size (3 of 5)." in caplog.text
-    # However it is written, it is one record to an account.
+    # All spellings of a missing value are one record to an account.
     assert found.records is not None
     assert found.records[1] == found.records[3] == found.records[4] != found.records[0]
     # A category that is missing is a category.
     assert_allclose(found.x_train[:, 2:], [[-1, 1], [-1, 1], [1, -1], [-1, 1], [-1, 1]])
 
 
-def test_missing_values_are_declared_where_training_rows_may_not_say_so(tmp_path: Path) -> None:
-    table(tmp_path, train=LACKING)
+def test_missing_values_must_be_declared_with_the_bounds_of_a_column(tmp_path: Path) -> None:
+    table(tmp_path, train=WITH_MISSING)
     path = declared(tmp_path, size=[0, 40, "missing"])
     found = read_table(tmp_path, label="label", columns=path)
     assert_allclose(found.x_train, np.array([[-1, -1], [0, 1], [-0.5, -1], [0, 1], [0, 1]]))
-    # The control: without the word, a value has to be there.
+    # The control: without ``missing`` every row needs a value.
     with pytest.raises(DataError, match="line 3: column size has ''"):
         read_table(tmp_path, label="label", columns=declared(tmp_path, size=[0, 40]))
 
 
-def test_a_column_without_any_value_is_told(
+def test_a_column_without_values_causes_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [(y, "", c) for y, _, c in TRAIN]
@@ -148,17 +155,17 @@ def test_a_column_without_any_value_is_told(
 
 
 @pytest.mark.parametrize("repeated", [1, 2])
-def test_a_column_with_another_text_in_each_row_is_warned_of(
+def test_a_column_with_a_different_text_in_each_row_causes_a_warning(
     repeated: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The control: a text for two rows each may be a category."""
+    """The control: a text shared by two rows each may be a category."""
     rows = [("ab"[n % 2], n, f"patient {n // repeated}") for n in range(20)]
     read_table(table(tmp_path, train=rows), label="label", columns=None)
     warned = "column colour has 20 different values in 20 rows" in caplog.text
     assert warned == (repeated == 1)
 
 
-def test_fields_may_have_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
+def test_fields_may_contain_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
     odd = 'a "red",\nkind'
     found = read_table(
         table(tmp_path, train=[*TRAIN, ("b", 1, odd)], test=[("a", 1, odd)]), label="label",
@@ -194,7 +201,7 @@ def test_fields_may_have_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
         ({"train": [("ab"[i % 2], 1, f"c{i}") for i in range(1001)]}, "1001 different values"),
     ],
 )
-def test_what_is_wrong_with_a_table_is_said_with_its_place(
+def test_an_invalid_table_is_refused_with_file_and_line(
     parts: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=said):
@@ -202,10 +209,10 @@ def test_what_is_wrong_with_a_table_is_said_with_its_place(
 
 
 @pytest.mark.parametrize("word", ["NA", "nan", "unknown"])
-def test_a_class_that_is_called_as_a_missing_value_is_warned_of(
+def test_a_class_named_like_a_missing_value_causes_a_warning(
     word: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The control: another name of a class."""
+    """The control: another class name."""
     rows = [*TRAIN, (word, 1, "red"), (word, 2, "red")]
     found = read_table(table(tmp_path, train=rows), label="label", columns=None)
     assert word in found.class_names
@@ -216,7 +223,7 @@ def test_a_class_that_is_called_as_a_missing_value_is_warned_of(
 def test_rows_without_a_text_are_counted_and_the_first_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The control is the file of test rows, which all have one."""
+    """The control: test rows, which all have a text."""
     head, rows = ("label", "said"), [("a", "yes"), ("b", ""), ("a", " \n"), ("b", "no")]
     table(tmp_path, head=head, train=rows, test=rows[::3])
     assert read_texts(tmp_path, text="said", label="label").x_train == ("yes", "", " \n", "no")
@@ -224,13 +231,13 @@ def test_rows_without_a_text_are_counted_and_the_first_is_named(
     assert "test.csv" not in caplog.text
 
 
-def test_a_column_without_a_name_is_left_out_by_a_declaration(tmp_path: Path) -> None:
+def test_a_declaration_can_leave_out_a_column_without_a_name(tmp_path: Path) -> None:
     table(tmp_path, head=("label", "size", ""))
     found = read_table(tmp_path, label="label", columns=declared(tmp_path, size=[0, 20]))
     assert found.x_train.shape == (4, 1)
 
 
-def test_a_column_that_the_test_rows_lack_is_named(tmp_path: Path) -> None:
+def test_a_column_missing_from_the_test_rows_is_named(tmp_path: Path) -> None:
     table(tmp_path)
     save(tmp_path, "test", [("label", "size"), ("a", 1)])
     with pytest.raises(DataError, match=r"has no column colour; .* both files the same columns$"):
@@ -258,7 +265,7 @@ def test_a_column_that_the_test_rows_lack_is_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_declared_columns_is_said(
+def test_invalid_column_declarations_are_refused_with_the_reason(
     content: str, said: str, tmp_path: Path
 ) -> None:
     table(tmp_path)
@@ -267,7 +274,9 @@ def test_what_is_wrong_with_declared_columns_is_said(
         read_table(tmp_path, label="label", columns=tmp_path / "columns.yaml")
 
 
-def test_bounds_with_an_exponent_are_numbers_and_in_quotes_categories(tmp_path: Path) -> None:
+def test_numbers_with_an_exponent_are_bounds_and_in_quotes_they_are_categories(
+    tmp_path: Path,
+) -> None:
     rows = [("label", "size"), ("a", "250"), ("b", "1e3")]
     for part in ("train", "test"):
         save(tmp_path, part, rows)
@@ -279,7 +288,7 @@ def test_bounds_with_an_exponent_are_numbers_and_in_quotes_categories(tmp_path: 
     assert found.x_train.tolist() == [[1.0, -1.0], [-1.0, 1.0]]
 
 
-def test_a_column_named_as_a_word_of_yaml_is_declared_by_its_name(tmp_path: Path) -> None:
+def test_a_column_named_like_a_yaml_boolean_can_be_declared(tmp_path: Path) -> None:
     for part in ("train", "test"):
         save(tmp_path, part, [("label", "yes"), ("a", 0), ("b", 1)])
     (tmp_path / "columns.yaml").write_text("yes: [0, 1]")
@@ -287,13 +296,13 @@ def test_a_column_named_as_a_word_of_yaml_is_declared_by_its_name(tmp_path: Path
     assert found.x_train.tolist() == [[-1.0], [1.0]]
 
 
-def test_a_column_with_as_many_words_as_numbers_is_a_category(tmp_path: Path) -> None:
+def test_a_column_with_as_many_words_as_numbers_is_categorical(tmp_path: Path) -> None:
     rows = [("ab"[i % 2], i, ("1", "2", "X", "Y")[i % 4]) for i in range(8)]
     found = read_table(table(tmp_path, train=rows, test=rows), label="label", columns=None)
     assert found.x_train.shape == (8, 5)
 
 
-def test_a_file_that_is_empty_or_absent_is_named(tmp_path: Path) -> None:
+def test_an_empty_or_missing_file_is_named(tmp_path: Path) -> None:
     table(tmp_path)
     with pytest.raises(DataError, match=r"no\.yaml: No such file .* Correct data"):
         read_table(tmp_path, label="label", columns=tmp_path / "no.yaml")
@@ -302,7 +311,7 @@ def test_a_file_that_is_empty_or_absent_is_named(tmp_path: Path) -> None:
         read_table(tmp_path, label="label", columns=None)
 
 
-def test_files_that_are_no_csv_in_utf8_are_refused(tmp_path: Path) -> None:
+def test_files_other_than_csv_in_utf8_are_refused(tmp_path: Path) -> None:
     table(tmp_path)
     (tmp_path / "train.csv").write_bytes(b"label,size\na,\xff\n")
     with pytest.raises(DataError, match="is no CSV file"):
@@ -317,7 +326,7 @@ def test_files_that_are_no_csv_in_utf8_are_refused(tmp_path: Path) -> None:
 ODD = ["", "\U0001f600", "word " * 2000, "今日は", 'a "quoted",\nline']
 
 
-def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
+def test_texts_are_read_unchanged(tmp_path: Path) -> None:
     rows = [("ab"[i % 2], text) for i, text in enumerate(ODD)]
     table(tmp_path, head=("label", "text"), bom=True, train=rows, test=rows[:2])
     found = read_texts(tmp_path, text="text", label="label")
@@ -326,7 +335,7 @@ def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
         read_texts(tmp_path, text="tweet", label="label")
 
 
-def test_equal_tweets_are_one_record_and_entities_are_resolved(tmp_path: Path) -> None:
+def test_equal_tweets_are_one_record_and_html_entities_are_resolved(tmp_path: Path) -> None:
     rows = [(1, "so &quot;good&quot;"), (0, "bad"), (0, 'so  "good"'), (1, "nice &amp; warm")]
     table(tmp_path, head=("label", "text"), train=rows, test=rows[:1])
     found = read_sent140(tmp_path)
@@ -334,14 +343,14 @@ def test_equal_tweets_are_one_record_and_entities_are_resolved(tmp_path: Path) -
     assert found.y_train.tolist() == [1, 0, 1]
     assert found.class_names == ("negative", "positive")
     plain = read_texts(tmp_path, text="text", label="label").x_train
-    assert set(canonical(plain)) == set(canonical(found.x_train))  # one record, of both readers
+    assert set(canonical(plain)) == set(canonical(found.x_train))  # one record, by both readers
     assert plain[0] != found.x_train[0]  # the control
     with pytest.raises(DataError, match="Put train"):
         read_sent140(tmp_path / "nowhere")
 
 
 def fake_encoder() -> Encoder:
-    """Five words of four numbers: digests of words, without a network."""
+    """An encoder with five words of four numbers: digests of words, without a network."""
 
     def build() -> Any:
         def run(texts: Any) -> Tensor:
@@ -358,7 +367,7 @@ def fake_encoder() -> Encoder:
 
 
 @pytest.mark.parametrize("algorithm", ["fedssl", "pseudo", "mixmatch"])
-def test_a_run_on_texts_goes_from_file_to_results(
+def test_a_run_on_texts_works_from_file_to_results(
     algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRIVSSL_DATA", str(tmp_path / "data"))
@@ -417,7 +426,7 @@ def settings(tmp_path: Path) -> Callable[..., list[str]]:
         ({"name": "csv", "root": "x", "private": True}, "one more release. Declare them in a file"),
     ],
 )
-def test_what_csv_files_cannot_have_is_refused_when_the_config_is_read(
+def test_settings_that_csv_files_do_not_support_are_refused_when_the_config_is_read(
     data: dict[str, Any], said: str, settings: Callable[..., list[str]]
 ) -> None:
     with pytest.raises(UserError, match=said):
@@ -432,7 +441,7 @@ def test_a_private_table_with_declared_columns_is_accepted(
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_no_class_of_a_private_table_is_known_from_its_labels_alone(
+def test_a_class_that_only_private_labels_show_is_refused(
     private: bool, settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     rows = [*TRAIN[:2] * 3, ("rare disease", 1, "red")]
@@ -452,7 +461,7 @@ def test_no_class_of_a_private_table_is_known_from_its_labels_alone(
     assert prepare(ready).federated_data.dataset.classes == 3
 
 
-def test_the_shipped_table_is_that_of_scikit_learn() -> None:
+def test_the_shipped_table_equals_that_of_scikit_learn() -> None:
     loaded = load_dataset(
         DataSettings(
             name="csv", root=str(CONFIGS / "breast_cancer"), label="diagnosis",
@@ -471,5 +480,5 @@ def test_the_shipped_table_is_that_of_scikit_learn() -> None:
     assert len(loaded.y_test) == 171
 
 
-def test_texts_is_the_form_of_arrays() -> None:
+def test_texts_have_the_form_of_arrays() -> None:
     assert Texts._fields == ("x_train", "y_train", "x_test", "y_test", "class_names")

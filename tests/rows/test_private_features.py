@@ -1,5 +1,6 @@
-"""DP-SGD on vectors and sequences: gradients of a row are those of the row alone, one row moves a
-sum by at most the clip norm, and made-up rows show a leak."""
+"""DP-SGD on vectors and sequences: per-example gradients are those of the row alone, one row moves
+a sum by at most the clipping norm, and canaries show a leak.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,7 @@ def mixing(kind: str, rows: int = 4) -> dict[str, Tensor]:
 def check_one_row_at_a_time(
     loss: Any, nets: dict[str, nn.Module], fields: dict[str, Tensor]
 ) -> None:
-    """The gradients of all rows at once are autograd's, row by row."""
+    """Gradients of all rows at once equal those of autograd, row by row."""
     parameters: Parameters = {n: dict(net.named_parameters()) for n, net in nets.items()}
     found = factored_gradients(loss, parameters, fields)
     flat = {(net, name): p for net, named in parameters.items() for name, p in named.items()}
@@ -73,7 +74,7 @@ def check_one_row_at_a_time(
 
 
 @pytest.mark.parametrize(("kind", "name", "norm"), cases(("group", "none")))
-def test_gradients_of_a_classifier_are_those_of_one_row_at_a_time(
+def test_gradients_of_a_classifier_equal_those_of_one_row_at_a_time(
     kind: str, name: str, norm: str
 ) -> None:
     F = networks(kind, name, norm)["F"]
@@ -86,7 +87,7 @@ def test_gradients_of_a_classifier_are_those_of_one_row_at_a_time(
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_joint_gradients_of_f_g_and_d_are_those_of_one_row_at_a_time(kind: str) -> None:
+def test_joint_gradients_of_f_g_and_d_equal_those_of_one_row_at_a_time(kind: str) -> None:
     nets = networks(kind, {"vector": "mlp", "sequence": "text_cnn"}[kind])
 
     def loss(parameters: Parameters, fields: Any) -> Tensor:
@@ -98,7 +99,7 @@ def test_joint_gradients_of_f_g_and_d_are_those_of_one_row_at_a_time(kind: str) 
     check_one_row_at_a_time(loss, nets, mixing(kind))
 
 
-def test_a_loss_that_couples_rows_would_be_noticed() -> None:
+def test_the_check_of_gradients_detects_a_loss_that_couples_rows() -> None:
     F = networks("vector", "mlp", "batch")["F"].train()
 
     def loss(parameters: Parameters, fields: Any) -> Tensor:
@@ -106,7 +107,7 @@ def test_a_loss_that_couples_rows_would_be_noticed() -> None:
         return cross_entropy(FunctionalModule(F, parameters["F"])(several), fields["y"].repeat(2))
 
     fields = {"x": some("vector", 4).double(), "y": torch.tensor([[0], [1], [2], [1]])}
-    with pytest.raises((AssertionError, RuntimeError)):  # its running mean is of all rows
+    with pytest.raises((AssertionError, RuntimeError)):  # its running mean depends on all rows
         check_one_row_at_a_time(loss, {"F": F}, fields)
 
 
@@ -114,7 +115,7 @@ def test_a_loss_that_couples_rows_would_be_noticed() -> None:
 
 
 def attacked(path: Path, *, claimed: float, noise: float = 4.0) -> Any:
-    """The attack on two visits of an agent with made-up vectors."""
+    """The attack on two visits of an agent with canary vectors."""
     prepared = prepare(config.load_config(path, [f"privacy.noise_multiplier={noise}"]))
     assert isinstance(prepared.plan, PrivatePlan)
     plan, task = prepared.plan, prepared.algorithm.task
@@ -122,14 +123,14 @@ def attacked(path: Path, *, claimed: float, noise: float = 4.0) -> Any:
     return attack_messages(prepared.algorithm, plan, task, 2, DELTA, profile, CANARIES)
 
 
-def test_made_up_vectors_refute_no_true_claim(written: Callable[..., Path]) -> None:
+def test_canary_vectors_refute_no_true_claim(written: Callable[..., Path]) -> None:
     claimed = epsilon([PoissonSampledGaussianEvent(4.0, 1.0, 4)], DELTA)
     found = attacked(written(privacy=PRIVATE), claimed=claimed)
     assert not found.rejects_claim
     assert set(found.rates) == {"F", "G", "D"}
 
 
-def test_without_noise_made_up_vectors_refute_a_claim(
+def test_without_noise_canary_vectors_refute_a_claim(
     written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_noise(monkeypatch)

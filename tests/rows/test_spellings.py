@@ -1,4 +1,4 @@
-"""Tables whose fields are spelt otherwise, or stand in other places, than at training."""
+"""Tables with other spellings, or another order of columns, than in training."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> privssl.Run:
 # Categories ----------------------------------------------------------------------------------
 
 
-def test_a_category_of_whole_numbers_beside_a_missing_one_is_the_category_that_it_was(
+def test_integer_categories_beside_a_missing_value_keep_their_category(
     run: privssl.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pandas stores such a column as floats. The control: 1.5 is no ward."""
@@ -70,7 +70,7 @@ def test_a_category_of_whole_numbers_beside_a_missing_one_is_the_category_that_i
     assert said in caplog.text
 
 
-def test_a_value_that_is_spelt_like_two_categories_or_is_missing_is_none_of_them() -> None:
+def test_a_value_that_matches_two_categories_or_is_missing_has_no_category() -> None:
     assert places_of(["m", "M", "f", "F", "x"], ["M", "f", "m"]) == [2, 0, 1, 1, -1]
     assert places_of(["yes", "Yes", "YES"], ["yes", "Yes"]) == [0, 1, -1]
     assert places_of(["", "NA", "none"], ["none", "nuts"]) == [-1, -1, 0]
@@ -79,7 +79,7 @@ def test_a_value_that_is_spelt_like_two_categories_or_is_missing_is_none_of_them
 # Classes -------------------------------------------------------------------------------------
 
 
-def test_a_class_is_the_same_whether_or_not_some_rows_of_its_file_lack_a_label(
+def test_a_class_keeps_its_name_if_some_rows_of_its_file_have_no_label(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pandas writes 0 and 1 beside a missing label as 0.0 and 1.0. The control: v1 is not v1.0."""
@@ -104,7 +104,7 @@ def test_a_class_is_the_same_whether_or_not_some_rows_of_its_file_lack_a_label(
         (["v1", "v1.0"], None),
     ],
 )
-def test_classes_that_differ_in_spelling_alone_are_warned_of(
+def test_classes_that_differ_in_spelling_only_cause_a_warning(
     names: Sequence[str], pair: tuple[str, str] | None
 ) -> None:
     assert doubled(names) == pair
@@ -113,7 +113,7 @@ def test_classes_that_differ_in_spelling_alone_are_warned_of(
     assert any("are two classes. Write them alike" in w for w in found.warnings) == bool(pair)
 
 
-def test_labels_of_a_frame_are_measured_as_they_were_read(run: privssl.Run) -> None:
+def test_labels_of_a_frame_are_matched_to_classes_as_in_training(run: privssl.Run) -> None:
     rows = patients()
     wanted = run.evaluate(rows, [str(label) for label in rows["ill"]])
     for labels in (np.array(rows["ill"]), rows["ill"], np.array(rows["ill"]) * 1.0):
@@ -126,10 +126,10 @@ def test_labels_of_a_frame_are_measured_as_they_were_read(run: privssl.Run) -> N
         run.evaluate(rows, np.full(ROWS, 0.5))
 
 
-def test_grades_with_a_fraction_in_their_names_may_be_numbers_of_classes_too(
+def test_fractional_class_names_may_also_be_class_numbers(
     run: privssl.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: numbers that are no names."""
+    """The control: numbers that are no class names."""
     for names, refused in ((["1.0", "2.0"], True), (["0.0", "1.0"], False)):
         monkeypatch.setitem(run.results, "class_names", names)
         labels = np.ones(ROWS, dtype=int)
@@ -143,7 +143,7 @@ def test_grades_with_a_fraction_in_their_names_may_be_numbers_of_classes_too(
 # Columns -------------------------------------------------------------------------------------
 
 
-def test_lines_of_a_table_are_predicted_from_a_list_of_mappings(run: privssl.Run) -> None:
+def test_a_list_of_mappings_is_predicted_like_a_table(run: privssl.Run) -> None:
     rows = patients()
     lines = [{n: rows[n][at] for n in reversed(rows.columns)} for at in range(ROWS)]
     assert (run.predict(lines) == run.predict(rows)).all()
@@ -158,7 +158,7 @@ def test_lines_of_a_table_are_predicted_from_a_list_of_mappings(run: privssl.Run
             run.predict(given)
 
 
-def test_a_column_that_a_frame_has_twice_is_named(run: privssl.Run) -> None:
+def test_a_duplicate_column_of_a_frame_is_named(run: privssl.Run) -> None:
     rows = patients()
     rows.columns.append("ward")
     for call in (run.predict, lambda frame: privssl.Dataset.from_frame(frame, "ill")):
@@ -166,7 +166,7 @@ def test_a_column_that_a_frame_has_twice_is_named(run: privssl.Run) -> None:
             call(rows)
 
 
-def test_columns_without_text_as_names_are_found_as_the_label() -> None:
+def test_the_label_may_be_a_column_whose_name_is_not_text() -> None:
     frame = Frame(a=[1.0, 2.0] * 10, b=["x", "y"] * 10)
     frame._columns |= {2: frame["b"], ("b", "c"): frame["b"]}  # type: ignore[dict-item]
     frame.columns = ["a", 2, ("b", "c")]  # type: ignore[list-item]
@@ -178,7 +178,7 @@ def test_columns_without_text_as_names_are_found_as_the_label() -> None:
 
 
 class Table(np.ndarray):
-    """Numbers with names of columns, as a frame that NumPy takes."""
+    """Numbers with column names, like a frame that NumPy accepts."""
 
     columns: list[str]
 
@@ -189,7 +189,7 @@ def as_table(x: Any, *columns: str) -> Table:
     return found
 
 
-def test_frames_whose_columns_stand_in_another_order_are_not_taken_by_place() -> None:
+def test_frames_with_columns_in_another_order_are_not_read_by_position() -> None:
     """The control: the same order."""
     x, y, x_test, y_test = arrays(shape=(2,))
     train, same, other = (
@@ -210,7 +210,7 @@ def test_frames_whose_columns_stand_in_another_order_are_not_taken_by_place() ->
             make()
 
 
-def test_an_exported_table_says_how_its_columns_become_numbers(
+def test_an_exported_table_documents_how_its_columns_become_numbers(
     run: privssl.Run, tmp_path: Path
 ) -> None:
     path = tmp_path / "table.pt2"
@@ -222,7 +222,7 @@ def test_an_exported_table_says_how_its_columns_become_numbers(
     assert texts["scaling"] in (run.folder / "model_card.md").read_text()
 
 
-# What is odd about a column ------------------------------------------------------------------
+# Suspicious columns --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -236,13 +236,13 @@ def test_an_exported_table_says_how_its_columns_become_numbers(
         (["", "NA", "", ""], ""),
     ],
 )
-def test_dates_decimal_commas_and_identifiers_are_odd_categories(
+def test_dates_decimal_commas_and_identifiers_are_suspicious_categories(
     values: Sequence[str], said: str
 ) -> None:
     assert said in odd_categories(values) and bool(odd_categories(values)) == bool(said)
 
 
-def test_a_column_that_numbers_its_rows_is_warned_of() -> None:
+def test_a_column_that_numbers_its_rows_causes_a_warning() -> None:
     """The control: one number occurs twice, or has a fraction."""
     ids = 10**12 + np.arange(ROWS)
     for number, told in ((ids, True), (np.where(ids == ids[1], ids[0], ids), False)):
@@ -256,32 +256,32 @@ def test_a_column_that_numbers_its_rows_is_warned_of() -> None:
     ("values", "told"),
     [
         (["yes", "no"] * 30, True),
-        (["yes", "no"] * 29 + ["no", "no"], False),  # one row is another's
+        (["yes", "no"] * 29 + ["no", "no"], False),  # one row has the other value
         (np.where(np.arange(ROWS) % 2, -1, 1) * np.linspace(1, 9, ROWS), True),  # by a threshold
         (np.linspace(1, 9, ROWS), False),
-        ([f"row {number}" for number in range(ROWS)], False),  # by chance: each value is its own
+        ([f"row {number}" for number in range(ROWS)], False),  # each value occurs once
         (["only"] * ROWS, False),
     ],
 )
-def test_a_column_that_tells_the_classes_is_found(values: Sequence[Any], told: bool) -> None:
+def test_a_column_that_determines_the_class_is_found(values: Sequence[Any], told: bool) -> None:
     labels = ["ill", "well"] * 30
     assert tells_classes([str(value) for value in values], labels) == told
 
 
-def test_a_column_that_was_made_from_the_label_is_warned_of() -> None:
+def test_a_column_made_from_the_label_causes_a_warning() -> None:
     """The control: the other columns."""
     found = privssl.Dataset.from_frame(patients(made=["yes", "no"] * 30), "ill")
     said = [warning for warning in found.warnings if "alone tells the class" in warning]
     assert [warning.split()[2] for warning in said] == ["made"]
 
 
-def test_what_chance_can_do_is_not_told() -> None:
+def test_a_match_that_chance_explains_causes_no_warning() -> None:
     assert not tells_classes(["yes", "no"] * 5, ["ill", "well"] * 5)  # 1 in 63 of ten rows
     rare = ["a"] + ["b"] * 99
     assert not tells_classes(rare, ["ill"] + ["well"] * 99)  # 1 in 25: one row is ill
     assert not tells_classes(["yes"] * 40, ["ill"] * 20 + [""] * 20)  # one class
 
 
-def test_a_label_of_measured_numbers_is_named_where_no_class_has_a_test_row() -> None:
+def test_a_label_column_of_measured_numbers_is_named_in_the_error() -> None:
     with pytest.raises(privssl.UserError, match="60 rows have 60 different labels"):
         privssl.Dataset.from_frame(patients(), label="pressure")

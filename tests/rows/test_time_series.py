@@ -1,4 +1,4 @@
-"""Time series of one's own: rows (length, features), said by ``kind="sequence"``."""
+"""Time series of a user: rows (length, features), declared by ``kind="sequence"``."""
 
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ LENGTH, FEATURES = 12, 2
 
 
 def waves(count: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Noisy waves of one or two periods, each from a random start: a mean over time tells
-    nothing."""
+    """Noisy waves of one or two periods with random phases: their mean is uninformative."""
     rng, y = np.random.default_rng(seed), np.arange(count) % 2
     at = np.arange(LENGTH)[:, None] / LENGTH + rng.uniform(size=(count, 1, FEATURES))
     x = np.sin(2 * np.pi * (y[:, None, None] + 1) * at) + rng.normal(0, 0.1, (count, 1, 1))
@@ -50,7 +49,7 @@ def of_arrays(x: Any = X, **more: Any) -> privssl.Dataset:
     return privssl.Dataset.from_arrays(x, Y, X_TEST, Y_TEST, **given)
 
 
-def test_a_file_and_arrays_in_memory_are_the_same_sequences(tmp_path: Path) -> None:
+def test_a_file_and_arrays_in_memory_give_the_same_sequences(tmp_path: Path) -> None:
     path = tmp_path / "waves.npz"
     np.savez(path, x_train=X, y_train=Y, x_test=X_TEST, y_test=Y_TEST, kind="sequence")
     assert np.array_equal(read_npz(path).x_train, X)
@@ -62,7 +61,7 @@ def test_a_file_and_arrays_in_memory_are_the_same_sequences(tmp_path: Path) -> N
     assert torch.equal(held.rows.x_train, data.rows.x_train)
 
 
-def test_without_the_word_three_axes_are_images() -> None:
+def test_without_kind_sequence_three_axes_are_images() -> None:
     grey = (X - X.min()) / np.ptp(X)
     data = privssl.Dataset.from_arrays(grey, Y, grey[:60], Y_TEST)
     assert data.shape == (1, LENGTH, FEATURES)
@@ -81,7 +80,7 @@ def test_without_the_word_three_axes_are_images() -> None:
         (np.where(X > 0.9, np.nan, X), "sequence", "rows have NaN or infinity"),
     ],
 )
-def test_other_rows_are_refused(x: Any, kind: str, said: str) -> None:
+def test_rows_that_are_no_valid_sequences_are_refused(x: Any, kind: str, said: str) -> None:
     with pytest.raises(privssl.UserError, match=said):
         of_arrays(x, kind=kind)
 
@@ -97,7 +96,7 @@ def test_a_site_reads_its_own_sequences(tmp_path: Path) -> None:
         read_rows(path, labelled=True, unlabelled=False)
 
 
-def test_a_run_learns_what_a_mean_over_time_does_not_tell(tmp_path: Path) -> None:
+def test_a_run_learns_what_the_mean_over_time_does_not_show(tmp_path: Path) -> None:
     run = privssl.train(SHORT, data=of_arrays(), output=tmp_path / "run")
     accuracy = run.evaluate(X_TEST, Y_TEST)["accuracy"]
     assert accuracy > 0.9 and accuracy == run.results["test_accuracy"]["final"]
@@ -114,19 +113,19 @@ def test_a_run_learns_what_a_mean_over_time_does_not_tell(tmp_path: Path) -> Non
 # Privacy ------------------------------------------------------------------------------------
 
 
-def test_a_series_is_one_record_to_an_account_as_sequence_and_as_vector() -> None:
+def test_a_series_has_one_account_content_as_sequence_and_as_vector() -> None:
     as_sequences = list(canonical(torch.tensor(X)))
     assert as_sequences == list(canonical(torch.tensor(X.reshape(len(X), -1))))
-    assert len(set(as_sequences)) == len(X)  # the control: others are others
+    assert len(set(as_sequences)) == len(X)  # the control: other rows differ
 
 
 def scaled(x: NDArray[Any], axis: tuple[int, ...]) -> NDArray[np.float32]:
-    """By mean and deviation over these axes of (N, length, features)."""
+    """Rows scaled by mean and deviation over these axes of (N, length, features)."""
     return np.asarray((x - x.mean(axis, keepdims=True)) / x.std(axis, keepdims=True), np.float32)
 
 
 @pytest.mark.parametrize("axis", [(0,), (0, 1)], ids=["each number", "each feature"])
-def test_a_private_run_refuses_sequences_that_were_scaled_by_statistics_of_them_all(
+def test_a_private_run_refuses_sequences_that_were_scaled_by_statistics_of_all_rows(
     axis: tuple[int, ...], tmp_path: Path
 ) -> None:
     rows = scaled(X, axis)
@@ -141,7 +140,7 @@ def test_a_private_run_refuses_sequences_that_were_scaled_by_statistics_of_them_
 
 
 def test_a_series_may_be_scaled_by_its_own_numbers(tmp_path: Path) -> None:
-    """No other row moves it, although all of them together have mean 0 and deviation 1."""
+    """No other row changes it, although all rows together have mean 0 and deviation 1."""
     alone = scaled(X, (1,))
     flat = alone.reshape(-1, FEATURES)
     assert abs(flat.mean(axis=0)).max() < 1e-5 and abs(flat.std(axis=0) - 1).max() < 1e-5

@@ -1,12 +1,11 @@
-"""Agents in lockstep: the results of one after the other, and nothing left of a visit that failed.
+"""Batched agents: the results of agents in sequence, and no leftovers of a failed visit.
 
-Equal means: up to sums in another order. In float64 that leaves 1e-13 after a few rounds. In
-float32 a first step differs by about 1e-7 of what it computes; over a few rounds APART stands far
-above what was ever seen (2e-5) and far below what any mistake makes, as the controls show. Two
-things grow from rounding to something visible and are no mistakes: a parameter without any effect,
-whose gradient is all rounding and which Adam moves by its whole rate (a bias before a norm of
-single channels: networks here are 8 wide), and whatever is decided: a label, or which pixel of four
-is the largest.
+Equal means: up to the order of sums. In float64 this leaves 1e-13 after a few rounds. In float32 a
+first step differs by about 1e-7 of its value; over a few rounds APART is far above the largest
+measured difference (2e-5) and far below that of any fault, as the controls show. Two things amplify
+rounding and are no faults. One is a parameter without effect, whose gradient is all rounding and
+which Adam moves by its whole rate (a bias before a norm of single channels: networks here are 8
+wide). The other is a decision: a label, or which pixel of four is the largest.
 """
 
 import copy
@@ -88,10 +87,10 @@ def rng(purpose: str) -> torch.Generator:
     return stream(0, 0, "world", purpose)
 
 
-# Pieces of work in lockstep ------------------------------------------------------------------
+# Concurrent steps ----------------------------------------------------------------------------
 
 
-def test_every_piece_asks_before_any_is_answered() -> None:
+def test_every_running_step_sends_its_request_before_any_is_answered() -> None:
     heard = []
 
     def piece(name: str, questions: int) -> Callable[[scheduler.Request], str]:
@@ -109,7 +108,7 @@ def test_every_piece_asks_before_any_is_answered() -> None:
     assert heard == [["a0", "b0"], ["b1"], ["b2"]]
 
 
-def test_who_is_not_answered_waits_on() -> None:
+def test_a_step_without_an_answer_keeps_waiting() -> None:
     def work(ask: scheduler.Request) -> list[Any]:
         return [ask("late"), ask("late")]
 
@@ -128,7 +127,7 @@ def test_who_is_not_answered_waits_on() -> None:
 
 
 def drawing(ask: scheduler.Request, name: str) -> list[float]:
-    """Seeds torch's own generator, and asks in the middle of it."""
+    """Seed torch's generator, and send requests between draws."""
     drawn = []
     with seeded(rng(name)):
         for _ in range(3):
@@ -141,7 +140,7 @@ def no_answer(questions: Sequence[Any]) -> dict[int, None]:
     return dict.fromkeys(range(len(questions)))
 
 
-def test_each_piece_draws_from_torchs_generator_as_if_it_were_alone(
+def test_each_step_draws_from_torchs_generator_as_if_it_were_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = [drawing(lambda question: None, name) for name in "ab"]
@@ -155,7 +154,7 @@ def test_each_piece_draws_from_torchs_generator_as_if_it_were_alone(
         assert run_in_lockstep(pieces, no_answer, CPU) != alone
 
 
-def test_the_first_piece_that_fails_is_heard_and_later_ones_are_given_up() -> None:
+def test_the_error_of_the_first_call_is_raised_and_later_steps_are_cancelled() -> None:
     ended = []
 
     def piece(name: str, questions: int, error: type[Exception] | None = None) -> Any:
@@ -173,7 +172,7 @@ def test_the_first_piece_that_fails_is_heard_and_later_ones_are_given_up() -> No
         return work
 
     threads = threading.enumerate()
-    # b fails first, then a, which comes before it: one after the other would have stopped at a
+    # b fails first, then a, which comes before it: in sequence the run would have stopped at a
     pieces = [piece("a", 2, KeyError), piece("b", 1, ValueError), piece("c", 9)]
     with pytest.raises(KeyError, match="a"):
         run_in_lockstep(pieces, no_answer, CPU)
@@ -181,7 +180,7 @@ def test_the_first_piece_that_fails_is_heard_and_later_ones_are_given_up() -> No
     assert no_thread_is_new(threads)
 
 
-def test_an_interruption_ends_every_piece() -> None:
+def test_an_interruption_ends_every_step() -> None:
     ended = []
 
     def work(ask: scheduler.Request) -> None:
@@ -189,7 +188,7 @@ def test_an_interruption_ends_every_piece() -> None:
             ask(1)
         finally:
             try:
-                ask(2)  # whoever is given up is not answered on its way out
+                ask(2)  # a cancelled step gets no answer in its cleanup
             finally:
                 ended.append(1)
 
@@ -204,7 +203,7 @@ def test_an_interruption_ends_every_piece() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_ctrl_c_while_a_piece_works_ends_it_where_it_asks_next() -> None:
+def test_ctrl_c_during_a_step_ends_it_at_its_next_request() -> None:
     went_on, arrived = [], threading.Event()
 
     def pressed(*_: object) -> None:
@@ -213,13 +212,13 @@ def test_ctrl_c_while_a_piece_works_ends_it_where_it_asks_next() -> None:
             raise KeyboardInterrupt
 
     def work(ask: scheduler.Request) -> None:
-        while not arrived.wait(0.05):  # again: one that comes just before the main thread waits
+        while not arrived.wait(0.05):  # repeated: a signal just before the main thread waits
             os.kill(os.getpid(), signal.SIGINT)  # does not wake it
         ask(1)
         went_on.append(1)
 
     threads = threading.enumerate()
-    # A shell starts what runs in its background with Ctrl-C ignored.
+    # A shell starts background commands with Ctrl-C ignored.
     former = signal.signal(signal.SIGINT, pressed)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -230,7 +229,7 @@ def test_ctrl_c_while_a_piece_works_ends_it_where_it_asks_next() -> None:
 
 
 def no_thread_is_new(before: Sequence[threading.Thread]) -> bool:
-    """Threads that earlier tests left may have ended since."""
+    """Threads of earlier tests may have ended in between."""
     return set(threading.enumerate()) <= set(before)
 
 
@@ -238,7 +237,7 @@ def no_thread_is_new(before: Sequence[threading.Thread]) -> bool:
 
 
 def classifiers(name: str, norm: str, precision: Precision = "float32") -> list[nn.Module]:
-    """Three networks of one form, each with weights and statistics of its own."""
+    """Three networks of one architecture, each with its own weights and statistics."""
     settings = ModelSettings(name=name, width=8, norm=norm)  # type: ignore[arg-type]
     made = []
     for n in range(3):
@@ -268,8 +267,8 @@ Trace = dict[str, Tensor]
 def traces(
     networks: Sequence[nn.Module], inputs: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor]
 ) -> list[Trace]:
-    """Of each network: output, derivatives of a loss of it by weights and rows, and buffers."""
-    # weights of its own for each output, so that no derivative vanishes
+    """Per network: output, gradients of a loss for weights and rows, and buffers."""
+    # different weights for each output, so that no gradient vanishes
     losses = [(y * torch.rand(y.shape, generator=rng("loss"))).sum() for y in outputs]
     torch.autograd.backward(losses)
     found = []
@@ -281,7 +280,7 @@ def traces(
 
 
 def largest_gap(first: Sequence[Trace], second: Sequence[Trace]) -> float:
-    """Of outputs, of all derivatives, and of buffers, in parts of the largest number of them."""
+    """The largest difference of outputs, gradients and buffers, relative to the largest."""
     gap = 0.0
     for mine, other in zip(first, second, strict=True):
         assert mine.keys() == other.keys()
@@ -303,7 +302,7 @@ def both_ways(
     return one_by_one, traces(networks, inputs, run_passes_batched(passes))
 
 
-# Norms and layers meet in small_cnn; other networks have one norm here, the rest is slow.
+# small_cnn is tested with every norm; other networks have one norm here, the rest is slow.
 @pytest.mark.parametrize(
     ("name", "norm"),
     [
@@ -315,19 +314,21 @@ def both_ways(
         for norm in NORMS
     ],
 )  # fmt: skip
-def test_a_stacked_pass_is_that_of_each_network_on_its_own_rows(name: str, norm: str) -> None:
+def test_a_stacked_pass_equals_the_pass_of_each_network_on_its_own_rows(
+    name: str, norm: str
+) -> None:
     drops = name in WITH_DROPOUT
     if drops and norm == "static":
         return  # neither dropout in training nor static norm in evaluation is stacked
     networks = [network.train(not drops) for network in classifiers(name, norm)]
     counts = (6, 6, 6) if norm in ("batch", "static") else (6, 8, 1)
-    # Of the usual rows one brings a unit of fedavg_cnn to ReLU's bend, where rounding decides.
+    # With the usual rows, one unit of fedavg_cnn is at the kink of ReLU, where rounding decides.
     inputs = images(*counts, purpose="other rows" if name == "fedavg_cnn" else "rows")
     alone, together = both_ways(networks, inputs)
     assert largest_gap(alone, together) < APART
 
 
-def test_rows_that_changed_places_show() -> None:
+def test_the_comparison_of_passes_detects_exchanged_rows() -> None:
     # The control of the test above.
     alone, _ = both_ways(classifiers("small_cnn", "group"), images(6, 6, 6))
     first, second, third = images(6, 6, 6)
@@ -360,13 +361,13 @@ def test_generators_and_discriminators_can_be_stacked(spectral: bool) -> None:
     assert largest_gap(*both_ways(D, judged)) < APART
 
 
-def test_many_rows_are_passed_on_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacking, "ROWS_AT_ONCE", 12)  # two agents of six rows
     alone, together = both_ways(classifiers("small_cnn", "group"), images(6, 5, 6))
     assert largest_gap(alone, together) < APART
 
 
-def test_nothing_that_one_agent_does_enters_another() -> None:
+def test_a_backward_pass_of_one_agent_changes_no_gradient_of_another() -> None:
     networks, inputs = classifiers("small_cnn", "group"), images(4, 6, 4)
     first, *_ = run_passes_batched(wanted(networks, inputs))
     first.sum().backward()
@@ -375,7 +376,7 @@ def test_nothing_that_one_agent_does_enters_another() -> None:
         assert all(p.grad is None or not p.grad.any() for p in (*network.parameters(), *x))
 
 
-def test_batches_of_coupled_rows_are_stacked_with_their_like_alone() -> None:
+def test_batches_that_couple_rows_are_stacked_only_with_equal_sizes() -> None:
     networks, inputs = classifiers("small_cnn", "batch"), images(4, 6, 4)
     kinds = [one.kind() for one in wanted(networks, inputs)]
     assert kinds[0] == kinds[2] != kinds[1]
@@ -384,17 +385,17 @@ def test_batches_of_coupled_rows_are_stacked_with_their_like_alone() -> None:
     assert len({one.kind() for one in wanted(networks, inputs)}) == 1
 
 
-def test_who_wants_no_derivatives_is_not_stacked_with_who_does() -> None:
+def test_passes_without_gradients_are_not_stacked_with_passes_that_need_them() -> None:
     networks, inputs = classifiers("small_cnn", "group"), images(4, 4, 4)
     with torch.no_grad():
         plain = wanted(networks[:2], inputs[:2])
     outputs = run_passes_batched([*plain, *wanted(networks[2:], inputs[2:])])
     assert [out.requires_grad for out in outputs] == [False, False, True]
     networks[0].eval()
-    assert not plain[0].copy.modes()  # nothing here computes otherwise in evaluation
+    assert not plain[0].copy.modes()  # the copy has no mode-dependent layers
 
 
-def test_what_cannot_be_stacked_is_left_alone() -> None:
+def test_passes_that_cannot_be_stacked_are_computed_alone() -> None:
     x = (torch.rand(4, 1, 8, 8),)
 
     def stacks(network: nn.Module, *inputs: Any) -> bool:
@@ -418,11 +419,12 @@ def test_what_cannot_be_stacked_is_left_alone() -> None:
 
     collect(static, looked_at())
     assert seen == [False]
-    torchs = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(10, 3))  # it writes to `out`
+    # torch's writes to ``out``
+    torchs = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(10, 3))
     assert not stacks(torchs, torch.rand(4, 10)) and stacks(nn.Linear(10, 3), torch.rand(4, 10))
     unknown = nn.utils.parametrize.register_parametrization(nn.Linear(10, 3), "bias", nn.Softplus())
     assert not stacks(unknown, torch.rand(4, 10))
-    assert not stacks(nn.Sequential(plain, nn.Softplus()))  # a layer that nobody has looked at
+    assert not stacks(nn.Sequential(plain, nn.Softplus()))  # a layer that is not on the list
     inside: list[bool] = []
 
     def looked_into(row: Tensor) -> Tensor:
@@ -451,7 +453,7 @@ def slower(network: nn.Module) -> torch.optim.Optimizer:
 
 
 class Forgetful(JointSteps):
-    """Breaks a promise: moments of the step before are gone."""
+    """A fault: the moments of the previous step are lost."""
 
     def take(self, steps: Sequence[local_training.OptimizerStep]) -> None:
         for step in steps:
@@ -465,7 +467,7 @@ def walked(
     kinds: Sequence[Callable[[nn.Module], torch.optim.Optimizer]],
     take: Callable[[Sequence[local_training.OptimizerStep]], None],
 ) -> list[dict[str, Tensor]]:
-    """Weights after steps of several networks; the first takes fewer of them."""
+    """Weights after steps of several networks; the first takes fewer steps."""
     networks = classifiers("small_cnn", "group")
     optimisers = [kind(network) for kind, network in zip(kinds, networks, strict=True)]
     for n in range(4):
@@ -487,14 +489,14 @@ def one_by_one(steps: Sequence[local_training.OptimizerStep]) -> None:
 
 
 @pytest.mark.parametrize("kinds", [(sgd, sgd, sgd), (adam, adam, adam), (sgd, adam, slower)])
-def test_a_joint_step_is_the_step_of_each_optimiser_to_the_bit(kinds: Any) -> None:
+def test_a_joint_step_equals_the_step_of_each_optimiser_to_the_bit(kinds: Any) -> None:
     alone, together = walked(kinds, one_by_one), walked(kinds, JointSteps().take)
     assert all(same_bits(a, b) for a, b in zip(alone, together, strict=True))
     forgotten = walked(kinds, Forgetful().take)  # the control
     assert apart(alone[1], forgotten[1]) > APART
 
 
-def test_a_joint_step_sees_a_rate_that_was_changed() -> None:
+def test_a_joint_step_uses_a_changed_learning_rate() -> None:
     def changing(take: Callable[[Sequence[local_training.OptimizerStep]], None]) -> Any:
         def changed(steps: Sequence[local_training.OptimizerStep]) -> None:
             take(steps)
@@ -513,7 +515,7 @@ def test_a_joint_step_sees_a_rate_that_was_changed() -> None:
 
 
 def lockstepped(algorithm: Algorithm[Any], at_once: int = 8) -> Any:
-    """A class of engines, as ``simulate`` wants one."""
+    """A class of engines, as ``simulate`` expects."""
     return functools.partial(BatchedEngine, algorithm=algorithm, at_once=at_once)
 
 
@@ -536,14 +538,15 @@ PLACES: dict[str, Callable[..., Any]] = {
 
 @functools.cache
 def alone(case: str) -> Simulation:
-    """One agent after the other, where labels are at support agents: run once for all tests."""
+    """Agents in sequence, with labels at support agents: cached for all tests."""
     return simulate(of_case(case), three_each())
 
 
 def within_for(case: str) -> float:
-    """Largest difference that rounding makes. G and D against each other carry it on, on one
-    kind of processor to 1.4e-3 (moments of the last layers of G), on others to 2e-5. In float64,
-    below, none is that large."""
+    """The largest difference by rounding. G and D amplify it: on one kind of processor to 1.4e-3
+    (moments of the last layers of G), on others to 2e-5. In float64, below, all differences are
+    small.
+    """
     return 30 * APART if case.startswith("fedssl") else APART
 
 
@@ -563,7 +566,7 @@ def assert_equal_in_lockstep(
 
 
 def cases_but(*without: str, fast: Collection[str] = tuple(ALGORITHMS)) -> pytest.MarkDecorator:
-    """Every case wherever labels are; those named, with support agents, are fast."""
+    """Every case for every place of labels; those in ``fast``, with support agents, are fast."""
     return pytest.mark.parametrize(
         ("case", "place"),
         [
@@ -574,34 +577,35 @@ def cases_but(*without: str, fast: Collection[str] = tuple(ALGORITHMS)) -> pytes
     )  # fmt: skip
 
 
-#: Agents take the steps of fedavg or pseudo, and differ in what is sent or averaged.
+#: Methods with the steps of fedavg or pseudo, which differ in what is sent or averaged.
 SAME_PASSES = {"supervise", "fedsem"}
 
 
-# Every bias before a batch norm is without effect, so Adam leads those of this case astray. In
-# float64, below, a mistake shows that is a million times as small: here are a few, and those that
-# are not there.
+# Every bias before a batch norm is without effect, so Adam moves those of this case by rounding. In
+# float64, below, a fault a millionth as large is detected; only a few cases run here.
 @cases_but("pseudo, batch norm", fast=("fedssl", "mixmatch"))
-def test_results_are_those_of_one_agent_after_the_other(case: str, place: str) -> None:
+def test_batched_results_equal_those_of_agents_in_sequence(case: str, place: str) -> None:
     assert_equal_in_lockstep(of_case(case), place, within_for(case), dataset=rows_of(case))
 
 
-# Those left out have numbers of float32, or of bfloat16, whatever torch's default is. Methods that
-# ask for the same passes as another are slow.
+# The cases left out use float32 or bfloat16 numbers, whatever torch's default is. Methods with the
+# same passes as another are slow.
 @cases_but(
     "fedssl, as printed", "fedssl, bfloat16", "fedssl, synthetic rows, bfloat16",
     fast=[*ALGORITHMS.keys() - SAME_PASSES],
 )  # fmt: skip
 @pytest.mark.usefixtures("in_float64")
-def test_in_float64_they_are_so_to_eleven_digits(case: str, place: str) -> None:
-    # What is left between the two ways is rounding, then, and not a mistake that is small.
+def test_in_float64_batched_results_are_equal_to_eleven_digits(case: str, place: str) -> None:
+    # So the remaining difference is rounding, and not a small fault.
     without_effect = case == "pseudo, batch norm"
     within = 1e-8 if without_effect else 1e-11
     assert_equal_in_lockstep(of_case(case), place, within, dataset=rows_of(case))
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_a_mistake_of_one_in_a_million_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_float64_comparison_detects_a_fault_of_one_in_a_million(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = stacking._run_stacked
     monkeypatch.setattr(
         stacking, "_run_stacked", lambda passes: [out * (1 + 1e-6) for out in real(passes)]
@@ -609,10 +613,10 @@ def test_a_mistake_of_one_in_a_million_would_be_noticed(monkeypatch: pytest.Monk
     algorithm = of_case("pseudo")
     alone = simulate(algorithm, three_each())
     together = simulate(algorithm, three_each(), engine=lockstepped(algorithm))
-    assert 1e-10 < apart(alone.state, together.state) < APART  # in float32 it might be rounding
+    assert 1e-10 < apart(alone.state, together.state) < APART  # in float32 it could be rounding
 
 
-def test_batch_norm_counts_each_agents_own_batches() -> None:
+def test_batch_norm_counts_the_batches_of_each_agent_separately() -> None:
     assert_equal_in_lockstep(make("fedavg", norm="batch", width=8, local_epochs=2), "support")
 
 
@@ -623,8 +627,10 @@ def test_batch_norm_counts_each_agents_own_batches() -> None:
         ("fedssl, gate open", "_run_calls"),
     ],
 )  # fmt: skip
-def test_visits_do_meet(case: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The control of the tests above: engines that never stack anything would pass them.
+def test_visits_of_several_agents_are_stacked(
+    case: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The control of the tests above: an engine that never stacks would pass them.
     sizes = []
     real = getattr(stacking, what)
 
@@ -638,8 +644,8 @@ def test_visits_do_meet(case: str, what: str, monkeypatch: pytest.MonkeyPatch) -
     assert sizes.count(3) > 0.9 * len(sizes)
 
 
-def moved_on(passes: Sequence[Pass]) -> list[Any]:
-    """Breaks a promise: each agent gets what comes of its neighbour's rows."""
+def shift_inputs(passes: Sequence[Pass]) -> list[Any]:
+    """A fault: each agent gets the results of its neighbour's rows."""
     inputs = [one.inputs for one in passes]
     kept = [
         Pass(one.copy, one.forward, inputs[place - 1], one.derivatives)
@@ -652,14 +658,14 @@ def moved_on(passes: Sequence[Pass]) -> list[Any]:
 def softened(
     fields: Mapping[str, Tensor], by: float, *, F: FunctionalModule, D: FunctionalModule
 ) -> dict[str, Any]:
-    """Runs through two networks, through one of them twice, and returns a tree."""
+    """Call two networks, one of them twice, and return a tree."""
     p = F(fields["x"]).softmax(dim=1)
     judged = D(fields["x"], p)
     return {"one": (judged * by).sum(), "rest": (p, D.frozen()(fields["x"], p).mean())}
 
 
 def computations(rows: Sequence[int], by: Sequence[float]) -> list[BatchedCall]:
-    """One for each agent; D has spectral norms, whose vectors move."""
+    """One computation per agent; D has spectral norms, whose vectors change."""
     found = []
     for place, (count, factor) in enumerate(zip(rows, by, strict=True)):
         with seeded(rng(f"F and D {place}")):
@@ -673,7 +679,7 @@ def computations(rows: Sequence[int], by: Sequence[float]) -> list[BatchedCall]:
 
 
 def results(computed: Sequence[Any], of: Sequence[BatchedCall]) -> list[Tensor]:
-    """All that came of them: numbers, derivatives, and what networks have kept."""
+    """All results: numbers, gradients, and buffers of the networks."""
     losses = [tree["one"] + tree["rest"][1] for tree in computed]
     torch.autograd.backward(losses)
     found = [x for tree in computed for x in (tree["one"], *tree["rest"])]
@@ -687,7 +693,7 @@ def results(computed: Sequence[Any], of: Sequence[BatchedCall]) -> list[Tensor]:
 
 @pytest.mark.parametrize("rows", [(6, 6, 6), (6, 4, 6)])
 @pytest.mark.parametrize("by", [(2.0, 2.0, 2.0), (2.0, 3.0, 2.0)])
-def test_computations_of_several_agents_are_each_ones_own(
+def test_stacked_computations_equal_those_of_each_agent_alone(
     rows: Sequence[int], by: Sequence[float]
 ) -> None:
     alone, together = computations(rows, by), computations(rows, by)
@@ -699,7 +705,7 @@ def test_computations_of_several_agents_are_each_ones_own(
     assert len({stacking._kind_of(one) for one in together}) == len(set(zip(rows, by, strict=True)))
 
 
-def test_who_wants_no_derivatives_of_a_computation_gets_none() -> None:
+def test_computations_without_gradients_return_results_without_gradients() -> None:
     with torch.no_grad():
         plain = computations((6, 6), (2.0, 2.0))
     wanted = [*plain, *computations((6, 6), (2.0, 2.0))]
@@ -707,7 +713,7 @@ def test_who_wants_no_derivatives_of_a_computation_gets_none() -> None:
     assert asks == [False, False, True, True]
 
 
-def test_an_engine_that_is_done_lets_its_copies_go() -> None:
+def test_an_engine_that_is_deleted_releases_its_copies() -> None:
     algorithm = of_case("pseudo")
     engine = simulate(algorithm, three_each(), engine=lockstepped(algorithm)).engine
     assert isinstance(engine, BatchedEngine)
@@ -718,21 +724,23 @@ def test_an_engine_that_is_done_lets_its_copies_go() -> None:
     assert all(one() is None for one in copies)
 
 
-def test_what_cannot_be_computed_as_one_is_left_to_its_agent() -> None:
+def test_computations_that_cannot_be_stacked_run_alone() -> None:
     dropping = models.build_classifier(ModelSettings("trinet_cnn"), (1, 8, 8), 10).train()
     strange = models.build_classifier(ModelSettings(), (1, 8, 8), 10)
     x = {"x": torch.rand(4, 1, 8, 8)}
     assert can_compute(BatchedCall(hard_label_loss, x, (), {}))
-    assert not can_compute(BatchedCall(hard_label_loss, x, (), {"F": strange}))  # nobody's copy
+    # not a copy of the engine
+    assert not can_compute(BatchedCall(hard_label_loss, x, (), {"F": strange}))
     setattr(dropping, stacking.COPY, Stackable("F", dropping))
     assert not can_compute(BatchedCall(hard_label_loss, x, (), {"F": dropping}))
     dropping.eval()
     assert can_compute(BatchedCall(hard_label_loss, x, (), {"F": dropping}))
 
 
-def fields_moved_on(wanted: Sequence[BatchedCall]) -> list[Any]:
-    """The same, in what is computed of rows: one field of each agent is its neighbour's. (Were all,
-    agents would have changed places, and their mean would be what it is.)"""
+def shift_fields(wanted: Sequence[BatchedCall]) -> list[Any]:
+    """The same fault for computations: one field of each agent is its neighbour's. (With all fields
+    the agents would only be permuted, and their mean would be equal.)
+    """
     kept = []
     for place, one in enumerate(wanted):
         (mine, *rest), form = tree_flatten(one.fields)
@@ -744,10 +752,12 @@ def fields_moved_on(wanted: Sequence[BatchedCall]) -> list[Any]:
 
 @pytest.mark.parametrize("case", ["pseudo", "fedavg", "fedssl, gate open"])
 @pytest.mark.parametrize("mistake", ["rows", "moments"])
-def test_a_mistake_shows(case: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_of_results_detects_shifted_rows_and_lost_moments(
+    case: str, mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if mistake == "rows":
-        monkeypatch.setattr(batched, "run_passes_batched", moved_on)
-        monkeypatch.setattr(batched, "run_calls_batched", fields_moved_on)
+        monkeypatch.setattr(batched, "run_passes_batched", shift_inputs)
+        monkeypatch.setattr(batched, "run_calls_batched", shift_fields)
     else:
         monkeypatch.setattr(batched, "JointSteps", Forgetful)
     algorithm = of_case(case)
@@ -755,7 +765,7 @@ def test_a_mistake_shows(case: str, mistake: str, monkeypatch: pytest.MonkeyPatc
     assert apart(alone(case).state, wrong.state) > within_for(case)
 
 
-def test_lockstep_gives_the_same_bits_twice_and_portions_the_same_results() -> None:
+def test_batched_runs_repeat_to_the_bit_and_the_number_at_once_hardly_matters() -> None:
     def after(at_once: int) -> Simulation:
         algorithm = of_case("pseudo")
         return simulate(algorithm, three_each(), engine=lockstepped(algorithm, at_once))
@@ -772,7 +782,7 @@ def test_networks_that_are_never_stacked_keep_their_bits() -> None:
     assert same_bits(alone.state, together.state)
 
 
-def test_dropout_draws_what_it_draws_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_draws_the_same_numbers_as_in_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     def new() -> nn.Module:
         return models.build_classifier(ModelSettings(name="trinet_cnn", width=8), (1, 8, 8), 10)
 
@@ -784,42 +794,42 @@ def test_dropout_draws_what_it_draws_alone(monkeypatch: pytest.MonkeyPatch) -> N
         apart(alone.state, simulate(algorithm, three_each(), engine=lockstepped(algorithm)).state)
         < APART
     )
-    # the control: a generator that visits in lockstep share
+    # the control: one generator for all batched visits
     monkeypatch.setattr(scheduler, "_set_random_states", lambda states, device: None)
     mixed_up = simulate(algorithm, three_each(), engine=lockstepped(algorithm))
     assert apart(alone.state, mixed_up.state) > APART
 
 
-# What is done one by one ---------------------------------------------------------------------
+# Steps computed alone ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Told(Message):
+class Note(Message):
     text: str = ""
     t: Tensor = field(default_factory=lambda: torch.zeros(3))
 
 
 class Steps:
-    """Stands for an algorithm whose steps tell on which thread they run, or fail."""
+    """An algorithm whose steps report their thread, or fail."""
 
     def __init__(self) -> None:
         self.F = nn.Linear(3, 3)
 
-    def where(self, agent: Agent, message: Told, ctx: Any) -> Told:
+    def where(self, agent: Agent, message: Note, ctx: Any) -> Note:
         ctx.weight = float(len(agent.id))
         ctx.log_metric("loss", 0.5)
         agent.memory = {**agent.memory, agent.id: torch.zeros(1)}
-        return Told(threading.current_thread().name, torch.rand(3))
+        return Note(threading.current_thread().name, torch.rand(3))
 
-    def ask(self, agent: Agent, message: Told, ctx: Any) -> Told:
-        return Told(t=self.F(torch.ones(1, 3)).detach()[0])
+    def ask(self, agent: Agent, message: Note, ctx: Any) -> Note:
+        return Note(t=self.F(torch.ones(1, 3)).detach()[0])
 
-    def pay(self, agent: Agent, message: Told, ctx: Any) -> Told:
+    def pay(self, agent: Agent, message: Note, ctx: Any) -> Note:
         if agent.account is not None:
             agent.account.pay()  # type: ignore[attr-defined]
         return self.ask(agent, message, ctx)
 
-    def uneven(self, agent: Agent, message: Told, ctx: Any) -> Told:
+    def uneven(self, agent: Agent, message: Note, ctx: Any) -> Note:
         """Three steps, the first agent's after two passes each; the last agent skips one."""
         F = local_training.load_weights(self.F, {"weight": torch.eye(3), "bias": torch.zeros(3)})
         descent = torch.optim.SGD(F.parameters(), lr=0.1)
@@ -828,16 +838,16 @@ class Steps:
             y = F(F(x)) if agent.id == "q0" else F(x)
             if agent.id != "q3" or step != 1:
                 local_training.minimise(descent, y.square().sum())
-        return Told(t=local_training.weights_of(F)["weight"][0])
+        return Note(t=local_training.weights_of(F)["weight"][0])
 
-    def fail(self, agent: Agent, message: Told, ctx: Any) -> Told:
+    def fail(self, agent: Agent, message: Note, ctx: Any) -> Note:
         self.F(torch.ones(1, 3))
         if agent.id == "q1":
             raise DataError("q1 has no such file")
         self.F(torch.ones(1, 3))
         if agent.id == "q0":
             raise DataError("q0 has no such file")
-        return Told()
+        return Note()
 
 
 def engine_of(steps: Any, names: Sequence[str] = ("q0", "q1", "q2", "q3"), **how: Any) -> Any:
@@ -850,7 +860,7 @@ def engine_of(steps: Any, names: Sequence[str] = ("q0", "q1", "q2", "q3"), **how
 
 def asked(there: Any, step: Any, names: Sequence[str]) -> list[Reply[Any]]:
     refs = {agent.id: agent for agent in there.roster()}
-    visits = [Call(refs[name], step, Told(), 1, names[:n].count(name) + 1)
+    visits = [Call(refs[name], step, Note(), 1, names[:n].count(name) + 1)
               for n, name in enumerate(names)]  # fmt: skip
     replies: list[Reply[Any]] = list(there.deliver(visits))
     return replies
@@ -859,7 +869,7 @@ def asked(there: Any, step: Any, names: Sequence[str]) -> list[Reply[Any]]:
 HERE = threading.current_thread().name
 
 
-def test_replies_are_those_of_the_local_engine_in_the_order_of_calls() -> None:
+def test_replies_equal_those_of_the_local_engine_in_the_order_of_calls() -> None:
     steps, names = Steps(), ["q3", "q0", "q2", "q1"]
     one, other = engine_of(steps, alone=True), engine_of(steps)
     for mine, theirs in zip(
@@ -875,7 +885,7 @@ def test_replies_are_those_of_the_local_engine_in_the_order_of_calls() -> None:
     assert same_bits(one.memories(), other.memories())
 
 
-def test_visits_with_unlike_numbers_of_passes_meet_at_their_steps(
+def test_visits_with_different_numbers_of_passes_share_their_optimiser_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = []
@@ -892,11 +902,11 @@ def test_visits_with_unlike_numbers_of_passes_meet_at_their_steps(
         for there in (engine_of(steps, alone=True), engine_of(steps))
     )
     assert float((alone - together).abs().max()) < APART < float((alone[0] - alone[1]).abs().max())
-    assert sizes == [3, 3, 2]  # q3's second and last is taken with the others' second
+    assert sizes == [3, 3, 2]  # the second and last step of q3 is taken with the others' second
 
 
-def test_an_agent_with_a_privacy_account_meets_the_others() -> None:
-    # What it does with its labelled rows is in test_private_fedavg.
+def test_an_agent_with_a_privacy_account_is_batched_before_it_is_charged() -> None:
+    # Its steps on labelled rows are tested in test_private_fedavg.py.
     steps = Steps()
     there = engine_of(steps)
     there._agents["q1"].account = SimpleNamespace(visits=lambda: 0, events=())
@@ -905,7 +915,7 @@ def test_an_agent_with_a_privacy_account_meets_the_others() -> None:
 
 
 @pytest.mark.parametrize("charged", [False, True])
-def test_nothing_that_an_agent_computes_once_it_is_charged_is_in_anothers_stack(
+def test_after_its_charge_an_agent_shares_no_stack_with_other_agents(
     charged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stacks, paid, steps = list[int](), list[str](), Steps()
@@ -924,18 +934,18 @@ def test_nothing_that_an_agent_computes_once_it_is_charged_is_in_anothers_stack(
     assert stacks == ([1] if charged else [3])
 
 
-def test_what_has_no_company_or_is_somebody_elses_works_alone() -> None:
+def test_single_calls_and_other_algorithms_run_in_the_calling_thread() -> None:
     steps = Steps()
     for names, step in (
         (["q0"], steps.where),
-        (["q0", "q0"], steps.where),  # an agent's second visit goes on from its first
+        (["q0", "q0"], steps.where),  # an agent's second visit continues from its first
         (["q0", "q1"], Steps().where),
     ):
         replies = asked(engine_of(steps), step, names)
         assert {reply.payload.text for reply in replies} == {HERE}
 
 
-def test_the_error_is_that_of_the_first_call_and_no_thread_is_left() -> None:
+def test_the_error_of_the_first_call_is_raised_and_no_thread_is_left() -> None:
     steps, threads = Steps(), threading.enumerate()
     for alone in (True, False):
         with pytest.raises(DataError, match="q0 has no such file"):
@@ -943,7 +953,7 @@ def test_the_error_is_that_of_the_first_call_and_no_thread_is_left() -> None:
     assert no_thread_is_new(threads)
 
 
-def test_the_algorithm_that_was_given_is_left_as_it_was() -> None:
+def test_the_given_algorithm_is_not_modified() -> None:
     steps = Steps()
     there = engine_of(steps)
     before = copy.deepcopy(steps.F.state_dict())
@@ -965,7 +975,7 @@ def made(*overrides: str, config: str = "pseudo.yaml") -> Any:
         return engine
 
 
-def test_a_run_gets_the_engine_that_it_asks_for() -> None:
+def test_a_run_gets_the_configured_engine() -> None:
     assert type(made("run.workers=1")) is LocalEngine
     assert type(made("run.batched_agents=4")) is BatchedEngine
     assert type(made("run.batched_agents=1", "run.workers=1")) is LocalEngine
@@ -973,7 +983,7 @@ def test_a_run_gets_the_engine_that_it_asks_for() -> None:
         assert type(made("run.batched_agents=4", "run.workers=1")) is BatchedEngine
 
 
-def test_agents_of_an_algorithm_that_gains_too_little_are_refused() -> None:
+def test_batched_agents_are_refused_for_algorithms_that_gain_too_little() -> None:
     with pytest.raises(ConfigError, match="4, but agents of semifl gain too little from it"):
         made("run.batched_agents=4", config="semifl.yaml")
 
@@ -990,7 +1000,7 @@ def test_agents_of_an_algorithm_that_gains_too_little_are_refused() -> None:
          "has no effect: with run.engine flower agents are sites"),
     ],
 )  # fmt: skip
-def test_what_would_have_no_effect_is_refused(overrides: list[str], text: str) -> None:
+def test_settings_without_effect_are_refused(overrides: list[str], text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         made(*overrides)
     assert text in str(refused.value)

@@ -14,7 +14,7 @@ from privssl.training.batched.deferred import FunctionalModule
 
 
 class Tied(nn.Module):
-    """One weight under two names, one buffer, and a layer that is used twice."""
+    """One weight under two names, one buffer, and a layer called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,40 +35,41 @@ def others(network: nn.Module) -> dict[str, Tensor]:
 
 
 def by_torch(network: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Of a copy: torch 2.14 leaves a network whose names shared a weight with two of them."""
+    """The result of a copy: torch 2.14 leaves two weights in a network whose names shared one."""
     found: Tensor = functional_call(copy.deepcopy(network), tensors, (x,))
     return found
 
 
-def test_other_tensors_are_used_under_every_name_that_a_network_has_for_them() -> None:
+def test_other_tensors_are_used_under_every_name_of_a_shared_parameter() -> None:
     network, x = Tied(), torch.randn(2, 3)
     tensors, own = others(network), network(x)
     assert sorted(tensors) == ["first.bias", "first.weight", "shift"]
     expected = by_torch(network, tensors, x)
     assert torch.equal(FunctionalModule(network, tensors)(x), expected)
     assert not torch.equal(own, expected)
-    assert torch.equal(network(x), own)  # and are gone afterwards
+    assert torch.equal(network(x), own)  # and are removed afterwards
     assert network.second.weight is network.first.weight
-    # By another of its names, too.
+    # The same with another of its names.
     tensors["second.weight"] = tensors.pop("first.weight")
     assert torch.equal(FunctionalModule(network, tensors)(x), expected)
 
 
-def test_some_tensors_leave_the_others_as_they_are() -> None:
+def test_tensors_that_are_not_given_stay_those_of_the_network() -> None:
     network, x = Tied(), torch.randn(2, 3)
     some = {"shift": torch.zeros(3)}
     assert torch.equal(FunctionalModule(network, some)(x), by_torch(network, some, x))
 
 
-def test_a_network_that_fails_has_its_own_tensors_again() -> None:
+def test_a_network_has_its_own_tensors_again_after_an_error() -> None:
     network = Tied()
     own = {name: p.detach().clone() for name, p in network.named_parameters()}
     with pytest.raises(RuntimeError):
-        FunctionalModule(network, others(network))(torch.randn(2, 4))  # of three numbers
+        # the layer takes three numbers
+        FunctionalModule(network, others(network))(torch.randn(2, 4))
     assert all(torch.equal(p, own[name]) for name, p in network.named_parameters())
 
 
-def test_a_name_that_a_network_does_not_have_changes_nothing() -> None:
+def test_an_unknown_name_is_an_error_and_changes_nothing() -> None:
     network, x = Tied(), torch.randn(2, 3)
     own = network(x)
     with pytest.raises(KeyError, match="third"):
@@ -76,7 +77,7 @@ def test_a_name_that_a_network_does_not_have_changes_nothing() -> None:
     assert torch.equal(network(x), own)
 
 
-def test_a_copy_of_a_network_is_another_one_and_none_is_kept() -> None:
+def test_a_copied_network_has_its_own_entry_and_can_be_deleted() -> None:
     network, x = Tied(), torch.randn(2, 3)
     FunctionalModule(network, others(network))(x)
     other = copy.deepcopy(network)
@@ -89,7 +90,7 @@ def test_a_copy_of_a_network_is_another_one_and_none_is_kept() -> None:
     assert network in deferred._SHARED
 
 
-def test_a_frozen_network_answers_as_before_and_its_parameters_have_no_gradient() -> None:
+def test_a_frozen_network_gives_the_same_output_and_its_parameters_get_no_gradient() -> None:
     network, x = Tied(), torch.randn(2, 3, requires_grad=True)
     frozen = FunctionalModule(network).frozen()
     assert frozen.tensors is not None
@@ -101,7 +102,7 @@ def test_a_frozen_network_answers_as_before_and_its_parameters_have_no_gradient(
     assert all(p.grad is None for p in network.parameters())
 
 
-def test_what_passes_a_network_that_shall_keep_no_trace_is_not_in_its_statistics() -> None:
+def test_a_pass_without_a_trace_does_not_change_statistics() -> None:
     norm = nn.BatchNorm1d(3)
     network = nn.Sequential(nn.Linear(3, 3), norm)
     rows = torch.randn(5, 3)
@@ -121,7 +122,7 @@ def test_what_passes_a_network_that_shall_keep_no_trace_is_not_in_its_statistics
     assert moved(FunctionalModule(network).frozen())  # the control
 
 
-def test_a_module_that_was_replaced_since_is_the_one_that_is_called() -> None:
+def test_a_replaced_submodule_is_called_instead_of_the_former_one() -> None:
     network, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(2, 3)
     FunctionalModule(network, others(network))(x)
     network[1] = nn.Linear(3, 4)

@@ -1,5 +1,7 @@
-"""Many tensors to a device and back, as one. ``meta`` stands for another device where only places
-matter; that numbers arrive is shown by every method on the far device (``test_far_device.py``)."""
+"""Many tensors to a device and back, in one copy. ``meta`` stands for another device where only
+locations matter; that numbers arrive is tested for every method on a simulated device
+(``test_far_device.py``).
+"""
 
 from unittest.mock import patch
 
@@ -13,7 +15,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def tensors() -> dict[str, Tensor]:
-    """Of two types of numbers, in several layouts; one has no dimensions, one no numbers."""
+    """Tensors of two types, in several layouts; one without dimensions, one empty."""
     return {
         "kernel": torch.rand(4, 3, 2, 2).to(memory_format=torch.channels_last),
         "weight": torch.rand(5, 3).requires_grad_(),
@@ -36,7 +38,7 @@ def test_tensors_arrive_with_form_and_layout_and_without_a_graph(there: torch.de
             assert one.stride() == sent[name].stride()
 
 
-def test_each_type_of_numbers_goes_in_one_copy() -> None:
+def test_each_type_of_numbers_is_sent_in_one_copy() -> None:
     copies = []
     real = Tensor.to
 
@@ -50,8 +52,8 @@ def test_each_type_of_numbers_goes_in_one_copy() -> None:
     assert sorted(map(str, copies)) == ["torch.float32", "torch.int64"]
 
 
-def test_what_comes_back_to_the_cpu_has_memory_of_its_own() -> None:
-    # The way of tensors that are elsewhere, told of some that are here.
+def test_tensors_moved_to_the_cpu_have_their_own_memory() -> None:
+    # Pretend that some tensors on the CPU are on the other device.
     sent = tensors()
     with patch.object(device_transfer, "_by_kind", lambda given: {(None, META): list(given)[:4]}):
         arrived = device_transfer.move_to(sent, CPU)
@@ -60,7 +62,7 @@ def test_what_comes_back_to_the_cpu_has_memory_of_its_own() -> None:
         assert arrived[name].untyped_storage().nbytes() == 4 * sent[name].numel()
 
 
-def test_what_is_there_already_keeps_its_memory_and_copies_do_not() -> None:
+def test_tensors_already_on_the_device_keep_their_memory_and_copies_do_not() -> None:
     sent = tensors()
     for name, one in device_transfer.move_to(sent, CPU).items():
         assert one.data_ptr() == sent[name].data_ptr()
@@ -69,7 +71,7 @@ def test_what_is_there_already_keeps_its_memory_and_copies_do_not() -> None:
         assert one.numel() == 0 or one.data_ptr() != sent[name].data_ptr()
 
 
-def test_numbers_are_put_into_tensors_that_keep_their_layout() -> None:
+def test_put_fills_tensors_and_keeps_their_layout() -> None:
     into = {name: torch.zeros_like(one) for name, one in tensors().items()}
     values = {name: one.detach().contiguous() for name, one in tensors().items()}
     values["nobody asked for it"] = torch.ones(1)

@@ -10,12 +10,13 @@ CPU = torch.device("cpu")
 
 
 class Brightest(nn.Module):
-    """Says that the class is the brightest of three pixels, each times a weight."""
+    """Predict the brightest of three pixels, each times a weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(3))
-        self.dropout = nn.Dropout(0.99)  # of no effect if networks are judged in evaluation mode
+        # without effect if networks are evaluated in evaluation mode
+        self.dropout = nn.Dropout(0.99)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.dropout(x.flatten(1) * self.weight)
@@ -27,17 +28,17 @@ def pictures(*brightest: int) -> Tensor:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 1000])
-def test_accuracy_is_the_share_of_rows_called_by_their_name(chunk: int) -> None:
+def test_accuracy_is_the_share_of_correctly_classified_rows(chunk: int) -> None:
     x, y = pictures(0, 1, 2, 2), torch.tensor([0, 1, 2, 1])
     net, upright = Brightest(), {"weight": torch.ones(3)}
     assert score(net, upright, x, y, device=CPU, chunk=chunk).accuracy == 0.75
-    # the control: with the weights turned round the brightest pixel is called last
+    # the control: with inverted weights the brightest pixel is predicted last
     upside_down = {"weight": -torch.ones(3)}
     assert score(net, upside_down, x, y, device=CPU, chunk=chunk).accuracy == 0.0
 
 
 class Counting(Brightest):
-    """Counts the times that it was asked."""
+    """Count its calls."""
 
     asked = 0
 
@@ -46,7 +47,7 @@ class Counting(Brightest):
         return super().forward(x)
 
 
-def test_a_judge_names_sets_and_classifiers_and_asks_once_for_the_same_weights() -> None:
+def test_an_evaluator_names_sets_and_classifiers_and_evaluates_equal_weights_once() -> None:
     sets = {
         "test": (pictures(0, 1, 2, 2), torch.tensor([0, 1, 2, 1])),
         "validation": (pictures(0, 1), torch.tensor([0, 1])),
@@ -60,14 +61,14 @@ def test_a_judge_names_sets_and_classifiers_and_asks_once_for_the_same_weights()
     assert net.asked == 2  # one pass for each set
     assert judge.accuracies({"accuracy": upright}) == right
     assert net.asked == 2
-    # the control: other weights are judged, and the first ones again after them
+    # the control: other weights are evaluated, and then the first ones again
     wrong = {"test/accuracy": 0.0, "validation/accuracy": 0.0}
     assert judge.accuracies({"accuracy": upside_down}) == wrong
     assert judge.accuracies({"accuracy": upright}) == right
     assert net.asked == 6
 
 
-def test_the_meter_counts_what_was_kept_and_what_of_it_was_right() -> None:
+def test_the_meter_measures_coverage_and_accuracy_of_pseudo_labels() -> None:
     oracle = HiddenLabelMeter(torch.tensor([5, 6, 7, 8]))
     kept = torch.tensor([True, True, False])
     oracle.observe(torch.tensor([3, 1, 0]), torch.tensor([8, 0, 5]), kept)  # right, wrong, not kept
@@ -75,14 +76,14 @@ def test_the_meter_counts_what_was_kept_and_what_of_it_was_right() -> None:
     assert oracle.report() == {"pseudo/coverage": 3 / 4, "pseudo/accuracy": 2 / 3}
 
 
-def test_a_report_begins_a_new_count_and_nothing_seen_gives_nothing() -> None:
+def test_a_report_resets_the_counts_and_is_empty_without_observations() -> None:
     oracle = HiddenLabelMeter(torch.tensor([5]))
     oracle.observe(torch.tensor([0]), torch.tensor([5]), torch.tensor([True]))
     assert oracle.report() == {"pseudo/coverage": 1.0, "pseudo/accuracy": 1.0}
     assert oracle.report() == {}
 
 
-def test_if_nothing_is_kept_there_is_no_accuracy_to_speak_of() -> None:
+def test_without_kept_pseudo_labels_there_is_no_accuracy() -> None:
     oracle = HiddenLabelMeter(torch.tensor([5]))
     oracle.observe(torch.tensor([0]), torch.tensor([5]), torch.tensor([False]))
     assert oracle.report() == {"pseudo/coverage": 0.0}

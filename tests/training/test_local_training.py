@@ -1,4 +1,4 @@
-"""Local training: which rows, an Adam that goes on where it stopped, initial weights, averages."""
+"""Local training: batches, an Adam that continues over visits, initial weights, and averages."""
 
 from collections.abc import Mapping
 
@@ -30,12 +30,12 @@ def test_stored_rows_become_network_input_by_a_public_constant() -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_rows_lie_in_memory_alike_whatever_way_they_are_stored(channels: int) -> None:
+def test_rows_get_one_memory_layout_whatever_their_stored_layout(channels: int) -> None:
     height, width = 4, 5
     plain = torch.rand(2, channels, height, width)
     last = torch.empty_like(plain, memory_format=torch.channels_last).copy_(plain)
     assert last.stride() != plain.stride()
-    # Numbers from a row to the next, a channel, a line, a pixel: by arithmetic.
+    # Strides from row to row, channel, line, pixel: by arithmetic.
     strides = (height * width * channels, 1, width * channels, channels)
     for stored in (plain, last, plain[:, :, :1].expand(plain.shape)):
         rows = local_training.network_input(stored)
@@ -52,7 +52,7 @@ def test_every_row_is_used_once_before_any_is_used_twice(held: int, count: int) 
         assert len(set(part)) == len(part) and set(part) <= set(range(held))
 
 
-def test_rows_come_in_an_order_that_follows_from_the_generator() -> None:
+def test_the_order_of_rows_depends_on_the_generator() -> None:
     assert torch.equal(
         local_training.draw_rows(50, 50, rng()), local_training.draw_rows(50, 50, rng())
     )
@@ -63,7 +63,7 @@ def test_rows_come_in_an_order_that_follows_from_the_generator() -> None:
     assert not torch.equal(twice[:50], twice[50:])
 
 
-def test_batches_are_consecutive_and_the_last_may_be_short() -> None:
+def test_batches_are_consecutive_and_the_last_may_be_shorter() -> None:
     fields = {"x": torch.arange(5), "y": -torch.arange(5)}
     found = [
         {k: v.tolist() for k, v in batch.items()} for batch in local_training.batches(fields, 2)
@@ -76,7 +76,7 @@ def test_batches_are_consecutive_and_the_last_may_be_short() -> None:
 
 
 def network() -> nn.Module:
-    """Two convolutions, so that channels last is not the plain order of memory."""
+    """Two convolutions, so that channels last differs from the default memory layout."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3))
@@ -89,7 +89,7 @@ def losses(steps: range, net: nn.Module) -> list[Tensor]:
 
 
 def visit(net: nn.Module, memory: Mapping[str, Tensor], steps: range) -> dict[str, Tensor]:
-    """Some steps of a fresh optimiser over a remembered state; what it remembers after."""
+    """Some steps of a new optimiser that continues from a state. Returns its new state."""
     adam = local_training.LocalOptimiser(
         {"F": local_training.AdamGroup(net, 0.05, (0.9, 0.99))}, memory, "support"
     )
@@ -99,7 +99,9 @@ def visit(net: nn.Module, memory: Mapping[str, Tensor], steps: range) -> dict[st
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
-def test_visits_with_a_memory_are_one_long_adam_to_the_bit(form: torch.memory_format) -> None:
+def test_visits_with_an_optimiser_state_equal_one_long_adam_to_the_bit(
+    form: torch.memory_format,
+) -> None:
     whole = network().to(memory_format=form)
     adam = torch.optim.Adam(whole.parameters(), lr=0.05, betas=(0.9, 0.99), fused=True)
     for step in range(6):
@@ -111,17 +113,17 @@ def test_visits_with_a_memory_are_one_long_adam_to_the_bit(form: torch.memory_fo
     memory: dict[str, Tensor] = {}
     for steps in (range(0, 2), range(2, 3), range(3, 6)):
         memory = visit(parted, memory, steps)
-        # As a checkpoint brings it back: in the plain order of memory.
+        # As a checkpoint restores it: in the default memory layout.
         memory = {k: v.clone(memory_format=torch.contiguous_format) for k, v in memory.items()}
     assert same_bits(whole.state_dict(), parted.state_dict())
 
-    forgetful = network().to(memory_format=form)  # the control: a fresh Adam for each visit
+    forgetful = network().to(memory_format=form)  # the control: a new Adam for each visit
     for steps in (range(0, 2), range(2, 3), range(3, 6)):
         visit(forgetful, {}, steps)
     assert not same_bits(whole.state_dict(), forgetful.state_dict())
 
 
-def test_a_visit_leaves_the_memory_it_was_given_as_it_was() -> None:
+def test_a_visit_does_not_modify_the_optimiser_state_it_gets() -> None:
     net = network()
     memory = visit(net, {}, range(2))
     before = {key: value.clone() for key, value in memory.items()}
@@ -130,7 +132,7 @@ def test_a_visit_leaves_the_memory_it_was_given_as_it_was() -> None:
     assert not same_bits(memory, after)
 
 
-def test_optimisers_of_one_agent_do_not_share_memories() -> None:
+def test_optimisers_of_one_agent_have_separate_states() -> None:
     remembered = visit(network(), {}, range(1))
     assert all(key.startswith("support/F/") for key in remembered)
     fresh, other = network(), network()
@@ -139,7 +141,7 @@ def test_optimisers_of_one_agent_do_not_share_memories() -> None:
     assert same_bits(fresh.state_dict(), other.state_dict())
 
 
-def test_parameters_that_a_loss_does_not_reach_stay_put() -> None:
+def test_parameters_without_a_gradient_do_not_change() -> None:
     reached, other = nn.Linear(2, 1), nn.Linear(2, 1)
     before, moving = local_training.weights_of(other), local_training.weights_of(reached)
     groups = {name: local_training.AdamGroup(net, 0.1, (0.9, 0.99)) for name, net in
@@ -152,8 +154,8 @@ def test_parameters_that_a_loss_does_not_reach_stay_put() -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_what_is_frozen_or_not_reached_from_now_on_stays_put_from_now_on(frozen: bool) -> None:
-    """SGD would go on by momentum, weight decay and the gradient of before."""
+def test_parameters_frozen_or_unused_later_do_not_change_from_then_on(frozen: bool) -> None:
+    """SGD alone would continue by momentum, weight decay and the former gradient."""
     reached, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     sgd = optim.SGD([reached, other], lr=0.1, momentum=0.9, weight_decay=0.1)
     local_training.minimise(sgd, reached.sum() + other.sum())
@@ -164,7 +166,7 @@ def test_what_is_frozen_or_not_reached_from_now_on_stays_put_from_now_on(frozen:
     assert torch.equal(other, moved)
 
 
-def test_one_step_goes_down_by_sgd_in_one_network_and_by_adam_in_another() -> None:
+def test_one_step_uses_sgd_for_one_network_and_adam_for_another() -> None:
     F, G, alone_F, alone_G = network(), network(), network(), network()
     x = torch.rand(2, 2, 6, 6, generator=rng("rows"))
 
@@ -184,7 +186,7 @@ def test_one_step_goes_down_by_sgd_in_one_network_and_by_adam_in_another() -> No
 
     adam = torch.optim.Adam(alone_G.parameters(), lr=0.1, betas=(0.5, 0.99), fused=True)
     memory: dict[str, Tensor] = {}
-    for _ in range(2):  # visits: SGD starts anew, Adam goes on
+    for _ in range(2):  # visits: SGD starts anew, Adam continues
         sgd = torch.optim.SGD(alone_F.parameters(), lr=0.1, momentum=0.9)
         for _ in range(2):
             sgd.zero_grad()
@@ -207,12 +209,12 @@ def test_the_moving_average_by_hand() -> None:
 
 
 @given(st.floats(0, 1), st.floats(-1e6, 1e6, width=32))
-def test_the_moving_average_of_what_does_not_move_stays(decay: float, value: float) -> None:
+def test_the_moving_average_of_a_constant_is_constant(decay: float, value: float) -> None:
     weights = {"w": torch.tensor([value])}
     assert torch.equal(local_training.moving_average(weights, weights, decay)["w"], weights["w"])
 
 
-def test_counters_are_taken_as_they_are_now() -> None:
+def test_the_moving_average_takes_the_latest_value_of_counters() -> None:
     count = {"batches": torch.tensor(3)}
     later = local_training.moving_average(count, {"batches": torch.tensor(8)}, 0.5)["batches"]
     assert torch.equal(later, torch.tensor(8))
@@ -225,7 +227,7 @@ class WithSpectralNorm(nn.Module):
         self.norm = nn.BatchNorm1d(3)
 
 
-def test_initial_weights_follow_from_the_generator_alone_down_to_the_buffers() -> None:
+def test_initial_weights_and_buffers_depend_on_the_generator_only() -> None:
     drawn = []
     for state_of_torch, purpose in ((1, "init"), (2, "init"), (1, "other")):
         with torch.random.fork_rng(devices=[]):
@@ -237,7 +239,7 @@ def test_initial_weights_follow_from_the_generator_alone_down_to_the_buffers() -
     assert not torch.equal(drawn[0][original], drawn[2][original])
 
 
-def test_what_a_step_sends_is_copied_once_by_the_step_or_by_whoever_called_it() -> None:
+def test_sent_tensors_are_copied_once_by_the_step_or_by_its_caller() -> None:
     own = {"w": torch.ones(3, requires_grad=True), "b": torch.zeros(2)}
     sent = local_training.to_send(own)
     with local_training.copy_once():
@@ -248,10 +250,10 @@ def test_what_a_step_sends_is_copied_once_by_the_step_or_by_whoever_called_it() 
     assert not sent["w"].requires_grad and not lent["w"].requires_grad
     assert (
         local_training.to_send(own)["b"].data_ptr() != own["b"].data_ptr()
-    )  # it ends with the context
+    )  # the context has ended
 
 
-def test_weights_read_from_a_network_are_copies_and_so_are_those_put_into_it() -> None:
+def test_weights_are_copied_when_read_from_and_loaded_into_a_network() -> None:
     net = nn.Linear(2, 1).eval()
     taken = local_training.weights_of(net)
     given_ = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
@@ -263,14 +265,12 @@ def test_weights_read_from_a_network_are_copies_and_so_are_those_put_into_it() -
     assert not any(value.requires_grad for value in taken.values())
 
 
-def test_the_mean_of_losses_and_of_none() -> None:
+def test_the_mean_of_losses_and_of_no_losses() -> None:
     assert local_training.mean_of([torch.tensor(1.0), torch.tensor(4.0)]) == 2.5
     assert local_training.mean_of([]) == 0.0
 
 
-def test_views_of_stored_rows_are_of_what_networks_take_and_of_the_rows_that_were_asked_for() -> (
-    None
-):
+def test_views_of_stored_rows_get_network_input_of_the_requested_rows() -> None:
     stored = torch.arange(6, dtype=torch.uint8).reshape(6, 1, 1, 1) * 51
     batches = [torch.tensor([5, 0]), torch.tensor([], dtype=torch.long), torch.tensor([2])]
     calls = []
@@ -281,10 +281,10 @@ def test_views_of_stored_rows_are_of_what_networks_take_and_of_the_rows_that_wer
 
     views = list(local_training.views_of(stored, batches, negative, torch.device("cpu")))
     assert [v.flatten().tolist() for v in views] == [[-1.0, 1.0], [], pytest.approx([0.2])]
-    assert calls == [3]  # made for all of them in one go
+    assert calls == [3]  # in one call
 
 
-def test_views_made_ahead_are_those_of_their_batches_and_made_for_many_at_once() -> None:
+def test_views_made_in_blocks_equal_those_of_single_batches() -> None:
     batches = [*torch.split(torch.arange(25), 4), torch.empty(0, dtype=torch.int64)]
     asked: list[int] = []
 

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Table(nn.Module):
-    """Outputs by row number, which is the row's single pixel."""
+    """Outputs by row number, which is the single pixel of the row."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def scores_of(logits: Tensor, y: Tensor, chunk: int = 256) -> Scores:
 
 
 def drawn(seed: int, classes: int, absent: int | None = None) -> tuple[Tensor, Tensor]:
-    """Random outputs of 200 rows; ``absent``: a class that no row has."""
+    """Random outputs of 200 rows; no row has the class ``absent``."""
     rng = torch.Generator().manual_seed(seed)
     y = torch.randint(classes, (200,), generator=rng)
     y[y == absent] = 0
@@ -41,8 +41,8 @@ def drawn(seed: int, classes: int, absent: int | None = None) -> tuple[Tensor, T
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 @pytest.mark.parametrize(("classes", "absent"), [(2, None), (5, None), (5, 3)])
-def test_metrics_are_those_of_scikit_learn(classes: int, absent: int | None, chunk: int) -> None:
-    """Macro F1 and recall of the classes that have rows; another class has no recall."""
+def test_metrics_equal_those_of_scikit_learn(classes: int, absent: int | None, chunk: int) -> None:
+    """Macro F1 and recall of the classes that have rows; other classes have no recall."""
     logits, y = drawn(classes, classes, absent)
     found = scores_of(logits, y, chunk)
     called, labels = logits.argmax(dim=1), list(range(classes))
@@ -73,7 +73,7 @@ def plain_error(confidence: NDArray[np.float64], right: NDArray[np.bool_]) -> fl
     return total
 
 
-def test_calibration_error_by_hand_and_bins_do_not_cancel() -> None:
+def test_calibration_error_by_hand_and_gaps_of_bins_do_not_cancel() -> None:
     """Two rows at 0.9, one right: gap 0.4. Two at 0.6, both right: gap 0.4 the other way."""
     confidence, right = np.array([0.9, 0.9, 0.6, 0.6]), np.array([True, False, True, True])
     assert calibration_error(confidence, right) == pytest.approx(0.4)
@@ -81,8 +81,10 @@ def test_calibration_error_by_hand_and_bins_do_not_cancel() -> None:
     assert calibration_error(np.ones(3), np.ones(3, dtype=bool)) == 0.0
 
 
-def test_with_other_bins_the_error_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: 15 bins, and not 10, are what the reference counts."""
+def test_the_calibration_error_depends_on_the_number_of_bins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: the reference uses 15 bins, and not 10."""
     logits, y = drawn(1, 5)
     confidence = logits.double().softmax(dim=1).max(dim=1).values.numpy()
     right = (logits.argmax(dim=1) == y).numpy()
@@ -92,8 +94,8 @@ def test_with_other_bins_the_error_is_another(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_rows_whose_outputs_are_not_finite_are_counted_and_wrong(bad: float) -> None:
-    """NaN has the arg max 0, and the rows are of class 0: they would count as right."""
+def test_rows_with_non_finite_outputs_are_counted_and_wrong(bad: float) -> None:
+    """The arg max of NaN is 0, and the rows are of class 0: they would count as right."""
     logits, y = torch.tensor([[3.0, 0.0], [3.0, 0.0], [0.0, 3.0]]), torch.tensor([0, 0, 1])
     whole = scores_of(logits, y)
     assert (whole.accuracy, whole.not_finite) == (1.0, 0)
@@ -108,7 +110,7 @@ def test_rows_whose_outputs_are_not_finite_are_counted_and_wrong(bad: float) -> 
     assert found.calibration_error == pytest.approx(1 - 1 / (1 + math.exp(-3)))
 
 
-def test_with_no_finite_row_there_is_no_loss_and_json_stays_strict() -> None:
+def test_without_a_finite_row_there_is_no_loss_and_the_json_is_strict() -> None:
     found = scores_of(torch.full((3, 2), math.nan), torch.tensor([0, 0, 1]))
     assert found.as_json(["a", "b"]) == {
         "loss": None, "macro_f1": 0.0, "recall": {"a": 0.0, "b": 0.0}, "calibration_error": None
@@ -116,15 +118,15 @@ def test_with_no_finite_row_there_is_no_loss_and_json_stays_strict() -> None:
     assert found.as_curves(["a", "b"]) == {"macro_f1": 0.0, "recall/a": 0.0, "recall/b": 0.0}
 
 
-def test_outputs_at_the_end_of_float32_have_a_finite_loss() -> None:
-    """Their difference is no float32."""
+def test_outputs_at_the_limits_of_float32_have_a_finite_loss() -> None:
+    """Their difference overflows float32."""
     found = scores_of(torch.tensor([[3e38, -3e38], [3e38, -3e38]]), torch.tensor([0, 1]))
     assert found.loss == pytest.approx(3e38)
     assert found.not_finite == 0
 
 
 @pytest.mark.parametrize(("classes", "curves"), [(20, True), (21, False)])
-def test_recalls_are_curves_up_to_twenty_classes_and_always_in_the_results(
+def test_recalls_are_logged_up_to_twenty_classes_and_always_in_the_results(
     classes: int, curves: bool
 ) -> None:
     logits, y = drawn(0, classes)

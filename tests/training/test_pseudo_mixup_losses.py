@@ -38,7 +38,7 @@ def test_sharpening_by_hand() -> None:
 
 
 @given(probs=distributions, sharpness=st.floats(1.01, 8))
-def test_sharpening_keeps_the_order_of_classes_and_is_never_less_decided(
+def test_sharpening_keeps_the_order_of_classes_and_never_lowers_the_maximum(
     probs: Tensor, sharpness: float
 ) -> None:
     sharp = sharpen(probs, sharpness)
@@ -50,7 +50,7 @@ def test_sharpening_keeps_the_order_of_classes_and_is_never_less_decided(
     assert float(sharpen(probs, 1 / sharpness).max()) <= float(probs.max()) + 1e-12
 
 
-# Guessing labels, 3.3 ------------------------------------------------------------------------
+# Pseudo-labels, 3.3 --------------------------------------------------------------------------
 
 
 def test_a_pseudo_label_is_the_sharpened_mean_over_views() -> None:
@@ -68,12 +68,12 @@ def test_a_pseudo_label_is_the_sharpened_mean_over_views() -> None:
     mean = (1 / (1 + math.exp(-0.5)) + 1 / (1 + math.exp(-1.5))) / 2
     first = mean**3 / (mean**3 + (1 - mean) ** 3)
     assert_close(guess, torch.tensor([[first, 1 - first]]))
-    # the control: sharpening each view before the mean is another number
+    # the control: sharpening before the mean gives another number
     sharp = [p**3 / (p**3 + (1 - p) ** 3) for p in (1 / (1 + math.exp(-s)) for s in (0.5, 1.5))]
     assert abs(sum(sharp) / 2 - first) > 1e-3
 
 
-def test_guesses_do_not_depend_on_the_chunk_and_carry_no_gradient() -> None:
+def test_pseudo_labels_do_not_depend_on_the_chunk_size_and_have_no_gradient() -> None:
     network = torch.nn.Linear(3, 4)
     x = torch.rand(10, 3, generator=rng())
     guesses = [
@@ -97,12 +97,13 @@ def test_blending_factors_are_beta_distributed(alpha: float) -> None:
     variance = 1 / (4 * (2 * alpha + 1))
     assert float(lam.mean()) == pytest.approx(0.5, abs=0.0125)
     assert float(lam.var()) == pytest.approx(variance, rel=0.03)
-    # fourth moment about 1/2: 3 / (16 (2a + 1)(2a + 3)); tells Beta from others of that variance
+    # fourth moment about 1/2: 3 / (16 (2a + 1)(2a + 3)); distinguishes Beta from others of that
+    # variance
     fourth = 3 / (16 * (2 * alpha + 1) * (2 * alpha + 3))
     assert float(((lam - 0.5) ** 4).mean()) == pytest.approx(fourth, rel=0.05)
 
 
-def test_blending_factors_follow_from_their_generator() -> None:
+def test_blending_factors_depend_on_their_generator() -> None:
     assert torch.equal(sample_mix(5, 0.5, rng()), sample_mix(5, 0.5, rng()))
     assert not torch.equal(sample_mix(5, 0.5, rng()), sample_mix(5, 0.5, rng("other")))
 
@@ -119,12 +120,12 @@ def test_mixing_by_hand_for_rows_of_any_shape() -> None:
 
 def test_a_row_and_its_label_are_mixed_with_the_same_partner_by_the_same_factor() -> None:
     p = torch.eye(6)
-    x = p.view(6, 1, 2, 3)  # rows that look like their labels
+    x = p.view(6, 1, 2, 3)  # rows that equal their labels
     mixed_x, mixed_p = local_mixup(x, p, 0.5, rng())
     assert torch.equal(mixed_x.flatten(1), mixed_p)
     assert_close(mixed_p.sum(dim=1), torch.ones(6))
     assert not torch.equal(mixed_p, p)
-    # every row has a share of itself, and of one other at most
+    # every row has a share of itself, and of at most one other
     assert bool((mixed_p.diagonal() > 0).all())
     assert int((mixed_p > 0).sum(dim=1).max()) == 2
 
@@ -132,7 +133,7 @@ def test_a_row_and_its_label_are_mixed_with_the_same_partner_by_the_same_factor(
 # Cross-entropy, Eq. 4 and 5 ------------------------------------------------------------------
 
 
-def test_the_cross_entropy_of_each_row_against_plain_loops() -> None:
+def test_the_cross_entropy_of_each_row_equals_that_of_plain_loops() -> None:
     logits = torch.randn(5, 4, generator=rng(), dtype=torch.float64)
     p = torch.rand(5, 4, generator=rng("p"), dtype=torch.float64)
     p = p / p.sum(dim=1, keepdim=True)
@@ -144,7 +145,7 @@ def test_the_cross_entropy_of_each_row_against_plain_loops() -> None:
     assert_close(soft_cross_entropy(logits, p), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_the_cross_entropy_is_least_where_the_prediction_is_the_target() -> None:
+def test_the_cross_entropy_is_smallest_where_the_prediction_is_the_target() -> None:
     p = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64)
     entropy = -(0.7 * math.log(0.7) + 0.2 * math.log(0.2) + 0.1 * math.log(0.1))
     assert float(soft_cross_entropy(p.log(), p)) == pytest.approx(entropy)
@@ -152,6 +153,6 @@ def test_the_cross_entropy_is_least_where_the_prediction_is_the_target() -> None
         assert float(soft_cross_entropy(p.log() + 0.1 * other, p)) > entropy
 
 
-def test_large_logits_give_no_infinity() -> None:
+def test_large_logits_give_a_finite_loss() -> None:
     logits = torch.tensor([[1e4, -1e4]])
     assert_close(soft_cross_entropy(logits, torch.tensor([[0.0, 1.0]])), torch.tensor([2e4]))
