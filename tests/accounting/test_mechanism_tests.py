@@ -274,14 +274,14 @@ def test_half_of_the_claimed_noise_is_detected_and_honest_noise_is_not(
     step: Step, claim: float
 ) -> None:
     assert step.claim == pytest.approx(claim, abs=1e-3)
-    assert 0 < step.seen(20_000, seed=4) <= step.claim
+    assert 0 < step.certified(20_000, seed=4) <= step.claim
     # 100,000 runs per sample detect it for 9 seeds in 10, this number for 12 in 12
-    assert step.seen(200_000, seed=4, noise_factor=0.5) > step.claim
+    assert step.certified(200_000, seed=4, noise_factor=0.5) > step.claim
 
 
 def test_a_fifth_less_noise_passes_the_bound_and_is_detected_by_its_scale() -> None:
     step = STEPS[0][0]
-    assert step.seen(20_000, seed=5, noise_factor=0.8) <= step.claim
+    assert step.certified(20_000, seed=5, noise_factor=0.8) <= step.claim
     residuals = step.releases(1_000, seed=5, present=False, noise_factor=0.8) / step.noise
     assert noise_scale_p(residuals) < 1e-9
 
