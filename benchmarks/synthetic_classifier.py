@@ -1,12 +1,12 @@
-"""How good a generator's rows are, and a classifier that learned them alone on real test rows.
+"""Quality of a generator's rows, and test accuracy of a classifier trained on them alone.
 
     python -m benchmarks.synthetic_classifier RUN [--confidence 0.9] [--count 20000]
         [--steps 2500] [section.key=value]
 
-The generator of a finished run makes the rows, and its released classifier names them. A network
-of the run's kind, with weights of its own, learns them in batches of 64 by Adam, whose rate falls
-to 0, in the views that the generator saw. It sees no real row. The judge of ``gen/*``, which learns
-test rows and never sees G, says what share of the rows is what was asked. One Markdown table.
+The generator of a finished run makes the rows, and its released classifier labels them. A new
+network of the run's kind trains on them in batches of 64 by Adam, whose rate decays to 0, with the
+generator's views and no real row. The classifier of the metrics ``gen/*``, trained on test rows and
+independent of G, gives the share of rows in the requested class. Prints one Markdown table.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _accuracy(network: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Of the network, on rows (N, *shape) as stored."""
+    """Return the network's accuracy on rows (N, *shape) as stored."""
     return score(network, dict(network.state_dict()), x, y, device=torch.device("cpu")).accuracy
 
 
