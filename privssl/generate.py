@@ -1,7 +1,7 @@
 """``python -m privssl.generate RUN --count N --output FILE.npz|FOLDER``: labelled synthetic rows.
 
-The generator of a finished run makes them of nothing but a class and noise. The last line says
-what covers them. Exit status: 0 written, 2 the user's mistake, 130 interrupted.
+The generator of a finished run makes them from a class and noise. The last line names the guarantee
+that covers them. Exit status: 0 written, 2 user error, 130 interrupted.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    with gc_paused():  # here, so that --help and a typo in the command need no torch
+    with gc_paused():  # here, so that --help and usage errors need no torch
         from privssl.api.run import open_run
         from privssl.generation.files import check_free, write_rows
         from privssl.generation.rows import generate_rows

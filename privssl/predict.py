@@ -1,8 +1,8 @@
 """``python -m privssl.predict RUN INPUT...``: classify rows with a finished run.
 
-Inputs are pictures, folders of pictures, NPZ files (x, x_test or x_unlabelled), NPY files, and CSV
-files with the columns that the run was trained on. A line for each row: its file or number, its
-class, and the probability of each class.
+Inputs are images, folders of images, NPZ files (x, x_test or x_unlabelled), NPY files, and CSV
+files with the columns that the run was trained on. The output has a line per row: its file or
+number, its class, and the probability of each class.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rich.console import Console
 from privssl.runtime.command import add_plugin_flag, run_command
 from privssl.runtime.console import results_to_standard_output
 
-EARLIER = (b"row,class", b'[\n  {\n    "row"', b"[]")  # how predictions begin, as CSV and as JSON
+EARLIER = (b"row,class", b'[\n  {\n    "row"', b"[]")  # start of predictions, CSV and JSON
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +78,8 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
 
 
 def _check_free(output: Path) -> None:
-    """Refuse to replace what no earlier call wrote, such as the rows or a file of the run."""
+    """Refuse to replace a file that is not an earlier output, such as the rows or a file of the
+    run."""
     from privssl.errors import RunFolderError
     from privssl.storage import atomic_files
 

@@ -1,8 +1,8 @@
 """``python -m privssl.schema [--output FILE]``: a JSON schema of the config, for editors.
 
-It knows every key, its type, range and meaning, and the keys of each algorithm. What depends on
-several keys is checked by ``privssl.train --dry-run``.
-Exit status: 0 written, 2 the user's mistake, 130 interrupted.
+It has every key with its type, range and meaning, and the keys of each algorithm. Rules that
+involve several keys are checked by ``privssl.train --dry-run``. Exit status: 0 written, 2 user
+error, 130 interrupted.
 """
 
 import argparse

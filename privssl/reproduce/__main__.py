@@ -1,11 +1,11 @@
 """``python -m privssl.reproduce [TABLE...]``: published tables, measured cell by cell.
 
-A table is a file, ``configs/tables/NAME.yaml``. Each cell is run with each of its seeds, as
-``privssl.train`` does it, in a process of its own, and what was measured is kept in ``results/``.
-The same command continues after Ctrl-C, a kill or an error. Several processes may work side by
-side: none runs what another one is running.
+A table is a file, ``configs/tables/NAME.yaml``. Each cell is run with each of its seeds by
+``privssl.train``, in a separate process, and the results are stored in ``results/``. The same
+command continues after Ctrl-C, a kill or an error. Several processes may work in parallel: none
+repeats a run of another.
 
-Exit status: 0 done, or time was up; 1 a cell failed; 2 the user's mistake; 130 interrupted.
+Exit status: 0 done, or out of time; 1 a cell failed; 2 user error; 130 interrupted.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def _minutes(text: str) -> float:
 
 def _reproduce(options: argparse.Namespace, root: Path, console: Console, _: ExitStack) -> int:
     until = time.monotonic() + 60 * (options.minutes or float("inf"))
-    with gc_paused():  # here, so that --help and a typo in the command take no second
+    with gc_paused():  # here, so that --help and usage errors stay fast
         from privssl.errors import ConfigError
         from privssl.reproduce import schedule
         from privssl.reproduce.runner import Runner

@@ -369,7 +369,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "over sites nobody says that the rows behind initial weights were not looked at",
-        ((WARM, "if not split.agents:  # they are sites", "if False:"),),
+        ((WARM, "if not split.agents:  # the agents are sites", "if False:"),),
         (IN_WARM + "over_sites_whose_rows_are_elsewhere_it_is_said_that_nobody_looked[without]",),
     ),
     Fault(

@@ -143,7 +143,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/private_release.py",
-                "    except (PrivacyError, AccountingError):  # of the mechanism itself\n",
+                "    except (PrivacyError, AccountingError):  # raised by the mechanism itself\n",
                 "    except Exception:\n",
             ),
         ),
