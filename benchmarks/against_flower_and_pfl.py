@@ -184,16 +184,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("against_flower_and_pfl", __doc__)
     parser.add_argument("--pfl-python", type=Path, metavar="PATH")
     parser.add_argument("--flower-python", type=Path, metavar="PATH")
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed ones of a repeat")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed rounds of a repeat")
     parser.add_argument("--passes", type=at_least(1), default=3)
     parser.add_argument("--cores", type=at_least(1), default=2)
     beside_option(parser)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of names")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of framework names")
     options = parser.parse_args(arguments)
     print(about())
     taking_part = competitors(options)
     if not taking_part:
-        parser.error(f"--only {' '.join(options.only)} is part of no competitor's name")
+        parser.error(f"--only {' '.join(options.only)} matches no framework")
     if not has_instructions() and any(one.precision == "bfloat16" for one in taking_part):
         print("This processor has no instructions for bfloat16: it is emulated.")
     failed = []

@@ -152,11 +152,11 @@ def counts(name: str, measured: Mapping[int, Measured]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a Markdown table; return 2 if a config cannot be measured."""
     parser = parser_of("batched_agents", __doc__)
-    parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
+    parser.add_argument("configs", nargs="+", help="config files, and overrides for all of them")
     parser.add_argument("--at-once", type=numbers, default=[1, 8, 32])
     parser.add_argument("--rounds", type=at_least(1), default=6)
     parser.add_argument("--phase", default="")
-    parser.add_argument("--count", action="store_true", help="what a GPU would be asked for")
+    parser.add_argument("--count", action="store_true", help="count operations instead of timing")
     options = parser.parse_intermixed_args(arguments)
     configs, overrides = configs_of(parser, options.configs)
     torch.set_num_threads(1)

@@ -132,8 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--epsilons", default="4,2,1")
-    parser.add_argument("--seeds", default="5", help="a number, or seeds with commas")
-    parser.add_argument("--also", action="append", default=[], help="overrides, with spaces")
+    parser.add_argument("--seeds", default="5", help="a number, or a list: 3,4,5")
+    parser.add_argument(
+        "--also", action="append", default=[], help="overrides, separated by spaces"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_intermixed_args(arguments)
     named = options.seeds.rstrip(",").split(",")

@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--seed", type=int, default=12)
     parser.add_argument("--epsilons", default="4,2,1,0.5")
-    parser.add_argument("--clusters", help="numbers with commas; 1 to 6 times the classes")
+    parser.add_argument("--clusters", help="a list: 10,15,20; 1 to 6 times the classes")
     options = parser.parse_intermixed_args(arguments)
     torch.set_num_threads(1)
     try:

@@ -235,11 +235,13 @@ class Work:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a Markdown table."""
     parser = common_options("plain_fixmatch", __doc__, rows=300, batch=32)
-    parser.add_argument("--labels", type=int, default=100, help="at the server")
+    parser.add_argument("--labels", type=int, default=100, help="labelled rows at the server")
     parser.add_argument(
-        "--rate", type=float, default=0.005, help="of learning; small batches: less"
+        "--rate", type=float, default=0.005, help="learning rate; smaller for small batches"
     )
-    parser.add_argument("--warm-up", type=int, default=200, help="steps on labels before")
+    parser.add_argument(
+        "--warm-up", type=int, default=200, help="steps on labelled rows before round 1"
+    )
     options = parser.parse_args(arguments)
     threads = set_up()
     try:

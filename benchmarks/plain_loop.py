@@ -320,9 +320,9 @@ def common_options(
     parser = parser_of(module, about)
     parser.add_argument("--data", default="mnist", choices=("mnist", "fashion_mnist", "digits"))
     parser.add_argument("--agents", type=at_least(1), default=10)
-    parser.add_argument("--rows", type=at_least(1), default=rows, help="of each agent")
+    parser.add_argument("--rows", type=at_least(1), default=rows, help="rows of each agent")
     parser.add_argument("--batch", type=at_least(1), default=batch)
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed ones")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed rounds")
     beside_option(parser)
     return parser
 

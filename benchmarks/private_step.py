@@ -293,10 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=at_least(1), nargs="+", default=[16, 64, 256])
     parser.add_argument("--passes", type=at_least(1), default=5)
     parser.add_argument("--classifier", choices=PRIVATE)
-    parser.add_argument("--width", type=at_least(1), help="of the classifier (16)")
+    parser.add_argument("--width", type=at_least(1), help="width of the classifier (16)")
     options = parser.parse_args(arguments)
     if options.width and not options.classifier:
-        parser.error("--width is of a --classifier: name one")
+        parser.error("--width needs --classifier")
     torch.set_num_threads(1)
     tune_malloc()
     torch.manual_seed(0)

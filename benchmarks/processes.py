@@ -139,7 +139,7 @@ def beside_option(parser: argparse.ArgumentParser) -> None:
     """Add the option with the number of processes of ``other_work``."""
     parser.add_argument(
         "--beside", type=at_least(0), default=0, metavar="N",
-        help="processes of other work that keep a core busy each all the while (0)",
+        help="other processes that each keep a core busy (0)",
     )  # fmt: skip
 
 

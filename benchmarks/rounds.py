@@ -27,7 +27,7 @@ from privssl.runtime.process import tune_malloc
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 2 if a config cannot be measured."""
     parser = parser_of("rounds", __doc__)
-    parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
+    parser.add_argument("configs", nargs="+", help="config files, and overrides for all of them")
     parser.add_argument("--vary", default="run.workers=1,2", metavar="KEY=VALUE,VALUE")
     parser.add_argument("--rounds", type=at_least(1), default=6)
     parser.add_argument("--phase", default="")

@@ -137,11 +137,11 @@ def cell(options: argparse.Namespace, config: str, overrides: list[str], agents:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or the status of a cell that failed."""
     parser = parser_of("scale", __doc__)
-    parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
+    parser.add_argument("configs", nargs="+", help="config files, and overrides for all of them")
     parser.add_argument("--agents", type=numbers, default=[10, 100, 1000, 10000])
-    parser.add_argument("--rows", type=at_least(1), default=50, help="of each agent")
-    parser.add_argument("--side", type=at_least(1), default=8, help="pixels")
-    parser.add_argument("--sampled", type=at_least(1), default=10, help="agents in a round")
+    parser.add_argument("--rows", type=at_least(1), default=50, help="rows of each agent")
+    parser.add_argument("--side", type=at_least(1), default=8, help="side of an image in pixels")
+    parser.add_argument("--sampled", type=at_least(1), default=10, help="agents per round")
     parser.add_argument("--rounds", type=at_least(2), default=12)
     parser.add_argument("--workers", type=at_least(1), default=1)
     parser.add_argument("--cell", type=Path, help=argparse.SUPPRESS)

@@ -119,10 +119,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("sites_memory", __doc__)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--sites", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=5, help="rounds that are not counted")
+    parser.add_argument(
+        "--warm-up", type=int, default=5, help="first rounds, which are not counted"
+    )
     options = parser.parse_args(arguments)
     if not 0 <= options.warm_up < options.rounds:
-        parser.error("--warm-up must leave a round to count")
+        parser.error("--warm-up must be less than --rounds")
     print(f"{about()} {options.sites} sites, {options.rounds} rounds\n", flush=True)
     begun, weights = time.monotonic(), list[Weights]()
     try:

@@ -33,9 +33,9 @@ BATCH, RATE = 64, 2e-3
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.synthetic_classifier")
-    parser.add_argument("run", type=Path, help="a folder that train wrote, of images")
-    parser.add_argument("--count", type=int, default=20_000, help="synthetic rows")
-    parser.add_argument("--confidence", type=float, default=0.0, help="as of privssl generate")
+    parser.add_argument("run", type=Path, help="run folder of a run on images")
+    parser.add_argument("--count", type=int, default=20_000, help="number of synthetic rows")
+    parser.add_argument("--confidence", type=float, default=0.0, help="as for privssl generate")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("overrides", nargs="*", help="section.key=value, such as data.root")
     options = parser.parse_args(argv)

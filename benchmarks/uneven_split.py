@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.uneven_split", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("changes", nargs="*", help="CLASS=MOST, and overrides of the config")
+    parser.add_argument("changes", nargs="*", help="CLASS=MOST, and config overrides")
     options = parser.parse_intermixed_args(arguments)
     most = {
         int(name): int(number)

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m privssl.doctor",
-        description="Check the installation, and say what to do about each problem.",
+        description="Check the installation and print advice for each problem.",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(argv)

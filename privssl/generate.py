@@ -33,16 +33,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Write labelled synthetic rows made by the generator of a finished run.",
     )
     add_run_arguments(parser)
-    parser.add_argument("--count", type=int, required=True, metavar="N", help="how many rows")
-    parser.add_argument("--classes", metavar="A,B", help="names of classes; absent: all")
+    parser.add_argument("--count", type=int, required=True, metavar="N", help="number of rows")
+    parser.add_argument("--classes", metavar="A,B", help="names of classes (default: all)")
     parser.add_argument(
         "--confidence", type=float, default=0.0, metavar="P",
-        help="only rows to whose class the run's classifier gives at least this probability",
+        help="least probability of a row's class by the run's classifier",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same rows")
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE.npz|FOLDER",
-        help="an NPZ file with x, y and class_names, or a folder for PNG pictures",
+        help="an NPZ file with x, y and class_names, or a folder for PNG images",
     )  # fmt: skip
     parser.add_argument(
         "--acknowledge-query-rows", action="store_true",

@@ -32,20 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_run_arguments(parser)
     parser.add_argument(
         "inputs", nargs="+", type=Path, metavar="INPUT",
-        help="picture, folder of pictures, NPZ file (x, x_test or x_unlabelled), NPY or CSV file",
+        help="image, folder of images, NPZ file (x, x_test or x_unlabelled), NPY or CSV file",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--output", type=Path, metavar="FILE.csv", help="write the lines there")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.csv", help="write the output to this file"
+    )
     options = parser.parse_args(argv)
     return run_command(partial(_predict, options), json=True, interrupted="Interrupted.")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add RUN, ``--model`` and ``--plugin``."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train wrote")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
     parser.add_argument(
         "--model", metavar="PACKAGE.MODULE:NAME",
-        help="the network, where it was your own: a run folder chooses no code that is imported",
+        help="your own network, if the run used one: names in the run folder are not imported",
     )  # fmt: skip
     add_plugin_flag(parser)
 

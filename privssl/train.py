@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "config", nargs="?",
-        help="a YAML file, for example configs/fedssl.yaml; with --resume, absent: the run's own",
+        help="a YAML file, for example configs/fedssl.yaml; with --resume not needed",
     )  # fmt: skip
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value",
@@ -148,7 +148,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
             try:
                 run_dir.check_free(config)
             except UserError as problem:
-                log.warning("As things are it would be refused: %s", problem)
+                log.warning("The run would be refused: %s", problem)
         if options.json:
             results_to_standard_output(json.dumps({"estimate": estimate}, indent=2))
         return 0

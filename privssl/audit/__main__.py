@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     about = "Check the ledgers and the privacy claim of a run."
     parser = argparse.ArgumentParser(prog="python -m privssl.audit", description=about)
-    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a folder that train wrote")
+    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="run folder")
     about = "attack the run's plan with canaries made here (minutes; needs none of its data)"
     parser.add_argument("--empirical", action="store_true", help=about)
     add_plugin_flag(parser)

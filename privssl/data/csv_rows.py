@@ -332,7 +332,9 @@ def scales_of(train: Part) -> dict[str, Scale]:
             numbers = [_number(train, name, v, at) for at, v in there]
             low, high, lacking = min(numbers), max(numbers), len(values) - len(there)
             if low == high and not lacking:
-                log.warning("%s: column %s is constant, so it tells nothing.", train.path, name)
+                log.warning(
+                    "%s: column %s is constant, so it has no information.", train.path, name
+                )
             if len(values) >= FEW_ROWS and (odd := odd_numbers(numbers)):
                 log.warning("%s: column %s %s.", train.path, name, odd)
             high = high if high > low else low + 1
@@ -351,7 +353,7 @@ def scales_of(train: Part) -> dict[str, Scale]:
             )
         categories = tuple(sorted(set(values)))
         if len(categories) == 1:
-            log.warning("%s: column %s is constant, so it tells nothing.", train.path, name)
+            log.warning("%s: column %s is constant, so it has no information.", train.path, name)
         if len(categories) > MOST_CATEGORIES:
             raise DataError(
                 f"{train.path}: column {name} has {len(categories)} different values that are no "
@@ -364,7 +366,7 @@ def scales_of(train: Part) -> dict[str, Scale]:
         raise DataError(f"{train.path} has no column beside its label")
     if lacks:
         log.warning(
-            "%s: %d columns have rows without a value, and each a second number that says where: "
+            "%s: %d columns have missing values, so each has a second number for them: "
             "%s.", train.path, len(lacks), ", ".join([*lacks[:10], *["..."][: len(lacks) > 10]]),
         )  # fmt: skip
     return scales
@@ -381,7 +383,7 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
         x = np.array([_number(part, name, v, at) for at, v in enumerate(values)])
         x = np.where(absent, (low + high) / 2, x) if lacks else x
         if beyond := int(((x < low) | (x > high)).sum()):
-            log.warning("%s: column %s has values beyond its bounds (%d), which are set to them.",
+            log.warning("%s: column %s has values beyond its bounds (%d), which are clipped.",
                         part.path, name, beyond)  # fmt: skip
         scaled = 2 * (x.clip(low, high) - low) / (high - low) - 1
         both = (scaled, 2.0 * absent - 1) if lacks else (scaled,)
@@ -390,8 +392,8 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
     places = np.array(places_of(values, categories), dtype=np.int64)
     if new := int((places < 0).sum()):
         log.warning(
-            "%s: %d values of column %s are no category of it (the first: %.40r; it has %s), and "
-            "count as none.", part.path, new, name, values[int((places < 0).argmax())],
+            "%s: %d values of column %s are not among its categories (the first: %.40r; it has %s) "
+            "and count as none.", part.path, new, name, values[int((places < 0).argmax())],
             first_few(categories),
         )  # fmt: skip
     hit: NDArray[np.bool_] = places[:, None] == np.arange(len(categories))

@@ -351,7 +351,7 @@ def warn_of_equal_rows(where: object, arrays: Arrays) -> None:
     known = set(train)
     if seen := sum(row in known for row in test):
         log.warning(
-            "%s: %d of %d test rows are training rows as well, so test accuracy is too high. "
+            "%s: %d of %d test rows are also training rows, so test accuracy is too high. "
             "Remove them from one of the two.",
             where, seen, len(test),
         )  # fmt: skip

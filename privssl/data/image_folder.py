@@ -174,9 +174,9 @@ def list_labelled_images(folder: Path) -> tuple[list[Path], list[str]]:
 def _log_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
     """Warn of images that are changed when they are read."""
     if turned := sum(head.turned for head in heads):
-        log.warning("%s: %d images were turned as their EXIF orientation says", root, turned)
+        log.warning("%s: %d images were rotated by their EXIF orientation", root, turned)
     if laid:
-        log.warning("%s: %d images have transparent pixels and were laid over white", root, laid)
+        log.warning("%s: %d images have transparent pixels, which became white", root, laid)
     if several := [head for head in heads if head.frames > 1]:
         log.warning(
             "%s: %d images have several frames or pages (%s has %d). The first of each was read, "

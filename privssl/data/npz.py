@@ -214,14 +214,14 @@ def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
     for name, value in dark.items():
         what, other_form = ("bytes", "floats in [0, 1]") if full == 255 else ("floats", "bytes")
         log.warning(
-            "%s: %s has %s up to %.5g. They are taken for shades from 0 to %d, so all of it is "
-            "nearly black: bring them to that range, or give %s.",
+            "%s: %s has %s up to %.5g. They are taken for shades from 0 to %d, so all pixels are "
+            "nearly black: scale them to that range, or give %s.",
             path, name, what, value, full, other_form,
         )  # fmt: skip
     one, two = min(top, key=top.__getitem__), max(top, key=top.__getitem__)
     if not dark and top[two] > 2 * top[one]:
         log.warning(
-            "%s: %s goes up to %.5g and %s up to %.5g. Scale both alike.",
+            "%s: %s goes up to %.5g and %s up to %.5g. Scale both equally.",
             path, one, top[one], two, top[two],
         )  # fmt: skip
 

@@ -182,7 +182,7 @@ def _keep(cache: Path, names: Sequence[bytes], features: Tensor) -> None:
         cache.mkdir(0o700, parents=True, exist_ok=True)  # digests identify rows
         atomic_files.replace(path, save(tensors, about))
     except OSError as error:
-        log.warning("%s: features cannot be kept (%s), so the next run encodes again.",
+        log.warning("%s: features cannot be cached (%s), so the next run encodes again.",
                     cache, error)  # fmt: skip
 
 

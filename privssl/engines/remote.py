@@ -168,7 +168,7 @@ class SitesEngine:
                 break
             if not warned:
                 log.warning(
-                    "At the end of the run %s did not answer. Waits for up to %.0f s more; Ctrl-C "
+                    "At the end of the run %s did not answer. Waiting up to %.0f s more; Ctrl-C "
                     "ends the wait, and --resume asks again",
                     ", ".join(missing), end - time.monotonic(),
                 )  # fmt: skip

@@ -27,8 +27,8 @@ from privssl.ops.clipping import KernelInput
 
 BLOCK = 2**18  # elements converted to float64 at once
 LONGEST = math.sqrt(torch.finfo(torch.float32).max)  # largest norm of a row that counts
-#: Rounding changes a product of factors by 1e-7 of its terms, which may cancel: a row's norm is at
-#: least a thousandth of its terms.
+#: Rounding changes a product of factors by 1e-7 of its terms, which may cancel: a row's norm is
+#: taken to be at least a thousandth of its terms.
 CANCELLED = 1e-6
 
 

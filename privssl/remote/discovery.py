@@ -140,7 +140,7 @@ class SiteDirectory:
         """Return whether requests may be sent there; if names are pinned, only to agents' keys."""
         if self._key_owner is None or self._key_owner(address):
             return True
-        log.warning("A site whose key is not in run.keys wants to take part. It is ignored")
+        log.warning("A site whose key is not in run.keys is ignored")
         self._rejected.add(address)
         return False
 
@@ -159,7 +159,7 @@ class SiteDirectory:
                 f"requests: its operator must name {key} in SITE.yaml, or use its own key",
             )
         elif found.agent not in self._expected:
-            log.warning("A site calls itself %s, which this run does not have", found.agent)
+            log.warning("A site has the name %s, which this run does not have", found.agent)
             self._rejected.add(address)
         elif self._responds(found.agent):
             raise SiteError(f"Two sites call themselves {found.agent}. Stop the wrong one")
@@ -221,7 +221,7 @@ class SiteDirectory:
             raise SiteError(
                 f"A site that wants to take part{whose} cannot: {describe_error(code)}{why}"
             )
-        log.warning("A site that wants to take part%s cannot yet: %s", whose, describe_error(code))
+        log.warning("A site%s cannot take part yet: %s", whose, describe_error(code))
 
 
 def describe_error(code: str) -> str:

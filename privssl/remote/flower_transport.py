@@ -193,9 +193,7 @@ class FlowerTransport:
             return ask(self._relay or self._connect())
         except BaseException as error:
             if isinstance(error, Exception):  # Ctrl-C is not an error of the run
-                log.warning(
-                    "The Flower run is lost (%s). The next message starts another one", error
-                )
+                log.warning("The Flower run ended (%s). The next message starts another one", error)
             with suppress(OSError):
                 if self._relay is not None:
                     self._relay.close()

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if options.render and options.tables:
-        parser.error("--render writes the pages of all tables: name none")
+        parser.error("--render writes the pages of all tables: remove the names")
     return run_command(
         partial(_reproduce, options, root), json=False,
         interrupted="Interrupted; nothing is lost. The same command continues.",
@@ -39,18 +39,18 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m privssl.reproduce",
-        description="Run cells of published tables and keep what was measured in results/.",
+        description="Run cells of published tables and store the results in results/.",
     )
     parser.add_argument(
         "tables", nargs="*", metavar="TABLE",
-        help="names of files in configs/tables; with --list or --next they may be left out: all",
+        help="names of files in configs/tables; with --list or --next the default is all",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="print tables and cells with their state")
     what.add_argument(
         "--next", action="store_true",
         help="run what is missing by priority, one cell after the other, until stopped: one seed "
-        "of all tables, then the next; what is old comes last",
+        "of all tables, then the next; old cells come last",
     )  # fmt: skip
     what.add_argument(
         "--render", action="store_true", help="write the pages of docs/ from the store"
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--minutes", type=_minutes, metavar="M",
-        help="stop after so many minutes; a running cell writes a checkpoint",
+        help="stop after this many minutes; a running cell writes a checkpoint",
     )  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="keep the run folders of stored cells")
     return parser

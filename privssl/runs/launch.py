@@ -112,7 +112,7 @@ def _log_start(prepared: Prepared) -> None:
     )
     kind = kind_of(prepared.federated_data.dataset.shape)
     if kind is not IMAGE:
-        log.info("Rows are %ss, of which TensorBoard has no pictures", kind.name)
+        log.info("Rows are %ss, so TensorBoard has no pictures of them", kind.name)
     warn([*config.warnings, *prepared.nominal_warnings])
 
 

@@ -129,7 +129,7 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
                 "others. Put it back, or start a new run with another run.output"
             ) from None
         written = None
-        log.warning("%s. It is written anew", error)
+        log.warning("%s. It is rewritten", error)
     for known in (then, written):
         if known not in (None, now.hash):
             # Without the hash of the split: a private run's log must not have it.

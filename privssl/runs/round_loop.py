@@ -121,7 +121,7 @@ class RoundLoop:
         self._events[:] = [*json.loads(progress.warnings), *other_code_warnings(snapshot)]
         # A copy: the snapshot's file may be deleted before the next round ends.
         self._record(state, progress)
-        log.info("Goes on after round %d", progress.round)
+        log.info("Resuming after round %d", progress.round)
 
     def run_rounds(self) -> Status:
         """Run the remaining rounds. On Ctrl-C save and return "interrupted"."""

@@ -167,7 +167,7 @@ def _put_back(folder: Path) -> None:
             if folder.exists():
                 shutil.rmtree(folder)
             former.rename(folder)
-        log.warning("%s has its former run again: the new one did not begin.", folder)
+        log.warning("%s contains the former run again, because the new one did not begin.", folder)
 
 
 def remove_replaced_run(folder: Path) -> None:

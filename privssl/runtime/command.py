@@ -38,7 +38,7 @@ def add_usual_flags(parser: argparse.ArgumentParser, *, dry_run: str, json: str)
     """Add ``--dry-run``, ``--json`` and ``--quiet``, with the help texts of the first two."""
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     parser.add_argument("--json", action="store_true", help=json)
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--quiet", action="store_true", help="do not show progress")
 
 
 #: How to allow a plug-in for a command that reads a run folder, for errors.
@@ -49,7 +49,7 @@ def add_plugin_flag(parser: argparse.ArgumentParser) -> None:
     """Add ``--plugin``: a run folder must not choose code to import."""
     parser.add_argument(
         "--plugin", action="append", default=[], metavar="NAME",
-        help="a plug-in of the run, by its name in config.yaml, whose code may be imported",
+        help="allow the import of this plug-in, by its name in config.yaml",
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m privssl.site",
-        description="Check one agent's site, and print what it holds and has spent. Nothing is "
+        description="Check one agent's site, and print its rows and spent epsilon. Nothing is "
         "sent without --serve or --superlink.",
     )
     parser.add_argument("site", type=Path, help="YAML file with sections site, rows and budget")

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration. Returns the exit status of the training command."""
     parser = argparse.ArgumentParser(
         prog="python -m privssl.site.demo",
-        description="Train over sites that are processes on this machine.",
+        description="Train over sites on this machine, each a process.",
     )
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")

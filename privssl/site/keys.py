@@ -38,7 +38,7 @@ MOST_DAYS = 36_500
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m privssl.site.keys", description="Make keys and certificates for a trial."
+        prog="python -m privssl.site.keys", description="Create test keys and certificates."
     )
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("names", nargs="+", metavar="NAME", help="agents: s0 s1 q0 ...")

@@ -104,7 +104,7 @@ class SiteRequestHandler:
             return self._handle_step(frame)
         except Exception as error:
             code = error_code_for(error)
-            log.error("Answers %s: %s", code, error, exc_info=code == "failed")
+            log.error("Replying %s: %s", code, error, exc_info=code == "failed")
             return protocol.to_bytes(StepResponse(request_id, error=code))
 
     def _end_run(self, frame: EndOfRun) -> protocol.LedgerResponse:

@@ -105,7 +105,7 @@ class _Server(socketserver.ThreadingUnixStreamServer):
             self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        log.warning("A message broke off", exc_info=log.isEnabledFor(logging.DEBUG))
+        log.warning("A message was incomplete", exc_info=log.isEnabledFor(logging.DEBUG))
 
 
 class _RequestHandler(socketserver.BaseRequestHandler):

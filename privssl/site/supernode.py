@@ -128,13 +128,13 @@ class SuperNode:
             if problem:
                 self._stopped.wait(PROBE_SECONDS)
                 continue
-            log.info("Starts a SuperNode for the SuperLink at %s", self._superlink)
+            log.info("Starting a SuperNode for the SuperLink at %s", self._superlink)
             try:
                 reason = self._run()
             except OSError as error:  # e.g. a full disk, which may pass: keep supervising
                 reason = f"{error}. Check space and rights of {self._folder}"
             if not self._stopped.is_set():
-                log.warning("The SuperNode ended: %s. Another one is started", reason)
+                log.warning("The SuperNode ended: %s. Starting another one", reason)
                 self._end()  # its child processes
                 self._stopped.wait(RESTART_SECONDS)
 

@@ -283,7 +283,7 @@ def test_warnings_of_reading_a_frame_are_kept_for_the_log_and_the_results() -> N
         return [record.getMessage() for record in found.rows.said]
 
     assert warnings_of([30] * 8) == [
-        "Dataset.from_frame: column age is constant, so it tells nothing."
+        "Dataset.from_frame: column age is constant, so it has no information."
     ]
     assert warnings_of(AGES) == []  # the control
 

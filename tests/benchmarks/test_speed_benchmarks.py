@@ -500,7 +500,7 @@ def _alive(process: int) -> bool:
         (batched_agents, ["configs/semifl.yaml", "--at-once", "1,x"], "is needed, not x"),
         (batched_agents, ["run.seed=1"], "which config?"),
         (scale, ["configs/semifl.yaml", "--rounds", "1"], "from 2 is needed, not 1"),
-        (private_step, ["--width", "4"], "--width is of a --classifier"),
+        (private_step, ["--width", "4"], "--width needs --classifier"),
         (against_flower_and_pfl, ["--only", "nobody"], "part of no competitor"),
     ],
 )

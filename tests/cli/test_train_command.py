@@ -332,12 +332,12 @@ def test_a_former_run_comes_back_with_its_ledger_where_the_new_one_cannot_begin(
 
     with monkeypatch.context() as patch:
         patch.setattr(round_loop, "make_engine", absent)
-        assert_refused(command(*replace), "s1 is missing", "has its former run again")
+        assert_refused(command(*replace), "s1 is missing", "contains the former run again")
         assert (tree(run), sorted(os.listdir(tmp_path))) == (before, names)
         patch.setattr(run_dir, "_put_back", lambda folder: None)  # killed before it could
         assert_refused(command(*replace), "s1 is missing")
     assert not (run / "results.json").exists()
-    assert_refused(command(*arguments), "has its former run again", "exists and holds a run")
+    assert_refused(command(*arguments), "contains the former run again", "exists and holds a run")
     assert (tree(run), sorted(os.listdir(tmp_path))) == (before, names)
 
     assert command(*replace).status == 0  # the control: a run that begins replaces it
@@ -374,7 +374,7 @@ def test_a_visit_that_costs_more_than_the_budget_is_refused_before_the_run(tmp_p
 def test_a_dry_run_says_what_a_run_would_be_refused_for(plain: Finished, tmp_path: Path) -> None:
     taken = command(plain.config, f"run.output={plain.folder}", "--dry-run")
     assert taken.status == 0
-    assert "As things are it would be refused" in taken.err
+    assert "The run would be refused" in taken.err
     assert "exists and holds a run" in taken.err
     assert command(plain.config, f"run.output={tmp_path / 'new'}", "--dry-run").err == ""
     config = written(tmp_path, PRIVATE)

@@ -71,7 +71,7 @@ def test_what_is_drawn_in_the_alpha_channel_is_seen_over_white(
     found = read(write(tmp_path, save, suffix))
     # Black with opacity 255 - v over white has the shade v.
     assert np.abs(found.x_train[:, 0].numpy().astype(int) - SHADES[:4]).max() <= 1
-    assert "8 images have transparent pixels and were laid over white" in said(caplog)
+    assert "8 images have transparent pixels, which became white" in said(caplog)
 
 
 def test_without_a_background_such_pictures_would_all_be_equal_and_that_is_warned_of(
@@ -155,7 +155,7 @@ def test_a_picture_is_upright_whatever_its_orientation_says(
     assert found.shape == wanted.shape
     assert (found - wanted).abs().mean() < 2
     if suffix != ".tif":  # Pillow has turned it then
-        assert "8 images were turned as their EXIF orientation says" in caplog.text
+        assert "8 images were rotated by their EXIF orientation" in caplog.text
 
 
 def test_turned_and_upright_pictures_of_one_size_go_together(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_without_room_on_the_disk_features_are_used_and_not_kept(
 
     monkeypatch.setattr(atomic_files, "replace", full)
     assert torch.equal(encode(counting.encoder, IMAGES, tmp_path), expected(IMAGES))
-    assert "cannot be kept" in caplog.text
+    assert "cannot be cached" in caplog.text
 
 
 # What an encoder gives -----------------------------------------------------------------------
