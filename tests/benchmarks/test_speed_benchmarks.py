@@ -501,7 +501,7 @@ def _alive(process: int) -> bool:
         (batched_agents, ["run.seed=1"], "which config?"),
         (scale, ["configs/semifl.yaml", "--rounds", "1"], "from 2 is needed, not 1"),
         (private_step, ["--width", "4"], "--width needs --classifier"),
-        (against_flower_and_pfl, ["--only", "nobody"], "part of no competitor"),
+        (against_flower_and_pfl, ["--only", "nobody"], "matches no framework"),
     ],
 )
 def test_a_word_that_makes_no_sense_is_refused_before_anything_is_timed(
