@@ -241,7 +241,7 @@ class JournalFile:
             former, self._file = self._file, file
             if former is not None:
                 os.close(former)
-            self._lock_alone(file)  # Opacus can return less than 0
+            self._lock_alone(file)  # before it has the journal's name
             _write_all(file, b"".join(part + b"\n" for part in (*lines, line)))
             os.fsync(file)
             os.replace(fresh, self.path)
