@@ -36,13 +36,14 @@ def first_line(error: BaseException) -> str:
     """Return the first informative line of an error's text, at most 200 characters, without full
     stop.
 
-    That is the second line if the first ends with a colon.
+    That is the second line if the first ends with a colon. Blank lines do not count.
 
-    >>> first_line(RuntimeError("Errors in loading:\\n\\tsize mismatch."))
+    >>> first_line(RuntimeError("Errors in loading:\\n\\n\\tsize mismatch."))
     'size mismatch'
     """
-    lines = str(error).strip().splitlines() or ["no message"]
-    return lines[lines[0].endswith(":") and len(lines) > 1].strip()[:200].rstrip(".")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    informative = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    return informative[:200].rstrip(".")
 
 
 def first_few(names: Sequence[object]) -> str:
