@@ -47,7 +47,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[privssl.Run, Pat
     return privssl.train(config(folder), given, output=folder / "run"), folder / "data"
 
 
-def called(
+def run_main(
     main: Any, capfd: pytest.CaptureFixture[str], *arguments: object, status: int = 0
 ) -> str:
     """What a command prints: on standard output, or where it fails its error."""
@@ -72,21 +72,21 @@ def test_predictions_on_an_npz_file_are_right_as_often_as_the_run_says(
 ) -> None:
     run, path = npz
     reported = run.results["test_accuracy"]["final"]
-    rows = table(called(predict.main, capfd, run.folder, path))
+    rows = table(run_main(predict.main, capfd, run.folder, path))
     assert share(rows, [str(label) for label in Y_TEST]) == reported
     assert [row["row"] for row in rows[:2]] == [f"{path}:0", f"{path}:1"]
     for row in rows:
         by_class = {name: float(row[name]) for name in run.class_names}
         assert sum(by_class.values()) == pytest.approx(1, abs=1e-5)
         assert row["class"] == max(by_class, key=by_class.__getitem__)
-    found = json.loads(called(evaluate.main, capfd, run.folder, path, "--json"))
+    found = json.loads(run_main(evaluate.main, capfd, run.folder, path, "--json"))
     assert (found["rows"], found["accuracy"]) == (30, reported)
     # The rest is what the run wrote, and fits the lines that predict printed.
     assert {name: found[name] for name in run.results["metrics"]} == run.results["metrics"]
     pairs = [(str(true), row["class"]) for true, row in zip(Y_TEST, rows, strict=True)]
     names = run.class_names
     assert found["confusion"] == [[pairs.count((a, b)) for b in names] for a in names]
-    assert f"accuracy: {reported:.4f}" in called(evaluate.main, capfd, run.folder, path)
+    assert f"accuracy: {reported:.4f}" in run_main(evaluate.main, capfd, run.folder, path)
 
 
 def test_predictions_on_pictures_are_right_as_often_as_the_run_says(
@@ -94,11 +94,11 @@ def test_predictions_on_pictures_are_right_as_often_as_the_run_says(
 ) -> None:
     run, data = pictures
     reported = run.results["test_accuracy"]["final"]
-    rows = table(called(predict.main, capfd, run.folder, data / "test"))
+    rows = table(run_main(predict.main, capfd, run.folder, data / "test"))
     assert len(rows) == 30
     assert share(rows, [Path(row["row"]).parent.name for row in rows]) == reported
     for folder in (data, data / "test"):
-        found = json.loads(called(evaluate.main, capfd, run.folder, folder, "--json"))
+        found = json.loads(run_main(evaluate.main, capfd, run.folder, folder, "--json"))
         assert (found["rows"], found["accuracy"]) == (30, reported)
 
 
@@ -109,8 +109,8 @@ def test_json_and_csv_files_have_the_same_rows(
     np.save(tmp_path / "x.npy", X_TEST)
     Image.fromarray(bytes_of(X_TEST[0])).save(tmp_path / "one.png")
     given = (run.folder, tmp_path / "x.npy", tmp_path / "one.png")
-    found = json.loads(called(predict.main, capfd, *given, "--json"))
-    assert called(predict.main, capfd, *given, "--output", tmp_path / "out.csv") == ""
+    found = json.loads(run_main(predict.main, capfd, *given, "--json"))
+    assert run_main(predict.main, capfd, *given, "--output", tmp_path / "out.csv") == ""
     written = table((tmp_path / "out.csv").read_text())
     assert [row["class"] for row in written] == [row["class"] for row in found]
     assert [row["row"] for row in written] == [row["row"] for row in found]
@@ -126,7 +126,7 @@ def test_predictions_replace_predictions_and_no_other_file(
     given = (run.folder, tmp_path / "x.npy")
     for kind in ([], ["--json"]):
         for _ in range(2):
-            called(predict.main, capfd, *given, *kind, "--output", tmp_path / "out.csv")
+            run_main(predict.main, capfd, *given, *kind, "--output", tmp_path / "out.csv")
     for path, said in (
         (tmp_path / "x.npy", "exists and holds no predictions. Choose another --output"),
         (run.folder / "config.yaml", "exists and holds no predictions"),
@@ -134,7 +134,7 @@ def test_predictions_replace_predictions_and_no_other_file(
         (tmp_path / "a" / "b.csv", "cannot be written: No such file or directory. Name a file"),
     ):
         before = path.read_bytes() if path.is_file() else None
-        assert said in called(predict.main, capfd, *given, "--output", path, status=2)
+        assert said in run_main(predict.main, capfd, *given, "--output", path, status=2)
         assert before == (path.read_bytes() if path.is_file() else None)
 
 
@@ -190,7 +190,7 @@ def test_what_is_no_finished_run_is_one_error(
         (tmp_path / "absent", "no results.json"),
         (broken, "classifier.safetensors"),
     ):
-        text = called(predict.main, capfd, folder, path, status=2)
+        text = run_main(predict.main, capfd, folder, path, status=2)
         assert message in text
         assert "Traceback" not in text
     (broken / "classifier.safetensors").unlink()
@@ -280,15 +280,15 @@ def test_inputs_that_cannot_be_read_are_one_error(
         ("bad.npy", "cannot be read as an NPY file"),
         ("other.npz", "has no x, or x_test, or x_unlabelled"),
     ):
-        text = called(predict.main, capfd, run.folder, tmp_path / name, status=2)
+        text = run_main(predict.main, capfd, run.folder, tmp_path / name, status=2)
         assert message in text, text
         assert "Traceback" not in text
-    text = called(evaluate.main, capfd, run.folder, tmp_path / "other.npz", status=2)
+    text = run_main(evaluate.main, capfd, run.folder, tmp_path / "other.npz", status=2)
     assert "has no x and y, or x_test and y_test" in text
     np.save(tmp_path / "rows.npy", X_TEST)
-    text = called(evaluate.main, capfd, run.folder, tmp_path / "rows.npy", status=2)
+    text = run_main(evaluate.main, capfd, run.folder, tmp_path / "rows.npy", status=2)
     assert "single array. Save x and y, or x_test and y_test with numpy.savez_compressed" in text
     shutil.copy(tmp_path / "rows.npy", tmp_path / "ROWS.NPY")
-    assert "Traceback" not in called(predict.main, capfd, run.folder, tmp_path / "ROWS.NPY")
-    text = called(predict.main, capfd, tmp_path / "rows.npy", tmp_path / "rows.npy", status=2)
+    assert "Traceback" not in run_main(predict.main, capfd, run.folder, tmp_path / "ROWS.NPY")
+    text = run_main(predict.main, capfd, tmp_path / "rows.npy", tmp_path / "rows.npy", status=2)
     assert "rows.npy has no results.json: it is no run" in text  # a file is no run folder

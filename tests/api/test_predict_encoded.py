@@ -136,7 +136,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     return {name: make(tmp_path_factory.mktemp(name)) for name, make in KINDS.items()}
 
 
-def called(
+def run_main(
     main: Any, capfd: pytest.CaptureFixture[str], *arguments: object, status: int = 0
 ) -> str:
     assert main([str(argument) for argument in arguments]) == status
@@ -158,11 +158,11 @@ def test_predictions_are_right_as_often_as_the_run_says(
 ) -> None:
     run, path, true = made[kind]
     reported = run.results["test_accuracy"]["final"]
-    lines = lines_of(called(predict.main, capfd, run.folder, path))
+    lines = lines_of(run_main(predict.main, capfd, run.folder, path))
     right = sum(line["class"] == name for line, name in zip(lines, true, strict=True))
     assert right / len(true) == reported
     assert lines[1]["row"] == f"{path}:1"
-    found = json.loads(called(evaluate.main, capfd, run.folder, path, "--json"))
+    found = json.loads(run_main(evaluate.main, capfd, run.folder, path, "--json"))
     assert (found["rows"], found["accuracy"]) == (len(true), reported)
     assert {name: found[name] for name in run.results["metrics"]} == run.results["metrics"]
     # Rows at other places would be right at another rate: the check can fail.
@@ -216,7 +216,7 @@ def test_a_picture_is_resized_to_what_the_encoder_of_the_run_saw(
     row = np.load(path)["x_test"][1]
     Image.fromarray(row).save(tmp_path / "one.png")
     Image.fromarray(row).resize((21, 17)).save(tmp_path / "two.png")
-    text = called(predict.main, capfd, run.folder, tmp_path / "one.png", tmp_path / "two.png")
+    text = run_main(predict.main, capfd, run.folder, tmp_path / "one.png", tmp_path / "two.png")
     lines = lines_of(text)
     assert len(lines) == 2 and lines[0]["class"] == run.predict(row[None])[0]
 
@@ -245,10 +245,10 @@ def test_an_encoder_that_is_absent_or_has_other_weights_is_one_error(
     run, path, _ = made[kind]
     name = run.results["rows"]["encoder"]["name"]
     monkeypatch.setitem(opened, name, replace(opened[name], checksum="0" * 64))
-    said = called(predict.main, capfd, run.folder, path, status=2)
+    said = run_main(predict.main, capfd, run.folder, path, status=2)
     assert f"data.encoder {name}: its weights here have the checksum 000000000000" in said
     monkeypatch.setattr(datasets, "open_encoder", absent)
-    assert "pip install x" in called(evaluate.main, capfd, run.folder, path, status=2)
+    assert "pip install x" in run_main(evaluate.main, capfd, run.folder, path, status=2)
 
 
 WRONG: list[tuple[str, str, str, str]] = [
@@ -270,7 +270,7 @@ def test_files_of_other_rows_are_one_error(
 ) -> None:  # fmt: skip
     if content:
         (tmp_path / name).write_text(content)
-    assert message in called(predict.main, capfd, made[kind][0].folder, tmp_path / name, status=2)
+    assert message in run_main(predict.main, capfd, made[kind][0].folder, tmp_path / name, status=2)
 
 
 def test_a_row_without_a_label_or_of_an_unknown_class_cannot_be_measured(
@@ -279,7 +279,7 @@ def test_a_row_without_a_label_or_of_an_unknown_class_cannot_be_measured(
     path = tmp_path / "a.csv"
     for label, message in (("", "line 3: no label"), ("eel", "knows no class eel")):
         path.write_text(f"said,animal\npurr,cat\nbark,{label}\n")
-        assert message in called(evaluate.main, capfd, made["texts"][0].folder, path, status=2)
+        assert message in run_main(evaluate.main, capfd, made["texts"][0].folder, path, status=2)
 
 
 def test_what_rows_of_python_are_not_is_one_error(made: dict[str, Made]) -> None:

@@ -104,7 +104,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> privssl.Run:
     return train(config(folder), data=dataset(), output=folder / "run")
 
 
-def called(*arguments: object) -> int:
+def run_main(*arguments: object) -> int:
     return export.main([str(argument) for argument in arguments])
 
 
@@ -112,7 +112,7 @@ def test_the_command_writes_a_file_that_stands_alone(
     run: privssl.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "new" / "net.pt2"
-    assert called(run.folder, "--torch-export", path) == 0
+    assert run_main(run.folder, "--torch-export", path) == 0
     assert "(B, 1, 8, 8), [-1, 1], to logits (B, 3)" in " ".join(capfd.readouterr().out.split())
     texts = dict.fromkeys(("class_names", "shape", "scaling"), "")
     network = torch.export.load(path, extra_files=texts).module()
@@ -121,7 +121,7 @@ def test_the_command_writes_a_file_that_stands_alone(
         x = torch.randn(rows, 1, 8, 8)
         assert torch.allclose(network(x), run.classifier()(x), atol=1e-4)
     before = path.read_bytes()
-    assert called(run.folder, "--torch-export", path) == 2
+    assert run_main(run.folder, "--torch-export", path) == 2
     assert "exists. Choose another file" in capfd.readouterr().err
     assert path.read_bytes() == before
 
@@ -132,7 +132,7 @@ def test_onnx_says_its_classes_and_gives_the_logits_of_any_number_of_rows(
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     path = tmp_path / "net.onnx"
-    assert called(run.folder, "--onnx", path) == 0
+    assert run_main(run.folder, "--onnx", path) == 0
     assert b".py" not in path.read_bytes()  # no path of this machine
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     found = session.get_modelmeta().custom_metadata_map
@@ -209,8 +209,8 @@ def test_a_package_that_is_missing_is_named_once(
 def test_what_is_no_run_and_no_form_are_mistakes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert called(tmp_path, "--onnx", tmp_path / "x.onnx") == 2
+    assert run_main(tmp_path, "--onnx", tmp_path / "x.onnx") == 2
     assert "has no results.json" in capfd.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        called(tmp_path)
+        run_main(tmp_path)
     assert list(tmp_path.iterdir()) == []

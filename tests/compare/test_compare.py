@@ -51,7 +51,7 @@ RUNS = tuple(f"{name}-{seed}" for seed in SEEDS for name in CONFIGS)  # in the o
 
 def command(*arguments: object) -> Outcome:
     """``python -m privssl.compare`` with these arguments."""
-    return command_line.called(compare.main, *arguments)
+    return command_line.run_main(compare.main, *arguments)
 
 
 @dataclass(frozen=True)

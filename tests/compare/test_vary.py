@@ -15,7 +15,7 @@ from privssl.compare import __main__ as compare
 from privssl.compare import files, paired, plan, vary
 from privssl.errors import ConfigError
 from tests.support import comparison_row
-from tests.support.command_line import Outcome, assert_refused, called
+from tests.support.command_line import Outcome, assert_refused, run_main
 
 CONFIG = """\
 data: {name: toy, labelled: 40, unlabelled: 80}
@@ -27,7 +27,7 @@ run: {images_every: 100, workers: 1}
 
 
 def command(*arguments: object) -> Outcome:
-    return called(compare.main, *arguments)
+    return run_main(compare.main, *arguments)
 
 
 def row(name: str, accuracies: Sequence[float], splits: Sequence[str] = (), **more: Any) -> Any:

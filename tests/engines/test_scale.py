@@ -38,7 +38,7 @@ from privssl.storage.spill_store import SpillStore
 from privssl.storage.tensor_files import LazyTensors, TensorSlice
 from tests.support.command_line import PLAIN, assert_refused, command
 from tests.support.toy_worlds import at_server, make, same_bits, simulate
-from tests.support.transports import beside
+from tests.support.transports import process_at_work
 
 
 def in_ram(store: SpillStore) -> int:
@@ -319,7 +319,7 @@ def test_the_file_has_no_name_and_is_gone_after_kill_9(tmp_path: Path) -> None:
         is_at_work()
         time.sleep(60)
 
-    with beside(holds) as kill:
+    with process_at_work(holds) as kill:
         files = [os.readlink(link) for link in Path(f"/proc/{pid.read_text()}/fd").iterdir()]
         deleted = [file for file in files if file.startswith(str(tmp_path))]
         assert deleted  # the control: it is there

@@ -27,12 +27,12 @@ FAULTS: tuple[Fault, ...] = (
                 "journal.plans[: -1 * local]",
             ),
         ),
-        (IN_SITES + "a_sites_ledger_that_is_written_anew_in_the_run_folder_is_violated",),
+        (IN_SITES + "the_audit_finds_a_rewritten_copy_of_a_sites_ledger_in_the_run_folder",),
     ),
     Fault(
         "the ledgers of sites are not compared with what checkpoints record as charged",
         ((CROSS, "found.problems += _unpaid(agent, journal, nearest, files)", "pass"),),
-        (IN_SITES + "a_sites_ledger_that_is_written_anew_in_the_run_folder_is_violated",),
+        (IN_SITES + "the_audit_finds_a_rewritten_copy_of_a_sites_ledger_in_the_run_folder",),
     ),
     Fault(
         "the copy of an account is not compared with the run's checkpoints",

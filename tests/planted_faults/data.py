@@ -110,8 +110,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/site/test_own_rows.py::test_a_site_that_scales_vectors_by_its_own_rows_is_"
-            "refused_where_their_number_is_public[public-True]",
+            "tests/site/test_own_rows.py::test_vectors_standardised_by_their_own_rows_are_"
+            "refused_if_the_row_count_is_public[public-True]",
         ),
     ),
     Fault(

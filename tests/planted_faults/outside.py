@@ -199,7 +199,7 @@ FAULTS: tuple[Fault, ...] = (
                 "",
             ),
         ),
-        ("tests/site/test_site.py::test_a_site_takes_no_split_whose_order_follows_from_labels",),
+        ("tests/site/test_site.py::test_a_site_refuses_a_split_drawn_with_rows_ordered_by_class",),
     ),
     Fault(
         "how long a site takes is in metrics.csv",
@@ -230,8 +230,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/site/test_site.py::"
-            "test_features_that_an_encoder_has_kept_are_a_secret_of_the_site",
+            "tests/site/test_site.py::test_the_command_warns_if_other_users_can_read_cached_"
+            "encoder_features",
         ),
     ),
     Fault(
@@ -331,18 +331,12 @@ FAULTS: tuple[Fault, ...] = (
                 "    if not rows:\n",
             ),
         ),
-        (
-            IN_SITE_ROWS
-            + "whether_a_site_with_a_table_has_a_row_decides_nothing_that_it_refuses[0]",
-        ),
+        (IN_SITE_ROWS + "with_a_private_row_count_an_empty_table_is_treated_like_any_other[0]",),
     ),
     Fault(
         "one image decides whether a site with a private number of rows starts",
         (("privssl/site/startup.py", '    if config.data.name != "csv":\n', "    if False:\n"),),
-        (
-            IN_SITE_ROWS
-            + "a_folder_of_images_is_refused_where_the_number_of_rows_is_private[False]",
-        ),
+        (IN_SITE_ROWS + "an_image_folder_is_refused_if_the_row_count_is_private[False]",),
     ),
     Fault(
         "weights of a run that drew other test rows begin a private run",
@@ -388,10 +382,7 @@ FAULTS: tuple[Fault, ...] = (
                 "",
             ),
         ),
-        (
-            IN_SITE_ROWS
-            + "sites_whose_columns_have_other_bounds_values_or_another_order_do_not_agree",
-        ),
+        (IN_SITE_ROWS + "sites_with_other_column_bounds_values_or_order_have_other_hashes",),
     ),
     Fault(
         "each site scales a table by its own rows",
@@ -402,7 +393,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    if False:\n",
             ),
         ),
-        (IN_SITE_ROWS + "over_sites_a_table_must_declare_its_columns",),
+        (IN_SITE_ROWS + "a_run_over_sites_refuses_a_table_without_declared_columns",),
     ),
     Fault(
         "one private image in colour decides the rows of a site",
@@ -413,7 +404,7 @@ FAULTS: tuple[Fault, ...] = (
                 "by_train = False",
             ),
         ),
-        (IN_SITE_ROWS + "one_image_in_colour_does_not_decide_the_rows_of_a_private_site",),
+        (IN_SITE_ROWS + "a_private_site_refuses_colour_images_beside_grey_ones",),
     ),
     Fault(
         "an account goes on without the registry of its rows",
@@ -425,7 +416,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/site/test_site.py::test_a_ledger_is_moved_as_a_whole_folder_or_refused",
+            "tests/site/test_site.py::test_a_ledger_moved_without_its_row_registry_is_refused",
             "tests/runs/test_shared_accounts.py::"
             "test_an_account_that_was_copied_without_the_registry_of_its_rows_pays_for_nothing",
         ),

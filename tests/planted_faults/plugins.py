@@ -43,7 +43,10 @@ FAULTS: tuple[Fault, ...] = (
                 "    with plugins.imports_allowed(None, advice):\n",
             ),
         ),
-        ("tests/site/test_site.py::test_a_site_imports_only_the_plug_ins_that_its_own_file_names",),
+        (
+            "tests/site/test_site.py::test_a_site_imports_only_the_plug_ins_that_its_site_file_"
+            "allows",
+        ),
     ),
     Fault(
         "what reads a run folder imports what it names",
@@ -131,7 +134,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a private number of rows is read beside private training",
         ((RUNNER, "not (self._counted or mechanism_is_reading())", "not self._rows"),),
-        (IN_STEPS + "a_private_number_of_rows_is_read_by_private_training_alone",),
+        (IN_STEPS + "only_private_training_may_read_a_private_row_count",),
     ),
     Fault(
         "what a network of one's own keeps of a visit's rows is not looked for",

@@ -316,8 +316,8 @@ FAULTS: tuple[Fault, ...] = (
         "a resumed run begins its visits' ids anew",
         (("privssl/core/task.py", 'f"{self.visit_key}@{self.session_id}"', "self.visit_key"),),
         (
-            ""
-            "tests/engines/test_local_engine.py::test_a_visit_that_is_run_again_by_another_process_is_charged_anew",
+            "tests/engines/test_local_engine.py::test_a_visit_repeated_by_another_engine_has_"
+            "another_charge_id",
         ),
     ),
     # Results --------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from privssl.experiment import prepare
 from tests.support.command_line import Outcome, assert_refused, tree
 from tests.support.ledger import rebuilt
 from tests.support.private_fedssl import sealed
-from tests.support.resume import PRIVATE, Place, command, ledgers, place, signalled
+from tests.support.resume import PRIVATE, RunPaths, command, ledgers, place, signals_at_call
 from tests.support.transports import beside
 
 
@@ -140,21 +140,23 @@ def test_a_delta_beyond_numeric_composition_makes_a_run_without_bounds_not_an_in
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """A private run, interrupted after the visits of round 2 of 4: its checkpoint is of round 1."""
     at = place(tmp_path_factory.mktemp("stopped"), PRIVATE.replace("every: 2", "every: 1"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "available", lambda: False)
-        with signalled(LocalEngine, "deliver", 3 + 3, signal.SIGINT):  # s0, s1, then the others
+        with signals_at_call(
+            LocalEngine, "deliver", 3 + 3, signal.SIGINT
+        ):  # s0, s1, then the others
             assert command(at.config, at.output).status == 130
     assert {len(read_journal(path).events) for path in ledgers(at).values()} == {2}
     return at
 
 
 @pytest.fixture(scope="module")
-def ended(stopped: Place, tmp_path_factory: pytest.TempPathFactory) -> Place:
+def ended(stopped: RunPaths, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """The same run at its end."""
-    at = Place(stopped.config, tmp_path_factory.mktemp("ended") / "run")
+    at = RunPaths(stopped.config, tmp_path_factory.mktemp("ended") / "run")
     shutil.copytree(stopped.run, at.run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "available", lambda: False)
@@ -163,13 +165,13 @@ def ended(stopped: Place, tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.fixture
-def copy(stopped: Place, tmp_path: Path) -> Place:
-    at = Place(stopped.config, tmp_path / "run")
+def copy(stopped: RunPaths, tmp_path: Path) -> RunPaths:
+    at = RunPaths(stopped.config, tmp_path / "run")
     shutil.copytree(stopped.run, at.run)
     return at
 
 
-def changed(at: Place, before: dict[str, tuple[bytes, int]]) -> set[str]:
+def changed(at: RunPaths, before: dict[str, tuple[bytes, int]]) -> set[str]:
     after = tree(at.run)
     return {name for name in before | after if before.get(name) != after.get(name)}
 
@@ -208,7 +210,7 @@ TAMPERING: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
 
 @pytest.mark.parametrize("how", TAMPERING)
 def test_no_run_goes_on_and_no_audit_passes_on_a_ledger_that_was_tampered_with(
-    copy: Place, capsys: pytest.CaptureFixture[str], seal: None, how: str
+    copy: RunPaths, capsys: pytest.CaptureFixture[str], seal: None, how: str
 ) -> None:
     path = ledgers(copy)["s1"]
     tamper, told = TAMPERING[how]
@@ -228,7 +230,7 @@ def test_no_run_goes_on_and_no_audit_passes_on_a_ledger_that_was_tampered_with(
 
 
 def test_the_same_ledger_written_anew_is_accepted(
-    copy: Place, capsys: pytest.CaptureFixture[str]
+    copy: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The control: what is refused above is not refused for having been touched.
     path = ledgers(copy)["s1"]
@@ -246,14 +248,14 @@ def test_the_same_ledger_written_anew_is_accepted(
 # Rollback in both directions --------------------------------------------------------------------
 
 
-def put(name: str, source: Place, target: Place) -> None:
+def put(name: str, source: RunPaths, target: RunPaths) -> None:
     """Put the folder ``name`` of one run in the place of another's."""
     shutil.rmtree(target.run / name)
     shutil.copytree(source.run / name, target.run / name)
 
 
 def test_an_old_checkpoint_with_the_new_ledger_keeps_every_charge(
-    copy: Place, ended: Place, capsys: pytest.CaptureFixture[str]
+    copy: RunPaths, ended: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put("ledger", ended, copy)
     paid = {name: path.read_bytes() for name, path in ledgers(copy).items()}
@@ -272,7 +274,7 @@ def test_an_old_checkpoint_with_the_new_ledger_keeps_every_charge(
 
 
 def test_a_new_checkpoint_with_an_old_ledger_is_refused_before_anything_is_read(
-    copy: Place, ended: Place, seal: None
+    copy: RunPaths, ended: RunPaths, seal: None
 ) -> None:
     put("checkpoints", ended, copy)
     before = tree(copy.run)
@@ -290,7 +292,7 @@ def test_a_new_checkpoint_with_an_old_ledger_is_refused_before_anything_is_read(
 
 
 @pytest.fixture
-def in_use(tmp_path: Path) -> Iterator[tuple[Place, Callable[[], None]]]:
+def in_use(tmp_path: Path) -> Iterator[tuple[RunPaths, Callable[[], None]]]:
     """A run in which another process is training, and what kills that process."""
     at = place(tmp_path, SHORT)
 
@@ -312,7 +314,7 @@ def in_use(tmp_path: Path) -> Iterator[tuple[Place, Callable[[], None]]]:
 
 
 def test_of_two_processes_in_one_run_folder_the_second_fails_until_the_first_is_gone(
-    in_use: tuple[Place, Callable[[], None]], seal: None, monkeypatch: pytest.MonkeyPatch
+    in_use: tuple[RunPaths, Callable[[], None]], seal: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at, kill = in_use
     before = tree(at.run)

@@ -21,7 +21,7 @@ from privssl.experiment.prepare import Prepared, prepare
 from privssl.reporting.trackers import Image, RoundRecord, Tracker
 from privssl.runs import round_loop
 from tests.support.command_line import Outcome, assert_refused, command
-from tests.support.damage import KINDS, Watched, believing, damaged
+from tests.support.damage import KINDS, ChargeRecord, damage_checks_disabled, damaged
 
 VISITS = 5
 DELTA = 1e-5
@@ -133,7 +133,7 @@ def test_control_a_file_that_is_believed_tells_less_than_what_was_spent(
     false = set()
     for number, (kind, visit, when) in enumerate(MOMENTS):
         if kind in ("flip", "cut", "replace") and visit == 4:
-            with believing(), damaged(kind, visit, when, seed=number) as watched:
+            with damage_checks_disabled(), damaged(kind, visit, when, seed=number) as watched:
                 ended = Ended(prepared, tmp_path / str(number))
             assert ended.error == ""
             if ended.card["epsilon"]["overall"] < watched.spent(DELTA) / 1.5:
@@ -168,7 +168,9 @@ def test_a_file_that_claims_more_than_was_charged_counts_as_well(
 
 
 @pytest.fixture(scope="module")
-def struck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcome, Watched]]:
+def struck(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, Outcome, ChargeRecord]]:
     """A run of the command whose journal went back to an older copy after visit 3."""
     folder = tmp_path_factory.mktemp("command")
     (folder / "tiny.yaml").write_text(TINY)
@@ -186,7 +188,7 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Out
 
 
 def test_the_command_says_so_and_ends_with_status_2(
-    struck: tuple[Path, Outcome, Watched],
+    struck: tuple[Path, Outcome, ChargeRecord],
 ) -> None:
     folder, outcome, watched = struck
     assert_refused(outcome, "s0.jsonl", "NO GUARANTEE", "Put the true ledger back", "--resume")
@@ -197,7 +199,7 @@ def test_the_command_says_so_and_ends_with_status_2(
 
 
 def test_with_the_true_ledger_put_back_the_run_goes_on_to_its_guarantee(
-    struck: tuple[Path, Outcome, Watched],
+    struck: tuple[Path, Outcome, ChargeRecord],
 ) -> None:
     folder, _, watched = struck
     ledger = folder / "run/ledger/s0.jsonl"

@@ -35,25 +35,25 @@ from tests.support.forked_command import ForkedCommand, wait_for
 from tests.support.resume import (
     PLAIN,
     PRIVATE,
-    Place,
+    RunPaths,
     command,
     ledgers,
     place,
     replaced,
-    same,
-    signalled,
+    same_results,
+    signals_at_call,
 )
 
 CALLS_OF_A_ROUND = 2  # of the engine: support agents at once, query agents at once
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Place:
+def here(tmp_path: Path) -> RunPaths:
     return place(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """The run that never stopped."""
     reference = place(tmp_path_factory.mktemp("unbroken"))
     assert command(reference.config, reference.output).status == 0
@@ -61,7 +61,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """A run that was interrupted in round 3. Tests take copies of it."""
     interrupted = place(tmp_path_factory.mktemp("stopped"))
     with stopping_at(call=2 * CALLS_OF_A_ROUND + 1):
@@ -70,7 +70,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.fixture
-def copy(stopped: Place, tmp_path: Path) -> Place:
+def copy(stopped: RunPaths, tmp_path: Path) -> RunPaths:
     copied = place(tmp_path)
     shutil.copytree(stopped.run, copied.run)
     return copied
@@ -78,7 +78,7 @@ def copy(stopped: Place, tmp_path: Path) -> Place:
 
 def stopping_at(call: int, number: signal.Signals = signal.SIGINT) -> Any:
     """Ctrl-C when the engine is about to deliver for the given time."""
-    return signalled(LocalEngine, "deliver", call, number)
+    return signals_at_call(LocalEngine, "deliver", call, number)
 
 
 # Ctrl-C -------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def stopping_at(call: int, number: signal.Signals = signal.SIGINT) -> Any:
     [(signal.SIGINT, 2), (signal.SIGTERM, 5), (signal.SIGINT, 8)],  # in rounds 1, 3 and 4
 )
 def test_an_interruption_in_a_round_ends_with_130_and_resume_ends_as_if_it_had_not_been(
-    here: Place, unbroken: Place, number: signal.Signals, call: int
+    here: RunPaths, unbroken: RunPaths, number: signal.Signals, call: int
 ) -> None:
     with stopping_at(call, number):
         outcome = command(here.config, here.output)
@@ -101,7 +101,7 @@ def test_an_interruption_in_a_round_ends_with_130_and_resume_ends_as_if_it_had_n
 
     assert command(here.config, "--resume", here.run).status == 0
 
-    assert same(here, unbroken)
+    assert same_results(here, unbroken)
     assert here.results()["status"] == "finished"
     assert here.results()["test_accuracy"] == unbroken.results()["test_accuracy"]
     assert here.results()["bytes"] == unbroken.results()["bytes"]
@@ -117,30 +117,32 @@ def test_an_interruption_in_a_round_ends_with_130_and_resume_ends_as_if_it_had_n
     ],
 )
 def test_an_interruption_between_rounds_is_no_different(
-    here: Place, unbroken: Place, owner: Any, name: str, call: int, late: bool
+    here: RunPaths, unbroken: RunPaths, owner: Any, name: str, call: int, late: bool
 ) -> None:
-    with signalled(owner, name, call, signal.SIGINT, late=late):
+    with signals_at_call(owner, name, call, signal.SIGINT, late=late):
         assert command(here.config, here.output).status == 130
 
     assert command(here.config, "--resume", here.run).status == 0
 
-    assert same(here, unbroken)
+    assert same_results(here, unbroken)
 
 
-def test_a_second_signal_during_the_checkpoint_does_no_harm(here: Place, unbroken: Place) -> None:
+def test_a_second_signal_during_the_checkpoint_does_no_harm(
+    here: RunPaths, unbroken: RunPaths
+) -> None:
     # The checkpoints: before round 1, after round 2, and the one that the first signal asks for.
     both = (signal.SIGINT, signal.SIGTERM)
-    with stopping_at(5), signalled(checkpoint, "_manifest", 3, *both):
+    with stopping_at(5), signals_at_call(checkpoint, "_manifest", 3, *both):
         outcome = command(here.config, here.output)
 
     assert outcome.status == 130
     assert here.results()["rounds"] == 2
     assert command(here.config, "--resume", here.run).status == 0
-    assert same(here, unbroken)
+    assert same_results(here, unbroken)
 
 
 def test_an_interrupt_that_python_swallowed_stops_the_run_before_its_next_round(
-    here: Place, unbroken: Place, monkeypatch: pytest.MonkeyPatch
+    here: RunPaths, unbroken: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Dying:
         def __del__(self) -> None:
@@ -156,11 +158,11 @@ def test_an_interrupt_that_python_swallowed_stops_the_run_before_its_next_round(
         assert command(here.config, here.output).status == 130
     assert here.results()["rounds"] == 2
     assert command(here.config, "--resume", here.run).status == 0
-    assert same(here, unbroken)
+    assert same_results(here, unbroken)
 
 
-def test_an_interruption_before_the_first_round_says_what_to_do(here: Place) -> None:
-    with signalled(checkpoint, "save_snapshot", 1, signal.SIGINT):
+def test_an_interruption_before_the_first_round_says_what_to_do(here: RunPaths) -> None:
+    with signals_at_call(checkpoint, "save_snapshot", 1, signal.SIGINT):
         outcome = command(here.config, here.output)
 
     assert outcome.status == 130
@@ -168,7 +170,9 @@ def test_an_interruption_before_the_first_round_says_what_to_do(here: Place) -> 
     assert command(here.config, here.output, "run.overwrite=true", "algorithm.rounds=1").status == 0
 
 
-def test_a_run_that_was_stopped_before_any_evaluation_says_so_and_no_accuracy(here: Place) -> None:
+def test_a_run_that_was_stopped_before_any_evaluation_says_so_and_no_accuracy(
+    here: RunPaths,
+) -> None:
     with stopping_at(call=CALLS_OF_A_ROUND + 1):
         outcome = command(here.config, here.output, "run.evaluate_every=3")
 
@@ -181,12 +185,12 @@ def test_a_run_that_was_stopped_before_any_evaluation_says_so_and_no_accuracy(he
 BEFORE = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
-def test_signals_are_as_before_when_the_command_has_ended(stopped: Place) -> None:
+def test_signals_are_as_before_when_the_command_has_ended(stopped: RunPaths) -> None:
     assert {number: signal.getsignal(number) for number in BEFORE} == BEFORE
 
 
 def test_a_real_process_is_stopped_by_ctrl_c_pressed_twice(
-    here: Place, unbroken: Place, tmp_path: Path
+    here: RunPaths, unbroken: RunPaths, tmp_path: Path
 ) -> None:
     """In a round, and while the checkpoint is written that the first one asked for."""
     began, saves, pressed = (tmp_path / name for name in ("began", "saves", "pressed"))
@@ -219,14 +223,16 @@ def test_a_real_process_is_stopped_by_ctrl_c_pressed_twice(
     assert "Interrupted; continue with --resume" in out
     assert "Traceback" not in err
     assert command(here.config, "--resume", here.run).status == 0
-    assert same(here, unbroken)
+    assert same_results(here, unbroken)
 
 
 # kill -9 ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_at_random_moments_change_nothing(here: Place, unbroken: Place, kills: int) -> None:
+def test_kills_at_random_moments_change_nothing(
+    here: RunPaths, unbroken: RunPaths, kills: int
+) -> None:
     draw, moments = random.Random(), list[float]()
     while len(moments) < kills:
         process = ForkedCommand(train.main, start_or_go_on(here), here.config.parent)
@@ -235,17 +241,17 @@ def test_kills_at_random_moments_change_nothing(here: Place, unbroken: Place, ki
             moments.append(moment)
             process.kill()
         else:  # it has ended: once more from the start
-            assert same(here, unbroken), moments
+            assert same_results(here, unbroken), moments
             shutil.rmtree(here.run)
         process.wait()
 
     outcome = command(*start_or_go_on(here))
 
     assert outcome.status == 0, (moments, outcome)
-    assert same(here, unbroken), moments
+    assert same_results(here, unbroken), moments
 
 
-def start_or_go_on(here: Place) -> list[str]:
+def start_or_go_on(here: RunPaths) -> list[str]:
     """What a user types after a crash."""
     if (here.run / "checkpoints" / "latest").exists():
         return [str(here.config), here.output, "--resume", str(here.run), "--quiet"]
@@ -257,18 +263,18 @@ def start_or_go_on(here: Place) -> list[str]:
 
 @pytest.mark.parametrize("which", ["its own", "the original", "none"])
 def test_either_config_serves_to_go_on_and_none_is_its_own(
-    copy: Place, unbroken: Place, which: str
+    copy: RunPaths, unbroken: RunPaths, which: str
 ) -> None:
     config = {"its own": [copy.run / "config.yaml"], "the original": [copy.config], "none": []}
 
     assert command(*config[which], "--resume", copy.run).status == 0
 
-    assert same(copy, unbroken)
+    assert same_results(copy, unbroken)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=["before", "after"])
 def test_values_are_held_against_the_run_without_a_config_too(
-    copy: Place, unbroken: Place, order: Sequence[int]
+    copy: RunPaths, unbroken: RunPaths, order: Sequence[int]
 ) -> None:
     def resumed(value: str) -> Outcome:
         given = (value, "--resume", copy.run)
@@ -276,7 +282,7 @@ def test_values_are_held_against_the_run_without_a_config_too(
 
     assert_refused(resumed("run.seed=7"), "run.seed is 7 here")
     assert resumed("run.checkpoint_every=1").status == 0
-    assert same(copy, unbroken)
+    assert same_results(copy, unbroken)
 
 
 def test_a_command_without_any_config_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +292,7 @@ def test_a_command_without_any_config_asks_for_one(capsys: pytest.CaptureFixture
     assert "which config? Give a YAML file" in capsys.readouterr().err
 
 
-def test_a_finished_run_is_left_as_it_is_and_says_so(unbroken: Place) -> None:
+def test_a_finished_run_is_left_as_it_is_and_says_so(unbroken: RunPaths) -> None:
     before = tree(unbroken.run)
 
     outcome = command(unbroken.config, "--resume", unbroken.run)
@@ -297,20 +303,20 @@ def test_a_finished_run_is_left_as_it_is_and_says_so(unbroken: Place) -> None:
     assert tree(unbroken.run) == before
 
 
-def test_a_finished_run_still_prints_its_results_as_json(unbroken: Place) -> None:
+def test_a_finished_run_still_prints_its_results_as_json(unbroken: RunPaths) -> None:
     outcome = command(unbroken.config, "--resume", unbroken.run, "--json")
 
     assert json.loads(outcome.out) == unbroken.results()
 
 
-def test_settings_that_decide_over_nothing_may_change(copy: Place, unbroken: Place) -> None:
+def test_settings_that_decide_over_nothing_may_change(copy: RunPaths, unbroken: RunPaths) -> None:
     outcome = command(copy.config, "--resume", copy.run, "run.checkpoint_every=1", "run.name=other")
 
     assert outcome.status == 0
-    assert same(copy, unbroken)
+    assert same_results(copy, unbroken)
 
 
-def test_a_damaged_checkpoint_is_passed_over(copy: Place, unbroken: Place) -> None:
+def test_a_damaged_checkpoint_is_passed_over(copy: RunPaths, unbroken: RunPaths) -> None:
     folder = copy.run / "checkpoints"
     newest = folder / (folder / "latest").read_text().strip() / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -319,11 +325,11 @@ def test_a_damaged_checkpoint_is_passed_over(copy: Place, unbroken: Place) -> No
 
     assert outcome.status == 0
     assert "Warning: checkpoint round_00002 is damaged" in outcome.err
-    assert same(copy, unbroken)
+    assert same_results(copy, unbroken)
 
 
 def test_rounds_after_the_last_checkpoint_are_done_again_and_shown_once(
-    here: Place, unbroken: Place, stopped: Place
+    here: RunPaths, unbroken: RunPaths, stopped: RunPaths
 ) -> None:
     # As after a kill at the very end of a run whose last checkpoint is of round 2.
     shutil.copytree(unbroken.run, here.run)
@@ -334,20 +340,20 @@ def test_rounds_after_the_last_checkpoint_are_done_again_and_shown_once(
 
     assert command(here.config, "--resume", here.run).status == 0
 
-    assert same(here, unbroken)
+    assert same_results(here, unbroken)
     events = EventAccumulator(str(here.run / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("test/accuracy")] == [1, 2, 3, 4]
 
 
 def test_a_resume_that_forgets_what_agents_remember_would_be_noticed(
-    copy: Place, unbroken: Place
+    copy: RunPaths, unbroken: RunPaths
 ) -> None:
     # The control of all tests here: equal weights are not for want of anything to forget.
     with replaced(LocalEngine, "restore", lambda old, engine, memories: None):
         assert command(copy.config, "--resume", copy.run).status == 0
 
-    assert not same(copy, unbroken)
+    assert not same_results(copy, unbroken)
 
 
 # What is refused ----------------------------------------------------------------------------
@@ -366,7 +372,7 @@ def test_a_resume_that_forgets_what_agents_remember_would_be_noticed(
     ],
 )
 def test_a_config_that_would_change_results_is_refused_with_what_differs(
-    copy: Place, override: str, fragments: list[str]
+    copy: RunPaths, override: str, fragments: list[str]
 ) -> None:
     before = tree(copy.run)
 
@@ -375,7 +381,7 @@ def test_a_config_that_would_change_results_is_refused_with_what_differs(
     assert tree(copy.run) == before
 
 
-def test_another_precision_is_another_config_for_a_finished_run_too(unbroken: Place) -> None:
+def test_another_precision_is_another_config_for_a_finished_run_too(unbroken: RunPaths) -> None:
     before = tree(unbroken.run)
     outcome = command(unbroken.config, "--resume", unbroken.run, "run.precision=bfloat16")
     assert_refused(outcome, "run.precision is bfloat16 here, but float32 there")
@@ -383,14 +389,14 @@ def test_another_precision_is_another_config_for_a_finished_run_too(unbroken: Pl
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"status": "finished"}'])
-def test_results_of_another_form_are_refused_in_words(copy: Place, text: str) -> None:
+def test_results_of_another_form_are_refused_in_words(copy: RunPaths, text: str) -> None:
     (copy.run / "results.json").write_text(text)
     outcome = command(copy.config, "--resume", copy.run)
     assert_refused(outcome, "results.json is not what a run writes", "--resume writes it anew")
 
 
 def test_checkpoints_that_may_not_be_read_are_told_in_words(
-    copy: Place, monkeypatch: pytest.MonkeyPatch
+    copy: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.listdir
 
@@ -404,12 +410,12 @@ def test_checkpoints_that_may_not_be_read_are_told_in_words(
     assert_refused(outcome, "checkpoints cannot be read: Permission denied")
 
 
-def test_a_folder_that_is_not_there_is_named_without_a_config_too(here: Place) -> None:
+def test_a_folder_that_is_not_there_is_named_without_a_config_too(here: RunPaths) -> None:
     assert_refused(command("--resume", here.run), str(here.run), "there is no such folder")
     assert not here.run.exists()
 
 
-def test_a_folder_that_is_no_run_cannot_be_resumed(here: Place) -> None:
+def test_a_folder_that_is_no_run_cannot_be_resumed(here: RunPaths) -> None:
     assert_refused(command(here.config, "--resume", here.run), str(here.run), "not the folder of")
     assert not here.run.exists()
 
@@ -429,13 +435,13 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(here: Place) -> None:
     assert_refused(refused, "config.yaml is not the folder of a run", f"Give --resume {here.run}")
 
 
-def test_a_run_without_a_checkpoint_cannot_be_resumed(copy: Place) -> None:
+def test_a_run_without_a_checkpoint_cannot_be_resumed(copy: RunPaths) -> None:
     shutil.rmtree(copy.run / "checkpoints")
 
     assert_refused(command(copy.config, "--resume", copy.run), "no checkpoint to resume from")
 
 
-def test_two_processes_cannot_train_in_one_folder(copy: Place) -> None:
+def test_two_processes_cannot_train_in_one_folder(copy: RunPaths) -> None:
     before = tree(copy.run)
 
     with run_dir.lock_run_dir(copy.run):
@@ -451,24 +457,24 @@ def test_two_processes_cannot_train_in_one_folder(copy: Place) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped_private(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def stopped_private(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """A private run of 4 planned visits, interrupted after the visits of round 3 were paid for."""
     interrupted = place(tmp_path_factory.mktemp("stopped_private"), PRIVATE)
     # In sequence: s0, s1, then the query agents at once.
-    with signalled(LocalEngine, "deliver", 2 * 3 + 3, signal.SIGINT):
+    with signals_at_call(LocalEngine, "deliver", 2 * 3 + 3, signal.SIGINT):
         assert command(interrupted.config, interrupted.output).status == 130
     return interrupted
 
 
 @pytest.fixture
-def private_copy(stopped_private: Place, tmp_path: Path) -> Place:
+def private_copy(stopped_private: RunPaths, tmp_path: Path) -> RunPaths:
     copied = place(tmp_path, PRIVATE)
     shutil.copytree(stopped_private.run, copied.run)
     return copied
 
 
 def test_a_private_run_that_goes_on_counts_no_less(
-    private_copy: Place, capsys: pytest.CaptureFixture[str]
+    private_copy: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paid = {name: path.read_bytes() for name, path in ledgers(private_copy).items()}
     assert set(paid) == {"s0", "s1"}
@@ -495,7 +501,7 @@ def test_an_interruption_while_a_visit_is_paid_for_leaves_a_card_of_what_the_led
 ) -> None:
     at = place(tmp_path, PRIVATE)
     # s0 and s1 begin, s0 pays and settles, s1 pays: its line is on the disk, or may be.
-    with signalled(journal, "sync_directory", 6, signal.SIGINT, late=late):
+    with signals_at_call(journal, "sync_directory", 6, signal.SIGINT, late=late):
         assert command(at.config, at.output).status == 130
     paid = {name: len(read_journal(path).events) for name, path in ledgers(at).items()}
     assert sum(paid.values()) >= 1
@@ -504,7 +510,7 @@ def test_an_interruption_while_a_visit_is_paid_for_leaves_a_card_of_what_the_led
 
 
 def test_an_audit_between_interruption_and_resume_finds_no_lie(
-    stopped_private: Place, capsys: pytest.CaptureFixture[str]
+    stopped_private: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert audit.main([str(stopped_private.run)]) == 3
     capsys.readouterr()
@@ -529,7 +535,7 @@ def _edited(path: Path) -> None:
     ],
 )
 def test_a_ledger_that_was_tampered_with_stops_the_run_before_anything_is_touched(
-    private_copy: Place, harm: Callable[[Path], None], fragments: list[str]
+    private_copy: RunPaths, harm: Callable[[Path], None], fragments: list[str]
 ) -> None:
     ledger = ledgers(private_copy)["s1"]
     harm(ledger)
@@ -544,7 +550,7 @@ def test_a_ledger_that_was_tampered_with_stops_the_run_before_anything_is_touche
 
 
 def test_a_line_that_a_crash_left_unfinished_is_charged_and_the_run_goes_on(
-    private_copy: Place,
+    private_copy: RunPaths,
 ) -> None:
     ledger = ledgers(private_copy)["s0"]
     with ledger.open("ab") as file:
@@ -559,7 +565,7 @@ def test_a_line_that_a_crash_left_unfinished_is_charged_and_the_run_goes_on(
 # The rows -----------------------------------------------------------------------------------------
 
 
-def with_own_rows(folder: Path, text: str, more: int = 0) -> Place:
+def with_own_rows(folder: Path, text: str, more: int = 0) -> RunPaths:
     """A run of rows in a file, which is written anew, with some rows more at its end."""
     rng = np.random.default_rng(0)
     x, y = rng.random((400, 1, 8, 8), dtype=np.float32), np.arange(400) % 10
@@ -568,10 +574,10 @@ def with_own_rows(folder: Path, text: str, more: int = 0) -> Place:
     return place(folder, text.replace("name: toy", f"name: npz, root: {folder / 'rows.npz'}"))
 
 
-def stopped_on_own_rows(folder: Path, text: str) -> Place:
+def stopped_on_own_rows(folder: Path, text: str) -> RunPaths:
     at = with_own_rows(folder, text)
     assert at.config.read_text() != text
-    with signalled(LocalEngine, "deliver", 7, signal.SIGINT):
+    with signals_at_call(LocalEngine, "deliver", 7, signal.SIGINT):
         assert command(at.config, at.output).status == 130
     return at
 
@@ -598,7 +604,7 @@ def test_a_run_of_one_process_does_not_go_on_at_sites_whose_accounts_would_begin
     text: str, tmp_path: Path
 ) -> None:
     at = place(tmp_path, text)
-    with signalled(LocalEngine, "deliver", 7, signal.SIGINT):
+    with signals_at_call(LocalEngine, "deliver", 7, signal.SIGINT):
         assert command(at.config, at.output).status == 130
     there = command(at.config, "--resume", at.run, "run.engine=flower", "run.superlink=localhost:9")
     assert_refused(there, "was begun with run.engine=local", "Continue with run.engine=local")
@@ -612,12 +618,12 @@ def test_a_link_to_nowhere_is_no_source(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_with_other_code_is_told_so(
-    copy: Place, unbroken: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    copy: RunPaths, unbroken: RunPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert unbroken.results()["versions"]["sources"] == fingerprint()
     monkeypatch.setattr(resume, "fingerprint", lambda: "0123456789ab")
     outcome = command(copy.config, "--resume", copy.run)
-    assert outcome.status == 0 and same(copy, unbroken)
+    assert outcome.status == 0 and same_results(copy, unbroken)
     said = " ".join(outcome.err.split())
     assert "checkpoint of round 2 was made by other code of privssl (sources" in said
     monkeypatch.undo()
@@ -679,7 +685,7 @@ def test_a_private_run_whose_steps_took_a_gpu_is_not_resumed(
     tmp_path: Path, file: str, old: str, new: str
 ) -> None:
     here = place(tmp_path, PRIVATE)
-    with signalled(LocalEngine, "deliver", 3 * CALLS_OF_A_ROUND, signal.SIGINT):
+    with signals_at_call(LocalEngine, "deliver", 3 * CALLS_OF_A_ROUND, signal.SIGINT):
         assert command(here.config, here.output).status == 130
     text = (here.run / file).read_text()
     assert old in text

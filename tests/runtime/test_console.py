@@ -129,7 +129,7 @@ def test_files_never_get_the_numbers_of_streams_that_a_caller_closed(tmp_path: P
 # Signals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("hang_up_heard")
+@pytest.mark.usefixtures("default_sighup")
 def test_a_terminal_that_is_closed_stops_a_command_unless_it_is_to_be_ignored() -> None:
     with process.interrupt_on_signals(*process.STOPPING), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGHUP)
