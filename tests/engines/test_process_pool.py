@@ -544,8 +544,8 @@ def test_the_error_names_the_signal_that_ended_a_worker(
     with worker_engine() as pool, pytest.raises(WorkerError) as error:
         run_step(pool, STEPS.end_process, Payload(number=number))
     assert str(error.value) == (
-        f"2 worker processes in turn did not survive end_process of q0: the last was ended by {name}. "
-        "Set run.workers=1, so that all agents work in one process"
+        "2 worker processes in turn did not survive end_process of q0: the last was ended by "
+        f"{name}. Set run.workers=1, so that all agents work in one process"
     )
     assert f"was ended by {name} during end_process of q" in caplog.records[0].getMessage()
 

@@ -11,8 +11,8 @@ ATTACK = "privssl/audit/mechanism_attack.py"
 IN_TAMPERING = "tests/audit/test_audit_tampering.py::test_"
 IN_SITES = "tests/site/test_run_over_sites.py::test_"
 FORGETS = (
-    "tests/runs/test_shared_accounts.py::test_a_card_that_forgets_a_replaced_run_with_an_account_"
-    "of_its_own_is_violated"
+    "tests/runs/test_shared_accounts.py::test_the_audit_finds_a_card_without_the_ledger_of_a_"
+    "replaced_run"
 )
 ANEW = "a_card_that_was_written_anew_with_other_public_facts_is_violated"
 IN_CARD = "tests/audit/test_card_and_audit.py::test_"
@@ -38,8 +38,8 @@ FAULTS: tuple[Fault, ...] = (
         "the copy of an account is not compared with the run's checkpoints",
         ((CROSS, "(agent, journal)] if files.ended else [journal]", "(agent, journal)][:1]"),),
         (
-            "tests/runs/test_shared_accounts.py::test_a_finished_runs_copy_has_every_line_that_"
-            "its_checkpoints_record[the account is here]",
+            "tests/runs/test_shared_accounts.py::test_the_audit_finds_a_ledger_copy_that_is_"
+            "older_than_the_runs_checkpoints[the account is here]",
         ),
     ),
     Fault(
@@ -246,8 +246,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/runs/test_model_card.py::"
-            "test_the_audit_finds_a_model_card_that_claims_something_else",
+            "tests/runs/test_model_card.py::test_the_audit_finds_a_model_card_with_another_claim",
         ),
     ),
     Fault(
@@ -286,7 +285,7 @@ FAULTS: tuple[Fault, ...] = (
                 'took = f" for',
             ),
         ),
-        ("tests/runs/test_model_card.py::test_the_page_of_a_private_run_has_no_time",),
+        ("tests/runs/test_model_card.py::test_the_model_card_of_a_private_run_contains_no_times",),
     ),
     Fault(
         "a card may name another data set than the run",

@@ -263,8 +263,8 @@ FAULTS: tuple[Fault, ...] = (
         "a private run whose steps took a GPU is resumed",
         (("privssl/runs/launch.py", "        runs_resume.check_device(folder)\n", ""),),
         (
-            "tests/runs/test_resume.py::test_a_private_run_whose_steps_took_a_gpu_is_not_resumed"
-            "[train.log-Device cpu, torch-Device cuda, torch]",
+            "tests/runs/test_resume.py::test_resume_refuses_a_private_run_that_trained_on_a_"
+            "gpu[train.log-Device cpu, torch-Device cuda, torch]",
         ),
     ),
     Fault(

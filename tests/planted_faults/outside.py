@@ -269,8 +269,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/runs/test_forecast.py::"
-            "test_which_agent_is_timed_does_not_tell_how_many_private_rows_agents_have",
+            "tests/runs/test_forecast.py::test_the_choice_of_the_timed_agent_does_not_depend_"
+            "on_private_row_counts",
         ),
     ),
     Fault(
@@ -417,8 +417,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "tests/site/test_site.py::test_a_ledger_moved_without_its_row_registry_is_refused",
-            "tests/runs/test_shared_accounts.py::"
-            "test_an_account_that_was_copied_without_the_registry_of_its_rows_pays_for_nothing",
+            "tests/runs/test_shared_accounts.py::test_an_account_without_its_row_registry_is_"
+            "refused",
         ),
     ),
 )

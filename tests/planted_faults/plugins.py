@@ -272,7 +272,8 @@ FAULTS: tuple[Fault, ...] = (
                 "        return tree\n",
             ),
         ),
-        ("tests/runs/test_model_card.py::test_no_name_begins_a_section_or_a_line_of_its_own",),
+        ("tests/runs/test_model_card.py::test_names_cannot_add_sections_or_lines_to_the_"
+         "model_card",),
     ),
     Fault(
         "a run goes on with another version of a plug-in",

@@ -97,8 +97,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/runs/test_shared_accounts.py::"
-            "test_rows_that_two_agents_share_are_refused_in_a_private_run",
+            "tests/runs/test_shared_accounts.py::test_a_private_run_refuses_rows_that_two_"
+            "agents_share",
         ),
         False,
     ),
@@ -182,8 +182,8 @@ FAULTS: tuple[Fault, ...] = (
         "after damage the smaller sum is claimed",
         ((LEDGER, "found.epsilon > self.spent()", "found.epsilon < self.spent()"),),
         (
-            ""
-            "tests/runs/test_journal_damage.py::test_a_file_that_claims_more_than_was_charged_counts_as_well",
+            "tests/runs/test_journal_damage.py::test_charges_that_only_the_damaged_file_"
+            "records_count_as_well",
         ),
     ),
     Fault(
@@ -235,7 +235,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a damaged tensor file is read",
         ((CHECKPOINT, ' or tensor_files.sha256_of(path) != about["sha256"]', ""),),
-        (IN_CHECKPOINT + "a_damaged_snapshot_is_passed_over_for_the_one_before",),
+        (IN_CHECKPOINT + "a_damaged_snapshot_is_skipped_for_the_previous_one",),
     ),
     Fault(
         "a checkpoint of another config is taken",
@@ -251,7 +251,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a private run gets more rounds",
         ((LENGTHENING, "if config.privacy is not None:", "if False:"),),
-        (IN_LENGTHENING + "what_cannot_be_lengthened_is_refused_with_the_reason",),
+        (IN_LENGTHENING + "private_runs_and_scheduled_algorithms_cannot_be_lengthened",),
     ),
     Fault(
         "checkpoints remember no ledger",
@@ -268,8 +268,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/runs/test_accounts_of_a_run.py::"
-            "test_a_new_checkpoint_with_an_old_ledger_is_refused_before_anything_is_read",
+            "tests/runs/test_accounts_of_a_run.py::test_a_new_checkpoint_with_an_old_ledger_"
+            "is_refused_before_any_row_is_read",
         ),
     ),
     Fault(
@@ -290,27 +290,27 @@ FAULTS: tuple[Fault, ...] = (
         "agents forget in an interruption",
         ((LOOP, "self._engine.restore(snapshot.memories)", "self._engine.restore({})"),),
         (
-            IN_RESUME
-            + "an_interruption_in_a_round_ends_with_130_and_resume_ends_as_if_it_had_not_been",
+            IN_RESUME + "a_run_interrupted_in_a_round_exits_with_130_and_resumes_to_the_same_"
+            "results",
         ),
     ),
     Fault(
         "a run continues with other rows",
         ((RESUME, "if known not in (None, now.hash):", "if known not in (None, now.hash, then):"),),
-        (IN_RESUME + "a_run_whose_data_is_other_than_it_was_does_not_go_on",),
+        (IN_RESUME + "resume_refuses_changed_data",),
     ),
     Fault(
         "a private run continues without its split",
         ((RESUME, "if prepared.plan is not None:  #", "if prepared.plan is None and then:  #"),),
         (
-            IN_RESUME
-            + "a_split_that_is_lost_or_damaged_is_written_anew_without_privacy_and_needed_with_it",
+            IN_RESUME + "resume_rewrites_a_lost_split_of_a_plain_run_and_refuses_that_of_a_"
+            "private_run",
         ),
     ),
     Fault(
         "a run continues with another config",
         ((RESUME, "    if differing:\n", "    if len(differing) > 99:\n"),),
-        (IN_RESUME + "a_config_that_would_change_results_is_refused_with_what_differs",),
+        (IN_RESUME + "resume_refuses_a_config_that_would_change_results_and_names_the_key",),
     ),
     Fault(
         "a resumed run begins its visits' ids anew",
