@@ -28,7 +28,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
             ("privssl/runtime/plugins.py", "    if not is_allowed(name):\n", "    if False:\n"),
         ),
-        (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
+        (IN_NETWORKS + "reading_a_run_folder_imports_no_code",),
     ),
     Fault(
         "a run folder chooses code that generating imports",
@@ -40,7 +40,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    task = task_of(config, len(names), shape)\n",
             ),
         ),
-        (IN_NETWORKS + "synthetic_rows_of_a_run_need_no_network_that_its_folder_names",),
+        (IN_NETWORKS + "generating_rows_imports_no_network_that_the_run_folder_names",),
     ),
     Fault(
         "a private run begins with a classifier that has seen its rows",
@@ -100,12 +100,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "options of a library's network read files",
         (("privssl/models/own_networks.py", "    _refuse_files(settings)\n", ""),),
-        (IN_NETWORKS + "no_option_of_a_library_reads_or_downloads_a_file",),
+        (IN_NETWORKS + "library_options_that_read_or_download_files_are_refused",),
     ),
     Fault(
         "a network that gives probabilities is trained",
         (("privssl/models/network_checks.py", "    if (out >= 0).all() and", "    if False and"),),
-        (IN_NETWORKS + "a_layer_alone_and_outputs_that_are_no_logits_are_refused",),
+        (IN_NETWORKS + "a_network_of_one_layer_and_outputs_that_are_no_logits_are_refused",),
     ),
     Fault(
         "trackers get the folder of a text encoder",
@@ -124,8 +124,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/api/test_train.py::"
-            "test_a_private_run_tells_no_hash_of_its_rows_and_goes_on_with_them_alone",
+            "tests/api/test_train.py::test_a_private_run_writes_no_hash_of_its_rows_and_"
+            "resumes_only_with_them",
         ),
     ),
     Fault(
@@ -166,7 +166,10 @@ FAULTS: tuple[Fault, ...] = (
                 "    if dataset.tests_drawn and not (",
             ),
         ),
-        ("tests/api/test_dataset.py::test_test_rows_drawn_from_private_rows_make_no_class_public",),
+        (
+            "tests/api/test_dataset.py::test_test_rows_drawn_from_private_rows_do_not_make_"
+            "classes_public",
+        ),
     ),
     Fault(
         "labels of private rows decide how many test rows a class has",
@@ -178,17 +181,14 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/api/test_dataset.py::"
-            "test_with_declared_classes_no_training_label_decides_which_rows_test[declared]",
+            "tests/api/test_dataset.py::test_with_declared_classes_no_training_label_affects_"
+            "the_choice_of_test_rows[declared]",
         ),
     ),
     Fault(
         "a row of a frame has another account where other columns are declared",
         (("privssl/api/frames.py", "wanted, others=True)", "wanted)"),),
-        (
-            "tests/api/test_dataset.py::test_a_row_of_a_frame_is_the_same_record_to_an_account_"
-            "whatever_columns_are_declared",
-        ),
+        ("tests/api/test_dataset.py::test_a_rows_record_does_not_depend_on_the_declared_columns",),
     ),
     Fault(
         "a site takes a split whose order follows from labels",
@@ -218,7 +218,7 @@ FAULTS: tuple[Fault, ...] = (
                 "        pass\n",
             ),
         ),
-        ("tests/cli/test_export.py::test_a_file_names_no_path_and_has_no_line_of_source",),
+        ("tests/cli/test_export.py::test_an_exported_file_contains_no_path_and_no_source_code",),
     ),
     Fault(
         "features that an encoder keeps are no secret of a site",
@@ -243,7 +243,7 @@ FAULTS: tuple[Fault, ...] = (
                 "",
             ),
         ),
-        (IN_NETWORKS + "the_card_says_that_network_and_initial_weights_are_taken_as_public",),
+        (IN_NETWORKS + "the_card_states_that_network_and_initial_weights_are_assumed_public",),
     ),
     Fault(
         "a network is trusted because another has the same text",
@@ -276,7 +276,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a run folder chooses code that an audit imports",
         (("privssl/audit/canary_attack.py", "if is_imported(config.model.name):", "if False:"),),
-        (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
+        (IN_NETWORKS + "reading_a_run_folder_imports_no_code",),
     ),
     Fault(
         "other rows in memory are taken for those of the run",
@@ -287,7 +287,7 @@ FAULTS: tuple[Fault, ...] = (
                 'if known == "" != data.checksum[:0]:',
             ),
         ),
-        ("tests/api/test_train.py::test_a_run_of_rows_in_memory_is_not_resumed_without_them",),
+        ("tests/api/test_train.py::test_resume_of_a_run_on_rows_in_memory_needs_the_rows",),
     ),
     Fault(
         "a private run takes a network that remembers rows",
@@ -298,7 +298,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    if not kept and not torch.equal",
             ),
         ),
-        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Counting]",),
+        (IN_NETWORKS + "a_private_run_refuses_layers_that_clipping_does_not_bound[Counting]",),
     ),
     Fault(
         "a private run takes a network that remembers rows for evaluation",
@@ -309,7 +309,7 @@ FAULTS: tuple[Fault, ...] = (
                 "        if False:\n",
             ),
         ),
-        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Centring]",),
+        (IN_NETWORKS + "a_private_run_refuses_layers_that_clipping_does_not_bound[Centring]",),
     ),
     Fault(
         "a private step gets some of a network's parameters",
@@ -320,7 +320,7 @@ FAULTS: tuple[Fault, ...] = (
                 "        if False:\n",
             ),
         ),
-        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Halving]",),
+        (IN_NETWORKS + "a_private_run_refuses_layers_that_clipping_does_not_bound[Halving]",),
     ),
     Fault(
         "a site without a row does not start where the number of rows is private",
@@ -350,7 +350,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "frozen weights are left to a private step",
         (("privssl/models/network_checks.py", "    if frozen:\n", "    if False:\n"),),
-        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Frozen]",),
+        (IN_NETWORKS + "a_private_run_refuses_layers_that_clipping_does_not_bound[Frozen]",),
     ),
     Fault(
         "a private run begins with weights that its rows trained without noise",

@@ -49,8 +49,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/cli/test_train_command.py::"
-            "test_a_former_run_comes_back_with_its_ledger_where_the_new_one_cannot_begin",
+            "tests/cli/test_train_command.py::test_the_replaced_run_is_restored_with_its_"
+            "ledger_if_the_new_run_cannot_start",
         ),
     ),
     Fault(
@@ -63,8 +63,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/cli/test_train_command.py::"
-            "test_a_run_that_is_replaced_leaves_its_ledger_beside_it",
+            "tests/cli/test_train_command.py::test_the_ledger_of_a_replaced_run_is_kept_"
+            "beside_the_new_run",
         ),
     ),
     # Paying ---------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a charge is not forced to the disk",
         ((JOURNAL, "            os.fsync(self._file)\n", ""),),
-        (IN_FILES + "a_visit_is_on_the_disk_before_it_may_read_a_row",),
+        (IN_FILES + "a_charge_is_durable_before_a_row_can_be_read",),
     ),
     Fault(
         "a journal that somebody changed goes on",
@@ -230,7 +230,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a checkpoint takes its name before it is on the disk",
         ((CHECKPOINT, "            atomic_files.sync_folder(temporary)\n", ""),),
-        (IN_FILES + "a_snapshot_takes_its_name_when_all_of_it_is_on_the_disk",),
+        (IN_FILES + "a_snapshot_is_renamed_only_after_its_content_is_durable",),
     ),
     Fault(
         "a damaged tensor file is read",
@@ -283,7 +283,7 @@ FAULTS: tuple[Fault, ...] = (
                 "            pass\n        finally:",
             ),
         ),
-        (IN_FILES + "curves_are_on_the_disk_before_the_checkpoint_of_their_rounds",),
+        (IN_FILES + "metrics_csv_is_durable_before_the_checkpoint_of_its_rounds",),
     ),
     # A run that goes on --------------------------------------------------------------------------
     Fault(
@@ -334,7 +334,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a resumed run forgets the warnings of its rounds",
         ((LOOP, "*json.loads(progress.warnings), ", ""),),
-        (IN_MEANINGLESS + "warnings_of_rounds_outlive_an_interruption",),
+        (IN_MEANINGLESS + "warnings_of_rounds_are_kept_across_an_interruption",),
     ),
     Fault(
         "an agent that sends back what it got has worked",
@@ -345,7 +345,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    return True or any(",
             ),
         ),
-        (IN_MEANINGLESS + "an_agent_worked_if_it_sent_other_tensors_than_it_got",),
+        (IN_MEANINGLESS + "an_agent_counts_as_trained_if_it_sends_other_tensors_than_it_received",),
     ),
     Fault(
         "a private run tells that all its labels are of one class",
@@ -356,10 +356,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    here =",
             ),
         ),
-        (
-            IN_MEANINGLESS
-            + "training_rows_that_teach_nothing_are_warned_of_unless_the_run_is_private",
-        ),
+        (IN_MEANINGLESS + "useless_training_rows_give_a_warning_unless_the_run_is_private",),
     ),
     Fault(
         "new rows go through whatever weights an encoder has",
@@ -371,8 +368,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/api/test_predict_encoded.py::"
-            "test_an_encoder_that_is_absent_or_has_other_weights_is_one_error",
+            "tests/api/test_predict_encoded.py::test_a_missing_or_changed_encoder_raises_one_"
+            "clear_error",
         ),
     ),
     Fault(
@@ -384,7 +381,7 @@ FAULTS: tuple[Fault, ...] = (
                 "numbers_of(part, dict(sorted(self.columns.items()))), np.array(part.labels)",
             ),
         ),
-        ("tests/api/test_predict_encoded.py::test_predictions_are_right_as_often_as_the_run_says",),
+        ("tests/api/test_predict_encoded.py::test_predictions_have_the_runs_test_accuracy",),
     ),
     Fault(
         "p values of several tests are those of one",
@@ -395,6 +392,6 @@ FAULTS: tuple[Fault, ...] = (
                 "min(1.0, p_values[place])",
             ),
         ),
-        ("tests/compare/test_vary.py::test_corrected_p_values_hold_the_rate_of_any_false_claim",),
+        ("tests/compare/test_vary.py::test_corrected_p_values_control_the_family_wise_error_rate",),
     ),
 )

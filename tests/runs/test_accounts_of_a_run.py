@@ -37,7 +37,7 @@ from tests.support.transports import process_at_work
 
 @pytest.fixture
 def library() -> None:
-    """Use the second accounting library in a test; it takes seconds a run, so other tests omit it."""
+    """Use the second accounting library; it takes seconds a run, so other tests omit it."""
     if not verify.available():
         pytest.skip("dp-accounting is not installed")
 

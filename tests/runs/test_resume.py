@@ -536,7 +536,7 @@ def _edit(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "fragments"),
+    ("damage", "fragments"),
     [
         (Path.unlink, ["missing", "Put it back"]),
         (_cut, ["cut or rolled back", "Put the true journal back"]),
@@ -657,7 +657,7 @@ def test_the_code_fingerprint_changes_with_every_change_of_a_source_file(tmp_pat
 DAMAGES = [Path.unlink, lambda path: path.write_text("{")]
 
 
-@pytest.mark.parametrize("harm", DAMAGES, ids=["lost", "damaged"])
+@pytest.mark.parametrize("damage", DAMAGES, ids=["lost", "damaged"])
 def test_resume_rewrites_a_lost_split_of_a_plain_run_and_refuses_that_of_a_private_run(
     tmp_path: Path, damage: Callable[[Path], object]
 ) -> None:
