@@ -245,9 +245,7 @@ FAULTS: tuple[Fault, ...] = (
                 "(MODEL_CARD, lambda _: 0, 0),",
             ),
         ),
-        (
-            "tests/runs/test_model_card.py::test_the_audit_finds_a_model_card_with_another_claim",
-        ),
+        ("tests/runs/test_model_card.py::test_the_audit_finds_a_model_card_with_another_claim",),
     ),
     Fault(
         "what a stopped run was charged is called guaranteed",
