@@ -118,7 +118,7 @@ def test_each_agent_gets_its_own_message(name: str) -> None:
 
 
 @every_engine_also_in_processes
-def test_random_numbers_depend_on_round_agent_and_visit_alone(name: str) -> None:
+def test_random_numbers_differ_by_round_agent_and_visit_and_not_by_other_calls(name: str) -> None:
     with running_engine(name) as engine:
         q0, q1, _ = engine.roster()
         calls = [

@@ -19,9 +19,11 @@ from accounting.ledger import read_journal
 from privssl.core.agents import Agent, AgentRef
 from privssl.engines.local import LocalEngine
 from privssl.engines.remote import SitesEngine
+from privssl.remote import protocol
 from privssl.remote.discovery import RemoteTimeouts, SiteError
 from privssl.remote.flower_transport import FlowerTransport
 from privssl.remote.node_keys import NodeKeys
+from privssl.remote.protocol import EndOfRun, IdentifyRequest, StepRequest
 from privssl.site import demo, keys
 from privssl.site.supernode import SuperNode
 from tests.support import certificates, transports
@@ -136,7 +138,9 @@ def test_a_registered_site_with_the_name_of_an_absent_agent_is_refused_and_not_v
     # q0's own SuperNode runs, but no site serves its socket.
     with impostor, pytest.raises(SiteError, match="with the key of q1 says that it is q0"):
         link.engine("q0", seconds=20.0)
-    assert sent and not any(b'"letter":"Visit"' in frame for frame in sent)
+    expected = (IdentifyRequest, StepRequest, EndOfRun)
+    kinds = {type(protocol.from_bytes(frame, *expected)) for frame in sent}
+    assert IdentifyRequest in kinds and StepRequest not in kinds
 
 
 def test_a_registered_key_of_no_agent_has_no_owner(link: Link, tmp_path: Path) -> None:

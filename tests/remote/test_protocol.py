@@ -93,7 +93,9 @@ def test_another_version_or_format_is_refused_with_the_code_version(
     monkeypatch.setattr(protocol, "__version__", "9.9.9")
     assert error_code_of(data) == "version"
     # Also if the other version has messages that this one does not know.
-    newer = protocol.to_bytes(VISIT).replace(b'"Visit"', b'"Lisit"')
+    newer = protocol.to_bytes(VISIT)
+    assert newer.count(b'"Visit"') == 1
+    newer = newer.replace(b'"Visit"', b'"Lisit"')
     monkeypatch.undo()
     assert error_code_of(newer) == "version"
 
