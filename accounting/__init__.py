@@ -1,4 +1,4 @@
-"""Privacy accounts: what was promised about labelled rows, what was spent, what can be claimed.
+"""Privacy accounts of labelled rows: budgets, charges and guarantees.
 
 Imports nothing of privssl: numpy, scipy, Opacus' accountants and, where installed, dp-accounting.
 

@@ -1,8 +1,8 @@
-"""The plan of an account: what one agent promises for its labelled rows, and what a visit may cost.
+"""The plan of an account: the budget of one agent's labelled rows and the cost of a visit.
 
 The scope follows from ``update`` (networks trained on labelled rows) and ``protect`` (those trained
 with noise): *sound* when everything updated is protected, else *as_published*, whose numbers are
-nominal. The stated scope must be the true one.
+nominal. A plan with another scope is refused.
 """
 
 import re
@@ -26,20 +26,20 @@ from accounting.events import (
 Scope = Literal["sound", "as_published"]
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?!\.)){0,63}")
-DEVICE_NAMES = re.compile(r"(?i)(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?")  # Windows' own
+DEVICE_NAMES = re.compile(r"(?i)(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?")  # reserved by Windows
 _NETWORK = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccountPlan:
-    """What an agent promises, and what one visit may cost.
+    """The budget of one agent's labelled rows, and the largest cost of one visit.
 
     Args:
         agent: id of the agent: 1 to 64 letters, digits, ``_``, ``-`` and single dots.
-        budget: the promise.
+        budget: the largest epsilon and the delta.
         scope: "sound" or "as_published"; must agree with ``update`` and ``protect``.
         update, protect: names of networks trained on labelled rows, and of those with noise.
-        event: what ONE visit spends at most.
+        event: the largest charge of ONE visit.
         record_counts: whether numbers of rows are public.
         n_public: number of labelled rows where public; None where private or unknown.
         unit: "record". adjacency: "zero_out" or "add_remove" (needs private counts).
@@ -77,37 +77,39 @@ class AccountPlan:
 
     @property
     def visit_cost(self) -> Cost:
-        """What one visit costs at most, as this plan's scope counts."""
+        """Return the largest cost of one visit, counted by this plan's scope."""
         return self.charge(self.event)
 
     def charge(self, event: Event) -> Cost:
-        """The cost of an event under this plan; as_published does not count unprotected reads,
-        which is why its sum is only nominal."""
+        """Return the cost of an event under this plan.
+
+        In scope as_published unprotected reads do not count, so the sum is only nominal.
+        """
         if self.scope == "sound":
             return cost_of([event])
         return cost_of(is_protected([event]))
 
     def cost(self, events: Iterable[Event]) -> Cost:
-        """The cost of all these events under this plan."""
+        """Return the cost of all these events under this plan."""
         return sum((self.charge(event) for event in events), ZERO_COST)
 
     def delta_of(self, spent: Cost) -> float:
-        """The delta of a claim about what was spent: 0 where a visit and all that was spent is
+        """Return the delta of a claim about ``spent``: 0 if all charges and the planned visit are
         pure.
 
-        Pure releases add up to a pure one. A pure epsilon within the budget also holds at its
-        delta.
+        Pure releases compose to a pure one. A pure epsilon within the budget also holds at the
+        budget's delta.
         """
         pure = self.scope == "sound" and self.visit_cost.is_pure and spent.is_pure
         return 0.0 if pure else self.budget.delta
 
     def epsilon(self, spent: Cost, promised: float | None = None) -> float:
-        """Epsilon of what was spent, at :meth:`delta_of` it.
+        """Return the epsilon of ``spent`` at :meth:`delta_of`.
 
-        promised: the budget that the account began with, where it has fallen since.
+        promised: the initial budget, if it was lowered later.
         """
         if self.scope == "sound" and spent.is_pure:
-            return spent.pure  # also where a later plan is not pure: it holds on every path
+            return spent.pure  # also if a later plan is not pure: it holds on every path
         return spent.account_epsilon(self.delta_of(spent), promised or self.budget.epsilon)
 
     def _check_scope(self) -> None:
@@ -160,7 +162,7 @@ def check_agent_id(agent: object) -> None:
 
 
 def plan_to_json(plan: AccountPlan) -> Json:
-    """The plan as the fields of a journal line."""
+    """Return the plan as the fields of a journal line."""
     return {
         **{name: getattr(plan, name) for name in _PLAIN},
         "epsilon_budget": real(plan.budget.epsilon), "delta": real(plan.budget.delta),
@@ -174,7 +176,7 @@ PLAN_KEYS = {*_PLAIN, "epsilon_budget", "delta", "update", "protect", "event"}
 
 
 def plan_from_json(record: Json) -> AccountPlan:
-    """The plan that :func:`plan_to_json` wrote. Raises PlanError for anything else."""
+    """Return the plan that :func:`plan_to_json` wrote. Raises PlanError for anything else."""
     only_keys(record, PLAN_KEYS, "plan")
     for name in ("update", "protect"):
         if not isinstance(record[name], list):
@@ -187,11 +189,11 @@ def plan_from_json(record: Json) -> AccountPlan:
 
 
 def refuse_change(old: AccountPlan, new: AccountPlan) -> None:
-    """Raise PlanError when a running account may not go over to the new plan.
+    """Raise PlanError if the new plan may not replace the old one of a running account.
 
     Noise, steps and protected networks may change, and the budget may fall; old charges stay. A
-    larger budget would break the promise; another delta, scope or neighbours re-label what was
-    spent.
+    larger budget would break the guarantee. Another delta, scope or adjacency would change the
+    meaning of old charges.
     """
     fixed = [(n, getattr(old, n), getattr(new, n)) for n in _PLAIN if n != "n_public"]
     for name, before, after in (*fixed, ("delta", old.budget.delta, new.budget.delta)):

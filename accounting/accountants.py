@@ -9,9 +9,9 @@ their noise does, see ``Cost.account_epsilon``.
     RDP -> (epsilon, delta)             arXiv:2004.00010, Prop. 12
     Gaussian without sampling (q = 1)   exact: arXiv:1905.02383, Corollary 2.13
 
-Opacus' numeric (PRV) accountant gives a tighter headline for a plan fixed beforehand. Its
-Gaussian-DP accountant, a central limit approximation, can report less than a certified lower bound
-and is not used. Opacus and scipy.optimize load slowly and are imported where they are needed.
+Opacus' PRV accountant gives a tighter epsilon for a plan fixed beforehand. Its Gaussian-DP
+accountant, a central limit approximation, can report less than a certified lower bound and is not
+used. Opacus and scipy.optimize load slowly and are imported where they are needed.
 """
 
 import math
@@ -39,28 +39,28 @@ from accounting.events import (
     leaf_events,
 )
 
-#: Renyi orders, version "v1" in a ledger's plan line. Opacus' own stop at 63, where epsilon
-#: cannot fall below 0.103 at delta 1e-5; hence the long ones.
+#: Renyi orders, version "v1" in a ledger's plan line. Opacus' orders end at 63, where epsilon
+#: cannot fall below 0.103 at delta 1e-5; hence the large ones.
 ORDERS: tuple[float, ...] = (
     *(order / 10 for order in range(11, 110)),
     *(float(order) for order in (*range(11, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)),
 )
 _ORDERS = np.array(ORDERS)
 
-#: The leaves of a visit, counts in lowest terms: costs of one kind are multiples of one cost.
+#: Leaf events of a visit, counts in lowest terms: costs of one kind are multiples of one cost.
 Kind = tuple[tuple[LeafEvent, int], ...]
 
 _PRV_LIMIT = 40.0  # above this RDP epsilon the numeric accountant needs gigabytes
 _PRV_MIN_DELTA = 1e-10
-_CALIBRATION_RANGE = (0.3, 1000.0)  # noise multipliers that calibration tries
+_CALIBRATION_RANGE = (0.3, 1000.0)  # search range of noise multipliers
 _TICKS = 10_000  # of a noise multiplier of 1: four decimals
-#: Where calibration begins to look. Whole ones: broken orders are sums of many more terms.
+#: First orders of the calibration. Integers, because fractional orders are sums of many more terms.
 _FEW_ORDERS = tuple(map(float, (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)))
 
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """The cost of a set of releases, in a form that adds up.
+    """The cost of a set of releases, in an additive form.
 
     ``rdp`` is the Renyi divergence at each of ``ORDERS`` (inf where a read was unprotected),
     ``mu_squared`` the sum of sigma^-2 over full-batch Gaussian steps, ``pure`` that of epsilon over
@@ -83,17 +83,17 @@ class Cost:
         )  # fmt: skip
 
     def times(self, count: int) -> "Cost":
-        """The cost of doing all of it ``count`` >= 1 times."""
+        """Return the cost of ``count`` >= 1 repetitions."""
         rdp, mu_squared, pure = count * self.rdp, count * self.mu_squared, count * self.pure
         return Cost(rdp, mu_squared, pure, self.sampled, self.kinds, count * self.as_full)
 
     def at_most(self, other: "Cost") -> bool:
-        """Whether this costs no more than the other at any order."""
+        """Return whether this costs no more than the other at every order."""
         slack = 1 + 1e-12  # the same releases added up in another order differ by rounding
         return bool(np.all(self.rdp <= other.rdp * slack))
 
     def summable_epsilon(self, delta: float) -> float:
-        """An epsilon that may be added up over releases at one delta: the sum is never too small.
+        """Return an epsilon that may be summed over releases at one delta, as an upper bound.
 
         Renyi values with a conversion term >= 0, since the composed cost at the smallest of the
         best orders is at most their sum. Exact Gaussian values may not be added up: each can be 0.
@@ -105,14 +105,14 @@ class Cost:
 
     @property
     def is_pure(self) -> bool:
-        """Whether nothing but pure releases is in it (nothing at all is pure as well)."""
+        """Whether it contains only pure releases (an empty set is pure as well)."""
         return not self.sampled and self.mu_squared == 0
 
     def epsilon(self, delta: float) -> float:
-        """Epsilon at this delta, >= 0; inf when a read was unprotected.
+        """Return epsilon at this delta, >= 0; inf if a read was unprotected.
 
-        Of releases that were fixed beforehand. At delta 0 it is the sum over pure releases, and inf
-        if there are others.
+        Valid for releases that were fixed beforehand. At delta 0 it is the sum over pure releases,
+        and inf if there are others.
         """
         if delta == 0:
             return self.pure if self.is_pure else math.inf
@@ -129,9 +129,9 @@ class Cost:
         return by_rdp
 
     def account_epsilon(self, delta: float, budget: float) -> float:
-        """Epsilon as an account counts that never lets it exceed ``budget``.
+        """Return epsilon for an account that never lets it exceed ``budget``.
 
-        Noise may be chosen by what was seen. So the first kind fixes one rule for every path:
+        Noise may be chosen adaptively, so the first kind fixes one rule for every path:
 
         - One kind: the order that fits at the largest count that fits, fits on every path.
         - Others too: that order of the first kind counts (Renyi filter, arXiv:2103.01379).
@@ -154,14 +154,14 @@ ZERO_COST = Cost(np.zeros(len(ORDERS)), 0.0, 0.0, False)
 
 
 def cost_of(events: Iterable[Event]) -> Cost:
-    """The cost of all these events about the same rows."""
+    """Return the cost of all these events about the same rows."""
     return sum((_cost(event) for event in events), ZERO_COST)
 
 
 def epsilon(events: Iterable[Event], delta: float) -> float:
-    """The epsilon of all these events together, for one row that each may have read; 0 of none.
+    """Return the epsilon of the composition of these events; 0 if there are none.
 
-    They were fixed beforehand. Raises PlanError unless 0 < delta < 1; inf when one is unprotected.
+    Valid for events fixed beforehand; inf if one is unprotected. PlanError unless 0 < delta < 1.
 
     >>> round(epsilon([PoissonSampledGaussianEvent(4.0, 1.0, steps=20)], 1e-5), 4)
     4.9833
@@ -171,7 +171,7 @@ def epsilon(events: Iterable[Event], delta: float) -> float:
 
 
 def rdp_epsilon(events: Iterable[Event], delta: float, orders: Sequence[float] = ORDERS) -> float:
-    """Epsilon by Renyi DP alone, at orders of the caller's choice (each > 1), for checks."""
+    """Return epsilon by Renyi DP alone, at the caller's orders (each > 1); for checks."""
     check_delta(delta)
     at = tuple(orders)
     leaves = (leaf for event in events for leaf in leaf_events(event))
@@ -188,13 +188,13 @@ def rdp_to_epsilon(
 
 
 def _conversion(delta: float, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What the conversion adds at each order; below 0 at orders above about 0.37 / delta."""
+    """Return the conversion term at each order; negative at orders above about 0.37 / delta."""
     added = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     return np.asarray(added, dtype=np.float64)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The exact epsilon of a Gaussian mechanism with sensitivity / noise = mu > 0.
+    """Return the exact epsilon of a Gaussian mechanism with sensitivity / noise = mu > 0.
 
     Solves delta = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu), arXiv:1905.02383, Corollary 2.13.
     T steps at q = 1 with noise sigma are one mechanism with mu = sqrt(T)/sigma.
@@ -218,10 +218,10 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def prv_epsilon(events: Iterable[Event], delta: float) -> float | None:
-    """A tighter epsilon by numeric composition (Opacus PRV, arXiv:2106.02848), or None.
+    """Return a tighter epsilon by numeric composition (Opacus PRV, arXiv:2106.02848), or None.
 
-    Valid only when every event was fixed before the first one ran. None without events, when one is
-    not a Gaussian on a sample (q < 1), or when it would need gigabytes or does not converge.
+    Valid only for events fixed before the first one ran. None without events, if one is not a
+    subsampled Gaussian (q < 1), or if the computation needs gigabytes or does not converge.
     """
     check_delta(delta)
     steps: dict[tuple[float, float], int] = {}
@@ -238,16 +238,16 @@ def prv_epsilon(events: Iterable[Event], delta: float) -> float | None:
     accountant = PRVAccountant()
     accountant.history = [(sigma, rate, count) for (sigma, rate), count in steps.items()]
     with warnings.catch_warnings():
-        # It sizes its grid by RDP at few orders and warns that more would give a smaller grid.
+        # Opacus sizes its grid by RDP at few orders and warns that more would make it smaller.
         warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
         try:
-            return max(0.0, float(accountant.get_epsilon(delta)))  # Opacus has values below 0
-        except (ArithmeticError, RuntimeError, ValueError):  # "discrete mean differs", and kin
+            return max(0.0, float(accountant.get_epsilon(delta)))  # Opacus can return less than 0
+        except (ArithmeticError, RuntimeError, ValueError):  # "discrete mean differs" and similar
             return None
 
 
 def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """The least noise multiplier, rounded up to 4 decimals, with which all steps fit the budget.
+    """Return the least noise multiplier, rounded up to 4 decimals, whose steps fit the budget.
 
     Args:
         epsilon: the budget, > 0. delta: in (0, 1).
@@ -278,9 +278,9 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
         return rdp_to_epsilon(_rdp(event(sigma), orders), delta, orders)
 
     def enough(orders: tuple[float, ...], high: float) -> float:
-        """Noise in ``least..high`` that is enough by these orders: nearly the least."""
+        """Return nearly the least sufficient noise in ``least..high`` by these orders."""
 
-        def log_excess(log_sigma: float) -> float:  # nearly a straight line: Brent needs ~8 costs
+        def log_excess(log_sigma: float) -> float:  # nearly linear: Brent takes ~8 calls
             return math.log(max(costs_at_most(math.exp(log_sigma), orders), 1e-300) / epsilon)
 
         if log_excess(math.log(least)) <= 0:
@@ -290,7 +290,7 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
         return math.exp(brentq(log_excess, math.log(least), math.log(high), xtol=1e-7))
 
     def near_best(sigma: float) -> tuple[float, ...]:
-        """Five orders about the one that tells least: over orders, epsilon has one valley."""
+        """Return five orders around the best one: epsilon is unimodal over the orders."""
         low, high = 0, len(ORDERS) - 1
         while low < high:
             here = (low + high) // 2
@@ -302,15 +302,15 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
 
     least, most = _CALIBRATION_RANGE
     first, last = round(least * _TICKS), round(most * _TICKS)
-    # All orders take 0.1 s and more, a few a hundredth, and a few never give too small an epsilon:
-    # few find the region, and all of them decide at the end.
+    # All orders take 0.1 s, a few take 0.01 s and never give too small an epsilon: the few find the
+    # region, all of them decide at the end.
     if epsilon <= 0 or not (costs_at_most(most, _FEW_ORDERS) <= epsilon or fits(last)):
         raise PlanError(
             f"epsilon {epsilon:g} at delta {delta:g} cannot pay for {steps} steps at sample rate "
             f"{sample_rate:g}, even with noise {most:g}. Plan fewer steps or a larger epsilon."
         )
     noise, orders = most, _FEW_ORDERS
-    for _ in range(9):  # three or four do
+    for _ in range(9):  # three or four suffice
         noise = enough(orders, noise)
         before, orders = orders, near_best(noise)
         if orders == before:
@@ -319,9 +319,9 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
 
 
 def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: int) -> int:
-    """The least number in first..last that fits, if larger ones fit too and the last does.
+    """Return the least number in first..last that fits, if all larger ones fit too.
 
-    Asks twice if the guess is right, and few times if it is close.
+    Calls ``fits`` twice if the guess is right, and a few times if it is close.
     """
     if fits(guess):
         step, fitting, failing = 1, guess, guess - 1
@@ -344,7 +344,7 @@ def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: 
 def max_repeats(
     once: Cost, *, budget: float, delta: float, spent: Cost = ZERO_COST, began: float | None = None
 ) -> int:
-    """How often a cost fits a budget (``began`` at first) beside ``spent``; at most 10,000,000."""
+    """Return how often a cost fits a budget (``began`` at first) after ``spent``, at most 10^7."""
     check_real("epsilon", budget)
 
     def exceeds(count: int) -> bool:
@@ -380,7 +380,7 @@ def _cost_of_kind(kind: Kind) -> Cost:
 
 @lru_cache(maxsize=256)
 def _best_order(kind: Kind, delta: float, budget: float) -> int:
-    """Place in ``ORDERS`` of the one that fits whenever as much of one kind fits as may."""
+    """Return the index in ``ORDERS`` of the order that fits at the largest count that fits."""
     once = _cost_of_kind(kind)
     most = max(1, max_repeats(once, budget=budget, delta=delta))
     return int((most * once.rdp + _conversion(delta, _ORDERS)).argmin())
@@ -391,7 +391,7 @@ def _leaf_cost(leaf: LeafEvent) -> Cost:
     match leaf:
         case PoissonSampledGaussianEvent(sigma, 1.0, steps):
             return Cost(rdp, steps / sigma**2, 0.0, sampled=False, as_full=steps / sigma**2)
-        case PoissonSampledGaussianEvent(sigma, _, steps):  # sampling only helps
+        case PoissonSampledGaussianEvent(sigma, _, steps):  # subsampling only lowers the cost
             return Cost(rdp, 0.0, 0.0, sampled=True, as_full=steps / sigma**2)
         case PureDpEvent(each, count):  # mu = each sqrt(pi / 2): Phi(-mu / 2) <= 1 / (1 + e^each)
             as_full = count * each**2 * math.pi / 2
@@ -416,5 +416,5 @@ def _step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[n
 
     found = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders))
     rdp = np.asarray(found, dtype=np.float64)
-    # NaN compares false with everything, so it must become "costs everything", never nothing.
+    # NaN compares false with everything, so it must become infinite cost, never zero cost.
     return np.where(np.isnan(rdp), np.inf, np.maximum(rdp, 0.0))

@@ -1,6 +1,6 @@
-"""Budget and claim: numbers with the sentence that makes them true. Each number is rounded up.
+"""Budgets, and guarantees with the sentence that states their meaning. Numbers are rounded up.
 
-An epsilon without its unit, its neighbours, its observer and its exclusions is not a claim.
+An epsilon is a guarantee only with its unit, adjacency, observer and exclusions.
 """
 
 import math
@@ -11,10 +11,10 @@ from accounting.errors import PlanError
 from accounting.events import check_delta, check_real
 
 Adjacency = Literal["zero_out", "add_remove"]
-#: What was sent that a claim is about.
+#: The runs whose messages a guarantee covers.
 Span = Literal["this run", "this run and the earlier runs of its account"]
 
-#: How each relation between neighbouring data sets is said in a sentence.
+#: The phrase for each adjacency.
 ADJACENCY_WORDS: dict[str, str] = {
     "zero_out": "replacing one labelled {unit} of that agent by an empty one (counts are public)",
     "add_remove": "adding or removing one labelled {unit} of that agent",
@@ -35,7 +35,7 @@ NO_GUARANTEE = (
 
 @dataclass(frozen=True)
 class Budget:
-    """What an agent may spend on each of its labelled rows.
+    """The privacy budget of an agent for each of its labelled rows.
 
     epsilon: >= 0 and finite; 0: no labelled row is ever read. delta: in (0, 1), well below 1 /
     rows.
@@ -53,16 +53,16 @@ class Budget:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """A claim that holds for every support agent. ``str()`` is the whole claim.
+    """A guarantee that holds for every support agent. ``str()`` is its full text.
 
     Args:
-        epsilon, delta: of the agent that spent most; the largest budget where visits were not
-        exactly those fixed beforehand. delta 0: pure epsilon-DP, for ideal random bits.
+        epsilon, delta: of the agent that spent most, or the largest budget if visits were not fixed
+            beforehand. delta 0: pure epsilon-DP, for ideal random bits.
         unit: what one neighbour differs in: "record".
         neighbours: relation between neighbouring data sets.
-        covers: names of everything covered that leaves an agent.
+        covers: names of all covered releases.
         rule: "largest agent": one number holds for all because their records are disjoint.
-        span: the runs that the claim is about; other runs on the same rows cost more.
+        span: the runs that the guarantee covers; other runs on the same rows cost more.
     """
 
     epsilon: float
@@ -90,7 +90,7 @@ class Guarantee:
 
 @dataclass(frozen=True)
 class Nominal:
-    """The number of a scheme that guarantees nothing. ``str()`` says so first.
+    """The nominal epsilon of a scheme without a guarantee. ``str()`` begins by saying so.
 
     Args:
         epsilon: what the protected part alone would cost. delta: as in :class:`Budget`.
@@ -115,7 +115,7 @@ class Nominal:
 
 
 def round_up(number: float) -> str:
-    """Four decimals, never less than the number.
+    """Format with four decimals, rounded up.
 
     >>> round_up(7.61231)
     '7.6124'
@@ -127,7 +127,7 @@ def round_up(number: float) -> str:
 
 
 def delta_up(delta: float) -> str:
-    """Six digits, or all of them where six are less than the number.
+    """Format with six digits, or with all if six would round down.
 
     >>> delta_up(1e-5), delta_up(1.0000004e-5)
     ('1e-05', '1.0000004e-05')

@@ -1,7 +1,7 @@
-"""Canonical JSON: one way to write a record, and a reader that accepts no other.
+"""Canonical JSON: one encoding per record, and a reader that refuses every other.
 
 Sorted keys, no spaces, UTF-8, one line, without raw reals: a real is an object with its decimal
-text and its exact bits (``float.hex``). The reader refuses NaN and Infinity, keys given twice,
+text and its exact bits (``float.hex``). The reader refuses NaN and Infinity, duplicate keys,
 integers beyond 53 bits and any text that the writer would not have produced.
 :func:`decode_strictly` reads other JSON, with raw reals.
 """
@@ -20,7 +20,7 @@ MAX_INTEGER = 1 << 53  # beyond it other JSON readers lose digits
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """The canonical bytes of a record, without a newline."""
+    """Encode a record as canonical bytes, without a newline."""
     form: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
     return json.dumps(record, sort_keys=True, **form).encode()
 
@@ -46,7 +46,8 @@ def decode(line: bytes) -> Json:
 
 
 def finite(text: str) -> float:
-    """A decimal number. Raises PlanError beyond the floats: 1e999 is Infinity by another name."""
+    """Parse a decimal number. Raises PlanError beyond the range of floats (1e999 would be
+    Infinity)."""
     number = float(text)
     if not math.isfinite(number):
         raise PlanError(f"{text[:40]} is beyond the numbers that are read")
@@ -54,15 +55,14 @@ def finite(text: str) -> float:
 
 
 def bounded(text: str) -> int:
-    """A whole number. Raises PlanError beyond 53 bits, where other readers lose digits."""
+    """Parse an integer. Raises PlanError beyond 53 bits, where other readers lose digits."""
     if len(text) > 17 or abs(int(text)) > MAX_INTEGER:
         raise PlanError(f"an integer of {len(text)} digits is out of range")
     return int(text)
 
 
 def decode_strictly(text: bytes, *, parse_float: Callable[[str], float] = finite) -> Json:
-    """Read one JSON object without NaN, Infinity, keys given twice, huge numbers, or half a
-    surrogate.
+    """Read one JSON object without NaN, Infinity, duplicate keys, huge numbers or lone surrogates.
 
     Raises PlanError for anything else.
     """
@@ -71,7 +71,7 @@ def decode_strictly(text: bytes, *, parse_float: Callable[[str], float] = finite
             text.decode(), object_pairs_hook=_no_key_twice, parse_constant=_refuse_constant,
             parse_float=parse_float, parse_int=bounded,
         )  # fmt: skip
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair fails here
+        json.dumps(value, ensure_ascii=False).encode()  # lone surrogates fail here
     except (ValueError, RecursionError) as error:
         raise PlanError(f"not a JSON record ({error})") from error
     if not isinstance(value, dict):
@@ -80,7 +80,7 @@ def decode_strictly(text: bytes, *, parse_float: Callable[[str], float] = finite
 
 
 def real(number: float) -> Json:
-    """A finite real number as decimal text and exact bits.
+    """Encode a finite real number as decimal text and exact bits.
 
     >>> real(0.1)
     {'decimal': '0.1', 'hex': '0x1.999999999999ap-4'}
@@ -89,7 +89,7 @@ def real(number: float) -> Json:
 
 
 def read_real(value: object, where: str) -> float:
-    """The number written by :func:`real`. Raises PlanError for anything else."""
+    """Read a number written by :func:`real`. Raises PlanError for anything else."""
     try:
         if not isinstance(value, dict) or value != real(number := float.fromhex(value["hex"])):
             raise PlanError(f"{where}: decimal and hex do not name the same number")

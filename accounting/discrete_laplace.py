@@ -1,11 +1,10 @@
-"""Discrete Laplace noise: whole numbers x with P(x) ~ exp(-epsilon |x|), drawn exactly.
+"""Discrete Laplace noise: integers x with P(x) ~ exp(-epsilon |x|), sampled exactly.
 
-Added to a count that one record changes by 1 it makes an epsilon-DP release, delta 0 (the
-two-sided geometric mechanism, arXiv:0811.2841). Noise in floating point does not: the gaps between
-its values show what was added to what (Mironov 2012). The sampler of Canonne, Kamath and Steinke
-(arXiv:2004.00010) compares whole numbers only. Epsilon is rounded DOWN to a multiple of 2^-20, so
-that the noise is never less than asked for. Rejection sampling takes a time that depends on the
-noise; side channels are outside every claim made here.
+Added to a count that one record changes by 1 it makes an epsilon-DP release, delta 0 (the two-sided
+geometric mechanism, arXiv:0811.2841). Floating-point noise does not: the gaps between floats reveal
+the summands (Mironov 2012). The sampler of Canonne, Kamath and Steinke (arXiv:2004.00010) uses
+integer arithmetic only. Epsilon is rounded DOWN to a multiple of 2^-20, so that the noise is never
+too small. The time of rejection sampling depends on the noise; no guarantee covers side channels.
 """
 
 import math
@@ -18,13 +17,13 @@ from accounting.errors import PlanError
 from accounting.events import MAX_PURE_EPSILON, check_real
 from accounting.secure_random import random_uint64
 
-DENOMINATOR = 2**20  # of epsilon; so 2^-20 is the smallest that there is
+DENOMINATOR = 2**20  # of epsilon; 2^-20 is the smallest epsilon
 
-_WORDS = 2**64  # values of one word of coins
+_WORDS = 2**64  # number of values of a 64-bit word
 
 
 def exact_epsilon(epsilon: float) -> Fraction:
-    """The epsilon that noise is drawn with: the largest multiple of 2^-20 that is not larger.
+    """Return the epsilon of the noise: the largest multiple of 2^-20 that is at most ``epsilon``.
 
     Raises PlanError unless epsilon is a number from 2^-20 to 1000.
 
@@ -41,13 +40,13 @@ def exact_epsilon(epsilon: float) -> Fraction:
 
 
 def discrete_laplace(epsilon: float, count: int) -> NDArray[np.int64]:
-    """``count`` >= 0 independent whole numbers (count,) from the law P(x) ~ exp(-epsilon |x|).
+    """Sample ``count`` >= 0 independent integers (count,) with P(x) ~ exp(-epsilon |x|).
 
     Mean 0, variance 2 e^-epsilon / (1 - e^-epsilon)^2; epsilon as in :func:`exact_epsilon`.
-    Algorithm 2 of arXiv:2004.00010 with s / t = epsilon, many candidates at a time.
+    Algorithm 2 of arXiv:2004.00010 with s / t = epsilon, vectorised over candidates.
 
     Raises:
-        PlanError: epsilon is out of range, or count is negative or no whole number.
+        PlanError: epsilon is out of range, or count is not an integer >= 0.
     """
     exact = exact_epsilon(epsilon)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
@@ -62,9 +61,9 @@ def discrete_laplace(epsilon: float, count: int) -> NDArray[np.int64]:
 
 
 def log_pmf(epsilon: float, values: ArrayLike) -> NDArray[np.float64]:
-    """Natural logarithm of the chance of each whole number: ln tanh(epsilon / 2) - epsilon |x|.
+    """Return the log-probability of each integer: ln tanh(epsilon / 2) - epsilon |x|.
 
-    Raises PlanError where epsilon is out of range, or a value is no whole number.
+    Raises PlanError where epsilon is out of range, or a value is not an integer.
 
     >>> float(np.exp(log_pmf(1.0, np.arange(-50, 51))).sum().round(12))
     1.0
@@ -78,28 +77,28 @@ def log_pmf(epsilon: float, values: ArrayLike) -> NDArray[np.float64]:
 
 
 def _candidates(s: int, t: int, count: int) -> NDArray[np.int64]:
-    """What is left of ``count`` candidates of Algorithm 2, in the order of drawing.
+    """Return the accepted ones of ``count`` candidates of Algorithm 2, in sampling order.
 
-    Each is X = U + t V ~ exp(-X / t), a whole number, then divided by s and given a sign.
+    Each is an integer X = U + t V ~ exp(-X / t), then divided by s and given a sign.
     """
     u = _below(t, count)
-    u = u[_bernoulli_exp(u, t)].astype(np.int64)  # l. 4-8: U in 0..t-1 with chance ~ e^(-U/t)
+    u = u[_bernoulli_exp(u, t)].astype(np.int64)  # l. 4-8: U in 0..t-1 with P ~ e^(-U/t)
     v = np.zeros(len(u), dtype=np.int64)
     going = np.arange(len(u))
-    while going.size:  # l. 9-14: V is geometric, each further one with chance e^-1
+    while going.size:  # l. 9-14: V is geometric, success probability of each step e^-1
         going = going[_bernoulli_exp(np.ones(going.size, dtype=np.uint64), 1)]
         v[going] += 1
     y = (u + t * v) // s
     negative = _below(2, len(y)) == 1
-    once = ~(negative & (y == 0))  # l. 18: or 0 would be drawn twice as often
+    once = ~(negative & (y == 0))  # l. 18: otherwise 0 would be twice as likely
     return np.asarray(np.where(negative, -y, y)[once], dtype=np.int64)
 
 
 def _bernoulli_exp(numerators: NDArray[np.uint64], denominator: int) -> NDArray[np.bool_]:
-    """Coins (N,) that are true with chance exp(-numerators / denominator), quotients in [0, 1].
+    """Sample booleans (N,) that are true with probability exp(-numerators / denominator).
 
-    Algorithm 1 of arXiv:2004.00010: throw coins of chance gamma / k for k = 1, 2, ... until one
-    fails; true when the failing k is odd.
+    Quotients lie in [0, 1]. Algorithm 1 of arXiv:2004.00010: sample Bernoulli(gamma / k) for k = 1,
+    2, ... until the first failure; the result is true if that k is odd.
     """
     true = np.zeros(len(numerators), dtype=np.bool_)
     going = np.arange(len(numerators))
@@ -113,8 +112,7 @@ def _bernoulli_exp(numerators: NDArray[np.uint64], denominator: int) -> NDArray[
 
 
 def _below(bound: int, count: int) -> NDArray[np.uint64]:
-    """``count`` uniform whole numbers from 0 to ``bound`` - 1: words below 2^64 mod bound are
-    redrawn."""
+    """Sample ``count`` uniform integers in 0..bound - 1; words below 2^64 mod bound are redrawn."""
     surplus = np.uint64(_WORDS % bound)
     words = random_uint64(count).copy()
     while (again := words < surplus).any():

@@ -1,19 +1,19 @@
-"""The errors of an account; ``accounting`` imports nothing from ``privssl``, so it has its own."""
+"""Errors of privacy accounts. ``accounting`` imports nothing from ``privssl``, hence its own."""
 
 
 class AccountingError(Exception):
-    """Something the user can mend. ``str(error)`` says what, where and what to do."""
+    """An error that the user can fix. ``str(error)`` says what, where and what to do."""
 
     exit_status = 2
 
 
 class PlanError(AccountingError):
-    """A number or a combination of numbers from which no true claim can follow."""
+    """A number or a combination of numbers that permits no true guarantee."""
 
 
 class BudgetExhausted(AccountingError):  # noqa: N818  a normal end, not an error
-    """A visit was refused because it would exceed the budget. Nothing was written or read."""
+    """A visit refused because it would exceed the budget. Nothing was written or read."""
 
 
 class LedgerError(AccountingError):
-    """The journal is missing, damaged, rolled back, locked, or cannot be written."""
+    """A journal that is missing, damaged, rolled back, locked or not writable."""

@@ -1,9 +1,9 @@
-"""What was released about labelled rows, one class per kind of release.
+"""Privacy events of labelled rows, one class per kind of release.
 
-Adding or removing a row and replacing it by a null record cost the same under these kinds
-(arXiv:2103.00039, Definition 1.1); replacing one row by another costs about twice as much and is
-not covered. Every number is checked here, because the accountants do not: Opacus loops for ever on
-sigma = NaN and its numeric accountant fills the memory on sigma = 0.01.
+Adding or removing a row and replacing it by a null record cost the same under these events
+(arXiv:2103.00039, Definition 1.1). Replacing one row by another costs about twice as much and is
+not covered. Every number is checked here, because the accountants do not check: Opacus never ends
+on sigma = NaN, and its PRV accountant fills the memory on sigma = 0.01.
 """
 
 import math
@@ -27,7 +27,7 @@ class PoissonSampledGaussianEvent:
 
     Args:
         noise_multiplier: noise standard deviation divided by the clip norm, 0.2 to 1e6.
-        sample_rate: chance that a given row is in a batch, in (0, 1]. 1: the plain Gaussian
+        sample_rate: probability that a row is in a batch, in (0, 1]. 1: the plain Gaussian
         mechanism. steps: number of releases, 1 to 10,000,000.
 
     >>> PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=0.5, steps=10).steps
@@ -61,7 +61,7 @@ class PureDpEvent:
 
 @dataclass(frozen=True)
 class NonPrivateEvent:
-    """Rows were read with no mechanism; epsilon is infinite. ``reason``: which networks."""
+    """Rows read without a mechanism; epsilon is infinite. ``reason``: which networks."""
 
     reason: str
 
@@ -92,20 +92,20 @@ Event = LeafEvent | ComposedEvent
 
 
 def leaf_events(event: Event) -> tuple[LeafEvent, ...]:
-    """The simple events inside an event, in order."""
+    """Return the leaf events of an event, in order."""
     if isinstance(event, ComposedEvent):
         return tuple(leaf for part in event.events for leaf in leaf_events(part))
     return (event,)
 
 
 def is_protected(events: Iterable[Event]) -> list[PoissonSampledGaussianEvent | PureDpEvent]:
-    """The simple events inside these that have a finite cost: all but unprotected reads."""
+    """Return the leaf events with a finite cost: all but unprotected reads."""
     leaves = (leaf for event in events for leaf in leaf_events(event))
     return [leaf for leaf in leaves if not isinstance(leaf, NonPrivateEvent)]
 
 
 def event_to_json(event: Event) -> Json:
-    """The event as a canonical record; see :mod:`accounting.canonical_json`."""
+    """Return the event as a canonical record; see :mod:`accounting.canonical_json`."""
     match event:
         case PoissonSampledGaussianEvent(sigma, rate, steps):
             numbers = {"noise_multiplier": real(sigma), "sample_rate": real(rate)}
@@ -119,7 +119,7 @@ def event_to_json(event: Event) -> Json:
 
 
 def event_from_json(record: object) -> Event:
-    """The event that :func:`event_to_json` wrote.
+    """Return the event that :func:`event_to_json` wrote.
 
     Raises:
         PlanError: unknown kind, missing or extra key, or a number out of range.
@@ -147,13 +147,13 @@ def event_from_json(record: object) -> Event:
 
 
 def check_real(name: str, value: object) -> None:
-    """Raise PlanError unless the value is a finite number (a bool or a text is not one)."""
+    """Raise PlanError unless the value is a finite number (not a bool or a string)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         hint = " Write 1.0e-3, not 1e-3: YAML reads the latter as text." * isinstance(value, str)
         raise PlanError(f"{name} is {value!r:.40}; it must be a number.{hint}")
     try:
         finite = math.isfinite(value)
-    except OverflowError:  # an int beyond the floats
+    except OverflowError:  # an int beyond the range of floats
         finite = False
     if not finite:
         raise PlanError(f"{name} is {value!r:.40}; it must be finite")

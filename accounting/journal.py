@@ -5,12 +5,12 @@
     "prev"     SHA-256 of the line before (64 zeros for the first)
 
 A line and its directory entry are on disk before :meth:`JournalFile.append` returns. The chain
-shows damage and casual edits; who can write the file can rebuild it, so checkpoint and card record
-number and hash of the last line too.
+shows damage and casual edits. A writer of the file could rebuild it, so checkpoint and card also
+record number and hash of the last line.
 
 Advisory locks on ``AGENT.lock`` beside the journal and on the journal itself keep out a second
-writer, also after a removed lock file or through a hard link. Before each line the file must be as
-this writer left it (same inode, length, time of change). POSIX systems only.
+writer, even if the lock file was removed or a hard link is used. Before each line the file must be
+unchanged (same inode, length, time of change). POSIX systems only.
 """
 
 import fcntl
@@ -33,20 +33,20 @@ _PUT_BACK = "Stop what else writes there, put the true journal back, then resume
 
 
 def line_hash(line: bytes) -> str:
-    """SHA-256 of a line without its newline, in hex."""
+    """Return the SHA-256 of a line without its newline, in hex."""
     return hashlib.sha256(line).hexdigest()
 
 
 def split_lines(content: bytes) -> tuple[list[bytes], bytes]:
-    """Complete lines without their newlines, and what follows the last newline (often empty)."""
+    """Return complete lines without their newlines, and the bytes after the last newline."""
     *lines, torn = content.split(b"\n")
     return lines, torn
 
 
 def read_content(path: Path) -> bytes:
-    """The bytes of a journal. Raises LedgerError when it is absent, a link, huge or unreadable."""
+    """Read the bytes of a journal. Raises LedgerError if absent, a link, huge or not readable."""
     try:
-        # A pipe in the place of a journal would block for ever without O_NONBLOCK.
+        # Without O_NONBLOCK a pipe in the journal's place would block for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN)
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -60,10 +60,10 @@ def read_content(path: Path) -> bytes:
 
 
 class JournalFile:
-    """The one open writer of a journal. Knows the chain, not what the lines mean."""
+    """The one open writer of a journal. It checks the chain, not the meaning of lines."""
 
     def __init__(self, path: Path) -> None:
-        """Take the lock; nothing is created but the directory and the lock file.
+        """Take the lock; create only the directory and the lock file.
 
         Raises:
             LedgerError: another process holds the lock, or the directory cannot be written.
@@ -74,7 +74,7 @@ class JournalFile:
         self._file: int | None = None
         self._size = 0  # bytes that are durable
         self._digest = hashlib.sha256()  # of them
-        self._unsure = b""  # a line whose write failed: all, part or nothing of it may follow them
+        self._unsure = b""  # a line whose write failed: all, part or none of it may be on disk
         self._changed = 0  # when this writer last changed the file, in ns
         self._broken = ""
         self._process = os.getpid()
@@ -98,7 +98,7 @@ class JournalFile:
             ) from error
 
     def create(self, first: dict[str, Any]) -> None:
-        """Make the file with its first record. Raises LedgerError if it exists."""
+        """Create the file with its first record. Raises LedgerError if it exists."""
         try:
             self._file = os.open(self.path, _APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError as error:
@@ -114,12 +114,12 @@ class JournalFile:
             self.append(first)
         except LedgerError:
             with suppress(OSError):
-                if self._is_named():  # nothing was spent yet: do not block a second try
+                if self._is_named():  # nothing was spent yet: a second attempt must be possible
                     self.path.unlink()
             raise
 
     def hold(self) -> None:
-        """Lock an existing file, before it is read in order to :meth:`extend` it."""
+        """Lock an existing file, before it is read for :meth:`extend`."""
         try:
             self._file = os.open(self.path, _APPEND)
         except OSError as error:
@@ -128,7 +128,7 @@ class JournalFile:
         self._lock_alone(self._file)
 
     def extend(self, head: str, seq: int) -> None:
-        """Go on with the file that is held, whose last line has this hash and number."""
+        """Continue the locked file, whose last line has this hash and number."""
         assert self._file is not None
         self._changed = os.fstat(self._file).st_ctime_ns
         content = self._content()
@@ -139,9 +139,9 @@ class JournalFile:
         self._size, self._digest = len(content), hashlib.sha256(content)
 
     def damage(self) -> str:
-        """What was done to the file since this writer left it, byte for byte; "" where nothing was.
+        """Describe changes to the file that this writer did not make; "" if there are none.
 
-        A line that this writer could not finish is no damage.
+        An unfinished line of this writer is not damage.
         """
         if self._file is None:
             return ""
@@ -160,9 +160,9 @@ class JournalFile:
         return ""
 
     def refuse_damage(self) -> None:
-        """Raise LedgerError where the file is not as this writer left it.
+        """Raise LedgerError if another writer changed the file.
 
-        It is read only where its length or time of change shows another writer.
+        It is read only if its length or time of change differ.
         """
         if self._file is None:
             return
@@ -178,7 +178,7 @@ class JournalFile:
         self._changed = now.st_ctime_ns
 
     def _is_named(self) -> bool:
-        """Whether the file that is written to is the one that the path names."""
+        """Return whether the open file is the one at the path."""
         assert self._file is not None
         named = os.stat(self.path, follow_symlinks=False)
         return os.path.samestat(named, os.fstat(self._file))
@@ -192,11 +192,11 @@ class JournalFile:
         return b"".join(parts)
 
     def append(self, record: dict[str, Any]) -> int:
-        """Add one record; returns its number once it is on disk.
+        """Append one record; return its number once it is on disk.
 
         Raises:
-            LedgerError: it could not be made durable, or an earlier record could not; then only a
-                fresh read can tell what is on disk, and the writer refuses everything.
+            LedgerError: this record or an earlier one could not be made durable. The state on disk
+                is then unknown, and the writer refuses every further record.
         """
         if self._file is None or self._process != os.getpid():
             raise LedgerError(
@@ -219,19 +219,19 @@ class JournalFile:
                 f"{self.path}: line {self.seq + 2} could not be written ({self._broken}). "
                 f"Its rows were not read. Free space or repair the disk, then resume."
             ) from error
-        except BaseException:  # Ctrl-C: whether the line is on disk, only a fresh read can tell
+        except BaseException:  # e.g. Ctrl-C: the line may or may not be on disk
             self._broken = "interrupted"
             raise
         self._digest.update(self._unsure)
         self._size += len(self._unsure)
         self.seq, self.head, self._unsure = self.seq + 1, line_hash(line), b""
-        self.refuse_damage()  # another writer's line may have come between check and write
+        self.refuse_damage()  # another writer may have appended between check and write
         return self.seq
 
     def replace_torn_tail(self, lines: list[bytes], record: dict[str, Any]) -> None:
-        """Rewrite the file as its complete lines and one more record, in one atomic step.
+        """Rewrite the file as its complete lines and one more record, atomically.
 
-        A crash before the rename leaves the torn tail in place, which counts too.
+        A crash before the rename leaves the torn tail in place, which is charged too.
         """
         line = encode({**record, "seq": len(lines), "prev": line_hash(lines[-1])})
         fresh = self.path.with_suffix(".new")
@@ -250,7 +250,7 @@ class JournalFile:
             raise LedgerError(f"{self.path}: cannot be mended ({error.strerror})") from error
 
     def close(self) -> None:
-        """Release the file and the lock. Twice is harmless."""
+        """Release the file and the lock. May be called twice."""
         for descriptor in (self._file, self._lock):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
@@ -263,7 +263,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents where absent: mode 0700, and durable."""
+    """Make a directory and its parents durably, with mode 0700, if absent."""
     for folder in reversed((path, *path.parents)):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)

@@ -2,14 +2,14 @@
 
 The lines, beside ``seq`` and ``prev``:
 
-    plan      what is promised (``account_plan.py``) and which run spends from here on; a later plan
+    plan      the budget (``account_plan.py``) and the run that spends from here on; a later plan
               replaces it, old charges stay
     reserve   a visit was charged: its key, its event, and the epsilon afterwards
     settle    the visit of an earlier reserve ended normally; changes no charge
     torn      an unfinished last line was found on resume; charged as a whole visit
 
-Epsilon is recomputed from the events; a line that says something else is a problem, as is
-everything that an honest writer would not have written.
+Epsilon is recomputed from the events. A line with another epsilon is a problem, and so is every
+line that this program would not have written.
 """
 
 import re
@@ -30,13 +30,13 @@ ACCOUNTANT = {"enforce": "rdp", "orders": "v1"}
 
 MAX_VISIT_KEY = 200
 _RUN_ID = re.compile(r"[0-9a-z]{0,32}")
-_EPSILON_TOLERANCE = 1e-6  # relative: another version of a numeric library may round elsewhere
+_EPSILON_TOLERANCE = 1e-6  # relative: versions of numeric libraries may round differently
 
 
 class Problem(NamedTuple):
-    """Something in a journal that an honest writer would not have written."""
+    """A part of a journal that this program would not have written."""
 
-    line: int  # counted from 1; 0 is the file as a whole
+    line: int  # counted from 1; 0: the whole file
     text: str
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Journal:
 
     Args:
         plans: in order; the last one is in force. Empty only when there are problems.
-        runs: which run opened the account under each plan; "" where it was not given.
+        runs: the run that opened the account under each plan; "" if not given.
         by_run: what each run spent.
         events: one per charged visit, torn lines included as the plan's largest visit.
         visits: key of each reserved visit -> number (``seq``) of its line.
@@ -90,20 +90,20 @@ class Journal:
 
     @property
     def epsilon(self) -> float:
-        """Recomputed from the events at the delta of the plan in force (0 where all is pure)."""
+        """Epsilon recomputed from the events at the current plan's delta (0 if all are pure)."""
         return self.epsilon_at(self.cost)
 
     @property
     def promised(self) -> float:
-        """The budget that the account began with: what it guarantees whatever was seen since."""
+        """The initial budget: the guarantee whatever noise was chosen later."""
         return self.plans[0].budget.epsilon
 
     def epsilon_at(self, cost: Cost) -> float:
-        """What that cost is to this account."""
+        """Return the epsilon of a cost under this account."""
         return self.plan.epsilon(cost, self.promised)
 
     def epsilon_of(self, run: str) -> float:
-        """What one run spent, at the same delta; a run that is not here spent 0."""
+        """Return the epsilon that one run spent, at the same delta; 0 for an unknown run."""
         return self.epsilon_at(self.by_run.get(run, ZERO_COST))
 
     def charge(self, event: Event) -> None:
@@ -114,7 +114,7 @@ class Journal:
         self.by_run[run] = self.by_run.get(run, ZERO_COST) + cost
 
     def begin(self, plan: AccountPlan, run: str) -> None:
-        """From here on this plan is in force and this run spends."""
+        """Put this plan into force and charge this run from here on."""
         self.plans.append(plan)
         self.runs.append(run)
 
@@ -123,7 +123,7 @@ def read_journal(path: Path) -> Journal:
     """Read and check a journal without taking its lock.
 
     Raises:
-        LedgerError: the file cannot be read. What is wrong *in* it is in ``problems``.
+        LedgerError: the file cannot be read. Faults of its content are in ``problems``.
     """
     lines, torn = split_lines(read_content(path))
     journal = replay(lines)
@@ -137,12 +137,12 @@ def read_journal(path: Path) -> Journal:
 
 
 def journal_until(journal: Journal, head: str) -> Journal:
-    """The journal as it was when the line with this hash was its last; it must be there."""
+    """Return the journal up to the line with this hash, which must exist."""
     return replay(journal.lines[: journal.hashes.index(head) + 1])
 
 
 def replay(lines: Iterable[bytes]) -> Journal:
-    """Check complete lines in order; stops at the first that breaks the chain or cannot be read."""
+    """Check complete lines in order; stop at the first that breaks the chain or cannot be read."""
     journal = Journal()
     for number, line in enumerate(lines, start=1):
         try:
@@ -155,14 +155,14 @@ def replay(lines: Iterable[bytes]) -> Journal:
 
 
 def check_visit_key(visit: object) -> str:
-    """The key, or PlanError unless it is 1 to 200 printable characters."""
+    """Return the key; raise PlanError unless it has 1 to 200 printable characters."""
     if not isinstance(visit, str) or not 0 < len(visit) <= MAX_VISIT_KEY or not visit.isprintable():
         raise PlanError(f"a visit key is 1 to {MAX_VISIT_KEY} printable characters")
     return visit
 
 
 def check_run_id(run: object) -> str:
-    """The id of a run, or PlanError unless it is at most 32 small letters and digits."""
+    """Return the run id; raise PlanError unless it is at most 32 lower-case letters and digits."""
     if not isinstance(run, str) or not _RUN_ID.fullmatch(run):
         raise PlanError("a run's id is at most 32 small letters and digits")
     return run
@@ -215,11 +215,11 @@ def _follow_reserve(journal: Journal, record: Json) -> None:
     journal.charge(event)
     journal.reserved = journal.reserved + plan.charge(event)
     written, true = read_real(record["eps_after"], "eps_after"), journal.epsilon
-    # Former versions counted several kinds of visits as if all had been fixed beforehand.
+    # Former versions counted several kinds of visits as if all were fixed beforehand.
     former = journal.cost.epsilon(plan.delta_of(journal.cost))
     if not any(abs(written - e) <= _EPSILON_TOLERANCE * max(1.0, e) for e in (true, former)):
         raise PlanError(f"says epsilon {written:.6f}, but its events cost {true:.6f}")
-    # A torn line is charged, but may never have been a visit: it cannot break the promise.
+    # A torn line is charged, but may never have been a visit: it cannot exceed the budget.
     surely = journal.reserved.epsilon(plan.delta_of(journal.reserved))
     if surely > plan.budget.epsilon:
         raise PlanError(f"epsilon {surely:.6f} is above the budget {plan.budget.epsilon:g}")

@@ -36,21 +36,21 @@ __all__ = ["Account", "AccountPlan", "Balance", "Journal", "read_journal"]
 
 
 class Balance(NamedTuple):
-    """What an account was charged, and what forbids a claim about it."""
+    """The charges of an account, and the problems that forbid a guarantee."""
 
     journal: Journal
-    problems: tuple[str, ...]  # empty when the journal on disk is what this account wrote
+    problems: tuple[str, ...]  # empty if the journal on disk is the one that this account wrote
 
 
 @final
 class Account:
-    """One agent's budget and journal. Made by :meth:`open`; one process at a time."""
+    """One agent's budget and journal, created by :meth:`open`; one process at a time."""
 
     def __init__(self, file: JournalFile, journal: Journal, run: str, limit: float) -> None:
         self._file = file
         self._journal = journal
         self.run = run  # id of the run that spends now
-        self._limit = limit  # epsilon that this run may spend of the account's
+        self._limit = limit  # the part of the account's epsilon that this run may spend
 
     @classmethod
     def open(
@@ -68,12 +68,13 @@ class Account:
 
         Args:
             path: the journal, ``AGENT.jsonl``; its directory is made when absent.
-            plan: what is promised. On resume :func:`account_plan.refuse_change` says what may
-            differ. resume: False refuses an existing journal; True needs one and keeps its charges.
-            minimum_seq, minimum_head: with resume, number and hash of the line that a checkpoint
-                recorded. A journal without it was rolled back, cut or replaced, and is refused.
-            run: id of the run that spends: at most 32 small letters and digits, kept on resume.
-            run_epsilon: what that run may spend of the budget, over all its sessions.
+            plan: the budget. On resume it may differ as :func:`account_plan.refuse_change` permits.
+                resume: False refuses an existing journal; True needs one and keeps its charges.
+            minimum_seq, minimum_head: on resume, number and hash of the line that a checkpoint
+                recorded. A journal without that line was rolled back, and is refused.
+            run: id of the run that spends: at most 32 lower-case letters and digits, kept on
+                resume.
+            run_epsilon: the part of the budget that this run may spend, over all its sessions.
 
         Raises:
             LedgerError: missing, damaged, rolled back, locked or unwritable journal.
@@ -124,9 +125,10 @@ class Account:
         return tuple(self._journal.events)
 
     def balance(self) -> Balance:
-        """What a claim must count: the file's journal while it is the one that this account wrote.
+        """Return the charges that a guarantee must count.
 
-        After any damage, the one of file and memory that has spent more, with the problems.
+        After damage to the file: the larger of the charges in the file and in memory, with the
+        problems.
         """
         problems = [damage] if (damage := self._file.damage()) else []
         try:
@@ -140,11 +142,11 @@ class Account:
         return Balance(found, tuple(problems))
 
     def visits(self) -> int:
-        """How many visits were charged, unfinished ones included."""
+        """Number of charged visits, unfinished ones included."""
         return len(self._journal.events)
 
     def is_charged(self, visit: str) -> bool:
-        """Whether a visit of this name was charged, finished or not."""
+        """Return whether a visit of this name was charged, finished or not."""
         return visit in self._journal.visits
 
     def spent(self) -> float:
@@ -160,20 +162,20 @@ class Account:
         """Charge one visit, then enter the block in which its rows may be read.
 
         Args:
-            event: what the visit releases; at most what the plan says of one visit.
+            event: the releases of the visit; at most the event of the plan.
             visit: names the visit, for example "round 3"; each name is charged once.
 
         Raises:
             BudgetExhausted: the budget does not cover it. Nothing was written or read.
-            LedgerError: charged already, dearer than planned, or the journal could not be made
-                durable. The block was not entered.
+            LedgerError: the visit is charged already or costs more than planned, or the journal
+                could not be made durable. The block was not entered.
         """
         after = self._check_admissible(event, visit)
         self._file.refuse_damage()
         try:
             about = {"event": event_to_json(event), "eps_after": real(after)}
             reserve = self._file.append({"type": "reserve", "visit": visit, **about})
-        finally:  # whatever ends it, a disk or Ctrl-C: the line may be on disk, so it counts
+        finally:  # after any exception: the line may be on disk, so it counts
             self._journal.charge(event)
         self._journal.visits[visit] = reserve
         self._journal.hashes.append(self._file.head)
@@ -187,7 +189,7 @@ class Account:
         self._file.close()
 
     def _check_admissible(self, event: Event, visit: str) -> float:
-        """The epsilon after the visit, or why it cannot take place."""
+        """Return the epsilon after the visit, or raise the reason to refuse it."""
         try:
             check_visit_key(visit)
             after, own = self._epsilon_with(event)
@@ -210,7 +212,7 @@ class Account:
         return after
 
     def _epsilon_with(self, event: Event) -> tuple[float, float]:
-        """Epsilon after one more event: of the account, and of this run alone."""
+        """Return epsilon after one more event: of the account, and of this run alone."""
         cost = self.plan.charge(event)
         if not cost.at_most(self.plan.visit_cost):
             raise PlanError("the visit costs more than the plan says one visit costs at most")
@@ -219,13 +221,13 @@ class Account:
         return self._journal.epsilon_at(after), self._journal.epsilon_at(own)
 
     def _within_budget(self, after: float) -> bool:
-        # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.
+        # With a budget of 0 refuse even tiny events whose epsilon rounds to 0.
         budget = self.plan.budget.epsilon
         return math.isfinite(after) and budget > 0 and after <= budget
 
 
 def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
-    """The journal under a file, verified, its torn tail made a line, open for more."""
+    """Verify the journal of a file, convert its torn tail to a line, and open it for appending."""
     if not file.path.exists():
         raise LedgerError(
             f"{file.path}: missing, though the checkpoint (at a site: ledger.mark) says that it "

@@ -1,13 +1,13 @@
-"""Tests of the mechanism alone, without training: is it the one that the accountant counts?
+"""Tests of the mechanism alone, without training, against what the accountant counts.
 
-A canary whose clipped gradient is C e_1, among rows whose gradient is 0, goes through private steps
-again and again, with and without the canary. Likelihood ratios of the releases bound epsilon from
-below (arXiv:2302.07956) by :func:`accounting.two_sample_audit.two_sample_bound_from_scores`; tests
-look at noise scale, sample rate and repeated noise. The bound sees noise that is half of what is
-claimed from 100,000 runs of each world on; the tests see 2% from a million draws.
+A canary whose clipped gradient is C e_1, among rows whose gradient is 0, passes private steps many
+times; other trials omit it. Likelihood ratios of the releases give a lower bound on epsilon
+(arXiv:2302.07956) by :func:`accounting.two_sample_audit.two_sample_bound_from_scores`. Tests check
+noise scale, sample rate and repeated noise. The bound detects half the claimed noise from 100,000
+trials each; the tests detect 2% from a million draws.
 
-A p-value is the chance of data at least this odd from a correct mechanism; exact or too large,
-except where said. Divide the level by the number of tests.
+A p-value is the probability of data at least this extreme under a correct mechanism. It is exact or
+too large unless stated otherwise. Divide the level by the number of tests.
 """
 
 import math
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 def log_likelihood_ratio(
     releases: ArrayLike, *, noise_multiplier: float, sample_rate: float
 ) -> Floats:
-    """The log-likelihood ratio of one row in T noisy sums: the best score there is.
+    """Return the log-likelihood ratio of one row in T noisy sums, the optimal score.
 
     Sum over t of ln(1 - q + q e^((2 y_t - 1) / (2 sigma^2))), by Neyman and Pearson.
 
@@ -42,18 +42,18 @@ def log_likelihood_ratio(
     check_sample_rate(sample_rate)
     exponents = (2 * _table("releases", releases) - 1) / (2 * noise_multiplier**2)  # (N, T)
     if sample_rate < 1:
-        # e^exponent may exceed the floats; beyond 500 it is all that counts
+        # e^exponent may overflow; above 500 the other terms vanish
         small = np.minimum(exponents, 500.0)
         exponents = np.log1p(sample_rate * np.expm1(small)) + (exponents - small)
     return np.asarray(exponents.sum(axis=1), dtype=np.float64)
 
 
 def noise_scale_p(residuals: ArrayLike) -> float:
-    """p-value that these are standard normal draws: twice the smaller of two.
+    """Return the p-value that these are standard normal draws: twice the smaller of two.
 
-    The largest distance D of their distribution function from Phi sees a change of shape; its
+    The largest distance D of their distribution function from Phi detects a change of shape; its
     p-value is at most 2 e^(-2 N D^2) (Massart). The sum of squares, chi-square with N degrees of
-    freedom, sees the scale: 0.5% of it at a million draws.
+    freedom, detects the scale: 0.5% of it at a million draws.
 
     Args:
         residuals: N in any shape, finite: (noisy sum - clipped sum) / (sigma C); else PlanError.
@@ -69,7 +69,7 @@ def noise_scale_p(residuals: ArrayLike) -> float:
 
 
 def inclusion_p(releases: ArrayLike, *, noise_multiplier: float, sample_rate: float) -> float:
-    """Two-sided p-value that a canary took part in a share q of its steps, by the mean release.
+    """Return the two-sided p-value that a canary is in a share q of its steps, by the mean release.
 
     A release has mean q and variance q (1 - q) + sigma^2. Exact at q = 1, otherwise normal by the
     central limit theorem, good from some hundred releases of runs whose data held the canary.
@@ -82,7 +82,8 @@ def inclusion_p(releases: ArrayLike, *, noise_multiplier: float, sample_rate: fl
 
 
 def sample_rate_p(*, hits: int, trials: int, rate: float) -> float:
-    """Exact two-sided binomial p-value of hits among 1 to 10,000,000 trials at a rate in (0, 1]."""
+    """Return the exact two-sided binomial p-value of hits among 1 to 10,000,000 trials at a rate in
+    (0, 1)."""
     check_count("trials", trials)
     check_part("hits", hits, trials, "trials")
     check_sample_rate(rate)
@@ -90,7 +91,7 @@ def sample_rate_p(*, hits: int, trials: int, rate: float) -> float:
 
 
 def batch_size_p(sizes: ArrayLike, *, rows: int, rate: float) -> float:
-    """Two-sided p-value that batch sizes (M,) vary as those of Poisson sampling do.
+    """Return the two-sided p-value that batch sizes (M,) vary as under Poisson sampling.
 
     Fixed batch sizes vary less, rows that are drawn in blocks more. The mean squared distance from
     ``rows * rate`` is compared with a gamma law of the same, exactly known, mean and variance.
@@ -110,21 +111,22 @@ def batch_size_p(sizes: ArrayLike, *, rows: int, rate: float) -> float:
 
 
 def repeats_p(residuals: ArrayLike) -> float:
-    """p-value that noise is fresh in every step, whatever its scale: thrice the least of three.
+    """Return the p-value that noise is fresh in every step, at any scale: three times the least of
+    three.
 
     If all N T draws are independent normals of one variance, then exactly:
 
     - the squared cosine of any two steps is Beta(1/2, (N - 1) / 2); the largest, times the number
       of pairs, finds two steps that share noise, also in part of the coordinates;
     - the squared sums over all steps, divided by T times the sum of squares, are
-      Beta(N / 2, N (T - 1) / 2): a little noise common to all steps;
-    - the same with steps taken two by two: neighbours that are slightly alike.
+      Beta(N / 2, N (T - 1) / 2): a small noise common to all steps;
+    - the same with steps in pairs: slightly correlated neighbours.
 
     Args:
         residuals: (N, T), N, T >= 2, finite: N coordinates or runs of T steps; else PlanError.
 
     Returns:
-        in [0, 1]; 0 also when a step has no noise at all. Takes time N T^2.
+        in [0, 1]; 0 also if a step has no noise. Takes time O(N T^2).
     """
     draws = _table("residuals", residuals)  # (N, T)
     count, steps = draws.shape
@@ -141,7 +143,7 @@ def repeats_p(residuals: ArrayLike) -> float:
 
 
 def _common_part_p(draws: Floats, width: int) -> float:
-    """p-value that sums over ``width`` neighbouring steps are no longer or shorter than chance."""
+    """Return the p-value that sums over ``width`` neighbouring steps are as long as by chance."""
     count, steps = draws.shape
     groups = draws[:, : steps // width * width].reshape(count, -1, width)  # (N, groups, width)
     share = float(np.square(groups.sum(axis=2)).sum() / (width * np.square(groups).sum()))

@@ -1,17 +1,18 @@
 """A lower bound on epsilon from one training run, by guesses about its canaries.
 
-Each of m canaries (rows like any other) enters the training set by a fair coin of its own. An
-attacker then scores them on what was released, guesses "in" for the highest scores, "out" for the
-lowest, and abstains on the rest. Too many right guesses reject the claim. Two tests:
+Each of m canaries (ordinary rows) is included in the training set with probability 1/2,
+independently. An attacker then scores them on what was released, guesses "in" for the highest
+scores, "out" for the lowest, and abstains on the rest. Too many correct guesses reject the
+guarantee. Two tests:
 
 * for any (epsilon, delta)-DP run: arXiv:2305.08846 (Steinke, Nasr, Jagielski 2023);
-* about twice as tight, for a whole trade-off function f that the run claims: arXiv:2410.22235
-  (Mahloujifar, Melis, Chaudhuri 2024). f(a) is the least share of missed members of any attack
-  that accuses a share a of the others falsely.
+* about twice as tight, for a whole trade-off function f that the run guarantees: arXiv:2410.22235
+  (Mahloujifar, Melis, Chaudhuri 2024). f(a) is the least false negative rate of any attack with
+  false positive rate a.
 
-Both need a number of guesses that was fixed before the scores were seen. Trying several means
-dividing 1 - confidence by their number. A bound below the claim proves nothing; one above it
-refutes the claim. The ceiling is the bound with every guess right.
+Both need a number of guesses fixed before the scores are seen. To try several numbers, divide 1 -
+confidence by how many. A bound below the guarantee proves nothing; one above it refutes the
+guarantee. The ceiling is the bound with every guess correct.
 """
 
 import math
@@ -24,11 +25,11 @@ from scipy.stats import binom
 from accounting.errors import PlanError
 from accounting.events import check_count, check_delta, check_real
 
-#: Power of an attack, in [0, 1], to the least share of false accusations that it can have.
+#: From the power of an attack, in [0, 1], to its least possible false positive rate.
 Inverse = Callable[[float], float]
 
-_PRECISION = 1e-9  # of a bisection, on the side that is rejected
-_LARGEST_EXPONENT = 700.0  # e^700 is a float, and e^-700 accuses no one
+_PRECISION = 1e-9  # of the bisection, on the rejected side
+_LARGEST_EXPONENT = 700.0  # e^700 is a float, and e^-700 is negligible
 
 
 def guess(scores: ArrayLike, guesses: int) -> NDArray[np.int8]:
@@ -40,7 +41,7 @@ def guess(scores: ArrayLike, guesses: int) -> NDArray[np.int8]:
         guesses: even, at most m. Fixed before the scores were seen.
 
     Raises:
-        PlanError: NaN, not one row of scores, or an odd or too large number of guesses.
+        PlanError: NaN, not a vector of scores, or an odd or too large number of guesses.
     """
     ranked = np.asarray(scores, dtype=np.float64)
     if ranked.ndim != 1 or np.isnan(ranked).any():
@@ -56,7 +57,7 @@ def guess(scores: ArrayLike, guesses: int) -> NDArray[np.int8]:
 
 
 def count_correct(guesses: ArrayLike, included: ArrayLike) -> int:
-    """How many guesses (m,) in {+1, 0, -1} agree with the coins (m,), true for "in".
+    """Count the guesses (m,) in {+1, 0, -1} that agree with ``included`` (m,), true for "in".
 
     Raises PlanError where the two differ in length, or hold something else.
     """
@@ -71,7 +72,8 @@ def count_correct(guesses: ArrayLike, included: ArrayLike) -> int:
 def one_run_p_value(
     *, canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    """Upper bound of the chance of this many right guesses in an (epsilon, delta)-DP run.
+    """Return an upper bound of the probability of this many correct guesses in an (epsilon,
+    delta)-DP run.
 
     With B ~ Binomial(r, e^eps / (1 + e^eps)): P[B >= v] + 2 m delta alpha, where
     alpha = max over i = 1..v of P[v - i <= B < v] / i. arXiv:2305.08846, Appendix D.
@@ -101,7 +103,7 @@ def one_run_p_value(
 def one_run_lower_bound(
     *, canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """The largest epsilon that the guesses reject; 0.0 when they do not even reject 0.
+    """Return the largest epsilon that the guesses reject; 0.0 if they do not reject 0.
 
     Arguments and errors as in :func:`one_run_p_value`; confidence from 0.5 to below 1.
 
@@ -122,7 +124,7 @@ def one_run_lower_bound(
 def one_run_ceiling(
     *, canaries: int, guesses: int | None = None, delta: float, confidence: float = 0.95
 ) -> float:
-    """The lower bound were all guesses right, by default one guess for every canary.
+    """Return the lower bound if all guesses are correct, by default one guess per canary.
 
     >>> round(one_run_ceiling(canaries=34, delta=1e-5), 2)
     2.38
@@ -137,16 +139,18 @@ def claim_rejected(
     *, canaries: int, guesses: int, correct: int, profile: Sequence[tuple[float, float]],
     confidence: float = 0.95,
 ) -> bool:  # fmt: skip
-    """Whether the guesses refute a plan that claims every (epsilon, delta) of the profile.
+    """Return whether the guesses refute every (epsilon, delta) of the profile together.
 
-    The recursion of arXiv:2410.22235, with abstention: assume that v or more guesses are right
-    with chance 1 - confidence; what the trade-off function then makes at least likely of v - 1,
-    v - 2, ... 0 right guesses adds up to a (right) and h (wrong), which must fit into r / m.
+    The recursion of arXiv:2410.22235, with abstention: assume that v or more guesses are correct
+    with probability 1 - confidence. The trade-off function then bounds the probabilities of v - 1,
+    v - 2, ... 0 correct guesses from below; they add up to a (correct) and h (wrong), which must
+    fit into r / m.
 
     Args:
         canaries, guesses, correct: as in :func:`one_run_p_value`.
         profile: as in :func:`profile_inverse`. More pairs make the test stricter.
-        confidence: from 0.5 to below 1. A claim that holds is rejected with at most 1 - confidence.
+        confidence: from 0.5 to below 1. A true guarantee is rejected with probability at most 1 -
+            confidence.
     """
     _check_tally(canaries, guesses, correct)
     check_confidence(confidence)
@@ -155,7 +159,7 @@ def claim_rejected(
     h = (1 - confidence) * (guesses - correct) / canaries
     for i in range(correct - 1, -1, -1):
         higher = max(h, inverse(a))
-        if higher == h:  # then a stays as well, and so does everything that follows
+        if higher == h:  # then a stays constant too, and so do all later values
             break
         a = min(1.0, a + i / (guesses - i) * (higher - h))
         h = higher
@@ -163,10 +167,11 @@ def claim_rejected(
 
 
 def profile_inverse(profile: Sequence[tuple[float, float]]) -> Inverse:
-    """The inverse of the trade-off function of these (epsilon, delta) pairs together.
+    """Return the inverse of the trade-off function of these (epsilon, delta) pairs together.
 
     f(a) = max over pairs of (0, 1 - delta - e^eps a, e^-eps (1 - delta - a)), arXiv:1905.02383,
-    Equation 5. f is its own inverse, so an attack with power x accuses at least f(1 - x) falsely.
+    Equation 5. f is its own inverse, so an attack with power x has a false positive rate of at
+    least f(1 - x).
 
     Args:
         profile: at least one pair; epsilon >= 0 and finite, delta in [0, 1]; else PlanError.
@@ -198,7 +203,7 @@ def check_confidence(value: float) -> None:
 
 
 def check_part(name: str, value: object, whole: int, of: str) -> None:
-    """Raise PlanError unless the value is an integer from 0 to ``whole``, the number ``of``."""
+    """Raise PlanError unless the value is an integer from 0 to ``whole``, described by ``of``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise PlanError(f"{name} is {value!r:.40}; it must be a whole number")
     if not 0 <= value <= whole:
@@ -212,7 +217,7 @@ def _check_tally(canaries: int, guesses: int, correct: int) -> None:
 
 
 def _largest_rejected(rejects: Callable[[float], bool]) -> float:
-    """The largest number >= 0 that is rejected, by doubling and bisection; 0.0 if none is."""
+    """Return the largest rejected number >= 0, by doubling and bisection; 0.0 if there is none."""
     if not rejects(0.0):
         return 0.0
     low, high = 0.0, 1.0

@@ -1,16 +1,16 @@
-"""Which account pays for which row, where accounts outlive a run.
+"""Registry of rows and the accounts that pay for them, if accounts outlive a run.
 
-The same row under two agents would have two budgets, and a row that one run pays for another may
-use unprotected. So beside the journals lies, in ``registry/``:
+The same row under two agents would have two budgets, and a row that one run protects may be used
+unprotected by another. So ``registry/`` next to the journals contains:
 
     key          32 random bytes, made once; never leaves the folder
-    AGENT.rows   a fingerprint of every row that was ever under this account, one in a line
-    unprotected  the same of every row that a run ever used without protection
+    AGENT.rows   a fingerprint of every row that was ever under this account, one per line
+    unprotected  fingerprints of every row that a run ever used without protection
     lock         one process at a time
 
 A fingerprint is HMAC-SHA256 under the key, cut to 128 bits; without a key anybody could test
-whether a candidate row is here. The registry stays with the rows; auditors need the journals only.
-Rows may join an account and count as charged with all that it ever spent. POSIX systems only.
+whether a candidate row is in the data. The registry stays with the rows; auditors need the journals
+only. New rows of an account count as charged with all that it ever spent. POSIX systems only.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ _ADVICE = (
 
 
 def shared_rows(holdings: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, str, int]]:
-    """Every two agents that hold the same row, and how many such rows; nothing is stored.
+    """Yield every two agents that hold the same row, and the number of such rows; store nothing.
 
     holdings: agent id -> content of each of its labelled rows, without the label.
     """
@@ -51,7 +51,7 @@ def shared_rows(holdings: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, 
 def find_double_use(
     holdings: Mapping[str, Iterable[bytes]], unprotected: Iterable[bytes]
 ) -> Iterator[tuple[str, int]]:
-    """Every agent with rows that are also used without protection, and how many of them.
+    """Yield every agent with rows that are also used without protection, and their number.
 
     holdings: as in :func:`shared_rows`. unprotected: as in :func:`claim`.
     """
@@ -66,7 +66,7 @@ def claim(
     folder: Path, holdings: Mapping[str, Iterable[bytes]], *, unprotected: Iterable[bytes] = (),
     only_check: bool = False,
 ) -> None:  # fmt: skip
-    """Put rows under the accounts of their agents, for good; all of them, or none.
+    """Register rows permanently under the accounts of their agents; all of them, or none.
 
     Also record the rows that the run uses without protection: no row is ever both.
 
@@ -74,13 +74,13 @@ def claim(
         folder: of the journals; ``registry`` is made in it.
         holdings: agent id -> content of each of its labelled rows, without the label.
         unprotected: content of each row that the run uses without protection: unlabelled rows of
-            every agent, and validation rows. Test rows are not among them: nobody trains on them.
+            every agent, and validation rows. Test rows are not among them: no agent trains on them.
         only_check: raise as usual, and store nothing.
 
     Raises:
-        LedgerError: a row is under another account already, or was or would be used without
-            protection, or the rows of some journal are missing, and nothing was claimed; or the
-            registry cannot be read or written.
+        LedgerError: nothing was registered: a row is under another account, or is used without
+            protection, or the rows of a journal are missing, or the registry cannot be read or
+            written.
     """
     registry = folder / "registry"
     for agent in holdings:
@@ -97,7 +97,7 @@ def claim(
             merged = {a: known.get(a, set()) | fresh.get(a, set()) for a in {*known, *fresh}}
             _refuse_overlap(folder, merged)
             _refuse_unprotected(folder, merged, beside_now)
-            # First, and though it be empty: where rows are and this is not, it was lost.
+            # First, and even if empty: rows without this file show that it was lost.
             if not only_check and beside_now != beside:
                 _put(registry / _UNPROTECTED, _lines(beside_now))
             for agent in () if only_check else fresh:
@@ -111,8 +111,10 @@ def claim(
 
 
 def refuse_partial_account(folder: Path, agent: str) -> None:
-    """Raise LedgerError when of an account's journal and the rows under it one is gone, as in a
-    folder that was copied in part. For accounts that outlive a run."""
+    """Raise LedgerError if an account has a journal but no rows, or rows but no journal.
+
+    A partly copied folder looks so. For accounts that outlive a run.
+    """
     journal, rows = folder / f"{agent}.jsonl", folder / "registry" / f"{agent}.rows"
     if rows.exists() and not journal.exists():
         raise LedgerError(
@@ -124,7 +126,7 @@ def refuse_partial_account(folder: Path, agent: str) -> None:
 
 
 def _refuse_lost_rows(folder: Path, known: Iterable[str]) -> None:
-    """Rows are put down before their journal is made, also those of agents of other runs."""
+    """Refuse journals without rows. Rows are always stored before their journal is made."""
     there = {path.stem for path in folder.glob("*.jsonl")}
     for agent in sorted(there - set(known)):
         raise _lost_rows(folder, agent)
@@ -167,7 +169,7 @@ def _key(registry: Path) -> bytes:
     path = registry / "key"
     if not path.exists():
         if any(registry.glob("*.rows")) or (registry / _UNPROTECTED).exists():
-            # Under another key no known row would be known again.
+            # With another key no registered row would be recognised.
             raise LedgerError(f"{path}: missing; put the true key back")
         _put(path, os.urandom(_KEY_BYTES))
     key = _content(path)
@@ -177,7 +179,7 @@ def _key(registry: Path) -> bytes:
 
 
 def _unprotected(registry: Path, *, begun: bool) -> set[bytes] | None:
-    """The rows that were used without protection; None when nothing was ever claimed."""
+    """Return the rows used without protection; None if no row was ever registered."""
     path = registry / _UNPROTECTED
     if path.exists():
         return _read_known(path)
@@ -210,7 +212,7 @@ def _content(path: Path) -> bytes:
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Put the file in place whole: old content or new, durable before this returns."""
+    """Write the file atomically and durably."""
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)

@@ -1,8 +1,8 @@
-"""The quality of an attack, and the epsilon that it saw, from its errors in two worlds.
+"""ROC of an attack, and the lower bound on epsilon from its errors in two hypotheses.
 
-The attack scores independent trials of two worlds: the row was in the training data, or not. ROC
-gives the area with a 95% interval, and the share of members found at 1% false alarms. Errors at one
-threshold give Clopper-Pearson limits and the largest epsilon that they reject (arXiv:2006.07709,
+The attack scores independent trials of two kinds: the row was in the training data, or not. The ROC
+gives the AUC with a 95% interval and the TPR at 1% FPR. Errors at one threshold give
+Clopper-Pearson limits and the largest epsilon that they reject (arXiv:2006.07709,
 arXiv:2101.04535): an (epsilon, delta)-DP run bounds both kinds of errors from below.
 """
 
@@ -22,19 +22,19 @@ from accounting.one_run_audit import check_confidence, check_part
 Floats = NDArray[np.float64]
 
 _CANDIDATES = 500  # thresholds tried from either end of the scores
-#: The best of many thresholds is partly luck. Wider limits while choosing prefer one with more
-#: errors to count.
+#: The best of many thresholds is partly chance. Wider limits while choosing prefer a threshold with
+#: more errors to count.
 _WIDER = 50
 _Z = float(ndtri(0.975))  # of a two-sided 95% interval
 
 
 @dataclass(frozen=True)
 class AttackRates:
-    """How well scores tell members from others.
+    """AUC and TPR of membership scores.
 
-    ``auc``: chance that a member outscores another, ties half, with its 95% interval.
+    ``auc``: probability that a member outscores a non-member, ties half, with its 95% interval.
     ``tpr_at_1_percent_fpr``: largest share of members above a threshold that at most 1% of the
-    others exceed (with fewer than 100 others: none of them).
+    non-members exceed (none of them, if fewer than 100).
     """
 
     auc: float
@@ -44,7 +44,7 @@ class AttackRates:
 
 
 def roc(scores_in: ArrayLike, scores_out: ArrayLike) -> AttackRates:
-    """Area under the ROC curve, and power at 1% false alarms.
+    """Return the area under the ROC curve and the TPR at 1% FPR.
 
     The interval is Newcombe's method 5 (Statistics in Medicine 25, 2006, 559-573): the AUCs within
     1.96 of Hanley and McNeil's standard errors at that AUC. It keeps its width when all members
@@ -63,7 +63,8 @@ def roc(scores_in: ArrayLike, scores_out: ArrayLike) -> AttackRates:
 
 
 def _auc_limit(auc: float, end: float, members: int, others: int) -> float:
-    """The AUC between the observed one and 0 or 1 that is 1.96 of its standard errors away."""
+    """Return the AUC towards ``end`` (0 or 1) at which the observed one is 1.96 standard errors
+    away."""
     if auc == end:
         return end
 
@@ -79,10 +80,10 @@ def _auc_limit(auc: float, end: float, members: int, others: int) -> float:
 
 @dataclass(frozen=True)
 class TwoSampleBound:
-    """An audit of one threshold: the counts, and the epsilon that they reject.
+    """An audit at one threshold: the counts, and the epsilon that they reject.
 
-    ``ceiling`` is the bound had there been no error. Scores at or above ``threshold``, which was
-    chosen on other scores, say "in"; false negatives are of ``trials_in``, false positives of
+    ``ceiling`` is the bound without any error. Scores at or above ``threshold``, which was chosen
+    on other scores, say "in"; false negatives are of ``trials_in``, false positives of
     ``trials_out``.
     """
 
@@ -99,7 +100,7 @@ def two_sample_lower_bound(
     *, false_negatives: int, false_positives: int, trials_in: int, trials_out: int, delta: float,
     confidence: float = 0.95,
 ) -> float:  # fmt: skip
-    """The largest epsilon that the errors of one test, fixed beforehand, reject; else 0.0.
+    """Return the largest epsilon that the errors of one predetermined test reject; else 0.0.
 
     With upper Clopper-Pearson limits FN and FP, each at half of 1 - confidence: the larger of
     ln((1 - FN - delta) / FP) and ln((1 - FP - delta) / FN). arXiv:2101.04535.
@@ -122,7 +123,7 @@ def two_sample_lower_bound(
 def two_sample_ceiling(
     *, trials_in: int, trials_out: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """The lower bound without a single error.
+    """Return the lower bound without any error.
 
     >>> round(two_sample_ceiling(trials_in=500, trials_out=500, delta=1e-5), 2)
     4.91
@@ -137,7 +138,7 @@ def two_sample_bound_from_scores(
     scores_in: ArrayLike, scores_out: ArrayLike, delta: float, confidence: float = 0.95, *,
     choosing: float = 0.5,
 ) -> TwoSampleBound:  # fmt: skip
-    """Choose a threshold on the first share of the scores and count errors on the others.
+    """Choose a threshold on the first part of the scores and count errors on the rest.
 
     The parts are taken by position, so the scores must not be sorted.
 
@@ -173,7 +174,8 @@ def two_sample_bound_from_scores(
 def _held_out_threshold(
     scores_in: Floats, scores_out: Floats, delta: float, confidence: float
 ) -> float:
-    """The threshold with the largest bound on these scores; dense in both tails of their order."""
+    """Return the threshold with the largest bound on these scores; candidates are dense in both
+    tails."""
     pooled = np.unique(np.concatenate([scores_in, scores_out]))
     steps = np.unique(np.geomspace(1, pooled.size, _CANDIDATES).astype(int)) - 1
     candidates = np.concatenate([pooled[steps], pooled[::-1][steps]])
@@ -188,7 +190,7 @@ def _bounds(
     missed: NDArray[np.int64], accused: NDArray[np.int64], trials: tuple[int, int], delta: float,
     confidence: float,
 ) -> Floats:  # fmt: skip
-    """Lower bounds (K,) for K pairs of error counts."""
+    """Compute lower bounds (K,) for K pairs of error counts."""
     level = (1 + confidence) / 2
     upper = []
     for errors, of in zip((missed, accused), trials, strict=True):
@@ -200,7 +202,7 @@ def _bounds(
 
 
 def _scores(name: str, values: ArrayLike, least: int = 1) -> Floats:
-    """A list (N,) of at least so many numbers, infinite ones among them."""
+    """Return scores (N,) of at least ``least`` numbers; infinite ones are allowed."""
     scores = np.asarray(values, dtype=np.float64)
     if scores.ndim != 1 or scores.size < least or np.isnan(scores).any():
         raise PlanError(f"{name} must be one list of {least} or more numbers; NaN is not a score")

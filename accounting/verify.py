@@ -1,9 +1,9 @@
-"""The same epsilon from an independent library, dp-accounting (the extra ``verify``).
+"""Epsilon by an independent library, dp-accounting (the extra ``verify``).
 
 It composes privacy loss distributions: a pessimistic one gives an upper bound, an optimistic one a
-lower bound; a claim below the lower bound is wrong. Numeric composition needs events that were all
-fixed beforehand. A pure epsilon-DP release is represented by the worst mechanism with that promise,
-randomized response.
+lower bound. A claimed epsilon below the lower bound is wrong. Numeric composition needs events that
+were all fixed beforehand. A pure epsilon-DP release is represented by its worst case, randomized
+response.
 """
 
 import importlib.util
@@ -27,10 +27,10 @@ from accounting.events import (
 #: dp-accounting's are an upper bound of the divergence.
 INTEGER_ORDERS: tuple[float, ...] = tuple(float(order) for order in range(2, 257))
 
-_MIN_DELTA = 1e-12  # the tails are cut at e^-50; far below this epsilon becomes infinite
+_MIN_DELTA = 1e-12  # the tails are cut at e^-50; far below this delta epsilon becomes infinite
 _INTERVAL = 1e-4  # width of the grid of privacy losses
 
-# Neighbours as in accounting.events; what it prints is rounded nowhere.
+# Adjacency as in accounting.events; the program prints unrounded numbers.
 _PROGRAM = """\
 import dp_accounting as dp  # pip install dp-accounting
 
@@ -40,7 +40,7 @@ accountant = dp.pld.PLDAccountant(value_discretization_interval={interval})
 epsilon = accountant.compose(released).get_epsilon({delta}){added}
 print("epsilon at most", float(epsilon), "at delta {delta}")
 """
-# Where every release is pure no accountant is needed, and none would be right: see the comment.
+# If every release is pure, the sum needs no accountant: see the comment in the program.
 _PURE_PROGRAM = """\
 import dp_accounting as dp  # pip install dp-accounting
 
@@ -59,7 +59,7 @@ _PURE_COMMENT = """\
 # (basic composition): count * epsilon."""
 
 
-#: Each kind of release with a finite cost, and how often it took place.
+#: Each kind of release with a finite cost, and its count.
 Counted = tuple[tuple[PoissonSampledGaussianEvent | PureDpEvent, int], ...]
 
 
@@ -71,12 +71,12 @@ class Bracket(NamedTuple):
 
 
 def available() -> bool:
-    """Whether dp-accounting is installed."""
+    """Return whether dp-accounting is installed."""
     return importlib.util.find_spec("dp_accounting") is not None
 
 
 def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
-    """Epsilon by dp-accounting's Renyi accountant at ``INTEGER_ORDERS``; 0 without events.
+    """Return epsilon by dp-accounting's Renyi accountant at ``INTEGER_ORDERS``; 0 without events.
 
     None when an event is not a sampled Gaussian: the library has no event for any pure epsilon-DP
     release, and its LaplaceDpEvent costs less than discrete noise.
@@ -90,7 +90,7 @@ def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
     return _rdp_epsilon(_count_events(events), delta)
 
 
-@lru_cache(maxsize=128)  # agents often spend the same
+@lru_cache(maxsize=128)  # agents often spend the same amount
 def _rdp_epsilon(counted: Counted, delta: float) -> float | None:
     import dp_accounting
 
@@ -105,7 +105,7 @@ def _rdp_epsilon(counted: Counted, delta: float) -> float | None:
 
 
 def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
-    """A certified lower and upper bound on epsilon by privacy loss distributions.
+    """Return a certified lower and upper bound on epsilon by privacy loss distributions.
 
     The lower bound is too low by up to half a grid cell for each step.
 
@@ -129,11 +129,11 @@ def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
 
 
 def dp_event_source(events: Iterable[Event], delta: float) -> str:
-    """The same events as a short Python program that needs dp-accounting alone.
+    """Return a short Python program that computes the same epsilon with dp-accounting alone.
 
-    Equal releases are counted together. Of pure releases alone the program prints the sum, at delta
-    0; otherwise the upper bound of :func:`pld_bracket`, plus the epsilons of pure releases, for
-    which there is no DpEvent. Arguments and errors as in :func:`pld_bracket`.
+    Equal releases are counted together. For pure releases alone the program prints the sum, at
+    delta 0; otherwise the upper bound of :func:`pld_bracket`, plus the epsilons of pure releases,
+    for which there is no DpEvent. Arguments and errors as in :func:`pld_bracket`.
 
     # doctest: +ELLIPSIS
     >>> print(dp_event_source([PoissonSampledGaussianEvent(4.0, 0.5, 10)] * 3, 1e-5))
@@ -173,7 +173,7 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
     )
 
 
-@lru_cache(maxsize=128)  # agents often spend the same, and a card asks before its audit does
+@lru_cache(maxsize=128)  # agents often spend the same amount, and card and audit both ask
 def _compose(counted: Counted, pessimistic: bool, delta: float) -> float:
     total: Any = None
     for leaf, count in counted:
@@ -200,7 +200,8 @@ def _gaussian_loss(event: PoissonSampledGaussianEvent, pessimistic: bool) -> Any
 
 
 def _pure_loss(each: float, pessimistic: bool) -> Any:
-    """Randomized response with epsilon rounded to the grid: up for an upper bound, else down."""
+    """Represent by randomized response, with epsilon rounded to the grid: up for an upper bound,
+    else down."""
     from dp_accounting.pld import privacy_loss_distribution
 
     cell = (math.ceil if pessimistic else math.floor)(each / _INTERVAL)

@@ -1,1 +1,1 @@
-"""Measurements of cost that docs and claims name; each is a command. They are no tests."""
+"""Benchmarks that docs and results cite; each is a command. They are not tests."""

@@ -9,23 +9,21 @@ compute alike):
 
     python3 -m venv OTHER && OTHER/bin/pip install 'flwr[simulation]' pfl torch==VERSION torchvision
 
-What is done is in ``benchmarks/cell/work.py``, how each does it in the file that the table
-names; each of those opens with the choices that were made for it. A competitor that cannot be
-imported is left out, and the command says so.
+``benchmarks/cell/work.py`` defines the work; the file that the table names does it with one
+framework and documents its settings. A framework that cannot be imported is skipped with a message.
 
-A repeat is a new process: one round that is not timed, then ``--rounds`` that are. Passes go
-through all competitors in turn, so that other work on the machine is spread over them. ``rounds/s``
-is one by the median over all timed rounds. ``begins`` is from the launch of the process until its
-first round begins (imports, rows, splitting, starting other processes); ``start`` until the end of
-that round, less a median round, so that what is done at first sight counts, too. Flower starts its
-processes within its first round and has ``start`` for both. ``CPU`` is what a round takes of all
-processes together, daemons included; other work on the machine moves it less than rounds/s, but
-does move it (pfl in float32: 5.1 and 7.3 s on a busy machine), so neither is for quoting from one.
-``memory`` is the largest sum over all processes that a repeat started, pages shared by several
-counted once (PSS). ``loss`` and ``accuracy`` are on 1,000 test rows after all rounds: everybody
-starts from the same weights, draws agents by a sampler of its own, and should come to much the
-same. All have ``--cores`` (2) in sum: processes of one thread each, but for the plain loop, which
-is left with PyTorch's defaults. With ``--beside N`` they share them with N processes of other work.
+A repeat is a new process: one warm-up round, then ``--rounds`` timed ones. Passes alternate between
+all frameworks, so that other load on the machine affects all. ``rounds/s`` is the reciprocal of the
+median timed round. ``begins`` is the time from the launch of the process to its first round
+(imports, rows, splitting, starting other processes); ``start`` also includes the first round less a
+median round. Flower starts its processes within its first round, so both of its columns show
+``start``. ``CPU`` is the CPU time of a round over all processes, daemons included. Other load
+changes it less than rounds/s, but measure both on an idle machine. ``memory`` is the largest sum
+over all processes that a repeat started, pages shared by several counted once (PSS). ``loss`` and
+``accuracy`` are on 1,000 test rows after all rounds: all frameworks start from the same weights,
+sample agents by their own sampler, and should agree closely. Each uses ``--cores`` (2) cores:
+processes of one thread each, except the plain loop, which uses PyTorch's default threads. With
+``--beside N`` they share the cores with N busy processes.
 """
 
 import argparse
@@ -53,12 +51,12 @@ from benchmarks.processes import (
 from privssl.ops.precision import has_instructions
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 60.0  # seconds that start and one round may take, before a repeat is given up
+LIMIT = 60.0  # seconds for start and one round, before a repeat is aborted
 
 
 @dataclass
 class Competitor:
-    """One line of the table, and what its repeats have told."""
+    """One line of the table, and the results of its repeats."""
 
     name: str
     module: str
@@ -67,7 +65,7 @@ class Competitor:
     told: list[Told] = field(default_factory=list)
 
     def repeat(self, rows: Path, rounds: int, cores: int) -> str | None:
-        """Carry it out once; why it failed."""
+        """Run it once; return the reason if it failed."""
         command = [str(self.python), "-m", f"benchmarks.cell.{self.module}", str(rows)]
         command += [str(rounds + 1), self.precision, str(cores)]
         with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +95,7 @@ class Competitor:
         return {**common, "OMP_NUM_THREADS": "1"}
 
     def numbers(self) -> "Numbers":
-        """What the table says."""
+        """Return the numbers of its table line."""
         seconds, begins, starts, cpu = [], [], [], []
         for told in self.told:
             ends = [line["at"] for line in told.lines if line.get("round")]
@@ -122,7 +120,7 @@ class Competitor:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A line of the table."""
+    """The numbers of a table line."""
 
     rate: float  # rounds per second
     rates: tuple[float, float]  # of the slowest and the fastest round
@@ -145,7 +143,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _versions(python: Path, *names: str) -> str | None:
-    """Versions of packages in an environment; None where one of them cannot be imported."""
+    """Return versions of packages in an environment; None if one of them cannot be imported."""
     modules = ", ".join(names)
     code = (
         f"import {modules}\nfrom importlib.metadata import version\n"
@@ -162,7 +160,7 @@ def _versions(python: Path, *names: str) -> str | None:
 
 
 def competitors(options: argparse.Namespace) -> list[Competitor]:
-    """Those that can take part; the others are named on standard error."""
+    """Return the frameworks that can run; print the others to standard error."""
     here = Path(sys.executable)
     found = [Competitor(f"privssl, {p}", "ours", here, p) for p in ("float32", "bfloat16")] + [
         Competitor("plain loop, float32, defaults", "plain", here, "float32")
@@ -182,20 +180,20 @@ def competitors(options: argparse.Namespace) -> list[Competitor]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a Markdown table; 1 where a competitor failed."""
+    """Print a Markdown table; return 1 if a framework failed."""
     parser = parser_of("against_flower_and_pfl", __doc__)
     parser.add_argument("--pfl-python", type=Path, metavar="PATH")
     parser.add_argument("--flower-python", type=Path, metavar="PATH")
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed ones of a repeat")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed rounds of a repeat")
     parser.add_argument("--passes", type=at_least(1), default=3)
     parser.add_argument("--cores", type=at_least(1), default=2)
     beside_option(parser)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of names")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of framework names")
     options = parser.parse_args(arguments)
     print(about())
     taking_part = competitors(options)
     if not taking_part:
-        parser.error(f"--only {' '.join(options.only)} is part of no competitor's name")
+        parser.error(f"--only {' '.join(options.only)} matches no framework")
     if not has_instructions() and any(one.precision == "bfloat16" for one in taking_part):
         print("This processor has no instructions for bfloat16: it is emulated.")
     failed = []
@@ -214,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report(
     told: Mapping[str, Numbers], taking_part: Sequence[Competitor], options: argparse.Namespace
 ) -> None:
-    """The table, and the ratios that the project has set itself."""
+    """Print the table, and the ratios that are this project's targets."""
     files = {one.name: f"cell/{one.module}.py" for one in taking_part}
     print(
         f"\n{cell.AGENTS:,} agents of {cell.ROWS_EACH} rows, {cell.PER_ROUND} in a round, batches "

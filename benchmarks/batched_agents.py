@@ -1,23 +1,23 @@
-"""Seconds of a round with agents one after the other, and with many in one stream of kernels.
+"""Seconds of a round with sequential agents, and with many agents batched into one stream of
+kernels.
 
     python -m benchmarks.batched_agents CONFIG... [--at-once 1,8,32] [--rounds 6] [--phase NAME]
         [--count] [section.key=value ...]
 
-Plays the first rounds of each config on the device that ``run.device`` names (auto: a GPU, where
-there is one), without evaluation, pictures or files, with each number of agents at once in turn and
-three times over. A number's time is the median of its rounds but for each first. ``times`` is the
-ratio of the first number's seconds to its own. ``apart`` is the largest difference of a weight from
-the classifier of the first number after as many rounds: rounding, and what training has made of it
-(docs/batched_agents.md), and of a private run its noise, which is never the same.
+Runs the first rounds of each config on the device of ``run.device`` (auto: a GPU, if there is one),
+without evaluation, pictures or files, three times with each number of batched agents. A time is the
+median over rounds without each first one. ``times`` is the speed-up over the first number.
+``apart`` is the largest difference of a weight from the classifier of the first number: rounding
+errors, amplified by training (docs/batched_agents.md), and in a private run its noise.
 
-With ``--count`` nothing is timed: rounds are played on ``benchmarks.far_device``, which counts what
-a GPU would be asked for. ``kernels`` are operations of a round, ``copies`` tensors that go to the
-device, ``waits`` how often the program needs something back before it goes on. ``times`` is the
-ratio of kernels: asking for them is what agents with small networks cost a GPU.
+With ``--count`` nothing is timed: rounds run on ``benchmarks.far_device``, which counts operations.
+``kernels`` are operations of a round, ``copies`` tensors copied to the device, ``waits``
+synchronisations. ``times`` is the ratio of kernels: launching them dominates the cost of small
+networks on a GPU.
 
-A round has no more agents at once than its algorithm asks: give ``agents.query=32`` (FedAvg under
-noise: ``agents.support=32``) and, where agents are drawn, ``algorithm.query_per_round=32``. Other
-work on the machine shows in the numbers.
+A round batches at most as many agents as take part in it: give ``agents.query=32`` (FedAvg under
+noise: ``agents.support=32``) and, if agents are sampled, ``algorithm.query_per_round=32``. Other
+load on the machine affects the numbers.
 """
 
 import statistics
@@ -50,10 +50,10 @@ TIMED = "s | CPU s | times | apart"
 
 @dataclass
 class Measured:
-    """What rounds took, and where they led."""
+    """Times of rounds, and the final weights."""
 
     seconds: list[float] = field(default_factory=list)
-    asked: list[Asked] = field(default_factory=list)  # where it is counted
+    asked: list[Asked] = field(default_factory=list)  # if counted
     cpu: list[float] = field(default_factory=list)  # of this process
     classifier: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -61,10 +61,10 @@ class Measured:
 def prepared(
     path: Path, overrides: Sequence[str], at_once: int, device: torch.device | None
 ) -> Prepared:
-    """A config with so many agents at once, on its own device or on another.
+    """Prepare a config with this number of batched agents, on its own device or another.
 
     Raises:
-        UserError: it cannot be run so.
+        UserError: the config does not permit it.
     """
     changes = [*overrides, "run.workers=1", f"run.batched_agents={at_once}"]
     found = prepare(load_config(path, changes))
@@ -74,12 +74,12 @@ def prepared(
 def play(
     one: Prepared, rounds: int, phase: str, into: Measured, asked: Callable[[], Asked] | None = None
 ) -> None:
-    """Adds the first rounds (of a phase, if one is named), but for the very first.
+    """Add the first rounds (of a phase, if one is named), without the very first.
 
-    A round ends with weights on the CPU, so nothing that a GPU was told to do is left then.
+    A round ends with weights on the CPU, so no work of the GPU is pending then.
 
     Args:
-        asked: what the device was asked for since the call before, where that is counted.
+        asked: returns the operations of the device since its previous call, if counted.
 
     Raises:
         UserError: there is no phase of that name; ``""`` names none.
@@ -116,7 +116,7 @@ def play(
 
 
 def lines(name: str, measured: Mapping[int, Measured]) -> list[str]:
-    """Rows of the table: one for each number of agents at once."""
+    """Return rows of the table, one for each number of batched agents."""
     first = next(iter(measured.values()))
     found = []
     for at_once, one in measured.items():
@@ -133,7 +133,7 @@ def lines(name: str, measured: Mapping[int, Measured]) -> list[str]:
 
 
 def counts(name: str, measured: Mapping[int, Measured]) -> list[str]:
-    """Rows of the other table: what a round asks a device for."""
+    """Return rows of the other table: operations of a round on the device."""
     found = []
     first = 0.0
     for at_once, one in measured.items():
@@ -150,13 +150,13 @@ def counts(name: str, measured: Mapping[int, Measured]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a Markdown table; 2 where a config cannot be measured."""
+    """Print a Markdown table; return 2 if a config cannot be measured."""
     parser = parser_of("batched_agents", __doc__)
-    parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
+    parser.add_argument("configs", nargs="+", help="config files, and overrides for all of them")
     parser.add_argument("--at-once", type=numbers, default=[1, 8, 32])
     parser.add_argument("--rounds", type=at_least(1), default=6)
     parser.add_argument("--phase", default="")
-    parser.add_argument("--count", action="store_true", help="what a GPU would be asked for")
+    parser.add_argument("--count", action="store_true", help="count operations instead of timing")
     options = parser.parse_intermixed_args(arguments)
     configs, overrides = configs_of(parser, options.configs)
     torch.set_num_threads(1)

@@ -1,16 +1,16 @@
-"""Run many cells of published tables at once, on a GPU or on many cores.
+"""Run many cells of published tables in parallel, on a GPU or on many cores.
 
     python -m benchmarks.cells_at_once TABLE... [--cells PATTERN] [--seeds 1] [--at-once 16]
         [--minutes 7] [--root CLONE]
 
-Does what ``privssl.reproduce`` does, but each cell is trained in a fork of this process and shares
-its imports and the images that it has decoded. Without that a cell of CIFAR-10 begins after 40
-seconds of a slow core, and a GPU trains it in 150. A line is printed for each cell that ended.
+Like ``privssl.reproduce``, but each cell is trained in a fork of this process, which shares its
+imports and decoded images: these take 40 seconds of a slow core per CIFAR-10 cell, which a GPU
+trains in 150. Prints a line for each finished cell.
 
-The longest begin first, and none that cannot end in time, by those that ended. After ``--minutes``
-running cells write a checkpoint and stop; either command continues them. An entry names the commit
-of the clone; where there is no git, that of the variable ``PRIVSSL_COMMIT``, and not whether the
-code is as committed.
+The longest cells start first; cells that cannot end in time, by the finished ones, do not start.
+After ``--minutes`` running cells write a checkpoint and stop; either command continues them. An
+entry records the commit of the clone; without git, that of the variable ``PRIVSSL_COMMIT``, and not
+whether the code has uncommitted changes.
 """
 
 import functools
@@ -45,12 +45,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def train_here(arguments: Sequence[str], log: Path, _: int, __: float) -> Ended:
-    """``privssl.train`` in this process, which a fork runs for one cell alone."""
+    """Run ``privssl.train`` in this process, a fork for this cell alone."""
     begun = time.monotonic()
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # Checkpoints of wide networks cost more than a minute that is lost; the last one is written.
+    # A checkpoint of a wide network costs more than repeating a minute; the last one is written.
     kept = [one for one in arguments if not one.startswith("run.checkpoint_every=")]
     status = train([*kept, "run.checkpoint_every=1000", "--quiet"])
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -59,7 +59,7 @@ def train_here(arguments: Sequence[str], log: Path, _: int, __: float) -> Ended:
 
 
 def run_in_a_fork(cell: Cell, seed: int, root: Path, answer: int) -> int:
-    """Start a cell; returns the process. Its outcome is written to the file descriptor."""
+    """Start a cell; return the process. Its outcome is written to the file descriptor."""
     if pid := os.fork():
         return pid
     try:
@@ -73,12 +73,15 @@ def run_in_a_fork(cell: Cell, seed: int, root: Path, answer: int) -> int:
 
 
 def run_all(todo: Sequence[tuple[Cell, int]], root: Path, at_once: int, minutes: float) -> int:
-    """Run cells, the longest first, until none or no time is left; returns how many did not end
-    with a number. A cell is not begun if it would take too long, by those that ended."""
+    """Run cells, the longest first, until none or no time is left.
+
+    A cell does not start if it would take too long, by the finished ones. Returns the number of
+    cells without a result.
+    """
     until, left, stopping = time.monotonic() + 60 * minutes, 0, False
     waiting = sorted(todo, key=lambda one: one[0].minutes, reverse=True)
     running: dict[int, tuple[Cell, int, int, float]] = {}
-    pace = [0.0]  # seconds of cells that ended, divided by the minutes of their tables
+    pace = [0.0]  # seconds of finished cells, divided by the minutes of their tables
     while True:
         seconds = until - time.monotonic()
         limit = statistics.median(pace)
@@ -110,7 +113,7 @@ def run_all(todo: Sequence[tuple[Cell, int]], root: Path, at_once: int, minutes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or 1 if cells are left; 2 for the user's mistake; 130 interrupted."""
+    """Return 0, or 1 if cells are left, 2 for a user error, 130 if interrupted."""
     parser = parser_of("cells_at_once", __doc__)
     parser.add_argument("tables", nargs="+", metavar="TABLE")
     parser.add_argument("--cells", metavar="PATTERN")
@@ -119,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=at_least(1), default=7)
     parser.add_argument("--root", type=Path, default=ROOT)
     options = parser.parse_args(arguments)
-    # Counting GPUs must not start CUDA here: its forks could not.
+    # Counting GPUs must not start CUDA here: CUDA cannot be used in forks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     torch.set_num_threads(1)
     origin = {"commit": os.environ.get("PRIVSSL_COMMIT"), "dirty": None}
@@ -143,13 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command() -> int:
-    """:func:`main`, with mistakes told in words."""
+    """Run :func:`main`, printing user errors as messages."""
     try:
         return main()
     except UserError as problem:
         print(problem, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # forks have heard it too, and write their checkpoints
+    except KeyboardInterrupt:  # forks got the signal too, and write their checkpoints
         return INTERRUPTED
 
 

@@ -1,16 +1,16 @@
-"""Accuracy of the label census at several epsilons, on one map of rows for those of one K.
+"""Accuracy of the label census at several epsilons, with one encoder and clustering per K.
 
     python -m benchmarks.census_curve CONFIG --epsilons 4,2,1 [--seeds 5] [--output FILE]
                                       [--also "KEY=VALUE ..."] [section.key=value ...]
 
-The encoder and the clusters read no label, so at one seed they are the same bits whatever epsilon
-is, but for their number K: they are made once for each K, and every epsilon goes on from there with
-an account, a census and a training of its own. What comes out is what ``privssl.train`` gives with
-that seed and epsilon, but for its noise, in less time. The labels of one seed are asked once per
-epsilon here, to measure: somebody who publishes all of it has spent the sum.
+The encoder and the clusters read no label, so at one seed they depend on epsilon only by the number
+of clusters K. They are computed once for each K; every epsilon then has its own account, census and
+training. The results are those of ``privssl.train`` with that seed and epsilon (except for the
+noise), in less time. The labels of one seed are used once per epsilon: publishing all results
+spends the sum of the epsilons.
 
-Prints a line per run (seed, epsilon, final test accuracy, on validation rows where there are some,
-seconds) and mean, standard deviation and the worst seed per epsilon; --output writes all as JSON.
+Prints a line per run (seed, epsilon, final accuracy on validation rows, else on test rows, seconds)
+and mean, standard deviation and worst seed per epsilon; --output writes all as JSON.
 """
 
 import argparse
@@ -44,13 +44,13 @@ LABEL_FREE = ("encoder", "clusters")
 def measure(
     config: Config, epsilons: Sequence[float], also: Mapping[str, Config] | None = None
 ) -> list[dict[str, Any]]:
-    """The runs of one seed: a record per epsilon; infinity is a census without noise.
+    """Return a record per epsilon of one seed; infinity is a census without noise.
 
     Args:
-        also: configs that differ in nothing before the census, by name.
+        also: configs that are equal up to the census, by name.
 
     Raises:
-        UserError: unlabelled rows of one of them are with other agents.
+        UserError: one of them distributes unlabelled rows differently.
     """
     open_run = prepare(replace(config, privacy=None))
     for name, other in (also or {}).items():
@@ -94,7 +94,7 @@ def measure(
 
 
 def before_the_census(prepared: Prepared) -> tuple[Any, dict[str, Any]]:
-    """State of the server and memories of agents after the rounds that read no label."""
+    """Return the server's state and the agents' memories after the rounds that read no label."""
     engine, federation = _start(prepared)
     state = prepared.algorithm.start(federation)
     for now in planned_rounds(prepared.algorithm.phases()):
@@ -116,7 +116,7 @@ def _start(prepared: Prepared) -> tuple[LocalEngine, Federation]:
 
 
 def _judged(prepared: Prepared, state: Any) -> dict[str, float]:
-    """Accuracy at the end; test rows choose nothing."""
+    """Return the final accuracy; test rows choose nothing."""
     dataset, held_out = prepared.federated_data.dataset, prepared.federated_data.validation
     sets = {"test": (dataset.x_test, dataset.y_test)}
     if held_out is not None:
@@ -127,13 +127,15 @@ def _judged(prepared: Prepared, state: Any) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0, or 2 where the config cannot be measured."""
+    """Run the command; return 0, or 2 if the config cannot be measured."""
     parser = argparse.ArgumentParser(prog="benchmarks.census_curve", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--epsilons", default="4,2,1")
-    parser.add_argument("--seeds", default="5", help="a number, or seeds with commas")
-    parser.add_argument("--also", action="append", default=[], help="overrides, with spaces")
+    parser.add_argument("--seeds", default="5", help="a number, or a list: 3,4,5")
+    parser.add_argument(
+        "--also", action="append", default=[], help="overrides, separated by spaces"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_intermixed_args(arguments)
     named = options.seeds.rstrip(",").split(",")

@@ -1,10 +1,10 @@
-"""What the map of a label census is worth: how pure clusters are, and what a table tells of them.
+"""Purity of the clusters of a label census, and accuracy of its labels.
 
     python -m benchmarks.census_map CONFIG [--seed 12] [--epsilons 4,2,1] [--clusters 10,15,20]
                                     [section.key=value ...]
 
-Trains the encoder of a seed that serves tuning alone, then looks at what no run may see, the true
-classes of unlabelled rows. Clusters are made of all of these in one place, three times:
+Trains the encoder with a seed reserved for tuning, then reads the true classes of unlabelled rows,
+which no run may use. All these rows are clustered centrally, three times:
 
     purity   share of rows in the right class if every cluster had its most frequent one: k-means
              with K clusters, and cells joined into K. Lowest to highest of the clusterings
@@ -12,7 +12,7 @@ classes of unlabelled rows. Clusters are made of all of these in one place, thre
              posterior at all (the largest count); labels and noise are drawn ten times for each
              clustering. Mean (worst)
 
-Two Markdown tables: the defaults in docs/label_census.md were chosen by them.
+Prints two Markdown tables; the defaults in docs/label_census.md were chosen by them.
 """
 
 import argparse
@@ -49,7 +49,7 @@ COUPLINGS = (0.0, 4.0, 8.0)
 
 @dataclass(frozen=True)
 class Clustering:
-    """Rows in clusters: the cluster of each row (N,), and what the server knows of clusters."""
+    """Clustered rows: the cluster of each row (N,), and the server's statistics of clusters."""
 
     of_row: Tensor
     mass: Tensor  # (K,)
@@ -57,7 +57,7 @@ class Clustering:
 
 
 class Rows:
-    """Unlabelled rows as the encoder of a run sees them, with their true classes."""
+    """Unlabelled rows encoded by a run's encoder, with their true classes."""
 
     def __init__(self, config: Config) -> None:
         prepared = prepare(replace(config, privacy=None))
@@ -75,12 +75,12 @@ class Rows:
         self.support = config.agents.support
 
     def by_k_means(self, k: int, seed: int) -> Tensor:
-        """The cluster of each row (N,): k-means alone."""
+        """Return the cluster of each row (N,) by k-means alone."""
         centroids, _ = k_means(self.points, torch.ones(len(self.points)), k, _rng(seed))
         return nearest_centroids(self.points, centroids)
 
     def by_graph(self, ks: Sequence[int], seed: int) -> dict[int, Clustering]:
-        """Cells of one k-means, joined into each number of clusters."""
+        """Join cells of one k-means into each number of clusters."""
         centroids, _ = k_means(self.points, torch.ones(len(self.points)), self.cells, _rng(seed))
         cell, graph = nearest_centroids(self.points, centroids), neighbours(self.points, centroids)
         found = {}
@@ -90,12 +90,12 @@ class Rows:
         return found
 
     def purity_of(self, of_row: Tensor) -> float:
-        """Share of rows in the class that is most frequent in their cluster."""
+        """Return the share of rows in the most frequent class of their cluster."""
         counts = self._table(of_row, torch.arange(len(self.truth)))
         return float(counts.amax(dim=1).sum() / counts.sum())
 
     def _table(self, of_row: Tensor, rows: Tensor) -> Tensor:
-        """How many of these rows are of each cluster and class (K, C)."""
+        """Count these rows by cluster and class (K, C)."""
         k = int(of_row.max()) + 1
         place = of_row[rows] * self.classes + self.truth[rows]
         return torch.bincount(place, minlength=k * self.classes).view(k, self.classes)
@@ -103,7 +103,8 @@ class Rows:
     def after_a_census(
         self, at: Clustering, epsilon: float, coupling: float | None, seed: int
     ) -> float:
-        """Share of rows whose cluster is told to be of their class; coupling None: most votes."""
+        """Return the share of rows with the right label after a census; coupling None: largest
+        count."""
         k = len(at.mass)
         picked = torch.randperm(len(self.truth), generator=_rng(seed))[: self.labels]
         counts = torch.zeros(k, self.classes, dtype=torch.int64)
@@ -124,7 +125,7 @@ def _rng(seed: int) -> torch.Generator:
 
 
 def purity_table(rows: Rows, ks: Sequence[int]) -> list[str]:
-    """The first table."""
+    """Return the first table."""
     joined_up = [rows.by_graph(ks, seed) for seed in range(CLUSTERINGS)]
     alone = {k: [rows.purity_of(rows.by_k_means(k, s)) for s in range(CLUSTERINGS)] for k in ks}
     graph = {k: [rows.purity_of(one[k].of_row) for one in joined_up] for k in ks}
@@ -142,7 +143,7 @@ def purity_table(rows: Rows, ks: Sequence[int]) -> list[str]:
 
 
 def census_table(rows: Rows, ks: Sequence[int], epsilons: Sequence[float]) -> list[str]:
-    """The second table."""
+    """Return the second table."""
     maps = [rows.by_graph(ks, seed) for seed in range(CLUSTERINGS)]
     lines = [
         "| K | | " + " | ".join(f"epsilon {e:g}" for e in epsilons) + " |",
@@ -164,13 +165,13 @@ def census_table(rows: Rows, ks: Sequence[int], epsilons: Sequence[float]) -> li
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0, or 2 where the config cannot be measured."""
+    """Run the command; return 0, or 2 if the config cannot be measured."""
     parser = argparse.ArgumentParser(prog="benchmarks.census_map", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--seed", type=int, default=12)
     parser.add_argument("--epsilons", default="4,2,1,0.5")
-    parser.add_argument("--clusters", help="numbers with commas; 1 to 6 times the classes")
+    parser.add_argument("--clusters", help="a list: 10,15,20; 1 to 6 times the classes")
     options = parser.parse_intermixed_args(arguments)
     torch.set_num_threads(1)
     try:

@@ -3,10 +3,10 @@
     python -m benchmarks.epsilon_figure OUTPUT.png RUN_OR_FILE...
 
 Takes run folders of ``privssl.train`` (results.json and config.yaml) and the files that
-``benchmarks.census_curve --output`` writes. Runs that differ in nothing but the seed are one point,
-at their mean, with a bar from the worst seed to the best. A guarantee is a filled marker on a line,
-a NOMINAL epsilon a hollow one, and a run without privacy a horizontal line. The axis of accuracies
-is stretched towards 1, where methods differ. Prints the points as a Markdown table.
+``benchmarks.census_curve --output`` writes. Runs that differ only by the seed are one point, at
+their mean, with a bar from the worst seed to the best. A guarantee is a filled marker on a line, a
+NOMINAL epsilon a hollow one, and a run without privacy a horizontal line. The accuracy axis is
+stretched towards 1, where methods differ. Prints the points as a Markdown table.
 """
 
 import argparse
@@ -34,13 +34,13 @@ class Point:
 
     method: str
     labels: int
-    epsilon: float | None  # None: not private
+    epsilon: float | None  # None: without privacy
     nominal: bool
     accuracy: float  # on test rows, after the last round
 
 
 def points_of(path: Path) -> Iterator[Point]:
-    """The runs of a folder or of a file. Raises OSError, KeyError or ValueError for others."""
+    """Yield the runs of a folder or a file. Raises OSError, KeyError or ValueError for others."""
     if path.is_file():
         for record in json.loads(path.read_text()):
             without = math.isinf(record["epsilon"])
@@ -72,7 +72,7 @@ def _method(algorithm: str, config: Any) -> str:
 
 
 def draw(points: Sequence[Point], output: Path) -> list[str]:
-    """Write the figure; the table's lines."""
+    """Write the figure; return the table's lines."""
     numbers, methods = sorted({p.labels for p in points}), sorted({p.method for p in points})
     figure = Figure(figsize=(4.2 * len(numbers), 4.4), dpi=120, layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -86,7 +86,7 @@ def draw(points: Sequence[Point], output: Path) -> list[str]:
             of = [p for p in points if (p.labels, p.method) == (labels, method)]
             grouped: dict[float | None, list[float]] = {}
             for p in of:
-                # RDP stops a little below its target: 7.9986 is the point of epsilon 8
+                # Calibration stops a little below its target: 7.9986 belongs to epsilon 8
                 key = None if p.epsilon is None else round(p.epsilon, 2)
                 grouped.setdefault(key, []).append(p.accuracy)
             if not grouped:
@@ -136,7 +136,7 @@ def draw(points: Sequence[Point], output: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0, or 2 where something given is no run."""
+    """Run the command; return 0, or 2 if an argument is not a run."""
     parser = argparse.ArgumentParser(prog="benchmarks.epsilon_figure", description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")

@@ -1,20 +1,20 @@
-"""What a GPU does with privssl, measured in eight minutes and written to results/gpu/NAME.json.
+"""Measure privssl on a GPU in eight minutes and write results/gpu/NAME.json.
 
     python -m benchmarks.gpu_report [--device cuda] [--minutes 8] [--only SECTION ...] [--small]
 
-``make gpu-report`` runs it with the Python that is at hand: nothing is installed and nothing is
-downloaded, because a lent machine may have no network. Sections, in this order:
+``make gpu-report`` runs it with the active Python. It installs and downloads nothing, because the
+machine may have no network. Sections, in this order:
 
-``networks``: each network on the device against the CPU: milliseconds of a step without privacy
-and of a private one, and the relative difference of private steps without noise.
-``row_bits``: whether a row's clipped gradient has the same bits beside any other rows, which
-private training on the device needs (``privssl/privacy/row_bits.py``).
-``batched_agents``: seconds of a round with agents one after the other, and 8, 32, 100 at once.
-``cell``: rounds a second of pfl-research's CIFAR-10 cell (``benchmarks/cell/work.py``).
-``semifl``: a round of SemiFL in bfloat16 at the size of its CIFAR-10 runs (made-up rows).
+``networks``: each network on the device against the CPU: milliseconds of a step without privacy and
+of a private one, and the relative difference of private steps without noise. ``row_bits``: whether
+the bits of a row's clipped gradient are independent of the other rows, which private training on
+the device needs (``privssl/privacy/row_bits.py``). ``batched_agents``: seconds of a round with
+sequential agents, and 8, 32, 100 batched. ``cell``: rounds a second of pfl-research's CIFAR-10 cell
+(``benchmarks/cell/work.py``). ``semifl``: a round of SemiFL in bfloat16 at the size of its CIFAR-10
+runs (synthetic rows).
 
-A section that fails is written down with its error; one that the time does not reach is named under
-``left_out``. ``--small`` makes each section tiny, to try the program on a CPU.
+A failed section is recorded with its error; sections without time are listed under ``left_out``.
+``--small`` makes each section tiny, to test the program on a CPU.
 """
 
 import itertools
@@ -58,13 +58,13 @@ from privssl.settings.schema import ModelSettings
 from privssl.training.batched.deferred import FunctionalModule
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
-STACKS = (1, 8, 32, 100)  # agents at once
-#: Each method with what its first rounds need: FedSSL's query agents wait for the warm-up's end.
+STACKS = (1, 8, 32, 100)  # batched agents
+#: Settings of each method's first rounds: FedSSL's query agents wait for the end of the warm-up.
 METHODS = {"fedssl": {"algorithm.warm_up": 1}, "pseudo": {"algorithm.warm_up": 1}}
-#: Each agent is asked in each round.
+#: Each agent takes part in each round.
 EVERY_AGENT = {"agents.query": 100, "algorithm.query_per_round": 100}
 #: SemiFL, section 4: 100 agents of which 10 take part, 4,000 labels, WRN-28-2, 5 epochs. All rows
-#: are above threshold 0: a round costs the most that it can.
+#: exceed threshold 0: a round has its largest cost.
 SEMIFL = {
     "algorithm.threshold": 0,
     "data.name": "npz", "data.labelled": 4000, "agents.query": 100, "algorithm.query_per_round": 10,
@@ -81,7 +81,7 @@ SMALL_SEMIFL = FEW | {
 
 
 def networks(device: torch.device, small: bool) -> list[dict[str, Any]]:
-    """Milliseconds of steps on the CPU and on the device, and how far apart they go."""
+    """Measure milliseconds of steps on the CPU and on the device, and their relative difference."""
     rows, passes = (4, 1) if small else (64, 3)
     found = []
     every = cases(rows) | {
@@ -138,7 +138,7 @@ def _wait(device: torch.device) -> None:
 
 
 def row_bits(device: torch.device, small: bool) -> list[dict[str, Any]]:
-    """Whether the check before a private run passes on the device, and its sentence if not."""
+    """Run the check before a private run on the device; report success or its message."""
     found = []
     for name in PRIVATE[:1] if small else PRIVATE:
         for size in (32,) if small else (32, 64):
@@ -163,7 +163,7 @@ def row_bits(device: torch.device, small: bool) -> list[dict[str, Any]]:
 
 
 def stacks(device: torch.device, small: bool) -> list[dict[str, Any]]:
-    """Seconds of a round by the number of agents in a stack."""
+    """Measure seconds of a round by the number of batched agents."""
     found = []
     for name, own in METHODS.items():
         changes = EVERY_AGENT | own | {"run.device": device.type} | (FEW if small else {})
@@ -181,7 +181,7 @@ def stacks(device: torch.device, small: bool) -> list[dict[str, Any]]:
 
 
 def cell_rounds(device: torch.device, small: bool) -> list[dict[str, Any]]:
-    """Rounds a second of the cell that pfl-research publishes."""
+    """Measure rounds per second of pfl-research's CIFAR-10 benchmark."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         work.make_rows(Path(folder))
@@ -199,7 +199,7 @@ def cell_rounds(device: torch.device, small: bool) -> list[dict[str, Any]]:
 
 
 def semifl(device: torch.device, small: bool) -> list[dict[str, Any]]:
-    """A round of SemiFL with CIFAR-10's sizes."""
+    """Measure a round of SemiFL with CIFAR-10's sizes."""
     rng = np.random.default_rng(0)
     train, test = (600, 100) if small else (50_000, 1_000)
     with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +235,7 @@ SECTIONS: dict[str, Callable[[torch.device, bool], list[dict[str, Any]]]] = {
 def report(
     device: torch.device, names: Sequence[str], minutes: float, small: bool, into: Path
 ) -> dict[str, Any]:
-    """Measure the sections; the file is written after each, so that a broken-off run keeps it."""
+    """Measure the sections; write the file after each, so that an aborted run keeps its results."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     found: dict[str, Any] = {
         "device": str(device), "gpu": gpu, "machine": about(), "python": platform.python_version(),
@@ -251,7 +251,7 @@ def report(
         started, section = time.monotonic(), dict[str, Any]()
         try:
             section["measured"] = SECTIONS[name](device, small)
-        except Exception as error:  # the other sections are worth their time
+        except Exception as error:  # the other sections still run
             section["error"] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
         section["seconds"] = round(time.monotonic() - started, 1)
@@ -265,7 +265,7 @@ def report(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or 1 if a section failed; 2 where there is no such device."""
+    """Return 0, or 1 if a section failed; 2 if the device does not exist."""
     parser = parser_of("gpu_report", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=at_least(1), default=8)

@@ -2,12 +2,12 @@
 
     python -m benchmarks.hot_loop [--passes 5] [--precisions float32 bfloat16]
 
-The precision is float32 by default, and bfloat16 too where the processor has instructions for it. A
-step is forward, backward and SGD. In brackets: its floating-point operations (convolutions and
-matrix products, by torch.utils.flop_counter) over its time, against the best rate of square matrix
-products in the same precision, measured in the same minutes.
+The precision is float32, and also bfloat16 if the processor has instructions for it. A step is
+forward, backward and SGD. In brackets: its floating-point operations (convolutions and matrix
+products, by torch.utils.flop_counter) over its time, against the best rate of square matrix
+products in the same precision, measured in the same run.
 
-One thread; CPU time of this process. Cases take turns, ``--passes`` times; a number is the median.
+One thread; CPU time of this process. Cases alternate, ``--passes`` times; a number is the median.
 ``resnet9`` has rows of 3x32x32, the others of 1x28x28, channels last.
 """
 
@@ -42,14 +42,14 @@ STEPS: list[tuple[ModelSettings, int]] = [
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 RATE = 1e-3
 SIDES = (512, 1024, 2048)  # of the matrices
-ENOUGH = 0.1  # CPU seconds that one reading takes at least
+ENOUGH = 0.1  # least CPU seconds of one reading
 Name = TypeVar("Name", bound=Hashable)
 
 
 def median_seconds(
     cases: Mapping[Name, Callable[[], object]], passes: int, enough: float = ENOUGH
 ) -> dict[Name, float]:
-    """CPU seconds of each call, the cases in turn. Each is called once before."""
+    """Return CPU seconds of each call, the cases in turn, after one warm-up call each."""
     seen: dict[Name, list[float]] = {name: [] for name in cases}
     for call in cases.values():
         call()
@@ -64,13 +64,13 @@ def median_seconds(
 
 
 def product(side: int, precision: Precision) -> Callable[[], Tensor]:
-    """A matrix product of 2 side^3 operations."""
+    """Return a matrix product of 2 side^3 operations."""
     a, b = (torch.randn(side, side).to(getattr(torch, precision)) for _ in range(2))
     return lambda: a @ b
 
 
 class Step:
-    """A training step on rows that are there already."""
+    """A training step on rows in memory."""
 
     def __init__(self, model: ModelSettings, rows: int, precision: Precision) -> None:
         shape = COLOUR if model.name == "resnet9" else GREY
@@ -83,9 +83,9 @@ class Step:
         minimise(self.sgd, cross_entropy(self.network(self.x), self.y))
 
     def operations(self) -> int:
-        """Of products and convolutions, forward and backward."""
+        """Count the operations of products and convolutions, forward and backward."""
         counter = FlopCounterMode(display=False)
-        with counter, dispatch.disabled():  # it sees no others
+        with counter, dispatch.disabled():  # the counter sees no other kernels
             self()
         return int(counter.get_total_flops())
 
@@ -117,7 +117,7 @@ def arithmetic(passes: int, precisions: Sequence[Precision]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a Markdown table."""
+    """Print a Markdown table."""
     usual = PRECISIONS if has_instructions() else PRECISIONS[:1]
     parser = parser_of("hot_loop", __doc__)
     parser.add_argument("--passes", type=at_least(1), default=5)

@@ -1,27 +1,26 @@
-"""Our engine against FedAvg-FixMatch as research code writes it, on the same work.
+"""privssl against FedAvg-FixMatch as in common research code, on the same work.
 
     python -m benchmarks.plain_fixmatch [--data mnist] [--agents 10] [--rows 300] [--batch 32]
         [--rate 0.005] [--labels 100] [--warm-up 200] [--rounds 5] [--beside 0]
 
-A server with few labelled rows trains on weak views of them; then agents without labels train on
-their own sure guesses (FixMatch: the class of a weak view, where it is sure, is asked of a strong
-view), and their weights are averaged.
+A server with few labelled rows trains on weak views of them. Then agents without labels train on
+their confident pseudo-labels (FixMatch: the class of a weak view is the label of a strong view),
+and their weights are averaged.
 
-The plain loop: for each party a deep copy of the global network, a ``Dataset`` that makes a PIL
-image of a row and puts it through torchvision's ``RandomCrop``, for the strong view ``RandAugment``
-after it, ``ToTensor`` and ``Normalize``; a ``DataLoader`` without worker processes; every row of a
-batch goes through the network, the loss of those that are not sure is multiplied by 0; SGD in
-float32 with PyTorch's defaults. Ours: the algorithm ``fixmatch``. Network, first weights, rows,
+The plain loop uses, for each party, a deep copy of the global network, a ``Dataset`` that makes a
+PIL image of a row and puts it through torchvision's ``RandomCrop``, for the strong view
+``RandAugment`` after it, ``ToTensor`` and ``Normalize``; a ``DataLoader`` without worker processes;
+every row of a batch goes through the network, the loss of unconfident ones is multiplied by 0; SGD
+in float32 with PyTorch's defaults. Ours: the algorithm ``fixmatch``. Network, first weights, rows,
 batches, their order, epochs, threshold and rates are the same; both draw the same 14 operations of
-RandAugment, two for a row, each carried out every second time. Views are each loop's own draws, so
-that weights differ and accuracies and shares of sure rows are compared.
+RandAugment, two for a row, each applied with probability 1/2. Each loop samples its own views, so
+weights differ; accuracies and shares of confident rows are compared.
 
-Both begin from a network that learned from the server's rows, as in a run that is under way: a
-fresh one is sure of nothing, and ours passes over rows that are not sure. Shares are told. A rate
-that is too high for RandAugment on digits (0.02, and 0.005 with batches of 10) lets both collapse,
-each in its own way, and the check below fails.
-Turns, medians, columns and ``--beside`` as in ``benchmarks.plain_loop``.
-Exit status: 1 where training did not agree.
+Both begin from a network trained on the server's rows: a new network is confident about no row, and
+privssl skips unconfident rows. Shares are printed. If the learning rate is too high for RandAugment
+on digits (0.02, or 0.005 with batches of 10), both collapse differently, and the check fails.
+Order, medians, columns and ``--beside`` as in ``benchmarks.plain_loop``. Exit status: 1 if results
+disagree.
 """
 
 import argparse
@@ -72,17 +71,18 @@ MOMENTUM, THRESHOLD = 0.9, 0.9
 WARM_UP_RATE = 0.005
 CROP = 1 / 8  # of the side, each way
 ACCURACY_APART, SHARES_APART = 0.05, 0.1
-VALIDATION = 500  # rows that accuracy is measured on: rates were chosen so that nothing collapses
+VALIDATION = 500  # rows for accuracy: rates were chosen so that no training collapses
 
 
 # As research code writes it ------------------------------------------------------------------
 
 
 class TwoViews(Dataset[tuple[Tensor, Tensor, int]]):
-    """A weak view, a strong one and the label of each row; -1 where there is none."""
+    """A weak view, a strong view and the label of each row; -1 if it has none."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray | None = None) -> None:
-        """x (N, channels, side, side) uint8; y (N,). With labels the strong view is the weak."""
+        """Store x (N, channels, side, side) uint8; y (N,). With labels the strong view is the weak
+        one."""
         self.x, self.y = x.transpose(0, 2, 3, 1), y
         side, middle = x.shape[2], (0.5,) * x.shape[1]
         self.crop = transforms.RandomCrop(side, int(CROP * side), padding_mode="reflect")
@@ -106,7 +106,8 @@ class TwoViews(Dataset[tuple[Tensor, Tensor, int]]):
 def local_training(
     network: nn.Module, views: TwoViews, *, order: torch.Generator, batch: int, rate: float
 ) -> tuple[dict[str, Tensor], float]:
-    """An epoch of SGD on a copy of the network; its weights, and the share of sure rows."""
+    """Train an epoch by SGD on a copy of the network; return its weights and the share of confident
+    rows."""
     local = copy.deepcopy(network).train()
     loader = DataLoader(views, batch, sampler=Order(len(views), order))
     sgd = torch.optim.SGD(local.parameters(), lr=rate, momentum=MOMENTUM)
@@ -119,7 +120,7 @@ def local_training(
                 p = local(weak).softmax(dim=1)  # group norm: training or not is the same
             sure = p.amax(dim=1) >= THRESHOLD
             kept += int(sure.sum())
-            if not sure.any():  # as ours: momentum does not go on alone
+            if not sure.any():  # as in privssl: no step by momentum alone
                 continue
             loss = (cross_entropy(local(strong), p.argmax(dim=1), reduction="none") * sure).mean()
         sgd.zero_grad()
@@ -133,7 +134,7 @@ def local_training(
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done."""
+    """The work of both."""
 
     federated_data: data.FederatedDataset
     begin: dict[str, Tensor]
@@ -142,9 +143,9 @@ class Work:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Work":
-        """With a network that has learned from the server's rows.
+        """Build it, with a network trained on the server's rows.
 
-        Raises UserError where the data set is not there.
+        Raises UserError if the data set is missing.
         """
         settings = DataSettings(
             options.data, labels="labels-at-server", labelled=options.labels,
@@ -165,17 +166,17 @@ class Work:
 
     @property
     def server(self) -> Agent:
-        """It has the labels."""
+        """The agent with labels."""
         return next(agent for agent in self.federated_data.agents if agent.role == "server")
 
     @property
     def others(self) -> list[Agent]:
-        """They have none."""
+        """The agents without labels."""
         return [agent for agent in self.federated_data.agents if agent.role == "query"]
 
     @property
     def config(self) -> FixMatchConfig:
-        """Ours, for the training that is written above."""
+        """privssl's config of the same training."""
         return FixMatchConfig(
             rounds=1, local_epochs=1, batch_size=self.batch, learning_rate=self.rate,
             momentum=MOMENTUM, weak="crop", guess_on="weak", strong="fedseal", threshold=THRESHOLD,
@@ -183,12 +184,12 @@ class Work:
         )  # fmt: skip
 
     def new(self, precision: Precision = "float32") -> nn.Module:
-        """small_cnn."""
+        """Return a new small_cnn."""
         dataset = self.federated_data.dataset
         return build_classifier(ModelSettings(), dataset.shape, dataset.classes, precision)
 
     def plain(self, name: str, threads: int, shares: list[float]) -> Competitor:
-        """The loop above. shares: where the shares of sure rows in the last round are put."""
+        """Return the plain loop. shares: receives shares of confident rows in the last round."""
         network = self.new()
         network.load_state_dict(self.begin)
 
@@ -199,7 +200,7 @@ class Work:
             return local_training(network, views, order=order, batch=self.batch, rate=self.rate)
 
         def play(number: int) -> None:
-            torch.manual_seed(number)  # of views
+            torch.manual_seed(number)  # for views
             rows = self.server.labelled
             views = TwoViews(rows.x.numpy(), rows.y.numpy())
             network.load_state_dict(visit(self.server, number, "support_pass", views)[0])
@@ -216,7 +217,7 @@ class Work:
     def ours(
         self, precision: Precision, workers: int, shares: list[float], stack: ExitStack
     ) -> Competitor:
-        """privssl's; its workers are forked now."""
+        """Return privssl; its workers are forked here."""
         dataset = self.federated_data.dataset
         task = Task(dataset.classes, dataset.shape, partial(self.new, precision), precision)
         return our_rounds(
@@ -225,20 +226,22 @@ class Work:
         )  # fmt: skip
 
     def accuracy(self, weights: dict[str, Tensor]) -> float:
-        """On rows that no agent holds, and that are no test rows."""
+        """Return the accuracy on rows that no agent holds and that are not test rows."""
         rows = self.federated_data.validation
         assert rows is not None
         return score(self.new(), weights, rows.x, rows.y, device=CPU).accuracy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a Markdown table."""
+    """Print a Markdown table."""
     parser = common_options("plain_fixmatch", __doc__, rows=300, batch=32)
-    parser.add_argument("--labels", type=int, default=100, help="at the server")
+    parser.add_argument("--labels", type=int, default=100, help="labelled rows at the server")
     parser.add_argument(
-        "--rate", type=float, default=0.005, help="of learning; small batches: less"
+        "--rate", type=float, default=0.005, help="learning rate; smaller for small batches"
     )
-    parser.add_argument("--warm-up", type=int, default=200, help="steps on labels before")
+    parser.add_argument(
+        "--warm-up", type=int, default=200, help="steps on labelled rows before round 1"
+    )
     options = parser.parse_args(arguments)
     threads = set_up()
     try:
@@ -269,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def verdict(begun: float, right: Sequence[float], shares: dict[str, list[float]]) -> int:
-    """Says whether all trained alike; 0 if so, else 1."""
+    """Print whether all trainings agree; return 0 if so, else 1."""
     kept = {name: sum(of) / len(of) for name, of in shares.items()}
     spread, shares_spread = (max(of) - min(of) for of in (right, kept.values()))
     agree = spread <= ACCURACY_APART and shares_spread <= SHARES_APART

@@ -1,25 +1,23 @@
-"""Our engine against a plain FedAvg loop as research code writes it, on the same work.
+"""privssl against a plain FedAvg loop as in common research code, on the same work.
 
     python -m benchmarks.plain_loop [--data mnist] [--agents 10] [--rows 100] [--batch 10]
         [--augment none|weak|mid] [--beside 0] ...
 
-The plain loop: for each agent a deep copy of the global network, a ``Dataset`` that makes a PIL
-image of a row and puts it through torchvision's ``ToTensor`` and ``Normalize``, and before them
+The plain loop uses, for each agent, a deep copy of the global network, a ``Dataset`` that makes a
+PIL image of a row and puts it through torchvision's ``ToTensor`` and ``Normalize``, and before them
 ``RandomAffine`` where rows are augmented, a ``DataLoader`` without worker processes, SGD in float32
 with PyTorch's defaults, and a mean of state dicts. Ours: the algorithm ``fedavg`` with its engine,
 rows as uint8 tensors, in float32 and bfloat16, in this process and in worker processes. Network
 (small_cnn, group norm), initial weights, rows, batches and their order are the same: the plain loop
-draws its order from the generators that ours draws from.
+draws its order from the same generators.
 
-Competitors take turns, a round each, in one process; a competitor's time is the median of its
-rounds but for the first. The first round counts steps of optimisers, which must agree; after it
-the weights of plain float32 and ours float32 must agree within 1e-2 (sums are taken in another
-order, and training spreads that, from round to round more), at the end all accuracies within 0.03.
-With ``--augment`` both rotate and shift rows as far, but by draws of their own, so that only
-accuracies are compared, to 0.05. "1 thread" is one intra-op thread; "defaults" is what PyTorch
-takes by itself. Ours has one thread for each process. ``--beside 1`` lets a process of other work
-have a core while all take their turns.
-Exit status: 1 where training did not agree.
+Both alternate, a round each, in one process; a time is the median of the rounds without the first.
+The first round counts steps of optimisers, which must agree; after it the weights of plain float32
+and ours float32 must agree within 1e-2 (sums have another order, and training amplifies the
+difference), at the end all accuracies within 0.03. With ``--augment`` both rotate and shift rows by
+the same distribution but other samples, so only accuracies are compared, to 0.05. "1 thread" is one
+intra-op thread; "defaults" is PyTorch's default. Ours has one thread per process. ``--beside 1``
+keeps one core busy with another process. Exit status: 1 if results disagree.
 """
 
 import argparse
@@ -68,7 +66,7 @@ from privssl.training.local_training import fresh_weights
 
 SEED, RATE, MOMENTUM = 0, 0.02, 0.9
 WEIGHTS_APART = 1e-2
-#: By whether both draw the same augmentation; 0.026 was seen of draws of their own.
+#: By whether both sample the same augmentation; own samples differed by up to 0.026.
 ACCURACY_APART = {True: 0.03, False: 0.05}
 CPU = torch.device("cpu")
 
@@ -77,10 +75,10 @@ CPU = torch.device("cpu")
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Rows of one agent, as torchvision's data sets hand them out."""
+    """Rows of one agent as a torchvision data set."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray, augment: str = "none") -> None:
-        """x (N, channels, height, width) uint8; y (N,); augment: a name among our views."""
+        """Store x (N, channels, height, width) uint8; y (N,); augment: a name among our views."""
         self.x, self.y = x.transpose(0, 2, 3, 1), y
         middle, by = (0.5,) * x.shape[1], AUGMENTATIONS[augment]
         random = transforms.RandomAffine(
@@ -99,12 +97,12 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def as_image(row: np.ndarray) -> Image.Image:
-    """A row (height, width, channels) as PIL has it."""
+    """Convert a row (height, width, channels) to a PIL image."""
     return Image.fromarray(row[:, :, 0] if row.shape[2] == 1 else row)
 
 
 class Order(Sampler[int]):
-    """A new order for each epoch, from a generator that is given."""
+    """A sampler with a new order for each epoch, from a given generator."""
 
     def __init__(self, rows: int, rng: torch.Generator) -> None:
         self.rows, self.rng = rows, rng
@@ -120,7 +118,7 @@ def local_training(
     network: nn.Module, images: Images, *, order: torch.Generator, batch: int, epochs: int,
     rate: float, momentum: float,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Epochs of SGD on a copy of the network; its weights."""
+    """Train epochs by SGD on a copy of the network; return its weights."""
     local = copy.deepcopy(network).train()
     loader = DataLoader(images, batch, sampler=Order(len(images), order))
     sgd = torch.optim.SGD(local.parameters(), lr=rate, momentum=momentum)
@@ -133,7 +131,7 @@ def local_training(
 
 
 def mean(weights: Sequence[dict[str, Tensor]], rows: Sequence[int]) -> dict[str, Tensor]:
-    """Their mean, by rows."""
+    """Return their mean, weighted by rows."""
     total = sum(rows)
     return {
         name: torch.stack([w[name] * (n / total) for w, n in zip(weights, rows, strict=True)]).sum(
@@ -148,10 +146,10 @@ def mean(weights: Sequence[dict[str, Tensor]], rows: Sequence[int]) -> dict[str,
 
 @dataclass
 class Competitor:
-    """What takes part, and how long its rounds took."""
+    """One entry of the comparison, and the times of its rounds."""
 
     name: str
-    play: Callable[[int], None]  # a round, by its number
+    play: Callable[[int], None]  # runs a round, by its number
     weights: Callable[[], dict[str, Tensor]]
     threads: int = 1
     seconds: list[float] = field(default_factory=list)
@@ -161,7 +159,7 @@ class Competitor:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done."""
+    """The work of both."""
 
     federated_data: data.FederatedDataset
     new: Callable[[Precision], nn.Module]
@@ -172,7 +170,7 @@ class Work:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Work":
-        """Raises UserError where the data set is not there."""
+        """Build it. Raises UserError if the data set is missing."""
         settings = DataSettings(options.data, labelled=options.agents * options.rows)
         federated_data = data.build(settings, AgentSettings(support=options.agents), SEED)
         dataset = federated_data.dataset
@@ -184,14 +182,14 @@ class Work:
         return cls(federated_data, new, begin, options.batch, options.epochs, options.augment)
 
     def plain(self, name: str, threads: int) -> Competitor:
-        """The loop above."""
+        """Return the plain loop."""
         dataset = self.federated_data.dataset
         channels, height, width = dataset.shape
         network = SmallCNN((channels, height, width), dataset.classes)
         network.load_state_dict(self.begin)
 
         def visit(agent: Agent, number: int) -> dict[str, Tensor]:
-            key = f"{number}/{agent.id}/labelled_pass/1:order"  # the context's, in privssl
+            key = f"{number}/{agent.id}/labelled_pass/1:order"  # the key of privssl's generator
             rows = agent.labelled
             return local_training(
                 network, Images(rows.x.numpy(), rows.y.numpy(), self.augment), batch=self.batch,
@@ -207,7 +205,7 @@ class Work:
         return Competitor(name, play, lambda: dict(network.state_dict()), threads)
 
     def ours(self, precision: Precision, workers: int, stack: ExitStack) -> Competitor:
-        """privssl's; its workers are forked now."""
+        """Return privssl; its workers are forked here."""
         config = FedAvgConfig(
             rounds=1, local_epochs=self.epochs, batch_size=self.batch, learning_rate=RATE,
             momentum=MOMENTUM, weak=self.augment,
@@ -220,7 +218,7 @@ class Work:
         )  # fmt: skip
 
     def accuracy(self, weights: dict[str, Tensor]) -> float:
-        """On the test rows."""
+        """Return the accuracy on the test rows."""
         dataset, network = self.federated_data.dataset, self.new("float32")
         return score(network, weights, dataset.x_test, dataset.y_test, device=CPU).accuracy
 
@@ -229,9 +227,9 @@ def our_rounds(
     algorithm: Algorithm[Any], agents: Sequence[Agent], begun: Any, workers: int,
     stack: ExitStack, shares: list[float] | None = None,
 ) -> Competitor:  # fmt: skip
-    """privssl's rounds from a state with weights F on; its workers are forked now.
+    """Return privssl's rounds from a state with weights F; its workers are forked here.
 
-    shares: where the shares of sure rows in the last round are put.
+    shares: receives the shares of confident rows in the last round.
     """
     engine: Engine = LocalEngine(agents, seed=SEED, device=CPU)
     if workers > 1:
@@ -251,15 +249,17 @@ def our_rounds(
 
 @contextmanager
 def counted_steps() -> Iterator[list[int]]:
-    """Inside, the steps of all optimisers of this process are counted in the list's one number:
-    torch's by a hook, and ours, which call none, one by one."""
+    """Count the optimiser steps of this process in the one number of the list.
+
+    torch's optimisers are counted by a hook, ours by a wrapper.
+    """
     count = [0]
 
     def counted(*_: Any) -> None:
         count[0] += 1
 
     def counting(step: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(step)  # to torch it looks like ours
+        @wraps(step)  # torch must see the original signature
         def taken(*given: Any) -> Any:
             counted()
             return step(*given)
@@ -274,8 +274,11 @@ def counted_steps() -> Iterator[list[int]]:
 
 
 def set_up() -> dict[str, int]:
-    """Say where this is. Names of plain loops, with their threads: one, and as many as PyTorch
-    takes by itself; from here it takes one, as workers are forked from a process with one."""
+    """Print the machine. Return the names of plain loops with their threads: 1, and PyTorch's
+    default.
+
+    Then set one thread, as workers are forked from a single-threaded process.
+    """
     defaults = torch.get_num_threads()
     torch.set_num_threads(1)
     tune_malloc()
@@ -288,7 +291,7 @@ def set_up() -> dict[str, int]:
 
 
 def take_turns(competitors: Sequence[Competitor], rounds: int) -> None:
-    """Round after round, each competitor in turn; the first round is not timed."""
+    """Run the entries in turn, round by round; the first round is not timed."""
     with counted_steps() as count:
         for one in competitors:
             torch.set_num_threads(one.threads)
@@ -306,26 +309,26 @@ def take_turns(competitors: Sequence[Competitor], rounds: int) -> None:
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference between two networks' weights."""
+    """Return the largest difference between two networks' weights."""
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def common_options(
     module: str, about: str | None, *, rows: int, batch: int
 ) -> argparse.ArgumentParser:
-    """Those of both comparisons with a plain loop, with their defaults."""
+    """Return a parser with the options of both comparisons with a plain loop."""
     parser = parser_of(module, about)
     parser.add_argument("--data", default="mnist", choices=("mnist", "fashion_mnist", "digits"))
     parser.add_argument("--agents", type=at_least(1), default=10)
-    parser.add_argument("--rows", type=at_least(1), default=rows, help="of each agent")
+    parser.add_argument("--rows", type=at_least(1), default=rows, help="rows of each agent")
     parser.add_argument("--batch", type=at_least(1), default=batch)
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed ones")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed rounds")
     beside_option(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a Markdown table."""
+    """Print a Markdown table."""
     parser = common_options("plain_loop", __doc__, rows=100, batch=10)
     parser.add_argument("--epochs", type=at_least(1), default=1)
     parser.add_argument("--augment", default="none", choices=("none", "weak", "mid"))
@@ -348,13 +351,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(competitors: Sequence[Competitor], right: Mapping[str, float], images: int) -> None:
-    """Prints it.
+    """Print the table.
 
     Args:
-        competitors: the plain loop on one thread comes first, then, if it takes more by itself,
-            with PyTorch's defaults.
+        competitors: the plain loop on one thread comes first, then, if different, with PyTorch's
+            default threads.
         right: accuracy of each by its name.
-        images: that a round learns from.
+        images: number of images of a round.
     """
     times = {one.name: statistics.median(one.seconds) for one in competitors}
     plain = {"1 thread": competitors[0]}
@@ -374,7 +377,7 @@ def table(competitors: Sequence[Competitor], right: Mapping[str, float], images:
 
 
 def report(competitors: Sequence[Competitor], work: Work, options: argparse.Namespace) -> int:
-    """The table, and what did not agree."""
+    """Print the table and any disagreement; return the exit status."""
     images = options.agents * options.rows * options.epochs
     print(
         f"{options.data}, {options.agents} agents with {options.rows} rows, batches of "

@@ -1,23 +1,22 @@
-"""A step of our DP-SGD against the same step without privacy, and against Opacus in its modes.
+"""A step of privssl's DP-SGD against the same step without privacy, and against Opacus.
 
     python -m benchmarks.private_step [--rows 16 64 256] [--passes 5]
         [--classifier NAME [--width 16]]
 
 Networks: the classifier F (small_cnn, 1x28x28), the generator G and the discriminator D alone, and
-all three by FedSSL's joint loss, which hooks cannot differentiate (networks that run through each
-other), so that there only the step without privacy is to be had. Ours is ``PrivateTraining.run`` as
-a visit calls it: per-row gradients by vmap, joint clipping, noise that no seed repeats, mean, step.
-Opacus is ``PrivacyEngine.make_private`` in its grad_sample_modes hooks, functorch, ew and ghost,
-without Poisson sampling, its noise from torch's generator. All see the same rows, clip to 1 with
-noise multiplier 1, and step by SGD; every row is in every batch. With ``--classifier`` it is that
-classifier alone, on 3x32x32 rows.
+all three by FedSSL's joint loss. Opacus' hooks do not support that loss, so only the step without
+privacy is compared. Ours is ``PrivateTraining.run`` as a visit calls it: per-example gradients by
+vmap, joint clipping, unseeded noise, mean, step. Opacus is ``PrivacyEngine.make_private`` in its
+grad_sample_modes hooks, functorch, ew and ghost, without Poisson sampling, its noise from torch's
+generator. All use the same rows, clip to 1 with noise multiplier 1, and step by SGD; every row is
+in every batch. With ``--classifier`` only that classifier is measured, on 3x32x32 rows.
 
-A step without privacy is taken on the network as runs have it (channels-last). Opacus' steps are
-tried channels-last and in PyTorch's own layout, and the faster counts for Opacus; ours is as runs
-have it. Before it is timed, a mode has to take our step when there is no noise: with channels-last
-kernels Opacus 1.6 clips other gradients in the mode hooks, and says nothing. One thread, CPU time;
-cases take turns and a number is the median of ``--passes`` readings. The project's limit: at most
-2.3 times the step without privacy, and no Opacus mode faster.
+The step without privacy and ours use the layout of runs (channels-last). Opacus is measured
+channels-last and in PyTorch's default layout; the faster counts. Before it is timed, a mode must
+give our step without noise: with channels-last kernels Opacus 1.6 clips wrong gradients in the mode
+hooks, without an error. One thread, CPU time; cases alternate and a number is the median of
+``--passes`` readings. Targets: at most 2.3 times the step without privacy, and no Opacus mode
+faster.
 """
 
 import math
@@ -55,15 +54,15 @@ PRIVATE: list[Any] = [
 ]  # dropout is refused under DP-SGD
 MODES = ("hooks", "functorch", "ew", "ghost")
 LAYOUTS = {"channels-last": torch.channels_last, "plain": torch.contiguous_format}
-CLIP, RATE = 1.0, 1e-4  # a rate so small that nothing is learned, or diverges
-#: At most, relative to how far ours went: a step of a mode that is the same step. One row of
-#: hundreds with a rectifier at its kink makes 4e-3; wrong gradients made 8e-2 and more.
+CLIP, RATE = 1.0, 1e-4  # the rate is so small that the weights stay nearly constant
+#: Largest relative difference of equal steps. One row of hundreds at the kink of a ReLU makes 4e-3;
+#: wrong gradients make 8e-2 and more.
 APART = 2e-2
 LIMIT = 2.3
 
 
 class RowMeans(nn.Module):
-    """Squared error of each row, reduced as ``reduction`` says (Opacus' ghost mode sets it)."""
+    """Squared error of each row, reduced by ``reduction`` (Opacus' ghost mode sets it)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +75,7 @@ class RowMeans(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A network alone: what it is called with, and what its output should have been."""
+    """One network with its inputs and targets."""
 
     new: Callable[[], nn.Module]
     criterion: Callable[[], nn.Module]  # mean over rows
@@ -85,12 +84,12 @@ class Case:
 
 
 def images(rows: int, shape: tuple[int, int, int]) -> Tensor:
-    """Random ones, (B, *shape), as runs lay them out."""
+    """Return random images (B, *shape), laid out as in runs."""
     return (torch.rand(rows, *shape) * 2 - 1).contiguous(memory_format=torch.channels_last)
 
 
 def cases(rows: int) -> dict[str, Case]:
-    """F, G and D on random rows."""
+    """Return F, G and D on random rows."""
     x, y = images(rows, SHAPE), torch.randint(CLASSES, (rows,))
     p, p2 = (torch.rand(rows, CLASSES).softmax(dim=1) for _ in range(2))
     z, whole = torch.rand(rows, NOISE), torch.ones(rows, 1)
@@ -102,34 +101,34 @@ def cases(rows: int) -> dict[str, Case]:
 
 
 def coloured_case(rows: int, model: ModelSettings) -> Case:
-    """A classifier of coloured images on random rows."""
+    """Return a classifier of colour images on random rows."""
     new = partial(build_classifier, model, COLOUR, CLASSES)
     y = torch.randint(CLASSES, (rows,))
     return Case(new, nn.CrossEntropyLoss, (images(rows, COLOUR),), y)
 
 
 def classifier() -> nn.Module:
-    """As runs have it."""
+    """Return F with the settings of runs."""
     return build_classifier(ModelSettings(), SHAPE, CLASSES)
 
 
 def generator() -> nn.Module:
-    """As runs have it."""
+    """Return G with the settings of runs."""
     return optimize_layout(ImageGenerator(SHAPE, CLASSES, noise_size=NOISE))
 
 
 def discriminator() -> nn.Module:
-    """As private runs have it: without spectral norm."""
+    """Return D with the settings of private runs: without spectral norm."""
     return optimize_layout(ImageDiscriminator(SHAPE, CLASSES, spectral=False))
 
 
 def sgd(network: nn.Module) -> torch.optim.SGD:
-    """Without momentum."""
+    """Return SGD without momentum."""
     return torch.optim.SGD(network.parameters(), lr=RATE)
 
 
 def open_step(case: Case) -> Callable[[], None]:
-    """Without privacy."""
+    """Return a step without privacy."""
     network, criterion = case.new(), case.criterion()
     optimizer = sgd(network)
 
@@ -142,7 +141,7 @@ def open_step(case: Case) -> Callable[[], None]:
 
 
 def plan(rows: int, protect: tuple[str, ...], sigma: float) -> PrivatePlan:
-    """Every row in every batch."""
+    """Return a plan with every row in every batch."""
     return PrivatePlan(
         update=protect, protect=protect, noise_multiplier=sigma, clip_norm=CLIP, sample_rate=1.0,
         steps=1, expected_batch=rows, learning_rate=RATE, momentum=0.0, views=1, visits=1,
@@ -150,7 +149,7 @@ def plan(rows: int, protect: tuple[str, ...], sigma: float) -> PrivatePlan:
 
 
 def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
-    """privssl's."""
+    """Return a step of privssl."""
     network, criterion = case.new(), case.criterion()
     training = PrivateTraining(plan(len(case.target), ("N",), sigma), {"N": network})
 
@@ -172,7 +171,7 @@ def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
 def opacus_step(
     case: Case, mode: str, layout: torch.memory_format, sigma: float = 1.0
 ) -> Callable[[], None]:
-    """Opacus'. It, or the step, raises whatever it raises where it does not know a network."""
+    """Return a step of Opacus. It, or the step, raises Opacus' error for unsupported networks."""
     network, criterion = case.new().to(memory_format=layout), case.criterion()
     inputs = tuple(
         tensor.contiguous(memory_format=layout) if tensor.dim() == 4 else tensor
@@ -195,7 +194,7 @@ def opacus_step(
 
 
 def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
-    """FedSSL's loss for F, G and D together: without privacy, and ours."""
+    """Return steps of FedSSL's loss for F, G and D together: without privacy, and ours."""
     nets = {"F": classifier(), "G": generator(), "D": discriminator()}
     cfg, every = FedSSLConfig(), ("F", "G", "D")
     fields = {
@@ -232,7 +231,8 @@ def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
 
 
 def moved(case: Case, make: Callable[[Case], Callable[[], None]]) -> Tensor:
-    """How a step changes the weights of a network, all in one vector; others start alike."""
+    """Return the change of a network's weights by a step, as one vector, from fixed initial
+    weights."""
     network = case.new()
     with torch.no_grad():
         chance = torch.Generator().manual_seed(0)
@@ -244,7 +244,7 @@ def moved(case: Case, make: Callable[[Case], Callable[[], None]]) -> Tensor:
 
 
 def check(case: Case, mode: str, layout: torch.memory_format) -> None:
-    """Raises ValueError where Opacus' step without noise is not ours."""
+    """Raise ValueError if Opacus' step without noise is not ours."""
     ours = moved(case, lambda case: our_step(case, 0.0))
     theirs = moved(case, lambda case: opacus_step(case, mode, layout, 0.0))
     gap = float((theirs - ours).norm() / ours.norm())
@@ -253,8 +253,8 @@ def check(case: Case, mode: str, layout: torch.memory_format) -> None:
 
 
 def steps_of(case: Case) -> dict[str, Callable[[], None]]:
-    """All competitors on a network. Modes of Opacus that refuse it, or whose step is another, are
-    named on standard error."""
+    """Return all steps on a network. Modes of Opacus that refuse it or differ are named on standard
+    error."""
     found = {"open": open_step(case), "ours": our_step(case)}
     for mode in MODES:
         for name, layout in LAYOUTS.items():
@@ -269,7 +269,7 @@ def steps_of(case: Case) -> dict[str, Callable[[], None]]:
 
 
 def line(name: str, rows: int, times: Mapping[str, float]) -> str:
-    """A row of the table: milliseconds, and times the step without privacy."""
+    """Return a row of the table: milliseconds, and times the step without privacy."""
     base, ours = times["open"], times["ours"]
     cells = [name, str(rows), f"{base * 1e3:.2f}", f"{ours * 1e3:.2f} ({ours / base:.2f})"]
     fastest = float("inf")
@@ -288,19 +288,19 @@ def line(name: str, rows: int, times: Mapping[str, float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a Markdown table."""
+    """Print a Markdown table."""
     parser = parser_of("private_step", __doc__)
     parser.add_argument("--rows", type=at_least(1), nargs="+", default=[16, 64, 256])
     parser.add_argument("--passes", type=at_least(1), default=5)
     parser.add_argument("--classifier", choices=PRIVATE)
-    parser.add_argument("--width", type=at_least(1), help="of the classifier (16)")
+    parser.add_argument("--width", type=at_least(1), help="width of the classifier (16)")
     options = parser.parse_args(arguments)
     if options.width and not options.classifier:
-        parser.error("--width is of a --classifier: name one")
+        parser.error("--width needs --classifier")
     torch.set_num_threads(1)
     tune_malloc()
     torch.manual_seed(0)
-    warnings.simplefilter("ignore")  # Opacus' remarks on its own modes
+    warnings.simplefilter("ignore")  # Opacus' warnings about its own modes
     print(f"{about()}\nOpacus {opacus_version}. One thread. In brackets: times 'no privacy'.\n")
     print(
         f"| network | rows | no privacy, ms | ours | {' | '.join(MODES)} | at most {LIMIT} times "

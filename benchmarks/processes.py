@@ -1,7 +1,7 @@
-"""Other programs for benchmarks: started, timed, weighed, and ended with all that they started.
+"""Run, time and measure other programs for benchmarks, and end all their processes.
 
-Whatever a program starts inherits a word in its environment, by which it is found again: some
-(Ray's) leave their process group and their parent. Linux.
+A program's processes inherit a mark in their environment, by which they are found: some (Ray's)
+leave their process group and their parent. Linux only.
 """
 
 import argparse
@@ -25,30 +25,30 @@ import numpy as np
 
 MARK = "PRIVSSL_BENCHMARK"
 SIGN = "#benchmark "  # begins a line of standard output that is meant for the benchmark
-EVERY = 0.25  # seconds between two weighings
+EVERY = 0.25  # seconds between two memory readings
 CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a program did."""
+    """The results of a program."""
 
     begun: float  # time.monotonic(), which all processes of a machine share
-    lines: tuple[dict[str, Any], ...]  # what it told, in order
+    lines: tuple[dict[str, Any], ...]  # its lines for the benchmark, in order
     peak_pss: float  # MB of all its processes; pages that several share are counted once
-    cpu: tuple[tuple[float, float], ...]  # time, and CPU seconds of all its processes until then
+    cpu: tuple[tuple[float, float], ...]  # (time, CPU seconds of all its processes until then)
     status: int
     errors: str  # the end of what it wrote to standard error
 
     def cpu_between(self, one: float, other: float) -> float:
-        """CPU seconds that its processes took between two times; other work is not in it."""
+        """Return the CPU seconds of its processes between two times, without other processes."""
         times, used = zip(*self.cpu, strict=True)
         begun, ended = np.interp([one, other], times, used)
         return float(ended - begun)
 
 
 def tell(**values: Any) -> None:
-    """Called in the program: a line for the benchmark, with the time."""
+    """Print a line for the benchmark, with the time; called in the program."""
     print(SIGN + json.dumps({"at": time.monotonic(), **values}), flush=True)
 
 
@@ -58,10 +58,10 @@ def carry_out(
     *,
     limit: float,
 ) -> Told:
-    """Run commands side by side until the first of them ends, then end all that is left.
+    """Run commands in parallel until the first of them ends, then end the others.
 
-    They stay in the session of this process: Linux shares cores between sessions (autogroup), and
-    a competitor of two commands would get twice the share beside other work.
+    They stay in the session of this process: Linux shares cores between sessions (autogroup), and a
+    program of two commands would get twice the share.
 
     Args:
         commands: the first is the one whose lines and errors count.
@@ -87,7 +87,7 @@ def carry_out(
                 cpu.append((time.monotonic(), sum(used.values())))
                 with suppress(subprocess.TimeoutExpired):
                     running[0].wait(EVERY)
-            for process in running[1:]:  # they end with the first, if it ended well
+            for process in running[1:]:  # they end after the first, if it succeeded
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(5 if running[0].poll() == 0 else 0)
         finally:
@@ -102,7 +102,7 @@ def carry_out(
 
 
 def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
-    """The parser of ``benchmarks.MODULE``, with the module's docstring as its help."""
+    """Return the parser of ``benchmarks.MODULE``, with the module's docstring as its help."""
     return argparse.ArgumentParser(
         prog=f"benchmarks.{module}", description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -110,7 +110,7 @@ def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A type for argparse: whole numbers that are not smaller."""
+    """Return an argparse type: integers >= ``least``."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -121,14 +121,14 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def numbers(text: str) -> list[int]:
-    """Another: whole numbers from 1 with commas between them."""
+    """Parse integers >= 1, separated by commas; an argparse type."""
     return [at_least(1)(part) for part in text.split(",")]
 
 
 def configs_of(
     parser: argparse.ArgumentParser, words: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Configs, one at least, and overrides of all of them, as they stand among each other."""
+    """Split words into configs (at least one) and overrides for all of them."""
     configs = [word for word in words if "=" not in word]
     if not configs:
         parser.error("which config? Give a YAML file, for example configs/semifl.yaml")
@@ -136,18 +136,20 @@ def configs_of(
 
 
 def beside_option(parser: argparse.ArgumentParser) -> None:
-    """What ``other_work`` is given."""
+    """Add the option with the number of processes of ``other_work``."""
     parser.add_argument(
         "--beside", type=at_least(0), default=0, metavar="N",
-        help="processes of other work that keep a core busy each all the while (0)",
+        help="other processes that each keep a core busy (0)",
     )  # fmt: skip
 
 
 @contextmanager
 def other_work(processes: int) -> Iterator[None]:
-    """Inside, so many processes beside this one keep a core busy each, as others do on a machine
-    that is shared: each in a session of its own, by which Linux shares cores (autogroup). Each
-    ends when its pipe does: also with a benchmark that was killed."""
+    """Keep one core busy per process while the context is open.
+
+    Each process has its own session, by which Linux shares cores (autogroup). Each ends when its
+    pipe closes, even if the benchmark is killed.
+    """
     busy = "import os, threading as t\n"
     busy += "t.Thread(target=lambda: (os.read(0, 1), os._exit(0))).start()\nwhile True: pass"
     with ExitStack() as stack:
@@ -183,7 +185,7 @@ def _marked(word: str) -> list[int]:
 
 
 def pss(process: int) -> float:
-    """Megabytes; 0 of one that has ended."""
+    """Return the PSS in megabytes; 0 for an ended process."""
     with suppress(OSError):
         for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -192,7 +194,7 @@ def pss(process: int) -> float:
 
 
 def _cpu(process: int) -> float:
-    """Seconds, user and system; 0 of one that has ended."""
+    """Return user and system seconds; 0 for an ended process."""
     with suppress(OSError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -200,15 +202,15 @@ def _cpu(process: int) -> float:
 
 
 def about() -> str:
-    """The machine, versions and kernels, a line for the head of a table. On any system."""
-    # Here: environments of competitors have no privssl.
+    """Describe machine, versions and kernels in one line for the head of a table. Any system."""
+    # Imported here: environments of other frameworks have no privssl.
     from privssl.installation.machine import usable_cores
     from privssl.ops import dispatch
     from privssl.reproduce.machine import processor
 
     chip = processor(CPUINFO)
-    # By its name alone nobody tells two generations apart: "AMD EPYC" is Zen 4 (family 25), and
-    # Zen 5 (26), whose AVX-512 is twice as wide.
+    # The name alone does not identify a generation: "AMD EPYC" is Zen 4 (family 25) and Zen 5 (26),
+    # whose AVX-512 is twice as wide.
     numbers = ", ".join(f"{key} {chip[key]}" for key in ("family", "model") if chip[key])
     name = f"{chip['name']} ({numbers})" if numbers else chip["name"]
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"

@@ -1,13 +1,12 @@
-"""Seconds of a round under one setting and under another: with one worker process and with two,
-or in float32 and in bfloat16.
+"""Seconds of a round under two settings, e.g. with one and two worker processes, or float32 and
+bfloat16.
 
     python -m benchmarks.rounds CONFIG... [--vary run.workers=1,2] [--rounds 6] [KEY=VALUE ...]
 
-Plays the first rounds of each config, of the phase named by --phase where it has several, without
-evaluation, pictures or files, under each value in turn and three times over; a value's time is the
-median of its rounds. Prints a Markdown table with the ratio of the first to the last. For precision
-give run.workers=1 as well: two processes on two cores also tell how free the cores were. Other work
-on the machine shows in it: leave the machine alone.
+Runs the first rounds of each config (of the phase of --phase, if it has several), without
+evaluation, pictures or files, three times under each value in turn. A value's time is the median of
+its rounds. Prints a Markdown table with the ratio of the first to the last. To compare precisions
+also give run.workers=1. Run it on an idle machine: other load changes the times.
 """
 
 import statistics
@@ -26,9 +25,9 @@ from privssl.runtime.process import tune_malloc
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0, or 2 where a config cannot be measured."""
+    """Run the command; return 0, or 2 if a config cannot be measured."""
     parser = parser_of("rounds", __doc__)
-    parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
+    parser.add_argument("configs", nargs="+", help="config files, and overrides for all of them")
     parser.add_argument("--vary", default="run.workers=1,2", metavar="KEY=VALUE,VALUE")
     parser.add_argument("--rounds", type=at_least(1), default=6)
     parser.add_argument("--phase", default="")

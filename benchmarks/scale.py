@@ -1,21 +1,21 @@
-"""What the number of agents costs: preparing a run, a round, memory, a checkpoint.
+"""Costs by the number of agents: preparing a run, a round, memory, a checkpoint.
 
     python -m benchmarks.scale configs/semifl.yaml configs/fedmatch.yaml --agents 10,100,1000,10000
 
-Each config is run as it is, but with so many query agents of ``--rows`` rows each, of which
-``--sampled`` take part in a round; rows are made up, ten noisy patterns of ``--side`` x ``--side``
-pixels in a file beside the run. A cell is a run in a process of its own. Prints a Markdown table:
+Each config runs with this number of query agents of ``--rows`` rows each, of which ``--sampled``
+take part in a round. Rows are synthetic: ten noisy patterns of ``--side`` x ``--side`` pixels in a
+file beside the run. Each run has its own process. Prints a Markdown table:
 
 * prepare: seconds from the config to agents with their rows; begin: to the first checkpoint,
-* round: seconds from one round's end to the next, and those that a processor worked for the process
-  of the run (not for its workers, ``--workers``); medians, without the first. Other work on the
-  machine shows in the former, less in the latter,
-* import, peak: MB that the process held after its imports, and at most. Pages that worker
-  processes share with it are in it; what they alone hold is not. Linux (/proc),
+* round: seconds from one round's end to the next, and CPU seconds of the run's process (without its
+  workers, ``--workers``); medians, without the first. Other load affects the former more than the
+  latter,
+* import, peak: MB of the process after its imports, and at most, without memory of worker processes
+  alone. Linux (/proc),
 * checkpoint: seconds and MB, after the last round.
 
-FedSEAL's own rule, that every agent predicts in every round, makes its rounds grow:
-``algorithm.history=sampled`` is the variant whose rounds need not.
+In FedSEAL every agent predicts in every round, so rounds grow with the number of agents; in the
+variant ``algorithm.history=sampled`` they do not.
 """
 
 import argparse
@@ -34,14 +34,14 @@ import numpy as np
 from benchmarks.processes import about, at_least, configs_of, numbers, parser_of
 
 LABELLED, TESTED, CLASSES = 100, 200, 10
-CHUNK = 10_000  # rows that are made at once
+CHUNK = 10_000  # rows generated at once
 
 
 # The rows ------------------------------------------------------------------------------------
 
 
 def write_rows(path: Path, rows: int, side: int) -> None:
-    """An NPZ file of ``rows`` training rows and a few test rows, the same every time."""
+    """Write an NPZ file of ``rows`` training rows and a few test rows, from a fixed seed."""
     rng = np.random.default_rng(0)
     patterns = rng.integers(40, 215, (CLASSES, side, side), dtype=np.int16)
     x = np.empty((rows + TESTED, side, side), dtype=np.uint8)
@@ -56,15 +56,17 @@ def write_rows(path: Path, rows: int, side: int) -> None:
 
 
 def peak_megabytes() -> float:
-    """What this process held at most since its program was loaded. ru_maxrss would count the
-    process that started it as well."""
+    """Return the peak memory of this process since its program was loaded.
+
+    ru_maxrss would include the parent process.
+    """
     text = Path("/proc/self/status").read_text()
     [line] = [line for line in text.splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) / 1024
 
 
 def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, float]:
-    """One run in this process, measured; see the head of the module."""
+    """Measure one run in this process; see the module's docstring."""
     import torch
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (else a part of the run)
 
@@ -112,7 +114,7 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
 
 
 def cell(options: argparse.Namespace, config: str, overrides: list[str], agents: int) -> Any:
-    """What ``measure`` finds in a fresh process, for so many agents."""
+    """Run ``measure`` in a new process with this number of agents."""
     with tempfile.TemporaryDirectory() as folder:
         rows = agents * options.rows + LABELLED
         write_rows(Path(folder) / "rows.npz", rows, options.side)
@@ -133,13 +135,13 @@ def cell(options: argparse.Namespace, config: str, overrides: list[str], agents:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0, or the status of a cell that failed."""
+    """Run the command; return 0, or the status of a cell that failed."""
     parser = parser_of("scale", __doc__)
-    parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
+    parser.add_argument("configs", nargs="+", help="config files, and overrides for all of them")
     parser.add_argument("--agents", type=numbers, default=[10, 100, 1000, 10000])
-    parser.add_argument("--rows", type=at_least(1), default=50, help="of each agent")
-    parser.add_argument("--side", type=at_least(1), default=8, help="pixels")
-    parser.add_argument("--sampled", type=at_least(1), default=10, help="agents in a round")
+    parser.add_argument("--rows", type=at_least(1), default=50, help="rows of each agent")
+    parser.add_argument("--side", type=at_least(1), default=8, help="side of an image in pixels")
+    parser.add_argument("--sampled", type=at_least(1), default=10, help="agents per round")
     parser.add_argument("--rounds", type=at_least(2), default=12)
     parser.add_argument("--workers", type=at_least(1), default=1)
     parser.add_argument("--cell", type=Path, help=argparse.SUPPRESS)

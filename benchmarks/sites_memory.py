@@ -1,17 +1,16 @@
-"""Whether the memory of a run over sites grows with its rounds.
+"""Memory of a run over sites, by round.
 
     python -m benchmarks.sites_memory [--rounds 50] [--sites 5]
 
-A SuperLink and so many sites, each with its SuperNode, are processes on loopback, and the training
-command runs over them: FedAvg on digits, no privacy, one parallel step in a round, so that a round
-is little else than its requests. When a line of metrics.csv says that a round is over, processes
-are weighed: the coordinator, the SuperLink, Flower's server process (it delivers the coordinator's
-requests), and of the first site the site itself and its SuperNode. A weight is PSS, by which a page
-that several processes share counts in part for each of them.
+A SuperLink and the sites, each with its SuperNode, are processes on loopback, and the training
+command runs over them: FedAvg on digits, no privacy, one parallel step per round, so that requests
+dominate a round. After each round (a line of metrics.csv) it measures the PSS of the coordinator,
+the SuperLink, Flower's server process (which delivers the coordinator's requests), and the first
+site and its SuperNode. PSS counts a page shared by several processes in part for each of them.
 
-The first ``--warm-up`` rounds are not counted: caches fill and the first checkpoint is written.
-Of the others the table has the first, lowest, highest and last weight, and by how much the highest
-lies above the lowest. Linux (/proc); needs Flower; about ten seconds for a round.
+The first ``--warm-up`` rounds are not counted: caches fill and the first checkpoint is written. The
+table has the first, lowest, highest and last value of the others, and the range. Linux (/proc);
+needs Flower; about ten seconds per round.
 """
 
 import os
@@ -33,7 +32,7 @@ agents: {{support: {sites}, query: 0}}
 model: {{name: small_cnn}}
 algorithm: {{name: fedavg, rounds: {rounds}, local_epochs: 1, batch_size: 32, learning_rate: 0.02}}
 """
-#: What is weighed, by a word of its command line.
+#: The measured processes, by a word of their command line.
 WEIGHED = {
     "coordinator": "privssl.train",
     "SuperLink": "flower-superlink",
@@ -41,16 +40,16 @@ WEIGHED = {
     "a site": "privssl.site",
     "its SuperNode": "flower-supernode",
 }
-EVERY = 0.2  # seconds between two looks at metrics.csv
+EVERY = 0.2  # seconds between two reads of metrics.csv
 LIMIT = 120.0  # seconds that a round may take
 
 Weights = Mapping[str, float]  # MB, by the names of WEIGHED
 
 
 def measure(folder: Path, rounds: int, sites: int) -> Iterator[Weights]:
-    """Weights after each round."""
+    """Yield the memory of each process after each round."""
     config = folder / "config.yaml"
-    # One round more, so that all that is weighed is there after the last of them.
+    # One round more, so that all processes still run after the last measured round.
     config.write_text(CONFIG.format(rounds=rounds + 1, sites=sites))
     with ExitStack() as stack:
         names = demo.write_sites(folder / "sites", config, [])
@@ -77,7 +76,7 @@ def _wait_for_round(number: int, metrics: Path, run: subprocess.Popen[bytes]) ->
 
 
 def _weighed(folder: Path) -> Weights:
-    """Of each kind the process that was started first: it stands for the others."""
+    """Measure the first started process of each kind: it represents the others."""
     lines = dict(_processes(folder))
     kinds = {
         kind: next((process for process in sorted(lines) if name in lines[process]), None)
@@ -89,7 +88,7 @@ def _weighed(folder: Path) -> Weights:
 
 
 def _processes(folder: Path) -> Iterator[tuple[int, str]]:
-    """Processes, with their command lines, that have this folder in theirs or in FLWR_HOME."""
+    """Yield processes, with their command lines, that have this folder in them or in FLWR_HOME."""
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -102,7 +101,7 @@ def _processes(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def table(weights: Sequence[Weights], warm_up: int) -> str:
-    """What is left after the warm-up, a line for each process."""
+    """Format the values after the warm-up, a line for each process."""
     lines = [
         f"| PSS, MB | round {warm_up + 1} | lowest | highest | round {len(weights)} | span |",
         "|---" * 6 + "|",
@@ -116,14 +115,16 @@ def table(weights: Sequence[Weights], warm_up: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 2 where something could not be started or ended before its time."""
+    """Run the command; return 2 if a process did not start or ended early."""
     parser = parser_of("sites_memory", __doc__)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--sites", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=5, help="rounds that are not counted")
+    parser.add_argument(
+        "--warm-up", type=int, default=5, help="first rounds, which are not counted"
+    )
     options = parser.parse_args(arguments)
     if not 0 <= options.warm_up < options.rounds:
-        parser.error("--warm-up must leave a round to count")
+        parser.error("--warm-up must be less than --rounds")
     print(f"{about()} {options.sites} sites, {options.rounds} rounds\n", flush=True)
     begun, weights = time.monotonic(), list[Weights]()
     try:

@@ -1,12 +1,12 @@
-"""How good a generator's rows are, and a classifier that learned them alone on real test rows.
+"""Quality of a generator's rows, and test accuracy of a classifier trained on them alone.
 
     python -m benchmarks.synthetic_classifier RUN [--confidence 0.9] [--count 20000]
         [--steps 2500] [section.key=value]
 
-The generator of a finished run makes the rows, and its released classifier names them. A network
-of the run's kind, with weights of its own, learns them in batches of 64 by Adam, whose rate falls
-to 0, in the views that the generator saw. It sees no real row. The judge of ``gen/*``, which learns
-test rows and never sees G, says what share of the rows is what was asked. One Markdown table.
+The generator of a finished run makes the rows, and its released classifier labels them. A new
+network of the run's kind trains on them in batches of 64 by Adam, whose rate decays to 0, with the
+generator's views and no real row. The classifier of the metrics ``gen/*``, trained on test rows and
+independent of G, gives the share of rows in the requested class. Prints one Markdown table.
 """
 
 import argparse
@@ -33,9 +33,9 @@ BATCH, RATE = 64, 2e-3
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.synthetic_classifier")
-    parser.add_argument("run", type=Path, help="a folder that train wrote, of images")
-    parser.add_argument("--count", type=int, default=20_000, help="synthetic rows")
-    parser.add_argument("--confidence", type=float, default=0.0, help="as of privssl generate")
+    parser.add_argument("run", type=Path, help="run folder of a run on images")
+    parser.add_argument("--count", type=int, default=20_000, help="number of synthetic rows")
+    parser.add_argument("--confidence", type=float, default=0.0, help="as for privssl generate")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("overrides", nargs="*", help="section.key=value, such as data.root")
     options = parser.parse_args(argv)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _accuracy(network: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Of the network, on rows (N, *shape) as stored."""
+    """Return the network's accuracy on rows (N, *shape) as stored."""
     return score(network, dict(network.state_dict()), x, y, device=torch.device("cpu")).accuracy
 
 

@@ -1,10 +1,10 @@
-"""A split in which some classes have few labels or none, to be replayed by any method.
+"""A split with few or no labels of some classes, for any method.
 
     python -m benchmarks.uneven_split CONFIG OUTPUT.json CLASS=MOST... [section.key=value ...]
 
-Draws the split of the config and takes labelled rows of the named classes away until at most MOST
-of each are left, over all agents together; 0 is a class that nobody labels. What was taken away is
-held by nobody. Prints the overrides with which a config runs on it.
+Samples the split of the config and removes labelled rows of the named classes until at most MOST of
+each are left over all agents; 0 removes all labels of a class. No agent holds the removed rows.
+Prints the overrides to run a config on it.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from privssl.experiment.prepare import prepare
 
 
 def with_fewer(split: Manifest, labels: Tensor, most: Mapping[int, int]) -> Manifest:
-    """The split with at most ``most[c]`` labelled rows of class c, taken from agents in turn.
+    """Return the split with at most ``most[c]`` labelled rows of class c, taken from agents in
+    turn.
 
     Args:
         labels: (N,) true classes of all training rows, by id.
@@ -37,7 +38,7 @@ def with_fewer(split: Manifest, labels: Tensor, most: Mapping[int, int]) -> Mani
             for agent, holding in split.agents.items()
         }
         for _ in range(number):
-            agent = max(of_class, key=lambda name: len(of_class[name]))  # who has most gives one
+            agent = max(of_class, key=lambda name: len(of_class[name]))  # from the largest agent
             if of_class[agent]:
                 left[agent].append(of_class[agent].pop(0))
     agents = {
@@ -48,11 +49,11 @@ def with_fewer(split: Manifest, labels: Tensor, most: Mapping[int, int]) -> Mani
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0, or 2 where the split cannot be made."""
+    """Run the command; return 0, or 2 if the split cannot be made."""
     parser = argparse.ArgumentParser(prog="benchmarks.uneven_split", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("changes", nargs="*", help="CLASS=MOST, and overrides of the config")
+    parser.add_argument("changes", nargs="*", help="CLASS=MOST, and config overrides")
     options = parser.parse_intermixed_args(arguments)
     most = {
         int(name): int(number)

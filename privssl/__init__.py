@@ -1,4 +1,4 @@
-"""privssl: one classifier from many parties, few labels, and a true sentence on what leaked.
+"""privssl: federated semi-supervised learning with privacy accounting.
 
     run = privssl.train("configs/fedssl.yaml", {"run.seed": 1})     # docs/python.md
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 try:
     __version__ = metadata.version("privssl")
-except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+except metadata.PackageNotFoundError:  # a checkout that was never installed
     __version__ = "0.0.0"
 
 __all__ = ["Dataset", "Experiment", "Run", "UserError", "__version__", "load", "open_run", "train"]
@@ -24,7 +24,7 @@ __all__ = ["Dataset", "Experiment", "Run", "UserError", "__version__", "load", "
 
 def __getattr__(name: str) -> Any:
     match name:
-        case "train":  # a module that can be called: privssl/train.py says why
+        case "train":  # a callable module: see privssl/train.py
             import privssl.train
 
             return privssl.train

@@ -28,8 +28,10 @@ USAGE = "usage: privssl COMMAND [ARGUMENT ...]\n\ncommands:\n{}\n\n{}".format(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status. ``arguments``: the command's name and its own;
-    absent: those of the process."""
+    """Run one command; return its exit status.
+
+    ``arguments``: the command's name and its own; by default those of the process.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     match arguments[:1]:
         case ["train"]:
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case ["doctor"]:
             from privssl.doctor import main as command
         case ["-h" | "--help"]:
-            sys.stdout.write(f"{USAGE}\n")  # at once: `| head` closes the pipe after a few lines
+            sys.stdout.write(f"{USAGE}\n")  # unbuffered: `| head` closes the pipe after a few lines
             return 0
         case ["--version"]:
             print(f"privssl {metadata.version('privssl')}")

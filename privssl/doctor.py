@@ -1,7 +1,7 @@
-"""``python -m privssl.doctor``: check the installation; each problem comes with what to do.
+"""``python -m privssl.doctor``: check the installation and print advice for each problem.
 
 Downloads nothing, writes nothing and trains nothing. Exit status: 0 no problem, 1 a problem, 2 a
-mistake in the command.
+usage error.
 """
 
 import argparse
@@ -22,11 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m privssl.doctor",
-        description="Check the installation, and say what to do about each problem.",
+        description="Check the installation and print advice for each problem.",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(argv)
-    try:  # the commands need packages themselves
+    try:  # the imports of the commands need packages themselves
         from privssl.installation import software  # noqa: F401
         from privssl.runtime.command import run_command
     except ImportError as error:
@@ -58,7 +58,7 @@ def _report(as_json: bool, console: Any, _: ExitStack) -> int:
 
 
 def find() -> list["Finding"]:
-    """Everything that the checks find, those that need torch last."""
+    """Return all findings, with the checks that need torch last."""
     from privssl.installation import machine, software
     from privssl.installation.finding import run_checks
 
@@ -71,7 +71,7 @@ def find() -> list["Finding"]:
 
 
 def check_torch() -> list["Finding"]:
-    """What needs torch, which may be absent or broken."""
+    """Run the checks that need torch, which may be missing or broken."""
     from privssl.installation.finding import run_checks
     from privssl.runtime.process import gc_paused, in_one_thread
 

@@ -1,4 +1,4 @@
-"""A user's mistakes, as exceptions that say what is wrong, where, and what to do.
+"""User errors: exceptions that say what is wrong, where, and what to do.
 
 The commands catch :class:`UserError`, print its text and end with its exit status.
 """
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. ``str(error)`` says what, where and what to do."""
+    """An error that the user can correct. ``str(error)`` says what, where and what to do."""
 
     exit_status = 2
 
@@ -25,24 +25,27 @@ class RunFolderError(UserError):
 
 
 class PrivacyError(UserError):
-    """The privacy claim would be untrue."""
+    """The privacy guarantee would be false."""
 
 
 class RoleError(UserError):
-    """A step accessed rows that the agent's role does not hold."""
+    """A step accessed rows that an agent of this role does not hold."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, at most 200 characters, without its
-    full stop: a line that ends with a colon announces the next.
+    """Return the first informative line of an error's text, at most 200 characters, without full
+    stop.
 
-    >>> first_line(RuntimeError("Errors in loading:\\n\\tsize mismatch."))
+    That is the second line if the first ends with a colon. Blank lines do not count.
+
+    >>> first_line(RuntimeError("Errors in loading:\\n\\n\\tsize mismatch."))
     'size mismatch'
     """
-    lines = str(error).strip().splitlines() or ["no message"]
-    return lines[lines[0].endswith(":") and len(lines) > 1].strip()[:200].rstrip(".")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    informative = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    return informative[:200].rstrip(".")
 
 
 def first_few(names: Sequence[object]) -> str:
-    """The first five names in a sentence, and dots if there are more."""
+    """Return the first five names in a sentence, and dots if there are more."""
     return ", ".join(map(str, names[:5])) + (", ..." if len(names) > 5 else "")

@@ -1,7 +1,7 @@
 """``python -m privssl.evaluate RUN DATA``: measure a finished run on labelled rows.
 
 DATA is an NPZ file (x and y, or x_test and y_test), a CSV file with the columns that the run was
-trained on, or a folder with a folder of pictures for each class (``DATA/test`` if there is one).
+trained on, or a folder with a folder of images for each class (``DATA/test`` if there is one).
 """
 
 import argparse
@@ -21,7 +21,7 @@ from privssl.predict import add_run_arguments
 from privssl.runtime.command import run_command
 from privssl.runtime.console import results_to_standard_output
 
-MOST_COLUMNS = 20  # classes up to which the confusion matrix is printed; --json has it always
+MOST_COLUMNS = 20  # classes up to which the confusion matrix is printed; --json always has it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _evaluate(options: argparse.Namespace, console: Console, stack: ExitStack) -
 
 
 def _table(classes: Sequence[str], found: dict[str, Any]) -> Table:
-    """Recall of each class, and as what its rows were classified."""
+    """Return a table of the recall of each class, and of its predicted classes."""
     digits = len(str(max(max(row) for row in found["confusion"])))
     counted = classes if len(classes) <= MOST_COLUMNS else ()
     table = Table(

@@ -1,8 +1,8 @@
 """``python -m privssl.export RUN --onnx FILE | --torch-export FILE``: write a classifier.
 
-The file takes rows (B, *shape) as ``Run.network_input`` makes them, returns logits (B, classes),
-for any B. It is written only if its outputs agree with those of the classifier on synthetic rows.
-Exit status: 0 written, 2 the user's mistake, 130 interrupted.
+The file maps rows (B, *shape), as ``Run.network_input`` returns, to logits (B, classes), for any B.
+It is written only if its outputs agree with those of the classifier on synthetic rows. Exit status:
+0 written, 2 user error, 130 interrupted.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def _export(options: argparse.Namespace, console: Console, _: ExitStack) -> int:
     if output.exists() or output.is_symlink():
         raise RunFolderError(f"{output} exists. Choose another file")
     run = open_run(options.run, options.model, options.plugin)
-    network = run.classifier()  # which refuses folders without "rows"
+    network = run.classifier()  # raises for folders without "rows"
     rows = run.results["rows"]
     shape, columns = tuple(rows["shape"]), rows.get("columns")
     about = {

@@ -1,7 +1,7 @@
 """``python -m privssl.generate RUN --count N --output FILE.npz|FOLDER``: labelled synthetic rows.
 
-The generator of a finished run makes them of nothing but a class and noise. The last line says
-what covers them. Exit status: 0 written, 2 the user's mistake, 130 interrupted.
+The generator of a finished run makes them from a class and noise. The last line names the guarantee
+that covers them. Exit status: 0 written, 2 user error, 130 interrupted.
 """
 
 import argparse
@@ -33,16 +33,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Write labelled synthetic rows made by the generator of a finished run.",
     )
     add_run_arguments(parser)
-    parser.add_argument("--count", type=int, required=True, metavar="N", help="how many rows")
-    parser.add_argument("--classes", metavar="A,B", help="names of classes; absent: all")
+    parser.add_argument("--count", type=int, required=True, metavar="N", help="number of rows")
+    parser.add_argument("--classes", metavar="A,B", help="names of classes (default: all)")
     parser.add_argument(
         "--confidence", type=float, default=0.0, metavar="P",
-        help="only rows to whose class the run's classifier gives at least this probability",
+        help="least probability of a row's class by the run's classifier",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same rows")
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE.npz|FOLDER",
-        help="an NPZ file with x, y and class_names, or a folder for PNG pictures",
+        help="an NPZ file with x, y and class_names, or a folder for PNG images",
     )  # fmt: skip
     parser.add_argument(
         "--acknowledge-query-rows", action="store_true",
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    with gc_paused():  # here, so that --help and a typo in the command need no torch
+    with gc_paused():  # here, so that --help and usage errors need no torch
         from privssl.api.run import open_run
         from privssl.generation.files import check_free, write_rows
         from privssl.generation.rows import generate_rows

@@ -1,8 +1,8 @@
 """``python -m privssl.predict RUN INPUT...``: classify rows with a finished run.
 
-Inputs are pictures, folders of pictures, NPZ files (x, x_test or x_unlabelled), NPY files, and CSV
-files with the columns that the run was trained on. A line for each row: its file or number, its
-class, and the probability of each class.
+Inputs are images, folders of images, NPZ files (x, x_test or x_unlabelled), NPY files, and CSV
+files with the columns that the run was trained on. The output has a line per row: its file or
+number, its class, and the probability of each class.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rich.console import Console
 from privssl.runtime.command import add_plugin_flag, run_command
 from privssl.runtime.console import results_to_standard_output
 
-EARLIER = (b"row,class", b'[\n  {\n    "row"', b"[]")  # how predictions begin, as CSV and as JSON
+EARLIER = (b"row,class", b'[\n  {\n    "row"', b"[]")  # start of predictions, CSV and JSON
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,20 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_run_arguments(parser)
     parser.add_argument(
         "inputs", nargs="+", type=Path, metavar="INPUT",
-        help="picture, folder of pictures, NPZ file (x, x_test or x_unlabelled), NPY or CSV file",
+        help="image, folder of images, NPZ file (x, x_test or x_unlabelled), NPY or CSV file",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--output", type=Path, metavar="FILE.csv", help="write the lines there")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.csv", help="write the output to this file"
+    )
     options = parser.parse_args(argv)
     return run_command(partial(_predict, options), json=True, interrupted="Interrupted.")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add RUN, ``--model`` and ``--plugin``."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train wrote")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
     parser.add_argument(
         "--model", metavar="PACKAGE.MODULE:NAME",
-        help="the network, where it was your own: a run folder chooses no code that is imported",
+        help="your own network, if the run used one: names in the run folder are not imported",
     )  # fmt: skip
     add_plugin_flag(parser)
 
@@ -78,7 +80,8 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
 
 
 def _check_free(output: Path) -> None:
-    """Refuse to replace what no earlier call wrote, such as the rows or a file of the run."""
+    """Refuse to replace a file that is not an earlier output, such as the rows or a file of the
+    run."""
     from privssl.errors import RunFolderError
     from privssl.storage import atomic_files
 

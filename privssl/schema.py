@@ -1,8 +1,8 @@
 """``python -m privssl.schema [--output FILE]``: a JSON schema of the config, for editors.
 
-It knows every key, its type, range and meaning, and the keys of each algorithm. What depends on
-several keys is checked by ``privssl.train --dry-run``.
-Exit status: 0 written, 2 the user's mistake, 130 interrupted.
+It has every key with its type, range and meaning, and the keys of each algorithm. Rules that
+involve several keys are checked by ``privssl.train --dry-run``. Exit status: 0 written, 2 user
+error, 130 interrupted.
 """
 
 import argparse
@@ -23,9 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m privssl.schema",
-        description="Write a JSON schema of the config, with which editors complete and check it.",
+        description="Write a JSON schema of the config, for completion and checks in editors.",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="absent: standard output")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="output file (default: standard output)"
+    )
     options = parser.parse_args(argv)
     return run_command(partial(_write, options.output), json=True, interrupted="Interrupted.")
 

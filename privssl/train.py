@@ -1,9 +1,9 @@
-"""``python -m privssl.train CONFIG.yaml [section.key=value ...]``: one run, from file to claim.
+"""``python -m privssl.train CONFIG.yaml [section.key=value ...]``: train and report the guarantee.
 
-With ``--resume RUN_DIR`` the config may be absent: a run has its own in its folder.
+With ``--resume RUN_DIR`` no config is needed: the run folder has it.
 
-Exit status: 0 finished or budget spent, 2 the user's mistake or a damaged ledger, 130 interrupted
-after a checkpoint. The last line is always the guarantee, or the sentence that there is none.
+Exit status: 0 finished or budget spent, 2 user error or damaged ledger, 130 interrupted after a
+checkpoint. The last line is always the guarantee, or the sentence that there is none.
 """
 
 import argparse
@@ -43,8 +43,11 @@ log = logging.getLogger("privssl")
 
 
 class _Callable(ModuleType):
-    """``privssl.train(...)``: importing this module makes it the attribute ``privssl.train``, which
-    would replace a function of that name, so the module itself can be called."""
+    """A module that can be called, for ``privssl.train(...)``.
+
+    Importing this module sets the attribute ``privssl.train``, which would replace a function of
+    that name.
+    """
 
     def __call__(
         self,
@@ -55,7 +58,7 @@ class _Callable(ModuleType):
         output: "str | Path | None" = None,
         progress: bool = False,
     ) -> "Run":
-        """``privssl.api.experiment.train``, which has the documentation."""
+        """Call ``privssl.api.experiment.train``, which has the documentation."""
         from privssl.api.experiment import train
 
         return train(config, overrides, data, model, output, progress)
@@ -75,11 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; a resumed run has its own config, so that its folder is enough."""
+    """Parse the arguments; a resumed run needs only its folder, which has the config."""
     parser = _parser()
     options = parser.parse_intermixed_args(argv)
     first = options.config
-    if first and "=" in first and not Path(first).exists():  # no file, but the first of the values
+    if first and "=" in first and not Path(first).exists():  # not a file, but the first override
         options.config = next((one for one in options.overrides if "=" not in one), None)
         options.overrides = [first, *(one for one in options.overrides if one != options.config)]
     if options.config is None and options.resume is None:
@@ -95,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "config", nargs="?",
-        help="a YAML file, for example configs/fedssl.yaml; with --resume, absent: the run's own",
+        help="a YAML file, for example configs/fedssl.yaml; with --resume not needed",
     )  # fmt: skip
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value",
@@ -117,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    with gc_paused():  # here, so that --help and a typo in the command need no second
+    with gc_paused():  # here, so that --help and usage errors stay fast
         from privssl.experiment import config as configs
         from privssl.experiment.plugin_names import imports_of
         from privssl.experiment.prepare import prepare
@@ -136,7 +139,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
             if known is not None:
                 console.print("This run has finished already; nothing was changed.")
                 return _report(options, *known, options.resume, console)
-        prepared = prepare(config)  # it stays, too, and imports Opacus for a private run
+        prepared = prepare(config)  # its objects stay, too, and private runs import Opacus
     if options.dry_run:
         launch.warn(prepared.config.warnings)
         estimate = dry_run.describe(prepared, console)
@@ -145,7 +148,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
             try:
                 run_dir.check_free(config)
             except UserError as problem:
-                log.warning("As things are it would be refused: %s", problem)
+                log.warning("The run would be refused: %s", problem)
         if options.json:
             results_to_standard_output(json.dumps({"estimate": estimate}, indent=2))
         return 0
@@ -155,7 +158,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
     bar = partial(launch.progress_bar, prepared, shown=not options.quiet)
     folder = launch.launch(prepared, options.resume, bar, stack)
     outcome = run_dir.read_outcome(folder)
-    assert outcome is not None  # execute has just written it
+    assert outcome is not None  # launch has just written it
     return _report(options, *outcome, folder, console, time.perf_counter() - started)
 
 
@@ -163,7 +166,7 @@ def _report(
     options: argparse.Namespace, results: dict[str, Any], sentence: str, folder: Path,
     console: Console, seconds: float | None = None,
 ) -> int:  # fmt: skip
-    """The last lines; returns the exit status."""
+    """Print the last lines; return the exit status."""
     if options.json:
         results_to_standard_output(json.dumps(results, indent=2))
     accuracy, status = results["test_accuracy"], results["status"]

@@ -1,2 +1,4 @@
-"""pfl-research's CIFAR-10 cell, as ``benchmarks.against_flower_and_pfl`` has it done: ``work`` says
-what is to be done, every other module how one competitor does it."""
+"""pfl-research's CIFAR-10 benchmark for ``benchmarks.against_flower_and_pfl``.
+
+``work`` defines the work; every other module does it with one framework.
+"""

@@ -1,7 +1,7 @@
-"""The cell as privssl does it: the algorithm ``fedavg``, its engine, worker processes.
+"""The benchmark cell with privssl: algorithm ``fedavg``, its engine, worker processes.
 
-What a run has beside it (run folder, tracker, checkpoints, evaluation) is left out, as it is of
-the others. Imports are done as a run does them.
+Run folder, trackers, checkpoints and evaluation are omitted, as with the other frameworks. Imports
+are those of a run.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def play(
     folder: Path, rounds: int, word: str, workers: int, at: torch.device,
     ended: Callable[[int], None],
 ) -> ModelState:  # fmt: skip
-    """The rounds on a device; ``ended`` is called before the first (0) and after each."""
+    """Run the rounds on a device; call ``ended`` before the first (0) and after each."""
     precision: Precision = "bfloat16" if word == "bfloat16" else "float32"
     x, y = cell.rows(folder)
     train = len(x) - cell.TEST_ROWS

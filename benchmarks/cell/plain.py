@@ -1,6 +1,6 @@
-"""The cell as a plain loop with PyTorch's defaults: that of ``benchmarks.plain_loop``.
+"""The benchmark cell as the plain loop of ``benchmarks.plain_loop`` with PyTorch's defaults.
 
-Threads are what PyTorch takes by itself, layouts and precision too.
+Threads, memory layouts and precision are PyTorch's defaults.
 """
 
 import torch

@@ -1,14 +1,14 @@
-"""The cell in Flower's simulation, with a client that is as fast as ours.
+"""The benchmark cell in Flower's simulation, with a client as optimised as privssl's.
 
 Flower 1.2x and later: a ``ClientApp`` with a train function, the strategy ``FedAvg`` of
 ``flwr.serverapp``, 1,000 supernodes of which 50 train in a round, and the Ray backend with one
-actor for each core (``client_resources: num_cpus 1``), which is what its guide to simulation
-advises for clients that use one core each. ``run_simulation`` is called from Python: Flower marks
-it deprecated for ``flwr run``, which starts more processes (a SuperLink) for the same engine.
+actor for each core (``client_resources: num_cpus 1``), as its guide to simulation advises for
+clients that use one core each. ``run_simulation`` is called from Python: Flower marks it deprecated
+for ``flwr run``, which starts more processes (a SuperLink) for the same engine.
 
-The client keeps rows (uint8) and one network in its actor from visit to visit, normalises in
-batches, and trains channels-last, in bfloat16 by autocast where asked: what privssl does. Telemetry
-is off, there is no evaluation, and Ray's dashboard is off as Flower has it.
+Like privssl, the client keeps rows (uint8) and one network in its actor between rounds, normalises
+in batches, and trains channels-last, in bfloat16 by autocast if requested. Telemetry, evaluation
+and Ray's dashboard (by Flower's default) are off.
 """
 
 from functools import lru_cache
@@ -30,7 +30,7 @@ from benchmarks.processes import tell
 
 @lru_cache(maxsize=1)
 def resident(folder: str) -> tuple[Tensor, Tensor, torch.nn.Module]:
-    """Rows and the network, once for each actor."""
+    """Return rows and the network, loaded once per actor."""
     torch.set_num_threads(1)
     x, y = cell.rows(Path(folder))
     network = cell.CellCNN().to(memory_format=torch.channels_last)
@@ -38,7 +38,7 @@ def resident(folder: str) -> tuple[Tensor, Tensor, torch.nn.Module]:
 
 
 def client(folder: str, precision: str) -> ClientApp:
-    """An app whose training is one epoch on the rows of its partition."""
+    """Return an app that trains one epoch on the rows of its partition."""
     app = ClientApp()
 
     @app.train()  # type: ignore[untyped-decorator]
@@ -68,7 +68,7 @@ def client(folder: str, precision: str) -> ClientApp:
 
 
 def server(folder: Path, rounds: int) -> ServerApp:
-    """An app that plays the rounds and tells when each is over."""
+    """Return an app that runs the rounds and reports the end of each."""
     app = ServerApp()
 
     def ticks(number: int, arrays: ArrayRecord) -> Any:
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, by which Ray's actors find what they call.
+    # Imported under its own name, by which Ray's actors find its functions.
     from benchmarks.cell import with_flower
 
     with_flower.main()

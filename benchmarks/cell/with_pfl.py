@@ -1,11 +1,11 @@
-"""The cell in pfl-research, as its own benchmark sets it up and its guide to speed advises.
+"""The benchmark cell in pfl-research, set up like its own benchmark and tuned by its guide.
 
 From apple/pfl-research: ``PyTorchModel`` with a central SGD (1.0), ``FederatedAveraging``,
 ``WeightByDatapoints``, ``FederatedDataset.from_slices`` over float32 rows in memory (height, width,
 channels: convolutions then run channels-last), users drawn at random. Its guide "Fast distributed
-simulations" has one process for each core (``PFL_WORKER_ADDRESSES``), which share out a cohort and
-sum by gloo; bfloat16 is its own ``amp_dtype``. Evaluation (every ten rounds in its config) is left
-to the round before the first, which is not timed.
+simulations" has one process for each core (``PFL_WORKER_ADDRESSES``), which split a cohort and sum
+by gloo; bfloat16 is its own ``amp_dtype``. Evaluation (every ten rounds in its config) runs only
+before the first round, which is not timed.
 """
 
 import os
@@ -31,7 +31,7 @@ from benchmarks.processes import tell
 
 
 class Model(cell.CellCNN):
-    """The network with what pfl asks of one. Rows are (B, 32, 32, 3)."""
+    """The network with the methods that pfl needs. Rows are (B, 32, 32, 3)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.permute(0, 3, 1, 2))
@@ -47,7 +47,7 @@ class Model(cell.CellCNN):
 
 
 class Ticks(TrainingProcessCallback):  # type: ignore[misc]  # pfl's environment has its types
-    """Tells when the first round begins and when each is over."""
+    """Callback that reports when the first round begins and when each ends."""
 
     def on_train_begin(self, *, model: Any) -> Metrics:
         tell(round=0)
@@ -61,7 +61,7 @@ class Ticks(TrainingProcessCallback):  # type: ignore[misc]  # pfl's environment
 
 
 def main() -> None:
-    """See ``benchmarks.cell.work``. Every process of pfl does this."""
+    """Run the cell (see ``benchmarks.cell.work``) in every process of pfl."""
     folder, rounds, precision, _ = cell.given()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     np.random.seed(0)

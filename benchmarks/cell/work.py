@@ -1,11 +1,11 @@
-"""One piece of work that every competitor of ``benchmarks.against_flower_and_pfl`` does.
+"""The work that every framework of ``benchmarks.against_flower_and_pfl`` does.
 
 pfl-research's CIFAR-10 benchmark (apple/pfl-research, benchmarks/image_classification, "simple_cnn"
-with IID users): 1,000 agents with 50 images each, 50 of them drawn in a round, one local epoch in
-batches of 10 by plain SGD (0.1), the mean of what they send. Images are made: one pattern for each
-of ten classes, and noise.
+with IID users): 1,000 agents with 50 images each, 50 of them sampled per round, one local epoch in
+batches of 10 by plain SGD (0.1), the mean of their weights. Images are synthetic: one pattern for
+each of ten classes, plus noise.
 
-Nothing here needs privssl: competitors have environments of their own, with torch and numpy.
+This module does not import privssl: frameworks have their own environments, with torch and numpy.
 """
 
 import sys
@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 AGENTS, ROWS_EACH, PER_ROUND, BATCH, RATE = 1000, 50, 50, 10, 0.1
 SHAPE, CLASSES, TEST_ROWS = (3, 32, 32), 10, 1000
-#: Constant, as ``privssl.training.local_training.network_input`` has it: levels 0..255 to [-1, 1].
+#: The constants of ``privssl.training.local_training.network_input``: levels 0..255 to [-1, 1].
 MIDDLE, SCALE = 127.5, 127.5
 
 
@@ -44,7 +44,7 @@ class CellCNN(nn.Module):
 
 
 def begin() -> dict[str, Tensor]:
-    """The weights that every competitor starts from."""
+    """Return the initial weights of every framework."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return CellCNN().state_dict()
@@ -60,7 +60,7 @@ def make_rows(folder: Path) -> None:
     count = AGENTS * ROWS_EACH + TEST_ROWS
     y = rng.randint(0, CLASSES, count).astype(np.int64)
     x = np.empty((count, *SHAPE), np.uint8)
-    for part in np.array_split(np.arange(count), 51):  # in pieces: noise takes eight times the room
+    for part in np.array_split(np.arange(count), 51):  # noise needs eight times the memory
         levels = 128 + 25 * patterns[y[part]] + rng.normal(0, 60, (len(part), *SHAPE))
         x[part] = np.clip(levels, 0, 255).astype(np.uint8)
     np.save(folder / "x.npy", x)
@@ -68,20 +68,20 @@ def make_rows(folder: Path) -> None:
 
 
 def rows(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """What ``make_rows`` wrote, mapped: processes share the pages that nobody writes to."""
+    """Map the files of ``make_rows``: processes share unmodified pages."""
     x, y = (np.load(folder / f"{name}.npy", mmap_mode="c") for name in "xy")
     return x, y
 
 
 def judge(weights: dict[str, Tensor], x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """Loss and accuracy on the test rows."""
+    """Return loss and accuracy on the test rows."""
     network = CellCNN()
     network.load_state_dict({name: value.float() for name, value in weights.items()})
     network.eval()
     with torch.no_grad():
         parts = torch.split(
             torch.from_numpy(x[-TEST_ROWS:]), 50
-        )  # few: no peak of memory comes from here
+        )  # small, to not raise the peak of memory
         logits = torch.cat([network(part.float().sub(MIDDLE).div(SCALE)) for part in parts])
         truth = torch.from_numpy(y[-TEST_ROWS:])
         return {
@@ -91,6 +91,6 @@ def judge(weights: dict[str, Tensor], x: np.ndarray, y: np.ndarray) -> dict[str,
 
 
 def given() -> tuple[Path, int, str, int]:
-    """What a competitor is told on its command line: folder, rounds, precision, processes."""
+    """Parse the command line of a framework: folder, rounds, precision, processes."""
     folder, rounds, precision, processes = sys.argv[1:5]
     return Path(folder), int(rounds), precision, int(processes)

@@ -1,16 +1,15 @@
-"""A device for torch that is not the CPU, on a machine that has nothing else.
+"""A torch device apart from the CPU, for machines without a GPU.
 
-``begin()`` compiles ``far.cpp`` (by a C++ compiler and ninja, once: half a minute) and makes the
-device ``far`` known to torch. The CPU and numpy refuse its tensors and it refuses theirs, as a
-GPU's; its kernels are the CPU's, so that a run there gives the CPU's bits, or something is not
-computed where it seems to be. It cannot show a GPU's own arithmetic, its speed and memory, or what
-comes of its doing things later than they are asked for.
+``begin()`` compiles ``far.cpp`` (with a C++ compiler and ninja, once, half a minute) and registers
+the device ``far`` with torch. As with a GPU, operations that mix its tensors with CPU tensors or
+numpy fail. Its kernels are the CPU's, so a correct run has the CPU's bits. It cannot show a GPU's
+arithmetic, speed, memory or asynchronous execution.
 
-It counts what it is asked for (``Asked``). A step of a small network takes a GPU as long as it
-takes to ask.
+It counts its operations (``Asked``). The time of a small network's step on a GPU is the time to
+launch them.
 
-torch knows one such device in a process, and for all of the process' life: begin it in one of its
-own. Runs there refuse worker processes, as beside a GPU.
+torch accepts one such device per process, for the life of the process: begin it in a separate
+process. Runs on it refuse worker processes, as on a GPU.
 """
 
 import hashlib
@@ -32,32 +31,31 @@ from privssl.storage import atomic_files
 
 NAME = "far"
 OLDEST = 2, 14  # torch
-#: What starts no kernel.
+#: Operations that launch no kernel.
 FREE = ("is_set_to", "resize_", "set_", "record_stream", "unfold", "_local_scalar_dense")
-#: What a program has to wait for: how many numbers there are, or what a number is, decides how it
-#: goes on.
+#: Operations that make the program wait: it continues by a number that they return.
 ANSWERED = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2",
             "unique_dim", "allclose")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the device was asked for."""
+    """Counts of the device's operations."""
 
     kernels: int  # operations; a few of them are more than one kernel on a GPU
     to: int  # copies of tensors to the device
     back: int  # copies from it: the program waits for each
     answers: int  # numbers that the program waited for
-    by_name: Mapping[str, int]  # all of it, as torch calls it
+    by_name: Mapping[str, int]  # all operations, by torch's names
 
     @property
     def waits(self) -> int:
-        """How often the program could not go on before the device was done with everything."""
+        """Return how often the program waited for the device."""
         return self.back + self.answers
 
 
 def why_not() -> str | None:
-    """Why it cannot be begun here, as half a sentence; None: it can."""
+    """Return why it cannot begin here, as half a sentence; None if it can."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
         return "it is written for the C++ interface of torch 2.14"
     missing = [tool for tool in ("c++", "ninja") if shutil.which(tool, path=_path()) is None]
@@ -69,19 +67,19 @@ def why_not() -> str | None:
 
 
 def begin() -> torch.device:
-    """The device, made known to torch.
+    """Register the device with torch and return it.
 
     Raises:
-        UserError: there can be none here (``why_not``).
+        UserError: it is not available here (``why_not``).
         RuntimeError: it did not compile.
     """
     if reason := why_not():
         raise UserError(f"Nothing can be counted here: {reason}")
-    from torch.utils.cpp_extension import get_default_build_root, load  # it looks for compilers
+    from torch.utils.cpp_extension import get_default_build_root, load  # it searches compilers
 
     os.environ["PATH"] = _path()
     code = (Path(__file__).parent / "far.cpp").read_bytes()
-    # By content, so that clones with one environment share what one of them has compiled.
+    # By content, so that clones with one environment share the compiled file.
     known = hashlib.sha256(code + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
     name = f"privssl_far_device_{known}"
     folder = Path(get_default_build_root(), name)
@@ -99,7 +97,7 @@ def begin() -> torch.device:
 
 
 def asked() -> Asked:
-    """What the device was asked for since this was called before."""
+    """Return the counts since the previous call."""
     found: dict[str, int] = torch.ops.far_device.take_counts()
     names = {name: name.removeprefix("aten::").partition(".")[0] for name in found}
     answers = sum(found[name] for name, short in names.items() if short in ANSWERED)
@@ -109,12 +107,12 @@ def asked() -> Asked:
 
 
 def _path() -> str:
-    """Where programs are looked for: pip puts ninja beside Python."""
+    """Return the PATH to search: pip puts ninja beside Python."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
 
 
 class _Module(ModuleType):
-    """What torch asks about a device. Random numbers are drawn from the CPU's generator."""
+    """The device module that torch expects. Random numbers come from the CPU's generator."""
 
     def is_available(self) -> bool:
         return True
@@ -132,7 +130,7 @@ class _Module(ModuleType):
         return False
 
     def manual_seed_all(self, seed: int) -> None:
-        """The CPU's generator has been given it already."""
+        """Do nothing: the CPU's generator is seeded already."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()

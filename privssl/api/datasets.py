@@ -1,4 +1,4 @@
-"""Rows in memory as a data set of a run: ``privssl.Dataset``."""
+"""Data sets from rows in memory: ``privssl.Dataset``."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,20 +17,19 @@ from privssl.data.split import holders
 from privssl.errors import DataError
 from privssl.settings.schema import AgentSettings
 
-ARRAYS = "arrays"  # as data.name
+ARRAYS = "arrays"  # value of data.name
 
 
 class Dataset:
-    """Training and test rows in memory, checked as an NPZ file is.
+    """Training and test rows in memory, checked like an NPZ file.
 
-    Images are (N, H, W), (N, H, W, C) or (N, C, H, W) with 1 or 3 channels: bytes, or floats in
-    [0, 1]. Vectors are (N, F), time series and other sequences (N, length, F) with
-    ``kind="sequence"``. Classes are 0, 1, 2, ...; the label -1 is none. Made by one of the
-    functions below.
+    Images are (N, H, W), (N, H, W, C) or (N, C, H, W) with 1 or 3 channels: bytes, or floats in [0,
+    1]. Vectors are (N, F), time series and other sequences (N, length, F) with ``kind="sequence"``.
+    Classes are 0, 1, 2, ...; the label -1 means none. Created by one of the functions below.
     """
 
     def __init__(self, checked: datasets.Dataset) -> None:
-        """``checked``: as the functions below make it."""
+        """Wrap a checked data set; use the functions below."""
         self.rows = checked
 
     @classmethod
@@ -44,12 +43,12 @@ class Dataset:
         x_unlabelled: Any = None,
         kind: Literal["sequence"] | None = None,
     ) -> "Dataset":
-        """A data set from NumPy arrays, tensors or nested lists, which are copied.
+        """Create a data set from NumPy arrays, tensors or nested lists, which are copied.
 
         Args:
             x_train: training rows, in one of the forms of the class.
             y_train: their classes (N,); -1: no label.
-            x_test: test rows, which measure accuracy and train nothing.
+            x_test: test rows, used only to measure accuracy.
             y_test: their classes, without -1.
             class_names: names in the order of the class numbers; None: the numbers.
             x_unlabelled: training rows without a label, beside those of -1.
@@ -64,13 +63,13 @@ class Dataset:
 
     @classmethod
     def from_torch(cls, train: Any, test: Any) -> "Dataset":
-        """A data set from two map-style ``torch.utils.data.Dataset`` of (row, label).
+        """Create a data set from two map-style ``torch.utils.data.Dataset`` of (row, label).
 
-        Rows are images of Pillow, arrays or tensors, without normalisation: bytes, or floats in
-        [0, 1]. The label None or -1 is none. Class names are ``train.classes``, if there are.
+        Rows are images of Pillow, arrays or tensors, without normalisation: bytes, or floats in [0,
+        1]. The label None or -1 means none. Class names are ``train.classes``, if present.
 
         Raises:
-            privssl.UserError: an item is no (row, label), or the rows are not in that form.
+            privssl.UserError: an item is not (row, label), or the rows are not in that form.
         """
         where = "Dataset.from_torch"
         given = (*_of_pairs(f"{where}: train", train), *_of_pairs(f"{where}: test", test))
@@ -80,7 +79,7 @@ class Dataset:
     def from_huggingface(
         cls, train: Any, test: Any, row: str = "image", label: str = "label"
     ) -> "Dataset":
-        """A data set from two splits of a Hugging Face data set.
+        """Create a data set from two splits of a Hugging Face data set.
 
         Args:
             train: an object with ``features`` and items that are mappings, as
@@ -106,30 +105,29 @@ class Dataset:
         columns: Mapping[str, Sequence[Any]] | None = None,
         class_names: Sequence[str] | None = None,
     ) -> "Dataset":
-        """A data set from a table: a frame of pandas, or of polars.
+        """Create a data set from a table, a data frame of pandas or polars.
 
-        Numeric columns become numbers in [-1, 1] by their bounds, with a second number where values
-        are missing, others one number for each category. A row without a label has none.
+        Numeric columns are scaled to [-1, 1] by their bounds, with a second number if values are
+        missing; others are one-hot encoded. A row without a label is unlabelled.
 
         Args:
             frame: an object with ``columns`` and ``frame[column]``.
             label: column of the classes.
-            test: share of the labelled rows that are test rows, in (0, 1), the same ones each
-                time; of each class, unless class_names are given. Or another frame.
+            test: share of the labelled rows that are test rows, in (0, 1), always the same ones; of
+                each class, unless class_names are given. Or another frame.
             columns: bounds and categories from public knowledge, ``{"age": [0, 120], "weight":
                 [30, 200, "missing"], "colour": ["red", "blue"]}``; other columns are left out.
                 None: from the training rows, which a private run refuses.
             class_names: names of the classes, from public knowledge; None: from the training rows.
-                A private run needs them where ``test`` is a share.
+                Private runs need them if ``test`` is a share.
 
         Raises:
-            privssl.UserError: no such column, a number is missing and not declared so, or a wrong
-                declaration.
+            privssl.UserError: no such column, an undeclared missing value, or a wrong declaration.
         """
         return cls(read_frame(frame, label, test, columns, class_names))
 
     def network_rows(self, frame: Any) -> NDArray[np.float32]:
-        """Rows of another frame with these columns (N, features), as ``run.predict`` takes them.
+        """Convert another frame with these columns to rows (N, features) for ``run.predict``.
 
         Raises:
             privssl.UserError: the data set is not from a frame, or a column is missing.
@@ -150,12 +148,12 @@ class Dataset:
         label: str = "label",
         kind: Literal["sequence"] | None = None,
     ) -> "Dataset":
-        """A data set whose rows lie at agents already: nothing is drawn or divided.
+        """Create a data set whose rows are assigned to agents already.
 
         Args:
             agents: the rows of each agent by its name. s0, s1, ... (support) and server: (x, y);
-                q0, q1, ... (query): x; m0, m1, ... (mixed): (x, y) with -1 for no label. Or for
-                any a split of a Hugging Face data set, as flwr-datasets' ``load_partition`` gives.
+                q0, q1, ... (query): x; m0, m1, ... (mixed): (x, y) with -1 for no label. Or a split
+                of a Hugging Face data set, as flwr-datasets' ``load_partition`` gives.
             test: (x, y) of the test rows, or such a split.
             class_names: as of ``from_arrays``.
             row: column of the rows in such splits.
@@ -163,7 +161,7 @@ class Dataset:
             kind: as of ``from_arrays``.
 
         Raises:
-            privssl.UserError: names that no run has, or rows not in the form of the class.
+            privssl.UserError: unknown agent names, or rows not in the form of the class.
         """
         where = "Dataset.federated"
         if not isinstance(agents, Mapping) or not all(isinstance(name, str) for name in agents):
@@ -206,8 +204,8 @@ class Dataset:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keys of a config that follow from the data set."""
-        # What belongs to the file's own data set would be refused beside arrays.
+        """Return the config keys that follow from the data set."""
+        # The keys of the file's own data set would be refused beside arrays.
         found: dict[str, Any] = {"data.name": ARRAYS, "data.root": "", "data.image_size": None}
         held = self.rows.held
         if held is None:
@@ -218,23 +216,23 @@ class Dataset:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """In the order of the class numbers."""
+        """Class names in the order of the class numbers."""
         return self.rows.class_names
 
     @property
     def warnings(self) -> list[str]:
-        """What is odd about the rows. Of a private run's rows it is here alone: it counts rows."""
+        """Warnings about the rows. Private runs show them only here, because they count rows."""
         return self.rows.warnings
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of an image; length and features of a sequence; or the
-        features of a vector."""
+        """(channels, height, width) of an image, (length, features) of a sequence, (features,) of a
+        vector."""
         return self.rows.shape
 
     @cached_property
     def checksum(self) -> str:
-        """SHA-256 of all rows and labels, which a run's config and split.json record."""
+        """SHA-256 of all rows and labels, recorded in a run's config and split.json."""
         return datasets.checksum(self.rows)
 
     def __len__(self) -> int:
@@ -249,12 +247,12 @@ class Dataset:
         )
 
 
-#: The name of an agent by what its first letter makes it.
+#: First letters of agent names, and the kinds of agents.
 KINDS = {"s": "support", "q": "query", "m": "mixed"}
 
 
 def _of_agent(where: str, name: str, given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Rows and labels of one agent."""
+    """Return rows and labels of one agent."""
     here = f"{where}: {name}"
     if not name.startswith("q") and not (isinstance(given, tuple | list) and len(given) == 2):
         raise DataError(f"{here} is a {type(given).__name__}. Give (x, y), or call it q0, q1, ...")
@@ -275,7 +273,7 @@ def _of_agent(where: str, name: str, given: Any) -> tuple[NDArray[Any], NDArray[
 
 
 def _agents_of(where: str, held: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that give a run these agents. Raises DataError where none do."""
+    """Return the settings that create these agents. Raises DataError if the names permit none."""
     counts = {kind: sum(name[:1] == letter for name in held) for letter, kind in KINDS.items()}
     labels = "labels-at-client" if counts["mixed"] else "support"
     labels = "labels-at-server" if "server" in held else labels
@@ -296,7 +294,7 @@ def _checked(
     where: str, given: Sequence[Any], names: Sequence[str] | None, held: Any = None,
     kind: str | None = None,
 ) -> Dataset:  # fmt: skip
-    """``given``: rows and classes in the order of ``NAMES``, and rows without a label, if any."""
+    """Check rows and classes in the order of ``NAMES``, with unlabelled rows, if any."""
     by_name = dict(zip((*NAMES, UNLABELLED), given, strict=False))
     refuse_other_columns(where, {n: x for n, x in by_name.items() if n.startswith("x")})
     found = {name: to_array(f"{where}: {name}", value) for name, value in by_name.items()}
@@ -312,7 +310,7 @@ def _checked(
 
 
 def to_array(where: str, value: Any) -> NDArray[Any]:
-    """A copy of an array, a tensor or nested lists of numbers. Raises DataError."""
+    """Copy an array, a tensor or nested lists of numbers. Raises DataError."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
     try:
@@ -327,7 +325,7 @@ def to_array(where: str, value: Any) -> NDArray[Any]:
 
 
 def _items(where: str, items: Any) -> Iterator[Any]:
-    """The items of a map-style data set, which may lack ``__iter__``."""
+    """Yield the items of a map-style data set, which may lack ``__iter__``."""
     if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         raise DataError(
             f"{where} is a {type(items).__name__}, which has no length or no items by number. Give "
@@ -343,14 +341,14 @@ def _items(where: str, items: Any) -> Iterator[Any]:
 
 
 def _is_split(items: Any) -> bool:
-    """Whether it is a split of a Hugging Face data set."""
+    """Return whether it is a split of a Hugging Face data set."""
     return isinstance(getattr(items, "features", None), Mapping)
 
 
 def _of_split(
     where: str, items: Any, row: str, label: str
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Rows and labels of a split of a Hugging Face data set."""
+    """Return rows and labels of a split of a Hugging Face data set."""
     if not _is_split(items):
         raise DataError(
             f"{where} is a {type(items).__name__} without features. Give a split of a "
@@ -364,7 +362,7 @@ def _of_split(
 
 
 def _of_pairs(where: str, items: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The same of a map-style data set of (row, label)."""
+    """Return rows and labels of a map-style data set of (row, label)."""
 
     def pairs() -> Iterator[tuple[Any, Any]]:
         for number, item in enumerate(_items(where, items)):
@@ -378,7 +376,7 @@ def _of_pairs(where: str, items: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
 def _collected(
     where: str, pairs: Iterator[tuple[Any, Any]]
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """All rows, of one form, and their labels."""
+    """Return all rows, which must have one shape, and their labels."""
     rows: list[NDArray[Any]] = []
     labels: list[int] = []
     for number, (row, label) in enumerate(pairs):
@@ -397,7 +395,7 @@ def _collected(
 
 
 def to_pixels(where: str, row: Any) -> NDArray[Any]:
-    """One row as an array; of an image of Pillow its grey or RGB pixels."""
+    """Return one row as an array; of an image of Pillow its grey or RGB pixels."""
     convert: Callable[[str], Any] | None = getattr(row, "convert", None)
     if convert is not None and hasattr(row, "mode"):
         row = (

@@ -1,7 +1,7 @@
 """Train from Python: ``privssl.train`` and ``privssl.load``.
 
-Does what the command ``train`` does, and leaves the process as it was: threads of torch, random
-numbers, signal handlers, logging. Works in a notebook and beside other threads; signals are taken
+Same as the command ``train``, but restores the process afterwards: threads of torch, random
+numbers, signal handlers, logging. Works in notebooks and beside other threads; signals are handled
 in the main thread alone.
 """
 
@@ -43,18 +43,18 @@ from privssl.runtime.process import (
 )
 
 Sections = Mapping[str, Any]  # of a config, by name
-#: A value by its dotted key, or ``section.key=value`` as on the command line.
+#: A mapping of dotted keys to values, or ``section.key=value`` as on the command line.
 Overrides = Mapping[str, Any] | Sequence[str]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A checked config that can be run several times. ``privssl.load`` makes it."""
+    """A checked config that can be run several times, created by ``privssl.load``."""
 
     source: Path
     overrides: tuple[str, ...]
     config: Config
-    text: str | None = None  # the YAML of a config that is no file
+    text: str | None = None  # the YAML of a config without a file
 
     def run(
         self,
@@ -63,7 +63,7 @@ class Experiment:
         output: str | Path | None = None,
         progress: bool = False,
     ) -> Run:
-        """Train; arguments and errors as of :func:`train`."""
+        """Train. Arguments and errors as in :func:`train`."""
         asked = _Asked(self.source, self.overrides, self.text)
         return _run(asked, data, model, output, progress)
 
@@ -73,10 +73,10 @@ def load(config: str | Path | Sections, overrides: Overrides | None = None) -> E
 
     Args:
         config: a YAML file, or its sections ``{"algorithm": {"name": ...}, ...}``; or the folder of
-            a run, which running continues.
+            a run to continue.
         overrides: ``{"section.key": value}``, or a list of "section.key=value".
 
-    A config whose keys need ``data`` or ``model`` of ``train`` is for that alone.
+    A config that needs ``data`` or ``model`` can be passed only to ``train``.
 
     Raises:
         privssl.UserError: with all problems of the file and the overrides.
@@ -93,7 +93,7 @@ def train(
     output: str | Path | None = None,
     progress: bool = False,
 ) -> Run:
-    """Train one classifier as a config says, as the command ``train`` does.
+    """Train one classifier by a config, like the command ``train``.
 
     Args:
         config: a YAML file, or its sections as of :func:`load`. The folder of a run: continue it
@@ -101,27 +101,27 @@ def train(
         overrides: ``{"section.key": value}``, or a list of "section.key=value".
         data: rows in memory, instead of those of ``data.name``.
         model: a network instead of that of ``model.name``: a ``torch.nn.Module`` class or function
-            of (shape, classes, **model.options), a module whose last layer is replaced, or a name.
+            of (shape, classes, **model.options), a module (its last layer is replaced), or a name.
         output: folder of the run, instead of ``run.output``.
         progress: whether to print progress and warnings; else nothing is printed, and warnings are
             in ``run.results["warnings"]``.
 
     Returns:
-        The run, finished or ended by its budget.
+        The run, finished or stopped because its budget is exhausted.
 
     Raises:
-        privssl.UserError: a mistake, with the text that the command prints.
-        KeyboardInterrupt: a checkpoint was written; train its folder to go on.
+        privssl.UserError: a user error, with the text that the command prints.
+        KeyboardInterrupt: a checkpoint was written; train its folder to continue.
     """
     return _run(_asked(config, overrides), data, model, output, progress)
 
 
 class _Asked(NamedTuple):
-    """A config that is not checked yet: some keys need the rows and the network."""
+    """A config that is not checked yet: some keys depend on the rows and the network."""
 
     source: Path
     overrides: tuple[str, ...]
-    text: str | None  # the YAML of a config that is no file
+    text: str | None  # the YAML of a config without a file
 
 
 def _asked(config: str | Path | Sections, overrides: Overrides | None) -> _Asked:
@@ -136,7 +136,8 @@ def _asked(config: str | Path | Sections, overrides: Overrides | None) -> _Asked
 
 
 def _overrides(given: Overrides | None) -> tuple[str, ...]:
-    """As arguments of the command. Raises ConfigError: neither a mapping nor a list of text."""
+    """Return command line arguments. Raises ConfigError for neither a mapping nor a list of
+    strings."""
     if isinstance(given, Mapping):
         return _as_arguments(given)
     listed = () if given is None else given
@@ -174,7 +175,7 @@ def _run(
                 f"give {folder / 'config.yaml'} for a new run"
             )
         more["run.output"] = str(output)
-    arguments = {"run": "output", "model": "model"}  # of ``train``, by the section that they set
+    arguments = {"run": "output", "model": "model"}  # of ``train``, by config section
     for key in (text.partition("=")[0] for text in asked.overrides):
         if key in more:
             argument = arguments.get(key.partition(".")[0], "data")
@@ -208,7 +209,7 @@ def _as_yaml(key: str, value: Any) -> str:
 
 
 def _not_plain(key: str, value: Any) -> tuple[str, Any] | None:
-    """The first value inside that YAML cannot have, and its dotted key."""
+    """Return the first value inside that YAML cannot represent, and its dotted key."""
     inner: Iterable[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
         inner = ((f"{key}.{name}".removeprefix("."), item) for name, item in value.items())
@@ -220,15 +221,15 @@ def _not_plain(key: str, value: Any) -> tuple[str, Any] | None:
 
 
 def _with_rows(config: Config, data: Dataset | None, folder: Path | None) -> Config:
-    """The config with the checksum of rows in memory, which must be the one that it has already.
+    """Return the config with the checksum of rows in memory; a recorded checksum must be the same.
 
-    A new private run has none: the checksum has no key, so whoever has all but one row and this
-    could try rows until it matches, and an audit needs config.yaml. On resume split.json has it.
+    A new private run records none: the checksum has no key, so a reader with all rows but one could
+    try rows until it matches, and an audit needs config.yaml. On resume split.json has it.
     """
     if data is None:
         return config
     known = config.data.checksum
-    if known not in ("", data.checksum):  # no checksum of private rows is said
+    if known not in ("", data.checksum):  # do not print checksums of private rows
         raise DataError(
             f"data has other rows than {config.source} was written for. Give the same rows in the "
             "same order"
@@ -255,7 +256,7 @@ def _train(
             if folder is not None and lengthening.read_finished_outcome(folder, config) is not None:
                 return Run(folder, network, names_in(config))
             if data is not None and config.privacy is not None:
-                launch.warn(data.warnings)  # on the screen alone: train.log is not open
+                launch.warn(data.warnings)  # printed only: train.log is not open
             prepared = prepare(config, None if data is None else data.rows, network)
             bar = partial(launch.progress_bar, prepared, shown=progress)
             run = Run(launch.launch(prepared, folder, bar, stack), network, names_in(config))
@@ -270,7 +271,7 @@ def _train(
 
 @contextmanager
 def _process(progress: bool) -> Iterator[ExitStack]:
-    """The process as a run needs it, and afterwards as it was; holds the run's lock and log."""
+    """Set up the process for a run and restore it afterwards; hold the run's lock and log."""
     threads = torch.get_num_threads()
     with ExitStack() as stack:
         stack.enter_context(logging_to(Screen() if progress else logging.NullHandler()))
@@ -282,6 +283,6 @@ def _process(progress: bool) -> Iterator[ExitStack]:
         if "OMP_NUM_THREADS" not in os.environ:
             stack.callback(torch.set_num_threads, threads)
         tune_malloc()
-        # Networks are built, and their weights replaced by those of a seeded generator.
+        # Networks are built, and their weights then replaced by those of a seeded generator.
         stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
         yield stack

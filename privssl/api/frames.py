@@ -1,4 +1,4 @@
-"""Tables in memory: frames of pandas or polars, read as CSV files are (``data/csv_rows.py``)."""
+"""Data frames of pandas or polars, read like CSV files (``data/csv_rows.py``)."""
 
 import hashlib
 import re
@@ -25,11 +25,11 @@ def read_frame(
     columns: Mapping[str, Sequence[Any]] | None,
     class_names: Sequence[str] | None,
 ) -> datasets.Dataset:
-    """The rows of a frame; arguments and errors as of ``Dataset.from_frame``."""
+    """Read the rows of a frame; arguments and errors as in ``Dataset.from_frame``."""
     label = str(label)
     declared = None if columns is None else _declared(columns, label)
     wanted = None if declared is None else tuple(declared)
-    everything = _columns(WHERE, frame, label, wanted, others=True)  # they name a record
+    everything = _columns(WHERE, frame, label, wanted, others=True)  # they identify a record
     drawn = isinstance(test, float)
     if isinstance(test, int | str):
         raise DataError(
@@ -55,13 +55,13 @@ def read_frame(
 
 
 def frame_rows(frame: Any, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
-    """Rows (N, features) by known scales. Raises DataError."""
+    """Convert to rows (N, features) by known scales. Raises DataError."""
     found = _columns("network_rows", frame, None, tuple(scales))
     return csv_rows.numbers_of(_part("network_rows", found, ""), scales)
 
 
 def _names(class_names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
-    """Declared class names. Raises DataError where a label is none of them."""
+    """Return the declared class names. Raises DataError if a label is none of them."""
     if isinstance(class_names, str) or not isinstance(class_names, Sequence):
         raise DataError(f"{WHERE}: class_names is {class_names!r}. Give a list of names")
     names = tuple(map(str, class_names))
@@ -92,9 +92,9 @@ def _declared(columns: Mapping[str, Sequence[Any]], label: str) -> dict[str, Sca
 def _columns(
     where: str, frame: Any, label: str | None, wanted: Sequence[str] | None, *, others: bool = False
 ) -> dict[str, list[str]]:
-    """The wanted columns of a frame as text, as a CSV file has them; None: all. Raises DataError.
+    """Return the wanted columns of a frame as text, like a CSV file; None: all. Raises DataError.
 
-    ``others``: with the columns that are not wanted.
+    ``others``: include the unwanted columns.
     """
     there = getattr(frame, "columns", None)
     if there is None or not hasattr(frame, "__getitem__"):
@@ -117,14 +117,14 @@ def _columns(
 
 
 def refuse_doubled_columns(where: str, columns: Iterable[Any]) -> None:
-    """Raise DataError where two columns have one name."""
+    """Raise DataError if two columns have one name."""
     names = [str(name) for name in columns]
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{where} has the column {twice[0]} twice. Rename one, or leave it out")
 
 
 def refuse_other_columns(where: str, parts: Mapping[str, Any]) -> None:
-    """Raise DataError where two frames differ in their columns, which an array of them lacks."""
+    """Raise DataError if two frames differ in their columns (an array has none)."""
     names = {n: [str(c) for c in rows.columns] for n, rows in parts.items() if _is_frame(rows)}
     for name, there in names.items():
         first = next(iter(names))
@@ -140,33 +140,37 @@ def _is_frame(rows: Any) -> bool:
 
 
 def label_of(value: Any) -> str:
-    """A label as text: whole numbers beside a missing one are floats in pandas."""
+    """Return a label as text; pandas turns integers beside a missing one into floats."""
     text = field_of(value)
     return text.removesuffix(".0") if isinstance(value, float | np.floating) else text
 
 
 def field_of(value: Any) -> str:
-    """A field as text, the same in every process; missing values are empty. A text names the record
-    to an account, so it has no place in memory, and no order of a set."""
+    """Return a field as text, the same in every process; missing values are empty.
+
+    The text identifies the record to an account, so it has no memory address and no order of a set.
+    """
     if isinstance(value, float | np.floating):
         return "" if np.isnan(value) else repr(float(value))
     if isinstance(value, str):
         return str(value)
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return ""
-    if hasattr(value, "mode") and hasattr(value, "tobytes"):  # a picture of Pillow
+    if hasattr(value, "mode") and hasattr(value, "tobytes"):  # an image of Pillow
         return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
     plain = sorted(map(str, value)) if isinstance(value, set | frozenset) else value
     return _ADDRESS.sub("", str(plain))
 
 
 def _drawn(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np.bool_]:
-    """Which rows are test rows: a share of each class, or of all rows with a label, the same ones
-    each time. By class, a training row's label decides how many test rows its class has."""
+    """Choose test rows: a share of each class, or of all labelled rows, always the same ones.
+
+    By class, a training row's label influences the number of test rows of its class.
+    """
     if not 0 < share < 1:
         raise DataError(f"{WHERE}: test is {share}. Give a share in (0, 1), or a frame")
     y, kept = np.array([text.strip() for text in labels]), np.zeros(len(labels), dtype=bool)
-    order = np.random.RandomState(0).permutation(len(y))  # whose numbers NumPy guarantees
+    order = np.random.RandomState(0).permutation(len(y))  # NumPy guarantees its numbers
     known = order[y[order] != ""]
     parts = [order[y[order] == name] for name in sorted(set(y.tolist()) - {""})]
     for rows in parts if by_class else [known]:
@@ -184,7 +188,7 @@ def _drawn(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np
 def _part(
     where: str, columns: Mapping[str, list[str]], label: str, rows: NDArray[np.bool_] | None = None
 ) -> Part:
-    """Some of the rows, or all."""
+    """Return some of the rows, or all."""
     places = list(range(len(next(iter(columns.values())))))
     if rows is not None:
         places = np.flatnonzero(rows).tolist()

@@ -1,4 +1,4 @@
-"""What the commands predict and evaluate read: pictures, folders, NPZ, NPY and CSV files."""
+"""Inputs of the commands predict and evaluate: images, folders, NPZ, NPY and CSV files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +18,14 @@ CSV = ".csv"
 
 
 def read_rows(inputs: Sequence[Path], form: RowForm) -> list[tuple[list[str], Any]]:
-    """The rows of each input, as (names, rows), pictures together. A row's name is its file, and
-    for arrays and CSV files its number too.
+    """Read the rows of each input as (names, rows); images are one batch.
+
+    A row's name is its file, with its number for arrays and CSV files.
 
     Args:
-        inputs: pictures, folders of pictures, NPZ files with x, x_test or x_unlabelled, NPY files,
+        inputs: images, folders of images, NPZ files with x, x_test or x_unlabelled, NPY files,
             CSV files.
-        form: of the run's rows: pictures are resized to it, and columns scaled.
+        form: of the run's rows: images are resized to it, and columns scaled.
 
     Raises:
         DataError: an input is missing or cannot be read.
@@ -37,7 +38,7 @@ def read_rows(inputs: Sequence[Path], form: RowForm) -> list[tuple[list[str], An
             x = form.read_csv(path, False)[0] if suffix == CSV else npz.read_one_of(path, ROWS)[0]
             found.append(([f"{path}:{number}" for number in range(len(x))], x))
         elif path.is_dir():
-            _ = form.picture_shape  # another kind of rows is said before an empty folder
+            _ = form.picture_shape  # report another kind of rows before an empty folder
             pictures += image_folder.list_images(path)
         elif suffix in image_folder.SUFFIXES:
             pictures.append(path)
@@ -54,10 +55,13 @@ def read_rows(inputs: Sequence[Path], form: RowForm) -> list[tuple[list[str], An
 
 
 def read_labelled(path: Path, form: RowForm) -> tuple[Any, NDArray[Any]]:
-    """Rows (N, ...) and labels (N,) of an NPZ file (x and y, or x_test and y_test: class numbers),
-    a CSV file, or a folder of classes (class names)."""
+    """Read rows (N, ...) and labels (N,).
+
+    From an NPZ file (x and y, or x_test and y_test: class numbers), a CSV file, or a folder of
+    classes (class names).
+    """
     if path.is_dir():
-        shape = form.picture_shape  # another kind of rows is said before a folder without classes
+        shape = form.picture_shape  # report another kind of rows before a folder without classes
         files, classes = image_folder.list_labelled_images(path)
         return image_folder.read_images(files, shape), np.array(classes)
     if path.suffix.lower() == CSV and path.is_file():

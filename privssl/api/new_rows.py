@@ -1,7 +1,7 @@
-"""Rows that a finished run has not seen, made as its own rows were: scaled, or encoded.
+"""Conversion of new rows to a finished run's input: scaled, or encoded.
 
-What that takes is in the run folder: shape, columns of a table, and name and checksum of a frozen
-encoder, whose package or file of weights must be at hand.
+The run folder has the shape, the columns of a table, and name and checksum of a frozen encoder. The
+encoder's package or file of weights must be available.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,18 +26,18 @@ HERE = "predict"
 
 @dataclass(frozen=True)
 class RowForm:
-    """What the rows of a run were."""
+    """The format of a run's rows."""
 
     folder: Path  # of the run
     data: DataSettings
-    shape: tuple[int, ...]  # of a row as the network takes it
+    shape: tuple[int, ...]  # of a row in the network's input
     raw_shape: tuple[int, ...] | None  # of an image before an encoder
     columns: Mapping[str, Scale] | None  # of a table
     weights: str | None  # checksum of the encoder's weights; None: no encoder
 
     @classmethod
     def of(cls, folder: Path, data: DataSettings, rows: Mapping[str, Any]) -> "RowForm":
-        """``rows``: of results.json."""
+        """Read the format from a run folder. ``rows``: of results.json."""
         raw, columns, encoder = (rows.get(key) for key in ("raw_shape", "columns", "encoder"))
         scales = columns and {name: tuple(scale) for name, scale in columns.items()}
         return cls(
@@ -47,7 +47,7 @@ class RowForm:
 
     @property
     def picture_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a picture. Raises DataError where rows are none."""
+        """Return channels, height and width of an image. Raises DataError for other rows."""
         match self.shape if self.weights is None else self.raw_shape:
             case (channels, height, width):
                 return channels, height, width
@@ -57,7 +57,7 @@ class RowForm:
 
     @property
     def _what(self) -> str:
-        """Its rows, in words."""
+        """Describe the rows."""
         if self._text_column:
             return f"texts: a CSV file with the column {self._text_column}, or a list of texts"
         if self.columns is not None:
@@ -69,15 +69,17 @@ class RowForm:
         return "text" if self._tweets else self.data.text
 
     def read_csv(self, path: Path, labelled: bool) -> tuple[Any, NDArray[np.str_]]:
-        """The rows of a CSV file as ``convert`` takes them, and with ``labelled`` their classes.
-        Raises DataError: it cannot be read, lacks a column, or the run had no such rows."""
+        """Read a CSV file as rows for ``convert`` and, with ``labelled``, their classes.
+
+        Raises DataError if it cannot be read, lacks a column, or the run had no such rows.
+        """
         label = self.data.label if labelled else None
         if text := self._text_column:
             part = read_new(path, (text,), label)
             names = dict(zip("01", TWEET_CLASSES, strict=True)) if self._tweets else {}
             return texts_of(part, text), np.array([names.get(c, c) for c in part.labels])
         if self.columns is None:
-            old = self.data.name == "csv"  # results.json of former versions has no columns
+            old = self.data.name == "csv"  # of former versions: results.json has no columns
             raise DataError(
                 f"{self.folder} has no columns in results.json: an older version wrote it. Train "
                 "again" if old else f"{path} is a CSV file, and {self.folder} was trained on "
@@ -91,12 +93,14 @@ class RowForm:
         return self.data.name == "sent140"
 
     def convert(self, x: Any) -> NDArray[Any]:
-        """Rows as the run stored its own (N, *shape), of arrays, tensors, lists of images of
-        Pillow; texts where the run was trained on texts; a data frame, a mapping of columns, or a
-        list of mappings where it was on a table.
+        """Convert rows to the run's stored format (N, *shape).
+
+        Args:
+            x: arrays, tensors or lists of images of Pillow. For runs on texts: texts. For runs on
+                tables: a data frame, a mapping of columns, or a list of mappings.
 
         Raises:
-            DataError: rows of another form, or the encoder is absent or has other weights.
+            DataError: rows of another form, or the encoder is missing or has other weights.
         """
         if isinstance(x, Mapping) or hasattr(x, "columns"):
             return self._convert_table(x)
@@ -119,7 +123,7 @@ class RowForm:
         rows = check_rows(HERE, found, sequences=len(self._wanted) == 2)
         if self.weights is not None and rows.shape[1:] == self.raw_shape:
             return self._encode(torch.from_numpy(rows))
-        if rows.shape[1:] == self.shape:  # of an encoder: features
+        if rows.shape[1:] == self.shape:  # encoder output: features
             if self.columns is not None and np.abs(rows).max() > 1:
                 raise DataError(
                     f"{HERE}: numbers beyond [-1, 1], to which the run scaled its columns. Give a "
@@ -174,7 +178,7 @@ class RowForm:
 
 
 def _texts(x: Any) -> list[str] | None:
-    """Texts of a list, an array or a series; None where they are none."""
+    """Return texts of a list, an array or a series; None for other values."""
     if isinstance(x, str):
         raise DataError(f"{HERE}: one text. Give a list of texts")
     if isinstance(x, Sequence):
@@ -186,14 +190,14 @@ def _texts(x: Any) -> list[str] | None:
 
 
 def _has_no_numbers(x: Any) -> bool:
-    """Whether they are lines of a table, with or without names, rather than features."""
+    """Return whether these are lines of a table, with or without names, rather than features."""
     if isinstance(x, Sequence):
         return any(isinstance(row, str | Mapping) or _has_no_numbers(row) for row in x)
     return getattr(getattr(x, "dtype", None), "kind", "") in ("O", "U", "S")
 
 
 def _by_column(folder: Path, x: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
-    """Columns of a list of mappings. Raises DataError: a line is none, or lacks a column."""
+    """Return columns of a list of mappings. Raises DataError for a line without a column."""
     for number, line in enumerate(x):
         if not isinstance(line, Mapping):
             raise DataError(

@@ -37,12 +37,12 @@ from privssl.training.local_training import load_weights, network_input, weights
 
 
 class Run:
-    """The folder of a run that has ended. ``privssl.train`` and ``privssl.open_run`` make it."""
+    """The folder of a run that has ended, created by ``privssl.train`` and ``privssl.open_run``."""
 
     def __init__(
         self, folder: str | Path, model: NetworkSource | None = None, plugins: Collection[str] = ()
     ) -> None:
-        """Arguments as of :func:`open_run`; ``model``: no name.
+        """Open the run. Arguments as in :func:`open_run`; ``model`` is not a name.
 
         Raises:
             privssl.UserError: it is not the folder of a run that has ended, or is damaged.
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, list[float | None]]:
-        """Columns of metrics.csv by name, a value a round; None where a round has none."""
+        """Return columns of metrics.csv by name, a value per round; None if a round has none."""
         try:
             with (self.folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
@@ -75,7 +75,7 @@ class Run:
         return {n: [float(row[n]) if row[n] else None for row in rows] for n in names}
 
     def frame(self) -> Any:
-        """``metrics`` as a pandas data frame, whose index is the round."""
+        """Return ``metrics`` as a pandas data frame, indexed by round."""
         try:
             import pandas as pd
         except ImportError:
@@ -84,18 +84,18 @@ class Run:
 
     @property
     def guarantee(self) -> str | None:
-        """The sentence of a private run on what it guarantees; None where nothing is claimed."""
+        """The guarantee of a private run as a sentence; None without a guarantee."""
         card = read_card(self.folder)
         return guarantee_sentence(card) if card and card.get("guarantee") else None
 
     @property
     def class_names(self) -> list[str]:
-        """In the order of the outputs."""
+        """Class names in the order of the outputs."""
         return [str(name) for name in self._of_rows("class_names")]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a row; of an image channels, height and width."""
+        """Shape of a row; of an image (channels, height, width)."""
         return tuple(self._of_rows("rows")["shape"])
 
     def _of_rows(self, key: str) -> Any:
@@ -109,8 +109,10 @@ class Run:
     # Predictions ----------------------------------------------------------------------------
 
     def classifier(self) -> nn.Module:
-        """The released classifier on the CPU, in evaluation mode: (B, *shape) as
-        :meth:`network_input` makes them -> (B, classes) logits."""
+        """Return the released classifier on the CPU, in evaluation mode.
+
+        It maps (B, *shape), as :meth:`network_input` returns, to logits (B, classes).
+        """
         return self._build(torch.device("cpu"))
 
     def _build(self, device: torch.device) -> nn.Module:
@@ -122,7 +124,7 @@ class Run:
                 f"imported. Give the network: privssl.open_run(FOLDER, model=...), in a command "
                 f"--model {name}"
             )
-        assert precision != "auto"  # a run's config says what it was
+        assert precision != "auto"  # a run's config records the chosen precision
         settings = dataclasses.replace(config.model, weights="")
         shape, classes = tuple(self._of_rows("rows")["shape"]), len(self.class_names)
         with imports_allowed(self._plugins, ALLOW):
@@ -140,13 +142,13 @@ class Run:
                 f"{self.folder / CLASSIFIER} does not fit {name} ({first_line(error)}). Give the "
                 "network that the run was trained with"
             ) from None
-        for layer in trained.modules():  # each may become a part of model= of a private run
+        for layer in trained.modules():  # the network may become model= of a private run
             setattr(layer, TRAINED_IN, str(self.folder.resolve()))
         return trained
 
     @cached_property
     def _ready(self) -> tuple[nn.Module, torch.device]:
-        """The classifier on the device of the run, where that is here."""
+        """Return the classifier on the run's device, if available here."""
         config = self._config
         try:
             device = device_of(config.run.device)
@@ -155,7 +157,7 @@ class Run:
         return self._build(device), device
 
     def network_input(self, x: Any) -> Tensor:
-        """Rows as the classifier takes them: (N, *shape) float32 in [-1, 1].
+        """Convert rows to the classifier's input: (N, *shape) float32 in [-1, 1].
 
         Args:
             x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow.
@@ -164,11 +166,11 @@ class Run:
 
     @cached_property
     def form(self) -> RowForm:
-        """How rows become the network's input."""
+        """The format of the run's rows."""
         return RowForm.of(self.folder, self._config.data, self._of_rows("rows"))
 
     def _convert(self, x: Any) -> NDArray[Any]:
-        """Rows as the network was trained on them."""
+        """Convert rows to the format of training."""
         with imports_allowed(self._plugins, ALLOW):  # the encoder may be a plug-in
             return self.form.convert(x)
 
@@ -181,16 +183,16 @@ class Run:
     @overload
     def predict(self, x: Any, probabilities: Literal[True]) -> NDArray[np.float32]: ...
     def predict(self, x: Any, probabilities: bool = False) -> NDArray[Any]:
-        """Class names (N,) of rows, or with ``probabilities`` float32 (N, classes).
+        """Predict class names (N,) of rows, or with ``probabilities`` float32 (N, classes).
 
         Args:
-            x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow. Where the run
-                was trained on texts, texts; on a table, a data frame, a mapping of columns, or a
-                list of mappings. A frozen encoder of the run maps them.
+            x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow. For runs on
+                texts: texts. For runs on tables: a data frame, a mapping of columns, or a list of
+                mappings. A frozen encoder of the run is applied.
 
         Raises:
-            privssl.UserError: rows of another form than those that the run was trained on; its
-                encoder is absent, or has other weights.
+            privssl.UserError: rows of another form than the training rows, or the encoder is
+                missing or has other weights.
         """
         logits = self._logits(self._convert(x))
         if probabilities:
@@ -202,22 +204,22 @@ class Run:
 
     @torch.no_grad()
     def _logits(self, x: NDArray[Any]) -> Tensor:
-        """(N, classes), computed as the run computed its test accuracy."""
+        """Return logits (N, classes), computed like the run's test accuracy."""
         network, device = self._ready
         parts = torch.split(torch.from_numpy(x), CHUNK) if len(x) else ()
         logits = [network(network_input(rows, device)).float().cpu() for rows in parts]
         return torch.cat(logits) if logits else torch.zeros(0, len(self.class_names))
 
     def evaluate(self, x: Any, y: Any) -> dict[str, Any]:
-        """Metrics on labelled rows: ``rows``, ``accuracy``, ``loss``, ``macro_f1``, ``recall`` by
-        class name, ``calibration_error``, ``confusion`` and ``not_finite``.
+        """Compute metrics on labelled rows: ``rows``, ``accuracy``, ``loss``, ``macro_f1``,
+        ``recall`` by class name, ``calibration_error``, ``confusion`` and ``not_finite``.
 
         A row of ``confusion`` is a true class, a column a predicted one; ``not_finite`` counts rows
         with NaN or infinite outputs.
 
         Args:
             x: rows as of :meth:`predict`.
-            y: their class numbers, or class names (N,); the label column of a frame as it is.
+            y: their class numbers, or class names (N,), or the label column of a frame.
         """
         rows, true = self._convert(x), self._classes(y)
         if len(rows) != len(true) or not len(rows):
@@ -237,11 +239,11 @@ class Run:
         }
 
     def _classes(self, y: Any) -> NDArray[np.int64]:
-        """Class numbers (N,) of numbers or names."""
+        """Return class numbers (N,) of numbers or names."""
         names = self.class_names
         number = {name: place for place, name in enumerate(names)}
         found = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.array(y)
-        if found.ndim == 1 and found.dtype.kind in "bf":  # of a frame, as a data set reads them
+        if found.ndim == 1 and found.dtype.kind in "bf":  # a frame column, as in a data set
             labels = [label_of(label) for label in found]
             whole = all(label.removeprefix("-").isdecimal() for label in labels)
             found = np.array(labels, dtype=np.int64 if whole and labels else object)
@@ -283,29 +285,29 @@ class Run:
         acknowledge_query_rows: bool = False,
         confidence: float = 0.0,
     ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Labelled synthetic rows of the run's generator, equally many of each class.
+        """Generate labelled synthetic rows, equally many of each class.
 
         Args:
             count: rows, >= 1.
             classes: their names; None: all.
             seed: the same seed gives the same rows.
-            acknowledge_query_rows: needed in a private run, whose claim does not cover the
+            acknowledge_query_rows: required for private runs, whose guarantee does not cover the
                 unlabelled rows that the generator learned from.
-            confidence: in [0, 1): only rows to whose class the run's classifier gives at least
-                this probability.
+            confidence: in [0, 1): least probability of the row's class by the run's classifier.
 
         Returns:
-            x (count, *shape), images uint8, others float32; y (count,): places in ``class_names``.
+            x (count, *shape), images uint8, others float32; y (count,): indices into
+                ``class_names``.
 
         Raises:
-            privssl.UserError: the run has no generator, a class or number is none, or the
-                classifier is not as confident of enough rows.
-            PrivacyError: the run is private, and what is not covered is not acknowledged.
+            privssl.UserError: the run has no generator, an argument is invalid, or the classifier
+                is confident of too few rows.
+            PrivacyError: the run is private, and acknowledge_query_rows is false.
         """
         from privssl.generation.rows import generate_rows
 
         names = [classes] if isinstance(classes, str) else classes
-        # Networks are made before weights are loaded.
+        # Networks are built before their weights are loaded.
         with torch.random.fork_rng(devices=[]), imports_allowed(self._plugins, ALLOW):
             made = generate_rows(
                 self.folder, count, names, seed, acknowledge_query_rows=acknowledge_query_rows,
@@ -314,14 +316,14 @@ class Run:
         return made.x, made.y
 
     def audit(self) -> dict[str, Any]:
-        """The verdict on the run's claim, with the fields of ``audit --json``."""
+        """Audit the run's guarantee; return the fields of ``audit --json``."""
         from privssl.audit.__main__ import as_json, audit
 
         with imports_allowed(self._plugins, ALLOW):
             return as_json(audit(self.folder))
 
 
-#: How a name is allowed, for errors.
+#: How to allow a name, for error messages.
 ALLOW = (
     'open the run with it: privssl.open_run(FOLDER, plugins=["{name}"]), in a command '
     "--plugin {name}"
@@ -331,23 +333,23 @@ ALLOW = (
 def open_run(
     folder: str | Path, model: NetworkSource | str | None = None, plugins: Collection[str] = ()
 ) -> Run:
-    """The run in a folder.
+    """Open the run in a folder.
 
     Args:
         folder: of a run that has ended.
-        model: the network, where it was the user's own: the class or function, or its name
-            (package.module:Name). A run folder chooses no code that is imported.
+        model: the network, if it was the user's own: the class or function, or its name
+            (package.module:Name). Names in a run folder are never imported by themselves.
         plugins: names of its plug-ins that may be imported: ``generate`` and ``audit`` need the
             algorithm.
 
     Raises:
         privssl.UserError: it is not the folder of a run that has ended, or is damaged; the model
-            is no network.
+            is not a network.
     """
     if isinstance(model, str):
         with imports_allowed([model]):
             found = check_source(f"model {model}", load("models", "model", model))
         return Run(folder, found, plugins)
     if model is not None:
-        reference_of(model)  # refuses what is no network
+        reference_of(model)  # raises if it is not a network
     return Run(folder, model, plugins)

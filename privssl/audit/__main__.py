@@ -1,10 +1,10 @@
-"""Check a run's claim: ``python -m privssl.audit RUN_DIR [--empirical]``.
+"""Check a run's guarantee: ``python -m privssl.audit RUN_DIR [--empirical]``.
 
 Verifies every journal, recomputes epsilon from its events (Renyi accountant, exact formula,
-dp-accounting where installed) and compares it with the budget and ``privacy.json``; see
+dp-accounting if installed) and compares it with the budget and ``privacy.json``; see
 ``audit/claim_verification.py``. ``--empirical`` attacks the plan too. Exit status:
 
-    0  consistent        1  violated       2  the user's mistake
+    0  consistent        1  violated       2  user error
     3  inconclusive      4  there is no guarantee to check      130  interrupted
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(IntEnum):
-    """The exit status."""
+    """The verdict, which is the exit status."""
 
     CONSISTENT = 0
     VIOLATED = 1
@@ -45,7 +45,8 @@ class Verdict(IntEnum):
 
 @dataclass
 class Report:
-    """The whole audit. ``problems``, ``doubts`` and ``notes`` are about the run, not one agent."""
+    """The result of an audit. ``problems``, ``doubts`` and ``notes`` are about the run, not one
+    agent."""
 
     run: str
     verdict: Verdict
@@ -58,7 +59,7 @@ class Report:
 
 
 def audit(run: Path, *, empirical: bool = False) -> Report:
-    """Check a run folder, and with ``empirical`` attack its plan.
+    """Check a run folder; with ``empirical`` also attack its plan.
 
     Raises:
         RunFolderError: it is not a run folder, or its privacy card cannot be read.
@@ -74,7 +75,7 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
             from privssl.audit.canary_attack import attack
             from privssl.experiment.config import load_config
 
-            config = found.files.config or load_config(run / "config.yaml")  # raises what is wrong
+            config = found.files.config or load_config(run / "config.yaml")  # raises its error
             report.attack = attack(config, card, found.journals)
             report.problems += report.attack.problems
         else:
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     about = "Check the ledgers and the privacy claim of a run."
     parser = argparse.ArgumentParser(prog="python -m privssl.audit", description=about)
-    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a folder that train wrote")
+    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="run folder")
     about = "attack the run's plan with canaries made here (minutes; needs none of its data)"
     parser.add_argument("--empirical", action="store_true", help=about)
     add_plugin_flag(parser)
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _audit(options: argparse.Namespace, stack: ExitStack) -> int:
-    with gc_paused():  # here, so that --help and a typo in the command need no second
+    with gc_paused():  # here, so that --help and usage errors stay fast
         import privssl.audit.claim_verification  # noqa: F401
 
     in_one_thread()
@@ -133,7 +134,7 @@ def _audit(options: argparse.Namespace, stack: ExitStack) -> int:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as ``--json`` prints it."""
+    """Return the report in the format of ``--json``."""
     return asdict(report) | {"verdict": report.verdict.name.lower()}
 
 
@@ -153,7 +154,8 @@ def _verdict(found: "ClaimCheck", report: Report) -> Verdict:
 
 
 def _print_program(run: Path) -> int:
-    """Print a program for ledgers that bear out the claim, else the reason why not.
+    """Print a program that recomputes epsilon if the ledgers support the guarantee, else the
+    reason.
 
     Returns the exit status of an audit.
     """
@@ -164,15 +166,15 @@ def _print_program(run: Path) -> int:
     if report.verdict == Verdict.VIOLATED:
         why = ["No program is printed for ledgers that do not bear out the claim:", *_wrong(report)]
         print("\n".join(why), file=sys.stderr)
-    elif report.verdict == Verdict.NO_GUARANTEE:  # a number without a claim would be taken for one
-        print("#", " ".join(report.claim.split()))  # the card's text: no line of it may be run
+    elif report.verdict == Verdict.NO_GUARANTEE:  # a number alone would look like one
+        print("#", " ".join(report.claim.split()))  # as a comment: card text must not run
     else:
         results_to_standard_output("\n".join(_dp_events(found)))
     return int(report.verdict)
 
 
 def _wrong(report: Report) -> Iterator[str]:
-    """Each problem on a line, with the agent it is of."""
+    """Yield each problem as a line with its agent."""
     yield from report.problems
     for agent in report.agents:
         yield from (f"{agent.agent}: {problem}" for problem in agent.problems)
@@ -191,7 +193,7 @@ def _dp_events(found: "ClaimCheck") -> Iterator[str]:
 def _print(report: Report) -> None:
     console = Terminal(soft_wrap=True)
     if not console.is_terminal:
-        console = Terminal(soft_wrap=True, width=120)  # a file or a pipe has no width of its own
+        console = Terminal(soft_wrap=True, width=120)  # files and pipes have no width
     if report.agents:
         console.print(_ledger_table(report))
     if report.attack is not None:
@@ -220,7 +222,7 @@ def _print(report: Report) -> None:
 def _ledger_table(report: Report) -> Table:
     table = Table(title=f"audit of {escape(report.run)}")
     numbers = ("budget", "claimed", "recomputed")
-    # What a card tells of an agent is what it was charged; the claim is the sentence below.
+    # The card has charges per agent; the guarantee is the sentence below.
     headings = ("agent", "budget", "charged", "recomputed", "by", "PLD bounds", "visits", "ledger")
     for column in headings:
         table.add_column(column)
@@ -235,7 +237,7 @@ def _ledger_table(report: Report) -> Table:
 
 
 def _attack_table(attack: "AttackReport") -> Table:
-    """What each attack saw, what it could have seen at most, and what the claim allows."""
+    """Show the bound of each attack, its largest possible bound, and the claimed epsilon."""
     from privssl.audit.mechanism_attack import MechanismAttack
     from privssl.privacy.privacy_card import attack_bounds
 

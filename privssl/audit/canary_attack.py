@@ -1,17 +1,17 @@
 """Attack the plan of a finished run: ``python -m privssl.audit RUN_DIR --empirical``.
 
-An attack can refute a claim and find bugs, not prove one. Both attacks use the code that trains,
-the numbers of the run, and data made here:
+An attack can refute a guarantee and find bugs; it cannot prove a guarantee. Both attacks use the
+training code, the numbers of the run, and synthetic data:
 
     mechanism   private steps on orthogonal canaries, as often as the agent was charged for; see
                 ``audit/mechanism_attack.py``
-    canaries    the run's own algorithm trains a made-up support agent, half of whose 1,000
-                canaries are there by a coin; the attacker sees what it sends (arXiv:2305.08846)
+    canaries    the run's own algorithm trains a synthetic support agent with 1,000 canaries, each
+                included with probability 1/2; the attacker sees its messages (arXiv:2305.08846)
 
-A label census is attacked instead by ``audit/histogram_attack.py``. Without a guarantee the made-up
-agent is about as small as the run's agents, and what counts is how many of its rows are found.
-Coins and data are never seeded; each test is fixed before it runs, by constants here and public
-settings.
+A label census is attacked instead by ``audit/histogram_attack.py``. Without a guarantee the
+synthetic agent is about as small as the run's agents, and the result is how many of its rows are
+found. Inclusion and data are never seeded; each test is fixed before it runs, by constants here and
+public settings.
 """
 
 import dataclasses
@@ -61,11 +61,11 @@ from privssl.privacy.secure_noise import secure_uniform
 from privssl.training.batched.deferred import FunctionalModule
 from privssl.training.local_training import load_weights, network_input
 
-CONFIDENCE = 1 - 0.05 / 3  # of each of three tests, so that all together are wrong in 5% at most
+CONFIDENCE = 1 - 0.05 / 3  # of each of three tests, so that all together err in 5% at most
 CANARIES = 1000  # of the one-run attack
 GUESSES = 400  # half of them "in", half "out"; no guess about the others
-FEWEST = 200  # canaries where nothing is guaranteed: about 100 are out, for 1% false alarms
-AT_ONCE = 64  # canaries whose gradients are made in one go
+FEWEST = 200  # canaries without a guarantee: about 100 are out, for 1% FPR
+AT_ONCE = 64  # canaries per gradient batch
 ALARM = 1e-4  # a p-value below it contradicts the promised distribution
 ROUNDING = 1e-5  # relative, of a contribution in single precision
 
@@ -73,12 +73,12 @@ _NO_CANARIES = "canaries: not applicable: labels are released once, as counts"
 _NO_CODE = (
     "canaries: not tried: the network is {}, and an audit runs no code that a run folder names"
 )
-_PROFILE = tuple(10.0**-power for power in range(1, 11))  # deltas at which a claim is tested
+_PROFILE = tuple(10.0**-power for power in range(1, 11))  # deltas at which the guarantee is tested
 
 
 @dataclass(frozen=True)
 class CanaryAttack:
-    """What a made-up support agent's messages gave away; ``rates`` by network."""
+    """The result of attacking a synthetic support agent's messages; ``rates`` by network."""
 
     canaries: int
     guesses: int
@@ -95,7 +95,7 @@ class AttackReport:
     """Both attacks on the plan of the agent that was charged most."""
 
     agent: str
-    epsilon: float  # claimed, of these visits alone; nominal in scope as_published
+    epsilon: float  # of these visits alone; nominal in scope as_published
     delta: float
     sound: bool
     mechanism: MechanismAttack | CensusAttack | None = None
@@ -106,7 +106,7 @@ class AttackReport:
 
     @property
     def baseline_only(self) -> bool:
-        """Whether even a total leak would have stayed below the claim in both attacks."""
+        """Whether even full disclosure would give a bound below the guarantee in both attacks."""
         ceilings = [found.ceiling for found in (self.mechanism, self.canaries) if found]
         return bool(ceilings) and max(ceilings) < self.epsilon
 
@@ -120,7 +120,7 @@ def attack(
         config: of the run. card: its privacy card. journals: of its agents, verified.
 
     Raises:
-        RunFolderError: the card does not say what was trained on.
+        RunFolderError: the card does not name the training data.
     """
     privacy = config.privacy
     if privacy is None or not card.get("task"):
@@ -153,7 +153,7 @@ def attack(
         report.mechanism = attack_census(plan, len(charged), report.epsilon, classes)
         report.problems += judge_census(report.mechanism, report.epsilon)
         return report
-    assert isinstance(plan, PrivatePlan)  # there are two mechanisms
+    assert isinstance(plan, PrivatePlan)  # there are only two mechanisms
     report.mechanism = attack_mechanism(
         plan, len(charged) * plan.steps, delta, CONFIDENCE,
         counts_public=journal.plan.record_counts == "public",
@@ -164,7 +164,7 @@ def attack(
         return report
     task = _task(config, card["task"])
     canaries = CANARIES if report.sound else min(CANARIES, max(FEWEST, round(2 * rows)))
-    # The divisor is public and no part of the guarantee: it fits the rows of the made-up agent,
+    # The divisor is public and not part of the guarantee: it fits the rows of the synthetic agent,
     # or steps would be too long.
     crowd = dataclasses.replace(plan, expected_batch=plan.sample_rate * canaries / 2)
     algorithm = kind(config.algorithm, task, crowd)
@@ -215,7 +215,7 @@ def _judge_mechanism(report: AttackReport, found: MechanismAttack) -> None:
 
 
 class _Recorder(LocalEngine):
-    """The engine of a run, which also keeps every message that came and went."""
+    """An engine that records all messages."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -231,12 +231,13 @@ def attack_messages(
     algorithm: Algorithm[Any], plan: PrivatePlan, task: Task, visits: int, delta: float,
     profile: Sequence[tuple[float, float]], canaries: int, promised: AccountPlan | None = None,
 ) -> CanaryAttack:  # fmt: skip
-    """Train one made-up support agent with the run's own algorithm and guess who was in.
+    """Train one synthetic support agent with the run's own algorithm and guess which canaries were
+    included.
 
     Args:
-        visits: of that agent, each as the plan says.
-        profile: (epsilon, delta) pairs that the plan claims for these visits.
-        canaries: how many; guesses are made about GUESSES / CANARIES of them.
+        visits: of that agent, each by the plan.
+        profile: (epsilon, delta) pairs that the plan guarantees for these visits.
+        canaries: their number; GUESSES / CANARIES of them are guessed.
         promised: of the agent whose plan is attacked: whether its counts are public.
     """
     shape = (canaries, *task.shape)
@@ -246,7 +247,8 @@ def attack_messages(
     included = secure_uniform(canaries) < 0.5
     made_up = LabelledRows(x, y, torch.arange(canaries))
     seen = _visits_of(algorithm, plan, made_up, included, visits, promised)
-    # Noise over what a canary adds in a visit, both squared and times 4: see _projection_scores.
+    # Ratio of squared noise to a canary's squared contribution per visit, times 4: see
+    # _projection_scores.
     ridge = 4 * plan.noise_multiplier**2 / (plan.steps * plan.sample_rate**2)
     rows, networks = (network_input(x), y), algorithm.networks()
     scores = {
@@ -275,16 +277,16 @@ def _visits_of(
     algorithm: Algorithm[Any], plan: PrivatePlan, rows: LabelledRows, included: NDArray[np.bool_],
     visits: int, promised: AccountPlan | None,
 ) -> list[tuple[Message, Message]]:  # fmt: skip
-    """What the made-up agent was sent and answered, visit by visit."""
+    """Yield the requests and replies of the synthetic agent, visit by visit."""
     here = torch.from_numpy(np.flatnonzero(included))
     seed = int.from_bytes(os.urandom(4), "big")
     with tempfile.TemporaryDirectory() as folder:
         promise = AccountPlan(
             agent="s0",
-            budget=Budget(1e9, 1e-12),  # this account pays for an experiment on made-up rows
+            budget=Budget(1e9, 1e-12),  # this account pays for an experiment on synthetic rows
             scope=plan.scope, update=plan.update, protect=plan.protect, event=plan.event,
             n_public=None,
-            # Whether counts are public decides how rows are drawn.
+            # Whether counts are public determines how rows are sampled.
             record_counts="public" if promised is None else promised.record_counts,
             adjacency="zero_out" if promised is None else promised.adjacency,
         )  # fmt: skip
@@ -307,12 +309,12 @@ def _scores(
     network: nn.Module, loss: CanaryLoss, name: str, seen: Sequence[tuple[Message, Message]],
     canaries: tuple[Tensor, Tensor], ridge: float | None,
 ) -> NDArray[np.float64]:  # fmt: skip
-    """How much a network seems to have learnt each canary, over all visits: (canaries,).
+    """Return membership scores of canaries over all visits: (canaries,).
 
     Args:
-        canaries: their rows (N, *shape) as a network takes them, and classes (N,).
-        ridge: of :func:`_projection_scores`; None for a network that was trained without noise:
-            then how far its loss on the canary fell.
+        canaries: their rows (N, *shape) as network input, and classes (N,).
+        ridge: of :func:`_projection_scores`; None for a network trained without noise, whose score
+            is the decrease of the canary's loss.
     """
     scores = torch.zeros(len(canaries[1]), dtype=torch.float64)
     for request, reply in seen:
@@ -327,12 +329,12 @@ def _scores(
             load_weights(network, before)
             moved = {k: after[k] - before[k] for k, _ in network.named_parameters()}
             found = _projection_scores(network, loss, canaries, moved, ridge)
-        scores += found.nan_to_num()  # a network that diverged tells nothing
+        scores += found.nan_to_num()  # a diverged network has no information
     return scores.numpy()
 
 
 def _losses(network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss of each canary (N,)."""
+    """Return the loss of each canary (N,)."""
     network.eval()
     with torch.no_grad():
         rows = zip(*canaries, strict=True)
@@ -343,11 +345,11 @@ def _projection_scores(
     network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor], moved: StateDict,
     ridge: float,
 ) -> Tensor:  # fmt: skip
-    """How much of a movement is each canary's own descent (N,): the best linear guess.
+    """Return how much of an update is each canary's own descent (N,): the best linear estimate.
 
-    Gradients resemble each other, so that an absent canary still points where others pull. With
-    unit gradients U (N, P), coins of variance 1/4 and noise of variance ridge / 4 in every
-    parameter, the linear guess of least mean square error is (U U^T + ridge I)^-1 U d.
+    Gradients are correlated, so an absent canary still aligns with the others' update. With unit
+    gradients U (N, P), inclusion of variance 1/4 and noise of variance ridge / 4 in every
+    parameter, the linear estimate of least mean square error is (U U^T + ridge I)^-1 U d.
     """
     network.eval()
     parameters = {"here": dict(network.named_parameters())}
@@ -359,7 +361,7 @@ def _projection_scores(
     for x, y in zip(*(torch.split(part, AT_ONCE) for part in canaries), strict=True):
         found = per_example_gradients(row_loss, parameters, {"x": x, "y": y})["here"]
         gradients = torch.cat([g.flatten(1) for g in found.values()], dim=1)
-        # Directions alone: clipping shortens most gradients to one length.
+        # Directions only: clipping shortens most gradients to one length.
         units.append(gradients / gradients.norm(dim=1, keepdim=True).clamp(min=1e-12))
     u = torch.cat(units).nan_to_num()  # (N, P)
     d = -torch.cat([moved[k].flatten() for k in parameters["here"]]).nan_to_num()  # (P,)
@@ -370,7 +372,7 @@ def _projection_scores(
 
 def _judge_canaries(report: AttackReport, found: CanaryAttack) -> None:
     if not report.sound:
-        return  # there is no claim to refute
+        return  # there is no guarantee to refute
     if found.lower_bound > report.epsilon or found.rejects_claim:
         report.problems.append(
             f"canaries: {found.correct} of {found.guesses} guesses about who was in were right, "

@@ -1,9 +1,8 @@
-"""Make the privacy card a second time, from the ledgers at the line that the first one names.
+"""Recompute the privacy card from the ledgers, up to the lines that it names.
 
-What follows from the ledgers must come out the same, field by field: within rounding, and for
-bounds by numeric composition within what two versions of a library differ by. What does not follow
-from them (names, releases, planned visits) is taken from the card, and compared with the plan and
-the config where they say something about it.
+Fields that follow from the ledgers must be equal within rounding, or for bounds by numeric
+composition within the difference of library versions. Other fields (names, releases, planned
+visits) are taken from the card and compared with the plan and the config.
 """
 
 import json
@@ -22,10 +21,10 @@ from privssl.privacy.former_ledgers import former_ledgers
 from privssl.privacy.privacy_card import privacy_card
 from privssl.runs.accounts import releases
 
-_TOLERANCE = 1e-6  # relative: another version of a numeric library may round elsewhere
-_NUMERIC = ("pld_lower", "pld_upper", "prv")  # which of them there are depends on the machine
+_TOLERANCE = 1e-6  # relative: versions of numeric libraries may round differently
+_NUMERIC = ("pld_lower", "pld_upper", "prv")  # which of them exist depends on the machine
 _NUMERIC_TOLERANCE = 1e-3
-_BETWEEN_METHODS = 0.05  # epsilon: PRV adds its error of 0.01 and some, PLD half a grid cell
+_BETWEEN_METHODS = 0.05  # epsilon: PRV adds its error of at least 0.01, PLD half a grid cell
 _DERIVED = (
     *("kind", "guarantee", "nominal_epsilon", "unit", "adjacency", "delta", "record_counts"),
     *("update", "protect", "agents", "epsilon", "not_sent", "not_protected", "attack_bounds"),
@@ -35,14 +34,16 @@ _DERIVED = (
 def card_problems(
     files: RunFiles, card: PrivacyCard, at_card: Mapping[str, Journal]
 ) -> Iterator[str]:
-    """Where the card is not the one that follows from the ledgers. ``at_card``: by agent, the
-    journal up to the line that the card names."""
+    """Yield differences between the card and the ledgers.
+
+    ``at_card``: by agent, the journal up to the line that the card names.
+    """
     for place in files.unknown_keys:
         yield f"the card has the key {place:.80}, which this version does not know"
     journals = [at_card.get(entry["agent"]) for entry in card["agents"]]
     found = [journal for journal in journals if journal is not None and journal.plans]
     if not found or len(found) < len(journals):
-        return  # a problem of that agent already
+        return  # reported for that agent already
     yield from _release_problems(files.config, card, found[0].plan)
     if card["this_run"] is None and files.accounts is not None:
         yield "the accounts outlive the run, but the card has no this_run"
@@ -85,7 +86,7 @@ def card_problems(
 
 
 def _stopped_card_problems(card: PrivacyCard, made: PrivacyCard) -> Iterator[str]:
-    """What only visits that were fixed beforehand allow; former versions claimed it of all."""
+    """Yield statements that need visits fixed beforehand; former versions made them for all."""
     claim, true = card["guarantee"], made["guarantee"]
     if claim and true and claim["epsilon"] < true["epsilon"] * (1 - _TOLERANCE):
         yield (
@@ -98,7 +99,7 @@ def _stopped_card_problems(card: PrivacyCard, made: PrivacyCard) -> Iterator[str
 
 
 def _difference(where: str, stated: Any, true: Any) -> str | None:
-    """The place of the first difference between two values of JSON; None when they agree."""
+    """Return the place of the first difference between two JSON values; None if they agree."""
     key = where.split(".")[-1]
     if key == "why_no_bounds" or (key in _NUMERIC and (stated is None or true is None)):
         return None  # depends on the machine
@@ -115,29 +116,29 @@ def _difference(where: str, stated: Any, true: Any) -> str | None:
 
 
 def _same_headline(card: PrivacyCard, made: PrivacyCard) -> bool:
-    """Whether the headline is the true one, as far as the numeric bounds known here can tell."""
+    """Return whether the headline is right, as far as numeric bounds available here can tell."""
     stated, true = card["headline"], made["headline"]
     planned, visits = card["planned_visits"], [entry["visits"] for entry in made["agents"]]
     as_planned = card["this_run"] is None and all(count == planned for count in visits)
     if stated is not None and not (as_planned and _has_bounds(card)):
         return False
     if stated is None or true is None:
-        # A machine without the libraries has none; of two that could have one, both have.
+        # A machine without the libraries has no bounds; with them, both cards have them.
         return bool(stated == true) or not (_has_bounds(card) and _has_bounds(made))
     if stated["kind"] != true["kind"]:
         return False
-    # Upper bounds by two methods differ by what they add for their own rounding.
+    # Upper bounds by two methods differ by their rounding terms.
     slack = _NUMERIC_TOLERANCE if stated["by"] == true["by"] else _BETWEEN_METHODS
     return math.isclose(stated["epsilon"], true["epsilon"], rel_tol=slack, abs_tol=slack)
 
 
 def _has_bounds(card: PrivacyCard) -> bool:
-    """Whether every agent has an upper bound by numeric composition."""
+    """Return whether every agent has an upper bound by numeric composition."""
     return all(map(_upper_bounds, card["agents"]))
 
 
 def _upper_bounds(entry: AgentEntry) -> list[float]:
-    """Of an agent's epsilon, by numeric composition."""
+    """Return an agent's upper bounds of epsilon by numeric composition."""
     found = (entry["epsilon"]["pld_upper"], entry["epsilon"]["prv"])
     return [bound for bound in found if bound is not None]
 
@@ -147,7 +148,7 @@ def _stated_releases(card: PrivacyCard) -> list[Any]:
 
 
 def _release_problems(config: Config | None, card: PrivacyCard, plan: AccountPlan) -> Iterator[str]:
-    """What the card says leaves an agent, compared with what its plan trains with noise."""
+    """Yield differences between the releases on the card and the plan's protected networks."""
     listed = _stated_releases(card)
     statuses = {name: status for name, status, _ in listed}
     if len(statuses) < len(listed):
@@ -159,6 +160,6 @@ def _release_problems(config: Config | None, card: PrivacyCard, plan: AccountPla
     for name in plan.update:
         if statuses.get(name) != true:
             yield f"releases: {name} is trained on labelled rows, so it is {true}"
-    # Only update and protect are read, which both kinds of plan have.
+    # Reads only update and protect, which both kinds of plan have.
     if config is not None and listed != releases(plan, config):
         yield "releases: not those of the config and the ledger's plan"

@@ -1,9 +1,10 @@
-"""Check the claim of a run against its ledgers: chain, budget, recomputed epsilon, privacy card.
+"""Check the guarantee of a run against its ledgers: chain, budget, recomputed epsilon, privacy
+card.
 
-Reads only, takes no lock, and trusts no number that it can recompute. A card is about the ledger up
-to the line whose hash it names; a later charge is a problem of a run that ended, and normal in one
-that was stopped. The card is made a second time (``audit/card_recomputation.py``) and must come out
-the same; ``audit/cross_checks.py`` and ``audit/witnesses.py`` compare the other files.
+Only reads, takes no lock, and recomputes every number that it can. A card covers the ledger up to
+the line whose hash it names. A later charge is a problem in a run that ended, and normal in one
+that was stopped. The card is recomputed (``audit/card_recomputation.py``) and must be equal;
+``audit/cross_checks.py`` and ``audit/witnesses.py`` compare the other files.
 """
 
 import math
@@ -24,17 +25,17 @@ from privssl.privacy.card_schema import AgentEntry, PrivacyCard
 from privssl.privacy.card_text import guarantee_sentence
 from privssl.runs.accounts import check_metrics
 
-_TOLERANCE = 1e-6  # relative: a claim this far below its recomputation is still rounding
-_BELOW_LOWER_BOUND = 1e-3  # below it by more than the arithmetic of both libraries can explain
+_TOLERANCE = 1e-6  # relative rounding
+_BELOW_LOWER_BOUND = 1e-3  # a larger gap is not explained by the arithmetic of both libraries
 _RUN_FILES = ("results.json", "config.yaml", "metrics.csv")
 
 
 @dataclass
 class AgentReport:
-    """One agent's row: what its ledger says, recomputed, beside what the card claims.
+    """One agent's line of the report: recomputed from its ledger, and stated by the card.
 
-    ``recomputed`` is of the ledger as the card knew it, ``spent`` of all that is in it;
-    ``open`` says that the second is more because the run has not ended.
+    ``recomputed`` covers the ledger up to the card, ``spent`` the whole ledger; ``open`` means that
+    the second is larger because the run has not ended.
     """
 
     agent: str
@@ -44,8 +45,8 @@ class AgentReport:
     spent: float | None = None
     method: str = ""
     pld_lower: float | None = None
-    pld_upper: float | None = None  # only of visits that were fixed beforehand
-    fixed: bool = False  # whether exactly the planned visits took place
+    pld_upper: float | None = None  # only for visits that were fixed beforehand
+    fixed: bool = False  # whether exactly the planned visits ran
     visits: int = 0
     head: str = ""
     open: bool = False
@@ -55,7 +56,7 @@ class AgentReport:
 
 @dataclass
 class ClaimCheck(Findings):
-    """What was found in a run folder; the findings of ``Findings`` are about the whole run."""
+    """The findings in a run folder; those of ``Findings`` are about the whole run."""
 
     files: RunFiles = field(kw_only=True)
     journals: dict[str, Journal] = field(kw_only=True)
@@ -63,7 +64,7 @@ class ClaimCheck(Findings):
 
 
 def check_claim(run: Path) -> ClaimCheck:
-    """Check a run's claim against its ledgers. Without both there is nothing to find.
+    """Check a run's guarantee against its ledgers. Without either, return no findings.
 
     Raises:
         RunFolderError: it is not a run folder, or its privacy card cannot be read.
@@ -113,8 +114,10 @@ def check_claim(run: Path) -> ClaimCheck:
 
 
 def _choose_journals(files: RunFiles, found: Findings) -> dict[str, Journal]:
-    """The journals to check; where accounts outlive the run, the copy in its folder unless this run
-    has spent more since."""
+    """Choose the journals to check.
+
+    If accounts outlive the run, the copy in its folder unless this run has spent more since.
+    """
     if files.accounts is None:
         return files.own
     if files.shared is None:
@@ -144,7 +147,7 @@ def _choose_journals(files: RunFiles, found: Findings) -> dict[str, Journal]:
 
 
 def _at_card(journal: Journal, entry: AgentEntry | None) -> Journal:
-    """The journal when the card was written; all of it where no card names one of its lines."""
+    """Return the journal at the time of the card; all of it if no card names one of its lines."""
     if entry is None or entry["ledger_head"] not in journal.hashes:
         return journal
     return journal_until(journal, entry["ledger_head"])
@@ -204,8 +207,8 @@ def _check_agent(
 def _check_second_library(report: AgentReport, journal: Journal) -> None:
     """Recompute with dp-accounting: equal on integer orders, and a certified bracket.
 
-    Both count the visits as if they had been fixed beforehand. No claim may be below the lower
-    bound of that either, but only where they were is the upper bound one.
+    Both treat visits as fixed beforehand. No guarantee may be below that lower bound; the upper
+    bound is valid only if visits were fixed.
     """
     if not verify.available() or (report.recomputed or 0.0) > BRACKET_LIMIT:
         return
@@ -224,7 +227,7 @@ def _check_second_library(report: AgentReport, journal: Journal) -> None:
 def _claim_problems(
     report: AgentReport, journal: Journal, entry: AgentEntry | None, card: PrivacyCard
 ) -> Iterator[str]:
-    """What the card says of this agent that its ledger does not bear out."""
+    """Yield statements of the card about this agent that its ledger contradicts."""
     if entry is None or report.claimed is None or report.recomputed is None:
         yield "it has a ledger, but the card does not name it"
         return
@@ -247,7 +250,7 @@ def _claim_problems(
             f"{report.recomputed:.6f}"
         )
     if card["this_run"] is not None:
-        true_own = journal.epsilon_of(journal.runs[-1])  # the run that spent last wrote the card
+        true_own = journal.epsilon_of(journal.runs[-1])  # the last run to spend wrote the card
         own = card["this_run"].get(report.agent, 0.0)
         if not math.isclose(own, true_own, rel_tol=_TOLERANCE, abs_tol=1e-12):
             text = f"this run alone spent {own:.6f}; the ledger says {true_own:.6f}"
@@ -259,7 +262,7 @@ def _claim_problems(
 
 
 def _card_problems(card: PrivacyCard, agents: Sequence[AgentReport]) -> Iterator[str]:
-    """What is wrong with the claim about the run as a whole."""
+    """Yield problems of the guarantee of the whole run."""
     guarantee, sound = card["guarantee"], card["scope"] == "sound"
     if (guarantee is not None) != (sound and not card["ledger_problems"]):
         yield f"scope {card['scope']} and guarantee {guarantee} contradict each other"
@@ -278,7 +281,7 @@ def _card_problems(card: PrivacyCard, agents: Sequence[AgentReport]) -> Iterator
     if card["sentence"] != guarantee_sentence(card):
         yield "the card's sentence is not what its numbers say"
     if sound and guarantee is not None:
-        # Whether delta 0 follows from the ledgers is checked when the card is made again.
+        # Card recomputation checks whether delta 0 follows from the ledgers.
         stated = (guarantee["unit"], guarantee["neighbours"])
         same = guarantee["delta"] in (0, card["delta"])
         if not same or stated != (card["unit"], card["adjacency"]):

@@ -1,9 +1,9 @@
-"""Compare ledgers and card with what else the run wrote about them.
+"""Compare ledgers and card with the other files of the run.
 
-A ledger that was cut and a card made for the rest of it agree with each other. But checkpoints
-record number and hash of each ledger's last line, metrics.csv what each had spent after each round,
-results.json, privacy.md and model_card.md repeat the claim, and config.yaml says who has a ledger
-and what a local step costs. An editor has to find all of these places.
+A truncated ledger and a card made from it agree with each other. But checkpoints record number and
+hash of each ledger's last line, and metrics.csv the epsilon after each round. results.json,
+privacy.md and model_card.md repeat the guarantee. config.yaml determines which agents have a ledger
+and the cost of a local step. A forger must edit all of these.
 """
 
 import dataclasses
@@ -37,10 +37,11 @@ _RESUME = "; if the run was killed while it wrote them, resume it: it writes the
 
 
 def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
-    """Check that each ledger still has the lines that checkpoints recorded.
+    """Check that each ledger has the lines that checkpoints recorded.
 
-    Where an account outlives the run and is on this machine, the account itself is compared, and of
-    a run that has ended the copy too: it was made after the last checkpoint, and the card from it.
+    If an account outlives the run and is on this machine, the account itself is compared. In a run
+    that has ended its copy is compared too: it was made after the last checkpoint, and the card
+    from it.
     """
     copied = files.accounts is not None and files.shared is None
     for agent in sorted({record.agent for record in files.records}):
@@ -74,8 +75,10 @@ def _holds(journal: Journal, record: LedgerRecord) -> bool:
 
 
 def check_former_ledgers(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
-    """Check that the card names the ledgers of replaced runs that checkpoints recorded, but for
-    those that this run's go on with, which count what is in them."""
+    """Check that the card names the ledgers of replaced runs that checkpoints recorded.
+
+    Ledgers that this run continues are exempt: they contain the earlier charges.
+    """
     if files.card is None:
         return
     named = {(entry["ledger"], entry["agent"]) for entry in files.card["former_ledgers"]}
@@ -92,7 +95,7 @@ def check_former_ledgers(files: RunFiles, journals: Mapping[str, Journal], found
 
 
 def _recorded(text: object) -> Iterator[tuple[str, str, str]]:
-    """Ledger, agent and hash of its last line; of former versions the ledger alone."""
+    """Yield ledger, agent and hash of its last line; in former versions the ledger alone."""
     try:
         recorded = json.loads(str(text))
     except (ValueError, RecursionError):
@@ -144,7 +147,7 @@ def check_results(files: RunFiles, found: Findings) -> None:
 
 
 def _row_differences(results: Mapping[str, Any], card: PrivacyCard) -> Iterator[str]:
-    """Where the card says other classes, rows or an encoder of other data than results.json."""
+    """Yield differences between card and results.json in classes, rows or encoder."""
     rows, names = results["rows"], results.get("class_names")
     classes = len(names) if isinstance(names, list) else None
     if card["task"] != {"classes": classes, "shape": rows.get("shape")}:
@@ -154,10 +157,10 @@ def _row_differences(results: Mapping[str, Any], card: PrivacyCard) -> Iterator[
 
 
 def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
-    """Check that ledgers and card are those that config.yaml asks for.
+    """Check that ledgers and card fit config.yaml.
 
-    Sites have accounts of their own, with budgets of their own, for several runs: one of the plans
-    in them must be this run's.
+    Sites have their own accounts and budgets, for several runs: one of the plans must be this
+    run's.
     """
     config, card = files.config, files.card
     if config is None:
@@ -177,13 +180,13 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
             f"config.yaml gives labels to {agent}, which has no ledger"
             for agent in sorted(wanted - journals.keys())
         ]
-        # A run that was killed as it started has not opened all of them.
+        # A run that was killed at its start has not opened all of them.
         (found.problems if card else found.doubts).extend(missing)
         found.problems += [
             f"there is a ledger of {agent}, to which config.yaml gives no labels"
             for agent in sorted(journals.keys() - wanted)
         ]
-    # The copy of an account has this run's plan; the account perhaps that of another run.
+    # The copy of an account has this run's plan; the account may have another run's.
     own = journals
     if config.privacy.ledger:
         own = {agent: files.own[agent] for agent in journals if agent in files.own}
@@ -221,7 +224,7 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
 
 
 def _unpaid(agent: str, journal: Journal, plan: AccountPlan, files: RunFiles) -> Iterator[str]:
-    """Where a site's ledger has not paid for what checkpoints record as charged, by this plan."""
+    """Yield charges recorded by checkpoints that a site's ledger lacks under this plan."""
     run, ids = files.charged.get(agent, ("", set()))
     if lost := ids - list_charge_ids(journal.visits):
         yield f"the ledger of {agent} lacks {len(lost)} visits that checkpoints record as charged"
@@ -230,7 +233,7 @@ def _unpaid(agent: str, journal: Journal, plan: AccountPlan, files: RunFiles) ->
 
 
 def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]:
-    """Where the card keeps quiet of what the claim takes as public, or tells of another."""
+    """Yield differences between card and config in what the guarantee takes as public."""
     encoder, network, model = card["encoder"], card["network"], config.model
     if (encoder["name"] if encoder else "") != config.data.encoder:
         yield f"config.yaml has the encoder {config.data.encoder or 'none'}, the card another"
@@ -246,7 +249,7 @@ def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]
 
 
 def _noise_of(event: Event) -> float | None:
-    """The noise multiplier of a visit with Gaussian noise; None for a census."""
+    """Return the noise multiplier of a Gaussian visit; None for a census."""
     gaussians = (e for e in leaf_events(event) if isinstance(e, PoissonSampledGaussianEvent))
     return next((leaf.noise_multiplier for leaf in gaussians), None)
 
@@ -254,13 +257,15 @@ def _noise_of(event: Event) -> float | None:
 def _plan_differences(
     agent: str, plan: AccountPlan, config: Config, true: Plan, noise: float | None
 ) -> Iterator[str]:
-    """Where a ledger's plan is not the one that follows from the config. ``noise``: of that one,
-    where it was calibrated."""
+    """Yield differences between a ledger's plan and the plan of the config.
+
+    ``noise``: the calibrated noise multiplier, if calibrated.
+    """
     privacy = config.privacy
     assert privacy is not None
     charged, budget = plan.event, Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
     if config.run.engine != "local":
-        budget = Budget(plan.budget.epsilon, privacy.delta)  # the site's own
+        budget = Budget(plan.budget.epsilon, privacy.delta)  # the site's own budget
     if _is_next_to(_noise_of(charged), noise):
         charged = _with_noise(charged, noise or 0.0)  # a doubt, see below
     for name, expected, found in (
@@ -275,7 +280,7 @@ def _plan_differences(
 
 
 def _rounding_difference(agent: str, plan: AccountPlan, noise: float | None) -> Iterator[str]:
-    """Noise is calibrated on a grid; other library versions may find the neighbouring value."""
+    """Yield a difference in calibrated noise: other library versions may find the next value."""
     found = _noise_of(plan.event)
     if found != noise and _is_next_to(found, noise):
         yield f"config.yaml calibrates to noise {noise:g} here, the ledger of {agent} has {found:g}"

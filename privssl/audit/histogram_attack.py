@@ -1,17 +1,18 @@
-"""Attack a label census alone, by tables of counts in which each record is there by a coin.
+"""Attack a label census alone, with histograms that include each record with probability 1/2.
 
-Each cell of a made-up table is an experiment of its own; the attacker sees the cell of every
+Each cell of a synthetic histogram is an independent experiment; the attacker sees the cell of every
 release (``privacy/label_histogram.py``). The likelihood ratio (Neyman, Pearson) bounds epsilon from
-below (Clopper, Pearson). It is tight for this law: a long enough attack would see all of epsilon,
-so the level of every test is one in a million. The noise is tested too:
+below (Clopper, Pearson). It is tight for this distribution: a long enough attack would reach
+epsilon, so the level of every test is one in a million. The noise is tested too:
 
-    noise            all of it against the discrete Laplace law (chi-square)
+    noise            all of it against the discrete Laplace distribution (chi-square)
     every cell       how often each cell got noise at all
     other cells      whether two cells of a table got the same noise, or opposite noise
-    other releases   the same for two tables, with the usual generators seeded alike before each
+    other releases   the same for two tables, with the usual generators equally seeded before each
 
-With epsilon above 6 nearly all noise is 0, and one cell without noise is not seen. That a record
-is in one cell, whatever the other records are, is the algorithm's to show.
+With epsilon above 6 nearly all noise is 0, and one cell without noise is not detected. The attack
+does not test that a record is in one cell independently of the other records; the algorithm must
+ensure it.
 """
 
 import math
@@ -31,23 +32,23 @@ from privssl.runtime.randomness import others_seeded, seeded
 
 ALARM = 1e-6  # level of each test
 
-# Cells of a made-up table, at least. Among 100, two releases with the same noise would be missed in
-# one case of 16 at epsilon 2; among 200 in one of 100,000.
+# Least number of cells of a synthetic table. With 100 cells, two releases with the same noise would
+# be missed in one case of 16 at epsilon 2; with 200 in one of 100,000.
 _CELLS = 200
-_FEWEST, _MOST = 1000, 4000  # made-up tables
-_LARGEST_SEEN = 8.5  # epsilon; trials grow with its exponential
+_FEWEST, _MOST = 1000, 4000  # synthetic tables
+_LARGEST_SEEN = 8.5  # epsilon; the number of trials is exponential in it
 _COMPARED = 200  # releases that are compared with each other
-_EXPECTED = 10.0  # draws in a bin of the chi-square test, at least
-_NO_DELTA = 1e-12  # the bound wants a delta above 0; this one changes none of its digits
+_EXPECTED = 10.0  # least expected count of a bin of the chi-square test
+_NO_DELTA = 1e-12  # the bound needs delta > 0; this one changes none of its digits
 
 Whole = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class CensusAttack:
-    """What releases of made-up tables gave away, and whether noise was as promised.
+    """The lower bound from releases of synthetic tables, and tests of the noise.
 
-    ``trials`` of the smaller world; ``censuses`` about each record, all charged to one account.
+    ``trials`` of the smaller hypothesis; ``censuses`` per record, all charged to one account.
     """
 
     censuses: int
@@ -58,15 +59,15 @@ class CensusAttack:
 
     @property
     def trials_run(self) -> str:
-        """What was done, in the words of a report."""
+        """Describe the trials for a report."""
         often = "once" if self.censuses == 1 else f"{self.censuses} times"
         return f"{self.trials} records in each world, counted {often}"
 
 
 def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int) -> CensusAttack:
-    """Attack ``censuses`` >= 1 releases about the same records that cost epsilon together."""
+    """Attack ``censuses`` >= 1 releases about the same records, whose total cost is epsilon."""
     cells = math.ceil(_CELLS / classes) * classes
-    often = -math.expm1(float(log_pmf(plan.epsilon, 0)))  # chance that noise is not 0
+    often = -math.expm1(float(log_pmf(plan.epsilon, 0)))  # probability of nonzero noise
     wanted = max(
         2 * trials_to_see(epsilon, 1 - ALARM) / cells,
         math.log(2 * cells / ALARM) / max(often, 1e-9),
@@ -94,10 +95,12 @@ def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int)
 
 
 def trials_to_see(epsilon: float, confidence: float) -> int:
-    """Trials of each world in which a total leak would show the claimed epsilon; at least 1,000.
+    """Return the trials of each hypothesis with which full disclosure would reach epsilon; at least
+    1,000.
 
     Without an error in n counted trials the Clopper-Pearson limit is ln(2 / (1 - confidence)) / n,
-    and the bound minus its logarithm. Half choose the threshold; 10% more, for uneven coins.
+    and the bound minus its logarithm. Half choose the threshold; 10% more, because the hypotheses
+    get unequal numbers.
     """
     counted = math.log(2 / (1 - confidence)) * math.exp(min(epsilon, _LARGEST_SEEN))
     return max(1000, math.ceil(2 * 1.1 * counted))
@@ -112,7 +115,7 @@ _SAYS = {
 
 
 def judge_census(found: CensusAttack, epsilon: float) -> Iterator[str]:
-    """What contradicts a claim of so much epsilon for all censuses together."""
+    """Yield contradictions to this total epsilon of all censuses."""
     for name, p in found.p_values.items():
         if p < ALARM:
             yield f"census: {_SAYS[name]} (p = {p:.2g})"
@@ -124,15 +127,15 @@ def judge_census(found: CensusAttack, epsilon: float) -> Iterator[str]:
 
 
 def _release(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
-    """One release of a table (cells,), from generators that are seeded alike every time."""
+    """Release a table (cells,) once, with equally seeded generators."""
     alike = torch.Generator().manual_seed(0)
-    with seeded(alike), others_seeded(alike):  # noise must come from none of these
+    with seeded(alike), others_seeded(alike):  # noise must not depend on any of these
         table = plan.release(torch.from_numpy(counts.copy()).view(-1, classes))
     return np.asarray(table.numpy(), dtype=np.int64).ravel()
 
 
 def _law_p(noise: Whole, epsilon: float) -> float:
-    """p-value of draws (N,) against the law, by chi-square with both tails put together."""
+    """Return the p-value of noise (N,) by a chi-square test with merged tails."""
     reach = 0
     while len(noise) * math.exp(float(log_pmf(epsilon, reach + 1))) >= _EXPECTED:
         reach += 1
@@ -142,38 +145,38 @@ def _law_p(noise: Whole, epsilon: float) -> float:
     expected = len(noise) * np.array([tail, *middle, tail])
     clipped = np.clip(noise, -reach - 1, reach + 1) + reach + 1
     seen = np.bincount(clipped, minlength=len(expected)).astype(np.float64)
-    if expected[0] < _EXPECTED:  # tails too thin to count: they join the outermost values
+    if expected[0] < _EXPECTED:  # sparse tails join the outermost values
         for bins in (seen, expected):
             bins[1] += bins[0]
             bins[-2] += bins[-1]
         seen, expected = seen[1:-1], expected[1:-1]
-    if len(seen) == 1:  # hardly any noise is not 0: count it
+    if len(seen) == 1:  # nearly all noise is 0: count it
         often = -math.expm1(float(log_pmf(epsilon, 0)))
         return _two_sided(int(np.count_nonzero(noise)), len(noise), often)
     return float(chisquare(seen, expected * (seen.sum() / expected.sum())).pvalue)
 
 
 def _every_cell_p(noise: Whole, often: float) -> float:
-    """p-value that noise is not 0 as often as it should be in each cell of (releases, cells)."""
+    """Return the p-value of the frequency of nonzero noise in each cell of (releases, cells)."""
     hits = np.count_nonzero(noise, axis=0)
     each = [_two_sided(int(k), len(noise), often) for k in np.unique(hits)]
     return float(min(1.0, noise.shape[1] * min(each)))
 
 
 def _two_sided(hits: int, trials: int, chance: float) -> float:
-    """Twice the smaller tail of a binomial count."""
+    """Return twice the smaller tail of a binomial count."""
     below, above = binom.cdf(hits, trials, chance), binom.sf(hits - 1, trials, chance)
     return float(min(1.0, 2 * below, 2 * above))
 
 
 def _alike_p(noise: Whole, epsilon: float) -> float:
-    """p-value that no two columns (N, columns) are too often equal, or opposite, numbers.
+    """Return the p-value that no two columns (N, columns) are too often equal or opposite.
 
-    The chance of two equal draws that are not 0 is known. The oddest pair, times the number of
-    pairs and of tests.
+    The probability of two equal nonzero draws is known. The smallest p-value is multiplied by the
+    number of pairs and of tests.
     """
     values = np.arange(1, 1 + math.ceil(40 / epsilon))
-    # twice: of both signs. Rare equal draws are what tells, so 0 is left out.
+    # # twice: both signs. Without 0, because rare equal values are the evidence
     chance = 2 * float(np.exp(2 * log_pmf(epsilon, values)).sum())
     rows, columns = noise.shape
     most = 0

@@ -1,13 +1,13 @@
 """Attack private steps alone, without training, by canaries that share no coordinate.
 
-Canary i has a gradient along coordinate i of every protected network and nowhere else, so each
-coordinate is an experiment of its own: the canary is in or out by a coin, and the attacker sees its
+Canary i has a gradient only along coordinate i of every protected network, so each coordinate is an
+independent experiment: the canary is included with probability 1/2, and the attacker sees its
 coordinate of every release. The likelihood ratio (Neyman, Pearson) bounds epsilon from below
-(Clopper, Pearson), and releases must follow the distributions that the accounting assumes. The code
-is that of training, ``dp_sgd.PrivateTraining``, with the run's plan, a new object for each visit.
+(Clopper, Pearson), and releases must follow the distributions that the accounting assumes. It runs
+the training code, ``dp_sgd.PrivateTraining``, with the run's plan, a new object for each visit.
 
-* Trials without a canary cost little and bound the rare false accusations: there are many more.
-* Some steps run without noise: the most that one row adds, and which rows took part.
+* Trials without a canary cost little and bound the rare false positives, so there are many more.
+* Some steps run without noise: they give the largest contribution of a row, and the sampled rows.
 * Whole visits by ``local_dp_sgd.train_rows_privately`` test views, momentum and averages, an agent
   without rows, and noise shared between visits.
 """
@@ -42,10 +42,10 @@ from privssl.privacy.secure_noise import secure_uniform
 
 MEMBERS, OTHERS = 240_000, 12_000_000  # trials with and without the canary, at most
 MEMBER_STEPS, OTHER_STEPS = 24_000_000, 1_200_000_000  # trials x steps, at most: about 80 seconds
-#: Side of the square of coordinates of a repetition, and the share of canaries that are in.
+#: Side of the square of coordinates of a repetition, and the share of included canaries.
 WITH_MEMBERS, WITH_OTHERS = (64, 1 / 2), (512, 1 / 2048)
 
-#: What no attack here looks at, or could tell. Printed with every report, and in docs/privacy.md.
+#: Limits of the attacks. Printed with every report, and in docs/privacy.md.
 CANNOT_SEE = (
     "what another computer did, or this one in the past: the code installed here is attacked",
     "faults that only some rows cause, because no row of the run is used",
@@ -68,11 +68,11 @@ CANNOT_SEE = (
     "faults that show in fewer than one in a million releases, and leaks below the claim",
 )
 
-_CHOOSING = 1 / 4  # of the trials, for the threshold
-_TOO_LONG = 2.0  # length of a canary's gradient in clip norms, so that clipping is tested
+_CHOOSING = 1 / 4  # share of the trials that choose the threshold
+_TOO_LONG = 2.0  # norm of a canary's gradient in clip norms, so that clipping is tested
 _ROWS_AT_ONCE = 4096
 _MOST_TESTED = 2_000_000  # releases whose distribution is tested, of each kind
-_MOST_COMPARED = 1000  # steps whose noise is compared, each with each
+_MOST_COMPARED = 1000  # steps whose noise is compared, all pairs
 _STEPS_WITHOUT_NOISE = 400
 _VISITS, _LONGEST_VISIT = 24, 50  # whole visits, and their steps at most
 
@@ -82,7 +82,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class MechanismAttack:
-    """What the releases of private steps gave away, and whether they were as promised.
+    """The lower bound from releases of private steps, and tests of their distribution.
 
     ``p_values`` are of the tests that ``canary_attack.SAYS`` lists. ``sensitivity``: the largest
     contribution of one canary to one step, in clip norms: 1 at most.
@@ -98,7 +98,7 @@ class MechanismAttack:
 
     @property
     def trials_run(self) -> str:
-        """What was done, in the words of a report."""
+        """Describe the trials for a report."""
         return f"{self.members} canaries in, {self.others} out, {self.steps} private steps"
 
 
@@ -140,7 +140,7 @@ def attack_mechanism(
 
 
 class _Seen:
-    """Releases of many repetitions; [0]: of canaries that are out, [1]: that are in."""
+    """Releases of many repetitions; [0]: of excluded canaries, [1]: of included ones."""
 
     def __init__(self, plan: PrivatePlan, steps: int) -> None:
         self._plan, self._steps = plan, steps
@@ -150,7 +150,7 @@ class _Seen:
         self.noise: list[Floats] = []  # of each step of the first repetition
 
     def add(self, side: int, share: float) -> None:
-        """One repetition."""
+        """Add one repetition."""
         plan, included = self._plan, secure_uniform(side * side) < share
         compared = 0 if self.noise else _MOST_COMPARED
         left = _MOST_TESTED
@@ -162,7 +162,7 @@ class _Seen:
             if left > 0 and sum(map(len, self.tested[0])) < 2 * _MOST_TESTED:
                 for inside in (0, 1):
                     self.tested[inside].append(y[included == inside])
-                left -= len(y)  # so that there are some of either kind of repetition
+                left -= len(y)  # so that both kinds of repetitions occur
             if len(self.noise) < compared:
                 self.noise.append(y[~included])
         for inside in (0, 1):
@@ -171,7 +171,7 @@ class _Seen:
 
 
 class _Coordinates(nn.Module):
-    """A network of nothing but a square of numbers: what is released is the noisy sum itself."""
+    """A network of one square of numbers: the release is the noisy sum itself."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
@@ -179,10 +179,11 @@ class _Coordinates(nn.Module):
 
 
 class _Canaries:
-    """Canary i has a gradient along coordinate i alone, the same in every protected network and too
-    long, so that clipping all of them together must shorten it. Seen is their mean direction.
+    """Rows with orthogonal gradients.
 
-    It is a product of two factors, as a linear layer's gradients are: cheap, for so many rows.
+    Canary i has a gradient along coordinate i alone, the same in every protected network and too
+    long, so that joint clipping must shorten it. Observed is their mean direction. It is a product
+    of two factors, like a linear layer's gradients, which is cheap for many rows.
     """
 
     def __init__(self, plan: PrivatePlan, side: int) -> None:
@@ -192,13 +193,13 @@ class _Canaries:
         self._ends = math.sqrt(_TOO_LONG * plan.clip_norm * self._each) * torch.eye(side)
 
     def factors(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Of canaries by number (B,): (B, side) twice."""
+        """Return the factors of canaries by number (B,): (B, side) twice."""
         side = len(self._ends)
         return self._ends[at // side], self._ends[at % side]
 
     @staticmethod
     def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
-        """Of one row, or of all its views: their sum."""
+        """Return the loss of one row, or the sum over all its views."""
         left, right = fields["left"], fields["right"]
         each = [functional.linear(right, net["weight"]) * left for net in parameters.values()]
         return torch.stack(each).sum()
@@ -209,13 +210,13 @@ class _Canaries:
                 network.weight.zero_()
 
     def released(self) -> Floats:
-        """How far the weights have moved since, in clip norms (coordinates,)."""
+        """Return how far the weights have moved since, in clip norms (coordinates,)."""
         weights = [net.weight.detach().double().numpy() for net in self.networks.values()]
         return np.asarray(-np.sum(weights, axis=0).ravel() * (self._each / self._unit))
 
 
 def _releases(plan: PrivatePlan, steps: int, included: Bools, side: int) -> Iterator[Floats]:
-    """What each step released about each canary, in clip norms: (canaries,) for each step."""
+    """Yield each step's release about each canary, in clip norms (canaries,)."""
     once = dataclasses.replace(plan, steps=1, momentum=0.0, average_last=0.0, learning_rate=1.0)
     canaries, at = _Canaries(once, side), torch.from_numpy(np.flatnonzero(included))
 
@@ -223,7 +224,7 @@ def _releases(plan: PrivatePlan, steps: int, included: Bools, side: int) -> Iter
         return dict(zip(("left", "right"), canaries.factors(at[picked]), strict=True))
 
     for step in range(steps):
-        if step % plan.steps == 0:  # as in a run: an object is one visit
+        if step % plan.steps == 0:  # as in a run: one object per visit
             training = PrivateTraining(once, canaries.networks)
         canaries.reset()
         training.run(len(at), fields_of, canaries.row_loss, at_once=_ROWS_AT_ONCE)
@@ -231,7 +232,7 @@ def _releases(plan: PrivatePlan, steps: int, included: Bools, side: int) -> Iter
 
 
 def _without_noise(plan: PrivatePlan) -> tuple[Bools, float]:
-    """Which rows took part in each step (steps, rows), and the most that one of them added."""
+    """Return rows sampled in each step (steps, rows), and the largest contribution of a row."""
     side, share = WITH_MEMBERS
     included = secure_uniform(side * side) < share
     silent = dataclasses.replace(plan, noise_multiplier=0.0)
@@ -245,9 +246,9 @@ def _without_noise(plan: PrivatePlan) -> tuple[Bools, float]:
 def _visited(
     plan: PrivatePlan, visits: int, at: Tensor, side: int, counts_public: bool
 ) -> Iterator[Floats]:
-    """What each of several visits released about each coordinate: (coordinates,) for each.
+    """Yield the release of each of several visits about each coordinate, (coordinates,).
 
-    ``at``: the canaries that are rows of the agent; every second visit is to one without rows.
+    ``at``: the canaries that are rows of the agent; in every second visit the agent has no rows.
     """
     canaries = _Canaries(plan, side)
     x = torch.cat(canaries.factors(at), dim=1)[:, None, None]  # (rows, 1, 1, 2 side)
@@ -268,7 +269,8 @@ def _visited(
 
 
 def _most_added_by_views(plan: PrivatePlan, counts_public: bool) -> float:
-    """The most that one row adds with all its views, in clip norms: they are clipped as one."""
+    """Return the largest contribution of a row with all its views, in clip norms: views are clipped
+    jointly."""
     views = dataclasses.replace(
         plan, views=max(2, plan.views), steps=1, momentum=0.0, average_last=0.0, sample_rate=1.0,
         noise_multiplier=0.0,
@@ -279,7 +281,7 @@ def _most_added_by_views(plan: PrivatePlan, counts_public: bool) -> float:
 
 
 def _whole_visits(plan: PrivatePlan, counts_public: bool) -> dict[str, float]:
-    """Tests of what visits release: p-values by name."""
+    """Test the releases of whole visits; return p-values by name."""
     plan = dataclasses.replace(plan, steps=min(plan.steps, _LONGEST_VISIT))
     side, _ = WITH_MEMBERS
     at = torch.from_numpy(np.flatnonzero(secure_uniform(side * side) < 1 / side))
@@ -289,7 +291,7 @@ def _whole_visits(plan: PrivatePlan, counts_public: bool) -> dict[str, float]:
     out = np.ones(len(seen), dtype=np.bool_)
     out[at.numpy()] = False
     noise = seen[out] / (length * plan.noise_multiplier)
-    # Scaled so that mean and variance are those of one step, which the test knows.
+    # Scaled to the mean and variance of one step, which the test expects.
     inside = rate + (seen[at.numpy(), ::2] - rate * weights.sum()) / length
     return {
         "noise of visits": noise_scale_p(noise),
@@ -301,9 +303,12 @@ def _whole_visits(plan: PrivatePlan, counts_public: bool) -> dict[str, float]:
 
 
 def _weights(plan: PrivatePlan) -> Floats:
-    """How much each step's noisy sum moves what a visit releases (steps,), at learning rate 1:
-    momentum v = m v + g, and the mean of the last iterates."""
-    reach = np.cumsum(float(plan.momentum) ** np.arange(plan.steps))  # after so many further steps
+    """Return the effect of each step's noisy sum on the release of a visit (steps,), at learning
+    rate 1.
+
+    Momentum is v = m v + g, and the release is the mean of the last iterates.
+    """
+    reach = np.cumsum(float(plan.momentum) ** np.arange(plan.steps))  # after so many more steps
     averaged = max(1, round(plan.average_last * plan.steps))
     last = np.arange(plan.steps - averaged, plan.steps)[:, None]
     lag = last - np.arange(plan.steps)  # (averaged, steps)

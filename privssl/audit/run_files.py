@@ -1,4 +1,4 @@
-"""The files of a run as the audit reads them: each once, none believed."""
+"""The files of a run for the audit: each is read once and untrusted."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ class Findings:
 
 
 class LedgerRecord(NamedTuple):
-    """What a checkpoint recorded of one ledger: its last line then."""
+    """A ledger's last line as recorded by a checkpoint."""
 
     checkpoint: str
     agent: str
@@ -44,12 +44,12 @@ class RunFiles:
     """The contents of a run folder; None or empty where a file is absent or cannot be read.
 
     Args:
-        unknown_keys: places of keys in the card that no card has.
+        unknown_keys: places of unknown keys in the card.
         metrics: a mapping for each line of metrics.csv.
-        snapshots: snapshot.json of intact checkpoints, by round. damaged: what is wrong with the
-            others. records: what any of them recorded of the ledgers.
-        charged: of each site its name for the run, and ids of charges, that any of them recorded.
-        accounts: folder of accounts that outlive the run; None where they are the run's own.
+        snapshots: snapshot.json of intact checkpoints, by round. damaged: problems of the others.
+            records: ledger lines that any of them recorded.
+        charged: by site, its name for the run and the ids of charges that any of them recorded.
+        accounts: folder of accounts that outlive the run; None if the run has its own accounts.
         own: journals in the run folder. shared: those in ``accounts``, None without that folder.
     """
 
@@ -69,7 +69,7 @@ class RunFiles:
 
     @property
     def ended(self) -> bool:
-        """Whether the run came to its end: then nothing may be charged after its card."""
+        """Whether the run reached its end: then no charge may follow its card."""
         return (self.results or {}).get("status") in ("finished", "budget_exhausted")
 
 
@@ -123,7 +123,7 @@ def _read_results(path: Path) -> dict[str, Any] | None:
 
 
 def _journals_in(folder: Path) -> list[Path]:
-    """The journals of a folder; a glob would take an unreadable folder for an empty one."""
+    """List the journals of a folder; a glob would take an unreadable folder for an empty one."""
     try:
         return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
     except (FileNotFoundError, NotADirectoryError):
@@ -142,7 +142,7 @@ def _read_checkpoints(
     records: list[LedgerRecord] = []
     for path in sorted(path for path in folder.glob("*") if path.is_dir()):
         if path.name.startswith(atomic_files.TEMPORARY):
-            continue  # of a killed write
+            continue  # left by a killed write
         content, damage = checkpoint.inspect_snapshot(path)
         if damage:
             damaged.append(f"checkpoint {path.name} cannot be read ({damage})")

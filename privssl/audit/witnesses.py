@@ -1,9 +1,9 @@
-"""Check that everything is there that a run of this config writes, and that it agrees.
+"""Check that all files of a run exist and agree with each other.
 
-Deleting what records more than a falsified ledger leaves the rest in agreement. So config.yaml and
-the way the run ended say what must be in the folder: an absent file that bears on the claim is a
-doubt, another one is noted. Files that contradict each other about something else than the claim
-are doubts too. What contradicts the claim itself is in ``audit/cross_checks.py``.
+Deleting the files that contradict a forged ledger leaves the rest in agreement. So config.yaml and
+the way the run ended determine which files must exist. A missing file that bears on the guarantee
+is a doubt, another one a note. Contradictions about other matters are doubts too. Contradictions to
+the guarantee itself are found by ``audit/cross_checks.py``.
 """
 
 import math
@@ -25,7 +25,7 @@ from privssl.storage import tensor_files
 
 _ROUNDING = 1e-6  # relative
 _ROUND = re.compile(r" INFO Round (\d{1,9}) of ")  # of train.log
-_OF_PROGRESS = (  # where results.json repeats a number of the last checkpoint
+_OF_PROGRESS = (  # numbers that results.json repeats from the last checkpoint
     ("rounds", "round"),
     *((f"test_accuracy.{name}", name) for name in ("final", "best", "best_round")),
     *(("bytes.up", "up"), ("bytes.down", "down"), ("seconds.total", "seconds")),
@@ -33,10 +33,10 @@ _OF_PROGRESS = (  # where results.json repeats a number of the last checkpoint
 
 
 def check(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
-    """What is absent from a run's folder, and where its files contradict each other.
+    """Report missing files of a run, and contradictions between its files.
 
-    Without a card nothing is claimed, and nothing is missing. ``cross_checks.check_config`` reports
-    a missing config.yaml.
+    Without a card there is no guarantee, and no file is missing. ``cross_checks.check_config``
+    reports a missing config.yaml.
     """
     card, config, results = files.card, files.config, files.results
     if card is None:
@@ -71,8 +71,10 @@ def check(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> 
 
 
 def _absent(files: RunFiles, card: PrivacyCard) -> Iterator[str]:
-    """Files that bear on the claim. An interrupted run releases no classifier, and has no metrics
-    before its first round."""
+    """Yield missing files that bear on the guarantee.
+
+    An interrupted run releases no classifier, and has no metrics before its first round.
+    """
     run, released = files.run, files.ended or card["weights"] is not None
     text = "{} is absent: every run writes it, and it was not possible to compare it"
     if not (run / "results.json").exists():
@@ -88,7 +90,8 @@ def _absent(files: RunFiles, card: PrivacyCard) -> Iterator[str]:
 
 
 def _interruption(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
-    """Whoever edits all files back to an older checkpoint makes the folder of such a run."""
+    """Yield doubts about an interruption: rolling back all files to an older checkpoint looks like
+    one."""
     if not files.ended:
         yield (
             f"the run was interrupted after round {results.get('rounds')}, and nothing here shows "
@@ -114,7 +117,7 @@ def _check_weights(files: RunFiles, card: PrivacyCard, found: Findings) -> None:
 
 
 def _checkpoint_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
-    """Where results.json says something else than the last checkpoint."""
+    """Yield differences between results.json and the last checkpoint."""
     if not files.snapshots:
         return
     last, rounds = max(files.snapshots), results.get("rounds")
@@ -142,7 +145,7 @@ def _config_differences(config: Config | None, results: Mapping[str, Any]) -> It
 
 
 def _metrics_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
-    """Where metrics.csv says something else than results.json."""
+    """Yield differences between metrics.csv and results.json."""
     table, rounds = files.metrics, results.get("rounds")
     if not table or not files.ended:
         return
@@ -162,7 +165,7 @@ def _metrics_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterato
 
 
 def _later_rounds(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
-    """Whether train.log has a later round than results.json: somebody went back."""
+    """Yield a doubt if train.log has a later round than results.json: files were rolled back."""
     last = max(map(int, _ROUND.findall(read_log(files.run))), default=0)
     rounds = results.get("rounds")
     if isinstance(rounds, int) and last > rounds:
@@ -172,7 +175,7 @@ def _later_rounds(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
 def _spending_differences(
     files: RunFiles, config: Config, journals: Mapping[str, Journal]
 ) -> Iterator[str]:
-    """Where metrics.csv has an epsilon that the ledger never had, or ends with another one."""
+    """Yield values of epsilon in metrics.csv that the ledger never had, or another final one."""
     if not files.metrics or config.privacy is None or config.privacy.ledger:
         return
     for agent, journal in journals.items():
@@ -193,7 +196,7 @@ def _spending_differences(
 
 
 def _course(journal: Journal) -> list[float]:
-    """Epsilon before the first visit and after each."""
+    """Return epsilon before the first visit and after each."""
     spent, course = journal.plan.cost(()), [0.0]
     for event in journal.events:
         spent = spent + journal.plan.charge(event)
@@ -202,13 +205,13 @@ def _course(journal: Journal) -> list[float]:
 
 
 def _split_differences(files: RunFiles, journals: Mapping[str, Journal]) -> Iterator[str]:
-    """Where split.json is damaged, or gives other numbers of rows than public counts say."""
+    """Yield damage of split.json, or numbers of rows that differ from public counts."""
     path = files.run / "split.json"
     if not path.is_file():
         return
     try:
         held = split_manifest.read_manifest(path).agents
-    except DataError:  # without its words: labels could be tried until a hash matches
+    except DataError:  # without its text: labels could be tried until a hash matches
         yield "split.json cannot be used: it is damaged, or was changed after it was written"
         return
     for agent, journal in journals.items():
@@ -219,7 +222,7 @@ def _split_differences(files: RunFiles, journals: Mapping[str, Journal]) -> Iter
 
 
 def _missing_records(files: RunFiles, config: Config) -> Iterator[str]:
-    """Checkpoints without a record of the ledger of an agent which has labels by config.yaml."""
+    """Yield checkpoints without a ledger record of an agent that has labels by config.yaml."""
     for number, content in files.snapshots.items():
         for agent in holders(config.data.labels, config.agents).labelled:
             if LEDGER_SEQ + agent not in content["extra"]["mapping"]:
@@ -227,7 +230,7 @@ def _missing_records(files: RunFiles, config: Config) -> Iterator[str]:
 
 
 def _missing_visits(files: RunFiles, config: Config, card: PrivacyCard) -> Iterator[str]:
-    """Fewer visits than planned in a run that does not say that its budget ran out."""
+    """Yield missing planned visits in a run that does not report an exhausted budget."""
     status, planned = (files.results or {}).get("status"), card["planned_visits"]
     if config.privacy is None or config.privacy.ledger or not card["agents"]:
         return
@@ -239,7 +242,7 @@ def _missing_visits(files: RunFiles, config: Config, card: PrivacyCard) -> Itera
 
 
 def _value(results: Mapping[str, Any], name: str) -> Any:
-    """A field of results.json by its dotted name."""
+    """Return a field of results.json by its dotted name."""
     outer, _, inner = name.partition(".")
     value = results.get(outer)
     return value.get(inner) if inner and isinstance(value, dict) else value
@@ -251,5 +254,5 @@ def _same(found: object, true: object, *, within: float = 0.0) -> bool:
         return found == true
     try:
         return math.isclose(*numbers, rel_tol=1e-9, abs_tol=within)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer beyond the range of floats
         return False

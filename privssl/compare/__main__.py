@@ -1,15 +1,15 @@
 """``python -m privssl.compare CONFIG... [--seeds N] [--vary key=a,b] [section.key=value ...]``.
 
-Every config runs with every seed, one run after another, on the same split of the same data. At
-the end there is one table and one plot. Each run is what ``privssl.train`` makes of the same
-config, in its own folder DIR/NAME-SEED: it can be audited and resumed alone.
+Every config runs with every seed, one run after another, on the same split of the same data. The
+result is one table and one plot. Each run equals a run of ``privssl.train`` with the same config,
+in its own folder DIR/NAME-SEED, and can be audited and resumed alone.
 
 1. Everything is checked before the first run: each config, its data, its privacy plan, that all
    configs share a split in each seed, and what the folders already contain.
 2. Finished runs are kept, interrupted ones are resumed from their checkpoint, the others start. So
    the same command continues after Ctrl-C, a kill or an error, and more seeds add their runs.
 
-Exit status as that of train: 0 finished, 2 the user's mistake, 130 interrupted.
+Exit status as of train: 0 finished, 2 user error, 130 interrupted.
 """
 
 import argparse
@@ -83,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    """
+    """Parse a number of seeds or a list of seeds.
+
     >>> _seeds("3"), _seeds("3,4,5"), _seeds("7,")
     ((0, 1, 2), (3, 4, 5), (7,))
     """
@@ -99,7 +100,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    with gc_paused():  # here, so that --help and a typo in the command take no second
+    with gc_paused():  # here, so that --help and usage errors stay fast
         from privssl.compare import files, paired, plan, runner, table
         from privssl.experiment.plugin_names import imports_of
 

@@ -26,8 +26,8 @@ def write(
     runs: Mapping[str, Sequence[Path]],
     varied: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Write all files, each whole or not at all, the plot last. By config: its run folders, and the
-    keys of ``--vary`` with its values.
+    """Write all files, each atomically, the plot last. ``runs`` and ``varied`` are by config: run
+    folders, and keys of ``--vary`` with values.
 
     Raises:
         RunFolderError: a file cannot be written, or the metrics of a run cannot be read.
@@ -43,14 +43,14 @@ def write(
     drawing = figure({n: [curve(run, n in claimed) for run in of] for n, of in runs.items()})
     for kind in ("png", "pdf"):
         picture = io.BytesIO()
-        # Letters as outlines that publishers accept.
+        # Embed fonts in a type that publishers accept.
         with mpl.rc_context({"pdf.fonttype": 42}):
             drawing.savefig(picture, format=kind)
         atomic_files.write(folder / f"comparison.{kind}", picture.getvalue())
 
 
 def paired_section(found: Sequence[Difference]) -> list[str]:
-    """The lines of the Markdown table of differences; none without one."""
+    """Return the lines of the Markdown table of differences; none without differences."""
     if not found:
         return []
     lines = [(one.config, one.interval(), one.p_text()) for one in found]
@@ -60,7 +60,7 @@ def paired_section(found: Sequence[Difference]) -> list[str]:
 
 
 def runs_text(rows: Sequence[Row], varied: Mapping[str, Mapping[str, Any]]) -> str:
-    """A CSV line per run with all digits, and a column for each varied key."""
+    """Return a CSV line per run with all digits, and a column for each varied key."""
     return csv_lines(
         [
             {
@@ -82,7 +82,8 @@ def runs_text(rows: Sequence[Row], varied: Mapping[str, Mapping[str, Any]]) -> s
 
 
 def escape(text: str) -> str:
-    r"""
+    r"""Escape text for LaTeX.
+
     >>> print(escape("a_1 ± 5%"))
     a\_1 $\pm$ 5\%
     """
@@ -90,10 +91,10 @@ def escape(text: str) -> str:
 
 
 def latex(rows: Sequence[Row], found: Sequence[Difference]) -> str:
-    """The table for a paper, with booktabs: a row per config; the best accuracy, chosen on test
-    rows, is left out. Notes are comments.
+    """Return the table in LaTeX with booktabs, a row per config; notes are comments.
 
-    ``found``: differences from the first config, of those that can be paired.
+    The best accuracy is left out: it was chosen on test rows. ``found``: paired differences from
+    the first config.
     """
     headings = ["config", "algorithm", "labels", "rounds", "final test accuracy", "epsilon"]
     paired = {one.config: one for one in found}
@@ -107,7 +108,7 @@ def latex(rows: Sequence[Row], found: Sequence[Difference]) -> str:
         lines.append(" & ".join(map(escape, line)) + r" \\")
     if found:
         headings += [f"difference from {rows[0].config}", p_heading(found)]
-    # A note of several lines would leave the comment.
+    # A note of several lines would end the comment.
     comments = [f"% {' '.join(note.split())}" for note in notes(rows)]
     return "\n".join(
         [

@@ -1,8 +1,8 @@
 """Differences of final test accuracy on the same splits: mean, confidence interval, paired t-test.
 
-The split of a seed is shared, so its luck cancels in the difference of two configs. Of several
-tests one is likely to find something by chance alone: Holm's correction (S. Holm, A simple
-sequentially rejective multiple test procedure, Scandinavian Journal of Statistics 6, 1979).
+Configs share the split of a seed, so its variation cancels in their difference. p-values are
+corrected for several tests by Holm's method (S. Holm, A simple sequentially rejective multiple test
+procedure, Scandinavian Journal of Statistics 6, 1979).
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ LEVEL = 0.95  # of the confidence interval
 class Difference:
     """Final test accuracy of a config minus that of the first, a value per seed.
 
-    ``low`` and ``high`` bound the mean difference at ``LEVEL``, for normal differences.
-    ``p_value`` is that of the two-sided paired t-test; None where all differences are equal.
-    ``holm`` is the same corrected for all tests of a comparison.
+    ``low`` and ``high`` bound the mean difference at ``LEVEL``, for normal differences. ``p_value``
+    is that of the two-sided paired t-test; None where all differences are equal. ``holm`` is
+    corrected for all tests of a comparison.
     """
 
     config: str
@@ -42,14 +42,15 @@ class Difference:
         return statistics.fmean(self.values)
 
     def interval(self) -> str:
-        """
+        """Format the mean difference with its interval.
+
         >>> difference("a", "b", (0.01, 0.03)).interval()
         '+0.0200 [-0.1071, +0.1471]'
         """
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
     def p_text(self) -> str:
-        """p, corrected for several tests.
+        """Format p, corrected for several tests.
 
         >>> difference("a", "b", (0.01, 0.03)).p_text()
         '0.295'
@@ -67,18 +68,19 @@ class Difference:
 
 
 def difference(config: str, first: str, values: Sequence[float]) -> Difference:
-    """The interval and the test of differences, at least two."""
+    """Compute the interval and the test of at least two differences."""
     seeds, mean = len(values), statistics.fmean(values)
     error = statistics.stdev(values) / math.sqrt(seeds)
     half = float(stdtrit(seeds - 1, (1 + LEVEL) / 2)) * error
-    exact = error < 1e-12  # rounding apart, all are equal
+    exact = error < 1e-12  # all are equal up to rounding
     p_value = None if exact else 2 * float(stdtr(seeds - 1, -abs(mean) / error))
     return Difference(config, first, tuple(values), mean - half, mean + half, p_value, p_value)
 
 
 def corrected(p_values: Sequence[float]) -> list[float]:
-    """p values by Holm: the smallest times their number, the next times one less, and so on, none
-    below an earlier one. The chance of any false claim at level a is then at most a.
+    """Correct p-values by Holm's method: the smallest times their number, the next times one less,
+    and so on, none below an earlier one. The probability of any false rejection at level a is
+    then at most a.
 
     >>> [round(p, 3) for p in corrected([0.04, 0.01, 0.02])]
     [0.04, 0.03, 0.04]
@@ -92,12 +94,12 @@ def corrected(p_values: Sequence[float]) -> list[float]:
 
 
 def p_heading(found: Sequence[Difference]) -> str:
-    """The heading of a column of ``p_text``."""
+    """Return the heading of a column of ``p_text``."""
     return "p (Holm)" if len(found) > 1 else "p"
 
 
 def differences(rows: Sequence[Row]) -> list[Difference]:
-    """Each config minus the first, where both have the same splits and at least two seeds.
+    """Return each config minus the first, if both have the same splits and at least two seeds.
 
     A config without a p value counts as no test.
     """
@@ -106,7 +108,7 @@ def differences(rows: Sequence[Row]) -> list[Difference]:
     for of in others:
         if of.differs or len(of.runs) < 2 or of.seeds != first.seeds:
             continue
-        # Of private runs the hash is withheld, and split.json has been compared (differs).
+        # Private runs withhold the hash; their split.json has been compared (differs).
         hashes = (
             {a["split_hash"], b["split_hash"]} - {WITHHELD}
             for a, b in zip(of.runs, first.runs, strict=True)
@@ -122,7 +124,7 @@ def differences(rows: Sequence[Row]) -> list[Difference]:
 
 
 def explanation(found: Sequence[Difference]) -> str:
-    """What the differences say, and what they do not."""
+    """Explain the meaning and the limits of the differences."""
     many = f" There are {len(found)} tests, for which p is corrected (Holm); the intervals are not."
     return (
         f"Difference: final test accuracy minus that of {found[0].first} on the same split, mean "

@@ -1,4 +1,4 @@
-"""The runs of a comparison in their order, checked before the first: configs, folders, splits."""
+"""The ordered runs of a comparison, checked before the first: configs, folders, splits."""
 
 import dataclasses
 import hashlib
@@ -19,16 +19,14 @@ from privssl.runs import resume, run_dir
 from privssl.runs.round_plan import rounds_of
 
 LONGEST_FOLDER = 100  # characters of the default folder's list of names
-# Keys that the command sets for every run, and what to use instead.
+# Keys that the command sets for every run, and their alternatives.
 DECIDED = {
     "run.seed": "use --seeds",
     "run.output": "use --output",
     "run.overwrite": "a comparison never replaces a run; remove its folder, or use --output",
 }
 
-RunState = Literal[
-    "new", "stale", "begun", "finished"
-]  # stale: begun, and died without a checkpoint
+RunState = Literal["new", "stale", "begun", "finished"]  # stale: ended without a checkpoint
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,14 @@ class Planned:
 
 
 def load_configs(arguments: Sequence[str], vary: Sequence[str] = ()) -> list[Config]:
-    """The configs, each with all overrides, and each in all variants (``section.key=a,b,c``).
+    """Load the configs, each with all overrides, and each in all variants (``section.key=a,b,c``).
+
     ``arguments``: paths of YAML files and ``section.key=value``, in any order.
 
     Raises:
         ConfigError: with the problems of all of them; or two have one name.
     """
-    # A file whose name has an equals sign can be written with its folder: ./a=1.yaml.
+    # A file whose name contains an equals sign needs a folder: ./a=1.yaml.
     overrides = [t for t in arguments if "=" in t and "/" not in t.partition("=")[0]]
     paths = [Path(text) for text in arguments if text not in overrides]
     for key, instead in DECIDED.items():
@@ -101,7 +100,7 @@ def _load(path: Path, overrides: Sequence[str], variant: Variant) -> Config:
 
 
 def varied_values(loaded: Sequence[Config], vary: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Config -> the keys of ``--vary`` with its values."""
+    """Map each config to the keys of ``--vary`` with its values."""
     keys = [text.partition("=")[0] for text in vary]
     return {config.run.name: {key: _value(config, key) for key in keys} for config in loaded}
 
@@ -115,13 +114,13 @@ def _value(config: Config, key: str) -> Any:
 
 
 def title_of(config: Config) -> str:
-    """The file of a config, with its name where that is another, as that of a variant is."""
+    """Return the file of a config, with its name if different (as for variants)."""
     plain = config.run.name == config.source.stem
     return str(config.source) if plain else f"{config.source} ({config.run.name})"
 
 
 def default_output(loaded: Sequence[Config]) -> Path:
-    """runs/compare-NAMES."""
+    """Return runs/compare-NAMES."""
     names = "-".join(config.run.name for config in loaded)
     if len(names) > LONGEST_FOLDER:
         names = f"{names[:LONGEST_FOLDER]}-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
@@ -129,8 +128,10 @@ def default_output(loaded: Sequence[Config]) -> Path:
 
 
 def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> list[Planned]:
-    """All runs in their order: all configs on one seed, then on the next. Raises UserError,
-    AccountingError: the first problem, with its run."""
+    """Return all runs in their order: all configs on one seed, then on the next.
+
+    Raises UserError or AccountingError for the first problem, with its run.
+    """
     planned = []
     for seed in seeds:
         for config in loaded:
@@ -148,10 +149,10 @@ def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> li
 
 
 def _check_one_data_set(of: Sequence[Planned]) -> None:
-    """Refuse seeds of one config on other rows: their files have changed since a run finished."""
+    """Refuse seeds of one config with different rows: their files changed after a run finished."""
     first = of[0]
     others = [str(run.config.run.seed) for run in of if run.rows != first.rows]
-    if others and first.config.data.test is None:  # which draws test rows by the seed
+    if others and first.config.data.test is None:  # which samples test rows by the seed
         raise ConfigError(
             f"{title_of(first.config)}: seed {', '.join(others)} has other rows than seed "
             f"{first.config.run.seed}: {first.config.data.name} was changed between runs. Put the "
@@ -160,7 +161,7 @@ def _check_one_data_set(of: Sequence[Planned]) -> None:
 
 
 def _check_folder_name(folder: Path) -> None:
-    """Refuse a name that config.yaml of the run could not contain."""
+    """Refuse a name that a run's config.yaml could not contain."""
     if len(str(folder)) > LONGEST_NAME or not str(folder).isprintable():
         raise ConfigError(
             f"{str(folder)!r} cannot be the folder of a run: give --output a name that can be "
@@ -173,7 +174,7 @@ def _plan_run(config: Config) -> Planned:
     if state == "finished":
         outcome = run_dir.read_outcome(config.folder)
         assert outcome is not None  # or it would not be finished
-        # Not from the results: those of private runs withhold it.
+        # Not from results.json: private runs withhold it there.
         split = split_manifest.read_manifest(config.folder / "split.json")
         return Planned(config, state, outcome[0]["rounds"], split.hash, split.checksum)
     prepared = prepare(config)
@@ -182,7 +183,7 @@ def _plan_run(config: Config) -> Planned:
 
 
 def _state(config: Config) -> RunState:
-    """The state of the folder of a run. RunFolderError if it is no run, or another one."""
+    """Return the state of a run's folder. Raises RunFolderError if it is no run, or another one."""
     folder = config.folder
     try:
         names = run_dir.list_entries(folder)
@@ -204,7 +205,7 @@ def _state(config: Config) -> RunState:
 
 
 def by_name(planned: Sequence[Planned]) -> dict[str, list[Planned]]:
-    """Config -> its runs; configs in the order of the command line, runs in that of the seeds."""
+    """Map configs to runs; configs in the order of the command line, runs by seed."""
     found: dict[str, list[Planned]] = {}
     for run in planned:
         found.setdefault(run.name, []).append(run)
@@ -212,7 +213,7 @@ def by_name(planned: Sequence[Planned]) -> dict[str, list[Planned]]:
 
 
 def different_splits(planned: Sequence[Planned]) -> dict[str, list[str]]:
-    """Config -> keys for which its splits differ from those of the first config."""
+    """Map configs to the keys for which their splits differ from those of the first config."""
     first, *others = by_name(planned).values()
     differs: dict[str, list[str]] = {first[0].name: []}
     for of in others:
@@ -223,7 +224,7 @@ def different_splits(planned: Sequence[Planned]) -> dict[str, list[str]]:
 
 
 def _differing(config: Config, first: Config) -> Mapping[str, tuple[Any, Any]]:
-    """Keys of data and agents that differ: key -> value here, and of the first."""
+    """Map the keys of data and agents that differ to both values: this one, and the first's."""
     return {
         f"{section}.{key}": (value, vars(getattr(first, section))[key])
         for section in ("data", "agents")
@@ -233,7 +234,7 @@ def _differing(config: Config, first: Config) -> Mapping[str, tuple[Any, Any]]:
 
 
 def cannot_share(planned: Sequence[Planned], differs: Mapping[str, Sequence[str]]) -> str:
-    """The error message for configs without a shared split, with every key that differs."""
+    """Return the error message for configs without a shared split, with every key that differs."""
     named = by_name(planned)
     first = planned[0].config
     lines = []

@@ -1,7 +1,7 @@
 """The plot of a comparison: test accuracy against rounds, seconds, bytes and epsilon.
 
-metrics.csv has accuracy, bytes and what each account has spent. The seconds of a round are in the
-run's TensorBoard events, because metrics.csv has only what the seed determines.
+metrics.csv has accuracy, bytes and the epsilon of each account. The seconds of a round are in the
+TensorBoard events, because metrics.csv only has values that the seed determines.
 """
 
 import csv
@@ -19,27 +19,30 @@ from tensorboard.backend.event_processing import event_accumulator  # type: igno
 from privssl.errors import RunFolderError
 from privssl.runtime.process import without_tensorflow
 
-DASHES = ("-", "--", ":", "-.")  # the next dash after ten colours
+DASHES = ("-", "--", ":", "-.")  # line style after ten colours
 COLOURS = 10  # of matplotlib's default cycle
 AXES = {"bytes": "bytes, up and down", "epsilon": "epsilon spent, largest over agents"}
-MARKED = 30  # a line of at most so many points shows them
+MARKED = 30  # lines of at most this many points show them
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run, a value per evaluated round. Seconds and bytes (both ways) are since the start."""
+    """A run with a value per evaluated round. Seconds and bytes (both ways) are cumulative."""
 
     rounds: tuple[int, ...]
     accuracy: tuple[float, ...]  # on test rows
     seconds: tuple[float, ...]
     bytes: tuple[float, ...]
-    #: The largest over agents of what an account has spent; empty without a guarantee.
+    #: The largest epsilon of an account; empty without a guarantee.
     epsilon: tuple[float, ...] = ()
 
 
 def curve(folder: Path, guaranteed: bool = False) -> Curve:
-    """Read metrics.csv and tensorboard/ of a finished run; ``guaranteed``: with its epsilon, which
-    is a guarantee. Raises RunFolderError where one of them is missing or damaged."""
+    """Read metrics.csv and tensorboard/ of a finished run.
+
+    ``guaranteed``: include epsilon, which is a guarantee. Raises RunFolderError if a file is
+    missing or damaged.
+    """
     path = folder / "metrics.csv"
     took = _round_seconds(folder / "tensorboard")
     rounds, accuracy, seconds, sent = list[int](), list[float](), list[float](), list[float]()
@@ -67,7 +70,7 @@ def curve(folder: Path, guaranteed: bool = False) -> Curve:
 
 
 def _round_seconds(folder: Path) -> dict[int, float]:
-    """Round -> wall seconds; a round that a resumed run repeated counts once."""
+    """Map rounds to wall seconds; a round repeated after a resume counts once."""
     without_tensorflow()
     kept = {event_accumulator.SCALARS: 0, event_accumulator.IMAGES: 1}  # 0: all of them
     events = event_accumulator.EventAccumulator(str(folder), size_guidance=kept)
@@ -79,9 +82,12 @@ def _round_seconds(folder: Path) -> dict[int, float]:
 
 
 def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
-    """Panels with a line per config, of at least one run: the mean over seeds, with a band of one
-    sample standard deviation of the accuracy. One seed has no band. Without a guarantee there is no
-    epsilon."""
+    """Plot panels with a line per config: the mean over seeds with a band of one standard
+    deviation.
+
+    Each config has at least one run; one seed has no band. Without a guarantee there is no panel
+    for epsilon.
+    """
     private = any(run.epsilon for runs in curves.values() for run in runs)
     axes_names = ("rounds", "seconds", "bytes", *(["epsilon"] if private else []))
     drawing = Figure(figsize=(4.35 * len(axes_names), 4.6), dpi=150, layout="constrained")
@@ -123,6 +129,6 @@ def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
 
 
 def _at(runs: Sequence[Curve], rounds: Sequence[int], quantity: str) -> list[tuple[float, ...]]:
-    """For each round the quantity of every run."""
+    """Return for each round the quantity of every run."""
     found = [dict(zip(run.rounds, getattr(run, quantity), strict=True)) for run in runs]
     return [tuple(of_run[number] for of_run in found) for number in rounds]

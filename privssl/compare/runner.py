@@ -1,4 +1,4 @@
-"""The runs of a comparison, one after another, and what is printed about them."""
+"""The runs of a comparison in sequence, and their printed output."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ from privssl.runs import launch, run_dir
 from privssl.runs.resume import other_file
 from privssl.runtime.console import Terminal
 
-WIDTH = 200  # characters of a table that goes to a file or a pipe
+WIDTH = 200  # characters of a table in a file or a pipe
 
 
 def run_all(planned: Sequence[Planned], *, quiet: bool) -> Literal["finished", "interrupted"]:
-    """Do what is not done yet, one run after another."""
+    """Run all unfinished runs in sequence."""
     with ExitStack() as stack:
         todo = [(number, run) for number, run in enumerate(planned, 1) if run.state != "finished"]
         progress = None
@@ -51,7 +51,7 @@ def run_all(planned: Sequence[Planned], *, quiet: bool) -> Literal["finished", "
 
 
 class _RunProgress(Tracker):
-    """One run's rounds on the progress of all runs, which stays open after it."""
+    """One run's rounds within the progress of all runs."""
 
     def __init__(self, progress: ProgressTracker) -> None:
         self._progress = progress
@@ -61,7 +61,7 @@ class _RunProgress(Tracker):
 
 
 def _run(run: Planned, progress: ProgressTracker | None, title: str) -> str:
-    """One run, as ``train`` does it; returns the status of its results.json."""
+    """Run one config like ``train``; return the status of its results.json."""
     settings = dataclasses.replace(run.config.run, overwrite=run.state == "stale")
     prepared = prepare(dataclasses.replace(run.config, run=settings))
     if prepared.federated_data.manifest.hash != run.split:
@@ -80,12 +80,12 @@ def _run(run: Planned, progress: ProgressTracker | None, title: str) -> str:
 
 def _outcome(folder: Path) -> compare_table.Results:
     outcome = run_dir.read_outcome(folder)
-    assert outcome is not None  # every run that has ended has written it
+    assert outcome is not None  # every ended run has written it
     return outcome[0]
 
 
 def _wide(console: Console) -> Console:
-    """A console for tables: a file or a pipe has no width of its own."""
+    """Return a console for tables: files and pipes have no width."""
     if console.is_terminal:
         return console
     return Terminal(stderr=console.stderr, highlight=False, soft_wrap=True, width=WIDTH)
@@ -94,7 +94,7 @@ def _wide(console: Console) -> Console:
 def overview(
     planned: Sequence[Planned], differs: Mapping[str, Sequence[str]], console: Console
 ) -> None:
-    """Print a line per run, in the order in which they would be done (--dry-run)."""
+    """Print a line per run, in execution order (--dry-run)."""
     words = {"new": "start", "stale": "start again", "begun": "resume", "finished": "nothing: done"}
     table = Table("run", Column("folder", overflow="fold"), "rounds", "split", "would do")
     for run in planned:
@@ -114,9 +114,9 @@ def _evaluate_every(folder: Path) -> int:
 def rows_of(
     planned: Sequence[Planned], differs: Mapping[str, Sequence[str]]
 ) -> list[compare_table.Row]:
-    """A row of the table for each config, from the folders of its finished runs.
+    """Return a row of the table for each config, from the folders of its finished runs.
 
-    ``run.evaluate_every`` is the recorded one: it changes no result, so the config may differ.
+    ``run.evaluate_every`` is taken from the runs: it changes no result, so the config may differ.
     """
     rows = []
     for name, of in plan.by_name(planned).items():
@@ -137,8 +137,10 @@ def rows_of(
 
 
 def _uses_unprotected_rows(config: Config) -> bool:
-    """Whether a private config uses rows without noise: unlabelled, validation or drawn test
-    rows."""
+    """Return whether a private config also uses rows without noise.
+
+    These are unlabelled, validation or sampled test rows.
+    """
     data, agents = config.data, config.agents
     learns = WITH_UNREAD[config.algorithm.name].reads_unlabelled
     held = bool(agents.query or agents.mixed)
@@ -146,7 +148,7 @@ def _uses_unprotected_rows(config: Config) -> bool:
 
 
 def _other_code(of: Sequence[Planned]) -> Iterator[str]:
-    """A sentence for each plug-in that is not what finished runs of a config were made with."""
+    """Yield a sentence for each plug-in that has changed since the runs of a config."""
     now = describe_here(of[0].config)
     for key, here in now.items():
         runs = [run.title for run in of if _is_other(_outcome(run.config.folder), key, here)]
@@ -163,7 +165,7 @@ def _is_other(results: compare_table.Results, key: str, here: Mapping[str, str |
 
 
 def report(rows: Sequence[compare_table.Row], output: Path, console: Console) -> None:
-    """Print the columns that a narrow screen has room for, and the notes."""
+    """Print the columns that fit a narrow screen, and the notes."""
     headings = ("config", "final test accuracy", "seconds", "bytes up", "bytes down", "epsilon")
     table = Table(*(Column(heading, overflow="fold") for heading in headings), box=SIMPLE)
     for row in rows:

@@ -33,7 +33,7 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 @dataclass(frozen=True)
 class MeanStd:
-    """One quantity of a config, with a value per seed."""
+    """One quantity of a config, a value per seed."""
 
     values: tuple[float, ...]
 
@@ -47,7 +47,8 @@ class MeanStd:
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def text(self, digits: int, unit: float = 1.0) -> str:
-        """
+        """Format mean and standard deviation.
+
         >>> MeanStd((1.0, 3.0)).text(2), MeanStd((1500.0,)).text(1, unit=1000.0)
         ('2.00 ± 1.41', '1.5')
         """
@@ -55,7 +56,8 @@ class MeanStd:
         return mean if self.std is None else f"{mean} ± {self.std / unit:.{digits}f}"
 
     def in_bytes(self) -> str:
-        """
+        """Format as bytes with a unit.
+
         >>> MeanStd((12_345_678.0,)).in_bytes(), MeanStd((0.0,)).in_bytes()
         ('12.3 MB', '0 B')
         """
@@ -68,14 +70,14 @@ class MeanStd:
 
 @dataclass(frozen=True)
 class Epsilon:
-    """The weakest claim of a config over its seeds: a mean of bounds would bound nothing.
+    """The weakest guarantee of a config over its seeds; a mean of bounds is not a bound.
 
-    The claim is that of one run or, where accounts outlive runs (``lasting``), of everything that
-    an account had paid for when the run ended.
+    It covers one run or, if accounts outlive runs (``lasting``), all charges of an account until
+    the end of the run.
     """
 
     kind: Literal["guarantee", "nominal", "none"]
-    value: float | None = None  # >= 0; None without a guarantee and a nominal number
+    value: float | None = None  # >= 0; None without a guarantee or nominal number
     delta: float | None = None  # in (0, 1)
     covers: tuple[str, ...] = ()  # networks; none unless guaranteed
     lasting: bool = False
@@ -98,17 +100,17 @@ class Epsilon:
 
 @dataclass(frozen=True)
 class Row:
-    """A config of the comparison."""
+    """One config of the comparison."""
 
     config: str
     runs: tuple[Results, ...]  # one per seed
     epsilon: Epsilon
     differs: tuple[str, ...]  # keys for which its split is not that of the first config
     evaluate_every: tuple[int, ...]  # rounds, of each run
-    other_code: tuple[str, ...]  # sentences on runs of other plug-ins than those here
-    splits: tuple[str, ...]  # hash of each run's split; shown nowhere
-    accounts: str  # folder of accounts that outlive runs; shown nowhere
-    unprotected: bool  # whether other rows than those with labels are used, without noise
+    other_code: tuple[str, ...]  # sentences about plug-ins that changed since the runs
+    splits: tuple[str, ...]  # hash of each run's split; not printed
+    accounts: str  # folder of accounts that outlive runs; not printed
+    unprotected: bool  # whether rows other than labelled ones are used, without noise
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -116,7 +118,7 @@ class Row:
 
     @cached_property
     def values(self) -> Mapping[str, MeanStd]:
-        """Over the runs, by the names of ``QUANTITIES``."""
+        """Values over the runs, by the names of ``QUANTITIES``."""
         return {
             name: MeanStd(tuple(float(run[section][key]) for run in self.runs))
             for name, (section, key) in QUANTITIES.items()
@@ -124,8 +126,11 @@ class Row:
 
 
 def epsilon_of(runs: Sequence[Results], delta: float | None, *, lasting: bool = False) -> Epsilon:
-    """The claim of finished runs of one config, at least one. ``delta``: of its privacy section;
-    None without one. ``lasting``: whether its accounts outlive runs (``privacy.ledger``)."""
+    """Return the guarantee of at least one finished run of a config.
+
+    ``delta``: of its privacy section; None without one. ``lasting``: whether its accounts outlive
+    runs (``privacy.ledger``).
+    """
     privacy = [run["privacy"] for run in runs]
     guarantees = [claim["guarantee"] for claim in privacy]
     nominal = [claim["nominal_epsilon"] for claim in privacy]
@@ -139,7 +144,7 @@ def epsilon_of(runs: Sequence[Results], delta: float | None, *, lasting: bool = 
 
 
 def cells(of: Row, first: str) -> tuple[str, ...]:
-    """A row's texts, in the order of ``HEADINGS``. first: the config whose split is compared."""
+    """Format a row in the order of ``HEADINGS``. first: the config to compare splits with."""
     split = f"DIFFERENT from {first}: {', '.join(of.differs)}" if of.differs else "shared"
     labels, rounds = (str(of.runs[0][key]) for key in ("labels", "rounds"))
     final, best, seconds, up, down = of.values.values()
@@ -151,7 +156,7 @@ def cells(of: Row, first: str) -> tuple[str, ...]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What the numbers do not say."""
+    """Return notes on the limits of the numbers."""
     seeds = rows[0].seeds
     found = [
         f"Seeds {', '.join(map(str, seeds))}: each value is the mean ± the sample standard "
@@ -211,7 +216,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _unprotected_in_other_splits(rows: Sequence[Row]) -> list[str]:
-    """That a labelled record of one split may have no noise in another; by public numbers alone."""
+    """Note that labelled records of one split may have no noise in another; from public numbers
+    alone."""
     claims = [of for of in rows if of.epsilon.kind == "guarantee"]
     splits: dict[str, set[str]] = {}  # by data set
     for of in claims:
@@ -234,7 +240,7 @@ def _unprotected_in_other_splits(rows: Sequence[Row]) -> list[str]:
 
 
 def _unprotected_beside_private(rows: Sequence[Row]) -> list[str]:
-    """That configs use the rows of private ones without protection; by public names alone."""
+    """Note configs that use the rows of private ones without protection; from public names."""
     claims = [of for of in rows if of.epsilon.kind == "guarantee"]
     sets = {run["dataset"] for of in claims for run in of.runs}
     others = [of for of in rows if of not in claims and sets & {run["dataset"] for run in of.runs}]
@@ -248,7 +254,7 @@ def _unprotected_beside_private(rows: Sequence[Row]) -> list[str]:
 
 
 def _distinguish(rows: Sequence[Row], values: Sequence[Sequence[str]]) -> str:
-    """Which runs have which value, given per row and seed: "2.0: a seed 0, a seed 1; 2.1: ..."."""
+    """List runs with each value, given per row and seed: "2.0: a seed 0, a seed 1; 2.1: ..."."""
     runs: dict[str, list[str]] = {}
     for of, of_row in zip(rows, values, strict=True):
         for seed, value in zip(of.seeds, of_row, strict=True):
@@ -257,7 +263,7 @@ def _distinguish(rows: Sequence[Row], values: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table, its notes, and a table with a line per run."""
+    """Return the table, its notes, and a table with a line per run."""
     runs = [
         (
             *(of.config, str(run["seed"])),
@@ -279,17 +285,17 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     return [f"| {' | '.join(line)} |" for line in (headings, ["---"] * len(headings), *rows)]
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """A line per config with all digits; what is unknown or does not exist is empty."""
+    """Return a line per config with all digits; unknown values are empty."""
     return csv_lines([_csv_line(of) for of in rows])
 
 
 def csv_lines(lines: Sequence[Mapping[str, object]]) -> str:
-    """Lines of the same columns, at least one, as CSV."""
+    """Format at least one line, all with the same columns, as CSV."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(lines[0]), lineterminator="\n")
     writer.writeheader()
@@ -317,7 +323,7 @@ def _csv_line(of: Row) -> dict[str, object]:
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """The table for programs, each quantity with its value of every seed."""
+    """Return the table as JSON, each quantity with its value of every seed."""
     return {
         "seeds": list(rows[0].seeds),
         "rows": [_json_row(of) for of in rows],

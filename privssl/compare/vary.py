@@ -8,25 +8,25 @@ from typing import NamedTuple
 from privssl.errors import ConfigError
 
 SEPARATOR = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not inside [F, G] or {a: 1, b: 2}
-NO_FOLDER = re.compile(r"[/\\:*?\"<>|\s]+")  # what the name of a run cannot have
+NO_FOLDER = re.compile(r"[/\\:*?\"<>|\s]+")  # characters that run names cannot have
 MOST = 200  # variants of a config
 
 
 class Variant(NamedTuple):
     """One point of the grid."""
 
-    name: str  # what it adds to the name of a config, for example ",alpha=0.1"
+    name: str  # suffix of the config's name, for example ",alpha=0.1"
     overrides: tuple[str, ...]  # section.key=value
 
 
 def grid(vary: Sequence[str]) -> list[Variant]:
-    """The variants, the last key changing fastest; without keys, one that changes nothing.
+    """Return the variants, the last key changing fastest; without keys, one unchanged variant.
 
     Args:
         vary: ``section.key=a,b,c``, of different keys.
 
     Raises:
-        ConfigError: one is not of this form, a key or a value is given twice, or there are too
+        ConfigError: an argument has another form, a key or a value is repeated, or there are too
             many variants.
 
     >>> [variant.name for variant in grid(["data.alpha=0.1,1", "privacy.protect=[F],[F, G]"])][:3]
@@ -58,6 +58,6 @@ def _variant(keys: Sequence[str], titles: Sequence[str], point: Sequence[str]) -
 
 
 def _plain(value: str) -> str:
-    """A value as a part of a folder's name."""
+    """Convert a value to a part of a folder's name."""
     close = re.sub(r"\s*([,\[\]{}])\s*", r"\1", value.replace(": ", "="))
     return NO_FOLDER.sub("-", close).strip(".")

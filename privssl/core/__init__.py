@@ -1,1 +1,1 @@
-"""What every algorithm and engine stands on: agents, messages, steps, aggregation."""
+"""Core types of algorithms and engines: agents, messages, steps, aggregation."""

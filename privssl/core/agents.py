@@ -1,12 +1,12 @@
-"""Agents: what each holds, and what its role lets a step read.
+"""Agents: their rows, and the rows that a step may read by role.
 
 An ``Agent``'s role follows from its rows: labelled rows make a support agent, unlabelled rows a
 query agent, both a mixed agent; a labelled server is a support agent located at the server. Steps
 declare the role they need by the protocols below. Reading rows that an agent lacks raises
 ``RoleError``.
 
-Unlabelled rows carry no label: the true ones are in ``evaluation.HiddenLabelMeter``, which no step
-can reach.
+Unlabelled rows have no labels: the true ones are in ``evaluation.HiddenLabelMeter``, which steps
+cannot access.
 """
 
 import enum
@@ -26,21 +26,21 @@ Memory = Mapping[str, Tensor]
 
 
 class AgentLocation(enum.Enum):
-    """Where an agent is."""
+    """Location of an agent."""
 
     EDGE = "edge"
     SERVER = "server"
 
 
-#: Rows before an encoder or a scale, which name the record to an account: images, or texts.
+#: Rows before an encoder or a scale, which identify the record to an account: images, or texts.
 Origin = Tensor | tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledRows:
-    """Rows with labels. x (N, *shape) as stored, see ``core/rows.py``;
-    y (N,) int64 classes; ids (N,) int64 row numbers in the training set or the site's files;
-    origin what x was before an encoder, which steps do not read."""
+    """Rows with labels. x (N, *shape) as stored, see ``core/rows.py``; y (N,) int64 classes; ids
+    (N,) int64 row numbers in the training set or the site's files; origin x before an encoder,
+    which steps do not read."""
 
     x: Tensor
     y: Tensor
@@ -65,7 +65,7 @@ class UnlabelledRows:
 
 @dataclass(frozen=True)
 class AgentRef:
-    """An agent's name and role, which is all that the server knows."""
+    """An agent's name and role: all that the server knows of it."""
 
     id: str
     role: str
@@ -73,7 +73,7 @@ class AgentRef:
 
 
 def natural_order(agent_id: str) -> tuple[str | int, ...]:
-    """Sort key under which q10 comes after q9.
+    """Return a sort key that puts q10 after q9.
 
     >>> sorted(["q10", "q9", "s0"], key=natural_order)
     ['q9', 'q10', 's0']
@@ -95,7 +95,7 @@ class Agent:
 
     @property
     def role(self) -> str:
-        """support, query, mixed, server (labelled, at the server) or empty."""
+        """Return support, query, mixed, server (labelled, at the server) or empty."""
         if self.location is AgentLocation.SERVER:
             return "server"
         if self.held_labelled is not None:
@@ -126,7 +126,7 @@ class Agent:
 
 
 class SupportAgent(Protocol):
-    """What a step may use of an agent with labelled rows."""
+    """The rows and account of an agent with labelled rows, for steps."""
 
     @property
     def id(self) -> str: ...
@@ -139,7 +139,7 @@ class SupportAgent(Protocol):
 
 
 class QueryAgent(Protocol):
-    """What a step may use of an agent with unlabelled rows."""
+    """The rows of an agent with unlabelled rows, for steps."""
 
     @property
     def id(self) -> str: ...
@@ -150,4 +150,4 @@ class QueryAgent(Protocol):
 
 
 class MixedAgent(SupportAgent, QueryAgent, Protocol):
-    """What a step may use of an agent with both kinds."""
+    """The rows of an agent with both kinds, for steps."""

@@ -14,19 +14,19 @@ from torch import Tensor
 from privssl.core.agents import natural_order
 from privssl.core.messages import Ack, MessageError, Reply, StateDict
 
-#: Numbers averaged at once, so that their float64 copies stay in the cache.
+#: Numbers averaged at once: small enough that their float64 copies stay in the cache.
 PIECE = 2**18
 
 
 def uniform_weight(_: Reply[Any]) -> float:
-    """The same weight for every reply."""
+    """Return the same weight for every reply."""
     return 1.0
 
 
 class WeightedMean:
     """The running weighted mean of one field over the agents that send it.
 
-    It holds one network in memory, not one for each agent. Pass it to ``Federation.call_all`` as
+    Needs the memory of one network, not one per agent. Pass it to ``Federation.call_all`` as
     ``aggregator``.
 
     >>> from dataclasses import dataclass
@@ -46,7 +46,8 @@ class WeightedMean:
     def __init__(
         self, name: str, weight: Callable[[Reply[Any]], float] = lambda reply: reply.weight
     ) -> None:
-        """
+        """Set the field and its weights.
+
         Args:
             name: field of the message, a StateDict or None (not sent).
             weight: weight of a reply, >= 0 and finite.
@@ -85,7 +86,7 @@ class WeightedMean:
         if not self._first:
             self._first = sender
             self._like = {key: torch.empty_like(part, device="meta") for key, part in sent.items()}
-            # float64 keeps a single agent's change in a mean over many
+            # float64 keeps a single agent's contribution to a mean over many
             whole = torch.zeros(sum(part.numel() for part in sent.values()), dtype=torch.float64)
             parts = torch.split(whole, [part.numel() for part in sent.values()])
             self._wide = {
@@ -106,7 +107,7 @@ class WeightedMean:
         return reply if reply.declined else dataclasses.replace(reply, content=Ack())
 
     def value_or(self, nobody: StateDict) -> StateDict:
-        """The mean, or ``nobody`` if no reply was added."""
+        """Return the mean, or ``nobody`` if no reply was added."""
         if not self._first:
             return nobody
         return {
@@ -133,11 +134,11 @@ class WeightedMean:
 
 
 class _Piece(NamedTuple):
-    """Numbers averaged at once, of one tensor or several."""
+    """Numbers averaged at once, of one or several tensors."""
 
     where: list[tuple[str, slice | None]]  # tensor and rows; None: all
     rooms: list[Tensor]  # float64 copies of these,
-    numbers: Tensor  # as views of this
+    numbers: Tensor  # and one flat tensor of which they are views
     mean: Tensor  # of all replies so far
 
 
@@ -172,8 +173,8 @@ def average(
     otherwise: StateDict,
     weight: Callable[[Reply[Any]], float] = lambda reply: reply.weight,
 ) -> StateDict:
-    """``WeightedMean`` of replies, added in natural order of the senders; ``otherwise`` if nobody
-    sent it. Raises MessageError as ``WeightedMean.add``."""
+    """Return the ``WeightedMean`` of replies, added in natural order of the senders; ``otherwise``
+    if none has it. Raises MessageError as ``WeightedMean.add``."""
     mean = WeightedMean(name, weight)
     for reply in sorted(replies, key=lambda reply: natural_order(reply.sender.id)):
         mean.add(reply)
@@ -181,7 +182,7 @@ def average(
 
 
 def _form(weights: StateDict, key: str) -> str:
-    """Type and shape of a tensor in words.
+    """Describe type and shape of a tensor.
 
     >>> _form({"w": torch.ones(2, 3)}, "w"), _form({}, "w")
     ('float32 [2, 3]', 'absent')
@@ -194,9 +195,9 @@ def _form(weights: StateDict, key: str) -> str:
 def momentum_step(
     F: StateDict, velocity: StateDict, mean: StateDict, momentum: float
 ) -> tuple[StateDict, StateDict]:
-    """g = F - mean; v = momentum v + g; F - v: SGD of rate 1 on a pseudo-gradient (FedAvgM).
+    """Take a FedAvgM step: g = F - mean; v = momentum v + g; return F - v and v.
 
-    Names that ``mean`` lacks are kept from F. Returns the new weights and the new v.
+    This is SGD with rate 1 on a pseudo-gradient. Names that ``mean`` lacks are kept from F.
     """
     v = {name: momentum * velocity[name] + (F[name] - value) for name, value in mean.items()}
     return {**F, **{name: F[name] - step for name, step in v.items()}}, v

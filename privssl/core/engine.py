@@ -1,4 +1,4 @@
-"""Engines deliver messages to agents and return their replies; they know no algorithm.
+"""Engines deliver messages to agents and return their replies, independently of the algorithm.
 
 An engine may run agents in this process, in worker processes, or at sites across a network. The key
 of a call (round, agent, step, visit) seeds its repeatable randomness, so every engine computes the
@@ -40,7 +40,7 @@ class Call:
 
 
 def visit_key(round_number: int, agent: str, step: str, visit: int) -> str:
-    """``Call.key`` from the names."""
+    """Return ``Call.key`` from its parts."""
     return f"{round_number}/{agent}/{step}/{visit}"
 
 
@@ -48,16 +48,16 @@ class Engine(Protocol):
     """The interface of engines."""
 
     def roster(self) -> Sequence[AgentRef]:
-        """All agents in natural order."""
+        """Return all agents in natural order."""
         ...
 
     def deliver(self, calls: Sequence[Call]) -> Iterable[Reply[Any]]:
-        """One reply per call, in the order of the calls, as soon as it and those before it are
-        there. An unfinished iteration cancels the delivery; no other may begin before its end."""
+        """Yield one reply per call in the order of the calls, each as soon as possible. Ending the
+        iteration early cancels the delivery; deliveries may not overlap."""
         ...
 
     def memories(self) -> Mapping[str, Memory]:
-        """A snapshot of every agent's memory."""
+        """Return a snapshot of every agent's memory."""
         ...
 
     def restore(self, memories: Mapping[str, Memory]) -> None:

@@ -1,8 +1,8 @@
 """The server's view of a run: its agents, and the four operations of every algorithm.
 
-``call`` sends one step to one agent, ``call_all`` the same to several in parallel, ``sample`` draws
-participants, ``rng`` gives the server's randomness. A sequential pass is a loop of ``call``. The
-server sees references and replies, never an agent.
+``call`` sends one step to one agent, ``call_all`` the same to several in parallel, ``sample``
+chooses participants, ``rng`` returns the server's generator. A sequential pass is a loop of
+``call``. The server sees references and replies, never an agent's data.
 """
 
 from collections import Counter
@@ -37,13 +37,15 @@ class Round:
     number: int
     phase: str = "train"
     number_in_phase: int = 0
-    saved: bool = False  # a checkpoint follows, whatever run.checkpoint_every
+    saved: bool = False  # whether a checkpoint follows, whatever run.checkpoint_every
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of messages in this round, up from the agents and down to them; a labelled server's own
-    messages are not counted."""
+    """Bytes of messages in this round, up from the agents and down to them.
+
+    A labelled server's own messages are not counted.
+    """
 
     up: int = 0
     down: int = 0
@@ -55,7 +57,8 @@ class Federation:
     def __init__(
         self, engine: Engine, seed: int, validate: Callable[[StateDict], float | None] | None = None
     ) -> None:
-        """``validate``: the loss of a classifier on ``data.validation``; None: no such rows."""
+        """Set the engine. ``validate``: the loss of a classifier on ``data.validation``; None: no
+        such rows."""
         self._engine = engine
         self._seed = seed
         self._validate = validate
@@ -64,8 +67,8 @@ class Federation:
         labelled = ("support", "mixed", "server")
         self.support: Roster = tuple(a for a in self.agents if a.role in labelled)
         self.query: Roster = tuple(a for a in self.agents if a.role in ("query", "mixed"))
-        self.asked: set[str] = set()  # roles that the run has visited
-        self.trained: set[str] = set()  # agents that once sent other tensors than they got
+        self.asked: set[str] = set()  # roles that have been called
+        self.trained: set[str] = set()  # agents that have sent changed tensors
         self.begin(Round(0))
 
     def begin(self, now: Round) -> None:
@@ -91,7 +94,7 @@ class Federation:
         of ``whom``, including declined and missing ones.
 
         Args:
-            message: one for all, or a function from the agent to its own.
+            message: one for all, or a function from the agent to its message.
             aggregator: consumes each reply; an ``Ack`` replaces its content.
         """
         calls = []
@@ -118,28 +121,29 @@ class Federation:
         return replies
 
     def sample(self, roster: Roster, n: int | None) -> Roster:
-        """n agents without replacement, in roster order; all if n is None or larger."""
+        """Sample n agents without replacement, in roster order; all if n is None or larger."""
         if n is None:
             return roster
         chosen = torch.randperm(len(roster), generator=self.rng("sample"))[:n].tolist()
         return tuple(roster[i] for i in sorted(chosen))
 
     def validation_loss(self, classifier: StateDict) -> float | None:
-        """Mean cross-entropy of a classifier on ``data.validation``, rows that no agent holds; None
-        where there are none, in a run with privacy, and where no output is finite."""
+        """Return a classifier's mean cross-entropy on ``data.validation``, rows that no agent
+        holds. None without such rows, in private runs, and if no output is finite."""
         return None if self._validate is None else self._validate(classifier)
 
     def rng(self, purpose: str) -> torch.Generator:
-        """The server's generator for one purpose in this round."""
+        """Return the server's generator for one purpose in this round."""
         return stream(self._seed, self.round.number, "world", purpose)
 
     def mean_metrics(self) -> Mapping[str, float]:
-        """This round's metrics, each averaged over the agents that logged it."""
+        """Return this round's metrics, each averaged over the agents that logged it."""
         return {name: sum(v) / len(v) for name, v in sorted(self.metrics.items())}
 
 
 def _is_news(request: Message, reply: Message) -> bool:
-    """Whether an agent worked: it did not decline, and sent networks other than those it got."""
+    """Return whether an agent trained: it did not decline, and sent networks other than those
+    received."""
     if isinstance(reply, Declined):
         return False
     both = [
@@ -159,10 +163,10 @@ def _are_equal(one: StateDict, other: StateDict) -> bool:
 
 
 def _travels(other: AgentRef) -> bool:
-    """Whether messages to and from this agent leave the server."""
+    """Return whether messages to and from this agent leave the server."""
     return other.location is not AgentLocation.SERVER
 
 
 def having(roster: Roster, *roles: str) -> Roster:
-    """The agents of a roster that have one of the roles; a labelled server's is ``server``."""
+    """Return agents of a roster that have one of the roles; a labelled server's is ``server``."""
     return tuple(agent for agent in roster if agent.role in roles)

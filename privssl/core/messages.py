@@ -1,7 +1,7 @@
 """Messages: frozen dataclasses of tensors and numbers, the only data that leaves an agent.
 
-Each algorithm declares its message classes at the top of its file. This module has what they share:
-the replies without payload, and serialisation. Averaging is in ``core/aggregation.py``.
+Each algorithm declares its message classes at the top of its file. This module has replies without
+payload, and serialisation. Averaging is in ``core/aggregation.py``.
 
 Senders are untrusted: deserialisation yields the expected class with finite tensors, or raises
 ``MessageError``.
@@ -31,7 +31,7 @@ MAX_HEADER_BYTES = 2**24  # names and shapes of the tensors of one message
 
 
 class MessageError(UserError):
-    """What another party sent is not the expected message, or cannot be used."""
+    """A message that is not the expected one, or cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class Reply(Generic[M]):
 
     @property
     def payload(self) -> M:
-        """The content. Raises NoPayloadError if the agent declined."""
+        """Return the content. Raises NoPayloadError if the agent declined."""
         if isinstance(self.content, Declined):
             raise NoPayloadError(f"{self.sender.id} declined: {self.content.reason}")
         return self.content
 
 
 def payload_bytes(message: Message) -> int:
-    """Serialised size of a message's tensors and numbers, without framing."""
+    """Return the serialised size of a message's tensors and numbers, without framing."""
     total = 0
     for value in vars(message).values():
         tensors = value.values() if isinstance(value, Mapping) else [value]
@@ -111,15 +111,17 @@ _SCALARS = bool | int | float | str | None
 
 
 def serialize(message: Message) -> bytes:
-    """Serialise: safetensors, with the numbers in its header. Inverse of ``deserialize``."""
+    """Serialise as safetensors, with the numbers in the header. Inverse of ``deserialize``."""
     plain, tensors = to_parts(message)
     metadata = {"fields": json.dumps(plain, allow_nan=False)}
     return b"".join(tensor_files.pieces_of(tensors, metadata))
 
 
 def to_parts(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A message's JSON values, and its tensors by name. Inverse of ``from_parts``. Raises
-    TypeError: a field has a type that is not allowed in messages."""
+    """Split a message into JSON values and tensors by name. Inverse of ``from_parts``.
+
+    Raises TypeError if a field has a type that is not allowed in messages.
+    """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for name, value in vars(message).items():
@@ -138,14 +140,15 @@ def to_parts(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def deserialize(kind: type[M], data: bytes) -> M:
-    """Deserialise a message of the given class; nothing in the bytes chooses what is built.
+    """Deserialise a message of the given class; the bytes cannot choose another class.
 
     Unknown fields are ignored. Allocation is bounded by the bytes received, not by declared
     sizes.
 
     Raises:
-        MessageError: the bytes are damaged, a field is missing or of another type than declared, or
-            a tensor has another dtype or is not finite. The text has names and types, no values.
+        MessageError: the bytes are damaged, a field is missing or has another type than declared,
+            or a tensor has another dtype or is not finite. The text contains names and types, no
+            values.
     """
     message = from_parts(kind, *_read_parts(data))
     check(message)
@@ -169,7 +172,7 @@ def from_parts(kind: type[M], plain: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def _read_parts(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The JSON values and the tensors in a message's bytes."""
+    """Return the JSON values and the tensors of a message's bytes."""
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(MAX_HEADER_BYTES, len(data) - 8):
         raise MessageError(f"not a message: it declares a header of {size} bytes")
@@ -182,7 +185,7 @@ def _read_parts(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _value(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-    """The value of one field. LookupError: it is missing."""
+    """Return the value of one field. Raises LookupError if it is missing."""
     value = plain[name] if name in plain else tensors[name]
     if not isinstance(value, dict):
         return value
@@ -212,7 +215,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def check_numbers(field: str, value: Any) -> None:
-    """``check`` for one field."""
+    """Apply ``check`` to one field."""
     tensors = list(value.values()) if isinstance(value, dict) else [value]
     for tensor in (item for item in tensors if isinstance(item, Tensor)):
         if tensor.dtype not in tensor_files.DTYPE_NAMES:
@@ -225,12 +228,12 @@ def check_numbers(field: str, value: Any) -> None:
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite. Their sum is a fast test, which may overflow."""
+    """Return whether all numbers are finite. Their sum is a fast first test, which may overflow."""
     return math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has a field's declared type; an int is accepted for a float."""
+    """Return whether a value has a field's declared type; an int is accepted for a float."""
     kinds = (hint,) if hint == StateDict else typing.get_args(hint) or (hint,)
     if isinstance(value, dict):
         return StateDict in kinds

@@ -1,4 +1,4 @@
-"""Errors in code from outside of privssl: the line of it that failed, and no traceback."""
+"""Errors in plug-ins, shown by the failing line without a traceback."""
 
 import os
 import traceback
@@ -13,11 +13,11 @@ from privssl.runtime import plugins
 
 
 class PluginError(UserError):
-    """Code from outside of privssl raised an error that it did not mean for the user."""
+    """An unexpected error raised by a plug-in."""
 
 
 class Frame(NamedTuple):
-    """A frame of a traceback. ``visit``: the step and agent below it, "" on the server."""
+    """A frame of a traceback. ``visit``: the step and agent called from it, "" on the server."""
 
     file: str
     line: int
@@ -26,8 +26,10 @@ class Frame(NamedTuple):
 
 
 def frames_of(error: BaseException) -> list[Frame]:
-    """The frames of an error, innermost last; of one from a worker process with those that it had
-    there (``ErrorInWorker.frames``)."""
+    """Return the frames of an error, innermost last.
+
+    An error of a worker process has the frames of that process (``ErrorInWorker.frames``).
+    """
     found, visit = list[Frame](), ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code is run_step.__code__:
@@ -37,7 +39,7 @@ def frames_of(error: BaseException) -> list[Frame]:
     return [*found, *getattr(error.__cause__, "frames", ())]
 
 
-#: kind, key and name of each plug-in: those of ``experiment/plugin_names.py``.
+#: Kind, key and name of each plug-in, as in ``experiment/plugin_names.py``.
 Named = Iterable[tuple[plugins.Kind, str, str]]
 
 
@@ -47,12 +49,12 @@ def plugin_errors(
     keep: Callable[[Exception], str] | None = None,
     passing: type[Exception] = UserError,
 ) -> Iterator[None]:
-    """Raise an error from a line of a plug-in as PluginError with its key, name, file and line.
+    """Convert an error from a line of a plug-in to PluginError with its key, name, file and line.
 
     Args:
         named: the plug-ins that were imported.
-        keep: writes the traceback down, and returns where: ". The traceback is in FILE".
-        passing: errors that are raised as they are, beside a user's mistakes.
+        keep: saves the traceback, and returns where: ". The traceback is in FILE".
+        passing: errors that are not converted, besides user errors.
     """
     try:
         yield
@@ -66,7 +68,8 @@ def plugin_errors(
 
 
 def _describe(error: Exception, named: Named) -> str | None:
-    """The innermost line of a plug-in, and the error; None: no plug-in is in its traceback."""
+    """Describe the innermost line of a plug-in, and the error; None if no plug-in is in the
+    traceback."""
     frames = frames_of(error)
     files = {os.path.realpath(frame.file) for frame in frames}
     for kind, key, name in named:

@@ -1,5 +1,7 @@
-"""What private mechanisms read and made in the step that runs: all that its message may say of
-labelled rows. The mechanisms say so, the step runner compares it with what is read and sent."""
+"""Reads and releases of private mechanisms in the current step.
+
+Mechanisms record them; the step runner compares them with the rows read and the message sent.
+"""
 
 import traceback
 from collections.abc import Iterator, Mapping
@@ -17,10 +19,9 @@ from privssl.errors import PrivacyError
 
 
 class Made(dict[str, tuple[Event, dict[str, Tensor]]]):
-    """Field of a message -> what was charged for it, and its tensors by name ("" where it is one).
+    """Field of a message -> its charged event, and its tensors by name ("" for a single tensor).
 
-    ``begun``: whether a mechanism has begun to use rows. ``counted``: the tables that a census
-    counted.
+    ``begun``: whether a mechanism has begun to use rows. ``counted``: the histograms of a census.
     """
 
     begun = False
@@ -36,7 +37,7 @@ _reads: ContextVar[bool] = ContextVar("reads", default=False)
 
 @contextmanager
 def mechanism_reads() -> Iterator[None]:
-    """Let labelled rows be read under a plan that leaves this to its mechanism."""
+    """Permit reads of labelled rows under a plan that leaves them to its mechanism."""
     token = _reads.set(True)
     try:
         yield
@@ -45,13 +46,13 @@ def mechanism_reads() -> Iterator[None]:
 
 
 def mechanism_is_reading() -> bool:
-    """Whether :func:`mechanism_reads` is open."""
+    """Return whether :func:`mechanism_reads` is open."""
     return _reads.get()
 
 
 @contextmanager
 def watch_mechanisms() -> Iterator[Made]:
-    """What mechanisms make inside the block."""
+    """Collect the releases of mechanisms inside the block."""
     made = Made()
     token = _made.set(made)
     try:
@@ -62,11 +63,13 @@ def watch_mechanisms() -> Iterator[Made]:
 
 @contextmanager
 def errors_without_rows(what: str) -> Iterator[None]:
-    """Raise an error of code that gets labelled rows as a PrivacyError without its text, which may
-    show them: errors are on the screen, in train.log and in tracebacks. ``what``: that code."""
+    """Replace errors of code that gets labelled rows by a PrivacyError without their text.
+
+    The text may show rows, and errors are printed, logged and in tracebacks. ``what``: that code.
+    """
     try:
         yield
-    except (PrivacyError, AccountingError):  # of the mechanism itself
+    except (PrivacyError, AccountingError):  # raised by the mechanism itself
         raise
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
@@ -81,14 +84,14 @@ class Mechanism(Protocol):
     """A plan of a private mechanism."""
 
     @property
-    def event(self) -> Event: ...  # what it does in a visit
+    def event(self) -> Event: ...  # the event of a visit
 
 
 def begin_release() -> None:
-    """Say, inside a step, that a mechanism begins to use rows; outside of steps do nothing.
+    """Record that a mechanism begins to use rows; outside of steps do nothing.
 
     Raises:
-        PrivacyError: it is the second of the step, so one charge would pay for two.
+        PrivacyError: it is the second of the step, and one charge would pay for two.
     """
     made = _made.get()
     if made is None:
@@ -102,17 +105,17 @@ def begin_release() -> None:
 
 
 def record_counts(counts: Tensor) -> None:
-    """Write down, inside a step, a table that was counted; outside of steps do nothing."""
+    """Record a counted histogram; outside of steps do nothing."""
     if (made := _made.get()) is not None:
         made.counted.append(counts.clone())
 
 
 def refuse_other_counts(counts: Tensor) -> None:
-    """Refuse, inside a step, a table that is not the one that was counted in it.
+    """Refuse a histogram that is not the one counted in this step.
 
     Raises:
-        PrivacyError: it was changed since, so a row may move it by more than one; or several were
-            counted, of which the rows may have chosen.
+        PrivacyError: it was changed, so a row may change it by more than one; or several were
+            counted, and the choice may depend on rows.
     """
     made = _made.get()
     if made is None:
@@ -131,13 +134,14 @@ def refuse_other_counts(counts: Tensor) -> None:
 
 
 def record_release(mechanism: Mechanism, name: str, value: Mapping[str, Tensor] | Tensor) -> None:
-    """Write down, inside a step, what a mechanism made for a field; outside of steps do nothing."""
+    """Record a mechanism's release for a field; outside of steps do nothing."""
     if (made := _made.get()) is not None:
         made[name] = mechanism.event, {n: t.detach().clone() for n, t in _tensors(value).items()}
 
 
 def is_release(made: Made, event: Event, name: str, sent: Any) -> bool:
-    """Whether a field has the very bits that a mechanism made for it, under this event."""
+    """Return whether a field has exactly the bits that a mechanism released for it, under this
+    event."""
     paid, ours = made.get(name, (None, {}))
     theirs = _tensors(sent)
     return paid == event and ours.keys() == theirs.keys() and all(
@@ -150,7 +154,7 @@ def _tensors(value: Any) -> dict[str, Any]:
 
 
 def _same_bits(one: Tensor, other: Any) -> bool:
-    """Also of numbers that are not equal to themselves: training may diverge."""
+    """Return whether the bits are equal, also of NaN: training may diverge."""
     if not isinstance(other, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     a, b = (t.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for t in (one, other))

@@ -1,7 +1,7 @@
-"""Kinds of rows. The kind of a row follows from its shape; all that differs by kind is named here.
+"""Kinds of rows, by shape, and the properties of each kind.
 
     image      (channels, height, width)
-    sequence   (length, features): words of a text. A place whose features are all 0 is empty
+    sequence   (length, features): words of a text. A position whose features are all 0 is empty
     vector     (features,): a line of a table, or an encoder's features
 
 Networks by kind are in ``models`` and ``generators``, views in ``data/augmentations.py``, refusals
@@ -21,13 +21,13 @@ KindName = Literal["image", "sequence", "vector"]
 
 @dataclass(frozen=True)
 class RowKind:
-    """What belongs to one kind of row."""
+    """Properties of one kind of rows."""
 
     name: KindName
-    networks: tuple[str, ...]  # of ``model.name``
-    norms: tuple[str, ...]  # of ``model.norm``
+    networks: tuple[str, ...]  # values of ``model.name``
+    norms: tuple[str, ...]  # values of ``model.norm``
     views: tuple[str, ...]  # names of augmentations
-    scaling: str  # of a network's input
+    scaling: str  # scaling of a network's input
 
 
 IMAGE = RowKind(
@@ -53,12 +53,12 @@ KINDS = {3: IMAGE, 2: SEQUENCE, 1: VECTOR}  # by dimensions
 
 
 def kind_of(shape: Shape) -> RowKind:
-    """The kind of rows of this shape. Raises KeyError for another number of dimensions."""
+    """Return the kind of rows of this shape. Raises KeyError for another number of dimensions."""
     return KINDS[len(shape)]
 
 
 def describe(shape: Shape) -> str:
-    """Rows of this shape in words.
+    """Describe rows of this shape.
 
     >>> describe((30,)), describe((40, 384)), describe((3, 32, 48))
     ('vectors of 30 numbers', 'sequences of 40 places with 384 numbers', 'images of 32x48 pixels')
@@ -72,7 +72,7 @@ def describe(shape: Shape) -> str:
 
 
 def describe_task(classes: Sequence[str], shape: Shape) -> str:
-    """The classes in their order, and the shape of a row, to compare two parties.
+    """Describe classes in their order, and the shape of a row, to compare two parties.
 
     >>> describe_task(("cat", "dog"), (1, 8, 8))
     '2 classes (cat, dog), rows of 1x8x8'
@@ -82,7 +82,7 @@ def describe_task(classes: Sequence[str], shape: Shape) -> str:
 
 
 def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
-    """Stored rows as networks take them: scaled by a public constant.
+    """Convert stored rows to network input, scaled by a public constant.
 
     Args:
         x: (B, *shape). uint8 in 0..255 becomes [-1, 1]. Floats of images are in [0, 1] and become
@@ -102,13 +102,14 @@ def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
 
 
 def filled(x: Tensor) -> Tensor:
-    """Which places of sequences (..., length, features) are not empty: (..., length, 1), 0 or 1."""
+    """Return which positions of sequences (..., length, features) are not empty: (..., length, 1),
+    0 or 1."""
     return (x != 0).any(dim=-1, keepdim=True).to(x.dtype)
 
 
 def pooled(x: Tensor) -> Tensor:
-    """The mean of the filled places of sequences (B, length, features), 0 of none; vectors as they
-    are: (B, features)."""
+    """Average the filled positions of sequences (B, length, features), 0 if none; keep vectors: (B,
+    features)."""
     if x.dim() < 3:
         return x
     return x.sum(dim=1) / filled(x).sum(dim=1).clamp(min=1)

@@ -1,18 +1,18 @@
 """Run one agent step under its contract.
 
-Engines and sites run every step through here, so a user's step keeps the framework's promises or
-ends the run:
+Engines and sites run every step through this module, so a user's step satisfies the framework's
+guarantees or ends the run:
 
 * labelled rows with an account are readable only from the step's charge to its end, and by the
-  private mechanism alone: no clipping bounds a number that follows from several rows, and a census
-  is of single rows. So is their number where it is private;
+  private mechanism alone: clipping cannot bound a number that depends on several rows, and a census
+  counts single rows. The same holds for their number if it is private;
 * a step is charged once, with the event of the account's plan, and sends only the fields that the
   plan names: no other field, weight, metric, refusal or memory;
-* these fields have the bits that a private mechanism made, once, under that event;
+* these fields have the bits that a private mechanism released, once, under that event;
 * memory is replaced, never mutated, and rows stay as they are, so results do not depend on the
   worker process or on resuming.
 
-This guards against mistakes, not against a malicious author, whose step runs in the same process.
+This prevents mistakes. It does not stop a malicious author, whose step runs in the same process.
 The mechanisms are ``local_dp_sgd`` and ``label_histogram``.
 """
 
@@ -42,8 +42,11 @@ class ChargedRows(LabelledRows):
         self, rows: LabelledRows, paid: Callable[[], bool], who: str, *, sealed: bool,
         counted: bool,
     ) -> None:  # fmt: skip
-        """``who``: reads them, for errors; ``sealed``: whether rows and labels are for the private
-        mechanism alone; ``counted``: whether their number is public."""
+        """Wrap the rows.
+
+        ``who``: the reader, for errors; ``sealed``: whether only the private mechanism may read
+        rows and labels; ``counted``: whether their number is public.
+        """
         own = {
             "_rows": rows, "_paid": paid, "_who": who, "_sealed": sealed, "_counted": counted,
         }  # fmt: skip
@@ -81,7 +84,7 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     Raises:
         PrivacyError: labelled rows were read, or data was sent, without a charge.
         TypeError: the step returned no message, set an attribute of the agent, or its memory
-            contains other values than tensors.
+            contains a value that is not a tensor.
         RuntimeError: it wrote into a tensor of the agent's memory or rows.
     """
     account, before, here = agent.account, agent.memory, True
@@ -143,7 +146,7 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
 
 
 def _rows(agent: Agent) -> dict[str, Tensor]:
-    """An agent's rows by what a step calls them; not those with an account, before their charge."""
+    """Return an agent's rows by their attribute names, without charged rows before their charge."""
     labelled = agent.held_labelled if agent.account is None else None
     return {
         f"{kind}.{name}": tensor
@@ -155,7 +158,7 @@ def _rows(agent: Agent) -> dict[str, Tensor]:
 
 @contextmanager
 def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
-    """Seed what libraries of a step from outside of privssl draw from; engines seed torch."""
+    """Seed the generators of libraries for plug-in steps; engines seed torch."""
     home = type(getattr(step, "__self__", None)).__module__
     if home.partition(".")[0] in ("privssl", "builtins"):
         yield
@@ -165,7 +168,7 @@ def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
 
 
 def _versions(memory: Memory) -> dict[str, int]:
-    """Version counters of the tensors; none for tensors in files, which are read-only."""
+    """Return version counters of the tensors; none for tensors in files, which are read-only."""
     if not isinstance(memory, dict):
         return {}
     return {name: tensor._version for name, tensor in memory.items()}

@@ -1,4 +1,4 @@
-"""What an algorithm's step gets besides its agent and message: context and task."""
+"""Arguments of steps beside agent and message: context and task."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ NetworkFactory = Callable[[], nn.Module]  # builds an untrained network
 
 
 def on_agent(step: StepT) -> StepT:
-    """Mark a method that runs where the data is: (self, agent, message, ctx) -> Message."""
+    """Mark a step, a method that runs at the agent: (self, agent, message, ctx) -> Message."""
     step.runs_on_agent = True  # type: ignore[attr-defined]
     return step
 
@@ -44,7 +44,8 @@ class Context:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def rng(self, purpose: str) -> torch.Generator:
-        """The generator for one purpose in this step. Two steps never share numbers."""
+        """Return the generator for one purpose in this step; different steps have different
+        generators."""
         return randomness.stream(self.seed, self.round, self.agent, f"{self.visit_key}:{purpose}")
 
     @property
@@ -56,7 +57,7 @@ class Context:
         """Log a number under a name such as ``train/loss``; dropped for rows with an account.
 
         Raises:
-            TypeError: it is no number, and no tensor of one.
+            TypeError: it is not a number or a tensor with one number.
         """
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if not isinstance(number, int | float | np.number):
@@ -78,9 +79,9 @@ class Task:
 
     ``shape`` is of one of the kinds in ``core/rows.py``. ``new_classifier`` builds an untrained F
     whose input is (B, *shape) as ``rows.network_input`` makes it, and whose output is (B, classes)
-    logits, with initial weights from torch's global generator. An algorithm's own networks compute
-    in ``precision`` too. ``narrow_classifier`` builds F with a share (0, 1] of its channels; None:
-    its network has no width.
+    logits, with initial weights from torch's global generator. ``precision`` also applies to an
+    algorithm's own networks. ``narrow_classifier`` builds F with a share (0, 1] of its channels;
+    None: its width is fixed.
     """
 
     classes: int
@@ -96,4 +97,4 @@ class Phase:
 
     name: str
     rounds: int
-    saved: bool = False  # a checkpoint after its last round, whatever run.checkpoint_every says
+    saved: bool = False  # force a checkpoint after its last round

@@ -1,10 +1,10 @@
-"""From a config to the data set, its split, and the agents with copies of their rows.
+"""Data set, split, and agents with copies of their rows, built from a config.
 
     federated_data = build(config.data, config.agents, config.run.seed)
     federated_data.agents            # s0, s1, ..., q0, q1, ..., each with its rows
     federated_data.manifest.hash     # equal for equal splits
 
-Labels of unlabelled rows are in ``FederatedDataset.true_labels`` alone, for
+Labels of unlabelled rows are only in ``FederatedDataset.true_labels``, for
 ``evaluation.HiddenLabelMeter``.
 """
 
@@ -43,7 +43,7 @@ from privssl.settings.schema import AgentSettings, DataSettings
 
 @dataclass(frozen=True, eq=False)
 class FederatedDataset:
-    """The data of a run. Accounts are attached by the run."""
+    """The data of a run. The run attaches accounts."""
 
     dataset: Dataset  # without training rows
     agents: tuple[Agent, ...]
@@ -52,16 +52,16 @@ class FederatedDataset:
     manifest: Manifest
 
     def rows(self) -> list[Tensor]:
-        """The rows of the agents that are here, as stored; sites have theirs."""
+        """Return the stored rows of the agents in this process; sites have theirs."""
         return [
             rows.x for a in self.agents for rows in (a.held_labelled, a.held_unlabelled) if rows
         ]
 
     def measured_labels(self, *, private: bool) -> Tensor:
-        """True labels that pseudo-labels are compared with (N,), by row id.
+        """Return true labels (N,) by row id, to measure pseudo-labels.
 
-        In a private run those of unlabelled rows alone: a step that reports the ids of other rows,
-        by mistake, would have the accuracy of a guess of their labels in its metrics.
+        In a private run only those of unlabelled rows: a step that reports other ids by mistake
+        would put the accuracy of guessed labels into its metrics.
         """
         if not private:
             return self.true_labels
@@ -76,21 +76,21 @@ def build(
     data: DataSettings, agents: AgentSettings, seed: int, dataset: Dataset | None = None, *,
     labelled_is_declared: bool = False,
 ) -> FederatedDataset:  # fmt: skip
-    """Load the data, draw or replay the split, and create the agents. Raises DataError where the
+    """Load the data, sample or replay the split, and create the agents. Raises DataError if the
     data or the split does not fit the settings.
 
     Args:
-        seed: ``run.seed``; the split follows from it, the settings and the data.
-        dataset: used instead of loading the one that ``data`` names.
-        labelled_is_declared: ``data.labelled`` is the declared number, and the split may have
-            another one, at an agent 0: an error would reveal the number.
+        seed: ``run.seed``; it determines the split, with settings and data.
+        dataset: used instead of the one that ``data`` names.
+        labelled_is_declared: ``data.labelled`` is a declared number; the split may have another
+            one, at some agent 0, because an error would reveal the number.
     """
     dataset = dataset or load_dataset(data)
     if data.test is not None:
         rng = randomness.stream(seed, 0, "world", "split test")
         dataset = redraw_test_rows(dataset, data.test, rng)
     who = holders(data.labels, agents)
-    # Hashing takes half of the time, and runs beside the rest.
+    # Hashing takes half of the time, and runs in parallel.
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(checksum, dataset)
         split: Split | Manifest
@@ -105,7 +105,7 @@ def build(
         rows = HeldRows(
             dataset.x_train, dataset.unencoded, chain.from_iterable(ids), dataset.records
         )  # fmt: skip
-        # in natural order, not that of a file
+        # # in natural order, not the file's
         held = tuple(
             _agent(
                 name, split.agents.get(name, AgentRows((), ())), name in who.labelled, rows,
@@ -125,8 +125,10 @@ def build(
 
 
 def _is_one_standardised(dataset: Dataset, agents: Sequence[Agent]) -> bool:
-    """Whether vectors of an agent with labels seem scaled by statistics of its own rows. (Few rows
-    tell nothing, so that this could tell their number.)"""
+    """Return whether vectors of an agent with labels seem scaled by statistics of its own rows.
+
+    Few rows are never reported, so the result could reveal their number.
+    """
     if dataset.unencoded is not None or dataset.scales is not None:
         return False
     for agent in agents:
@@ -139,7 +141,7 @@ def _is_one_standardised(dataset: Dataset, agents: Sequence[Agent]) -> bool:
 
 
 def test_rows_only(data: DataSettings, seed: int) -> FederatedDataset:
-    """The data of a coordinator whose agents are sites: test rows alone."""
+    """Load only test rows, for a coordinator whose agents are sites."""
     dataset = load_dataset(data)
     empty = _manifest(Split({}, ()), data, seed, dataset, checksum(dataset))
     rest = _without_training_rows(dataset)
@@ -149,7 +151,7 @@ def test_rows_only(data: DataSettings, seed: int) -> FederatedDataset:
 def _manifest(
     split: Split, data: DataSettings, seed: int, dataset: Dataset, digest: str
 ) -> Manifest:
-    """The manifest of a split that was drawn."""
+    """Return the manifest of a sampled split."""
     return Manifest(
         dataset=dataset.name, checksum=digest, rows=len(dataset.y_train), seed=seed,
         settings=settings_of_split(data), agents=split.agents, validation=split.validation,
@@ -157,8 +159,10 @@ def _manifest(
 
 
 def _without_training_rows(dataset: Dataset) -> Dataset:
-    """The data set without its training rows, of which agents have the only copies; test rows are
-    encoded, if there is an encoder."""
+    """Return the data set without its training rows, of which agents have the only copies.
+
+    Test rows are encoded, if there is an encoder.
+    """
     x_test, raw = dataset.x_test, dataset.unencoded
     if raw is not None:
         x_test, raw = raw.encode(raw.test), dataclasses.replace(raw, train=(), test=())
@@ -169,10 +173,10 @@ def _without_training_rows(dataset: Dataset) -> Dataset:
 def class_counts(
     federated_data: FederatedDataset,
 ) -> tuple[dict[str, NDArray[np.int64]], dict[str, NDArray[np.int64]]]:
-    """Class counts (C,) of the labelled, and of the unlabelled rows of each agent.
+    """Count the labelled, and the unlabelled rows of each agent by class (C,).
 
-    From the true labels, so for the owner of the experiment alone. Agents without rows of a kind,
-    or with rows of unknown class, are left out.
+    Uses the true labels, so only for the owner of the experiment. Agents without rows of a kind, or
+    with rows of unknown class, are left out.
     """
     held, y = federated_data.manifest.agents.items(), federated_data.true_labels
     known = {a: h.unlabelled for a, h in held if (y[list(h.unlabelled)] != NO_LABEL).all()}
@@ -183,13 +187,13 @@ def class_counts(
 
 
 def class_counts_of(federated_data: FederatedDataset, ids: Sequence[int]) -> NDArray[np.int64]:
-    """Class counts (C,) of some training rows, by the true labels where known."""
+    """Count some training rows by class (C,), by the true labels if known."""
     labels = federated_data.true_labels.numpy()[list(ids)]
     return np.bincount(labels[labels != NO_LABEL], minlength=federated_data.dataset.classes)
 
 
 def agent_refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:
-    """Every agent of a config with its role."""
+    """Return every agent of a config with its role."""
     who = holders(labels, agents)
     kinds = {(True, False): "support", (False, True): "query", (True, True): "mixed"}
     return tuple(
@@ -210,14 +214,15 @@ def _agent(name: str, holding: AgentRows, labels: bool, rows: HeldRows, y: Tenso
 
 
 def unlabelled_rows(held: tuple[int, ...], rows: HeldRows) -> UnlabelledRows:
-    """The rows of these numbers."""
+    """Return the rows with these numbers."""
     ids = torch.tensor(held, dtype=torch.int64)
     x, origin = rows.take(ids)
     return UnlabelledRows(x, ids, origin)
 
 
 def labelled_rows(held: tuple[int, ...], rows: HeldRows, labels: Tensor) -> LabelledRows:
-    """The same with labels (N,) of all rows. Raises DataError where one has none."""
+    """Return the rows with these numbers, and labels from those (N,) of all rows. Raises DataError
+    for a missing label."""
     ids = torch.tensor(held, dtype=torch.int64)
     y = labels.index_select(0, ids)
     if (y == NO_LABEL).any():
@@ -230,7 +235,7 @@ def labelled_rows(held: tuple[int, ...], rows: HeldRows, labels: Tensor) -> Labe
 
 
 def _rules(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the partition; of labelled rows those of the others unless given."""
+    """Return the partition's settings; those of labelled rows default to the others."""
     own = {name: settings.get(name) for name in ("partition", "alpha", "k", "stratified")}
     before = "" if settings.get("labelled_partition") is None else "labelled_"
     of_labels = {f"labelled_{n}": settings.get(f"{before}{n}") for n in ("partition", "alpha", "k")}
@@ -238,7 +243,7 @@ def _rules(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(data: DataSettings, who: RoleAssignment, dataset: Dataset) -> Split:
-    """The split that the data set brings. Raises DataError where the settings ask for another."""
+    """Return the data set's own split. Raises DataError if the settings require another."""
     assert dataset.held is not None
     there, expected = set(dataset.held), set(who.everyone)
     if there != expected or data.split or data.validation:
@@ -254,7 +259,7 @@ def _replay(
     data: DataSettings, who: RoleAssignment, dataset: Dataset, digest: str,
     labelled_is_declared: bool,
 ) -> Manifest:  # fmt: skip
-    """The split of a file. Raises DataError unless data, agents and numbers of rows fit."""
+    """Read the split from a file. Raises DataError unless data, agents and numbers of rows fit."""
     split = manifests.read_manifest(expand_path("split", data.split))
     split.check(dataset, digest)
     _check_agents(data, split, "labelled", who.labelled, some_may_have_none=labelled_is_declared)

@@ -1,10 +1,9 @@
-"""Random views of a batch of images: one grid, one sampling, no loop over rows.
+"""Random affine views of a batch of images, computed without a loop over rows.
 
 A view is a random affine map (rotation, scale, shear, shift), for natural images a crop and a
-mirror image, and last a cutout. Strengths were measured on MNIST; they are fractions of the side.
-
-The affine grid is one product of all maps with the cached pixel places: 20 times faster than
-torch's ``affine_grid``, which multiplies a small matrix per row.
+mirror image, and last a cutout. Strengths were tuned on MNIST; they are fractions of the side. The
+affine grid is one product of all maps with cached pixel positions: 20 times faster than torch's
+``affine_grid``, which multiplies a small matrix per row.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from torch.nn import functional
 from privssl.ops import image_transforms
 from privssl.training.batched.deferred import batched_call
 
-BLANK = -1.0  # outside of an image, and inside of a cutout: black in [-1, 1]
+BLANK = -1.0  # outside an image and inside a cutout: black in [-1, 1]
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,12 @@ class Augmentation:
     flip: bool = False
 
     def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """One view of each row.
+        """Return one view of each row.
 
         Args:
             x: images (B, Ch, H, W), float32 in [-1, 1]; not written to.
-            rng: a generator on the CPU. Row i of one draw (B, 10) is all randomness of view i, so
-                no view depends on another row.
+            rng: a generator on the CPU. Row i of one draw (B, 10) is the only randomness of view i,
+                so views are independent of other rows.
 
         Returns:
             (B, Ch, H, W), in x's memory format; x itself without any change.
@@ -64,7 +63,7 @@ class Augmentation:
         return view.contiguous(memory_format=form)
 
     def flipping(self, flip: bool) -> "Augmentation":
-        """The same strengths, with or without mirroring."""
+        """Return the same strengths, with or without mirroring."""
         return dataclasses.replace(self, flip=flip)
 
 
@@ -80,7 +79,8 @@ AUGMENTATIONS = {
 
 
 def _views(fields: Mapping[str, Tensor], how: Augmentation) -> Tensor:
-    """A view of each row x (B, Ch, H, W), from its random numbers "chance" (B, 10) in [0, 1)."""
+    """Return a view of each row x (B, Ch, H, W), from its random numbers "chance" (B, 10) in [0,
+    1)."""
     x = fields["x"]
     chance = fields["chance"].to(x.device)
     either_way = 2 * chance - 1  # (B, 10) in [-1, 1)
@@ -104,10 +104,10 @@ def _views(fields: Mapping[str, Tensor], how: Augmentation) -> Tensor:
 
 
 def affine(*, angle: Tensor, zoom: Tensor, shear: Tensor, shift: Tensor, aspect: float) -> Tensor:
-    """Maps from places in the view to places in the image, for ``warp``.
+    """Return maps from positions in the view to positions in the image, for ``warp``.
 
     The inverse of shearing, zooming, rotating about the middle and shifting, in this order, in
-    pixels. Places are counted from the middle, in half sides, y downwards.
+    pixels. Positions are relative to the middle, in half sides, y downwards.
 
     Args:
         angle: (B,) degrees, counter-clockwise as seen.
@@ -130,7 +130,7 @@ def affine(*, angle: Tensor, zoom: Tensor, shear: Tensor, shift: Tensor, aspect:
 
 
 def warp(x: Tensor, maps: Tensor) -> Tensor:
-    """Every pixel of the view from its image, bilinearly; outside is blank.
+    """Sample every pixel of the view from its image bilinearly; outside is blank.
 
     Args:
         x: (B, Ch, H, W) float32.
@@ -148,7 +148,7 @@ def warp(x: Tensor, maps: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _places(height: int, width: int, device: torch.device) -> Tensor:
-    """The middle of each pixel: rows x, y and 1, columns pixels; (3, H W) in (-1, 1)."""
+    """Return the middle of each pixel: rows x, y and 1, columns pixels; (3, H W) in (-1, 1)."""
     y = (2 * torch.arange(height, device=device) + 1) / height - 1
     x = (2 * torch.arange(width, device=device) + 1) / width - 1
     down, right = torch.meshgrid(y, x, indexing="ij")
@@ -156,7 +156,7 @@ def _places(height: int, width: int, device: torch.device) -> Tensor:
 
 
 def move_mirrored(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
-    """Shift by whole pixels; outside is the image mirrored at its edge pixel.
+    """Shift by whole pixels; fill with the image mirrored at its edge pixel.
 
     Args:
         x: (B, Ch, H, W).
@@ -174,14 +174,14 @@ def move_mirrored(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
 
 
 def _mirror(side: int, shift: Tensor) -> Tensor:
-    """The source of each of ``side`` places: (B, side), mirrored at the first and last."""
+    """Return the source of each of ``side`` positions: (B, side), mirrored at both ends."""
     last = side - 1
     source = (torch.arange(side, device=shift.device) - shift[:, None]).abs()  # (B, side)
     return last - (last - source).abs()
 
 
 def cut_out(x: Tensor, share: float, place: Tensor) -> Tensor:
-    """Blank one square inside of each image. DeVries and Taylor 2017, arXiv:1708.04552.
+    """Blank one square inside each image. DeVries and Taylor 2017, arXiv:1708.04552.
 
     Differs from the paper: the square is inside of the image, so its area is constant.
 

@@ -16,12 +16,12 @@ from privssl.data.affine_augment import AUGMENTATIONS, Augmentation
 from privssl.data.feature_views import SEQUENCE_VIEWS, VECTOR_VIEWS
 from privssl.data.rand_augment import RANDAUGMENTS
 
-#: Names that ``strong`` takes in the settings of algorithms.
+#: Values of ``strong`` in the settings of algorithms.
 StrongName: TypeAlias = Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"]
 #: Up to an eighth of the side each way: 4 of 32 pixels (FixMatch, SemiFL).
 CROP = Augmentation(crop=1 / 8)
 _PLAIN = {**AUGMENTATIONS, "crop": CROP, "shift": CROP}
-#: FedTriNet's view, by the authors' code: contrast by a factor up to this far from 1, and how often
+#: FedTriNet's view, by the authors' code: largest relative change of contrast, and probability that
 #: an image turns grey.
 CONTRAST, GREY = 0.3, 0.1
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601
@@ -32,7 +32,7 @@ class View:
     """An augmentation by name; call it with rows (B, *shape) and a generator.
 
     Args:
-        name: as above. ``row_checks`` has refused what the rows cannot have.
+        name: as above; ``row_checks`` refuses names that do not fit the rows.
         flip: of images: also mirror left to right with probability 1/2.
         under: of images: the view to which RandAugment is applied.
     """
@@ -42,7 +42,7 @@ class View:
     under: str = "crop"
 
     def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """One view of each row, which depends on that row and its own random numbers alone."""
+        """Return one view of each row, which depends only on that row and its random numbers."""
         if not len(x):
             return x
         if x.dim() < 4:
@@ -56,9 +56,9 @@ class View:
 
 
 def contrast_and_grey(x: Tensor, rng: torch.Generator) -> Tensor:
-    """Images (B, Ch, H, W) in [-1, 1] with another contrast, one in ten without its colours.
+    """Change the contrast of images (B, Ch, H, W) in [-1, 1], and turn one in ten grey.
 
-    Che et al. (FedTriNet), IV.B; row i of one draw (B, 2) is all randomness of view i.
+    Che et al. (FedTriNet), IV.B; row i of one draw (B, 2) is the only randomness of view i.
     """
     chance = torch.rand(len(x), 2, generator=rng).to(x.device)
     if x.shape[1] == 3:
@@ -72,7 +72,7 @@ def contrast_and_grey(x: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def view(name: str, x: Tensor, rng: torch.Generator, *, flip: bool, under: str = "crop") -> Tensor:
-    """One view of each row (B, *shape), see :class:`View`."""
+    """Return one view of each row (B, *shape), see :class:`View`."""
     return View(name, flip, under)(x, rng)
 
 
@@ -86,8 +86,8 @@ class _Views(Protocol):
 
 
 class StrongViews:
-    """For settings with ``weak``, ``strong`` and ``flip``."""
+    """Mixin for settings with ``weak``, ``strong`` and ``flip``."""
 
     def strong_view(self: _Views, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
+        """Return a strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
         return view(self.strong, x, rng, flip=self.flip, under=self.weak)

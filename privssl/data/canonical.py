@@ -1,9 +1,9 @@
 """The content of a row, independent of its file: equal contents are one row to an account.
 
 An image as PNG or NPZ, uint8 or float, grey or RGB with three equal channels has one content: its
-8-bit levels, the nearest ones where floats lie between (digits of 17 shades, divided by 16).
-Vectors and sequences have the float32 numbers that networks take as their content, in one line: a
-time series is one row as a sequence and as a vector.
+8-bit levels, rounded if floats lie between (digits of 17 shades, divided by 16). The content of
+vectors and sequences is the flat float32 network input, so a time series has the same content as a
+sequence and as a vector.
 
 Registries of version 0.1 have fingerprints of rows as loaded (``as_loaded``); both are checked.
 """
@@ -20,27 +20,27 @@ from torch import Tensor
 from privssl.core.agents import LabelledRows, Origin, UnlabelledRows
 from privssl.core.rows import network_input
 
-CHUNK = 1024  # rows at a time, which bounds the memory
-# In levels of 1/255. Half-precision floats are off by up to 0.06; other floats
-# are not this close to whole levels in every pixel.
+CHUNK = 1024  # rows at a time, to bound the memory
+# In levels of 1/255. Half-precision floats are off by up to 0.06; other floats are further from
+# integer levels in some pixel.
 TOLERANCE = 1 / 8
-#: Levels that a row of other floats spans at least to be known by the nearest ones: rows of few
-#: shades, such as bytes divided by 255 twice, would become equal.
+#: Least range of levels for which floats are rounded to 8 bits: rows of few shades, such as bytes
+#: divided by 255 twice, would become equal.
 CONTRAST = 16
 
 
 def contents_of(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
-    """The content of each row of an agent: of an encoded row, of what it was before."""
+    """Yield the content of each row of an agent; for an encoded row, that before the encoder."""
     yield from canonical(rows.x if rows.origin is None else rows.origin)
 
 
 def as_loaded_of(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
-    """The same as version 0.1 had it, which knew no encoders."""
+    """Yield the content by version 0.1, which had no encoders."""
     yield from as_loaded(rows.x) if rows.origin is None else contents_of(rows)
 
 
 def canonical(x: Origin) -> Iterator[bytes]:
-    """The content of each row.
+    """Yield the content of each row.
 
     Rows with the same nearest levels share it: an account then refuses one of them, which is sound.
     Rows between levels that span fewer than ``CONTRAST`` keep their float32 bits.
@@ -50,8 +50,8 @@ def canonical(x: Origin) -> Iterator[bytes]:
             negative value is read as one in [-1, 1].
     """
     if not isinstance(x, Tensor):
-        for text in x:  # however it was typed and spaced
-            while (plain := html.unescape(text)) != text:  # as tweets are read
+        for text in x:  # normalise typing and spaces
+            while (plain := html.unescape(text)) != text:  # tweets are read likewise
                 text = plain
             yield b"text " + " ".join(unicodedata.normalize("NFC", text).split()).encode()
         return
@@ -64,7 +64,7 @@ def canonical(x: Origin) -> Iterator[bytes]:
 
 
 def as_loaded(x: Tensor) -> Iterator[bytes]:
-    """The content of each row as version 0.1 had it: type, shape and bytes as loaded."""
+    """Yield the content of each row by version 0.1: type, shape and bytes as loaded."""
     return (_content(row) for row in x.cpu().numpy())
 
 
@@ -73,8 +73,8 @@ def _content(row: NDArray[Any]) -> bytes:
 
 
 def _levels(x: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Each row (channels, height, width): uint8 by 8-bit levels where it lies on them or spans
-    enough, else float32."""
+    """Yield each row (channels, height, width) as uint8 levels if it is close to them or has enough
+    contrast, else as float32."""
     if x.dtype == np.uint8:
         yield from x
         return

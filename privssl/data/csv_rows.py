@@ -1,11 +1,11 @@
 """CSV files: tables of numbers and categories, and texts.
 
 The folder has ``train.csv`` and ``test.csv`` with the same columns, UTF-8 with or without a BOM. A
-training row whose label is empty has none. A table's columns become numbers in [-1, 1]: a numeric
-column by its bounds, a category by one number for each of its values, 1 where it is that and -1
-elsewhere. A numeric column with missing values has a second number, 1 where one is missing. Bounds
-and categories come from a declared file (``data.columns``), or from the training rows, which a
-private run may not do: they would be one more release.
+training row with an empty label is unlabelled. A table's columns become numbers in [-1, 1]: a
+numeric column is scaled by its bounds, a category has one number for each of its values (one-hot, 1
+and -1). A numeric column with missing values has a second number, 1 if the value is missing. Bounds
+and categories come from a declared file (``data.columns``), or from the training rows, which
+private runs refuse, because bounds are a release.
 """
 
 import csv
@@ -39,7 +39,7 @@ from privssl.errors import DataError, first_few
 log = logging.getLogger("privssl")
 
 MOST_CATEGORIES = 1000  # of a column
-FEW_ROWS = 20  # fewer may have a different value each by chance
+FEW_ROWS = 20  # fewer rows may all have different values by chance
 COLUMNS = "Set data.label to the column of the classes"  # advice
 TWEET_CLASSES = ("negative", "positive")  # 0 and 1 in the files of Sentiment140
 
@@ -56,14 +56,14 @@ class Texts(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One file, or frame: its lines as text, without the label, and where they are."""
+    """One file or frame: its fields as text, without the label, and the line numbers."""
 
     path: object
     columns: Mapping[str, Sequence[str]]
     labels: Sequence[str]
     lines: Sequence[int]
-    records: tuple[str, ...]  # all fields but the label, which name a record to an account
-    unit: str = "line"  # what ``lines`` are
+    records: tuple[str, ...]  # all fields but the label, which identify a record to an account
+    unit: str = "line"  # the unit of ``lines``
 
 
 # Reading -------------------------------------------------------------------------------------
@@ -73,8 +73,10 @@ def read_texts(
     root: Path, *, text: str, label: str, classes: tuple[str, ...] | None = None,
     may_be_empty: bool = False,
 ) -> Texts:  # fmt: skip
-    """The texts of two files. ``classes``, ``may_be_empty``: see :func:`read_table`. Raises
-    DataError."""
+    """Read the texts of two files.
+
+    ``classes``, ``may_be_empty``: see :func:`read_table`. Raises DataError.
+    """
     train = _read_part(root / "train.csv", label, (text,), may_be_empty=may_be_empty)
     names = classes or _class_names(train)
     test = _no_rows(train) if classes else _read_part(root / "test.csv", label, (text,))
@@ -85,7 +87,7 @@ def read_texts(
 
 
 def texts_of(part: Part, column: str) -> tuple[str, ...]:
-    """The texts of a part; warns of empty ones."""
+    """Return the texts of a part; warn of empty ones."""
     texts = tuple(part.columns[column])
     if empty := [line for text, line in zip(texts, part.lines, strict=True) if not text.strip()]:
         log.warning(
@@ -96,9 +98,9 @@ def texts_of(part: Part, column: str) -> tuple[str, ...]:
 
 
 def read_sent140(root: Path) -> Texts:
-    """Tweets of Sentiment140 (Go, Bhayani and Huang 2009): ``label`` 0 or 1, ``text``.
+    """Read tweets of Sentiment140 (Go, Bhayani and Huang 2009): ``label`` 0 or 1, ``text``.
 
-    HTML entities are resolved. Of equal tweets the first counts, because one record has one
+    HTML entities are resolved. Only the first of equal tweets is kept, because one record has one
     account.
     """
     folder = root if (root / "train.csv").is_file() else root / "sent140"
@@ -120,7 +122,7 @@ def read_sent140(root: Path) -> Texts:
 
 
 def clean_tweet(text: str) -> str:
-    """A tweet without HTML entities and repeated spaces.
+    """Return a tweet without HTML entities and repeated spaces.
 
     >>> clean_tweet("so  good &lt;3")
     'so good <3'
@@ -132,13 +134,14 @@ def read_table(
     root: Path, *, label: str, columns: Path | None, classes: tuple[str, ...] | None = None,
     may_be_empty: bool = False,
 ) -> Arrays:  # fmt: skip
-    """The numbers of two files. Records go by their fields, whatever the scales are.
+    """Read the numbers of two files. A record is identified by its fields, independently of the
+    scales.
 
     Args:
         columns: a YAML file of bounds and categories (``declared_columns``); None: from the
             training rows.
         classes: all classes; then test.csv is not read. None: those of the training rows.
-        may_be_empty: whether train.csv may have no row, where columns and classes are given.
+        may_be_empty: whether train.csv may have no row, if columns and classes are given.
 
     Raises:
         DataError: a file or column is missing, or a value is no finite number.
@@ -155,15 +158,17 @@ def read_table(
 
 
 def _no_rows(part: Part) -> Part:
-    """The same columns without a row."""
+    """Return the same columns without rows."""
     return Part(part.path, dict.fromkeys(part.columns, ()), (), (), ())
 
 
 def table_of(
     train: Part, test: Part, scales: Mapping[str, Scale], names: tuple[str, ...] | None = None
 ) -> Arrays:
-    """The numbers of two parts; ``names``: of the classes, None: those of training rows. Raises
-    DataError."""
+    """Return the numbers of two parts.
+
+    ``names``: of the classes; None: those of training rows. Raises DataError.
+    """
     names = names or _class_names(train)
     for column in scales:
         if tells_classes(train.columns[column], train.labels):
@@ -177,15 +182,15 @@ def table_of(
 
 
 def numbers_of(part: Part, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
-    """All columns in [-1, 1], side by side (N, features). Raises DataError."""
+    """Return all columns in [-1, 1], concatenated (N, features). Raises DataError."""
     return np.concatenate([_numbers(part, name, scale) for name, scale in scales.items()], axis=1)
 
 
 def part_of(
     path: object, columns: Mapping[str, Sequence[str]], label: str, rows: Sequence[int]
 ) -> Part:
-    """A part of columns that were read already; ``label``: one of them, or absent; ``rows``: the
-    numbers of its rows."""
+    """Build a part of columns in memory. ``label``: one of them, or absent; ``rows``: the numbers
+    of its rows."""
     fields = sorted(name for name in columns if name != label)
     labels = [value.strip() for value in columns.get(label, ())]
     rest = {name: columns[name] for name in columns if name != label}
@@ -200,8 +205,8 @@ def _records(fields: Sequence[str], columns: Mapping[str, Sequence[str]]) -> tup
 
 
 def read_new(path: Path, columns: Sequence[str], label: str | None) -> Part:
-    """A file of new rows for a finished run, with at least these columns. Raises DataError: it
-    cannot be read, lacks a column, or with ``label`` a row has none."""
+    """Read a file of new rows for a finished run, with at least these columns. Raises DataError if
+    it cannot be read, lacks a column, or with ``label`` a row has none."""
     part = _read_part(path, label, columns, "The run was trained on them: name yours the same")
     if label is not None and "" in part.labels:
         line = part.lines[part.labels.index("")]
@@ -214,10 +219,10 @@ def _read_part(
     advice: str = f"{COLUMNS}, and data.text to that of texts", others: str = "",
     may_be_empty: bool = False,
 ) -> Part:  # fmt: skip
-    """One file; ``wanted``: its columns, all but the label if None. Raises DataError.
+    """Read one file; ``wanted``: its columns, all but the label if None. Raises DataError.
 
-    ``label``: None where the file needs no classes. ``advice``: on a column that is absent;
-    ``others``: where the label's is there.
+    ``label``: None if the file needs no classes. ``advice``: for a missing column; ``others``: the
+    advice if the label's column exists.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -267,7 +272,7 @@ def _read_part(
 
 
 def _class_names(train: Part) -> tuple[str, ...]:
-    """Names of the classes: numbers by size, others by name."""
+    """Return names of the classes: numbers by size, others by name."""
     names = sorted(set(train.labels) - {""})
     if len(names) < 2:
         raise DataError(f"{train.path} has {len(names)} classes in its label column. Give two")
@@ -286,7 +291,7 @@ def _class_names(train: Part) -> tuple[str, ...]:
 
 
 def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[np.int64]:
-    """Class numbers; ``known``: all rows must have one that training rows have."""
+    """Return class numbers; ``known``: labels must occur in the training rows."""
     numbers = {name: number for number, name in enumerate(names)} | {"": NO_LABEL}
     for value, line in zip(part.labels, part.lines, strict=True):
         if known and not value:
@@ -307,17 +312,17 @@ def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[n
 
 
 def scales_of(train: Part) -> dict[str, Scale]:
-    """Bounds and categories of the training rows: a column is numeric if all its values are
+    """Return bounds and categories of the training rows; a column is numeric if all values are
     numbers or missing.
 
     Raises:
-        DataError: too many categories, or a column of numbers with a few values that are none:
-            as a category it would have one number for each number in it.
+        DataError: too many categories, or a column of numbers with a few other values: as a
+            category it would have one feature per number.
     """
     scales: dict[str, Scale] = {}
     lacks = list[str]()
     for name, values in train.columns.items():
-        if not name.strip() or name.startswith("Unnamed: "):  # pandas' name of such a column
+        if not name.strip() or name.startswith("Unnamed: "):  # pandas' name of an unnamed column
             raise DataError(
                 f"{train.path} has a column without a name: row numbers of another program? Leave "
                 "it out (pandas: to_csv(index=False)), or name it"
@@ -327,7 +332,9 @@ def scales_of(train: Part) -> dict[str, Scale]:
             numbers = [_number(train, name, v, at) for at, v in there]
             low, high, lacking = min(numbers), max(numbers), len(values) - len(there)
             if low == high and not lacking:
-                log.warning("%s: column %s is constant, so it tells nothing.", train.path, name)
+                log.warning(
+                    "%s: column %s is constant, so it has no information.", train.path, name
+                )
             if len(values) >= FEW_ROWS and (odd := odd_numbers(numbers)):
                 log.warning("%s: column %s %s.", train.path, name, odd)
             high = high if high > low else low + 1
@@ -346,7 +353,7 @@ def scales_of(train: Part) -> dict[str, Scale]:
             )
         categories = tuple(sorted(set(values)))
         if len(categories) == 1:
-            log.warning("%s: column %s is constant, so it tells nothing.", train.path, name)
+            log.warning("%s: column %s is constant, so it has no information.", train.path, name)
         if len(categories) > MOST_CATEGORIES:
             raise DataError(
                 f"{train.path}: column {name} has {len(categories)} different values that are no "
@@ -359,14 +366,14 @@ def scales_of(train: Part) -> dict[str, Scale]:
         raise DataError(f"{train.path} has no column beside its label")
     if lacks:
         log.warning(
-            "%s: %d columns have rows without a value, and each a second number that says where: "
+            "%s: %d columns have missing values, so each has a second number for them: "
             "%s.", train.path, len(lacks), ", ".join([*lacks[:10], *["..."][: len(lacks) > 10]]),
         )  # fmt: skip
     return scales
 
 
 def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
-    """A column in [-1, 1]: (N, 1), (N, 2) with missing values, or (N, categories)."""
+    """Scale a column to [-1, 1]: (N, 1), (N, 2) with missing values, or (N, categories)."""
     values = part.columns[name]
     if isinstance(scale[0], float):
         low, high = float(scale[0]), float(scale[1])
@@ -376,7 +383,7 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
         x = np.array([_number(part, name, v, at) for at, v in enumerate(values)])
         x = np.where(absent, (low + high) / 2, x) if lacks else x
         if beyond := int(((x < low) | (x > high)).sum()):
-            log.warning("%s: column %s has values beyond its bounds (%d), which are set to them.",
+            log.warning("%s: column %s has values beyond its bounds (%d), which are clipped.",
                         part.path, name, beyond)  # fmt: skip
         scaled = 2 * (x.clip(low, high) - low) / (high - low) - 1
         both = (scaled, 2.0 * absent - 1) if lacks else (scaled,)
@@ -385,8 +392,8 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
     places = np.array(places_of(values, categories), dtype=np.int64)
     if new := int((places < 0).sum()):
         log.warning(
-            "%s: %d values of column %s are no category of it (the first: %.40r; it has %s), and "
-            "count as none.", part.path, new, name, values[int((places < 0).argmax())],
+            "%s: %d values of column %s are not among its categories (the first: %.40r; it has %s) "
+            "and count as none.", part.path, new, name, values[int((places < 0).argmax())],
             first_few(categories),
         )  # fmt: skip
     hit: NDArray[np.bool_] = places[:, None] == np.arange(len(categories))
@@ -394,7 +401,7 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
 
 
 def _number(part: Part, name: str, value: str, place: int) -> float:
-    """A finite number. Raises DataError that names the line."""
+    """Parse a finite number. Raises DataError that names the line."""
     try:
         number = float(value)
     except ValueError:

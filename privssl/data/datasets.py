@@ -1,7 +1,7 @@
-"""Data sets: images and classes in memory, in a fixed order, and the checksum that names them.
+"""Data sets: images and classes in memory, in a fixed order, with a checksum.
 
-Rows keep the type they are stored in. ``local_training.network_input`` scales batches by a public
-constant: means and deviations of the data would be one more release.
+Rows keep their stored type. ``local_training.network_input`` scales batches by a public constant,
+because means and deviations of the data are a release.
 """
 
 import hashlib
@@ -40,10 +40,10 @@ log = logging.getLogger("privssl")
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training and test rows; a row's id is its place in the training rows.
+    """Training and test rows; a row's id is its index in the training rows.
 
     x (N, *shape), images as uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers;
-    ``npz.NO_LABEL`` in y_train where the class is unknown.
+    y_train is ``npz.NO_LABEL`` if the class is unknown.
     """
 
     name: str
@@ -52,38 +52,39 @@ class Dataset:
     x_test: Tensor
     y_test: Tensor
     class_names: tuple[str, ...]
-    said: tuple[logging.LogRecord, ...] = ()  # logged before the log file was open
-    #: Agent -> ids of its rows with labels, and without; None: the settings divide the rows.
+    said: tuple[logging.LogRecord, ...] = ()  # log records from before the log file was opened
+    #: Agent -> ids of its rows with labels, and without; None: the settings partition the rows.
     held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
-    unencoded: Unencoded | None = None  # where there is an encoder: x_train has no row then
-    records: tuple[str, ...] | None = None  # what names training rows to an account; None: x_train
+    unencoded: Unencoded | None = None  # with an encoder; then x_train is empty
+    records: tuple[str, ...] | None = None  # identifies rows to accounts; None: x_train
     scales: Mapping[str, Scale] | None = None  # of a table's columns
-    #: Of a table in memory: whether bounds were declared, or measured on its training rows.
+    #: For a table in memory: whether bounds were declared, or measured on its training rows.
     table: Literal["", "declared", "measured"] = ""
-    tests_drawn: bool = False  # whether test rows were drawn from those that may train
-    names_declared: bool = False  # whether class names are declared, so from no row
-    #: Whether all rows have three channels because of training images alone.
+    tests_drawn: bool = False  # whether test rows were sampled from possible training rows
+    names_declared: bool = False  # whether class names are declared, not read from rows
+    #: Whether all rows have three channels only because training images are in colour.
     coloured_by_train: bool = False
     standardised: bool = False  # whether vectors seem scaled by statistics of these rows
 
     @property
     def classes(self) -> int:
-        """Number of classes C."""
+        """The number of classes C."""
         return len(self.class_names)
 
     @property
     def shape(self) -> Shape:
-        """Of a row."""
+        """The shape of a row."""
         return tuple(self.x_train.shape[1:])
 
     @property
     def warnings(self) -> list[str]:
-        """What reading the rows warned of."""
+        """Warnings from reading the rows."""
         return [record.getMessage() for record in self.said if record.levelno >= logging.WARNING]
 
     @property
     def about_rows(self) -> dict[str, Any]:
-        """The form of a row and the class names in output order, for users of the classifier."""
+        """Describe the form of a row and the class names in output order, for users of the
+        classifier."""
         kind = kind_of(self.shape)
         form: dict[str, Any] = {
             "kind": kind.name, "shape": list(self.shape), "scaling": kind.scaling, "encoder": None,
@@ -92,30 +93,30 @@ class Dataset:
             form["encoder"] = raw.encoder.about
             if raw.shape is not None:
                 form["raw_shape"] = list(raw.shape)
-        if self.scales is not None:  # of a private run they are declared: public
+        if self.scales is not None:  # private runs have declared ones, which are public
             form["columns"] = {name: list(scale) for name, scale in self.scales.items()}
         return {"rows": form, "class_names": list(self.class_names)}
 
 
 @contextmanager
 def recorded() -> Iterator[list[logging.LogRecord]]:
-    """What privssl logs inside the block, once it has ended: of rows in memory, nobody is told."""
+    """Collect log records of privssl inside the block instead of showing them."""
     records, handler = list[logging.LogRecord](), BufferingHandler(capacity=10**6)
     with logging_to(handler):
         yield records
-        records += handler.buffer  # which closing empties
+        records += handler.buffer  # closing empties the buffer
 
 
 def load_dataset(
     settings: DataSettings, classes: tuple[str, ...] | None = None, *, may_be_empty: bool = False
 ) -> Dataset:
-    """Read the data set that a config names. Raises DataError: it is missing, damaged, or not in
-    its format.
+    """Read the data set of a config. Raises DataError if it is missing, damaged, or not in its
+    format.
 
     Args:
-        classes: all of them, where a site has training rows alone.
-        may_be_empty: whether such a site's table may have no row: where their number is private, an
-            error would tell it.
+        classes: all classes, for a site with training rows alone.
+        may_be_empty: whether such a site's table may have no row: an error would reveal a private
+            number of rows.
     """
     if classes is not None and settings.name not in ("csv", "image_folder"):
         raise DataError(
@@ -126,7 +127,7 @@ def load_dataset(
         found = _own(settings)
         return _to_encode(settings, found) if settings.encoder else found
     recorder = BufferingHandler(capacity=10**6)
-    log.addHandler(recorder)  # beside those of the process, which show what is logged
+    log.addHandler(recorder)  # beside the process's handlers, which show records
     try:
         arrays = _read(settings, classes, may_be_empty=may_be_empty)
     finally:
@@ -134,19 +135,19 @@ def load_dataset(
     if settings.encoder:
         made = _to_encode(settings, arrays)
     else:
-        assert isinstance(arrays, Arrays)  # the config gives texts an encoder
+        assert isinstance(arrays, Arrays)  # the config requires an encoder for texts
         made = from_arrays(settings.name, arrays)
     return replace(made, said=tuple(recorder.buffer), names_declared=classes is not None)
 
 
 def _own(settings: DataSettings) -> Dataset:
-    """The data set of a plug-in: a function of (root) that returns a ``privssl.Dataset``."""
+    """Load the data set of a plug-in: a function of (root) that returns a ``privssl.Dataset``."""
     said = f"data.name {settings.name}"
     advice = "Name a function of (root) that returns a privssl.Dataset"
     found = plugins.load_function("datasets", "data.name", settings.name, advice)
     root = expand_path("root", settings.root) if settings.root else default_root()
     made = plugins.call(f"{said} cannot be read:", found, root)
-    rows = getattr(made, "rows", None)  # privssl.Dataset is of the Python interface
+    rows = getattr(made, "rows", None)  # the class imports this module
     if not isinstance(rows, Dataset):
         raise ConfigError(f"{said} returns a {type(made).__name__}. Return a privssl.Dataset")
     if rows.held is not None:
@@ -158,7 +159,7 @@ def _own(settings: DataSettings) -> Dataset:
 
 
 def _to_encode(settings: DataSettings, found: Arrays | Texts | Dataset) -> Dataset:
-    """The data set before its encoder, which maps the rows that somebody holds."""
+    """Return the data set before its encoder, which is applied to the rows that agents hold."""
     train: Origin = found.x_train if isinstance(found, Texts) else torch.as_tensor(found.x_train)
     test: Origin = found.x_test if isinstance(found, Texts) else torch.as_tensor(found.x_test)
     encoder = _encoder(settings, train)
@@ -173,7 +174,8 @@ def _to_encode(settings: DataSettings, found: Arrays | Texts | Dataset) -> Datas
 
 
 def encode_rows(settings: DataSettings, x: Tensor) -> tuple[Tensor, Tensor | None, str | None]:
-    """Rows that a site brings: encoded, with what they were, and the encoder's checksum."""
+    """Encode the rows of a site; return features, rows before the encoder, and the encoder's
+    checksum."""
     if not settings.encoder:
         return x, None, None
     encoder = _encoder(settings, x)
@@ -181,8 +183,10 @@ def encode_rows(settings: DataSettings, x: Tensor) -> tuple[Tensor, Tensor | Non
 
 
 def encode_new(settings: DataSettings, x: Origin, checksum: str) -> Tensor:
-    """Encode rows that a finished run has not seen, float16, by an encoder with the run's
-    ``checksum``. Raises DataError where it is absent, has other weights, or takes no such rows."""
+    """Encode new rows for a finished run as float16, by an encoder with the run's ``checksum``.
+
+    Raises DataError if it is missing, has other weights, or does not accept such rows.
+    """
     encoder = _encoder(settings, x)
     if encoder.checksum != checksum:
         raise DataError(
@@ -194,7 +198,7 @@ def encode_new(settings: DataSettings, x: Origin, checksum: str) -> Tensor:
 
 
 def _encoder(settings: DataSettings, x: Origin) -> Encoder:
-    """The encoder of these rows. Raises DataError where it takes no rows of this kind."""
+    """Return the encoder of these rows. Raises DataError if it does not accept their kind."""
     own = is_own_encoder(settings.encoder)
     opened = open_encoder(settings.encoder, settings.encoder_weights) if own else None
     takes = opened.takes if opened else "texts" if reads_texts(settings.encoder) else "images"
@@ -211,7 +215,7 @@ def _encoder(settings: DataSettings, x: Origin) -> Encoder:
 
 
 def expand_path(key: str, text: str) -> Path:
-    """The path of ``data.KEY`` with ~ expanded. Raises DataError."""
+    """Return the path of ``data.KEY`` with ~ expanded. Raises DataError."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -219,7 +223,7 @@ def expand_path(key: str, text: str) -> Path:
 
 
 def from_arrays(name: str, arrays: Arrays) -> Dataset:
-    """A data set from arrays that a reader has checked."""
+    """Create a data set from arrays that a reader has checked."""
     x_train, y_train, x_test, y_test = (
         torch.from_numpy(np.ascontiguousarray(array)) for array in arrays[:4]
     )
@@ -231,17 +235,19 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
 
 
 def _are_standardised(arrays: Arrays) -> bool:
-    """Whether vectors or sequences have mean 0 and deviation 1: all, those that train, or those
-    with a label."""
+    """Return whether vectors or sequences have mean 0 and deviation 1.
+
+    Tested for all rows, for training rows, and for labelled rows.
+    """
     x, known = arrays.x_train, arrays.y_train != NO_LABEL
     parts = ((x,), (x, arrays.x_test), *(() if known.all() else ((x[known],),)))
     return x.ndim < 4 and any(are_standardised(*some) for some in parts)
 
 
 def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Dataset:
-    """The data set with ``count`` test rows drawn from training and test rows together; all others
-    are training rows, the former training rows first. Raises DataError where there are not so many
-    rows with a label, or rows that belong to each other."""
+    """Sample ``count`` test rows from training and test rows together. All others become training
+    rows, the former training rows first. Raises DataError if too few rows have a label, or rows
+    belong to each other."""
     if dataset.records is not None or dataset.held is not None or dataset.unencoded is not None:
         raise DataError(
             f"data.test is {count}, but {dataset.name} brings its own test rows. Leave it out"
@@ -263,7 +269,7 @@ def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Data
 
 
 def checksum(dataset: Dataset) -> str:
-    """SHA-256, as hex digits, of all rows before an encoder and labels, with their shapes."""
+    """Return the SHA-256, in hex, of all rows before an encoder and labels, with their shapes."""
     digest = hashlib.sha256()
     x_train, x_test, raw = dataset.x_train, dataset.x_test, dataset.unencoded
     for rows in (
@@ -314,10 +320,10 @@ def _read(
 
 
 def _digits() -> Arrays:
-    """1,797 handwritten digits of 8x8 pixels with 17 shades, the same that scikit-learn has.
+    """Load 1,797 handwritten digits of 8x8 pixels with 17 shades, the same as scikit-learn's.
 
-    From a file of ours, because importing scikit-learn takes most of a second. A fifth of each
-    class are test rows, the same for every run.seed; tests/data/test_datasets.py makes the file.
+    Read from a bundled file, because importing scikit-learn is slow. A fifth of each class are test
+    rows, the same for every run.seed; tests/data/test_datasets.py makes the file.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine
     Learning Repository, 1998 (doi 10.24432/C50P49, CC BY 4.0).
@@ -326,7 +332,7 @@ def _digits() -> Arrays:
 
 
 def _toy() -> Arrays:
-    """1,000 training and 200 test rows of 1x8x8 in ten well separated classes.
+    """Generate 1,000 training and 200 test rows of 1x8x8 in ten well separated classes.
 
     A class is a random pattern of dark and light; a row is its class's pattern with Gaussian
     noise, from a fixed seed.
@@ -340,12 +346,12 @@ def _toy() -> Arrays:
 
 
 def warn_of_equal_rows(where: object, arrays: Arrays) -> None:
-    """Warn of training rows that are all equal, or equal with different labels, or test rows."""
+    """Warn of equal training rows: all equal, with different labels, or equal to test rows."""
     train, test = _hashes(arrays.x_train), _hashes(arrays.x_test)
     known = set(train)
     if seen := sum(row in known for row in test):
         log.warning(
-            "%s: %d of %d test rows are training rows as well, so test accuracy is too high. "
+            "%s: %d of %d test rows are also training rows, so test accuracy is too high. "
             "Remove them from one of the two.",
             where, seen, len(test),
         )  # fmt: skip
@@ -367,5 +373,5 @@ def warn_of_equal_rows(where: object, arrays: Arrays) -> None:
 
 
 def _hashes(x: NDArray[Any]) -> list[int]:
-    """64-bit hashes of the rows."""
+    """Return 64-bit hashes of the rows."""
     return [hash(row.tobytes()) for row in x]

@@ -4,7 +4,7 @@
     weight: [30, 200, missing]    values may be missing
     colour: ["red", "green"]      categories
 
-Read by the rules of config files: a column that is declared twice is an error.
+The file follows the rules of config files: duplicate columns are an error.
 """
 
 import math
@@ -14,12 +14,12 @@ from privssl.data.npz import Scale
 from privssl.errors import DataError
 from privssl.settings.yaml_reader import ExponentText, YamlError, read_document
 
-MISSING = "missing"  # third in the scale of a numeric column that may lack values
-NUMBERS = (int, float, ExponentText)  # of bounds, where 1e6 is a number
+MISSING = "missing"  # third value in the scale of a numeric column that may lack values
+NUMBERS = (int, float, ExponentText)  # types of bounds, where 1e6 is a number
 
 
 def read_columns(path: Path, label: str) -> dict[str, Scale]:
-    """The declarations of a file. Raises DataError."""
+    """Read the declarations of a file. Raises DataError."""
     try:
         found = read_document(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -35,7 +35,7 @@ def read_columns(path: Path, label: str) -> dict[str, Scale]:
 
 
 def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
-    """Declared bounds and categories, as of a file. Raises DataError."""
+    """Check declared bounds and categories, from a file or Python. Raises DataError."""
     if not isinstance(found, dict) or not found:
         raise DataError(f"{path}: give a line for each column, name: [lowest, highest]")
     scales: dict[str, Scale] = {}

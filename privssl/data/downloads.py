@@ -1,8 +1,8 @@
 """MNIST, Fashion-MNIST, CIFAR-10 and SVHN: from disk, or downloaded by torchvision.
 
-Files are where torchvision puts them. torchvision is imported only to download a set and to read
-CIFAR-10, whose pickles could run code: torchvision compares each file's MD5 with the published one
-before it opens it.
+Files have torchvision's paths. torchvision is imported only to download a set and to read CIFAR-10,
+whose pickles could run code: torchvision compares each file's MD5 with the published one before it
+opens it.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ log = logging.getLogger("privssl")
 
 
 def default_root() -> Path:
-    """The folder of data sets: $PRIVSSL_DATA, else ``~/.cache/privssl/data``. Raises DataError."""
+    """Return the folder of data sets: $PRIVSSL_DATA, else ``~/.cache/privssl/data``. Raises
+    DataError."""
     named = os.environ.get("PRIVSSL_DATA") or "~/.cache/privssl/data"
     try:
         return Path(named).expanduser()
@@ -51,18 +52,19 @@ class _Published(NamedTuple):
     """One published data set."""
 
     torchvision_name: str
-    files: tuple[str, ...]  # below the root; any missing one makes it absent
+    files: tuple[str, ...]  # below the root; the set is absent if one is missing
     shape: tuple[int, int, int]  # channels, height, width
     read: Callable[[Path], Arrays]
     test_part: str  # second argument of torchvision for the test part; "": not needed
 
 
 def read_published(name: str, root: Path) -> Arrays:
-    """One of the four, from ``root`` or from the network. Raises DataError where it cannot be
-    downloaded, or its files are damaged.
+    """Load one of the four, from ``root`` or from the network.
+
+    Raises DataError if it cannot be downloaded, or its files are damaged.
 
     Args:
-        root: the folder of all data sets, created when absent; or a folder of the set's images,
+        root: the folder of all data sets, created if absent; or a folder of the set's images,
             train/CLASS/* and test/CLASS/*.
     """
     published = PUBLISHED[name]
@@ -84,7 +86,7 @@ def read_published(name: str, root: Path) -> Arrays:
 
 
 def _read_images(name: str, published: _Published, root: Path) -> Arrays:
-    """The set as a folder of images, whose pixels may differ from the published ones."""
+    """Read the set as a folder of images, whose pixels may differ from the published ones."""
     arrays = read_folder(root, None)
     if arrays.x_train.shape[1:] != published.shape or len(arrays.class_names) != 10:
         raise DataError(
@@ -118,7 +120,7 @@ def _download(name: str, published: _Published, root: Path) -> None:
             if published.test_part:
                 get(str(root), published.test_part, download=True)
     except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())  # one line for all mirrors
+        reason = " ".join(str(error).split())  # one line, for all mirrors
         raise DataError(
             f"{name} is not in {root} and could not be downloaded ({reason}). It needs "
             f"{', '.join(published.files)} there. With a network:\n  "
@@ -128,7 +130,7 @@ def _download(name: str, published: _Published, root: Path) -> None:
 
 
 def download_command(name: str, root: Path) -> str:
-    """A shell command that downloads the files."""
+    """Return a shell command that downloads the files."""
     published = PUBLISHED[name]
     folder = json.dumps(str(root))  # in double quotes, because the shell's are single
     calls = [f"get({folder}, download=True)"]
@@ -153,7 +155,7 @@ def _socket_timeout() -> Iterator[None]:
 
 
 def _idx(folder: str, class_names: tuple[str, ...], root: Path) -> Arrays:
-    """MNIST's four files below ``folder``."""
+    """Read MNIST's four files below ``folder``."""
     train, train_labels, test, test_labels = (root / file for file in _idx_files(folder))
     x_train, x_test = (_idx_file(path, axes=3)[:, None] for path in (train, test))
     y_train, y_test = (
@@ -164,7 +166,8 @@ def _idx(folder: str, class_names: tuple[str, ...], root: Path) -> Arrays:
 
 def _idx_file(path: Path, axes: int) -> NDArray[np.uint8]:
     """Read the IDX format of MNIST's page: 0, 0, 8 (unsigned bytes), the number of axes; the length
-    of each as big-endian uint32; the bytes. Importing torchvision takes as long as torch."""
+    of each as big-endian uint32; the bytes. torchvision is not used, because importing it is
+    slow."""
     content = np.frombuffer(bytearray(path.read_bytes()), np.uint8)
     begin = 4 + 4 * axes
     if content[:4].tolist() != [0, 0, 8, axes] or len(content) < begin:

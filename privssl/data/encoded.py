@@ -1,7 +1,7 @@
-"""Data sets whose rows a frozen encoder maps before any round (``data.encoder``).
+"""Data sets with a frozen encoder, applied once before the first round (``data.encoder``).
 
-Only rows that somebody holds are encoded, and test rows. The rows as they were before are kept
-beside the features, because they name the record to an account (``canonical.py``).
+Only rows of agents and test rows are encoded. The original rows are kept with the features, because
+they identify the record to an account (``canonical.py``).
 """
 
 from collections.abc import Iterable
@@ -22,22 +22,23 @@ class Unencoded:
     encoder: Encoder
     train: Origin
     test: Origin
-    folder: Path  # of data sets, where features are kept
+    folder: Path  # folder of data sets, with the cache of features
     shape: tuple[int, ...] | None = None  # of an image before the encoder
 
     def encode(self, rows: Origin) -> Tensor:
-        """The features of some of the rows, float16."""
+        """Return the features of some of the rows, float16."""
         return encode(self.encoder, rows, self.folder)
 
 
 class HeldRows:
-    """The training rows that somebody holds, encoded at once where there is an encoder."""
+    """The training rows that agents hold, encoded together if there is an encoder."""
 
     def __init__(
         self, x: Tensor, raw: Unencoded | None, ids: Iterable[int],
         records: tuple[str, ...] | None = None,
     ) -> None:  # fmt: skip
-        """``x``: all training rows, where there is no encoder; ``records``: what names them."""
+        """Set the rows. ``x``: all training rows, without encoder; ``records``: what identifies
+        them."""
         self._x, self._raw, self._records = x, raw, records
         if self._raw is not None:
             held = torch.tensor(sorted(set(ids)), dtype=torch.int64)
@@ -46,14 +47,16 @@ class HeldRows:
             self._x = self._raw.encode(select(self._raw.train, held))
 
     def take(self, ids: Tensor) -> tuple[Tensor, Origin | None]:
-        """Copies of rows; and what names them to an account, if it is not x: what they were before
-        an encoder, or the fields of a table."""
-        if self._raw is None:  # ``x[ids]`` takes ten times as long
+        """Return copies of rows, and what identifies them to an account if it is not x.
+
+        That is the row before an encoder, or the fields of a table.
+        """
+        if self._raw is None:  # ``x[ids]`` is ten times slower
             named = None if self._records is None else select(self._records, ids)
             return self._x.index_select(0, ids), named
         return self._x.index_select(0, self._place[ids]), select(self._raw.train, ids)
 
 
 def select(rows: Origin, ids: Tensor) -> Origin:
-    """Some of the rows."""
+    """Select some of the rows."""
     return rows[ids] if isinstance(rows, Tensor) else tuple(rows[i] for i in ids.tolist())

@@ -1,8 +1,8 @@
 """Random views of vectors and sequences: masked features or words, and noise.
 
 Feature masking follows SCARF (Bahri et al., ICLR 2022). Differs from it: a masked feature becomes
-0, the middle of the public range; SCARF draws it from another row, which would couple the rows of a
-private step.
+0, the middle of the public range; SCARF samples it from another row, which would make private rows
+depend on each other.
 """
 
 from collections.abc import Mapping
@@ -22,25 +22,25 @@ class FeatureView:
     """Strengths of random changes; call it with rows to get one view of each.
 
     Args:
-        masked: probability that a feature of a vector, or a place of a sequence, becomes 0.
-        noise: standard deviation of normal noise on every feature, in root mean squares of the
-            row. Empty places stay empty.
+        masked: probability that a feature of a vector, or a position of a sequence, becomes 0.
+        noise: standard deviation of normal noise on every feature, as a multiple of the row's root
+            mean square. Empty positions stay empty.
     """
 
     masked: float = 0.0
     noise: float = 0.0
 
     def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """One view of each row.
+        """Return one view of each row.
 
         Args:
             x: vectors (B, F) or sequences (B, L, F), float32; not written to.
-            rng: a generator on the CPU. Row i of one draw is all randomness of view i, so no view
-                depends on another row.
+            rng: a generator on the CPU. Row i of one draw is the only randomness of view i, so
+                views are independent of other rows.
         """
         if self == FeatureView():
             return x
-        places = x[0].numel() if x.dim() == 2 else x.shape[1]  # that may be masked
+        places = x[0].numel() if x.dim() == 2 else x.shape[1]  # maskable positions
         chance = torch.rand(len(x), places + x[0].numel(), generator=rng)
         view: Tensor = batched_call(_views, {"x": x, "chance": chance}, self)
         return view
@@ -57,7 +57,7 @@ SEQUENCE_VIEWS = {**VECTOR_VIEWS, "strong": FeatureView(masked=0.2, noise=0.2)}
 
 
 def _views(fields: Mapping[str, Tensor], how: FeatureView) -> Tensor:
-    """A view of each row x, from its uniform numbers "chance": for masks, then for noise."""
+    """Return a view of each row x, from its uniform numbers "chance": for masks, then for noise."""
     x, chance = fields["x"], fields["chance"].to(fields["x"].device)
     numbers = x[0].numel()
     kept = chance[:, :-numbers] >= how.masked  # (B, F) or (B, L)

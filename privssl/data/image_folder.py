@@ -1,14 +1,14 @@
 """A folder of images: ``root/{train,test}/CLASS/**/*.png`` and the like.
 
-Classes are the names of the folders, sorted, numbers in them by their value (2 before 10); rows
-are the files, sorted, so that a folder gives the same row numbers on every machine. All headers are
-read before any image is decoded, so that an unusable folder is refused at once.
+Classes are the folder names in natural order (2 before 10); rows are the files, sorted, so row
+numbers are equal on every machine. All headers are read before any image is decoded, so that an
+unusable folder is refused at once.
 
-The EXIF orientation is applied, and transparent pixels become white. Of several frames or pages the
-first is read. Files that are not read are counted by reason.
+The EXIF orientation is applied, and transparent pixels become white. Only the first frame or page
+is read. Skipped files are counted by reason.
 
-A file is opened as one of ``FORMATS`` only. Otherwise Pillow goes by content, and would pass a
-PostScript file called ``cat.png`` to Ghostscript, which runs it.
+A file is opened as one of ``FORMATS`` only. Otherwise Pillow would detect the format by content,
+and pass a PostScript file called ``cat.png`` to Ghostscript, which executes it.
 """
 
 import logging
@@ -33,10 +33,10 @@ SUFFIXES = frozenset(
     {*(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".gif", ".webp"),
      *(".tif", ".tiff", ".pbm", ".pgm", ".ppm", ".pnm")}
 )  # fmt: skip
-# Pillow's names of these.
+# Pillow's names of the formats.
 FORMATS = ("PNG", "JPEG", "BMP", "DIB", "GIF", "WEBP", "TIFF", "PPM")
 MAX_PIXELS = 2**24  # of one image: a file of a few kB can claim far more
-# Pillow's modes without colour, and those that become RGB. Others would lose bits.
+# Pillow's modes without colour, and those converted to RGB. Others would lose bits.
 GREY = frozenset({"1", "L", "LA"})
 COLOUR = frozenset({"P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
 
@@ -52,22 +52,22 @@ class _Head(NamedTuple):
     path: Path
     mode: str
     size: tuple[int, int]  # width, height, as turned by the orientation
-    turned: bool  # its EXIF orientation is not upright
+    turned: bool  # whether its EXIF orientation is not upright
     frames: int
 
 
 class _Form(NamedTuple):
-    """The form of all rows."""
+    """The common form of all rows."""
 
     mode: str  # "L" or "RGB"
     size: tuple[int, int]  # width, height
-    resized: bool  # images of other sizes become this one
+    resized: bool  # whether images of other sizes are resized to it
 
 
 def read_folder(
     root: Path, image_size: int | None, classes: tuple[str, ...] | None = None
 ) -> Arrays:
-    """All images of a folder: uint8, one channel when all images are grey, else three.
+    """Read all images of a folder: uint8, one channel when all images are grey, else three.
 
     Args:
         root: holds ``train`` and ``test``, and optionally ``unlabelled`` with training images of
@@ -77,8 +77,8 @@ def read_folder(
             None: the folders of ``train``.
 
     Raises:
-        DataError: no such folders, classes that differ, a class without images, a file that is
-            no image, or sizes that differ while ``image_size`` is not set.
+        DataError: no such folders, classes that differ, a class without images, a file that is not
+            an image, or different sizes without ``image_size``.
     """
     skipped: Counter[str] = Counter()
     declared = classes is not None
@@ -109,7 +109,7 @@ def read_folder(
         log.info("%s: %d training images without a label", beside, len(rest))
     _log_changes(root, heads, laid_train + laid_test + laid_rest)
     _log_skipped(root, skipped)
-    if declared:  # one image in colour changes the rows of the others
+    if declared:  # one colour image changes the rows of the others
         by_train = any(head.mode in GREY for head in heads)
     else:
         by_train = all(head.mode in GREY for head in heads[len(train) :])
@@ -121,11 +121,11 @@ def read_folder(
 
 
 def _classes_of_both(root: Path, skipped: Counter[str]) -> tuple[str, ...]:
-    """The classes of ``train`` and ``test``. Raises DataError if they differ."""
+    """Return the classes of ``train`` and ``test``. Raises DataError if they differ."""
     classes = _classes(root / "train", skipped)
     others = _classes(root / "test", skipped)
     if classes != others:
-        # ascii: names that look alike can differ in how an accent is written, or in spaces
+        # ascii: names that look equal can differ in the encoding of an accent, or in spaces
         differing = ", ".join(ascii(name) for name in sorted(set(classes) ^ set(others)))
         raise DataError(
             f"{root}: train and test differ in the classes {differing}. "
@@ -136,7 +136,7 @@ def _classes_of_both(root: Path, skipped: Counter[str]) -> tuple[str, ...]:
 
 
 def _refuse_undeclared(folder: Path, classes: Sequence[str]) -> None:
-    """Raise DataError for a folder that is no declared class."""
+    """Raise DataError for a folder that is not a declared class."""
     if strange := sorted(_folders(folder).difference(classes) if folder.is_dir() else ()):
         raise DataError(
             f"{folder}: {', '.join(map(ascii, strange))} is no declared class. Give one of "
@@ -145,8 +145,10 @@ def _refuse_undeclared(folder: Path, classes: Sequence[str]) -> None:
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Image files as rows (N, *shape) with 1 (grey) or 3 (RGB) channels, resized where they differ.
-    Raises DataError where a file is no image, or has more than 8 bits per channel."""
+    """Read image files as rows (N, *shape) with 1 (grey) or 3 (RGB) channels, resized if needed.
+
+    Raises DataError if a file is not an image, or has more than 8 bits per channel.
+    """
     channels, height, width = shape
     form = _Form("L" if channels == 1 else "RGB", (width, height), resized=True)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -156,13 +158,13 @@ def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> NDArray[n
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Image files of a folder at any depth, sorted. Raises DataError if there is none."""
+    """List image files of a folder at any depth, sorted. Raises DataError if there is none."""
     return _sorted_images(folder, Counter(), "it")
 
 
 def list_labelled_images(folder: Path) -> tuple[list[Path], list[str]]:
-    """Image files of ``folder/CLASS/**``, and the class of each; ``folder/test`` if there is one.
-    Raises DataError: no folders of classes, or one without images."""
+    """List image files of ``folder/CLASS/**`` with their classes, or of ``folder/test`` if it
+    exists. Raises DataError without folders of classes, or for a folder without images."""
     root = folder / "test" if (folder / "test").is_dir() else folder
     classes = _classes(root, Counter())
     files, y = _files(root, classes, Counter())
@@ -170,11 +172,11 @@ def list_labelled_images(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _log_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
-    """Warn of images that are not read exactly as stored."""
+    """Warn of images that are changed when they are read."""
     if turned := sum(head.turned for head in heads):
-        log.warning("%s: %d images were turned as their EXIF orientation says", root, turned)
+        log.warning("%s: %d images were rotated by their EXIF orientation", root, turned)
     if laid:
-        log.warning("%s: %d images have transparent pixels and were laid over white", root, laid)
+        log.warning("%s: %d images have transparent pixels, which became white", root, laid)
     if several := [head for head in heads if head.frames > 1]:
         log.warning(
             "%s: %d images have several frames or pages (%s has %d). The first of each was read, "
@@ -185,8 +187,8 @@ def _log_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
 
 
 def _log_skipped(root: Path, skipped: Counter[str]) -> None:
-    """Log the number of files and folders that were not read, by reason."""
-    skipped = +skipped  # without zeros
+    """Log the number of skipped files and folders by reason."""
+    skipped = +skipped  # drop zeros
     if not skipped:
         return
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
@@ -221,7 +223,8 @@ def _folders(place: Path) -> set[str]:
 def _files(
     folder: Path, classes: Sequence[str], skipped: Counter[str], *, may_lack: bool = False
 ) -> tuple[list[Path], NDArray[np.int64]]:
-    """Image files and their class numbers, class by class; ``may_lack``: folders of some."""
+    """List image files and their class numbers, class by class; ``may_lack``: classes may have no
+    folder."""
     by_class = [
         _sorted_images(folder / name, skipped, "the class from train and test")
         if not may_lack or (folder / name).is_dir() else []
@@ -232,7 +235,7 @@ def _files(
 
 
 def _sorted_images(folder: Path, skipped: Counter[str], what: str) -> list[Path]:
-    """Image files of a folder. Raises DataError with the advice to remove ``what``."""
+    """List image files of a folder. Raises DataError with the advice to remove ``what``."""
     try:
         found = sorted(_images(folder, skipped))
     except OSError as error:
@@ -246,7 +249,7 @@ def _sorted_images(folder: Path, skipped: Counter[str], what: str) -> list[Path]
 
 
 def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
-    """Image files at any depth; linked folders are skipped, because they could be circles."""
+    """Yield image files at any depth; skip linked folders, because they may be cyclic."""
 
     def give_up(error: OSError) -> None:
         raise error
@@ -257,7 +260,7 @@ def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
         skipped.update({"linked folders": len(linked), HIDDEN: len(hidden)})
         folders[:] = [name for name in folders if name not in {*linked, *hidden}]
         for path in (Path(place, name) for name in files if name[0] != "."):
-            if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+            if path.exists() and not path.is_file():  # reading a pipe would block
                 skipped["pipes and devices"] += 1
             elif path.suffix.lower() in SUFFIXES:
                 yield path
@@ -279,7 +282,7 @@ def _head(path: Path) -> _Head:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels, more than {MAX_PIXELS}")
             orientation = _orientation(image)
-            across = orientation >= 5  # the four orientations that lie on a side
+            across = orientation >= 5  # the four orientations turned by 90 degrees
             size = image.size[::-1] if across else image.size
             frames = getattr(image, "n_frames", 1)
             return _Head(path, image.mode, size, orientation > 1, frames)
@@ -288,7 +291,7 @@ def _head(path: Path) -> _Head:
 
 
 def _is_deep(image: Image.Image) -> bool:
-    """Whether Pillow would cut channels of 16 bits off to 8, as it does in colour."""
+    """Return whether Pillow would reduce channels of 16 bits to 8, as it does in colour."""
     for tile in getattr(image, "tile", ()):
         given = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
         if any(isinstance(one, str) and re.search(r";16[BLN]", one) for one in given):
@@ -299,8 +302,8 @@ def _is_deep(image: Image.Image) -> bool:
 
 
 def _orientation(image: Image.Image) -> int:
-    """1 to 8, as EXIF numbers them; 1 is upright."""
-    # Pillow turns a TIFF itself, and decodes a whole PNG to look for EXIF data at its end.
+    """Return the EXIF orientation, 1 to 8; 1 is upright."""
+    # Pillow rotates a TIFF itself, and decodes a whole PNG to find EXIF data at its end.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     try:
@@ -335,14 +338,15 @@ def _form(heads: Sequence[_Head], image_size: int | None) -> _Form:
 def _decode(
     pool: ThreadPoolExecutor, files: Sequence[Path], form: _Form
 ) -> tuple[NDArray[np.uint8], int]:
-    """Rows (N, C, H, W), and how many were laid over white."""
+    """Decode rows (N, C, H, W); also return how many were composed over white."""
     width, height = form.size
     channels = len(form.mode)  # "L" has one, "RGB" three
     images = np.empty((len(files), channels, height, width), dtype=np.uint8)
 
     def decode(row: int) -> bool:
         try:
-            # From a stream: by its path Pillow maps a plain TIFF into memory, and turns it wrongly.
+            # From a stream: given a path, Pillow maps a plain TIFF into memory and rotates it
+            # wrongly.
             with files[row].open("rb") as file, Image.open(file, formats=FORMATS) as image:
                 image.load()  # a PNG may have its orientation after its pixels
                 upright = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
@@ -362,7 +366,7 @@ def _decode(
 
 
 def _over_white(image: Image.Image) -> tuple[Image.Image, bool]:
-    """The image without transparency, and whether any pixel was transparent."""
+    """Return the image without transparency, and whether any pixel was transparent."""
     if not image.has_transparency_data:
         return image, False
     shown = image.convert("RGBA")

@@ -1,8 +1,8 @@
-"""RandAugment's operations on batches of images of whole levels 0..255, as in PIL.
+"""RandAugment's operations on batches of images with integer levels 0..255, as in PIL.
 
-A result differs from PIL's by at most one level (PIL truncates, we round), and where the nearest
-pixel is a tie. ``csrc/views.cpp`` has the same operations and roundings (up to 65,793 pixels, whose
-sums are exact in float32): change both together.
+Results differ from PIL's by at most one level (PIL truncates, we round), and by the choice among
+equally near pixels. ``csrc/views.cpp`` has the same operations and roundings (up to 65,793 pixels,
+whose sums are exact in float32): change both together.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ Change = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def identity(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """No change."""
+    """Return the image unchanged."""
     return x
 
 
 def autocontrast(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Stretch each channel to 0..255. A channel of one level stays."""
+    """Stretch each channel to 0..255. A channel of one level is unchanged."""
     low, high = x.amin(dim=(2, 3), keepdim=True), x.amax(dim=(2, 3), keepdim=True)
     flat = low == high
     scale = TOP / (high - low).masked_fill(flat, TOP)
@@ -38,7 +38,7 @@ def autocontrast(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
 
 
 def equalize(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Histogram equalisation of each channel, in whole numbers as in PIL.
+    """Equalise the histogram of each channel, in integers as in PIL.
 
     A channel with fewer than 255 pixels below its highest level is not changed.
     """
@@ -56,39 +56,39 @@ def equalize(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
 
 
 def invert(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """255 - level."""
+    """Return 255 - level."""
     return TOP - x
 
 
 def posterize(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Keep the ``amount`` highest of 8 bits; rounded to a whole number."""
+    """Keep the ``amount`` highest of 8 bits; ``amount`` is rounded."""
     step = torch.exp2(8 - amount.round())[:, None, None, None]
     return (x / step).floor_() * step
 
 
 def solarize(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Invert the levels from ``amount`` up."""
+    """Invert the levels >= ``amount``."""
     return torch.where(x < amount[:, None, None, None], x, TOP - x)
 
 
 def brightness(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Times ``amount``: 0 is black, 1 the image."""
+    """Multiply by ``amount``: 0 is black, 1 the image."""
     return x * amount[:, None, None, None]
 
 
 def contrast(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Between the image's mean grey at 0 and the image at 1."""
+    """Interpolate from the image's mean grey at 0 to the image at 1."""
     mean = (_grey(x).mean(dim=(1, 2, 3), keepdim=True) + 0.5).floor_()
     return _from(mean, x, amount)
 
 
 def color(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Between the grey image at 0 and the image at 1. No change of images without colour."""
+    """Interpolate from the grey image at 0 to the image at 1. No effect without colour."""
     return _from(_grey(x), x, amount) if x.shape[1] == 3 else x
 
 
 def sharpness(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Between the smoothed image at 0 and the image at 1. Edge pixels are not changed."""
+    """Interpolate from the smoothed image at 0 to the image at 1. Edge pixels are not changed."""
     smooth = x.clone()
     if min(x.shape[2:]) >= 3:
         # the weights are 1/13, and 5/13 in the middle
@@ -99,12 +99,13 @@ def sharpness(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
 
 
 def _from(degenerate: Tensor, x: Tensor, amount: Tensor) -> Tensor:
-    """The line from the degenerate image at ``amount`` 0 to the image at 1."""
+    """Interpolate from the degenerate image at ``amount`` 0 to the image at 1."""
     return degenerate + amount[:, None, None, None] * (x - degenerate)
 
 
 def _grey(x: Tensor) -> Tensor:
-    """(n, 1, H, W) whole levels: ITU-R 601 luma of three channels, else the channels' mean."""
+    """Return integer grey levels (n, 1, H, W): ITU-R 601 luma of three channels, else the channels'
+    mean."""
     if x.shape[1] != 3:
         return x.mean(dim=1, keepdim=True).round_()
     red, green, blue = x[:, :1], x[:, 1:2], x[:, 2:]
@@ -116,8 +117,10 @@ def _grey(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shear:
-    """Shift each row (axis "x") or column ("y") by ``amount`` pixels per pixel from the top left;
-    outside is black."""
+    """Shift each row (axis "x") or column ("y") by ``amount`` pixels per pixel from the top left.
+
+    Outside is black.
+    """
 
     axis: Literal["x", "y"]
     pixels_used: Literal[1, 2, 4]  # nearest, linear, cubic
@@ -144,13 +147,14 @@ class Translate:
 
 
 def slide(x: Tensor, offset: Tensor, pixels_used: Literal[1, 2, 4]) -> Tensor:
-    """Pixel j of row y of the view is at j + offset[y] of the same row; outside is black.
+    """Shift rows: pixel j of row y of the view is at j + offset[y] of the same row; outside is
+    black.
 
     Args:
         x: levels (n, Ch, H, W).
         offset: (n, H) pixels to the right.
-        pixels_used: 1 the nearest, 2 linearly between two, 4 cubically (a = -1, as PIL's) between
-            four; neighbours beyond the edge are the pixel at the edge.
+        pixels_used: 1: nearest, 2: linear between two, 4: cubic (a = -1, as in PIL) between four;
+            neighbours beyond the edge are the pixel at the edge.
     """
     width = x.shape[3]
     column = torch.arange(width, device=x.device)
@@ -176,11 +180,11 @@ def slide(x: Tensor, offset: Tensor, pixels_used: Literal[1, 2, 4]) -> Tensor:
 class Rotate:
     """Rotate by ``amount`` degrees counter-clockwise about the middle, nearest pixel."""
 
-    outside: float  # level of pixels from outside
+    outside: float  # level outside the image
 
     def __call__(self, x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
         rows, channels, height, width = x.shape
-        # Rounded once, so that every library has the same bits; Apple's GPUs have no float64.
+        # In float64, so that every library has the same bits; Apple's GPUs have no float64.
         wide = amount if amount.device.type == "mps" else amount.double()
         turn = torch.deg2rad(wide)[:, None, None]  # (n, 1, 1)
         cos, sin = turn.cos().float(), turn.sin().float()
@@ -209,7 +213,7 @@ def cutout(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
 
 
 def kind(change: Change) -> image_transforms.Kind | None:
-    """The kernel's name of an operation; None: it has none."""
+    """Return the kernel's name of an operation; None if it has none."""
     match change:
         case Shear(axis, used):
             return image_transforms.Kind("shear", axis=axis, pixels_used=used)

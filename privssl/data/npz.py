@@ -1,11 +1,11 @@
-"""Rows as arrays, as every reader returns them, and the reader of NPZ files.
+"""Arrays of rows, returned by every reader, and the reader of NPZ files.
 
 An NPZ file has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Training rows without a label
 have y = -1, or are in ``x_unlabelled``, and come after the others. Images are (N, H, W), one
-channel; (N, H, W, C) as in NumPy and Keras; or (N, C, H, W) as in torch. With 1 or 3 in both
-places the last axis has the channels. Vectors are (N, F), as bytes or as finite floats, which
-networks take as they are. With ``kind="sequence"`` in the file rows are sequences (N, length, F) of
-finite floats, such as time series. Pickles are refused, because reading one can run code.
+channel; (N, H, W, C) as in NumPy and Keras; or (N, C, H, W) as in torch. If both axes are 1 or 3,
+the last one has the channels. Vectors are (N, F), as bytes or as finite floats, which networks take
+as they are. With ``kind="sequence"`` in the file rows are sequences (N, length, F) of finite
+floats, such as time series. Pickles are refused, because loading one can run code.
 """
 
 import logging
@@ -26,56 +26,60 @@ NAMES, UNLABELLED = ("x_train", "y_train", "x_test", "y_test"), "x_unlabelled"
 KIND = "kind"  # of rows; absent: images or vectors, by their axes
 CHANNELS = (1, 3)
 NO_LABEL = -1
-DARK = 64  # of 255: arrays without a pixel as bright are probably scaled wrongly
+DARK = 64  # of 255: images without a pixel this bright are probably scaled wrongly
 
-MAX_FEATURE = 1e4  # of a vector: networks expect numbers of about 1
-MAX_CLASS = 2**20 - 1  # a classifier has an output for each
-MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousand times more
+MAX_FEATURE = 1e4  # largest feature: networks expect numbers of about 1
+MAX_CLASS = 2**20 - 1  # largest class number: a classifier has an output for each
+MAX_BYTES = 2**34  # of one unpacked array: zip files can expand a thousandfold
 
-# What zipfile, zlib and NumPy raise on a file that is damaged, encrypted or made of pickles.
+# Errors of zipfile, zlib and NumPy for damaged, encrypted or pickled files.
 _DAMAGE = (OSError, ValueError, EOFError, RuntimeError, MemoryError, BadZipFile, zlib.error)
 
 
 class NpzRows(NamedTuple):
-    """Rows of one agent, in the form of ``Arrays``; None: none of that kind."""
+    """Rows of one agent, in the form of ``Arrays``; None: no rows of that kind."""
 
     x: NDArray[Any] | None
     y: NDArray[np.int64] | None
     unlabelled: NDArray[Any] | None
 
 
-#: Of a table's column: bounds, with "missing" where values may be, or categories.
+#: Of a table's column: bounds, with "missing" if values may be missing, or categories.
 Scale = tuple[float, float] | tuple[float, float, str] | tuple[str, ...]
 
 
 class Arrays(NamedTuple):
-    """Images (N, C, H, W), uint8 in 0..255 or float32 in [0, 1]; vectors (N, F), uint8 or float32;
-    sequences (N, length, F), float32; classes (N,) int64."""
+    """Checked arrays of a data set.
+
+    Images (N, C, H, W), uint8 in 0..255 or float32 in [0, 1]; vectors (N, F), uint8 or float32;
+    sequences (N, length, F), float32; classes (N,) int64.
+    """
 
     x_train: NDArray[Any]
-    y_train: NDArray[np.int64]  # NO_LABEL where the class is unknown
+    y_train: NDArray[np.int64]  # NO_LABEL if the class is unknown
     x_test: NDArray[Any]
     y_test: NDArray[np.int64]
     class_names: tuple[str, ...]
-    records: tuple[str, ...] | None = None  # what names training rows to an account; None: x
+    records: tuple[str, ...] | None = None  # what identifies training rows to an account; None: x
     scales: Mapping[str, Scale] | None = None  # of a table's columns, in their order
-    coloured_by_train: bool = False  # whether all have three channels as a training image has
+    coloured_by_train: bool = False  # whether all have three channels because a training image has
 
 
 def read_npz(path: Path) -> Arrays:
-    """The four arrays of an NPZ file, checked. Raises DataError: no such file, or not in the format
-    above."""
+    """Read and check the four arrays of an NPZ file. Raises DataError if the file is missing, or
+    not in the format above."""
     return check_arrays(path, _open(path, NAMES, (UNLABELLED, KIND), warn=True))
 
 
 def check_arrays(
     path: object, found: Mapping[str, NDArray[Any]], class_names: Sequence[str] | None = None
 ) -> Arrays:
-    """The arrays of a file, or in memory, in the layout and type that rows have. Raises DataError
-    where they are not in the format above.
+    """Convert arrays of a file, or in memory, to the layout and type of rows.
+
+    Raises DataError if they are not in the format above.
 
     Args:
-        path: where they are from, for errors.
+        path: their origin, for errors.
         found: by the names of an NPZ file; ``x_unlabelled`` and ``kind`` may be absent.
         class_names: in the order of the class numbers; None: the numbers.
     """
@@ -111,7 +115,7 @@ def check_arrays(
 
 
 def refuse_unprintable(path: object, names: Sequence[str]) -> None:
-    """Raise DataError for a class name that could begin a line of its own in a file."""
+    """Raise DataError for a class name that could begin a new line in a file."""
     if odd := [name for name in names if not name.isprintable()]:
         raise DataError(
             f"{path}: the class name {odd[0]!a:.60} has line breaks, or other characters that "
@@ -129,12 +133,12 @@ def _check_names(path: object, names: tuple[str, ...], classes: int) -> None:
 
 
 def check_rows(path: object, x: NDArray[Any], *, sequences: bool = False) -> NDArray[Any]:
-    """Rows in their final layout and type. Raises DataError."""
+    """Return rows in their final layout and type. Raises DataError."""
     return _numbers(path, "x", _layout(path, "x", x, sequences=sequences))
 
 
 def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
-    """With more training rows, of unknown class."""
+    """Append training rows of unknown class."""
     y = np.concatenate([arrays.y_train, np.full(len(x), NO_LABEL)])
     return arrays._replace(x_train=np.concatenate([arrays.x_train, x]), y_train=y)
 
@@ -142,12 +146,14 @@ def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
 def read_rows(
     path: Path, *, labelled: bool, unlabelled: bool, may_be_empty: bool = False
 ) -> NpzRows:
-    """The rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``, as far as it
-    holds them. Raises DataError as :func:`read_npz`.
+    """Read the rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``, as
+    requested.
+
+    Raises DataError as :func:`read_npz`.
 
     Args:
-        may_be_empty: whether zero labelled rows are allowed: where their number is private, an
-            error would reveal it.
+        may_be_empty: whether zero labelled rows are allowed: an error would reveal a private
+            number of rows.
     """
     names = [*(("x_labelled", "y_labelled") if labelled else ()),
              *(("x_unlabelled",) if unlabelled else ())]  # fmt: skip
@@ -160,8 +166,8 @@ def read_rows(
 
 
 def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[Any]]:
-    """The arrays of the first choice whose names an NPZ file all has; or one NPY file's array.
-    Raises DataError: no such file, no NPY or NPZ file, or none of the choices."""
+    """Read the arrays of the first choice whose names an NPZ file all has; or one NPY file's array.
+    Raises DataError if the file is missing, neither NPY nor NPZ, or has none of the choices."""
     if path.suffix.lower() == ".npy" and all(len(names) == 1 for names in choices):
         try:
             return [np.load(path, allow_pickle=False)]
@@ -191,7 +197,7 @@ def _unlabelled(path: object, found: Mapping[str, NDArray[Any]]) -> NDArray[Any]
 
 
 def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
-    """Raise DataError where shapes or types differ; warn of dark arrays and of other ranges."""
+    """Raise DataError if shapes or types differ; warn of dark images and of different ranges."""
     (first, x), *others = parts.items()
     for name, other in others:
         if (x.shape[1:], x.dtype) != (other.shape[1:], other.dtype):
@@ -208,14 +214,14 @@ def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
     for name, value in dark.items():
         what, other_form = ("bytes", "floats in [0, 1]") if full == 255 else ("floats", "bytes")
         log.warning(
-            "%s: %s has %s up to %.5g. They are taken for shades from 0 to %d, so all of it is "
-            "nearly black: bring them to that range, or give %s.",
+            "%s: %s has %s up to %.5g. They are taken for shades from 0 to %d, so all pixels are "
+            "nearly black: scale them to that range, or give %s.",
             path, name, what, value, full, other_form,
         )  # fmt: skip
     one, two = min(top, key=top.__getitem__), max(top, key=top.__getitem__)
     if not dark and top[two] > 2 * top[one]:
         log.warning(
-            "%s: %s goes up to %.5g and %s up to %.5g. Scale both alike.",
+            "%s: %s goes up to %.5g and %s up to %.5g. Scale both equally.",
             path, one, top[one], two, top[two],
         )  # fmt: skip
 
@@ -224,8 +230,8 @@ def _open(
     path: Path, names: Sequence[str], optional: Collection[str] = (), *,
     warn: bool = False, instead: str = "",
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Required and optional arrays of an NPZ file; ``warn`` of others. ``instead``: what a single
-    array should be instead, where no name is required."""
+    """Read required and optional arrays of an NPZ file; ``warn`` of others. ``instead``: the
+    required form of a single array, if no name is required."""
     try:
         with path.open("rb") as stream:  # NumPy leaves a damaged file open
             file = np.load(stream, allow_pickle=False)
@@ -240,7 +246,7 @@ def _open(
                     f"{path} has no {', '.join(missing)} (it has {', '.join(file.files)}). "
                     f"Save it with numpy.savez_compressed, with {', '.join(names)}"
                 )
-            assert file.zip is not None  # it is open
+            assert file.zip is not None  # the file is open
             for info in file.zip.infolist():  # zipfile never unpacks more than this
                 if info.file_size > MAX_BYTES:
                     raise ValueError(f"{info.filename} has {info.file_size} bytes")
@@ -252,7 +258,7 @@ def _open(
                 )  # fmt: skip
             found = {name: _plain(path, name, file) for name in wanted}
             if not all(isinstance(array, np.ndarray) for array in found.values()):
-                raise ValueError("an entry is no array")  # NumPy returns such bytes
+                raise ValueError("an entry is no array")  # NumPy returns other entries as bytes
             return found
     except (FileNotFoundError, IsADirectoryError) as error:
         what = "no such file" if isinstance(error, FileNotFoundError) else "a folder"
@@ -267,7 +273,7 @@ def _open(
 
 
 def _plain(path: Path, name: str, file: np.lib.npyio.NpzFile) -> NDArray[Any]:
-    """One array. Raises DataError if it has Python objects, which are never unpickled."""
+    """Read one array. Raises DataError if it has Python objects, which are never unpickled."""
     try:
         array: NDArray[Any] = file[name]
     except ValueError as error:
@@ -280,14 +286,14 @@ def _plain(path: Path, name: str, file: np.lib.npyio.NpzFile) -> NDArray[Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """NumPy's words, but for its advice to unpickle what is no file of arrays."""
+    """Return NumPy's message without its advice to unpickle a file."""
     return "it is no file of arrays" if "pickle" in str(error) else str(error).rstrip(".")
 
 
 def _rows(
     path: object, found: Mapping[str, NDArray[Any]], part: str, may_be_empty: bool = False
 ) -> tuple[NDArray[Any], Any]:
-    """Rows and labels of one part in their final layout and type."""
+    """Return rows and labels of one part in their final layout and type."""
     x, y = found[f"x_{part}"], found[f"y_{part}"]
     x = _layout(path, f"x_{part}", x, sequences=_are_sequences(path, found))
     if y.ndim != 1 or y.dtype.kind not in "iu":
@@ -314,7 +320,7 @@ def _rows(
 
 
 def _are_sequences(path: object, found: Mapping[str, NDArray[Any]]) -> bool:
-    """Whether the arrays say that their rows are sequences."""
+    """Return whether the arrays declare sequences."""
     kind = found.get(KIND)
     if kind is not None and str(kind) != "sequence":
         raise DataError(
@@ -325,7 +331,7 @@ def _are_sequences(path: object, found: Mapping[str, NDArray[Any]]) -> bool:
 
 
 def _layout(path: object, name: str, x: NDArray[Any], *, sequences: bool) -> NDArray[Any]:
-    """Images (N, channels, height, width); vectors (N, F), or ``sequences`` (N, length, F)."""
+    """Return images (N, channels, height, width), vectors (N, F) or sequences (N, length, F)."""
     if 0 in x.shape[1:]:
         raise DataError(f"{path}: {name} has the shape {x.shape}: its rows have no number")
     if sequences and x.ndim != 3:
@@ -358,7 +364,7 @@ def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
         return np.ascontiguousarray(x)
     if x.ndim < 4:
         return _features(path, name, x)
-    # NaN is refused as well: no comparison with it is true.
+    # NaN fails the comparison too.
     if x.dtype.kind == "f" and (not x.size or (x.min() >= 0 and x.max() <= 1)):
         return np.ascontiguousarray(x, dtype=np.float32)
     seen = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
@@ -370,10 +376,10 @@ def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _features(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
-    """Vectors or sequences as float32. Raises DataError where a number is not finite, or far from
-    1."""
+    """Return vectors or sequences as float32. Raises DataError for numbers not finite, or too
+    large."""
     top = float(np.abs(x).max(initial=0.0)) if x.dtype.kind == "f" else np.nan
-    if top <= MAX_FEATURE:  # no comparison with NaN is true
+    if top <= MAX_FEATURE:  # NaN fails the comparison
         return np.ascontiguousarray(x, dtype=np.float32)
     seen = _not_finite(x) or (f", with numbers up to {top:g}" if x.dtype.kind == "f" else "")
     kind, give = ("sequences", "") if x.ndim == 3 else ("vectors", "uint8, or ")
@@ -384,7 +390,7 @@ def _features(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _not_finite(x: NDArray[Any]) -> str:
-    """Where the first number that is NaN or infinite is; empty: there is none."""
+    """Return the index of the first NaN or infinite number; empty if there is none."""
     if x.dtype.kind != "f" or np.isfinite(x).all():
         return ""
     wrong = ~np.isfinite(x).reshape(len(x), -1).all(axis=1)

@@ -1,8 +1,9 @@
 """Partition rules: seven frozen classes that divide rows among agents.
 
-Every row goes to exactly one agent (``DirichletEqual`` may leave rows over). Sources: Dirichlet per
-class is Hsu et al. 2019 (arXiv:1909.06335), per agent FedSEAL's (Bian et al., arXiv:2110.07829);
-round robin is Fan et al., section 5.5; the imbalance table is FedMatch's released code.
+Every row goes to exactly one agent (``DirichletEqual`` may leave rows unassigned). Sources:
+Dirichlet per class is Hsu et al. 2019 (arXiv:1909.06335), per agent FedSEAL's (Bian et al.,
+arXiv:2110.07829); round robin is Fan et al., section 5.5; the imbalance table is FedMatch's
+released code.
 """
 
 import heapq
@@ -28,13 +29,14 @@ class Partition(ABC):
 
     @final
     def split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        """Sorted row numbers of each agent: disjoint, together 0..N-1 unless the rule has ``rows``.
+        """Return sorted row numbers of each agent: disjoint, together 0..N-1 unless the rule has
+        ``rows``.
 
         Rules by class may leave an agent without rows when a class has fewer rows than owners.
 
         Args:
             labels: (N,) class of each row, >= 0.
-            agents: how many, 1..N.
+            agents: their number, 1..N.
 
         Raises:
             DataError: more agents than rows, or a rule that does not fit these classes.
@@ -50,7 +52,8 @@ class Partition(ABC):
         return self._checked(plugins.call(said, self.divide, labels, agents, rng), labels, agents)
 
     def _checked(self, parts: Any, labels: Ints, agents: int) -> list[Ints]:
-        """What a plug-in's rule returns, sorted. Raises DataError unless it divides rows."""
+        """Check and sort the result of a plug-in's rule. Raises DataError unless it partitions
+        rows."""
         rows = len(labels)
         try:
             found = [np.sort(np.asarray(part)) for part in parts]
@@ -68,17 +71,17 @@ class Partition(ABC):
         return [part.astype(np.int64) for part in found]
 
     def total(self, labels: Ints) -> int:
-        """Number of rows that are divided."""
+        """Return the number of rows to divide."""
         return len(labels)
 
     @abstractmethod
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        """The rule; arguments and result as of :meth:`split`, which checks them."""
+        """Divide the rows; arguments and result as of :meth:`split`, which checks them."""
 
 
 @dataclass(frozen=True)
 class Iid(Partition):
-    """Equally many rows for each agent (within one), and of each class (within one)."""
+    """An equal number of rows for each agent (within one), and of each class (within one)."""
 
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         by_class = np.concatenate(list(_rows_of_classes(labels, rng).values()))
@@ -87,13 +90,13 @@ class Iid(Partition):
 
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """The shares of each class are drawn from a symmetric Dirichlet distribution.
+    """Shares of each class sampled from a symmetric Dirichlet distribution.
 
     Differs from the paper: an agent without rows gets one row of the agent with most.
 
     Args:
         alpha: concentration, > 0. Small: a class belongs to one agent; large: as iid. Clipped to
-            1e-9..1e9, beyond which no number of rows shows a difference.
+            1e-9..1e9; beyond these the split no longer changes.
     """
 
     alpha: float
@@ -110,15 +113,16 @@ class Dirichlet(Partition):
 
 @dataclass(frozen=True)
 class DirichletEqual(Partition):
-    """Agents of equal size (within one), whose class shares are drawn from a symmetric Dirichlet.
+    """Agents of equal size (within one), with class shares sampled from a symmetric Dirichlet.
 
-    One agent after another, in random order, draws the class of each of its rows from its shares,
-    and takes a free row of that class. When all of an agent's classes are used up, each free row is
-    as likely.
+    In random order, each agent samples the class of each of its rows from its shares, and takes an
+    unassigned row of that class. When all of an agent's classes are used up, unassigned rows are
+    equally likely.
 
     Args:
-        alpha: see :class:`Dirichlet`. Small: an agent has one class, and classes may be left over.
-        rows: how many are divided; None: all, so that the last agents get what the first left.
+        alpha: see :class:`Dirichlet`. Small: an agent has one class, and classes may remain
+            unassigned. rows: number of rows to divide; None: all, so the last agents get the
+            remaining rows.
     """
 
     alpha: float
@@ -150,20 +154,21 @@ class DirichletEqual(Partition):
 
 
 def _shares(alpha: float, draws: int, size: int, rng: np.random.Generator) -> Floats:
-    """Shares (draws, size), all before any row: they do not depend on how many rows there are."""
-    alpha = min(max(alpha, 1e-9), 1e9)  # outside, numpy's sampler is inexact
+    """Sample shares (draws, size) before any row, so that they are independent of the number of
+    rows."""
+    alpha = min(max(alpha, 1e-9), 1e9)  # numpy's sampler is inexact outside
     return rng.dirichlet(np.full(size, alpha), size=draws)
 
 
 def _draw_classes(shares: Floats, rows: int, left: Ints, rng: np.random.Generator) -> Ints:
-    """Numbers of rows by class (C,), ``rows`` together, at most ``left`` of each class."""
+    """Sample numbers of rows by class (C,), ``rows`` in total, at most ``left`` of each class."""
     drawn = np.zeros_like(left)
     while missing := rows - int(drawn.sum()):
         chances = np.where(drawn < left, shares, 0.0)
         if not chances.sum():
             chances = (left - drawn).astype(float)
         more = rng.multinomial(missing, chances / chances.sum())
-        drawn = np.minimum(drawn + more, left)  # missing rows are drawn again
+        drawn = np.minimum(drawn + more, left)  # missing rows are sampled again
     return drawn
 
 
@@ -174,22 +179,24 @@ class ClassesPerAgent(Partition):
     k: int
 
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        # Before any row, so that who gets which class does not depend on how many rows there are.
+        # Before any row, so that classes of agents are independent of the number of rows.
         classes = rng.permutation(np.unique(labels))
         if self.k > len(classes):
             raise DataError(
                 f"partition classes_per_agent: k is {self.k}, but the rows have only "
                 f"{len(classes)} classes. Lower k"
             )
-        # k consecutive places in a cycle of at least k classes: never the same class twice.
+        # k consecutive positions in a cycle of at least k classes: k different classes.
         deck = _deck("classes_per_agent", classes, agents, self.k)
         return _share(_rows_of_classes(labels, rng), _owners(deck, self.k), agents, rng)
 
 
 @dataclass(frozen=True)
 class Shards(Partition):
-    """Each agent gets ``k`` >= 1 random shards: parts of one class, of which each class has equally
-    many (within one). Two shards of an agent may be of the same class.
+    """``k`` >= 1 random shards for each agent.
+
+    A shard is a part of one class; classes have equally many shards (within one). Two shards of an
+    agent may be of the same class.
 
     SemiFL's and HeteroFL's non-IID split with "at most K classes" (authors' code), after McMahan et
     al. 2017.
@@ -203,7 +210,7 @@ class Shards(Partition):
 
 
 def _deck(rule: str, classes: Ints, agents: int, k: int) -> Ints:
-    """The class of each of the k places of all agents: the classes in turn."""
+    """Return the class of each of the k shards of all agents: the classes in turn."""
     if agents * k < len(classes):
         raise DataError(
             f"partition {rule}: {agents} agents with k={k} classes each cannot own all "
@@ -213,7 +220,7 @@ def _deck(rule: str, classes: Ints, agents: int, k: int) -> Ints:
 
 
 def _owners(deck: Ints, k: int) -> dict[int, list[int]]:
-    """Class -> the agents that own a part of it, k places after the other."""
+    """Map classes to the agents that own a part of them, k entries per agent."""
     owners: dict[int, list[int]] = {}
     for place, number in enumerate(deck.tolist()):
         owners.setdefault(number, []).append(place // k)
@@ -222,7 +229,7 @@ def _owners(deck: Ints, k: int) -> dict[int, list[int]]:
 
 @dataclass(frozen=True)
 class RoundRobin(Partition):
-    """Class c goes to agent c mod n: the non-IID split of Fan et al., section 5.5.
+    """Class c at agent c mod n: the non-IID split of Fan et al., section 5.5.
 
     With more agents than classes agent a shares class a mod C; the paper does not say.
     """
@@ -246,8 +253,8 @@ class Imbalanced(Partition):
     """FedMatch's imbalanced agents: half of an agent's rows are of one class. Ten classes only.
 
     Agent a draws floor(N / n) classes from type a mod 10 of the table and takes the next rows of
-    each. Differs from the paper's code, which drops the rows left over: here they fill up agents
-    for which a class was used up, so that sizes differ by at most one.
+    each. Differs from the paper's code, which drops remaining rows: here they fill up agents whose
+    class was used up, so sizes differ by at most one.
     """
 
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
@@ -270,11 +277,11 @@ class Imbalanced(Partition):
 
 
 def from_settings(name: str, alpha: float | None = None, k: int | None = None) -> Partition:
-    """The rule that a config names; a plug-in's class gets alpha and k, where they are given.
+    """Return the rule of a config; a plug-in's class gets alpha and k, if given.
 
     Raises:
         DataError: dirichlet without alpha, or classes_per_agent or shards without k.
-        ConfigError: a plug-in cannot be imported, or is no rule.
+        ConfigError: a plug-in cannot be imported, or is not a rule.
     """
     if name not in PARTITIONS:
         return _own(name, {key: v for key, v in (("alpha", alpha), ("k", k)) if v is not None})
@@ -290,7 +297,7 @@ def from_settings(name: str, alpha: float | None = None, k: int | None = None) -
 
 
 def _own(name: str, options: dict[str, float | int]) -> Partition:
-    """The rule of a plug-in."""
+    """Return the rule of a plug-in."""
     found = plugins.load("partitions", "data.partition", name)
     if inspect.isclass(found) and issubclass(found, Partition):
         found = plugins.call(f"data.partition {name} cannot be made:", found, **options)
@@ -303,22 +310,22 @@ def _own(name: str, options: dict[str, float | int]) -> Partition:
 
 
 def _rows_of_classes(labels: Ints, rng: np.random.Generator) -> dict[int, Ints]:
-    """Rows of each class that has any, shuffled."""
+    """Return the shuffled rows of each class that has rows."""
     return {
         int(number): rng.permutation(np.flatnonzero(labels == number))
-        for number in np.flatnonzero(np.bincount(labels))  # np.unique takes ten times as long
+        for number in np.flatnonzero(np.bincount(labels))  # np.unique is ten times slower
     }
 
 
 def _even_sizes(rows: int, order: Ints) -> Ints:
-    """Sizes that differ by at most one; the first agents of ``order`` get the extra rows."""
+    """Return sizes that differ by at most one; the first agents of ``order`` get the extra rows."""
     sizes = np.full(len(order), rows // len(order))
     sizes[order[: rows % len(order)]] += 1
     return sizes
 
 
 def _deal(rows: Ints, order: Iterable[int]) -> list[Ints]:
-    """Sorted rows of each agent, dealt one by one in ``order`` (a permutation of agents)."""
+    """Deal rows one by one in ``order`` (a permutation of agents); return them sorted."""
     agents = list(order)
     hands = {agent: np.sort(rows[place :: len(agents)]) for place, agent in enumerate(agents)}
     return [hands[agent] for agent in sorted(hands)]
@@ -340,7 +347,7 @@ def _share(
 
 def _nobody_empty(hands: list[Ints], rng: np.random.Generator) -> list[Ints]:
     """Give each agent without rows a random row of the agent with most. N >= agents."""
-    # the largest first; of equals the lowest number
+    # the largest first; among equals the lowest number
     ranking = [(-len(hand), agent) for agent, hand in enumerate(hands)]
     heapq.heapify(ranking)
     for poor in [agent for agent, hand in enumerate(hands) if not len(hand)]:

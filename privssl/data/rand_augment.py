@@ -1,14 +1,13 @@
 """RandAugment (Cubuk et al. 2020) in three variants, on batches: ``RANDAUGMENTS``.
 
-A view is made by a few operations that are drawn for each image. The variants are those of SemiFL
+A view applies a few operations sampled for each image. The variants are those of SemiFL
 ("fixmatch"), FedMatch ("fedmatch") and FedSEAL ("fedseal"). The mirroring and cropping that SemiFL
 and FedSEAL do first are in ``augmentations.view``.
 
 The operations are PIL's (``image_operations.py``). On a CPU a compiled kernel applies them image by
-image; elsewhere the images that drew the same operation are changed together. The bits of a view
-are the same.
+image; elsewhere images with the same operation are batched. The bits of a view are the same.
 
-Images that are not 8-bit are rounded to whole levels. On images without three channels ``color``
+Images that are not 8-bit are rounded to integer levels. On images without three channels ``color``
 has no effect, but counts as one of the operations.
 """
 
@@ -28,7 +27,7 @@ COLUMNS = 6  # random numbers per operation: which, whether, strength, sign, fro
 
 @dataclass(frozen=True)
 class Operation:
-    """One change, and its amounts at strength 0 and 1."""
+    """One operation, and its amounts at strength 0 and 1."""
 
     change: Change
     weakest: float = 0.0
@@ -54,16 +53,16 @@ class RandAugment:
     strength: Literal["full", "uniform", "steps"]
 
     def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """One view of each row.
+        """Return one view of each row.
 
         Args:
             x: images (B, Ch, H, W), float32 in [-1, 1]; not written to.
-            rng: a generator on the CPU. Row i of one draw (B, 1 + 6 count) is all randomness of
-                view i, so no view depends on another row.
+            rng: a generator on the CPU. Row i of one draw (B, 1 + 6 count) is the only randomness
+                of view i, so views are independent of other rows.
 
         Returns:
-            (B, Ch, H, W) in [-1, 1], in x's memory format: 256 levels as
-            ``local_training.network_input`` makes them of 8-bit images.
+            (B, Ch, H, W) in [-1, 1], in x's memory format: 256 levels as in
+                ``local_training.network_input``.
         """
         chance = torch.rand(len(x), 1 + COLUMNS * self.count, generator=rng).to(x.device)
         drawn = self._draw(chance)
@@ -77,7 +76,7 @@ class RandAugment:
         return levels.div_(127.5).sub_(1).contiguous(memory_format=form)
 
     def _draw(self, chance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The operations of each image, from random numbers (B, 1 + 6 count).
+        """Sample the operations of each image from random numbers (B, 1 + 6 count).
 
         Returns:
             which: (B, count) index in ``operations``, or -1: none.
@@ -94,19 +93,19 @@ class RandAugment:
 
     @cached_property
     def _amounts(self) -> Tensor:
-        """Weakest, strongest - weakest, and either_way of each operation (3, operations)."""
+        """Return weakest, strongest - weakest, and either_way of each operation (3, operations)."""
         return torch.tensor(
             [(o.weakest, o.strongest - o.weakest, o.either_way) for o in self.operations]
         ).T
 
     @cached_property
     def _kinds(self) -> list[image_transforms.Kind] | None:
-        """The operations as the kernel names them; None: it lacks one."""
+        """Return the kernel's names of the operations; None if it lacks one."""
         kinds = [ops.kind(operation.change) for operation in self.operations]
         return [k for k in kinds if k is not None] if None not in kinds else None
 
     def _strength(self, of_image: Tensor, of_operation: Tensor) -> Tensor:
-        """(B, count) in [0, 1] from random numbers (B, 1) and (B, count)."""
+        """Return strengths (B, count) in [0, 1] from random numbers (B, 1) and (B, count)."""
         if self.strength == "full":
             return torch.ones_like(of_operation)
         if self.strength == "uniform":
@@ -118,7 +117,7 @@ class RandAugment:
         """Apply one operation to each image, in place. which, amount (B,), place (B, 2)."""
         order = which.argsort(stable=True)
         sizes = torch.bincount(which + 1, minlength=1 + len(self.operations)).tolist()
-        # images of each operation; those without come first
+        # # images of each operation; those without an operation come first
         _, *groups = torch.split(order, sizes)
         for operation, rows in zip(self.operations, groups, strict=True):
             if operation.change is ops.identity or not len(rows):
@@ -129,9 +128,9 @@ class RandAugment:
 
 # Variants -----------------------------------------------------------------------------------
 
-#: SemiFL's code: two of 15 operations per image, each with probability 0.5 (there: drawn from
-#: U(0.2, 0.8), which is the same) at full strength. Its constants are for larger images: a shift by
-#: 100 pixels blanks an image of 32, so that 15.5% of the views are blank, as in SemiFL's results.
+#: SemiFL's code: two of 15 operations per image, each with probability 0.5 (there: from U(0.2,
+#: 0.8), which is equivalent) at full strength. Its constants are for larger images: a shift by 100
+#: pixels blanks an image of 32, so 15.5% of the views are blank, as in SemiFL's results.
 FIXMATCH = RandAugment(
     operations=(
         Operation(ops.autocontrast),
@@ -189,7 +188,7 @@ FEDSEAL = RandAugment(
         Operation(ops.color, 0.05, 0.95),
         Operation(ops.contrast, 0.05, 0.95),
         Operation(ops.sharpness, 0.05, 0.95),
-        Operation(ops.posterize, 3.5, 8.5),  # rounded: 4 to 8 bits, each as likely
+        Operation(ops.posterize, 3.5, 8.5),  # rounded: 4 to 8 bits, equally likely
         Operation(ops.solarize, 0, 256),
         Operation(Rotate(BLACK), 0, 30, either_way=True),
         Operation(Shear("x", 1), 0, 0.3, either_way=True),

@@ -1,7 +1,7 @@
-"""Draw a split: labelled, unlabelled and validation rows, and the agents that hold them.
+"""Sample a split: labelled, unlabelled and validation rows, and the agents that hold them.
 
-Labelled rows are drawn first, then validation rows, then unlabelled ones from the rest; each kind
-is divided by its own rule among its agents. All follows from (data set, settings, seed).
+Labelled rows are sampled first, then validation rows, then unlabelled ones from the rest; each kind
+is divided by its own rule among its agents. The split is a function of (data set, settings, seed).
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ class RoleAssignment(NamedTuple):
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """Each agent once, in the order of the rosters."""
+        """Return each agent once, in the order of the rosters."""
         return tuple(dict.fromkeys((*self.labelled, *self.unlabelled)))
 
 
 def role_problems(labels: str, agents: AgentSettings) -> Iterator[Problem]:
-    """Kinds of agents that ``data.labels`` needs but are 0, or that it cannot have."""
+    """Yield kinds of agents that ``data.labels`` needs but are 0, or that it does not permit."""
     needed, useless = {
         "support": ("support", ("mixed",)),
         "labels-at-server": ("", ("support", "mixed")),
@@ -51,7 +51,7 @@ def role_problems(labels: str, agents: AgentSettings) -> Iterator[Problem]:
 
 
 def holders(labels: str, agents: AgentSettings) -> RoleAssignment:
-    """The agents that hold each kind of rows. Raises DataError on a ``role_problems``."""
+    """Return the agents that hold each kind of rows. Raises DataError on a ``role_problems``."""
     for _, text in role_problems(labels, agents):
         raise DataError(text)
     support, query, mixed = (
@@ -74,12 +74,15 @@ class Split(NamedTuple):
 
 
 def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Dataset) -> Split:
-    """Draw a split. Raises DataError: more rows are asked for than there are, an agent would get
-    none, or a rule does not fit. See :mod:`privssl.data.partition`."""
+    """Sample a split.
+
+    Raises DataError if there are too few rows, an agent would get none, or a rule does not fit. See
+    :mod:`privssl.data.partition`.
+    """
     labels: Ints = dataset.y_train.numpy()
     labelled, validation, unlabelled = _draw_rows(data, labels, seed, wanted=bool(who.unlabelled))
     rule = labelled_rule = from_settings(data.partition, data.alpha, data.k)
-    if isinstance(rule, DirichletEqual):  # it draws its rows by class
+    if isinstance(rule, DirichletEqual):  # it samples rows by class
         rule = dataclasses.replace(rule, rows=data.unlabelled)
     elif data.unlabelled is not None:
         unlabelled = _pick(unlabelled, labels, data.unlabelled, False, _rng(seed, "unlabelled"))
@@ -108,12 +111,12 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
 _NOT_OF_SPLIT = (
     "root", "split", "checksum", "encoder", "encoder_weights", "label", "text", "columns",
 )  # fmt: skip
-#: Settings of later versions, which a split names only where they are used: hashes stay the same.
+#: Settings of later versions, recorded only if used, so that hashes stay the same.
 _LATER = {"test": None, "order": "stored", "server_labelled": None}
 
 
 def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:
-    """The settings that determine a split: all but paths, the rows and the encoder."""
+    """Return the settings that determine a split: all but paths, the rows and the encoder."""
     settings = dataclasses.asdict(data)
     return {
         key: value
@@ -125,8 +128,10 @@ def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool 
 def _draw_rows(
     data: DataSettings, labels: Ints, seed: int, *, wanted: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """Ids of labelled and validation rows, and of possible unlabelled rows; disjoint. ``wanted``:
-    whether any agent holds unlabelled rows."""
+    """Sample ids of labelled and validation rows; return them with possible unlabelled rows.
+
+    The three are disjoint. ``wanted``: whether any agent holds unlabelled rows.
+    """
     rows = len(labels)
     asked = data.labelled + data.validation + (data.unlabelled or 0)
     if asked > rows:
@@ -158,9 +163,10 @@ def _draw_rows(
 def _pick(
     candidates: Ints, labels: Ints, count: int, stratified: bool, rng: np.random.Generator
 ) -> Ints:
-    """``count`` of the candidates: at random, or equally many of each class (within one).
+    """Choose ``count`` candidates at random, or ``stratified``: equally many of each class (within
+    one).
 
-    Stratified, a class with too few rows gives all of them, and the others the rest.
+    Stratified, a class with too few rows contributes all of them, and the others the rest.
     """
     rows = rng.permutation(candidates)
     if not stratified or not count:
@@ -168,7 +174,7 @@ def _pick(
     classes = labels[rows]
     turn = rng.permutation(int(classes.max()) + 1)  # order of classes in the last round
     rank = np.empty(len(rows), dtype=np.int64)  # of a row among the rows of its class
-    for number in np.flatnonzero(np.bincount(classes)):  # np.unique takes ten times as long
+    for number in np.flatnonzero(np.bincount(classes)):  # np.unique is ten times slower
         mine = classes == number
         rank[mine] = np.arange(mine.sum())
     # The first of each class, then the second of each, and so on.
@@ -178,14 +184,14 @@ def _pick(
 def _hand_out(
     kind: str, rule: Partition, agents: tuple[str, ...], rows: Ints, labels: Ints, seed: int
 ) -> dict[str, tuple[int, ...]]:
-    """Sorted row ids of each agent.
+    """Return sorted row ids of each agent.
 
-    Both kinds use the same stream, so that with equal rules the labelled and the unlabelled rows of
-    a mixed agent are of the same classes.
+    Both kinds use the same random stream, so with equal rules the labelled and the unlabelled rows
+    of a mixed agent are of the same classes.
     """
     if not agents:
         return {}
-    if agents == (SERVER,):  # the rule is for agents
+    if agents == (SERVER,):  # partition rules are for agents
         return {SERVER: tuple(np.sort(rows).tolist())}
     if len(agents) > len(rows):
         raise DataError(
@@ -200,7 +206,7 @@ def _hand_out(
                 f"{len(rows)} {kind} rows have no label. Set data.partition: iid (and "
                 "data.labelled_partition for the labelled rows)"
             )
-        classes = np.where(classes == NO_LABEL, labels.max() + 1, classes)  # a class of their own
+        classes = np.where(classes == NO_LABEL, labels.max() + 1, classes)  # a separate class
     parts = rule.split(classes, len(agents), _rng(seed, "partition"))
     for agent, part in zip(agents, parts, strict=True):
         if not len(part):
@@ -213,10 +219,10 @@ def _hand_out(
 
 
 def _spread_classes(ids: tuple[int, ...], labels: Ints) -> tuple[int, ...]:
-    """Row ids in an order in which the rows of each class are evenly spread.
+    """Order row ids so that the rows of each class are evenly spread.
 
-    Row i of n of a class gets the place (i + 1/2) / n, so that T equal slices have n / T of them,
-    within one.
+    Row i of n of a class gets the position (i + 1/2) / n, so that T equal slices have n / T of
+    them, within one.
     """
     rows = np.array(ids, dtype=np.int64)
     places = np.empty(len(rows))
@@ -227,7 +233,7 @@ def _spread_classes(ids: tuple[int, ...], labels: Ints) -> tuple[int, ...]:
 
 
 def _rng(seed: int, purpose: str) -> np.random.Generator:
-    """NumPy's generator for one purpose of the split."""
+    """Return NumPy's generator for one purpose of the split."""
     return np.random.default_rng(
         randomness.stream(seed, 0, "world", f"split {purpose}").initial_seed()
     )

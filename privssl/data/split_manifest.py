@@ -1,8 +1,7 @@
-"""The split of a run as a file that can be checked, shown and replayed: ``split.json``.
+"""The split of a run as a file to check, show and replay: ``split.json``.
 
-One line of JSON in canonical form (keys sorted, no spaces). Its ``hash`` is the SHA-256 of all
-the rest in that form, so two runs with one hash had the same split of the same data. The file
-contains no path.
+The file is one line of canonical JSON (keys sorted, no spaces) without paths. Its ``hash`` is the
+SHA-256 of the rest, so runs with the same hash have the same split of the same data.
 """
 
 import hashlib
@@ -33,8 +32,7 @@ _exact = pydantic.ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=_exact)
 class AgentRows:
-    """Ids of the rows that one agent holds, with labels and without: sorted, or in the order of
-    ``data.order``."""
+    """Ids of an agent's labelled and unlabelled rows: sorted, or in the order of ``data.order``."""
 
     labelled: Rows
     unlabelled: Rows
@@ -44,8 +42,8 @@ class AgentRows:
 class Manifest:
     """A split. Every row id occurs at most once.
 
-    ``rows`` is the size N of the training set, ``settings`` what the split was drawn with
-    (without the folders of this machine), ``checksum`` that of the data set.
+    ``rows`` is the size N of the training set, ``settings`` those of the split (without folders of
+    this machine), ``checksum`` that of the data set.
     """
 
     dataset: StrictStr
@@ -61,22 +59,22 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over everything, as hex digits."""
+        """SHA-256 over everything, in hex."""
         return hashlib.sha256(_canonical(_plain(self)).encode()).hexdigest()
 
     def write(self, path: Path) -> None:
-        """Write the file, replacing one that is there. Raises DataError: it cannot be written."""
+        """Write the file, replacing an existing one. Raises DataError if it cannot be written."""
         try:
-            # readable by its owner alone: the file lists the rows that have labels
+            # # readable only by its owner: the file lists the labelled rows
             content = _canonical({**_plain(self), "hash": self.hash}) + "\n"
             atomic_files.replace(path, content.encode())
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error.strerror}") from None
 
     def check(self, dataset: Dataset, checksum: str) -> None:
-        """Raises DataError unless this is a split of exactly these rows, with their checksum."""
+        """Raise DataError unless this is a split of exactly these rows, with their checksum."""
         if (self.checksum, self.rows) != (checksum, len(dataset.y_train)):
-            rows = len(dataset.y_train)  # no checksum of private rows is said: rows could be tried
+            rows = len(dataset.y_train)  # errors omit the checksum: rows could be tried
             other = f"{rows} other ones" if rows == self.rows else rows
             raise DataError(
                 f"the split was drawn for {self.dataset} with {self.rows} training rows, but "
@@ -86,8 +84,11 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest, and check it without the data. Raises DataError: no such file, not in this
-    format, changed since it was written, or a row id that is out of range or occurs twice."""
+    """Read a manifest, and check it without the data.
+
+    Raises DataError if it is missing, not in this format, changed since it was written, or if a row
+    id is out of range or duplicate.
+    """
     found = _parse(path)
     schema, stated = found.pop("schema", None), found.pop("hash", None)
     if schema != SCHEMA:
@@ -98,7 +99,7 @@ def read_manifest(path: Path) -> Manifest:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "top"
         raise DataError(f"{path} is not a split.json: {where}: {first['msg']}") from None
-    if stated != manifest.hash:  # no hash of a private split is said: labels could be tried
+    if stated != manifest.hash:  # without the hash: labels could be tried
         raise DataError(
             f"{path} was changed after it was written: its content has another hash than it "
             "states. Take the original file"
@@ -119,7 +120,7 @@ def _canonical(value: Mapping[str, Any]) -> str:
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    """The JSON object of a file: each key once, no NaN, file and numbers bounded in size."""
+    """Read the JSON object of a file: no duplicate keys, no NaN, bounded file and numbers."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -133,7 +134,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _check_ids(path: Path, manifest: Manifest) -> None:
-    """Raise DataError where a row id is out of range, or occurs twice."""
+    """Raise DataError if a row id is out of range or duplicate."""
     owners: dict[int, str] = {}
     held = [("validation", manifest.validation)]
     for agent, rows in manifest.agents.items():

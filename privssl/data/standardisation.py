@@ -1,4 +1,4 @@
-"""Were rows scaled by their own mean and deviation? Then one private row moved all others."""
+"""Detect rows scaled by their own mean and deviation: then one private row changed all others."""
 
 import math
 from typing import Any
@@ -6,14 +6,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FEW_ROWS = 20  # fewer may have any mean and deviation by chance
-NEARLY = 1e-3  # of a mean to 0, and of a deviation to 1: rows may be float16
+FEW_ROWS = 20  # fewer rows may have any mean and deviation by chance
+NEARLY = 1e-3  # tolerance of mean 0 and deviation 1: rows may be float16
 
 
 def are_standardised(*parts: NDArray[Any]) -> bool:
-    """Whether most columns of vectors (N, F) have mean 0 and deviation 1 over all parts together:
-    scaled by statistics of these very rows. Columns of 1 and -1 alone say nothing. Sequences
-    (N, length, F) are asked with a column for each number, and for each feature of all places."""
+    """Return whether most columns of vectors (N, F) have mean 0 and deviation 1 over all parts.
+
+    Then they were scaled by statistics of these rows. Columns of only 1 and -1 do not count.
+    Sequences (N, length, F) are tested by column for each number, and by feature over all
+    positions.
+    """
     if parts and parts[0].ndim == 3:
         by_number = are_standardised(*(x.reshape(len(x), -1) for x in parts))
         by_feature = are_standardised(*(x.reshape(-1, x.shape[2]) for x in parts))
@@ -37,8 +40,10 @@ def are_standardised(*parts: NDArray[Any]) -> bool:
 
 
 def _each_alone_is_standardised(x: NDArray[Any]) -> bool:
-    """Whether in each sequence (length, F) each feature has mean 0, and deviation 1 or 0: scaled by
-    its own numbers, so that no row moved another."""
+    """Return whether in each sequence (length, F) each feature has mean 0, and deviation 1 or 0.
+
+    Then each row was scaled by its own numbers, and no row changed another.
+    """
     mean, length = x.mean(axis=1, dtype=np.float64), x.shape[1]
     deviation = x.std(axis=1, dtype=np.float64)
     unbiased = deviation * math.sqrt(length / max(length - 1, 1))

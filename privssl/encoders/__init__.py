@@ -8,11 +8,11 @@
     minilm_words           texts -> 40 x 384           its word embeddings alone, without context
     minilm_tweets          texts -> 1,152              means of three layers; no names, no links
     huggingface:FOLDER     texts -> 40 x features      a BERT-like model with safetensors
-    package.module:Name    what it says                a function of (weights) -> Encoder
+    package.module:Name    any                         a function of (weights) -> Encoder
 
-An encoder sees rows without labels and is never trained. What it was trained on is public data, and
-the privacy card says so. Weights are read from safetensors, or by a ``torch.load`` that allows
-tensors alone; nothing here runs code that a file brought.
+An encoder sees rows without labels and is never trained. Its training data is public, and the
+privacy card records it. Weights are read from safetensors, or by a ``torch.load`` that allows
+tensors alone; no code from a file is run.
 """
 
 from privssl.core.rows import SEQUENCE, VECTOR, RowKind
@@ -35,7 +35,7 @@ NAMES = (*IMAGE_ENCODERS, *TEXT_ENCODERS, "torchvision:NAME", "timm:NAME", "hugg
 
 
 def is_known(name: str) -> bool:
-    """Whether a name is one of the above, or a plug-in's."""
+    """Return whether a name is one of the above, or a plug-in's."""
     prefix, colon, rest = name.partition(":")
     if is_own_encoder(name):
         return plugins.is_known("encoders", name)
@@ -43,26 +43,28 @@ def is_known(name: str) -> bool:
 
 
 def reads_texts(name: str) -> bool | None:
-    """Whether an encoder takes texts, or images; None: a plug-in, which says when it is opened."""
+    """Return whether an encoder takes texts, or images; None for a plug-in, which declares it when
+    opened."""
     if is_own_encoder(name):
         return None
     return name in TEXT_ENCODERS or name.startswith("huggingface:")
 
 
 def kind_of_output(name: str) -> RowKind | None:
-    """The kind of the encoded rows; None: a plug-in's."""
+    """Return the kind of the encoded rows; None for a plug-in."""
     if is_own_encoder(name):
         return None
     return SEQUENCE if reads_texts(name) and name not in TEXT_VECTORS else VECTOR
 
 
 def open_encoder(name: str, weights: str = "") -> Encoder:
-    """An encoder by name, and a file of weights where it takes one; its network is built when the
-    first row needs it.
+    """Open an encoder by name, and a file of weights if it takes one.
+
+    Its network is built for the first row.
 
     Raises:
         DataError: a package, a file or a folder is missing, which the message names.
-        ConfigError: a plug-in cannot be imported, or is no encoder.
+        ConfigError: a plug-in cannot be imported, or is not an encoder.
     """
     if not is_known(name):
         raise DataError(f"data.encoder is {name!r}. Give one of {', '.join(NAMES)}")

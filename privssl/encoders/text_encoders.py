@@ -1,8 +1,8 @@
 """Encoders of texts: MiniLM and other BERT-like models, as sequences of 40 tokens.
 
 A text has a vector for each of its first 40 tokens, and zeros after its last. MiniLM's are divided
-by a constant, so that their numbers are of about 1. ``minilm_tweets`` is one vector: the means of a
-text's tokens in three layers. Inner layers of a network that compares meanings say more of tone.
+by a constant, so that their RMS is about 1. ``minilm_tweets`` is one vector: the means of a text's
+tokens in three layers. Inner layers of a network trained on meaning carry more of the sentiment.
 """
 
 import json
@@ -22,22 +22,22 @@ from privssl.errors import DataError
 from privssl.ops.precision import has_instructions
 
 LENGTH = 40  # tokens; paper, section 5.1
-LONGEST = 2000  # characters of a text that are read: 40 tokens are at its beginning
+LONGEST = 2000  # characters of a text that are read: more than 40 tokens
 MINILM = (
     "over 1 billion public pairs of sentences (Reddit, S2ORC, WikiAnswers, Stack Exchange, MS "
     "MARCO and others), on a model pre-trained on Wikipedia and BookCorpus"
 )
-#: Words of keys by which transformers would load code or kernels, from the Hugging Face hub too.
+#: Words in keys by which transformers would load code or kernels, also from the Hugging Face hub.
 CHOOSE_CODE = ("auto_map", "implementation", "use_kernels", "kernel_config", "quantization_config")
-#: What numbers are divided by: about their root mean square.
+#: Divisors of the features: about their root mean square.
 SCALES = {"tokens": 0.5, "words": 0.05}
 FORMS = {"minilm_mean": "mean", "minilm_words": "words", "minilm_tweets": "tweets"}
-#: Of ``minilm_tweets``: embeddings, the fourth and the last of six layers. Chosen on training rows.
+#: Layers of ``minilm_tweets``: embeddings, the fourth and the last of six. Chosen on training rows.
 LAYERS = (0, 4, 6)
 
 
 def open_text_encoder(name: str) -> Encoder:
-    """An encoder of texts, see ``encoders.open_encoder``."""
+    """Open an encoder of texts, see ``encoders.open_encoder``."""
     prefix, _, rest = name.partition(":")
     folder = Path(rest).expanduser() if prefix == "huggingface" else _minilm_folder(name)
     form = FORMS.get(name, "tokens")
@@ -87,7 +87,7 @@ def _hidden_size(path: Path) -> int:
 
 
 def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
-    """Tokenizer and network. Raises DataError where a package is missing."""
+    """Build tokenizer and network. Raises DataError if a package is missing."""
     try:
         from tokenizers import Tokenizer
         from transformers import AutoModel, logging
@@ -96,7 +96,7 @@ def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
             f"data.encoder {name} needs the packages tokenizers and transformers ({error}): "
             "pip install 'privssl[text]'"
         ) from None
-    logging.set_verbosity_error()  # it reports layers that are not used
+    logging.set_verbosity_error()  # it would report unused layers
     logging.disable_progress_bar()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(LENGTH)
@@ -130,7 +130,7 @@ def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
 
 
 def plain_tweet(text: str) -> str:
-    """A tweet without names of users and links; letters come at most twice in a row.
+    """Remove user names and links from a tweet, and shorten repeated letters to two.
 
     Go, Bhayani and Huang 2009, section 3.2. Differs from it: names and links have no token.
 
@@ -142,5 +142,5 @@ def plain_tweet(text: str) -> str:
 
 
 def padded(row: Tensor) -> Tensor:
-    """(n, features) filled up with zeros to 40 places."""
+    """Pad (n, features) with zeros to 40 positions."""
     return torch.cat([row, row.new_zeros(LENGTH - len(row), row.shape[1])])

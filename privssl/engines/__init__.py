@@ -1,1 +1,1 @@
-"""Engines deliver messages to agents and bring replies back; they know no algorithm."""
+"""Engines deliver messages to agents and return their replies, independently of the algorithm."""

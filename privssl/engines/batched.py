@@ -3,11 +3,11 @@
 A small network leaves a GPU idle, because most of a step's time is kernel launches. So steps of
 several agents run in lockstep (``training/batched/scheduler.py``), each with its own batches and
 random numbers. When a step calls a network or takes an optimiser step, it waits for the others, and
-the operation is done for all at once: forward passes first (``training/batched/stacking.py``,
-``privacy/batched_dp_sgd.py``). Algorithms need not know. Each account is charged by its own step,
+the operation is batched over all: forward passes first (``training/batched/stacking.py``,
+``privacy/batched_dp_sgd.py``). Algorithms need no changes. Each account is charged by its own step,
 before its rows are read, and no agent's rows or noise enter another's network.
 
-Each step has a copy of the algorithm with networks of its own, which later serves another agent.
+Each step has a copy of the algorithm with its own networks, which is reused for another agent.
 Single calls (a sequential pass) run as in the local engine. Results equal those of the other
 engines up to float32 rounding: docs/batched_agents.md.
 """
@@ -44,15 +44,15 @@ from privssl.training.batched.stacking import (
     run_passes_batched,
 )
 
-#: Algorithms whose agents may train in lockstep: those that ask a GPU for at most a fifth of the
-#: kernels then. Others are less than twice as fast, or it is not known (docs/batched_agents.md).
+#: Algorithms whose agents may train in lockstep: those that then launch at most a fifth of the
+#: kernels. Others gain less than a factor of two, or are not measured (docs/batched_agents.md).
 ALGORITHMS = frozenset(
     {"fedavg", "fedmatch_mixup", "fedprox", "fedsem", "fedssl", "mixmatch", "pseudo", "supervise"}
 )
 
 
 def unsupported_settings_reason(algorithm: str, precision: str) -> str | None:
-    """Why its agents cannot train in lockstep, and what to do; None: they can.
+    """Return why agents cannot train in lockstep, with advice; None if they can.
 
     >>> unsupported_settings_reason("fedssl", "bfloat16")
     'networks that multiply in bfloat16 are computed one by one. Give 1, or run.precision: float32'
@@ -71,7 +71,7 @@ def unsupported_settings_reason(algorithm: str, precision: str) -> str | None:
 
 
 def unsupported_reason(device: torch.device) -> str | None:
-    """Why agents cannot train in lockstep with this device, or None.
+    """Return why agents cannot train in lockstep with this device, or None.
 
     >>> unsupported_reason(torch.device("mps"))
     'the device is mps, and this is for cuda (or cpu, where it is slower)'
@@ -94,9 +94,8 @@ class BatchedEngine(LocalEngine):
     ) -> None:
         """
         Args:
-            algorithm: its steps run in lockstep, all others one by one.
-            at_once: agents whose networks and batches are in memory at a time, >= 1.
-        """
+            algorithm: whose steps run in lockstep.
+            at_once: agents whose networks and batches are in memory at a time, >= 1."""
         super().__init__(agents, **options)
         self._algorithm, self._at_once = algorithm, at_once
         self._copies: list[Algorithm[Any]] = []
@@ -116,7 +115,7 @@ class BatchedEngine(LocalEngine):
         return (replies.get(place) or self._run_call(call) for place, call in enumerate(calls))
 
     def _batchable(self, calls: Sequence[Call]) -> list[int]:
-        """Places of the calls that can run in lockstep."""
+        """Return the indices of the calls that can run in lockstep."""
         often = Counter(call.to.id for call in calls)
         return [
             place for place, call in enumerate(calls)
@@ -142,7 +141,7 @@ class BatchedEngine(LocalEngine):
                     shared = _is_batchable(one) and (not charged or isinstance(one, WHEN_CHARGED))
                     return submit(one) if shared else one.run_single()
 
-                with request_handler(jointly):  # a task has a thread, and so a context, of its own
+                with request_handler(jointly):  # a task has its own thread and context
                     return self._run_call(call)
 
             return work
@@ -170,8 +169,8 @@ class BatchedEngine(LocalEngine):
         return run_in_lockstep([task(call) for call in own_calls], answer, self._device)
 
 
-#: What is batched of a step that may read private rows. A stack's size decides bits of all in it:
-#: how often an agent asks for anything else may follow from its number of rows, or its coins.
+#: Batched operations of a step that may read private rows. The size of a stack affects the bits of
+#: all in it, and other operations may be as many as an agent's private rows or coins determine.
 WHEN_CHARGED = (ClippedSum, NoisyOptimizerStep)
 
 
@@ -185,7 +184,7 @@ def _is_batchable(one: BatchRequest) -> bool:
 
 
 def _batching_copy(algorithm: Algorithm[Any]) -> Algorithm[Any]:
-    """A copy whose networks, called in a step, are batched with those of other steps."""
+    """Copy an algorithm so that its networks' calls are batched with those of other steps."""
     own = copy.deepcopy(algorithm)
     for name, network in _networks(own):
         stackable = Stackable(name, network)
@@ -195,7 +194,7 @@ def _batching_copy(algorithm: Algorithm[Any]) -> Algorithm[Any]:
 
 
 def _networks(algorithm: Algorithm[Any]) -> Iterator[tuple[str, nn.Module]]:
-    """An algorithm's networks, by attribute, or attribute and name."""
+    """Yield an algorithm's networks, by attribute, or attribute and name."""
     for name, value in vars(algorithm).items():
         if isinstance(value, nn.Module):
             yield name, value

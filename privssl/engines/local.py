@@ -35,7 +35,7 @@ from privssl.training import local_training
 
 
 class PseudoLabelBuffer:
-    """Stands in for a meter during a step, so that no step can reach the meter's true labels."""
+    """A meter for the time of a step, so that no step can reach the real meter's true labels."""
 
     def __init__(self, seen: Sequence[Tensor] = ()) -> None:
         self.seen = list(seen)  # ids, labels, kept of each batch
@@ -49,13 +49,13 @@ class PseudoLabelBuffer:
 
 
 class EngineOptions(TypedDict):
-    """What the engines of one machine have in common."""
+    """Options common to the engines of one machine."""
 
     seed: int
     device: torch.device
     meter: NotRequired[LabelMeter | None]
     check_wire: NotRequired[bool]
-    spill_store: NotRequired[SpillStore | None]  # holds memories; default: all in RAM
+    spill_store: NotRequired[SpillStore | None]  # stores memories; default: all in RAM
 
 
 class LocalEngine:
@@ -78,7 +78,7 @@ class LocalEngine:
         return self._run_calls(calls)
 
     def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
-        """The replies of ``deliver``; other engines override this and give the same bits."""
+        """Yield the replies of ``deliver``; other engines override this and give the same bits."""
         return map(self._run_call, calls)
 
     def _run_call(self, call: Call) -> Reply[Any]:
@@ -93,7 +93,7 @@ class LocalEngine:
     def _run_on_agent(
         self, call: Call, message: Message, buffer: PseudoLabelBuffer | None
     ) -> Reply[Any]:
-        """Run the step. Nothing is copied: the caller copies the reply before the next step."""
+        """Run the step. Nothing is copied: the caller must copy the reply before the next step."""
         agent = self._agents[call.to.id]
         ctx = Context(
             seed=self._seed,
@@ -102,7 +102,7 @@ class LocalEngine:
             visit_key=call.key,
             session_id=self._session_id,
             device=self._device,
-            # With an account these rows are under a claim, which no metric may bypass.
+            # # a guarantee covers rows with an account, and metrics would bypass it
             telemetry=agent.account is None,
             meter=buffer,
         )
@@ -117,7 +117,7 @@ class LocalEngine:
             return roundtrip(message)
         if isinstance(message, Declined):
             return message
-        check(message)  # a run that diverged must stop with an error
+        check(message)  # a diverged run must stop with an error
         return type(message)(**{name: _copy(value) for name, value in vars(message).items()})
 
     def _set_memory(self, agent: str, memory: Memory) -> None:
@@ -138,7 +138,7 @@ class LocalEngine:
 
 @contextmanager
 def named_in_errors(call: Call) -> Iterator[None]:
-    """Say in a MessageError which agent's reply to which step it is about."""
+    """Add agent and step to a MessageError about a reply."""
     try:
         yield
     except MessageError as error:
@@ -152,14 +152,14 @@ def roundtrip(message: M) -> M:
 
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone()  # a message carries numbers
+        return value.detach().clone()  # messages carry values, not graphs
     if isinstance(value, Mapping):
         return {key: _copy(item) for key, item in value.items()}
     return value
 
 
 def roundtrip_calls(calls: Sequence[Call]) -> list[Call]:
-    """``roundtrip`` the messages of calls; a message that several calls share stays shared."""
+    """Apply ``roundtrip`` to the messages of calls; a message shared by calls stays shared."""
     sent = {id(call.message): call.message for call in calls}
     arrived = {key: roundtrip(message) for key, message in sent.items()}
     return [dataclasses.replace(call, message=arrived[id(call.message)]) for call in calls]

@@ -1,19 +1,19 @@
 """The engine for several cores: agents of a parallel step work in worker processes.
 
-Workers are forked before training, so rows are shared and never copied or sent. Each has networks
-of its own and one intra-op thread: 1, 2 and 4 workers give the same bits.
+Workers are forked before training, so rows are shared and never copied or sent. Each has its own
+networks and one intra-op thread, so any number of workers gives the same bits.
 
 A call is sent as the names of agent, step and message class, the message's fields and the agent's
 memory. This process owns all memories, so any worker can serve any agent: the agent with most rows
-first, the next to whichever worker is free. Names and numbers go through a pipe; tensors through
+first, then each next agent to an idle worker. Names and numbers go through a pipe; tensors through
 shared memory, one buffer for a message to all agents and one for each worker.
 
 Single calls (a sequential pass) and agents with a privacy account stay in this process, so
 journals, locks and private noise belong to one process. Workers have no true labels: their
 pseudo-labels come with the reply and are reported to the meter here, in the order of the calls.
 
-A worker is killed when the engine closes or a delivery breaks off, so that no late reply can be
-taken for one of the next delivery. It ends by itself when this process ends.
+A worker is killed when the engine closes or a delivery is aborted, so that no late reply is
+mistaken for one of the next delivery. It exits when this process ends.
 
 Workers need Linux, no visible accelerator and no torch.compile before the first backward pass: else
 autograd has threads, and refuses to work in a fork. A replacement may be forked beside threads of
@@ -61,14 +61,14 @@ from privssl.engines.worker_process import (
 )
 from privssl.remote.step_lookup import input_type, output_type
 
-TRIES = 2  # workers that may end during a call before the run stops
-UNUSED = 3  # workers per place that may end before a call before the run stops
+TRIES = 2  # workers that may die during a call before the run stops
+UNUSED = 3  # workers per slot that may die before their first call before the run stops
 
 log = logging.getLogger("privssl")
 
 
 def unsupported_reason(device: torch.device) -> str | None:
-    """Why worker processes are impossible with this device, or None.
+    """Return why worker processes are impossible with this device, or None.
 
     >>> unsupported_reason(torch.device("cuda"))
     'the device is cuda, and worker processes share the cores of a cpu'
@@ -91,9 +91,10 @@ def unsupported_reason(device: torch.device) -> str | None:
 
 
 def _has_autograd_threads() -> bool:
-    """Whether autograd has threads here, so that torch refuses a backward pass in a fork."""
-    torch.autograd.backward(torch.zeros((), requires_grad=True))  # begins them, or never will
-    for name in Path("/proc/self/task").glob("*/comm"):  # none where there is no /proc
+    """Return whether autograd has threads in this process, so that torch refuses a backward pass in
+    a fork."""
+    torch.autograd.backward(torch.zeros((), requires_grad=True))  # starts them, if ever
+    for name in Path("/proc/self/task").glob("*/comm"):  # empty without /proc
         with suppress(OSError):  # the thread has ended
             if name.read_text().startswith("pt_autograd"):
                 return True
@@ -103,10 +104,11 @@ def _has_autograd_threads() -> bool:
 def resolve_worker_count(
     asked: int | Literal["auto"], agents: Sequence[Agent], device: torch.device
 ) -> int:
-    """Number of worker processes, >= 1; 1: all agents work in this process.
+    """Return the number of worker processes, >= 1; 1: all agents work in this process.
 
     ``auto`` is the number of usable cores, or 1 if workers are impossible or torch uses several
-    intra-op threads, which would sum in another order. At most the agents without an account.
+    intra-op threads, which would sum in another order. It is at most the number of agents without
+    an account.
     """
     if asked == "auto":
         single = unsupported_reason(device) or torch.get_num_threads() > 1
@@ -116,20 +118,20 @@ def resolve_worker_count(
 
 @dataclass
 class _Delivery:
-    """The state of one delivery. Calls are named by their place in ``calls``."""
+    """The state of one delivery. Calls are identified by their index in ``calls``."""
 
     calls: Sequence[Call]
-    here: deque[int]  # for this process, in order
-    agent_queues: deque[deque[int]]  # for workers: each agent's calls; the largest agent first
+    here: deque[int]  # calls of this process, in order
+    agent_queues: deque[deque[int]]  # calls of workers, by agent; the largest agent first
     request: dict[str, Any] | None = None  # layout of the message that all calls share
     running: dict[Connection, tuple[Worker, deque[int]]] = field(default_factory=dict)
-    deaths: Counter[int | None] = field(default_factory=Counter)  # of workers, by call
+    deaths: Counter[int | None] = field(default_factory=Counter)  # number of dead workers, by call
     replies: dict[int, Reply[Any]] = field(default_factory=dict)
     seen: dict[int, list[Tensor]] = field(default_factory=dict)  # pseudo-labels for the meter
     failed: dict[int, Exception] = field(default_factory=dict)
 
     def matters(self, place: int) -> bool:
-        """Whether a call can still decide the outcome, which is the first failure."""
+        """Return whether a call can still determine the outcome, which is the first failure."""
         return place < min(self.failed, default=len(self.calls))
 
     def next_queue(self) -> deque[int] | None:
@@ -151,11 +153,11 @@ class WorkerEngine(LocalEngine):
         workers: int,
         **options: Unpack[EngineOptions],
     ) -> None:
-        """Fork ``workers`` >= 1, in which steps of ``algorithm`` run. ``unsupported_reason`` must
+        """Fork ``workers`` >= 1 processes for steps of ``algorithm``. ``unsupported_reason`` must
         be None.
 
         Raises:
-            WorkerError: the system starts no more processes.
+            WorkerError: the system cannot start more processes.
         """
         super().__init__(agents, **options)
         self._algorithm = algorithm
@@ -225,7 +227,7 @@ class WorkerEngine(LocalEngine):
             yield now.replies.pop(place)
 
     def _advance(self, now: _Delivery) -> None:
-        """Give every idle worker a call, run one here, and take the replies that came."""
+        """Give every idle worker a call, run one here, and collect replies."""
         self._hand_out(now)
         if now.here:
             place = now.here.popleft()
@@ -281,7 +283,7 @@ class WorkerEngine(LocalEngine):
     def _take_reply(
         self, call: Call, worker: Worker, answer: dict[str, Any]
     ) -> tuple[Reply[Any], list[Tensor]]:
-        """A worker's reply and pseudo-labels; raises what the step raised there."""
+        """Return a worker's reply and pseudo-labels; raise the error of its step."""
         if "error" in answer:
             raise decode_error(answer)
         tensors, memory, seen = worker.shared_buffer.read(answer["own"])
@@ -313,7 +315,7 @@ class WorkerEngine(LocalEngine):
     def _handle_exit(
         self, worker: Worker, queue: deque[int], now: _Delivery, *, started: bool
     ) -> None:
-        """Replace a worker that ended, and run its call again unless too many have ended."""
+        """Replace a dead worker, and run its call again unless too many have died."""
         how, place = self._stop_worker(worker), queue[0]
         del now.running[worker.pipe]
         step = f"{now.calls[place].step.__name__} of {now.calls[place].to.id}"
@@ -336,9 +338,9 @@ class WorkerEngine(LocalEngine):
 
     def _serve(self, place: int, pipe: Connection, shared_buffer: SharedBuffer) -> None:
         pin_to_core(place, len(self._workers))
-        if self._meter is not None:  # which has true labels
+        if self._meter is not None:  # the real meter has true labels
             self._meter = PseudoLabelBuffer()
-        for other in filter(None, self._workers):  # their buffers must not outlive them here
+        for other in filter(None, self._workers):  # a fork must not keep their buffers alive
             other.shared_buffer.unmap()
         while True:
             try:
@@ -355,7 +357,7 @@ class WorkerEngine(LocalEngine):
                 return
 
     def _answer(self, request: dict[str, Any], shared_buffer: SharedBuffer) -> dict[str, Any]:
-        """Run one step; its tensors are left in the shared buffer."""
+        """Run one step; leave its tensors in the shared buffer."""
         *own, before = shared_buffer.read(request["own"])
         [tensors] = own or self._common_buffer.read([request["common"]])
         step = getattr(self._algorithm, request["step"])

@@ -7,7 +7,7 @@ function); ``remote/discovery.py`` finds the sites.
     no answer, or ``busy``            the same request again until the deadline; it is run once
 
 Whether a run continues without a reply depends on its algorithm (``MissingReplyPolicy``) and its
-config (``run.absent``, ``run.quorum``): a mean over whichever sites answered is another quantity. A
+config (``run.absent``, ``run.quorum``): a mean over the sites that answered is another quantity. A
 deadline does not cancel a step. A resumed run gets the stored reply to the same request.
 
 Agents' memories stay at their sites. The coordinator has only the id of the step after which each
@@ -133,7 +133,7 @@ class SitesEngine:
         self._home.restore(memories)
 
     def missing_charges(self, agent: str, visits: Iterable[str]) -> int:
-        """How many charged replies of an agent are not among the visits of its ledger."""
+        """Count charged replies of an agent that are not among the visits of its ledger."""
         return len(_ids(self._charges[agent]) - list_charge_ids(visits))
 
     def take_traffic(self) -> RemoteTraffic:
@@ -142,11 +142,12 @@ class SitesEngine:
         return now
 
     def end_run(self, *, over: bool) -> Mapping[str, bytes]:
-        """Tell all sites that the run stops; ``over``: they may delete its data, which a run that
-        will be resumed still needs. Returns agent -> journal, of those that share one.
+        """Notify all sites that the run stops; return agent -> journal, of those that share one.
+
+        ``over``: sites may delete the run's data. A run that will be resumed needs it.
 
         Raises:
-            SiteError: a journal that is needed was not sent.
+            SiteError: a required journal was not sent.
         """
         frame = protocol.to_bytes(protocol.EndOfRun(self.run, self._compatibility_hash, over))
         journals = dict[str, bytes]()
@@ -167,7 +168,7 @@ class SitesEngine:
                 break
             if not warned:
                 log.warning(
-                    "At the end of the run %s did not answer. Waits for up to %.0f s more; Ctrl-C "
+                    "At the end of the run %s did not answer. Waiting up to %.0f s more; Ctrl-C "
                     "ends the wait, and --resume asks again",
                     ", ".join(missing), end - time.monotonic(),
                 )  # fmt: skip
@@ -199,7 +200,7 @@ class SitesEngine:
                 [replies[place]] = self._home.deliver([call])
             else:
                 queues.setdefault(call.to.id, []).append(place)
-        while queues:  # calls of one agent in sequence, of several in parallel
+        while queues:  # calls of one agent in sequence, of several agents in parallel
             now = {name: places.pop(0) for name, places in queues.items()}
             queues = {name: places for name, places in queues.items() if places}
             replies |= self._run_calls({name: (at, calls[at]) for name, at in now.items()})
@@ -207,7 +208,7 @@ class SitesEngine:
         return [replies[place] for place in range(len(calls))]
 
     def _run_calls(self, calls: Mapping[str, tuple[int, Call]]) -> dict[int, Reply[Any]]:
-        """One call each of some agents."""
+        """Run at most one call per agent."""
         begun = time.monotonic()
         deadline = math.ceil(time.time() + self._timeouts.visit_seconds)
         requests = {name: self._request(call, deadline) for name, (_, call) in calls.items()}
@@ -251,7 +252,7 @@ class SitesEngine:
         )  # fmt: skip
 
     def _reply(self, call: Call, answer: StepResponse, charge_id: str) -> Reply[Any]:
-        """The reply in a response; ``NoReply`` if there is none."""
+        """Return the reply in a response; ``NoReply`` if there is none."""
         code = answer.error
         if not code:
             try:
@@ -285,7 +286,7 @@ class SitesEngine:
                 )
 
     def _remedy(self, step: str, there: int, asked: int) -> str | None:
-        """None if the run continues without the missing replies; else how it could."""
+        """Return None if the run continues without the missing replies; else how to continue."""
         quorum = self._timeouts.quorum
         if step in self._policy.skip:
             if self._timeouts.absent == "skip":
@@ -304,20 +305,22 @@ class SitesEngine:
 
 
 def is_name(memory: Memory) -> bool:
-    """Whether this identifies a memory that is stored at a site."""
+    """Return whether this identifies a memory stored at a site."""
     return set(memory) == {"run", "visit", "charged"}
 
 
 def read_charges(memory: Memory) -> tuple[str, set[str]]:
-    """The run, and the ids of charged replies, that a checkpoint records of a site; "" and none of
-    other memories."""
+    """Return the run, and the ids of charged replies, that a checkpoint records of a site.
+
+    "" and an empty set for other memories.
+    """
     if not is_name(memory):
         return "", set()
     return _to_text(memory["run"]), _ids(_to_text(memory["charged"]))
 
 
 def list_charge_ids(visits: Iterable[str]) -> set[str]:
-    """The same of the visits of a ledger."""
+    """Return the ids of charged replies in the visits of a ledger."""
     return {visit.rpartition("@")[2] for visit in visits}
 
 
@@ -326,15 +329,15 @@ def _ids(text: str) -> set[str]:
 
 
 def _parse_response(data: bytes, request: StepRequest) -> StepResponse:
-    """The response to this very request; anything else becomes an error."""
+    """Return the response to this very request; anything else becomes an error."""
     try:
         answer: StepResponse = protocol.from_bytes(data, StepResponse)
     except WireError as error:
         return StepResponse("", error="version" if error.error_code == "version" else "garbled")
-    # Without an id: the site could not read the request, and only reports an error.
+    # The id is empty if the site could not read the request and reports an error.
     if answer.error and answer.id in ("", request.id):
         return answer if answer.error in protocol.ERROR_CODES else StepResponse("", error="garbled")
-    # A charged reply has weight 1: any other could be a number of rows. NaN fails both.
+    # Charged replies have weight 1: another weight could be a number of rows. NaN fails both tests.
     bounded = 0 <= answer.weight <= protocol.MOST_SHARE
     if answer.id != request.id or not (answer.weight == 1.0 if answer.charged else bounded):
         return StepResponse("", error="garbled")
@@ -342,7 +345,7 @@ def _parse_response(data: bytes, request: StepRequest) -> StepResponse:
 
 
 def _to_tensor(text: str) -> Tensor:
-    """ASCII text as a tensor, because memories consist of tensors."""
+    """Encode ASCII text as a tensor, because memories consist of tensors."""
     return torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
 
 

@@ -1,8 +1,8 @@
-"""Forked worker processes, and what passes between them and the engine: names, bytes and errors.
+"""Forked worker processes, and their communication with the engine: names, bytes and errors.
 
-A worker owns nothing that a kill could damage, so it is ended by SIGKILL. It ends by itself when
-the engine's process ends. Nothing received chooses what is built: there is no pickle, and a class
-is looked up by name.
+A worker owns nothing that a kill could damage, so it is ended by SIGKILL. It exits when the
+engine's process ends. Received data cannot choose classes: there is no pickle, and classes are
+looked up by name.
 """
 
 import gc
@@ -32,13 +32,14 @@ from privssl.storage.tensor_files import PackedTensors, TensorSlice, places_in
 
 
 class WorkerError(UserError):
-    """Worker processes cannot start, get no memory, or repeatedly end during a step."""
+    """Worker processes cannot start, get no memory, or repeatedly die during a step."""
 
 
 class SharedBuffer:
-    """Memory that a process shares with its later forks. The pipe decides whose turn it is.
+    """Memory that a process shares with its later forks.
 
-    It grows and never shrinks. It is mapped, which is twice as fast as writing a file.
+    Access is synchronised by the pipe. It grows and never shrinks. It is mapped, which is twice as
+    fast as writing a file.
     """
 
     def __init__(self) -> None:
@@ -46,11 +47,11 @@ class SharedBuffer:
         self._mapped = torch.empty(0, dtype=torch.uint8)
 
     def write(self, *parts: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Write parts from the start. Returns their layout for ``read``, as JSON values.
+        """Write parts from the start; return their layout for ``read``, as JSON values.
 
         Raises:
             TypeError: a tensor's type is not allowed in messages.
-            WorkerError: the system gives no more memory.
+            WorkerError: the system has no more memory.
         """
         forms = [PackedTensors(part).form() for part in parts]
         at = 0
@@ -61,7 +62,7 @@ class SharedBuffer:
         return forms
 
     def read(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
-        """Copies of the parts that were written."""
+        """Return copies of the written parts."""
         parts, begin = [], 0
         for places in map(places_in, forms):
             parts.append({name: self._copy(begin, place) for name, place in places.items()})
@@ -74,7 +75,7 @@ class SharedBuffer:
         return data.view(place.dtype).reshape(place.shape)
 
     def _first(self, size: int) -> Tensor:
-        """The first bytes (size,)."""
+        """Return the first bytes (size,)."""
         if size > len(self._mapped):
             whole = 2 ** (size - 1).bit_length()  # unwritten pages take no memory
             if whole > os.fstat(self.file).st_size:
@@ -108,7 +109,7 @@ class SharedBuffer:
 
 
 class ErrorInWorker(Exception):  # noqa: N818  (it only carries a traceback)
-    """The traceback of an error in the worker where it was raised, and its frames."""
+    """The traceback of an error in a worker, and its frames."""
 
     def __init__(self, trace: str, frames: Sequence[Sequence[Any]]) -> None:
         super().__init__(trace)
@@ -116,7 +117,7 @@ class ErrorInWorker(Exception):  # noqa: N818  (it only carries a traceback)
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
-    """An error as JSON values; ``decode_error`` is the inverse."""
+    """Encode an error as JSON values; ``decode_error`` is the inverse."""
     plain = all(isinstance(value, str | int | float | None) for value in error.args)
     try:
         text = str(error)
@@ -132,7 +133,7 @@ def encode_error(error: BaseException) -> dict[str, Any]:
 
 
 def decode_error(values: dict[str, Any]) -> Exception:
-    """The error, of its own class if that can be rebuilt, else a RuntimeError with its text."""
+    """Decode an error to its own class if possible, else to a RuntimeError with its text."""
     module, name = values["error"]
     error: Exception = RuntimeError(f"{name}: {values['text']}")
     with suppress(Exception):
@@ -149,7 +150,7 @@ def decode_error(values: dict[str, Any]) -> Exception:
 
 @contextmanager
 def pending_signals() -> Iterator[None]:
-    """Delay signals that stop a run, so that no worker is forked and not recorded."""
+    """Delay signals that stop a run, so that every forked worker is recorded."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
@@ -169,14 +170,17 @@ class Worker:
     def fork(
         cls, serve: Callable[[Connection, SharedBuffer], None], shared: Sequence[SharedBuffer]
     ) -> "Worker":
-        """Fork a process that runs ``serve``, with the other end of ``pipe`` and ``shared_buffer``,
-        and then ends. Call it in ``pending_signals``. ``shared``: further buffers that the process
-        reads. Raises OSError where the system gives no process."""
+        """Fork a process that runs ``serve`` with the other end of ``pipe`` and ``shared_buffer``.
+
+        Call it in ``pending_signals``. ``shared``: further buffers that the process reads. Raises
+        OSError if the system has no process.
+        """
         ours, theirs = Pipe()
         shared_buffer = SharedBuffer()
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of forks beside threads; see engines/process_pool.py.
+                # Python 3.12 warns of forks beside threads; engines/process_pool.py explains why it
+                # is safe.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process = os.fork()
         except OSError:
@@ -190,7 +194,7 @@ class Worker:
         return cls(process, ours, shared_buffer)
 
     def end(self) -> str:
-        """Kill the process if it runs; returns how it ended. May be called twice."""
+        """Kill the process if it runs; return how it ended. May be called twice."""
         process, self.process = self.process, 0
         self.pipe.close()
         self.shared_buffer.close()
@@ -213,16 +217,16 @@ def _run(
     serve: Callable[[Connection, SharedBuffer], None], pipe: Connection,
     shared_buffer: SharedBuffer, shared: Sequence[SharedBuffer],
 ) -> NoReturn:  # fmt: skip
-    """The life of a worker, from the fork to its end."""
+    """Run a worker from the fork to its end."""
     status = 1
     try:
-        for number in STOPPING:  # meant for the engine's process
+        for number in STOPPING:  # these are meant for the engine's process
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-        # Otherwise journals and run folder stay locked, and other workers' pipes open.
+        # Otherwise journals and run folder stay locked, and pipes of other workers open.
         kept = {pipe.fileno(), shared_buffer.file, *(buffer.file for buffer in shared)}
         for file in set(map(int, os.listdir("/proc/self/fd"))) - kept - {0, 1, 2}:
-            with suppress(OSError):  # the listing's own
+            with suppress(OSError):  # the listing's own descriptor
                 os.close(file)
         threading.Thread(target=_end_with_parent, args=(pipe.fileno(),), daemon=True).start()
         logging.disable()  # train.log belongs to the engine's process
@@ -238,7 +242,7 @@ def _run(
 
 
 def _end_with_parent(pipe: int) -> None:
-    """End this process, even within a step, when the other end of its pipe closes."""
+    """Exit, even within a step, when the other end of the pipe closes."""
     poll = select.poll()
     poll.register(pipe, 0)  # reports hang-ups only
     poll.poll()
@@ -246,13 +250,14 @@ def _end_with_parent(pipe: int) -> None:
 
 
 def pin_to_core(place: int, workers: int) -> None:
-    """Pin this process, the worker of a place from 0, to one core if the workers divide evenly
-    among the cores.
+    """Pin this process, worker ``place`` from 0, to one core if workers divide evenly among the
+    cores.
 
     Linux may run all workers on one core and another program on the other, which doubles the time.
-    With fewer workers than cores, another run would choose the same cores, so they stay free.
+    With fewer workers than cores nothing is pinned, because another run would choose the same
+    cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     if workers % len(cores) == 0:
-        with suppress(OSError):  # the core was taken away meanwhile
+        with suppress(OSError):  # the core may be taken away meanwhile
             os.sched_setaffinity(0, {cores[place % len(cores)]})

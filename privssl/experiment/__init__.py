@@ -1,1 +1,1 @@
-"""One experiment: its config file, and what is prepared from it."""
+"""The config of an experiment, and its preparation."""

@@ -1,9 +1,9 @@
-"""A config file and the command line, as one checked value: ``load_config``.
+"""Read and check a config: ``load_config``.
 
-Command line beats file beats default. All problems are reported at once in one ``ConfigError``,
-each with its line and what to do. Types and ranges are in ``settings/schema.py`` and in the
-``Config`` of each algorithm; the checks between sections are here. A check that needs a wrong
-value is left out. Delta's limits: docs/privacy.md.
+The command line overrides the file, and the file the defaults. All problems are reported at once in
+one ``ConfigError``, each with its line and advice. Types and ranges are in ``settings/schema.py``
+and in the ``Config`` of each algorithm; the checks between sections are here. A check that needs an
+invalid value is skipped. Delta's limits: docs/privacy.md.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ _PATHS = {
 
 @dataclass(frozen=True)
 class Config:
-    """One experiment. ``algorithm`` is the ``Config`` of the algorithm that it names.
+    """One experiment. ``algorithm`` is the ``Config`` of the chosen algorithm.
 
     ``warnings`` are about values that are valid but probably unintended.
     """
@@ -94,17 +94,16 @@ def load_config(
     """Read and check a config file of at most 1 MiB.
 
     Args:
-        overrides: ``section.key=value``, the value as YAML; ``privacy=null`` takes that
-            section away.
+        overrides: ``section.key=value``, the value as YAML; ``privacy=null`` removes that section.
         algorithms: name -> class with a ``Config`` dataclass and ``problems(config)``.
-        text: what is read instead of the file, whose path then is a name.
+        text: the content to read instead of the file, whose path is then only a name.
 
     Raises:
         ConfigError: with every problem of the file and the arguments, sorted by line.
     """
     try:
         str(path).encode()
-    except UnicodeEncodeError:  # the log and config.yaml of the run could not contain it
+    except UnicodeEncodeError:  # the run's log and config.yaml could not contain it
         raise ConfigError(f"{show(str(path))}: its name is not UTF-8. Rename the file") from None
     builder = ConfigBuilder(path, algorithms)
     builder.read_file(text)
@@ -123,7 +122,7 @@ def load_config(
     builder.check("run.", _absence_problems(config, algorithms))
     builder.check("run.", _together_problems(config))
     builder.check("", number_problems(config, builder.bad))
-    if not builder.findings:  # the algorithm may have said it in its own words
+    if not builder.findings:  # unless the algorithm has reported it
         builder.check("agents.", role_problems(config.data.labels, config.agents))
     if builder.findings:
         raise ConfigError(problem_report(path, builder.findings))
@@ -132,12 +131,12 @@ def load_config(
         absent=_absent(config, algorithms),
     )  # fmt: skip
     config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
-    # In the folder of a run paths are absolute already; older runs have others in their checksum.
+    # In a run folder paths are absolute; other paths in older runs are part of their checksum.
     return config if of_run else _with_absolute_paths(config)
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """The config whose paths mean the same in every working directory."""
+    """Return the config with paths that are independent of the working directory."""
     sections = {}
     for name, keys in _PATHS.items():
         section = getattr(config, name)
@@ -152,17 +151,17 @@ def _name(config: Config) -> str:
 
 
 def _precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision:
-    """``auto`` resolved for this machine, so that the run's config repeats the run elsewhere."""
+    """Resolve ``auto`` for this machine, so that the run's config repeats the run elsewhere."""
     if config.run.precision != "auto":
         return config.run.precision
     private = config.privacy is not None and not _is_census(config, algorithms)
-    if private or config.run.batched_agents > 1:  # which is done in float32 alone
+    if private or config.run.batched_agents > 1:  # these need float32
         return "float32"
     return fastest_precision(config.model.name, config.run.device)
 
 
 def _name_problems(config: Config) -> Iterator[Problem]:
-    """A run's name becomes a folder, on every system."""
+    """Check a run's name, which becomes a folder on every system."""
     name = _name(config)
     plain = name not in (".", "..") and not set(name) & set('/\\:*?"<>|')
     if not plain or DEVICE_NAMES.fullmatch(name) or name != name.strip(" ") or name.endswith("."):
@@ -177,7 +176,7 @@ def _name_problems(config: Config) -> Iterator[Problem]:
 
 
 def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
-    """What in other sections breaks the claim. docs/privacy.md."""
+    """Yield settings of other sections that violate the guarantee. docs/privacy.md."""
     if config.privacy is None:
         return
     if _is_census(config, algorithms):
@@ -205,7 +204,7 @@ def _is_census(config: Config, algorithms: Mapping[str, type[Any]]) -> bool:
 
 
 def _census_problems(config: Config) -> Iterator[Problem]:
-    """Settings that a census cannot have: noisy gradients, and norms that mix rows."""
+    """Yield settings that do not fit a census: noisy gradients, and norms that mix rows."""
     name = config.algorithm.name
     usual = {spec.name: spec.default for spec in dataclasses.fields(PrivacySettings)}
     for key in DP_SGD_KEYS:
@@ -231,7 +230,7 @@ def _census_problems(config: Config) -> Iterator[Problem]:
 
 
 def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
-    """What breaks per-example clipping."""
+    """Yield settings that break per-example clipping."""
     if config.model.norm in ("batch", "static"):
         yield Problem(
             "model.norm",
@@ -252,7 +251,7 @@ def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
 
 
 def _delta_for(rows: float) -> str:
-    """The customary largest delta, rows^-1.1, rounded down, as text that YAML reads as a number."""
+    """Return the usual largest delta, rows^-1.1, rounded down, as a YAML number."""
     two_digits = Context(prec=2, rounding=ROUND_DOWN)
     return as_yaml_number(f"{two_digits.create_decimal_from_float(rows**-1.1):.1e}") or "0.5"
 
@@ -299,13 +298,13 @@ def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterat
 
 
 def _missing_reply_policy(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
-    """What the algorithm can continue without: ``algorithms.base.MissingReplyPolicy``."""
+    """Return which replies the algorithm can miss: ``algorithms.base.MissingReplyPolicy``."""
     kind = algorithms[config.algorithm.name]
     return kind.missing_reply_policy_for(config.algorithm, private=config.privacy is not None)
 
 
 def _absent(config: Config, algorithms: Mapping[str, type[Any]]) -> Literal["stop", "skip"]:
-    """``auto`` as what it is for this algorithm, so that the config of a run says it."""
+    """Resolve ``auto`` for this algorithm, so that the run's config records it."""
     if config.run.absent != "auto":
         return config.run.absent
     usual: Literal["stop", "skip"] = _missing_reply_policy(config, algorithms).absent
@@ -313,7 +312,7 @@ def _absent(config: Config, algorithms: Mapping[str, type[Any]]) -> Literal["sto
 
 
 def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
-    """A run over sites that would continue without replies that its algorithm needs."""
+    """Refuse runs over sites that would continue without replies that their algorithm needs."""
     name, without = config.algorithm.name, _missing_reply_policy(config, algorithms)
     if config.run.absent == "skip" and not without.skip:
         yield Problem(
@@ -327,7 +326,7 @@ def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
 
 
 def _together_problems(config: Config) -> Iterator[Problem]:
-    """What batched agents and networks from outside cannot have; ``prepare`` checks the device."""
+    """Yield settings that exclude batched agents or own networks; ``prepare`` checks the device."""
     if config.run.precision == "bfloat16" and is_outside(config.model.name):
         yield Problem(
             "precision",
@@ -360,12 +359,12 @@ def _warnings(config: Config) -> Iterator[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The config as YAML with every key; ``load_config`` reads it back as equal."""
+    """Return the config as YAML with every key; ``load_config`` reads it back as equal."""
     return yaml.safe_dump(_sections(config), sort_keys=False, allow_unicode=True, width=1000)
 
 
 def without_paths(config: Config) -> dict[str, Any]:
-    """All keys by section, without paths of this machine."""
+    """Return all keys by section, without paths of this machine."""
     sections = _sections(config)
     _drop(sections, _PATHS | {"run": (*_PATHS["run"], "output")})
     sections["data"]["encoder"] = names.encoder_without_path(config.data.encoder)
@@ -373,14 +372,14 @@ def without_paths(config: Config) -> dict[str, Any]:
 
 
 def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
-    """Everything that may change a trained bit, by section: of ``run``, seed and precision."""
+    """Return settings that may change a trained bit, by section; of ``run``: seed and precision."""
     sections = _sections(config)
     forget_later_keys(sections)
     return {**sections, "run": {key: sections["run"][key] for key in ("seed", "precision")}}
 
 
 def config_hash(config: Config) -> str:
-    """SHA-256 of :func:`result_relevant`. Configs with equal hashes can share checkpoints."""
+    """Hash :func:`result_relevant` by SHA-256. Configs with equal hashes can share checkpoints."""
     return hash_values(result_relevant(config))
 
 
@@ -388,10 +387,13 @@ def compatibility_hash(
     config: Config, classes: Sequence[str], shape: Sequence[int], encoder: str | None = None,
     columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> str:  # fmt: skip
-    """SHA-256 of everything that all parties of a run must share: like ``config_hash``, without
-    paths and budgets of one machine, and with the task: class names in the order of the outputs,
-    the shape of a row, the checksum of the encoder's weights, and the columns of a table with their
-    bounds or categories. With others a site would train on other features."""
+    """Return the SHA-256 of all that the parties of a run must share.
+
+    Like ``config_hash``, without paths and budgets of one machine, and with the task: class names
+    in the order of the outputs, the shape of a row, the checksum of the encoder's weights, and the
+    columns of a table with their bounds or categories. With others a site would train on other
+    features.
+    """
     parts = result_relevant(config)
     _drop(parts, _PATHS | {"privacy": ("ledger", "ledger_epsilon")})
     task: dict[str, Any] = {"classes": list(classes), "shape": list(shape)}
@@ -407,11 +409,11 @@ def _drop(sections: Mapping[str, dict[str, Any] | None], keys: Mapping[str, Sequ
 
 
 def hash_values(parts: Mapping[str, Any]) -> str:
-    """SHA-256 of JSON values, as hex digits."""
+    """Return the SHA-256 of JSON values, in hex."""
     text = json.dumps(parts, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _sections(config: Config) -> dict[str, Any]:
-    """All keys by section; None for one that is absent."""
+    """Return all keys by section; None for a missing section."""
     return {name: (one := getattr(config, name)) and dataclasses.asdict(one) for name in ORDER}

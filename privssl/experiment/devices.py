@@ -1,4 +1,4 @@
-"""The device of a run, and what can run side by side on it."""
+"""The device of a run, and its parallel execution."""
 
 import torch
 
@@ -10,23 +10,23 @@ from privssl.settings.schema import RunSettings
 
 
 def device_of_run(config: Config) -> torch.device:
-    """The device of a run here. Raises as :func:`device_of`."""
+    """Return the device of a run here. Raises as :func:`device_of`."""
     private = config.privacy is not None and config.run.engine == "local"
     noisy = ALGORITHMS[config.algorithm.name].mechanism == "dp-sgd"
     return device_of(config.run.device, private=private and noisy)
 
 
 def device_of(name: str, *, private: bool = False, key: str = "run.device") -> torch.device:
-    """The device of that name; ``auto``: the first GPU, else the CPU.
+    """Return the device of that name; ``auto``: the first GPU, else the CPU.
 
     Args:
-        private: for private steps, which only the CPU may take. A GPU chooses kernels by the size
-            of a batch, and some add in any order: a row's gradient has other bits beside other
-            rows, so clipping does not bound what one row changes (docs/performance.md, A GPU).
+        private: for private steps, which run only on the CPU. A GPU chooses kernels by the size of
+            a batch, and some add in any order: the bits of a row's gradient depend on other rows,
+            so clipping does not bound the effect of one row (docs/performance.md, A GPU).
         key: of the setting, for errors.
 
     Raises:
-        ConfigError: there is no such device, or private steps may not have it.
+        ConfigError: there is no such device, or private steps may not use it.
     """
     if private and name not in ("auto", "cpu"):
         raise ConfigError(
@@ -47,7 +47,7 @@ def device_of(name: str, *, private: bool = False, key: str = "run.device") -> t
 
 
 def check_side_by_side(run: RunSettings, device: torch.device) -> None:
-    """Raise ConfigError where workers or batched agents would not agree with one process."""
+    """Raise ConfigError if workers or batched agents would give other results than one process."""
     reason, threads = process_pool.unsupported_reason(device), torch.get_num_threads()
     if reason is None and threads > 1:  # results would depend on the number of workers
         reason = (

@@ -9,14 +9,14 @@ from privssl.runtime import plugins
 from privssl.settings.descriptions import descriptions
 from privssl.settings.section_builder import ORDER, SECTIONS
 
-DRAFT = "http://json-schema.org/draft-07/schema#"  # what editors of YAML understand
+DRAFT = "http://json-schema.org/draft-07/schema#"  # the version that YAML editors support
 
 
 def config_schema() -> dict[str, Any]:
-    """The schema of a config file, draft 7."""
+    """Return the schema of a config file, draft 7."""
     sections = {name: _section(SECTIONS[name]) for name in ORDER if name in SECTIONS}
     kinds = dict(ALGORITHMS)
-    with plugins.imports_allowed():  # what somebody installed as a plug-in
+    with plugins.imports_allowed():  # include installed plug-ins
         kinds |= {name: ALGORITHMS[name] for name in plugins.entry_points("algorithms")}
     methods = {name: _section(kind.Config) for name, kind in kinds.items()}
     for name, method in methods.items():
@@ -31,7 +31,7 @@ def config_schema() -> dict[str, Any]:
         "type": "object",
         "properties": {"name": named},
         "required": ["name"],
-        # Not oneOf: an editor then says which key is wrong, and not that no method fits.
+        # Not oneOf: so an editor names the wrong key, instead of reporting that no method fits.
         "allOf": [
             {
                 "if": {"properties": {"name": {"const": name}}, "required": ["name"]},
@@ -41,7 +41,7 @@ def config_schema() -> dict[str, Any]:
         ],
     }
     for section in sections.values():
-        section["type"] = ["object", "null"]  # nothing written: the defaults; privacy: null
+        section["type"] = ["object", "null"]  # an empty section: the defaults; privacy: null
     return {
         "$schema": DRAFT,
         "title": "Config of privssl",
@@ -54,7 +54,7 @@ def config_schema() -> dict[str, Any]:
 
 
 def _section(kind: type[Any]) -> dict[str, Any]:
-    """The schema of a section, with the meaning of its keys from the code."""
+    """Return the schema of a section, with the meaning of its keys from the code."""
     schema, texts = TypeAdapter(kind).json_schema(), descriptions(kind)
     schema["description"] = " ".join(schema["description"].split()).replace("``", "`")
     for name, key in schema["properties"].items():
@@ -66,7 +66,7 @@ def _section(kind: type[Any]) -> dict[str, Any]:
 
 
 def _add_plugins(key: dict[str, Any]) -> None:
-    """The names of installed plug-ins beside those of privssl, at any depth of a key's rule."""
+    """Add the names of installed plug-ins to those of privssl, at any depth of a key's schema."""
     kind = key.pop("plugins", None)
     if kind is not None:
         key["anyOf"][0]["enum"] += sorted(plugins.entry_points(kind))

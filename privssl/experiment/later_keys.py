@@ -1,4 +1,4 @@
-"""Keys of the config that only earlier or only later versions have: checkpoints stay valid."""
+"""Config keys that only earlier or later versions have, so that checkpoints stay valid."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from privssl.engines import batched
 from privssl.settings.section_builder import ConfigBuilder
 
-#: Keys of later versions are in a hash only where they are used: older checkpoints stay valid.
+#: Keys of later versions enter a hash only if they are used, so older checkpoints stay valid.
 _LATER: Mapping[str, Mapping[str, Any]] = {
     "data": {
         "checksum": "", "encoder": "", "encoder_weights": "", "label": "label", "text": "",
@@ -27,26 +27,26 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "rotation_weight": 0.0,
     },
 }  # fmt: skip
-#: FedMatch's settings that now may be null, and what they were then. Not with the paper's profile,
-#: under which null means something else than it did.
+#: FedMatch's settings that may be null today, and their former value. Not under the paper's
+#: profile, where null has another meaning.
 _NULL_WAS: Mapping[str, Any] = {
     "weight_decay": 0.0, "helpers_vote": "always", "probabilities": "clamped",
-    "keep_helpers": False, "stream_slices": 1,  # the last one is later elsewhere
+    "keep_helpers": False, "stream_slices": 1,  # the last one is newer elsewhere
 }  # fmt: skip
-#: Keys that some algorithms no longer have, at the only value that their runs could have.
+#: Keys that some algorithms no longer have, with the only value that their runs could have.
 FORMER: Mapping[str, Mapping[str, Any]] = {"algorithm": {"aggregation": "mean", "stream_slices": 1}}
 
 
 def leave_out_former(builder: ConfigBuilder) -> None:
-    """Drop from the config of a run what its algorithm could have in an earlier version."""
+    """Drop keys from a run's config that its algorithm had in an earlier version."""
     builder.leave_out(FORMER)
     name, at_once = builder.value("algorithm.name"), builder.value("run.batched_agents")
     if isinstance(name, str) and name not in batched.ALGORITHMS and type(at_once) is int:
-        builder.leave_out({"run": {"batched_agents": at_once}})  # it decides over last bits alone
+        builder.leave_out({"run": {"batched_agents": at_once}})  # it changes only last bits
 
 
 def forget_later_keys(sections: Mapping[str, dict[str, Any] | None]) -> None:
-    """Make a config what an earlier version wrote, where it does not use what is new."""
+    """Convert a config to the form of an earlier version, if it uses no newer key."""
     for name, keys in _LATER.items():
         for key, usual in keys.items():
             section = sections[name] or {}

@@ -1,17 +1,19 @@
-"""Refuse numbers with which a run could not be carried out, or would mean nothing."""
+"""Refuse numbers with which a run is impossible or meaningless."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from privssl.settings.schema import MAX_LEARNING_RATE, MAX_NUMBER, Problem
 
-#: Larger whole numbers would fill the memory, or never end, before anything could be said.
+#: Larger integers would fill the memory, or never end, before an error could be reported.
 LARGEST = {"agents": 10**6, "model": 2**16, "algorithm": 10**7}
 
 
 def number_problems(config: Any, bad: Collection[str]) -> Iterator[Problem]:
-    """Problems of single numbers of a config (``experiment.config.Config``), and of batch norm with
-    batches of one row. ``bad``: keys that are reported already."""
+    """Yield problems of single numbers of a config, and of batch norm with batches of one row.
+
+    ``config``: an ``experiment.config.Config``. ``bad``: keys that are reported already.
+    """
     for problem in (*_whole(config), *_real(config), *_batch_norm(config)):
         if problem.key not in bad:
             yield problem
@@ -37,7 +39,7 @@ def _real(config: Any) -> Iterator[Problem]:
 
 
 def _batch_norm(config: Any) -> Iterator[Problem]:
-    """Batches of one row, of which batch norm has no variance."""
+    """Yield batches of one row, for which batch norm has no variance."""
     if config.model.norm != "batch" or config.privacy is not None:
         return
     for key, value in vars(config.algorithm).items():
@@ -56,7 +58,7 @@ def _batch_norm(config: Any) -> Iterator[Problem]:
 
 
 def count_labelled_rows(config: Any) -> float:
-    """Labelled rows of an average agent that has any; 0 when nobody has."""
+    """Return the labelled rows of an average agent with labels; 0 if there is none."""
     holders = {
         "support": config.agents.support,
         "labels-at-client": config.agents.mixed,

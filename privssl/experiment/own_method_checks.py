@@ -1,4 +1,4 @@
-"""A method from outside of privssl before its run: its errors and its private form, in words."""
+"""Errors of a user's own method before its run, and its private form."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,11 @@ from privssl.settings.section_builder import UnusableValue
 
 
 def problems_of(kind: type[Any], config: Any) -> Iterator[Problem]:
-    """What the algorithm of a config says of it. Raises ConfigError: an own ``problems`` yields
-    something else, or fails; what it reads may have a problem of its own."""
+    """Yield the problems that the algorithm reports about a config.
+
+    Raises ConfigError if an own ``problems`` yields something else, or fails; a setting that it
+    reads may itself be invalid.
+    """
     if config.algorithm.name in ALGORITHMS:
         yield from kind.problems(config)
         return
@@ -36,7 +39,8 @@ def problems_of(kind: type[Any], config: Any) -> Iterator[Problem]:
 
 
 def not_private(name: str, private: Sequence[str]) -> str:
-    """Why an algorithm cannot have a privacy section; ``private``: those of privssl that can."""
+    """Explain why an algorithm cannot have a privacy section; ``private``: those of privssl that
+    can."""
     own = "write its private form (can_be_private, docs/extending.md), "
     return (
         f"{name} reads labelled rows without noise, so nothing could be claimed. Use "
@@ -45,7 +49,7 @@ def not_private(name: str, private: Sequence[str]) -> str:
 
 
 def make(kind: type[Algorithm[Any]], config: Any, task: Task, plan: Plan | None) -> Algorithm[Any]:
-    """The algorithm of a run. Raises ConfigError: an own one cannot be made like this."""
+    """Create the algorithm of a run. Raises ConfigError if an own one cannot be created."""
     try:
         inspect.signature(kind).bind(config.algorithm, task, plan)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Which plug-ins a config names, and what a run records of them."""
+"""Plug-ins named by a config, and their record in a run."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -9,7 +9,7 @@ from privssl.settings import names
 
 
 class PluginName(NamedTuple):
-    """A name of code from outside of privssl, and its key in the config."""
+    """The name of a plug-in, and its config key."""
 
     kind: plugins.Kind
     key: str
@@ -30,7 +30,7 @@ _PREFIXES: dict[plugins.Kind, tuple[str, ...]] = {
 
 
 def plugins_of(config: Any) -> Iterator[PluginName]:
-    """Every plug-in that a config names. ``config``: a ``privssl.experiment.config.Config``."""
+    """Yield the plug-ins of a config. ``config``: a ``privssl.experiment.config.Config``."""
     data = config.data
     given: list[tuple[plugins.Kind, str, str | None]] = [
         ("algorithms", "algorithm.name", config.algorithm.name),
@@ -48,25 +48,27 @@ def plugins_of(config: Any) -> Iterator[PluginName]:
 
 
 def names_in(config: Any) -> frozenset[str]:
-    """Their names."""
+    """Return the names of a config's plug-ins."""
     return frozenset(name for _, _, name in plugins_of(config))
 
 
 def imports_of(*configs: Any) -> AbstractContextManager[None]:
-    """Allow the plug-ins of configs that the user trains on, and no others: a run folder that is
-    read meanwhile chooses no code."""
+    """Permit imports of the plug-ins of the user's configs, and of no others.
+
+    Run folders that are read meanwhile cannot choose code.
+    """
     allowed = frozenset().union(*map(names_in, configs))
     return plugins.imports_allowed(allowed, "name it in the config that you train on")
 
 
 def refuse_taken_names() -> None:
-    """Raise ConfigError where an installed plug-in has the name of another, or of privssl."""
+    """Raise ConfigError if an installed plug-in has the name of another, or of privssl."""
     for kind, built_in in BUILT_IN.items():
         plugins.check_names(kind, built_in)
 
 
 def describe_plugins(config: Any) -> dict[str, dict[str, str | None]]:
-    """What a run records of each plug-in, by key (``plugins.describe``)."""
+    """Return a run's record of each plug-in, by key (``plugins.describe``)."""
     found: dict[str, dict[str, str | None]] = {}
     for kind, key, name in plugins_of(config):
         found[f"{key}: {name}" if key in found else key] = plugins.describe(kind, name)
@@ -74,8 +76,10 @@ def describe_plugins(config: Any) -> dict[str, dict[str, str | None]]:
 
 
 def describe_here(config: Any) -> dict[str, dict[str, str | None]]:
-    """The same of the plug-ins as they are installed here, which are imported. Raises ConfigError:
-    one cannot be."""
+    """Return the same for the plug-ins installed here, which are imported.
+
+    Raises ConfigError if one cannot be imported.
+    """
     for kind, key, name in plugins_of(config):
         plugins.load(kind, key, name)
     return describe_plugins(config)

@@ -1,6 +1,6 @@
-"""From a config to a run that is ready to start: everything is checked, nothing is written.
+"""Prepare a run from a config: check everything, write nothing.
 
-A user's mistake is reported here, before a run folder is made or changed: data that is missing or
+User errors are reported here, before a run folder is created or changed: data that is missing or
 cannot be split, an absent device, a privacy plan that cannot be met, a delta that is too large.
 """
 
@@ -50,20 +50,20 @@ from privssl.reporting.outside_trackers import check_trackers
 from privssl.settings.names import is_outside
 from privssl.settings.schema import PrivacySettings
 
-WITHHELD = "withheld"  # what stands where another run would tell the hash of its split
+WITHHELD = "withheld"  # written in place of the hash of a private split
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start: everything is checked, nothing is written."""
+    """A prepared run: everything is checked, nothing is written."""
 
     config: Config
     federated_data: data.FederatedDataset
     algorithm: Algorithm[Any]
     plan: Plan | None
-    account_plans: Mapping[str, AccountPlan]  # of each agent with labels; empty when not private
+    account_plans: Mapping[str, AccountPlan]  # of each agent with labels; empty without privacy
     device: torch.device
-    roster: tuple[AgentRef, ...]  # every agent; where they are sites, their rows are not here
+    roster: tuple[AgentRef, ...]  # every agent; the rows of sites are elsewhere
     network: models.PublicPart | None  # of the classifier, for the privacy card
 
     @property
@@ -72,12 +72,12 @@ class Prepared:
 
     @property
     def plugins(self) -> dict[str, dict[str, str | None]]:
-        """Code from outside of privssl that the run imported, by the key that names it."""
+        """Plug-ins that the run imported, by config key."""
         return describe_plugins(self.config)
 
     @property
     def is_nominal(self) -> bool:
-        """Whether its epsilons are those of a scheme that guarantees nothing."""
+        """Whether its epsilons are nominal, of a scheme without a guarantee."""
         return self.plan is not None and self.plan.scope == "as_published"
 
     @property
@@ -87,14 +87,14 @@ class Prepared:
 
     @property
     def warnings(self) -> list[str]:
-        """All that was warned of before the first round, without what a private run may not say."""
-        # those of rows have no noise
+        """All warnings before the first round; in a private run without those about rows."""
+        # warnings about rows have no noise
         of_rows = [] if self.config.privacy else self.federated_data.dataset.warnings
         return [*self.config.warnings, *self.nominal_warnings, *of_rows]
 
     @property
     def nominal_warnings(self) -> list[str]:
-        """That a published scheme guarantees nothing."""
+        """Warnings that a published scheme has no guarantee."""
         privacy = self.config.privacy
         if privacy is None or not self.is_nominal:
             return []
@@ -105,8 +105,8 @@ class Prepared:
     def published_split_hash(self) -> str:
         """The hash of the split, withheld in a private run.
 
-        It covers rows and labels without a key: whoever knows all but one label could try labels
-        until it matches. The owner's split.json has it.
+        It covers rows and labels without a key: an attacker who knows all labels but one could try
+        labels until it matches. The owner's split.json has it.
         """
         return WITHHELD if self.config.privacy else self.federated_data.manifest.hash
 
@@ -114,12 +114,13 @@ class Prepared:
 def prepare(
     config: Config, dataset: data.Dataset | None = None, network: NetworkSource | None = None
 ) -> Prepared:
-    """Load the data, split it, build the algorithm, and refuse what cannot be done. ``dataset`` and
-    ``network``: instead of those that ``data.name`` and ``model.name`` name.
+    """Load the data, split it, build the algorithm, and refuse impossible runs.
+
+    ``dataset`` and ``network`` replace those of ``data.name`` and ``model.name``.
 
     Raises:
-        privssl.errors.UserError: see the head of this module.
-        accounting.errors.PlanError: no true claim could follow from the privacy section.
+        privssl.errors.UserError: see the module's docstring.
+        accounting.errors.PlanError: the privacy section permits no true guarantee.
     """
     refuse_taken_names()
     check_trackers(config.run.trackers)
@@ -163,7 +164,7 @@ def prepare(
 
 
 def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator[str]:
-    """What makes a run meaningless or slow. Of a private run by public numbers alone."""
+    """Yield reasons why a run is meaningless or slow; if private, from public numbers alone."""
     classes, threads = federated_data.dataset.class_names, torch.get_num_threads()
     if threads > 1 and config.run.engine == "local" and config.run.workers == "auto":
         yield (
@@ -205,14 +206,14 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
 
 
 def _test_row_warnings(dataset: Dataset) -> Iterator[str]:
-    """What makes the metrics mean little. Allowed in private runs: test rows are of no agent."""
+    """Yield reasons why metrics mean little. Allowed in private runs: no agent holds test rows."""
     x, rows = dataset.x_test, len(dataset.x_test)
     counts = dataset.y_test.bincount(minlength=dataset.classes).tolist()
     there = [name for name, n in zip(dataset.class_names, counts, strict=True) if n]
     absent = [name for name, n in zip(dataset.class_names, counts, strict=True) if not n]
     if rows == 1:
         yield "there is a single test row: its accuracy is 0 or 1. Give more"
-    elif (x[1:8] == x[:1]).all() and (x == x[:1]).all():  # most sets end at the first
+    elif (x[1:8] == x[:1]).all() and (x == x[:1]).all():  # the first test ends most data sets
         yield f"all {rows} test rows are equal, so the metrics mean nothing. Look at what was read"
     if len(there) == 1 and rows > 1:
         yield (
@@ -227,7 +228,7 @@ def _test_row_warnings(dataset: Dataset) -> Iterator[str]:
 
 
 def _federated_data(config: Config, dataset: data.Dataset | None) -> data.FederatedDataset:
-    """The rows that are on this machine. Raises ConfigError for what sites cannot have."""
+    """Return the rows on this machine. Raises ConfigError for settings that sites exclude."""
     if config.run.engine == "local":
         return data.build(
             config.data, config.agents, config.run.seed, dataset,
@@ -254,14 +255,14 @@ def _federated_data(config: Config, dataset: data.Dataset | None) -> data.Federa
             "the published scope guarantees nothing for any row, and no site takes part in it. "
             "Protect all that support agents train, or set run.engine: local"
         )
-    if at_server:  # whose rows are here
+    if at_server:  # its rows are here
         return data.build(config.data, config.agents, config.run.seed)
     return data.test_rows_only(config.data, config.run.seed)
 
 
 @contextmanager
 def _own_network_refused(config: Config) -> Iterator[None]:
-    """Say of a network from outside what torch says of it: vmap refuses some operations."""
+    """Convert torch's errors about an own network to ConfigError: vmap refuses some operations."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
@@ -275,7 +276,7 @@ def _own_network_refused(config: Config) -> Iterator[None]:
 
 
 def make_plan(config: Config, agents: int) -> Plan:
-    """The plan of a private config, whose labels so many agents hold."""
+    """Return the plan of a private config with this number of agents with labels."""
     assert config.privacy is not None
     return ALGORITHMS[config.algorithm.name].make_plan(
         config.privacy, rounds=config.algorithm.rounds,
@@ -284,8 +285,8 @@ def make_plan(config: Config, agents: int) -> Plan:
 
 
 def check_private(algorithm: Algorithm[Any], config: Config) -> None:
-    """Raise PrivacyError where a row reaches another's loss: in a batch, or by what a network from
-    outside keeps from one call to the next."""
+    """Raise PrivacyError if a row affects another row's loss, in a batch or by an own network's
+    state."""
     trained = is_outside(config.model.name) and algorithm.mechanism == "dp-sgd"
     if trained:
         refuse_frozen(config.model.name, algorithm.task.new_classifier())
@@ -297,7 +298,7 @@ def check_private(algorithm: Algorithm[Any], config: Config) -> None:
 def task_of(
     config: Config, classes: int, shape: Shape, network: NetworkSource | None = None
 ) -> Task:
-    """What a config asks to be learned from rows of this shape; ``network``: as of prepare."""
+    """Return the learning task of a config for rows of this shape; ``network``: as in prepare."""
     assert config.run.precision != "auto", "config.load says what it is here"
     precision = config.run.precision
     if network is None and models.own_networks.is_imported(config.model.name):
@@ -321,16 +322,16 @@ def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:
 def _account_plans(
     plan: Plan | None, privacy: PrivacySettings | None, agents: tuple[Agent, ...]
 ) -> dict[str, AccountPlan]:
-    """The account plan of each agent with labels, by id; none when not private."""
+    """Return the account plan of each agent with labels, by id; empty without privacy."""
     if plan is None or privacy is None:
         return {}
-    # Accounts of this run alone promise what the run may spend.
+    # Accounts of this run alone have the run's budget.
     budget = Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
     return {agent.id: account_plan(plan, privacy, agent, budget) for agent in agents}
 
 
 def account_plan(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) -> AccountPlan:
-    """The account plan of one agent with labels."""
+    """Return the account plan of one agent with labels."""
     public = privacy.record_counts == "public"
     return AccountPlan(
         agent=agent.id,
@@ -346,7 +347,7 @@ def account_plan(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Bud
 
 
 def check_plan_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
-    """Raise PrivacyError if a plan, and so the claim, names a network that does not exist."""
+    """Raise PrivacyError if a plan, and so the guarantee, names a network that does not exist."""
     strange = [name for name in plan.update if name not in algorithm.networks()]
     if algorithm.mechanism == "dp-sgd" and strange:
         raise PrivacyError(
@@ -387,7 +388,7 @@ def _refuse_shared_rows(holders: tuple[Agent, ...], federated_data: data.Federat
 def find_unprotected_rows(
     federated_data: data.FederatedDataset,
 ) -> Iterator[LabelledRows | UnlabelledRows]:
-    """The rows that a run uses without protection: unlabelled and validation."""
+    """Yield the rows that a run uses without protection: unlabelled and validation rows."""
     for agent in federated_data.agents:
         if agent.held_unlabelled is not None:
             yield agent.held_unlabelled
@@ -402,14 +403,16 @@ def claim_rows(
     *,
     only_check: bool = False,
 ) -> None:
-    """Register the labelled rows of agents under their accounts in the folder ``ledger``, or only
-    check. ``unprotected``: the rows that the run uses without protection.
+    """Register the labelled rows of agents under their accounts in folder ``ledger``, or only
+    check.
+
+    ``unprotected``: the rows that the run uses without protection.
 
     Raises:
         accounting.errors.LedgerError: a row has another account, or is used without protection.
     """
     held, beside = list(holders), list(unprotected)
-    # First by the form that version 0.1 stored: what it refused stays refused.
+    # First by the form of version 0.1, so that its refusals still hold.
     for contents, check in ((as_loaded_of, True), (contents_of, only_check)):
         labelled = {agent.id: contents(agent.labelled) for agent in held}
         others = chain.from_iterable(contents(rows) for rows in beside)

@@ -1,6 +1,6 @@
-"""Refuse configs whose network, views or algorithm cannot take the kind of rows.
+"""Refuse configs whose network, views or algorithm do not fit the kind of rows.
 
-When the config is read, as far as the kind is known; when the rows are there, always.
+Checked when the config is read, if the kind is known, and again when the rows are loaded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ IMAGE_SETS = (*PUBLISHED, "image_folder")
 
 
 def kind_in(config: Any) -> RowKind | None:
-    """The kind of rows of a config, where it is known before they are read."""
+    """Return the kind of rows of a config, if known before they are read."""
     if config.data.encoder:
         return kind_of_output(config.data.encoder)
     if config.data.name == "csv":
@@ -32,7 +32,7 @@ def kind_in(config: Any) -> RowKind | None:
 def row_problems(
     config: Any, kind: RowKind, algorithms: Mapping[str, type[Any]] = ALGORITHMS
 ) -> Iterator[Problem]:
-    """What in a config (``experiment.config.Config``) does not fit rows of a kind."""
+    """Yield settings of a config (``experiment.config.Config``) that do not fit rows of a kind."""
     name, model, rows = config.algorithm.name, config.model, f"rows are {kind.name}s"
     if config.data.encoder:
         rows = f"{config.data.encoder} makes {kind.name}s"
@@ -56,11 +56,11 @@ def row_problems(
 
 
 def refuse_other_rows(config: Any, shape: Shape) -> None:
-    """Raise for rows of this shape.
+    """Raise if the config does not fit rows of this shape.
 
     Raises:
         ConfigError: the config does not fit their kind.
-        DataError: the sides of images are no multiples of what the algorithm divides them by.
+        DataError: the sides of images are not multiples of the algorithm's divisor.
     """
     kind = kind_of(shape)
     problems = list(row_problems(config, kind))
@@ -78,7 +78,7 @@ def refuse_other_rows(config: Any, shape: Shape) -> None:
 
 
 def refuse_order_by_labels(config: Any, manifest: Manifest, path: object) -> None:
-    """Raise PrivacyError for a split of a private run that was drawn with ``data.order``."""
+    """Raise PrivacyError for a split of a private run made with ``data.order``."""
     if config.privacy is not None and "order" in manifest.settings:
         raise PrivacyError(
             f"{path} was drawn with data.order, by which labels decide the place of each row, so "
@@ -87,8 +87,10 @@ def refuse_order_by_labels(config: Any, manifest: Manifest, path: object) -> Non
 
 
 def refuse_undeclared_columns(data: DataSettings) -> None:
-    """Raise ConfigError for a table over sites whose bounds and categories come from rows: each
-    site would scale its columns by its own rows, so equal values would not be equal."""
+    """Raise ConfigError for a table over sites whose bounds and categories come from rows.
+
+    Each site would scale columns by its own rows, so equal values would differ.
+    """
     if data.name == "csv" and not (data.text or data.columns):
         raise ConfigError(
             "data.columns is missing: each site would scale its columns by its own rows. Declare "
@@ -97,11 +99,11 @@ def refuse_undeclared_columns(data: DataSettings) -> None:
 
 
 def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
-    """Raise PrivacyError for a class of a private run that labels under the claim alone tell: its
-    name, and the number of outputs. And for bounds and channels that come from rows.
+    """Raise PrivacyError for a class of a private run that only protected labels reveal.
 
-    A class is known if it is published, declared, a folder, or if a test row has it: one of a test
-    set, not one drawn from the rows that may train.
+    Its name and the number of outputs would be releases. Likewise for bounds and channels that come
+    from rows. A class is known if it is published, declared, a folder, or if a test row has it: one
+    of a test set, not one sampled from possible training rows.
     """
     if config.privacy is None:
         return
@@ -156,7 +158,7 @@ def refuse_standardised(where: object) -> None:
 
 
 def _test_set(dataset: Dataset, name: str) -> str:
-    """What says the classes in public where test rows are drawn."""
+    """Return the public source of the classes if test rows are sampled."""
     if dataset.table:
         return "another frame (test=), or class_names from public knowledge"
     beside = "" if name == "image_folder" else ", or class_names in Dataset.from_arrays"

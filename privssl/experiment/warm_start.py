@@ -1,5 +1,7 @@
-"""Weights of an earlier run that used the private rows: a claim takes initial weights, and those
-of an encoder, as public."""
+"""Check initial weights from earlier runs on the private rows.
+
+Guarantees treat initial weights, and those of an encoder, as public.
+"""
 
 import json
 import re
@@ -24,15 +26,15 @@ _OVER_SITES = re.compile("^  engine: flower$", re.MULTILINE)  # in config.yaml
 def check_warm_start(
     config: Config, split: Manifest, new_classifier: Callable[[], nn.Module]
 ) -> Iterator[str]:
-    """What a private run says of weights that lie in the folder of a run on its rows.
+    """Yield warnings of a private run about weights in the folder of a run on its rows.
 
-    A file that was moved out of its run's folder cannot be told from a public one. A network from
-    outside may contain one of ``run.classifier()``.
+    A file that was moved out of its run's folder looks like a public one. An own network may
+    contain one of ``run.classifier()``.
 
     Raises:
         PrivacyError: that run used labelled rows of this one without protection, or its folder is
-            gone; or one of both drew test rows, so that their row numbers are not of the same rows;
-            or its agents were sites, whose rows it does not know.
+            missing; or one of both sampled test rows, so that their row numbers differ; or its
+            agents were sites, whose rows are unknown.
     """
     if config.privacy is None:
         return
@@ -56,12 +58,12 @@ def check_warm_start(
 
 
 def _warnings_of(key: str, file: Path, split: Manifest, counted: bool) -> Iterator[str]:
-    """``counted``: whether numbers of labelled rows are public; a warning is in results.json."""
+    """Yield warnings about one file; ``counted``: numbers of labelled rows are public."""
     run = next((p for p in list(file.parents)[:DEPTH] if (p / SPLIT).is_file()), None)
     if run is None:
         return
     former = read_manifest(run / SPLIT)
-    if not split.agents:  # they are sites
+    if not split.agents:  # the agents are sites
         yield (
             f"{key} is of the run {run} on {former.dataset}. Whether rows of the sites are among "
             "them was not looked at, and the claim takes them as public. If that run used labelled "
@@ -100,8 +102,10 @@ def _warnings_of(key: str, file: Path, split: Manifest, counted: bool) -> Iterat
 
 
 def _of_other_files(key: str, run: Path, former: Manifest, split: Manifest) -> Iterator[str]:
-    """Of runs whose row numbers cannot be compared; nothing where both data are published, under
-    two names."""
+    """Yield warnings about runs whose row numbers cannot be compared.
+
+    None if both data sets are published, under different names.
+    """
     same = former.dataset == split.dataset
     if not same and {former.dataset, split.dataset} <= {*PUBLISHED, "sent140"}:
         return
@@ -123,7 +127,7 @@ def _advice(key: str) -> str:
 
 
 def _was_over_sites(run: Path, former: Manifest) -> bool:
-    """Whether agents of a run were sites: its split.json does not say which rows they had."""
+    """Return whether agents of a run were sites: its split.json does not have their rows."""
     config = run / "config.yaml"
     text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
     return not former.agents or bool(_OVER_SITES.search(text))

@@ -1,1 +1,1 @@
-"""Synthetic rows from a finished run: ``rows`` makes them, ``files`` writes them."""
+"""Synthetic rows of a finished run: ``rows`` generates them, ``files`` writes them."""

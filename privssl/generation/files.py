@@ -1,4 +1,4 @@
-"""Synthetic rows as an NPZ file or as pictures, with a contact sheet."""
+"""Writing of synthetic rows as an NPZ file or as images, with a contact sheet."""
 
 import io
 from pathlib import Path
@@ -13,13 +13,15 @@ from privssl.storage import atomic_files
 from privssl.training.local_training import network_input
 
 SHEET = "contact_sheet.png"
-#: Endings of files that are not written: a folder of that name would surprise.
+#: Endings of other file types: a folder of that name would be surprising.
 OTHER_FILES = (".npy", ".csv", ".json", ".pt", ".zip", ".parquet", ".png", ".jpg", ".jpeg")
 
 
 def check_free(output: Path) -> None:
-    """Raise RunFolderError where the output or its contact sheet exists, or UserError where it is
-    the name of another file than an NPZ file."""
+    """Raise RunFolderError if the output or its contact sheet exists.
+
+    UserError if the name has the ending of another file type than NPZ.
+    """
     if output.suffix.lower() in OTHER_FILES:
         raise UserError(
             f"--output {output}: rows are written as FILE.npz, or as PNG pictures into a folder. "
@@ -31,8 +33,11 @@ def check_free(output: Path) -> None:
 
 
 def write_rows(made: SyntheticRows, output: Path) -> None:
-    """Write the rows, and of images a contact sheet. ``output``: ``FILE.npz`` with ``x``, ``y`` and
-    ``class_names``, or a folder of ``CLASS/00000.png``. Neither may exist."""
+    """Write the rows, and for images a contact sheet.
+
+    ``output``: ``FILE.npz`` with ``x``, ``y`` and ``class_names``, or a folder of
+    ``CLASS/00000.png``. Neither may exist.
+    """
     check_free(output)
     with atomic_files.writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +72,8 @@ def _write_pictures(made: SyntheticRows, folder: Path) -> None:
 
 
 def _sheet_of(output: Path) -> Path:
-    """``NAME.contact_sheet.png`` beside the NPZ file or the folder: a folder of rows has rows
-    alone, as ``predict`` reads every picture in it."""
+    """Return ``NAME.contact_sheet.png`` beside the NPZ file or the folder. Not inside the folder,
+    because ``predict`` reads every image in it."""
     return output.parent / f"{output.stem if _is_npz(output) else output.name}.{SHEET}"
 
 

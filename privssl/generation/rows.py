@@ -1,4 +1,4 @@
-"""Labelled rows that the generator of a finished run makes of nothing, and what covers them."""
+"""Generation of labelled rows by the generator of a finished run, and their guarantee."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ from privssl.runs import checkpoint, run_dir
 from privssl.runtime import randomness
 from privssl.settings.error_messages import unknown
 
-DRAWS = 50  # of a row, until the classifier is confident of it
+DRAWS = 50  # attempts per row, until the classifier is confident
 
-#: Probabilities (N, C) of rows as SyntheticRows has them.
+#: Probabilities (N, C) of rows in the format of SyntheticRows.
 Classify = Callable[[NDArray[Any]], NDArray[np.float32]]
 
 NOT_PROTECTED = (
@@ -38,9 +38,12 @@ NOT_PROTECTED = (
 
 @dataclass(frozen=True)
 class SyntheticRows:
-    """``x`` (N, channels, height, width) uint8 in 0..255, or of other rows (N, *shape) float32 as
-    networks take them; ``y`` (N,) int64, the names of all classes in order, and a sentence on what
-    covers the rows."""
+    """Synthetic rows with labels.
+
+    ``x`` (N, channels, height, width) uint8 in 0..255, or for other rows (N, *shape) float32
+    network input; ``y`` (N,) int64, the names of all classes in order, and a sentence on the
+    guarantee.
+    """
 
     x: NDArray[Any]
     y: NDArray[np.int64]
@@ -58,15 +61,15 @@ def generate_rows(
     confidence: float = 0.0,
     classify: Classify | None = None,
 ) -> SyntheticRows:
-    """Rows of a run's generator at lambda 0, equally many of each class. Arguments as of
-    ``api.run.Run.generate``; ``classify``: the run's released classifier, needed with
-    ``confidence``.
+    """Generate rows by a run's generator at lambda 0, equally many of each class.
+
+    Arguments as in ``api.run.Run.generate``; ``classify``: the run's released classifier, needed
+    with ``confidence``.
 
     Raises:
-        UserError: no finished run with a generator, an unknown class, ``count`` or ``seed`` no
-            whole number or too small, or a row of which the classifier was not confident in
-            ``DRAWS`` draws.
-        PrivacyError: the run is private, and nobody acknowledged what is not covered.
+        UserError: no finished run with a generator, an unknown class, ``count`` or ``seed`` not an
+            integer or too small, or the classifier not confident of a row in ``DRAWS`` attempts.
+        PrivacyError: the run is private, and acknowledge_query_rows is false.
     """
     for name, value, least in (("count", count, 1), ("seed", seed, 0)):
         if not isinstance(value, Integral) or value < least:
@@ -84,8 +87,8 @@ def generate_rows(
             "(in Python acknowledge_query_rows=True)"
         )
     shape = tuple(results["rows"]["shape"])
-    # Without the classifier: a run folder chooses no code that is imported.
-    assert config.run.precision != "auto"  # a run's config says what it was
+    # Without the classifier, because a run folder must not choose code to import.
+    assert config.run.precision != "auto"  # a run's config records it
     task = Task(len(names), shape, nn.Identity, config.run.precision)
     algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, task)
     snapshot = checkpoint.load_snapshot(folder / "checkpoints", configs.config_hash(config))
@@ -114,7 +117,8 @@ def generate_rows(
 
 
 def _asked_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:
-    """The names of the wanted classes. Raises UserError: none, a number, or an unknown name."""
+    """Return the names of the requested classes. Raises UserError for none, a number, or an unknown
+    name."""
     asked = list(classes) if isinstance(classes, Iterable) else [classes]
     if not asked:
         raise UserError("--classes is empty: name a class, or leave it out for all")
@@ -130,7 +134,7 @@ def _draw(
     generator: ConditionalGenerator, labels: Tensor, names: Sequence[str], shape: Sequence[int],
     seed: int, draw: int = 0,
 ) -> Tensor:  # fmt: skip
-    """A row of each label, an image as uint8; another ``draw`` gives others."""
+    """Generate a row of each label, an image as uint8; another ``draw`` gives other rows."""
     rng = randomness.stream(seed, draw, "world", "generate")
     rows = draw_samples(generator, labels, len(names), shape, rng).nan_to_num(0.0)
     if kind_of(tuple(shape)) is not IMAGE:
@@ -139,22 +143,22 @@ def _draw(
 
 
 def _unsure(x: Tensor, labels: Tensor, confidence: float, classify: Classify | None) -> Tensor:
-    """Places of the rows to whose label the classifier gives less than ``confidence``."""
+    """Return the indices of rows whose label has a probability below ``confidence``."""
     if not confidence:
         return torch.empty(0, dtype=torch.int64)
     assert classify is not None
     given = torch.from_numpy(classify(x.numpy())).gather(1, labels[:, None])[:, 0]
-    return (~(given >= confidence)).nonzero()[:, 0]  # not a number is unsure
+    return (~(given >= confidence)).nonzero()[:, 0]  # NaN counts as not confident
 
 
 def coverage_sentence(card: Mapping[str, Any] | None) -> str:
-    """What synthetic rows are covered by, from the run's privacy card; None: not private."""
+    """Describe the guarantee of synthetic rows, from the run's privacy card; None: not private."""
     if card is None:
         return f"{NO_GUARANTEE} That includes rows made by its generator."
     claim = guarantee_sentence(card)
     if card["guarantee"] is None:  # NOMINAL, or a damaged ledger
         return f"{claim} Synthetic rows have no guarantee either. {NOT_PROTECTED}"
-    # In a sound scope no network saw a labelled row, or a label, without noise.
+    # In a sound scope no network used a labelled row, or a label, without noise.
     return (
         f"Of labelled rows, these synthetic rows are post-processing of what is covered: {claim} "
         f"{NOT_PROTECTED}"
@@ -162,7 +166,7 @@ def coverage_sentence(card: Mapping[str, Any] | None) -> str:
 
 
 def _finished_run(folder: Path) -> tuple[configs.Config, dict[str, Any], dict[str, Any] | None]:
-    """Config, results and privacy card of a finished run that has a generator."""
+    """Return config, results and privacy card of a finished run that has a generator."""
     if not (folder / "config.yaml").is_file() or not (folder / "split.json").is_file():
         raise RunFolderError(f"{folder} is not the folder of a run. Give one that train wrote")
     config = configs.load_config(folder / "config.yaml")

@@ -1,1 +1,1 @@
-"""Checks of the machine and of what is installed on it, for ``python -m privssl.doctor``."""
+"""Checks of the machine and of installed packages, for ``python -m privssl.doctor``."""

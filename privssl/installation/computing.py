@@ -1,4 +1,4 @@
-"""What computes, and on which rows: torch, our kernels, bfloat16, GPU, data sets."""
+"""Checks of torch, native kernels, bfloat16, GPU and data sets."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from privssl.installation.machine import DATA_VARIABLE, data_folder
 from privssl.installation.software import ROOT
 from privssl.ops import dispatch, precision, self_test
 
-GPU_FILES = "results/gpu/*.json"  # measurements of this project, one file for each GPU
-DRIVERS = ("/dev/nvidia0", "/dev/kfd")  # of NVIDIA's and of AMD's
+GPU_FILES = "results/gpu/*.json"  # measurements of this project, one file per GPU
+DRIVERS = ("/dev/nvidia0", "/dev/kfd")  # device files of NVIDIA and AMD
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Whether our kernels are compiled, and compute right on this processor."""
+    """Check that the native kernels are compiled and correct on this processor."""
     name = dispatch.instruction_set()
     cost = "torch computes instead: training steps of small_cnn take about twice as long"
     if name is not None:
@@ -44,7 +44,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def check_bfloat16() -> Iterator[Finding]:
-    """Whether the processor multiplies in bfloat16."""
+    """Check whether the processor multiplies in bfloat16."""
     there = precision.has_instructions()
     text = "this processor has instructions for it"
     if not there:
@@ -54,7 +54,7 @@ def check_bfloat16() -> Iterator[Finding]:
 
 
 def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
-    """Which GPUs torch sees, and whether this build was ever measured on one."""
+    """Check which GPUs torch sees, and whether this project has measurements of one."""
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         names.append("Apple's (mps)")
@@ -82,7 +82,7 @@ def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
 
 
 def measured_gpus(root: Path) -> set[str]:
-    """Names of the GPUs that have a report of ``make gpu-report`` (``GPU_FILES``), not a trial."""
+    """Return the names of GPUs with a full report of ``make gpu-report`` (``GPU_FILES``)."""
     found = set()
     for file in root.glob(GPU_FILES):
         try:
@@ -96,14 +96,14 @@ def measured_gpus(root: Path) -> set[str]:
 
 
 def check_data_sets() -> Iterator[Finding]:
-    """Which built-in data sets are here. Downloads nothing."""
+    """Check which built-in data sets are present. Downloads nothing."""
     bundled = Path(dispatch.__file__).parents[1] / "data" / "digits.npz"
     there = bundled.is_file()
     text = "bundled" if there else f"{bundled} is absent"
     yield judge("data digits", there, text, "Install privssl again.", otherwise="problem")
     root = data_folder()
     if root is None:
-        return  # check_disk says so
+        return  # check_disk reports it
     for name, published in PUBLISHED.items():
         absent = [file for file in published.files if not (root / file).is_file()]
         if not absent:

@@ -1,4 +1,4 @@
-"""What a check found, and how a check that fails itself is reported."""
+"""Findings of checks, and the report of a check that itself fails."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
@@ -7,7 +7,7 @@ Status = Literal["ok", "note", "problem"]
 
 
 class Finding(NamedTuple):
-    """One line of the report; ``advice`` says what to do, and is empty where all is well."""
+    """One line of the report; ``advice`` is empty if there is no problem."""
 
     name: str
     status: Status
@@ -16,7 +16,7 @@ class Finding(NamedTuple):
 
 
 def judge(name: str, fine: bool, text: str, advice: str, *, otherwise: Status) -> Finding:
-    """``ok`` where all is fine, else ``otherwise``, with what to do."""
+    """Return ``ok`` if ``fine``, else ``otherwise`` with the advice."""
     return Finding(name, "ok" if fine else otherwise, text, "" if fine else advice)
 
 
@@ -24,7 +24,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def run_checks(checks: Iterable[Check]) -> Iterator[Finding]:
-    """Everything that the checks find. A check that fails itself is a problem, not the end."""
+    """Yield all findings. A check that itself fails is reported as a problem."""
     for check in checks:
         try:
             yield from check()

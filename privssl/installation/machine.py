@@ -1,4 +1,4 @@
-"""What of the machine decides whether privssl runs, and how fast."""
+"""Checks of the machine: cores, threads, disk, memory, text and clock."""
 
 import locale
 import os
@@ -19,7 +19,7 @@ DATA_VARIABLE = "PRIVSSL_DATA"
 
 
 def check_cores() -> Iterator[Finding]:
-    """Cores of the machine, of this process, and of its container."""
+    """Check the cores of the machine, of this process, and of its container."""
     there, usable = os.cpu_count() or 1, usable_cores()
     quota = container_cores()
     text = f"{usable} of {there} usable by this process"
@@ -35,14 +35,14 @@ def check_cores() -> Iterator[Finding]:
 
 
 def usable_cores() -> int:
-    """Cores on which the system lets this process run."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def container_cores(root: Path = CGROUP) -> float | None:
-    """Cores' worth of time that cgroups grant, of version 2 or 1; None: no limit is stated."""
+    """Return the CPU limit of cgroups version 2 or 1, in cores; None without a limit."""
     for quota, period in (
         (root / "cpu.max", None),
         (root / "cpu/cpu.cfs_quota_us", root / "cpu/cpu.cfs_period_us"),
@@ -58,7 +58,7 @@ def container_cores(root: Path = CGROUP) -> float | None:
 
 
 def check_threads(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """How many threads a training step takes."""
+    """Check the number of threads of a training step."""
     threads = environment.get("OMP_NUM_THREADS")
     if threads is None or threads.strip() == "1":
         said = "is not set, which means 1 here" if threads is None else "is 1"
@@ -86,7 +86,7 @@ def check_threads(environment: Mapping[str, str] = os.environ) -> Iterator[Findi
 
 
 def check_disk() -> Iterator[Finding]:
-    """Room, and the right to write, where runs and data sets go and where temporary files do."""
+    """Check free space and write permission for runs, data sets and temporary files."""
     named = os.environ.get("TMPDIR")
     if named and not os.access(named, os.W_OK | os.X_OK):
         yield Finding(
@@ -104,7 +104,7 @@ def check_disk() -> Iterator[Finding]:
 
 
 def data_folder() -> Path | None:
-    """Where data sets are looked for; None: the home folder is unknown."""
+    """Return the folder of data sets; None if the home folder is unknown."""
     try:
         return Path(os.environ.get(DATA_VARIABLE) or "~/.cache/privssl/data").expanduser()
     except RuntimeError:
@@ -112,7 +112,7 @@ def data_folder() -> Path | None:
 
 
 def _room(name: str, folder: Path) -> Finding:
-    """Free room at a folder, or where it would be made. Writes nothing."""
+    """Check the free space at a folder, or where it would be created. Writes nothing."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -134,7 +134,7 @@ def _room(name: str, folder: Path) -> Finding:
 
 
 def check_memory() -> Iterator[Finding]:
-    """Free memory, and what shared memory and open files are limited to."""
+    """Check free memory, and the limits of shared memory and open files."""
     available = _available_memory()
     if available is not None:
         enough, text = available >= SMALL_DISK, f"{_size(available)} available"
@@ -154,7 +154,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def _available_memory() -> int | None:
-    """Bytes: the system's, or what is left of the container's. None: unknown."""
+    """Return available bytes of the system or its container; None if unknown."""
     found = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -170,7 +170,7 @@ def _available_memory() -> int | None:
 
 
 def check_text_and_clock() -> Iterator[Finding]:
-    """Whether every letter can be printed, and whether the clock can be right."""
+    """Check that all characters can be printed, and that the clock is plausible."""
     encoding = getattr(sys.stdout, "encoding", None) or locale.getpreferredencoding(False)
     plain = encoding.lower().replace("_", "-") in ("utf-8", "utf8")
     yield judge(
@@ -187,7 +187,7 @@ def check_text_and_clock() -> Iterator[Finding]:
 
 
 def _size(number: int) -> str:
-    """Bytes in the largest unit.
+    """Format bytes in the largest unit.
 
     >>> _size(2**26), _size(3 * 2**30)
     ('64 MB', '3.0 GB')

@@ -1,4 +1,4 @@
-"""Which packages are installed, and whether they go together. Loads none of them."""
+"""Checks of installed packages and their versions, without importing them."""
 
 import platform
 import sys
@@ -11,9 +11,9 @@ from packaging.requirements import Requirement
 from privssl import __version__
 from privssl.installation.finding import Finding, judge
 
-#: Each has a line of its own, and the others share one.
+#: Packages with their own line of the report.
 MAIN = ("torch", "torchvision", "opacus", "numpy")
-#: Extras of setup.cfg: what each package is for.
+#: Optional packages (extras of setup.cfg), and their purpose.
 OPTIONAL = {
     "flwr": ("flower", "sites (run.engine: flower)"),
     "dp-accounting": ("verify", "a second computation of epsilon"),
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def check_python() -> Iterator[Finding]:
-    """Python and privssl itself."""
+    """Check Python and privssl itself."""
     here = platform.python_version()
     new, text = sys.version_info >= (3, 10), f"{here}, {sys.executable}"
     yield judge("Python", new, text, "Use 3.10 or later.", otherwise="problem")
@@ -41,9 +41,9 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Versions of required packages, against our ranges and each other's."""
+    """Check versions of required packages, against privssl's requirements and each other's."""
     asked = map(Requirement, metadata.requires("privssl") or ())
-    ranges = {needed.name: needed for needed in asked if needed.marker is None}  # of no extra
+    ranges = {needed.name: needed for needed in asked if needed.marker is None}  # without extras
     fine = []
     for name, needed in ranges.items():
         found = _version(name)
@@ -65,7 +65,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def _clashes(name: str, ours: Container[str]) -> Iterator[Requirement]:
-    """Requirements of a package that what is installed does not meet."""
+    """Yield requirements of a package that installed versions do not meet."""
     for text in metadata.requires(name) or ():
         needed = Requirement(text)
         found = _version(needed.name)
@@ -86,7 +86,7 @@ def _version(name: str) -> str | None:
 
 
 def check_optional_packages() -> Iterator[Finding]:
-    """What can be installed on top."""
+    """Report optional packages."""
     needed = {
         needed.name: needed for needed in map(Requirement, metadata.requires("privssl") or ())
     }

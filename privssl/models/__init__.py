@@ -34,7 +34,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 PublicPart: TypeAlias = dict[Literal["name", "weights"], str]
 
-SMALLEST = 8  # pixels of a row's shorter side
+SMALLEST = 8  # least side of an image, in pixels
 CLASSIFIERS: dict[str, type[nn.Module]] = {
     "small_cnn": SmallCNN,
     "lenet": LeNet,
@@ -61,7 +61,7 @@ def build_classifier(
     precision: Precision = "float32",
     source: own_networks.NetworkSource | None = None,
 ) -> nn.Module:
-    """An untrained F: (B, *shape) as ``rows.network_input`` makes them -> (B, classes) logits.
+    """Build an untrained F: (B, *shape), as ``rows.network_input`` returns, -> (B, classes) logits.
 
     Args:
         settings: the section ``model``; ``row_checks`` has checked that it fits the rows.
@@ -70,7 +70,7 @@ def build_classifier(
 
     Raises:
         DataError: images have a side below 8 pixels.
-        ConfigError: a network from outside cannot be built, or ``model.weights`` do not fit.
+        ConfigError: an own network cannot be built, or ``model.weights`` do not fit.
     """
     if source is not None or is_outside(settings.name):
         return own_networks.build_network(settings, shape, classes, source)
@@ -88,15 +88,17 @@ def build_classifier(
 
 
 def public_part(settings: ModelSettings) -> PublicPart | None:
-    """Name, and SHA-256 of ``model.weights`` or "", of a classifier from outside or with initial
-    weights, which a claim takes as public; None: neither. The weights have been read."""
+    """Return name, and SHA-256 of ``model.weights`` or "", of an own or initialised classifier.
+
+    A guarantee takes both as public. None if there is neither. The weights have been read.
+    """
     if not is_outside(settings.name) and not settings.weights:
         return None
     path = Path(settings.weights).expanduser()
     return {"name": settings.name, "weights": sha256_of(path) if settings.weights else ""}
 
 
-#: Layers that give the same result behind these. A kernel does what is before dropout at one go.
+#: Layers that commute with the layers after them. A kernel fuses the layers before dropout.
 LATER: dict[type, tuple[type, ...]] = {
     nn.ReLU: (nn.MaxPool2d,),
     nn.Dropout2d: (nn.MaxPool2d, nn.ReLU, nn.Identity),
@@ -104,12 +106,14 @@ LATER: dict[type, tuple[type, ...]] = {
 
 
 def optimize_layout(network: Network) -> Network:
-    """The network as it trains fastest: weights channels last, faster dropout, fused layers, and
-    ReLU and dropout of whole channels after max pooling (on a quarter of the elements, with the
-    same result); and without layers that oneDNN computes wrongly. Parameter names stay.
+    """Convert a network to the fastest equivalent form for training.
 
-    Call it when a network is built, not when it is used: another layout rounds otherwise, so the
-    first step of a resumed run would differ.
+    Weights channels last, faster dropout, fused layers, and ReLU and channel dropout after max
+    pooling (on a quarter of the elements, with the same result). Layers that oneDNN computes
+    wrongly are replaced. Parameter names stay.
+
+    Call it when a network is built: another layout rounds differently, so the first step of a
+    resumed run would differ.
     """
     for module in list(network.modules()):
         avoid_overrun(module)

@@ -1,5 +1,8 @@
-"""Small CNNs for 8x8 to 32x32 images. Pooling precedes normalisation: on a CPU a group norm at full
-resolution costs more than the convolution before it."""
+"""Small CNNs for 8x8 to 32x32 images.
+
+Pooling precedes normalisation: on a CPU a group norm at full resolution costs more than the
+convolution before it.
+"""
 
 import math
 
@@ -10,11 +13,12 @@ from privssl.core.rows import Shape
 from privssl.models.static_norm import StaticNorm
 from privssl.ops.group_norm import GroupNorm
 
-TRUNCATED = 0.87962566103423978  # standard deviation of a standard normal cut at +-2
+TRUNCATED = 0.87962566103423978  # standard deviation of a standard normal truncated at +-2
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:
-    """Normalisation over channels. "batch" and "static" couple rows: private runs refuse them."""
+    """Return a normalisation over channels. "batch" and "static" couple rows: private runs refuse
+    them."""
     if norm == "group":
         return GroupNorm(4 if channels % 4 == 0 else 1, channels)
     if norm == "batch":
@@ -25,8 +29,8 @@ def norm_layer(norm: str, channels: int) -> nn.Module:
 
 
 def scale_variance(network: nn.Module) -> None:
-    """Weights as FedMatch's start: normal with variance 1 / fan-in, cut at two standard deviations
-    (Keras' VarianceScaling)."""
+    """Initialise weights as in FedMatch, by Keras' VarianceScaling. Normal with variance 1 /
+    fan-in, truncated at two standard deviations."""
     with torch.no_grad():
         for weight in network.parameters():
             std = math.sqrt(1 / weight[0].numel()) / TRUNCATED
@@ -54,13 +58,13 @@ class _ShallowAndDeep(nn.Module):
 def _halved(
     channels: int, out: int, kernel: int, padding: int, norm: str, *, bias: bool = True
 ) -> list[nn.Module]:
-    """A convolution, halved, normalised, ReLU."""
+    """Return a convolution, halved, normalised, with ReLU."""
     convolution = nn.Conv2d(channels, out, kernel, padding=padding, bias=bias)
     return [convolution, nn.MaxPool2d(2), norm_layer(norm, out), nn.ReLU()]
 
 
 class SmallCNN(_TrunkAndHead):
-    """Three convolutions, each pooled, normalised, rectified; one linear layer. 29,546 parameters
+    """Three convolutions, each pooled, normalised, with ReLU; one linear layer. 29,546 parameters
     at width 16, 28x28, 10 classes. Input (B, *shape), output (B, classes)."""
 
     head: nn.Linear
@@ -78,9 +82,9 @@ class SmallCNN(_TrunkAndHead):
 
 
 class FedAvgCNN(_TrunkAndHead):
-    """The network of FedAvg (McMahan et al. 2017) for CIFAR-10, as SemiFL's Table 3 and its code
-    have it: two 5x5 convolutions, each pooled, and a hidden layer. 2,156,490 parameters at width
-    16, 3x32x32, 10 classes without norm. ``width`` scales 32/64/512 (16 keeps them)."""
+    """The network of FedAvg (McMahan et al. 2017) for CIFAR-10, by SemiFL's Table 3 and its code.
+    Two 5x5 convolutions, each pooled, and a hidden layer. 2,156,490 parameters at width 16,
+    3x32x32, 10 classes without norm. ``width`` scales 32/64/512 (16 keeps them)."""
 
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
@@ -97,7 +101,7 @@ class FedAvgCNN(_TrunkAndHead):
 
 
 class LeNet(_TrunkAndHead):
-    """LeNet-5 with ReLU and max pooling (LeCun et al. 1998), any input of 8x8 or more. The first
+    """LeNet-5 with ReLU and max pooling (LeCun et al. 1998), for inputs from 8x8. The first
     convolution pads by two, as for 28x28 digits; the second pads only small images. ``width``
     scales 6/16/120/84 (16 keeps them)."""
 
@@ -128,20 +132,21 @@ class LeNet(_TrunkAndHead):
 
 
 class LeNet32(LeNet):
-    """LeNet-5 as its authors feed it, 32x32 without padding: FedSEAL's network for SVHN. 62,006
-    parameters at width 16, 3x32x32, 10 classes without norm. Images below 28 pixels are padded."""
+    """LeNet-5 for 32x32 images without padding: FedSEAL's network for SVHN. 62,006 parameters at
+    width 16, 3x32x32, 10 classes without norm. Images below 28 pixels are padded."""
 
     unpadded_from = 28
 
 
 class AlexNetLike(_TrunkAndHead):
-    """FedMatch's smaller network (Jeong et al., ICLR 2021, B.4; Serra et al. 2018): convolutions of
-    64, 128 and 256 filters with kernels of 4, 3 and 2, each followed by 2x2 max pooling, and two
-    linear layers of 2048 units. 6,519,808 parameters at width 16, 3x32x32, 10 classes without norm,
-    where it has no biases and starts as FedMatch's ResNet-9 does.
+    """FedMatch's smaller network (Jeong et al., ICLR 2021, B.4; Serra et al. 2018).
+
+    Convolutions of 64, 128 and 256 filters with kernels of 4, 3 and 2, each followed by 2x2 max
+    pooling, and two linear layers of 2048 units. 6,519,808 parameters at width 16, 3x32x32, 10
+    classes without norm, where it has no biases and the initial weights of FedMatch's ResNet-9.
 
     The paper gives neither padding nor dropout: there is none here (Serra et al. have dropout).
-    Images with a side below 19 pixels, which would be used up, are padded.
+    Images with a side below 19 pixels are padded, because pooling would leave nothing.
     """
 
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
@@ -203,9 +208,10 @@ class TriNetCNN(_ShallowAndDeep):
 
 
 class TriNetSVHN(_ShallowAndDeep):
-    """FedTriNet's network for SVHN, as in the authors' code: six convolutions and three linear
-    layers. 5,852,170 parameters at width 16, 3x32x32, 10 classes with a norm, which follows the
-    first, third and fifth convolution; the authors' is batch norm.
+    """FedTriNet's network for SVHN, as in the authors' code.
+
+    Six convolutions and three linear layers. 5,852,170 parameters at width 16, 3x32x32, 10 classes
+    with a norm, which follows the first, third and fifth convolution; the authors' is batch norm.
 
     ``shallow`` has the first two convolutions, as the paper splices (its code: the first alone),
     ``deep`` the rest. ``width`` scales all channels and units (16 keeps them). Dropout as in
@@ -233,7 +239,7 @@ class TriNetSVHN(_ShallowAndDeep):
 
 
 def _pair(channels: int, first: int, second: int, norm: str) -> tuple[nn.Module, ...]:
-    """3x3, normalised, ReLU; 3x3, ReLU, halved."""
+    """Return a 3x3 convolution, normalised, ReLU; another, ReLU, halved."""
     return (
         nn.Conv2d(channels, first, 3, padding=1),
         norm_layer(norm, first),

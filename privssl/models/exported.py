@@ -1,4 +1,4 @@
-"""A network as a file for other programs, ONNX or torch.export, checked against the network."""
+"""Networks as files for other programs, ONNX or torch.export, checked against the network."""
 
 import io
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from privssl.errors import ConfigError, UserError, first_line
 from privssl.models.static_norm import as_batch_norms
 
 TOLERANCE = 1e-4  # largest difference of a logit, relative to the largest logit if that is above 1
-ROWS = 5  # that are tried; the network is traced with another number
+ROWS = 5  # test rows; the network is traced with another number
 
-Written: TypeAlias = tuple[bytes, Callable[[Tensor], Tensor]]  # the file, and what it computes
+Written: TypeAlias = tuple[bytes, Callable[[Tensor], Tensor]]  # file, and its function
 
 
 def checked(
@@ -22,12 +22,13 @@ def checked(
     shape: tuple[int, ...],
     about: dict[str, str],
 ) -> tuple[bytes, float]:
-    """A network's file, and the largest difference of its logits, over 1 or the largest logit.
+    """Return a network's file, and the largest difference of its logits, relative to max(1, largest
+    logit).
 
     Args:
         write: ``as_onnx`` or ``as_torch_export``.
-        network: in evaluation mode, on the CPU; it takes rows of ``shape``.
-        about: texts that the file says of its rows.
+        network: in evaluation mode, on the CPU; its rows have ``shape``.
+        about: texts for the file's metadata.
 
     Raises:
         UserError: the network cannot be written in this form, or its outputs differ.
@@ -41,7 +42,7 @@ def checked(
             found = compute(x)
         except UserError:
             raise
-        except Exception as error:  # of tracing, which has many
+        except Exception as error:  # tracing raises many types
             raise UserError(
                 f"{type(network).__name__} cannot be exported: {type(error).__name__}: "
                 f"{first_line(error)}. Its forward may use tensor operations alone, and no branch "
@@ -58,7 +59,7 @@ def checked(
 
 
 def as_torch_export(network: nn.Module, shape: tuple[int, ...], about: dict[str, str]) -> Written:
-    """The file that ``torch.export.load`` reads, with ``about`` in ``extra_files``."""
+    """Return a file for ``torch.export.load``, with ``about`` in ``extra_files``."""
     buffer = io.BytesIO()
     torch.export.save(_traced(network, shape), buffer, extra_files=dict(about))
     buffer.seek(0)
@@ -67,7 +68,7 @@ def as_torch_export(network: nn.Module, shape: tuple[int, ...], about: dict[str,
 
 
 def as_onnx(network: nn.Module, shape: tuple[int, ...], about: dict[str, str]) -> Written:
-    """An ONNX file: input ``x``, output ``logits``, ``about`` in its metadata."""
+    """Return an ONNX file: input ``x``, output ``logits``, ``about`` in its metadata."""
     try:
         import onnx
         import onnxruntime
@@ -89,11 +90,11 @@ def as_onnx(network: nn.Module, shape: tuple[int, ...], about: dict[str, str]) -
 
 
 def _traced(network: nn.Module, shape: tuple[int, ...]) -> Any:
-    """The network as a graph for any number of rows, without paths and source of this machine."""
+    """Return the network's graph for any number of rows, without paths and code of its files."""
     network = as_batch_norms(network).to(memory_format=torch.contiguous_format)
     rows = torch.zeros(3, *shape)
     dynamic = ({0: torch.export.Dim("rows")},)
     program = torch.export.export(network, (rows,), dynamic_shapes=dynamic)
-    for node in program.graph.nodes:  # of each, which lines of which files made it
+    for node in program.graph.nodes:  # removes file names and lines of each node
         node.meta.pop("stack_trace", None)
     return program

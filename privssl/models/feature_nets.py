@@ -8,13 +8,15 @@ from privssl.models.convnets import norm_layer
 
 
 def feature_norm(norm: str, features: int) -> nn.Module:
-    """Normalisation of vectors (B, features)."""
+    """Return a normalisation of vectors (B, features)."""
     return nn.BatchNorm1d(features) if norm == "batch" else norm_layer(norm, features)
 
 
 class Linear(nn.Module):
-    """Logistic regression on a vector, or on the mean of a sequence's filled places. Weights start
-    at 0. Input (B, *shape), output (B, classes)."""
+    """Logistic regression on a vector, or on the mean of a sequence's filled positions.
+
+    Initial weights are 0. Input (B, *shape), output (B, classes).
+    """
 
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
@@ -28,8 +30,8 @@ class Linear(nn.Module):
 
 
 class MLP(nn.Module):
-    """One hidden layer of 16 x ``width`` units, 256 at width 16, on a vector, or on the mean of a
-    sequence's filled places. Input (B, *shape), output (B, classes)."""
+    """One hidden layer, on a vector, or on the mean of a sequence's filled positions. It has 16 x
+    ``width`` units, 256 at width 16. Input (B, *shape), output (B, classes)."""
 
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
@@ -45,10 +47,11 @@ class MLP(nn.Module):
 
 
 class TextCNN(nn.Module):
-    """Windows of three places, 8 x ``width`` filters; their mean and maximum over filled places.
+    """Convolution over three positions with 8 x ``width`` filters; mean and maximum over filled
+    positions.
 
-    Kim 2014, with one size of window. Windows are laid side by side for a linear layer, whose
-    per-row gradients DP-SGD has at the price of a plain step. Input (B, length, features).
+    Kim 2014, with one window size. Windows are concatenated for a linear layer, whose per-example
+    gradients cost no more than a plain step. Input (B, length, features).
     """
 
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
@@ -69,11 +72,13 @@ class TextCNN(nn.Module):
 
 
 class GRU(nn.Module):
-    """One gated recurrent layer of 4 x ``width`` units, 64 at width 16; the mean of its states over
-    filled places. Empty places leave the state as it is.
+    """One gated recurrent layer of 4 x ``width`` units; the mean of its states over filled
+    positions.
 
-    Cho et al. 2014, with torch's gates: the numbers of ``nn.GRU``. Like Opacus' DPGRU it is made of
-    two linear layers, whose per-row gradients DP-SGD has. Input (B, length, features).
+    64 units at width 16. Empty positions do not change the state.
+
+    Cho et al. 2014, with torch's gates and the results of ``nn.GRU``. Like Opacus' DPGRU it
+    consists of two linear layers, for per-example gradients. Input (B, length, features).
     """
 
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
@@ -94,7 +99,7 @@ class GRU(nn.Module):
         return logits
 
     def _next(self, seen: Tensor, state: Tensor) -> Tensor:
-        """The state (B, units) after a place whose projection is ``seen`` (B, 3 x units)."""
+        """Return states (B, units) after a position whose projection is ``seen`` (B, 3 x units)."""
         read_r, read_z, read_n = seen.chunk(3, dim=-1)
         keep_r, keep_z, keep_n = self.keep(state).chunk(3, dim=-1)
         reset, update = (read_r + keep_r).sigmoid(), (read_z + keep_z).sigmoid()

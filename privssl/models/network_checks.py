@@ -1,4 +1,4 @@
-"""Try a network from outside on made-up rows: refuse it, or warn of its predictions."""
+"""Test an own network on synthetic rows: refuse it, or warn of its predictions."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,17 +13,17 @@ from privssl.models.own_networks import TRIED
 from privssl.runtime import randomness
 from privssl.storage import tensor_files
 
-ROUNDING = 1e-3  # matrix products of another batch size round otherwise
+ROUNDING = 1e-3  # matrix products of other batch sizes round differently
 
 
 def check_network(
     name: str, build: Callable[[], nn.Module], shape: Shape, classes: int
 ) -> list[str]:
-    """Build a network twice and try it on made-up rows. Returns warnings on its predictions.
+    """Build a network twice and test it on synthetic rows; return warnings about its predictions.
 
     Raises:
-        ConfigError: it has other inputs or outputs than the rows and classes need, is not rebuilt
-            alike, has weights that no state dict can hold, or no gradient.
+        ConfigError: it has other inputs or outputs than the rows and classes need, differs when
+            rebuilt, has weights that a state dict cannot hold, or no gradient.
     """
     rng = partial(randomness.stream, 0, 0, "world", "try the network")
     with randomness.seeded(rng()):
@@ -55,7 +55,7 @@ def check_network(
 
 
 def refuse_frozen(name: str, network: nn.Module) -> None:
-    """Raise PrivacyError where a private step could not add noise to every parameter."""
+    """Raise PrivacyError if a private step could not add noise to every parameter."""
     frozen = [n for n, parameter in network.named_parameters() if not parameter.requires_grad]
     if frozen:
         raise PrivacyError(
@@ -95,7 +95,7 @@ def _check_output(name: str, network: nn.Module, x: Tensor, classes: int) -> Non
 
 
 def _check_gradient(name: str, network: nn.Module, x: Tensor) -> None:
-    """Raise ConfigError where torch has no gradient of the outputs."""
+    """Raise ConfigError if torch has no gradient of the outputs."""
     try:
         network(x).sum().backward()
     except Exception as error:
@@ -107,7 +107,7 @@ def _check_gradient(name: str, network: nn.Module, x: Tensor) -> None:
 
 @torch.no_grad()
 def _doubtful_predictions(name: str, network: nn.Module, x: Tensor) -> Iterator[str]:
-    """Sentences on a network in evaluation mode whose outputs depend on more than its input."""
+    """Yield warnings if outputs in evaluation mode depend on more than the input."""
     first = network(x)
     if not torch.equal(network(x), first):
         yield (
@@ -117,7 +117,7 @@ def _doubtful_predictions(name: str, network: nn.Module, x: Tensor) -> Iterator[
         )
         return
     if any(isinstance(m, _BatchNorm) and _norms_by_batch(m) for m in network.modules()):
-        return  # as its author wants
+        return  # intended by its author
     try:
         alone = torch.cat([network(x[n : n + 1]) for n in range(len(x))])
     except Exception as error:

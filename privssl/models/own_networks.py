@@ -1,13 +1,13 @@
-"""Networks from outside of privssl: a class or function of the user's, torchvision's, timm's.
+"""Own networks: a class or function of the user, of torchvision or of timm.
 
     network(shape, classes, **options)   a class or function; or a module, which is copied
-    torchvision:NAME, timm:NAME          imported when used; head and first layer made to fit
+    torchvision:NAME, timm:NAME          imported when used; head and first layer adapted
 
-A network is fitted when it is built, always alike, so that a resumed run has the same one:
+A network is adapted when it is built, deterministically, so that a resumed run has the same one:
 
 * batch norm becomes the layer that ``model.norm`` names, with its scale and shift;
-* activations with ``inplace=True`` work on copies, because per-row gradients need what they change;
-* rows arrive contiguous, as in other projects, so that ``x.view(len(x), -1)`` works.
+* activations with ``inplace=True`` work on copies, because per-example gradients need their inputs;
+* rows are contiguous, as in other projects, so that ``x.view(len(x), -1)`` works.
 """
 
 import copy
@@ -40,35 +40,35 @@ NetworkSource: TypeAlias = Callable[..., nn.Module] | nn.Module
 LIBRARIES = ("torchvision", "timm")
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
-#: Other classes may do more than batch norm.
+#: Exact classes: subclasses may do more than batch norm.
 PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-#: Options of timm and torchvision that lead to files or downloads.
+#: Options of timm and torchvision that read files or download.
 _READING = re.compile(
     "weights|pretrain|checkpoint|cache|features_only|scriptable|exportable|.*(cfg|_file|_dir|_url|hub)"
 )
-TRIED = 3  # rows of the batch that a network is tried with
+TRIED = 3  # batch size of the tests of a network
 TRAINED_IN = "privssl_trained_in"  # attribute of a run's classifier: the folder of its run
 
 
 def is_imported(name: str) -> bool:
-    """Whether ``model.name`` is a plug-in: code that is neither ours nor a known library's."""
+    """Return whether ``model.name`` is a plug-in: code of neither privssl nor a known library."""
     return is_outside(name) and name.partition(":")[0] not in LIBRARIES
 
 
 def reference_of(source: NetworkSource) -> str:
-    """The ``model.name`` of a network that was given from Python. Raises ConfigError."""
+    """Return the ``model.name`` of a network given from Python. Raises ConfigError."""
     if not callable(source):
         raise ConfigError(
             f"model is {source!r}. Give a torch.nn.Module class, a function of (shape, classes) "
             "that returns one, or its name (package.module:Name)"
         )
-    if not hasattr(source, "__qualname__"):  # a module, or another object that can be called
+    if not hasattr(source, "__qualname__"):  # a module, or another callable object
         return f"__main__:<{type(source).__name__}>"
     return f"{source.__module__}:{source.__qualname__}"
 
 
 def runs_behind(network: nn.Module) -> tuple[Path, ...]:
-    """The folders of the runs whose classifiers, or copies of them, are in a network."""
+    """Return the folders of the runs whose classifiers, or copies of them, are in a network."""
     found = (vars(layer).get(TRAINED_IN) for layer in network.modules())
     return tuple(dict.fromkeys(Path(folder) for folder in found if folder is not None))
 
@@ -76,18 +76,20 @@ def runs_behind(network: nn.Module) -> tuple[Path, ...]:
 def build_network(
     settings: ModelSettings, shape: Shape, classes: int, source: NetworkSource | None = None
 ) -> nn.Module:
-    """An untrained network from outside, fitted (see above): ``source``, or else what
-    ``model.name`` imports. Raises ConfigError where it does not exist, or cannot be built for these
-    rows."""
+    """Build an untrained own network, adapted as above: ``source``, or else the import of
+    ``model.name``.
+
+    Raises ConfigError if it does not exist, or cannot be built for these rows.
+    """
     if source is None and is_imported(settings.name):
-        source = import_network(settings.name)  # a module needs other ends than a class
+        source = import_network(settings.name)  # a module is adapted differently from a class
     network = _made(settings, shape, classes, source)
     if any(is_lazy(p) for p in network.parameters()):
         with torch.no_grad():
             network(torch.zeros(TRIED, *shape))
     if settings.weights:
         load_initial_weights(network, settings.weights)
-    if source is None or isinstance(source, nn.Module):  # others are made for shape and classes
+    if source is None or isinstance(source, nn.Module):  # others are built for shape and classes
         _fit_ends(network, shape[0], classes)
     _exchange_norms(network, settings)
     for layer in network.modules():
@@ -110,7 +112,7 @@ def _made(
 
 
 def _refuse_files(settings: ModelSettings) -> None:
-    """Libraries download, or read pickles, for some options: a config may make nobody do it."""
+    """Refuse options for which libraries download, or read pickles: a config must not cause it."""
     for key, value in settings.options.items():
         if _READING.match(key) or isinstance(value, Mapping):
             raise ConfigError(
@@ -121,12 +123,12 @@ def _refuse_files(settings: ModelSettings) -> None:
 
 
 def import_network(name: str) -> NetworkSource:
-    """The network that a name imports: nothing else is called."""
+    """Import the network of a name, calling nothing else."""
     return check_source(f"model.name {name}", plugins.load("models", "model.name", name))
 
 
 def check_source(said: str, found: Any) -> NetworkSource:
-    """What an import found, as a network. Raises ConfigError, which begins with ``said``."""
+    """Return an imported object as a network. Raises ConfigError, which begins with ``said``."""
     is_class = inspect.isclass(found) and issubclass(found, nn.Module)
     if not (is_class or inspect.isfunction(found) or isinstance(found, nn.Module)):
         raise ConfigError(
@@ -164,9 +166,12 @@ def _of_library(settings: ModelSettings, channels: int, classes: int) -> nn.Modu
 
 
 def library_maker(key: str, name: str) -> Callable[..., Any]:
-    """What makes the network ``torchvision:NAME`` or ``timm:NAME`` of its options, and downloads
-    nothing. Raises ConfigError: the library is not installed, or has no such network. ``key``: of
-    the config, for errors."""
+    """Return the constructor of the network ``torchvision:NAME`` or ``timm:NAME``; download
+    nothing.
+
+    Raises ConfigError if the library is not installed, or has no such network. ``key``: of the
+    config, for errors.
+    """
     library, _, network = name.partition(":")
     if library == "torchvision":
         from torchvision import models as zoo
@@ -188,9 +193,10 @@ def library_maker(key: str, name: str) -> Callable[..., Any]:
 
 
 def _fit_ends(network: nn.Module, channels: int, classes: int) -> None:
-    """Replace the first convolution and the last layer where they do not fit.
+    """Replace the first convolution and the last layer if they do not fit.
 
-    The new first layer sums, or repeats, the old one's channels; the new last layer is drawn.
+    The new first layer sums, or repeats, the old one's channels; the new last layer is initialised
+    randomly.
     """
     if isinstance(network, nn.Linear | nn.Conv2d):
         raise ConfigError(
@@ -232,8 +238,8 @@ def _convolution_like(old: nn.Conv2d, channels: int, out: int) -> nn.Conv2d:
 
 
 class FittedGroupNorm(GroupNorm):
-    """Group norm whose output may be changed in place (``out += x``): per-row gradients see a copy
-    of it, as they need what they recorded."""
+    """Group norm whose output may be changed in place (``out += x``). Per-example gradients use a
+    copy, because they need the recorded output."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -241,7 +247,7 @@ class FittedGroupNorm(GroupNorm):
 
 
 def _exchange_norms(network: nn.Module, settings: ModelSettings) -> None:
-    """Replace every batch norm by the layer that ``model.norm`` names."""
+    """Replace every batch norm by the layer of ``model.norm``."""
     if settings.norm == "batch":
         return
     for name, old in list(batch_norms(network)):
@@ -272,14 +278,14 @@ def _exchange_norms(network: nn.Module, settings: ModelSettings) -> None:
 
 
 def batch_norms(network: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """The batch norms of a network by name, without static norms."""
+    """Yield the batch norms of a network by name, without static norms."""
     for name, layer in network.named_modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, StaticNorm):
             yield name, layer
 
 
 def _contiguous(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-    """A copy of rows with plain strides: a grey image counts as contiguous in either layout."""
+    """Copy rows with contiguous strides: a grey image counts as contiguous in either layout."""
     return (given[0].clone(memory_format=torch.contiguous_format),)
 
 
@@ -320,7 +326,7 @@ def load_initial_weights(network: nn.Module, path: str) -> None:
 def describe_exchange(
     settings: ModelSettings, shape: Shape, classes: int, source: NetworkSource | None
 ) -> str | None:
-    """A sentence on the batch norms that ``model.norm`` replaces; None if there are none."""
+    """Describe the batch norms that ``model.norm`` replaces; None if there are none."""
     if settings.norm == "batch":
         return None
     made = _made(settings, shape, classes, source)

@@ -20,8 +20,11 @@ from privssl.models.convnets import norm_layer, scale_variance
 
 
 class ResNet9(nn.Module):
-    """Input (B, *shape), output (B, classes). ``width`` 16 is full size: 64 to 512 channels. Bare,
-    weights start by ``scale_variance``; otherwise by torch's rule."""
+    """ResNet-9: input (B, *shape), output (B, classes).
+
+    ``width`` 16 is full size: 64 to 512 channels. Without norm ``scale_variance`` initialises
+    weights; otherwise torch's rule.
+    """
 
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
@@ -46,7 +49,7 @@ class ResNet9(nn.Module):
 
 
 def _convolution(channels: int, out: int, norm: str, *, halved: bool = False) -> nn.Sequential:
-    """3x3, normalised if there is a norm, ReLU, halved on request."""
+    """Return a 3x3 convolution, normalised if there is a norm, ReLU, halved on request."""
     bias = norm != "none"
     convolution = nn.Conv2d(channels, out, 3, padding=1, bias=bias)
     pooling = [nn.MaxPool2d(2)] if halved else []

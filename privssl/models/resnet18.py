@@ -5,7 +5,7 @@
     resnet18_3x3   3x3 with stride 1, no pooling, as is usual for 32x32 pixels: 11,172,810, and 14
                    times the multiplications
 
-Bian et al. (FedSEAL) do not say which they have. Convolutions have no bias.
+Bian et al. (FedSEAL) do not say which they use. Convolutions have no bias.
 """
 
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from privssl.models.convnets import norm_layer
 
 
 class ResNet18(nn.Module):
-    """Input (B, *shape), output (B, classes). ``width`` 16 is full size: 64 to 512 channels."""
+    """ResNet-18: input (B, *shape), output (B, classes). ``width`` 16 is full size: 64 to 512
+    channels."""
 
     large_stem = True
 
@@ -35,7 +36,7 @@ class ResNet18(nn.Module):
         )
         blocks = []
         for number, out in enumerate((channels, 2 * channels, 4 * channels, 8 * channels)):
-            # Nothing halves one pixel; there, in bfloat16, torch's gradient of a stride is garbage.
+            # One pixel cannot be halved; in bfloat16 torch's gradient of that stride is wrong.
             high, wide = (2 if number and side > 1 else 1 for side in sides)
             blocks += [_Block(channels, out, (high, wide), norm), _Block(out, out, (1, 1), norm)]
             channels, sides = out, [-(-side // 2) if number else side for side in sides]
@@ -52,7 +53,7 @@ class ResNet18(nn.Module):
 
 
 class ResNet18Small(ResNet18):
-    """The same with the 3x3 stem."""
+    """ResNet-18 with the 3x3 stem."""
 
     large_stem = False
 

@@ -1,5 +1,8 @@
-"""Networks made of the layers of two others: FedTriNet's third network (Che et al. 2021, section
-III) has the first layers of the global network under the last layers of a client's."""
+"""Networks composed of the layers of two others.
+
+FedTriNet's third network (Che et al. 2021, section III) has the first layers of the global network
+under the last layers of a client's.
+"""
 
 from collections.abc import Sequence
 
@@ -10,7 +13,7 @@ from privssl.errors import ConfigError
 def splice(
     shallow_from: StateDict, deep_from: StateDict, shallow_names: Sequence[str]
 ) -> StateDict:
-    """The named modules of one network and everything else of another of the same architecture.
+    """Return the named modules of one network and the rest of another of the same architecture.
 
     Whole modules are taken, with buffers; no tensor is copied. ``splice(weights, weights, names)``
     checks the names when a run starts.

@@ -1,19 +1,19 @@
 """Static batch norm: batch statistics in training, statistics of whole data sets in evaluation.
 
-Diao, Ding, Tarokh (HeteroFL, ICLR 2021; SemiFL, NeurIPS 2022). A running average kept in training
-would mix agents whose data differ, so training writes no statistics. Afterwards :func:`collect`
-passes all batches of some rows through the network once and keeps for each layer
+Diao, Ding, Tarokh (HeteroFL, ICLR 2021; SemiFL, NeurIPS 2022). A running average in training would
+mix agents whose data differ, so training writes no statistics. Afterwards :func:`collect` passes
+all batches of some rows through the network once and stores for each layer
 
     running_mean  the plain mean over batches of the batch means
     running_var   the plain mean over batches of the unbiased batch variances
 
 as the authors' code does. While collecting, each layer normalises by its own batch. So statistics
-collected at several agents, averaged by number of batches, are one collection over all of them. A
-last batch of one row would count as much as 250, and batches of one class vary too little: SemiFL
+of several agents, averaged by number of batches, equal one collection over all of them. A last
+batch of one row would count as much as one of 250, and batches of one class vary too little: SemiFL
 shuffles an agent's rows, cuts them into batches of nearly one size and averages by number of rows.
 
-The statistics are buffers in the state dict. Where ``num_batches_tracked`` is 0, evaluation uses
-batch statistics too, as the authors' code does.
+The statistics are buffers in the state dict. If ``num_batches_tracked`` is 0, evaluation uses batch
+statistics too, as the authors' code does.
 
 Rows of a batch are coupled: private runs refuse the layer as a batch norm
 (``privacy.independence.refuse_coupling_layers``).
@@ -29,7 +29,7 @@ from privssl.errors import UserError
 
 
 class StaticNorm(nn.BatchNorm2d):
-    """Batch norm over (B, channels, H, W) whose statistics come from ``collect`` alone."""
+    """Batch norm over (B, channels, H, W) whose statistics come only from ``collect``."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, eps=1e-5, momentum=None)
@@ -60,7 +60,7 @@ class StaticNorm(nn.BatchNorm2d):
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         single = x.numel() == self.num_features
-        # Statistics are float32, whatever the rows are multiplied in. (channels,) each
+        # Statistics are float32 in every precision. (channels,) each
         var, mean = torch.var_mean(x.float(), dim=(0, 2, 3), correction=0 if single else 1)
         self.num_batches_tracked += 1
         share = 1 / int(self.num_batches_tracked)
@@ -69,8 +69,11 @@ class StaticNorm(nn.BatchNorm2d):
 
 
 def as_batch_norms(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode whose static norms are batch norms of the collected statistics: a
-    graph of it has no branch on whether there are any. Raises UserError: nothing was collected."""
+    """Return a copy in evaluation mode with batch norms of the collected statistics.
+
+    So an exported graph has no branch on the existence of statistics. Raises UserError if nothing
+    was collected.
+    """
     plain = copy.deepcopy(model).eval()
     for parent in list(plain.modules()):
         for name, layer in list(parent.named_children()):
@@ -122,7 +125,7 @@ def collect(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """The statistics of all static norms by their names in the state dict, as CPU tensors."""
+    """Return statistics of all static norms by their names in the state dict, as CPU tensors."""
     return {
         f"{name}.{key}": value.detach().to("cpu", copy=True)
         for name, layer in model.named_modules()

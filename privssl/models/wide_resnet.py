@@ -4,8 +4,8 @@ The network of SemiFL (Diao, Ding, Tarokh, NeurIPS 2022) for CIFAR-10 and SVHN, 
 ReLU, no dropout, convolutions without bias; trained with ``norm: static``. 1,467,610 parameters at
 width 16, 10 classes, 3 channels.
 
-A block normalises and rectifies before each convolution. Where it changes the number of channels,
-its shortcut is a 1x1 convolution of the rectified input; otherwise the input.
+A block applies norm and ReLU before each convolution. Where it changes the number of channels, its
+shortcut is a 1x1 convolution of the rectified input; otherwise the input.
 """
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ BLOCKS = 4  # in each of three groups, of two convolutions; with the stem and th
 
 
 class WideResNet28x2(nn.Module):
-    """Input (B, *shape), output (B, classes). ``width`` 16 is full size: 32, 64, 128 channels."""
+    """WResNet-28x2: input (B, *shape), output (B, classes). ``width`` 16: 32, 64, 128 channels."""
 
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()

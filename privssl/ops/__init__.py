@@ -1,1 +1,1 @@
-"""Layers and native kernels (sources in csrc/); ``dispatch`` picks the instruction set."""
+"""Layers and native kernels (sources in csrc/); ``dispatch`` chooses the instruction set."""

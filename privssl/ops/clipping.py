@@ -1,5 +1,4 @@
-"""Clipping factors of rows and clipped sums: binding of ``csrc/clipping.cpp``; used by
-``privacy/clipping.py``."""
+"""Clipping factors, clipped sums: binding of ``csrc/clipping.cpp`` for ``privacy/clipping.py``."""
 
 import ctypes
 from collections.abc import Sequence
@@ -18,14 +17,14 @@ _FACTORS = dispatch.function(
 _TOTALS = dispatch.function("clipping_totals", *_GRADIENTS, _POINTER, _POINTER)
 
 #: Gradients of a parameter (B, ...), float32 on the CPU; or two non-empty factors of their outer
-#: product. Only where ``dispatch.available_for``.
+#: product. Valid only if ``dispatch.available_for``.
 KernelInput = tuple[Tensor, Tensor | None]
 
 
 def factors(
     gradients: Sequence[KernelInput], norms: Tensor | None, drawn: Tensor, clip_norm: float
 ) -> Tensor:
-    """Clipping factors of ``clipping.clipped_sums``: (B,) float64.
+    """Return the clipping factors of ``clipping.clipped_sums``: (B,) float64.
 
     Args:
         gradients: of each parameter.
@@ -46,8 +45,9 @@ def factors(
 
 
 def totals(gradients: Sequence[KernelInput], factors: Tensor) -> Tensor:
-    """Sums over rows of factor times gradient, non-finite numbers counted as 0: (parameters'
-    elements,) float64.
+    """Sum factor times gradient over rows: (parameters' elements,) float64.
+
+    Non-finite numbers count as 0.
 
     Args:
         gradients: of each parameter.
@@ -62,7 +62,7 @@ def totals(gradients: Sequence[KernelInput], factors: Tensor) -> Tensor:
 
 
 def _rows(gradients: Sequence[KernelInput]) -> int:
-    """B. Refuses what the kernel would read wrongly: other dtypes, devices or row counts."""
+    """Return B. Refuse inputs that a kernel would misread: other dtypes, devices or row counts."""
     tensors = [one for of in gradients for one in of if one is not None]
     rows = len(tensors[0])
     known = ((one.is_cpu, one.dtype, one.shape[0]) for one in tensors)
@@ -76,13 +76,13 @@ def _empty(count: int) -> Tensor:
 
 
 def numbers(of: KernelInput) -> int:
-    """Elements of the parameter."""
+    """Return the number of elements of the parameter."""
     each, other = of
     return each.numel() // len(each) * (1 if other is None else other.numel() // len(other))
 
 
 def _dense(of: KernelInput) -> KernelInput:
-    """Contiguous rows; one row may stand for all (stride 0)."""
+    """Return contiguous rows; one row may represent all (stride 0)."""
     each, other = of
     return _pack(each), None if other is None else _pack(other)
 
@@ -96,18 +96,18 @@ def _pack(each: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def strides(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return tuple(shape[place + 1 :].numel() for place in range(len(shape)))
 
 
 def _all(gradients: Sequence[KernelInput]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
-    """As ``_GRADIENTS``."""
+    """Return all gradients in the form of ``_GRADIENTS``."""
     fields = [field for each, other in gradients for field in (*_at(each), *_at(other))]
     return len(gradients[0][0]), len(gradients), dispatch.int64_array(fields)
 
 
 def _at(each: Tensor | None) -> tuple[int, int, int]:
-    """Elements of a row, stride between rows, address."""
+    """Return elements of a row, stride between rows, address."""
     if each is None:
         return 0, 0, 0
     return each.numel() // len(each), each.stride(0), each.data_ptr()

@@ -2,14 +2,14 @@
 
                                                                        used by
     pooled       convolution, pooling, group norm and ReLU as one     ops/fused_conv.py
-    correlation  per-row gradients of a convolution's weights         privacy/layer_gradients.py
+    correlation  per-example gradients of a convolution               privacy/layer_gradients.py
     clipping     norms and clipped sums of rows' gradients            privacy/clipping.py
     noise        Gaussian noise, and sums with noise                  privacy/secure_noise.py,
                                                                       privacy/noisy_optimizer.py
     views        RandAugment and crops                                data/
 
 Each has a binding here and a source in ``csrc``, compiled for several x86-64 instruction sets
-(``setup.py``); the latest that the processor has is loaded. Without a compiler, on other
+(``setup.py``); the latest that the processor supports is loaded. Without a compiler, on other
 processors, or with ``PRIVSSL_KERNELS=torch`` in the environment, torch computes everything: results
 are the same up to rounding, and views to the bit. Each process that trains under DP tests the
 kernels for clipping and noise first (``ops/self_test.py``).
@@ -31,7 +31,7 @@ log = logging.getLogger("privssl")
 
 #: Kernels that setup.py compiles, and the version of each one's interface.
 KERNEL_VERSIONS = {"pooled": 2, "views": 1, "noise": 3, "correlation": 1, "clipping": 2}
-#: Instruction sets, the latest first, and whether this processor has them.
+#: Instruction sets, the latest first, with a test whether this processor has them.
 INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
     "avx512": lambda: torch.cpu._is_avx512_supported(),
     "avx2": lambda: torch.cpu._is_avx2_supported(),
@@ -39,12 +39,12 @@ INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
 
 
 def instruction_set() -> str | None:
-    """Which of ``INSTRUCTION_SETS`` is in use; None: torch computes everything."""
+    """Return the instruction set in use, of ``INSTRUCTION_SETS``; None: torch computes all."""
     return None if _disabled.get() else _latest()
 
 
 def available_for(numbers: torch.Tensor) -> bool:
-    """Whether kernels apply: float32 on the CPU, one thread, and kernels are loaded."""
+    """Return whether kernels apply: float32 on the CPU, one thread, and kernels are loaded."""
     return (
         numbers.is_cpu
         and numbers.dtype == torch.float32
@@ -54,7 +54,7 @@ def available_for(numbers: torch.Tensor) -> bool:
 
 
 def channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without gaps in memory, channels last; copied if need be."""
+    """Return the tensor without gaps in memory, channels last; copy if needed."""
     if tensor.dim() == 4:
         return tensor.contiguous(memory_format=torch.channels_last)
     return tensor.contiguous()
@@ -81,7 +81,7 @@ if _requested not in ("", "torch"):
 
 @cache
 def _latest() -> str | None:
-    """The latest instruction set compiled from this source that this processor has."""
+    """Return the latest instruction set that is compiled from this source and supported here."""
     for name in (name for name, known in INSTRUCTION_SETS.items() if known()):
         found = versions(name)
         if found == KERNEL_VERSIONS:
@@ -96,20 +96,20 @@ def _latest() -> str | None:
 
 
 def versions(instruction_set: str) -> dict[str, int]:
-    """Version of each kernel that was compiled for an instruction set."""
+    """Return the version of each kernel compiled for an instruction set."""
     there = {kernel: library(kernel, instruction_set) for kernel in KERNEL_VERSIONS}
     return {k: getattr(held, f"{k}_version")() for k, held in there.items() if held is not None}
 
 
 @cache
 def library(kernel: str, instruction_set: str) -> ctypes.CDLL | None:
-    """A compiled kernel; None: it was not compiled for this instruction set."""
+    """Return a compiled kernel; None if it was not compiled for this instruction set."""
     file = next(Path(__file__).parent.glob(f"_{kernel}_{instruction_set}.*"), None)
     return None if file is None else ctypes.CDLL(str(file))
 
 
 def function(name: str, *arguments: Any, result: Any = None) -> Callable[[str | None], Any]:
-    """A kernel's function for each instruction set; the kernel is the name's first word.
+    """Return a kernel's function by instruction set; the kernel is the name's first word.
 
     Args:
         arguments, result: types of ctypes.
@@ -130,10 +130,10 @@ INT64_PTR = ctypes.POINTER(ctypes.c_int64)
 
 
 def int64_array(numbers: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
-    """A C array of the numbers."""
+    """Return a C array of the numbers."""
     return _count_type(len(numbers))(*numbers)
 
 
-@cache  # else ctypes makes a new class at each call
+@cache  # without the cache ctypes creates a new class at each call
 def _count_type(count: int) -> "type[ctypes.Array[ctypes.c_int64]]":
     return ctypes.c_int64 * count

@@ -1,5 +1,8 @@
-"""Dropout that draws one byte for each element: torch's CPU dropout draws 64 bits, one element
-after the other, a tenth of a step of pfl-research's CIFAR-10 network."""
+"""Dropout with one random byte per element.
+
+torch's CPU dropout draws 64 bits sequentially, a tenth of a step of pfl-research's CIFAR-10
+network.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,7 @@ LEAST = -(2**63)  # random_ from here draws all 64 bits; by default the highest 
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout``, with other draws from the same (torch's global) generator."""
+    """``torch.nn.Dropout`` with other random numbers from the same (torch's global) generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or x.device.type != "cpu" or not 0 < self.p < 1:
@@ -19,9 +22,9 @@ class Dropout(nn.Dropout):
 
 
 def _kept(like: Tensor, p: float) -> Tensor:
-    """1 with probability 1 - p, else 0, in the shape and strides of ``like``.
+    """Return 1 with probability 1 - p, else 0, in the shape and strides of ``like``.
 
-    A byte suffices where p is a multiple of 1/256; else four bytes, to within 2^-32.
+    A byte suffices if p is a multiple of 1/256; else four bytes, to within 2^-32.
     """
     if p * 256 % 1 == 0:
         kind, least = torch.uint8, int(p * 256)
@@ -29,6 +32,6 @@ def _kept(like: Tensor, p: float) -> Tensor:
         kind, least = torch.int32, min(max(round(p * 2**32), 1), 2**32 - 1) - 2**31
     words = torch.empty(-(-like.numel() * kind.itemsize // 8), dtype=torch.int64)
     drawn = words.random_(LEAST, None).view(kind)[: like.numel()]
-    # drawn >= least, in a tenth of the time: torch's comparisons are not vectorised.
+    # drawn >= least, ten times faster: torch's comparisons are not vectorised.
     drawn.clamp_(least - 1, least).sub_(least - 1)
     return drawn.as_strided(like.shape, torch.empty_like(like, device="meta").stride())

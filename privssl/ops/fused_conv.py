@@ -1,11 +1,10 @@
-"""Convolution, 2x2 max pooling, group norm and ReLU by one native kernel, in small networks.
+"""Convolution, 2x2 max pooling, group norm and ReLU by one native kernel, for small networks.
 
-These layers lose more time between them than in them, and three quarters of what a convolution's
-backward pass multiplies are zeros from pooling, which ``csrc`` leaves out. Results are torch's up
-to rounding.
+For these layers overhead exceeds arithmetic, and three quarters of the factors of a convolution's
+backward pass are zeros from pooling, which ``csrc`` skips. Results are torch's up to rounding.
 
-:func:`fuse` replaces the forward pass of a ``Sequential``, no layer and no parameter name. Where
-the kernels do not apply (GPU, float64, several threads, vmap) torch computes.
+:func:`fuse` replaces the forward pass of a ``Sequential`` without changing layers or parameter
+names. If the kernels do not apply (GPU, float64, several threads, vmap), torch computes.
 """
 
 import math
@@ -27,7 +26,7 @@ from privssl.ops.fused_conv_binding import Form, ForwardContext, Parameters
 from privssl.ops.group_norm import group_norm
 from privssl.ops.precision import upcast
 
-MAX_WEIGHTS = 2**17  # of one convolution; above, torch is as fast
+MAX_WEIGHTS = 2**17  # of one convolution; above this torch is as fast
 MAX_ELEMENTS = 2**24  # of a row's input or output
 
 # Which layers -----------------------------------------------------------------------------------
@@ -35,18 +34,18 @@ MAX_ELEMENTS = 2**24  # of a row's input or output
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers of a Sequential that one kernel computes."""
+    """Consecutive layers of a Sequential that one kernel computes."""
 
     convolution: int
     norm: int | None
-    end: int  # the first place behind
+    end: int  # index after its last layer
     form: Form
 
 
 class FusedSequential(nn.Sequential):
-    """A Sequential that computes some of its layers by the kernels, where they apply."""
+    """A Sequential that computes some of its layers by the kernels, if they apply."""
 
-    runs: dict[int, LayerRun]  # by the place where each begins
+    runs: dict[int, LayerRun]  # by index of the first layer
 
     def forward(self, x: Tensor) -> Tensor:
         layers, at = list(self), 0
@@ -60,7 +59,7 @@ class FusedSequential(nn.Sequential):
 
 
 def fuse(layers: nn.Sequential) -> None:
-    """Make it a ``FusedSequential``, if there is anything to fuse."""
+    """Convert to a ``FusedSequential``, if any layers can be fused."""
     found = [_run(list(layers), place) for place in range(len(layers))]
     runs = {run.convolution: run for run in found if run is not None}
     if runs:
@@ -69,7 +68,7 @@ def fuse(layers: nn.Sequential) -> None:
 
 
 def _run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
-    """The longest run that begins here."""
+    """Return the longest run that begins here."""
     if not _convolves(layers[first]):
         return None
     pooling = _next(layers, first)
@@ -87,7 +86,7 @@ def _run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
 
 
 def _next(layers: Sequence[nn.Module], place: int) -> int | None:
-    """The next layer that is no identity."""
+    """Return the index of the next layer that is not an identity."""
     behind = range(place + 1, len(layers))
     return next((at for at in behind if type(layers[at]) is not nn.Identity), None)
 
@@ -102,7 +101,7 @@ def _convolves(layer: nn.Module) -> bool:
 
 
 def _pools(layer: nn.Module) -> bool:
-    """Whether it is max pooling over disjoint 2x2 windows."""
+    """Return whether it is max pooling over disjoint 2x2 windows."""
     return (
         type(layer) is nn.MaxPool2d
         and all(size in (2, (2, 2)) for size in (layer.kernel_size, layer.stride))
@@ -115,8 +114,11 @@ def _pools(layer: nn.Module) -> bool:
 def _fusible(
     x: Tensor, layers: Sequence[nn.Module], runs: Mapping[int, LayerRun], at: int
 ) -> tuple[tuple[Parameters, ...], tuple[Form, ...], int]:
-    """Parameters and forms of as many consecutive runs from here as the kernels can compute, and
-    the first place behind them; empty: torch computes."""
+    """Return parameters and forms of the consecutive runs that the kernels can compute, and the
+    index after them.
+
+    Empty if torch must compute.
+    """
     apply = (
         at in runs
         and dispatch.instruction_set() is not None
@@ -129,7 +131,7 @@ def _fusible(
     own, forms, ends = list[Parameters](), list[Form](), list[int]()
     while apply and at in runs and _may_be_done(layers, runs[at]):
         run = runs[at]
-        # Not by attribute, which is slower.
+        # Access by attribute would be slower.
         convolution = layers[run.convolution]._parameters
         norm = {} if run.norm is None else layers[run.norm]._parameters
         weight, bias = cast(Tensor, convolution["weight"]), convolution["bias"]
@@ -143,7 +145,7 @@ def _fusible(
 
 
 def _may_be_done(layers: Sequence[nn.Module], run: LayerRun) -> bool:
-    weight = cast(Tensor, layers[run.convolution]._parameters.get("weight"))  # or a hook's
+    weight = cast(Tensor, layers[run.convolution]._parameters.get("weight"))  # or set by a hook
     return (
         type(weight) in (Tensor, nn.Parameter)
         and weight.device.type == "cpu"
@@ -153,7 +155,8 @@ def _may_be_done(layers: Sequence[nn.Module], run: LayerRun) -> bool:
 
 
 def _may_be_float32(x: Tensor) -> bool:
-    """Whether layers work in float32, or in bfloat16, where the kernels' float32 is as fast."""
+    """Return whether layers work in float32, or in bfloat16, for which the kernels' float32 is as
+    fast."""
     if not torch.is_autocast_enabled("cpu"):
         return x.dtype == torch.float32
     to = torch.get_autocast_dtype("cpu")
@@ -161,7 +164,7 @@ def _may_be_float32(x: Tensor) -> bool:
 
 
 def _is_watched(layer: nn.Module) -> bool:
-    """Whether a hook reads this layer's input or output."""
+    """Return whether a hook reads this layer's input or output."""
     before = layer._forward_pre_hooks
     return bool(
         (before and any(hook is not upcast for hook in before.values()))
@@ -172,13 +175,13 @@ def _is_watched(layer: nn.Module) -> bool:
 
 @lru_cache(maxsize=256)
 def _fitting(rows: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Form]) -> int:
-    """How many runs these rows can be pooled by and are small enough for."""
+    """Return how many runs fit these rows and are small enough."""
     (count, channels, *sides), fit = rows, 0
     for weight, form in zip(weights, forms, strict=True):
         padded = [side + 2 * zeros for side, zeros in zip(sides, form.padding, strict=True)]
         left = form.pooled(sides, weight[2:])
         elements = max(channels * math.prod(padded), weight[0] * math.prod(left))
-        there = count > 0 and min(left) > 0 and channels == weight[1]  # else torch raises the error
+        there = count > 0 and min(left) > 0 and channels == weight[1]  # else torch raises
         if not there or elements > MAX_ELEMENTS or weight.numel() > MAX_WEIGHTS:
             break
         channels, sides, fit = weight[0], list(left), fit + 1
@@ -189,12 +192,13 @@ def _fitting(rows: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Fo
 
 
 def fused_conv(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> Tensor:
-    """Convolution, 2x2 max pooling, group norm, ReLU; repeated: (B, kernels, height, width after
-    pooling), float32.
+    """Apply convolution, 2x2 max pooling, group norm and ReLU, repeatedly.
+
+    Returns (B, kernels, height, width after pooling), float32.
 
     Args:
         x: (B, channels, height, width); float32, or a bfloat16 layer's output.
-        own: parameters of each; gamma and beta of the norm, (kernels,), or None.
+        own: parameters of each run; gamma and beta of the norm, (kernels,), or None.
         forms: one for each, which fit the rows.
     """
     weights = [each.weight for each in own]
@@ -208,7 +212,7 @@ def fused_conv(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) ->
 
 
 def plain(x: Tensor, own: Sequence[Parameters], forms: Sequence[Form]) -> Tensor:
-    """:func:`fused_conv` by torch's layers."""
+    """Compute :func:`fused_conv` by torch's layers."""
     for each, form in zip(own, forms, strict=True):
         x = functional.conv2d(x.float(), each.weight, each.bias, padding=form.padding)
         x = functional.max_pool2d(x, 2)
@@ -219,12 +223,12 @@ def plain(x: Tensor, own: Sequence[Parameters], forms: Sequence[Form]) -> Tensor
 
 
 def flat(own: Sequence[Parameters]) -> list[Tensor | None]:
-    """All parameters in a list; :func:`unflat` is the inverse."""
+    """Return all parameters as a list; :func:`unflat` is the inverse."""
     return [parameter for each in own for parameter in each]
 
 
 def unflat(given: Sequence[Any]) -> list[Parameters]:
-    """The inverse of :func:`flat`."""
+    """Invert :func:`flat`."""
     four = len(Parameters._fields)
     return [Parameters(*given[at : at + four]) for at in range(0, len(given), four)]
 
@@ -233,16 +237,16 @@ class FusedPass:
     """One forward pass through the kernels, and its backward pass."""
 
     def __init__(self, forms: tuple[Form, ...], per_row: int | None = None) -> None:
-        """``per_row``: images of one row, where gradients are per row."""
+        """Set the forms. ``per_row``: images of one row, for per-example gradients."""
         self.forms, self._per_row = forms, per_row
         self._done: ForwardContext | None = None
 
     def forward(self, x: Tensor, own: Sequence[Parameters]) -> Tensor:
-        """(B, ...); or, per row, (rows, images, ...) of (rows times images, ...)."""
+        """Return (B, ...); or, per row, (rows, images, ...) of (rows times images, ...)."""
         y, self._done = kernel.forward(x.float(), own, self.forms)
         if self._per_row is None:
             return y
-        # Not a view: torch's error for changing one in place would replace ours.
+        # Not a view: torch's error for in-place changes would replace ours.
         size = (len(y) // self._per_row, self._per_row, *y.shape[1:])
         stride = (self._per_row * y.stride(0), *y.stride())
         return y.new_empty(0).set_(y.untyped_storage(), 0, size, stride)
@@ -250,8 +254,8 @@ class FusedPass:
     def back(
         self, gradient: Tensor, *, inputs: bool, parameters: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of inputs, and of parameters: (*shape), or (rows, *shape) per row; none where
-        none are wanted."""
+        """Return gradients of inputs and of parameters, as far as requested. Those of parameters
+        are (*shape), or (rows, *shape) per row."""
         assert self._done is not None
         per_row = self._per_row is not None
         gradient = gradient.flatten(0, 1) if per_row else gradient
@@ -266,12 +270,13 @@ class FusedPass:
 
 
 class _FusedConv(torch.autograd.Function):
-    # Without setup_context, which transforms alone need and which costs time in each call.
+    # Without setup_context, which only transforms need and which is slow.
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        """``given``: the fields of ``Parameters``, a FusedPass, and an anchor for the graph."""
+        """Run the forward pass. ``given``: fields of ``Parameters``, a FusedPass, an anchor for the
+        graph."""
         *own, ctx.fused, _ = given
-        # Saved as they are, so that torch notices changes before the backward pass.
+        # Saved without copies, so that torch detects changes before the backward pass.
         ctx.save_for_backward(x, *own)
         y: Tensor = ctx.fused.forward(x, unflat(own))
         return y
@@ -279,7 +284,7 @@ class _FusedConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x, *own), wanted = ctx.saved_tensors, ctx.needs_input_grad[:-2]
-        if torch.is_grad_enabled():  # second derivatives: torch's
+        if torch.is_grad_enabled():  # torch computes second derivatives
             some = [t for t, want in zip((x, *own), wanted, strict=True) if want]
             y = plain(x, unflat(own), ctx.fused.forms)
             found = iter(torch.autograd.grad(y, some, gradients, create_graph=True))
@@ -292,16 +297,16 @@ class _FusedConv(torch.autograd.Function):
 def of_rows(
     x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]
 ) -> tuple[Tensor, FusedPass]:
-    """:func:`fused_conv` inside of one vmap over rows, and its backward pass.
+    """Apply :func:`fused_conv` inside one vmap over rows; return its backward pass too.
 
     Args:
         x: of one row, (images, channels, height, width).
-        own: shared by all rows. Their gradients are left to the FusedPass; the output needs a
-            gradient in any case.
+        own: shared by all rows. The FusedPass computes their gradients; the output always requires
+            a gradient.
     """
     fused, level, place = FusedPass(forms, per_row=len(x)), maybe_current_level(), maybe_get_bdim(x)
     assert level is not None
-    with temporarily_pop_interpreter_stack():  # faster than going through vmap
+    with temporarily_pop_interpreter_stack():  # faster than passing through vmap
         anchor = torch.zeros((), requires_grad=True)
         images = get_unwrapped(x).movedim(place, 0).flatten(0, 1)
         detached = (p if p is None else p.detach() for p in flat(own))

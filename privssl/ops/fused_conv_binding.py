@@ -1,5 +1,4 @@
-"""Convolution, pooling, norm and ReLU: binding of ``csrc/pooled.cpp``; used by
-``ops/fused_conv.py``."""
+"""Convolution, pooling, norm and ReLU: binding of ``csrc/pooled.cpp`` for ``ops/fused_conv.py``."""
 
 import ctypes
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from privssl.ops import dispatch
 
 
 class Layers(ctypes.Structure):
-    """As in ``csrc/layers.hpp``, which explains the fields."""
+    """The C struct of ``csrc/layers.hpp``, which explains the fields."""
 
     _fields_ = (
         *(
@@ -37,15 +36,15 @@ _BACKWARD = dispatch.function(
 
 
 class Form(NamedTuple):
-    """What follows a convolution: padding, 2x2 pooling, a norm, a ReLU."""
+    """The layers after a convolution: padding, 2x2 pooling, a norm, a ReLU."""
 
     padding: tuple[int, int]  # (down, right)
-    groups: int  # of the norm; 0: there is none
+    groups: int  # of the norm; 0: no norm
     eps: float  # of the norm
     rectified: bool
 
     def pooled(self, sides: Sequence[int], kernel: Sequence[int]) -> tuple[int, int]:
-        """Height and width of the output, from those of the input and of the kernel."""
+        """Return height and width of the output, from those of the input and of the kernel."""
         high, wide = (
             (side + 2 * zeros - taps + 1) // 2
             for side, zeros, taps in zip(sides, self.padding, kernel, strict=True)
@@ -54,21 +53,21 @@ class Form(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Of a convolution and its norm, or their gradients; None where a layer has none."""
+    """Parameters of a convolution and its norm, or their gradients; None if a layer has none."""
 
     weight: Tensor  # (kernels, channels, high, wide)
-    bias: Tensor | None  # (kernels,), as the next two
+    bias: Tensor | None  # (kernels,), like the next two
     gamma: Tensor | None
     beta: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardContext:
-    """What :func:`backward` needs of a forward pass."""
+    """State of a forward pass for :func:`backward`."""
 
     plan: "Plan"
     x: Tensor  # (rows, channels, height, width), channels last in memory
-    own: Sequence[Tensor | None]  # parameters, weights channels last, as addresses lead there
+    own: Sequence[Tensor | None]  # parameters, weights channels last: addresses point here
     addresses: "ctypes.Array[ctypes.c_void_p]"
     left: Tensor  # bytes for the backward pass, see ``csrc/layers.hpp``
 
@@ -76,13 +75,14 @@ class ForwardContext:
 def forward(
     x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]
 ) -> tuple[Tensor, ForwardContext]:
-    """The output of consecutive layers, (rows, kernels, height, width after pooling) float32,
-    channels last in memory; and what :func:`backward` needs.
+    """Compute consecutive layers; return the output and the state for :func:`backward`.
+
+    The output is (rows, kernels, height, width after pooling) float32, channels last in memory.
 
     Args:
         x: (rows, channels, height, width) float32 on the CPU, at least one row.
         own: float32 on the CPU.
-        forms: one for each; each leaves at least one pooled place.
+        forms: one for each; each leaves at least one pooled position.
     """
     dense = [p if p is None else dispatch.channels_last(p) for each in own for p in each]
     shapes = tuple(p if p is None else p.shape for p in dense)
@@ -100,14 +100,14 @@ def forward(
 def backward(
     gradient: Tensor, done: ForwardContext, *, inputs: bool, together: int | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of inputs and of parameters, the latter (sums, elements), laid out by
+    """Compute gradients of inputs and of parameters, the latter (sums, elements) by
     ``Plan.parameters``.
 
     Args:
         gradient: of the output.
         done: from :func:`forward`; parameters are unchanged since.
-        inputs: whether those of inputs are wanted.
-        together: consecutive rows whose gradients of parameters are one sum; None: none are wanted.
+        inputs: whether to compute those of inputs.
+        together: consecutive rows whose gradients of parameters are one sum; None: skip them.
     """
     plan = done.plan
     dx = torch.empty_like(done.x) if inputs else None
@@ -126,33 +126,33 @@ def _at(tensor: Tensor | None) -> int | None:
 
 
 class KernelLayout(NamedTuple):
-    """Where a parameter's gradient lies in sums."""
+    """Position of a parameter's gradient in the sums."""
 
-    size: tuple[int, ...]  # the parameter's
+    size: tuple[int, ...]  # shape of the parameter
     strides: tuple[int, ...]
     first: int
 
     def from_layers(self, sums: Tensor) -> Tensor:
-        """(*size), of the first of sums (sums, elements)."""
+        """Return (*size), from the first of sums (sums, elements)."""
         return sums.as_strided(self.size, self.strides, self.first)
 
     def for_each_agent(self, sums: Tensor) -> Tensor:
-        """(sums, *size)."""
+        """Return (sums, *size)."""
         count, size, strides = len(sums), self.size, self.strides
         return sums.as_strided((count, *size), (sums.stride(0), *strides), self.first)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What follows from shapes."""
+    """The constants that follow from shapes."""
 
     instruction_set: str | None
     layers: "ctypes.Array[Layers]"
     addresses: type["ctypes.Array[ctypes.c_void_p]"]  # of parameters, four for each layer
     output: tuple[int, int, int, int]
     left: int  # bytes
-    parameters: tuple[KernelLayout | None, ...]  # as addresses; None where there is none
-    numbers: int  # of all parameters
+    parameters: tuple[KernelLayout | None, ...]  # like addresses; None for a missing parameter
+    numbers: int  # elements of all parameters
 
 
 @lru_cache(maxsize=256)
@@ -162,7 +162,7 @@ def _plan(
     own: tuple[torch.Size | None, ...],
     forms: tuple[Form, ...],
 ) -> Plan:
-    """``own``: shapes of parameters, as in ``Plan.addresses``."""
+    """Compute the plan. ``own``: shapes of parameters, as in ``Plan.addresses``."""
     (count, _, *sides), found = rows, []
     weights = [weight for weight in own[:: len(Parameters._fields)] if weight is not None]
     for (made, channels, *kernel), form in zip(weights, forms, strict=True):

@@ -1,5 +1,7 @@
-"""Box-Muller and sums with noise: binding of ``csrc/noise.cpp``; used by
-``privacy/secure_noise.py`` and ``privacy/noisy_optimizer.py``."""
+"""Box-Muller and noisy sums: binding of ``csrc/noise.cpp``.
+
+Used by ``privacy/secure_noise.py`` and ``privacy/noisy_optimizer.py``.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ _ADD = dispatch.function(
 
 
 def normal(radii: NDArray[np.uint64], angles: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """``secure_noise.box_muller`` to within 8e-15: (2 pairs,).
+    """Compute ``secure_noise.box_muller`` to within 8e-15: (2 pairs,).
 
     Args:
         radii, angles: random uint64 (pairs,).
@@ -38,7 +40,7 @@ def add(
     step: float,
     noisy: Sequence[Tensor],
 ) -> None:
-    """Sum plus deviation times noise, in float64, rounded to multiples of ``step``.
+    """Add deviation times noise to sums, in float64, rounded to multiples of ``step``.
 
     Args:
         sums: of each parameter, float64 on the CPU, without gaps in memory.

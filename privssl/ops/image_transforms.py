@@ -1,5 +1,7 @@
-"""Views of images: binding of ``csrc/views.cpp``; used by ``data/affine_augment.py`` and
-``data/rand_augment.py``."""
+"""Views of images: binding of ``csrc/views.cpp``.
+
+Used by ``data/affine_augment.py`` and ``data/rand_augment.py``.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from privssl.ops import dispatch
 
-#: As ``csrc/views.cpp`` numbers them.
+#: In the order of ``csrc/views.cpp``.
 CHANGES = (
     *("identity", "autocontrast", "equalize", "invert", "posterize", "solarize", "brightness"),
     *("contrast", "color", "sharpness", "shear", "translate", "rotate", "cutout"),
@@ -21,10 +23,10 @@ class Kind(NamedTuple):
     """An operation."""
 
     change: str  # of ``CHANGES``
-    axis: str = "x"  # along which pixels slide: "x" rows, "y" columns
-    pixels_used: int = 1  # that an output pixel of shear is made from: 1, 2 or 4
+    axis: str = "x"  # axis of the shift: "x" rows, "y" columns
+    pixels_used: int = 1  # input pixels of an output pixel of shear: 1, 2 or 4
     of_side: bool = False  # whether amounts of translate are fractions of the side, not pixels
-    outside: float = 0.0  # level of pixels from outside; of rotate
+    outside: float = 0.0  # level outside the image, for rotate
 
 
 class _Images(ctypes.Structure):
@@ -48,7 +50,7 @@ _CHANGE = dispatch.function(
 
 
 def available(x: Tensor) -> bool:
-    """Whether the kernels apply: float32 on the CPU, not under vmap."""
+    """Return whether the kernels apply: float32 on the CPU, not under vmap."""
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
@@ -58,8 +60,11 @@ def available(x: Tensor) -> bool:
 
 
 def shift_and_flip(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
-    """``affine_augment.move_mirrored``, where :func:`available`, of x (B, Ch, H, W), shift (B, 2)
-    int64 and flipped (B,) bool; in the memory format of x if that is dense."""
+    """Compute ``affine_augment.move_mirrored``, if :func:`available`.
+
+    x (B, Ch, H, W), shift (B, 2) int64 and flipped (B,) bool; the result has the memory format of x
+    if that is dense.
+    """
     x, images = _dense(x)
     y, drawn = torch.empty_like(x), (shift.contiguous(), flipped.contiguous())
     _MOVE(dispatch.instruction_set())(images, *map(_at, (*drawn, x, y)))
@@ -69,8 +74,9 @@ def shift_and_flip(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
 def apply_change(
     x: Tensor, kinds: Sequence[Kind], which: Tensor, amount: Tensor, place: Tensor
 ) -> Tensor:
-    """Images, where :func:`available`, each changed by several operations in turn, in the memory
-    format of x if that is dense.
+    """Apply several operations to each image in turn, if :func:`available`.
+
+    The result has the memory format of x if that is dense.
 
     Args:
         x: (B, Ch, H, W) in [-1, 1].
@@ -94,7 +100,7 @@ def apply_change(
 
 
 def _dense(x: Tensor) -> tuple[Tensor, _Images]:
-    """The images without gaps, channels last or first in memory; copied if need be."""
+    """Return the images without gaps, channels last or first in memory; copy if needed."""
     last = x.is_contiguous(memory_format=torch.channels_last)
     x = x if last else x.contiguous()
     return x, _Images(*x.shape, last)

@@ -1,5 +1,7 @@
-"""Per-row gradients of a convolution's weights: binding of ``csrc/correlation.cpp``; used by
-``privacy/layer_gradients.py``."""
+"""Per-example gradients of a convolution's weights: binding of ``csrc/correlation.cpp``.
+
+Used by ``privacy/layer_gradients.py``.
+"""
 
 import ctypes
 
@@ -10,7 +12,7 @@ from privssl.ops import dispatch
 
 
 class _Correlation(ctypes.Structure):
-    """As ``csrc/correlation.cpp`` has it."""
+    """The C struct of ``csrc/correlation.cpp``."""
 
     _fields_ = tuple(
         (name, ctypes.c_int64)
@@ -31,13 +33,14 @@ def sums(
     stride: tuple[int, int],
     padding: tuple[int, int],
 ) -> Tensor:
-    """Correlation of two images, summed over the images of a row: (B, height, width of the kernel,
-    channels, made).
+    """Correlate two images and sum over the images of a row.
+
+    Returns (B, height, width of the kernel, channels, made).
 
     Args:
-        seen: (B, T, channels, height, width), T images of each row; where
-            ``dispatch.available_for``.
-        met: (B, T, made, tall, broad), at most as many places as the kernel has on ``seen``.
+        seen: (B, T, channels, height, width), T images of each row; ``dispatch.available_for`` must
+            hold.
+        met: (B, T, made, tall, broad), at most as many positions as the kernel has on ``seen``.
         kernel: (height, width).
         stride: (down, right), of the kernel over ``seen``.
         padding: (vertical, horizontal) zeros around ``seen``.

@@ -1,14 +1,14 @@
 """1x1 convolutions with a stride over few channels.
 
-For these oneDNN, which computes torch's convolutions on a CPU, writes the gradient of the weights
-past its memory, where rows are channels last: numbers are wrong, or the process dies (oneDNN issue
-6035; seen with torch 2.14 and AVX2). Skipping pixels first gives the same numbers.
+For channels-last rows oneDNN, which computes torch's convolutions on a CPU, writes the gradient of
+these weights out of bounds: results are wrong, or the process crashes (oneDNN issue 6035; seen with
+torch 2.14 and AVX2). Skipping pixels first gives the same result.
 """
 
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
-CHANNELS = 16  # of a group: a block of AVX-512; with AVX2 the fault ends at 8
+CHANNELS = 16  # per block of AVX-512; with AVX2 the fault ends at 8
 
 
 class PointwiseConv2d(nn.Conv2d):
@@ -21,7 +21,7 @@ class PointwiseConv2d(nn.Conv2d):
 
 
 def avoid_overrun(layer: nn.Module) -> None:
-    """Make a layer that oneDNN computes wrongly a ``PointwiseConv2d``; parameters stay."""
+    """Convert a layer that oneDNN computes wrongly to a ``PointwiseConv2d``; parameters stay."""
     if (
         type(layer) is nn.Conv2d
         and (layer.kernel_size, layer.padding) in (((1, 1), (0, 0)), ((1, 1), "valid"))

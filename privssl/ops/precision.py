@@ -5,8 +5,8 @@ Convolutions and linear layers round rows and weights to bfloat16 and add in flo
 docs/performance.md has step times; a processor without bfloat16 instructions is several times
 slower.
 
-DP-SGD refuses it: per-row gradients are clipped and noised in float32. A label census may use it:
-it releases counts.
+DP-SGD refuses it: per-example gradients are clipped and noised in float32. A label census may use
+it, because it releases counts.
 """
 
 import platform
@@ -28,7 +28,7 @@ POOLED = ("small_cnn",)  # except with the fused kernels
 
 
 def fastest_precision(classifier: str, device: str) -> Precision:
-    """The faster precision of a classifier on this machine, as far as measured.
+    """Return the faster precision of a classifier on this machine, as far as measured.
 
     Args:
         classifier: as ``model.name``.
@@ -40,13 +40,13 @@ def fastest_precision(classifier: str, device: str) -> Precision:
 
 
 def is_emulated(precision: Precision | Literal["auto"], device: str) -> bool:
-    """Whether this processor lacks bfloat16 instructions; arguments as in section ``run``."""
-    x86 = platform.machine() in ("x86_64", "AMD64")  # others: unknown
+    """Return whether this processor lacks bfloat16 instructions; arguments as in ``run``."""
+    x86 = platform.machine() in ("x86_64", "AMD64")  # unknown for others
     return precision == "bfloat16" and _on_cpu(device) and x86 and not has_instructions()
 
 
 def has_instructions() -> bool:
-    """Whether this x86 processor has bfloat16 instructions."""
+    """Return whether this x86 processor has bfloat16 instructions."""
     found: bool = torch.cpu._is_avx512_bf16_supported()
     return found
 
@@ -56,7 +56,7 @@ def _on_cpu(device: str) -> bool:
 
 
 def in_precision(kind: type[Network], precision: Precision) -> type[Network]:
-    """A subclass whose forward pass has that precision and float32 output.
+    """Return a subclass with that precision in its forward pass, and float32 output.
 
     Parameters, their names and initial values are those of ``kind``.
     """
@@ -65,7 +65,7 @@ def in_precision(kind: type[Network], precision: Precision) -> type[Network]:
 
 
 def precision_of(network: nn.Module) -> Precision:
-    """The precision of a network's multiplications."""
+    """Return the precision of a network's multiplications."""
     found: Precision = getattr(network, "precision", "float32")
     return found
 
@@ -84,7 +84,7 @@ def _narrow(kind: type[nn.Module]) -> type:
         def forward(self, x: Tensor, *others: Any) -> Tensor | tuple[Tensor, ...]:
             with torch.autocast(x.device.type, torch.bfloat16):
                 out = super().forward(x, *others)
-            if isinstance(out, tuple):  # images of a variational generator, and costs of codes
+            if isinstance(out, tuple):  # images of a variational generator, and KL divergences
                 return tuple(part.float() for part in out)
             found: Tensor = out.float()
             return found
@@ -94,5 +94,5 @@ def _narrow(kind: type[nn.Module]) -> type:
 
 
 def upcast(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-    """Group norm reads float32: in bfloat16 it takes ten times as long on a CPU."""
+    """Convert group norm's input to float32: in bfloat16 it is ten times slower on a CPU."""
     return (given[0].float(),)

@@ -1,8 +1,8 @@
-"""Test the kernels for clipping and noise against plain arithmetic, once in each process that
-trains under DP.
+"""Test the kernels for clipping and noise, once in each process that trains under DP.
 
-The guarantee rests on them, and another processor runs other code than the one that ran the tests.
-It takes a millisecond or two. Independence of rows is left to tests/ops.
+The guarantee depends on them, and other processors run other code than the one that ran the tests.
+Plain arithmetic is the reference; it takes one or two milliseconds. tests/ops test independence of
+rows.
 """
 
 import math
@@ -17,7 +17,7 @@ from privssl.errors import PrivacyError
 from privssl.ops import clipping, dispatch, gaussian_noise
 
 CLIP_NORM = 0.5
-NUMBERS = (3, 37, 2063)  # elements of each parameter: whole vectors and blocks, and remainders
+NUMBERS = (3, 37, 2063)  # elements of each parameter: full vectors and blocks, and remainders
 PAIRS = 515  # of random words
 
 
@@ -35,7 +35,7 @@ def refuse_wrong_kernels() -> None:
 
 @cache
 def _wrong(instruction_set: str) -> str | None:
-    """What the first wrong kernel should do."""
+    """Name the first wrong kernel by its task."""
     for what, does in (
         ("clips rows", _clips),
         ("draws noise", _draws),
@@ -47,7 +47,8 @@ def _wrong(instruction_set: str) -> str | None:
 
 
 def _clips() -> bool:
-    """Short and long rows, one not drawn, one not finite, one long by ``norms`` alone."""
+    """Test clipping: short and long rows, one not sampled, one not finite, one long only by
+    ``norms``."""
     sizes = _numbers([1e-3, 1.0, 1e-2, 3.0, 1e3, 1e-2, 1e-3])
     written = [_normal(len(sizes), n, seed=n) * sizes[:, None] for n in NUMBERS]
     left = _normal(len(sizes), 1, 5, seed=5) * sizes[:, None, None]
@@ -68,7 +69,7 @@ def _clips() -> bool:
 
 
 def _draws() -> bool:
-    """Random words from the smallest to the largest."""
+    """Test Box-Muller from the smallest to the largest random words."""
     words = np.random.default_rng(0).integers(0, 2**64, (2, PAIRS), dtype=np.uint64)
     words[:, :3] = [[0, 0, 2**64 - 1], [0, 2**64 - 1, 0]]
     tail = (words[0].astype(np.longdouble) + 1) * 2.0**-64  # in (0, 1]
@@ -79,7 +80,7 @@ def _draws() -> bool:
 
 
 def _adds_noise() -> bool:
-    """With and without rounding."""
+    """Test noise with and without rounding."""
     sums, deviation = [_normal(n, seed=n).double() for n in NUMBERS], 0.7
     drawn = _normal(sum(NUMBERS), seed=0).double()
     wanted = torch.cat(sums) + deviation * drawn
@@ -88,23 +89,23 @@ def _adds_noise() -> bool:
         gaussian_noise.add(sums, drawn.numpy(), deviation, step, noisy)
         found = torch.cat(noisy)
         on_grid = not step or bool((found / step == (found / step).round()).all())
-        # The nearest multiple, up to the last bit before rounding; else float32's.
+        # The nearest multiple, up to the last bit before rounding; otherwise float32's.
         if not (on_grid and _near(found, wanted, 0.5 * step + 1e-6)):
             return False
     return True
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
-    """The same normal numbers each time."""
+    """Return reproducible normal numbers."""
     drawn = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     return torch.from_numpy(drawn)
 
 
 def _numbers(values: Sequence[float]) -> Tensor:
-    """float32 on the CPU, whatever torch's defaults."""
+    """Return float32 on the CPU, whatever torch's defaults."""
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def _near(found: Tensor, wanted: Tensor, by: Tensor | float) -> bool:
-    """NaN is near nothing."""
+    """Return whether all numbers are close; false for NaN."""
     return bool(((found.double() - wanted).abs() <= by).all())

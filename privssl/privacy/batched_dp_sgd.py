@@ -1,11 +1,11 @@
-"""DP-SGD steps of several agents as one.
+"""Batched DP-SGD steps of several agents.
 
-Rows, noise and budgets are each agent's own, as in ``privacy/dp_sgd.py``. Passes, norms and sums
+Rows, noise and budgets stay separate by agent, as in ``privacy/dp_sgd.py``. Passes, norms and sums
 (``per_example_gradients.factored_gradients``), noise and steps run once for all agents. Sums have
-another order; nothing of one agent's rows reaches another's sum. Agents whose rows would be rounded
-by their place or their neighbours in a stack are computed one by one.
+another order; no agent's rows enter another's sum. If the rounding of rows would depend on their
+position or neighbours in a stack, agents are computed one by one.
 
-Not batched: losses that are no ``deferred.ExampleLoss`` of the trained networks, and layers that
+Not batched: losses that are not a ``deferred.ExampleLoss`` of the trained networks, and layers that
 ``training/batched/stacking.py`` does not list.
 """
 
@@ -23,11 +23,11 @@ from privssl.runtime.process import single_threaded
 from privssl.training.batched.deferred import ExampleLoss
 from privssl.training.batched.stacking import COPY, JointSteps
 
-NUMBERS_AT_ONCE = 2**28  # rows times parameters of one stack, to bound memory
+NUMBERS_AT_ONCE = 2**28  # rows times parameters of one stack, to bound the memory
 
 
 def can_sum(one: ClippedSum) -> bool:
-    """Whether these sums can be batched with other agents'."""
+    """Return whether these sums can be batched with other agents'."""
     loss = one.row_loss
     if not one.joint:
         return False
@@ -38,7 +38,7 @@ def can_sum(one: ClippedSum) -> bool:
 
 
 def clipped_sums_batched(wanted: Sequence[ClippedSum]) -> list[dict[Key, Tensor]]:
-    """The sums, in the order of ``wanted``; ``can_sum`` is true of each."""
+    """Compute the sums, in the order of ``wanted``; ``can_sum`` holds for each."""
     kinds: dict[Hashable, list[int]] = {}
     for place, one in enumerate(wanted):
         kinds.setdefault(_kind(one), []).append(place)
@@ -54,7 +54,7 @@ def clipped_sums_batched(wanted: Sequence[ClippedSum]) -> list[dict[Key, Tensor]
 
 
 def _kind(one: ClippedSum) -> Hashable:
-    """Sums of one kind can be batched. Agents may differ in the number of rows."""
+    """Return a key; sums with the same key can be batched. Numbers of rows may differ."""
     loss = one.row_loss
     assert isinstance(loss, ExampleLoss)
     modes = tuple(vars(network)[COPY].modes() for network in loss.networks.values())
@@ -68,7 +68,7 @@ def _of(one: ClippedSum) -> dict[Key, Tensor]:
 
 
 def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
-    """Of agents of one kind."""
+    """Compute sums of agents with the same key."""
     first = wanted[0]
     if len(wanted) == 1:
         return [first.run_single()]
@@ -97,8 +97,11 @@ def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
 
 
 def _keeps_bits(one: ClippedSum, parameters: Parameters, fields: Mapping[str, Tensor]) -> bool:
-    """Whether a row of such a stack has the same bits beside any other rows. Tried on made-up rows,
-    once for each kind and size: other kernels work here than for one agent."""
+    """Return whether the bits of a row in such a stack are independent of the other rows.
+
+    Tested on synthetic rows, once for each kind and size, because other kernels run than for one
+    agent.
+    """
     assert isinstance(one.row_loss, ExampleLoss)
     networks = tuple(map(row_bits.identity, one.row_loss.networks.values()))
     sizes = tuple(x.shape[:2] for x in fields.values())
@@ -119,8 +122,8 @@ _TRIED: dict[Hashable, bool] = {}
 
 
 def noisy_steps_batched(steps: Sequence[NoisyOptimizerStep], joint: JointSteps) -> None:
-    """``NoisyOptimizerStep.run_single`` for all of them."""
-    from privssl.privacy.noisy_optimizer import add_noise  # Opacus, as in privacy/dp_sgd.py
+    """Run ``NoisyOptimizerStep.run_single`` for all of them."""
+    from privssl.privacy.noisy_optimizer import add_noise  # imports Opacus, as in privacy/dp_sgd.py
 
     add_noise([step.optimiser for step in steps])
     for step in steps:

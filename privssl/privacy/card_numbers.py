@@ -1,4 +1,4 @@
-"""The numbers of the privacy card: what each account spent, by several accountants."""
+"""The numbers of the privacy card: the epsilon of each account, by several accountants."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,13 @@ NOT_FIXED = "visits were not exactly those that the plan had fixed beforehand"
 def fixed_beforehand(
     accounts: Iterable[tuple[AccountPlan, Sequence[Event]]], planned: int | None, *, shared: bool
 ) -> bool:
-    """Whether every account was charged exactly the planned visits.
+    """Return whether every account was charged exactly the planned visits.
 
-    Otherwise who saw results may have chosen when to stop. Then what was charged is no bound (an
-    odometer needs more delta), but the budget is (a filter): arXiv:1605.08294.
+    Otherwise the stopping time may depend on results. Then the charges are no bound (an odometer
+    needs more delta), but the budget is (a filter): arXiv:1605.08294.
 
     Args:
-        planned: visits of each; None where the run was stopped. shared: accounts outlive runs.
+        planned: visits of each; None if the run was stopped. shared: accounts outlive runs.
     """
     return not shared and all(
         len(spent) == planned and all(event == plan.event for event in spent)
@@ -36,11 +36,11 @@ def agent_entry(
     agent: str, plan: AccountPlan, events: Sequence[Event], head: str, kind: Kind,
     *, fixed: bool, promised: float,
 ) -> AgentEntry:  # fmt: skip
-    """The card's row of one agent.
+    """Return the card's entry of one agent.
 
     Args:
         events: one per charged visit. head: hash of its ledger's last line. fixed: whether
-        :func:`fixed_beforehand`. promised: the budget that its account began with.
+        :func:`fixed_beforehand`. promised: the initial budget of its account.
     """
     budget, cost = plan.budget, plan.cost(events)
     delta, value = plan.delta_of(cost), plan.epsilon(cost, promised)
@@ -66,9 +66,9 @@ _NO_BOUNDS: NumericBounds = {
 }  # fmt: skip
 
 
-@lru_cache(maxsize=64)  # agents often spend the same
+@lru_cache(maxsize=64)  # agents often spend the same amount
 def _numeric_bounds(events: tuple[Event, ...], delta: float, value: float) -> NumericBounds:
-    """Bounds by numeric composition, valid because the plan was fixed beforehand."""
+    """Compute bounds by numeric composition, valid because the plan was fixed beforehand."""
     prv, lower, upper, why = None, None, None, None
     if delta == 0:
         why = "epsilon is the exact sum of pure releases"
@@ -87,13 +87,13 @@ def paper_sum(
     entries: Iterable[AgentEntry],
     delta: float,
 ) -> float:
-    """Epsilon of each visit on its own, added up over visits and agents: the paper's total.
+    """Return the paper's total: the sum of each visit's epsilon over visits and agents.
 
-    By the moments accountant, whose values may be added up: never below the composed epsilons.
+    Uses the moments accountant, whose values may be summed: never below the composed epsilons.
 
     Args:
-        entries: of the same agents. With several kinds of visits an account may count more than
-        their sum, and then that.
+        entries: of the same agents. With several kinds of visits an account's epsilon may exceed
+            their sum; then it counts.
     """
     terms = []
     for (plan, events), entry in zip(spent, entries, strict=True):

@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires it before Python 3.12
 
 from accounting.account_plan import Scope
 from accounting.budget import Adjacency, Span
@@ -12,8 +12,8 @@ from accounting.canonical_json import decode_strictly
 SCHEMA: Literal[3] = 3
 
 Status = Literal["covered", "post-processing", "not covered"]
-#: What an epsilon is: covered by a claim, nominal, or only charged: to damaged ledgers, or for
-#: visits that were not exactly those fixed beforehand.
+#: Meaning of an epsilon: covered by a guarantee, nominal, or only charged (damaged ledgers, or
+#: visits other than those fixed beforehand).
 Kind = Literal["guaranteed", "nominal", "charged"]
 
 
@@ -34,7 +34,8 @@ class AgentEpsilon(NumericBounds):
 
 
 class AgentEntry(TypedDict):
-    """The card's row of one agent. ``visit`` is the event of one; ``rows`` None where private."""
+    """The card's entry of one agent. ``visit`` is the event of one visit; ``rows`` is None if
+    private."""
 
     agent: str
     epsilon: AgentEpsilon
@@ -47,7 +48,7 @@ class AgentEntry(TypedDict):
 
 
 class FormerLedger(TypedDict):
-    """What one agent spent in a replaced run, of which budget; numbers are None if it is damaged.
+    """The epsilon and budget of one agent in a replaced run; numbers are None if it is damaged.
 
     ``ledger`` is the name of its folder.
     """
@@ -73,7 +74,7 @@ class Claim(TypedDict):
 
 
 class Headline(TypedDict):
-    """The tightest epsilon that a numeric accountant vouches for. Nothing is enforced with it."""
+    """The tightest epsilon of a numeric accountant. It is not used for enforcement."""
 
     kind: Kind
     epsilon: float
@@ -81,7 +82,7 @@ class Headline(TypedDict):
 
 
 class Totals(TypedDict):
-    """Epsilon over agents: of the largest, of one person at every agent, and the paper's sum."""
+    """Epsilon over agents: the largest, of one person at every agent, and the paper's sum."""
 
     kind: Kind
     overall: float
@@ -93,14 +94,14 @@ Side = Annotated[int, Field(gt=0, lt=1 << 16)]
 
 
 class TaskEntry(TypedDict):
-    """Number of classes, and the shape of a row."""
+    """The number of classes, and the shape of a row."""
 
     classes: Side
     shape: Annotated[list[Side], Field(min_length=1, max_length=3)]
 
 
 class EncoderEntry(TypedDict):
-    """The frozen public network that mapped every row, and its data, which are public."""
+    """The frozen public encoder, and its public training data."""
 
     name: str
     weights: str
@@ -151,12 +152,12 @@ class PrivacyCard(TypedDict):
     sentence: str
 
 
-# A class variable of a TypedDict, which a type checker would take for a key.
+# Set here, because a type checker would take a class variable of a TypedDict for a key.
 setattr(PrivacyCard, "__pydantic_config__", ConfigDict(strict=True, extra="forbid"))  # noqa: B010
 
 
 def parse_card(content: bytes) -> tuple[PrivacyCard, list[str]]:
-    """Read ``privacy.json``; returns the card and the places of keys that no card has.
+    """Read ``privacy.json``; return the card and the places of unknown keys.
 
     Raises:
         accounting.errors.PlanError: it is not strict JSON.

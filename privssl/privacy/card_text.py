@@ -1,7 +1,7 @@
-"""The privacy card in words: its sentences, and its page ``privacy.md``.
+"""The sentences of the privacy card, and its page ``privacy.md``.
 
-Every word follows from the fields of the card (``privacy/card_schema.py``), so an audit writes the
-same page from ``privacy.json``.
+The text is a function of the fields of the card (``privacy/card_schema.py``), so an audit writes
+the same page from ``privacy.json``.
 """
 
 import math
@@ -21,7 +21,7 @@ _CHARGED = (
 
 
 def guarantee_sentence(card: Mapping[str, Any] | None) -> str:
-    """What the run may claim, in words made from the card's numbers; None: not private."""
+    """Return the guarantee in words, from the card's numbers; None if the run is not private."""
     if card is None:
         return NO_GUARANTEE
     if card.get("ledger_problems"):
@@ -41,7 +41,7 @@ def guarantee_sentence(card: Mapping[str, Any] | None) -> str:
 
 
 def headline_sentence(card: Mapping[str, Any] | None) -> str | None:
-    """The tighter number in words, or None where there is none.
+    """Return the tighter epsilon in words, or None if there is none.
 
     It holds for the same unit, neighbours, observer and exclusions as the card's sentence.
     """
@@ -56,7 +56,7 @@ def headline_sentence(card: Mapping[str, Any] | None) -> str | None:
 
 
 def encoder_sentence(encoder: EncoderEntry) -> str:
-    """What the claim says of the data of an encoder: nothing."""
+    """State that the guarantee does not cover the data of an encoder."""
     return (
         f"What the frozen encoder {encoder['name']} was trained on, which is taken as public: "
         f"{encoder['trained_on']}. Fine-tuning it on private rows would be outside of the claim."
@@ -64,7 +64,7 @@ def encoder_sentence(encoder: EncoderEntry) -> str:
 
 
 def network_sentence(network: Mapping[Literal["name", "weights"], str]) -> str:
-    """What the claim says of a network's code, and of what its initial weights learned from."""
+    """State that the guarantee covers neither a network's code nor the data of its weights."""
     file = f" (model.weights, SHA-256 {network['weights']})" if network["weights"] else ""
     own = is_outside(network["name"])
     code = " Its code is not of privssl and was tried, not proved." if own else ""
@@ -75,7 +75,7 @@ def network_sentence(network: Mapping[Literal["name", "weights"], str]) -> str:
 
 
 def render_markdown(card: Mapping[str, Any]) -> str:
-    """The card as a page for people: ``privacy.md``."""
+    """Render the card as the page ``privacy.md``."""
     number, sums, looser = _number(card), card["epsilon"], "bound"
     if card["guarantee"] and sums["kind"] == "charged":
         number, looser = "charged epsilon", "number"
@@ -169,7 +169,7 @@ def _attack_sentence(bounds: Mapping[str, float]) -> str:
 
 
 def _percent(share: float) -> str:
-    """Rounded up, at most all.
+    """Format a share as a percentage, rounded up, at most 100%.
 
     >>> _percent(0.98201)
     '98.21%'
@@ -182,5 +182,5 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that cannot break out of a table cell or a heading."""
+    """Escape text for a table cell or a heading."""
     return " ".join(text.replace("|", "/").split())

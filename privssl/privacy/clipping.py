@@ -1,12 +1,12 @@
-"""The clipped sum of DP-SGD: no row moves it by more than the clip norm.
+"""The clipped sum of DP-SGD: no row changes it by more than the clip norm.
 
 Abadi et al. (CCS 2016), Algorithm 1, "clip gradient", over all networks of a step together. A
 gradient that is not finite counts as 0, by the same operations: an error or a branch would reveal
 the row. (Time on subnormal numbers depends on the processor.)
 
-A row's gradient is a :class:`DenseGradients`, or an :class:`OuterProductGradients`, two factors
-whose product is never computed for one row: of a linear layer (Goodfellow 2015; Li et al. 2022,
-"ghost clipping") or a convolution. The norm is that of what is summed, in both.
+A per-example gradient is a :class:`DenseGradients`, or an :class:`OuterProductGradients`: two
+factors whose product is never computed for one row, of a linear layer (Goodfellow 2015; Li et al.
+2022, "ghost clipping") or a convolution. In both, the norm is that of the summed gradient.
 
 Norms, factors and sums are float64: a row weighs the clip norm to one part in 10^9, and n rows are
 summed to within n^2 x 2.3e-16 of it (docs/dp_sgd.md).
@@ -26,9 +26,9 @@ from privssl.ops import dispatch
 from privssl.ops.clipping import KernelInput
 
 BLOCK = 2**18  # elements converted to float64 at once
-LONGEST = math.sqrt(torch.finfo(torch.float32).max)  # of a row that counts
-#: Rounding moves a product of factors by 1e-7 of its terms, which may cancel: a row's norm is taken
-#: as at least a thousandth of its terms.
+LONGEST = math.sqrt(torch.finfo(torch.float32).max)  # largest norm of a row that counts
+#: Rounding changes a product of factors by 1e-7 of its terms, which may cancel: a row's norm is
+#: taken to be at least a thousandth of its terms.
 CANCELLED = 1e-6
 
 
@@ -36,35 +36,37 @@ class PerExampleGradients(Protocol):
     """The gradients of one parameter, for each of B rows."""
 
     def norms(self) -> Tensor:
-        """(B,) float64, at least the norms of what :meth:`total` adds; not finite if the gradient
-        is not."""
+        """Return norms (B,) float64, at least those of the gradients that :meth:`total` adds.
+
+        Not finite if the gradient is not.
+        """
 
     def total(self, factors: Tensor) -> Tensor:
-        """The float64 sum over rows of factor times gradient (*shape); a factor 0 leaves a row out.
+        """Return the float64 sum over rows of factor times gradient (*shape); factor 0 omits a row.
 
         Args:
             factors: (B,) float64; or (A, B), for A agents with B rows each: (A, *shape).
         """
 
     def kernel_input(self) -> KernelInput | None:
-        """What the kernel measures and sums instead of :meth:`norms` and :meth:`total`, or None."""
+        """Return the kernel's input that replaces :meth:`norms` and :meth:`total`, or None."""
 
     def from_totals(self, totals: Tensor, first: int) -> Tensor:
-        """The sum (*shape) that the kernel wrote at ``first`` among those of all parameters."""
+        """Return the sum (*shape) that the kernel wrote at ``first`` for this parameter."""
 
 
 @dataclass(frozen=True)
 class DenseGradients:
-    """Gradients row by row, in any order of their axes."""
+    """Dense per-example gradients, with any order of axes."""
 
-    each: Tensor  # (B, ...); written into
-    axes: tuple[int, ...] | None = None  # the parameter's, among those of ``each`` without B
+    each: Tensor  # (B, ...); overwritten
+    axes: tuple[int, ...] | None = None  # the parameter's axes, among those of ``each`` without B
 
     def norms(self) -> Tensor:
         return _norms(self.each)
 
     def total(self, factors: Tensor) -> Tensor:
-        # Under vmap, a gradient that does not depend on rows has stride 0.
+        # Under vmap, a gradient that is independent of rows has stride 0.
         own = self.each.contiguous() if 0 in self.each.stride() else self.each
         # 0 times infinity is NaN. Unconditional: a branch would reveal rows.
         finite = own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -85,11 +87,11 @@ class DenseGradients:
 
 @dataclass(frozen=True)
 class OuterProductGradients:
-    """Gradients of a matrix: the sum over T places of left_t right_t^T."""
+    """Gradients of a matrix: the sum over T positions of left_t right_t^T."""
 
     left: Tensor  # (B, T, p)
     right: Tensor  # (B, T, d)
-    #: Of a convolution, whose weight is (p, channels, height, width): d is height, width, channels.
+    #: For a convolution with weight (p, channels, height, width): d is height, width, channels.
     kernel: tuple[int, int, int] | None = None
 
     def norms(self) -> Tensor:
@@ -107,12 +109,12 @@ class OuterProductGradients:
         left, agents = left * factors.reshape(-1, 1, 1), factors.shape[:-1]
         left, right = (
             t.reshape(*agents, -1, t.shape[-1]) for t in (left, right)
-        )  # (rows times places, p or d), of each agent
+        )  # (rows times positions, p or d), of each agent
         return self.reshape_like(left.mT @ right)
 
     @cached_property
     def _wide(self) -> tuple[Tensor, Tensor]:
-        """Copies in float64, which :meth:`norms` reads and :meth:`total` then overwrites."""
+        """Return float64 copies, which :meth:`norms` reads and :meth:`total` then overwrites."""
         left, right = (side.to(torch.float64, copy=True) for side in (self.left, self.right))
         return left, right
 
@@ -126,7 +128,7 @@ class OuterProductGradients:
         return self.reshape_like(totals[first : first + high * wide].view(high, wide))
 
     def reshape_like(self, matrices: Tensor) -> Tensor:
-        """(..., p, d) -> (..., *shape of the parameter)."""
+        """Reshape (..., p, d) to (..., *shape of the parameter)."""
         if self.kernel is None:
             return matrices
         return matrices.view(*matrices.shape[:-1], *self.kernel).movedim(-1, -3)
@@ -135,9 +137,10 @@ class OuterProductGradients:
 def clipped_sums(
     gradients: Sequence[PerExampleGradients], drawn: Tensor, clip_norm: float
 ) -> list[Tensor]:
-    """Sums over rows of g min(1, clip_norm / (|g| + 1e-6)), g a row's gradient of all parameters.
+    """Sum g min(1, clip_norm / (|g| + 1e-6)) over rows, g a row's gradient of all parameters.
 
-    Opacus' rule; its ``clip_and_accumulate`` reads and writes all gradients several times more.
+    This is Opacus' rule; its ``clip_and_accumulate`` reads and writes all gradients several times
+    more.
 
     Args:
         gradients: of each parameter, at least one, B >= 1 rows.
@@ -146,7 +149,7 @@ def clipped_sums(
         clip_norm: > 0.
 
     Returns:
-        One float64 sum for each parameter; of A agents (A, *shape).
+        One float64 sum for each parameter; for A agents (A, *shape).
     """
     factors, inputs = factors_and_inputs(gradients, drawn, clip_norm)
     known = [there for there in inputs if there is not None]
@@ -166,8 +169,8 @@ def clipped_sums(
 def factors_and_inputs(
     gradients: Sequence[PerExampleGradients], drawn: Tensor, clip_norm: float
 ) -> tuple[Tensor, list[KernelInput | None]]:
-    """Clipping factors, and what the kernel sums of each parameter, or None."""
-    # The kernel takes one agent's rows.
+    """Return clipping factors, and the kernel's input for each parameter, or None."""
+    # The kernel supports only one agent's rows.
     inputs = [one.kernel_input() if drawn.dim() == 1 else None for one in gradients]
     norms = [one.norms() for one, there in zip(gradients, inputs, strict=True) if there is None]
     norm = torch.stack(norms, dim=1).norm(dim=1) if norms else None
@@ -178,7 +181,7 @@ def factors_and_inputs(
 
 
 def _factors(norms: Tensor, drawn: Tensor, clip_norm: float) -> Tensor:
-    """Clipping factors of rows with these norms, in the shape of ``drawn``."""
+    """Return clipping factors of rows with these norms, in the shape of ``drawn``."""
     if len(norms) != drawn.numel():
         raise ValueError(f"gradients of {len(norms)} rows, where {drawn.numel()} were looked at")
     norms = norms.view(drawn.shape)
@@ -188,19 +191,19 @@ def _factors(norms: Tensor, drawn: Tensor, clip_norm: float) -> Tensor:
 
 
 def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
-    """Infinite, where a factor is too long: the other one may be subnormal, with few digits."""
+    """Return infinity if a factor is too long: the other may be subnormal, with few digits."""
     keep = torch.stack([length < LONGEST for length in lengths]).all(dim=0)
     return norms.where(keep, math.inf)
 
 
 def _norms(sample: Tensor) -> Tensor:
-    """Norm of each row (B,), in blocks that fit a cache in float64."""
+    """Compute the norm of each row (B,), in blocks that fit a cache in float64."""
     flat = sample.reshape(len(sample), -1)
     return torch.cat([some.double().norm(dim=1) for some in torch.split(flat, _at_once(flat))])
 
 
 def _weighted(factors: Tensor, numbers: Tensor) -> Tensor:
-    """Sums over rows of factors (..., B) times numbers (..., B, N): (..., N)."""
+    """Sum factors (..., B) times numbers (..., B, N) over rows: (..., N)."""
     size = _at_once(numbers)
     parts = zip(torch.split(factors, size, -1), torch.split(numbers, size, -2), strict=True)
     return sum(
@@ -210,5 +213,5 @@ def _weighted(factors: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _at_once(rows: Tensor) -> int:
-    """Rows of one block, for rows (..., B, N)."""
+    """Return the number of rows of one block, for rows (..., B, N)."""
     return max(1, BLOCK // max(1, rows.numel() // rows.shape[-2]))

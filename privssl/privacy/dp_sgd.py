@@ -1,17 +1,17 @@
 """DP-SGD at a support agent: sampling, clipping, noise and accounting event from one plan.
 
-Per-row gradients come from a per-row loss under vmap, which cannot mix rows
+Per-example gradients come from a per-example loss under vmap, which cannot mix rows
 (``privacy/per_example_gradients.py``); backward hooks do not work when one network's output feeds
 another. The joint gradient of all protected networks is clipped row by row and summed
 (``privacy/clipping.py``); Opacus' ``DPOptimizer`` adds the noise and steps.
 
 * Masks and noise come from ``accounting.secure_random``: never seeded, stored or resumed. (torch's
   CPU generator keeps 32 bits of its seed.)
-* Rows whose gradient is not finite contribute zero, silently: an error would reveal them.
+* Rows whose gradient is not finite contribute zero without an error, which would reveal them.
 * The divisor is the public expected batch size; an empty batch takes a noisy step.
-* Every part of a batch has one public size and is computed in one thread: kernels round otherwise
-  for other numbers of rows or threads, and with weights that a server chooses, rounding can be all
-  that is left of a gradient. Rows that were not drawn, and zeros, fill parts up and are masked out.
+* Every part of a batch has one public size and is computed in one thread: rounding depends on the
+  number of rows and threads, and a server can choose weights so that rounding dominates the
+  gradient. Rows that were not sampled, and zeros, pad parts and are masked out.
 
 docs/dp_sgd.md has more. Abadi et al. 2016; Mironov et al. 2019.
 """
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Rows (B, ...) and zeros, ``rows`` in all."""
+    """Pad rows (B, ...) with zeros to ``rows`` in total."""
     missing = rows - len(x)
     return torch.cat([x, x.new_zeros((missing, *x.shape[1:]))]) if missing else x
 
 
 @dataclass(frozen=True, eq=False)
 class ClippedSum:
-    """The sums over rows of clipped gradients that a private step needs."""
+    """The sums of clipped gradients of a private step."""
 
     row_loss: RowLoss
     parameters: Parameters
@@ -58,7 +58,7 @@ class ClippedSum:
     joint: bool = True  # whether it may be batched with other agents'
 
     def run_single(self) -> dict[Key, Tensor]:
-        """The float64 sum for each parameter that a row's loss depends on."""
+        """Compute the float64 sum for each parameter that a row's loss depends on."""
         with single_threaded():
             gradients = factored_gradients(self.row_loss, self.parameters, self.fields)
             return self.add_clipped_sum(gradients, self.drawn)
@@ -74,7 +74,7 @@ class ClippedSum:
 
 @dataclass(frozen=True, eq=False)
 class NoisyOptimizerStep:
-    """A step along noisy sums of clipped gradients."""
+    """An optimiser step along noisy sums of clipped gradients."""
 
     optimiser: "SecureNoise"
     expected_batch: float
@@ -86,19 +86,19 @@ class NoisyOptimizerStep:
         self.forget()
 
     def average(self) -> None:
-        """Noisy sums become gradients; the divisor is public."""
+        """Turn noisy sums into gradients; the divisor is public."""
         torch._foreach_div_([p.grad for p in self.optimiser.params], self.expected_batch)
 
     def forget(self) -> None:
-        """The sum without noise does not outlive its step."""
+        """Delete the sum without noise."""
         for parameter in self.optimiser.params:
             parameter.grad = parameter.summed_grad = None
 
 
 def microbatch_size(networks: Mapping[str, nn.Module], numbers: int) -> int:
-    """Rows whose gradients are computed and held at once: 256 or 64, by public sizes.
+    """Return the number of rows per pass: 256 or 64, by public sizes.
 
-    256 rows save 13 to 24% of a step of one network on small grey images; larger images leave the
+    256 rows save 13 to 24% of a step of one network on small grey images; larger images exceed the
     caches.
 
     Args:
@@ -150,16 +150,16 @@ def make_dp_sgd_plan(
 
 
 class PrivateTraining:
-    """Train networks on an agent's rows under a plan; one object for each visit."""
+    """Private training of networks on an agent's rows under a plan; one object per visit."""
 
     def __init__(self, plan: PrivatePlan, networks: Mapping[str, nn.Module]) -> None:
-        """``networks``: the protected ones; frozen ones belong to the row loss.
+        """Prepare a visit. ``networks``: the protected ones; frozen ones belong to the row loss.
 
         Raises:
             PrivacyError: one has buffers, which would be sent without noise; parameters() of one
-                are not those of named_parameters(); two share a parameter,
-                whose gradient would be clipped as two; matrix products are rounded, so a row could
-                exceed its measured norm; or a kernel for clipping or noise fails its self-test.
+                differ from named_parameters(); two share a parameter, whose gradient would be
+                clipped as two; matrix products are rounded, so a row could exceed its measured
+                norm; or a kernel for clipping or noise fails its self-test.
         """
         moving = [name for name, net in networks.items() if any(True for _ in net.buffers())]
         if moving:
@@ -186,10 +186,10 @@ class PrivateTraining:
                 "torch.set_float32_matmul_precision to highest"
             )
         self_test.refuse_wrong_kernels()
-        from privssl.privacy.noisy_optimizer import SecureNoise  # Opacus takes seconds to import
+        from privssl.privacy.noisy_optimizer import SecureNoise  # importing Opacus takes seconds
 
         self._optimizer = SecureNoise(
-            # New for every visit: its momentum contains only this visit's noisy gradients.
+            # New for every visit, so that its momentum contains only this visit's noisy gradients.
             optim.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum),
             noise_multiplier=plan.noise_multiplier,
             max_grad_norm=plan.clip_norm,
@@ -205,7 +205,7 @@ class PrivateTraining:
         *,
         at_once: int = 64,
     ) -> None:
-        """All steps of the visit. The caller has charged the event.
+        """Run all steps of the visit. The caller has charged the event.
 
         Args:
             rows: labelled rows that the agent holds, >= 0.
@@ -214,7 +214,7 @@ class PrivateTraining:
             at_once: rows of one pass: :func:`microbatch_size`.
 
         Raises:
-            PrivacyError: the step has trained privately before, under the same charge.
+            PrivacyError: the step has already trained privately under the same charge.
         """
         begin_release()
         mean: list[Tensor] = []
@@ -224,13 +224,13 @@ class PrivateTraining:
             mask = self._plan.draw_batch(rows)
             if self._plan.keeps_places(rows):
                 order = torch.arange(rows)
-            else:  # rows that were not drawn fill the batch up to its public size
+            else:  # rows that were not sampled pad the batch to its public size
                 drawn, others = mask.nonzero()[:, 0], (~mask).nonzero()[:, 0]
                 order = torch.cat([drawn, others])[: max(parts * size, len(drawn))]
             for number, part in enumerate(torch.split(order, size)):
                 if len(part):
                     fields = {k: pad_rows(v, size) for k, v in fields_of(part, step).items()}
-                    # A part beyond the public number must not change other agents' rounding.
+                    # A part beyond the public number must not affect other agents' rounding.
                     joint = self._plan.record_counts == "public" and number < parts
                     self._add_clipped(fields, pad_rows(mask[part], size), row_loss, joint=joint)
             self._step()
@@ -244,8 +244,10 @@ class PrivateTraining:
             record_release(self._plan, name, weights)
 
     def _apply_average(self, mean: list[Tensor], seen: int) -> list[Tensor]:
-        """Add the present iterate to the mean of iterates: post-processing, which removes most of
-        the noise of single steps (Polyak and Juditsky 1992)."""
+        """Add the current iterate to the mean of iterates (Polyak and Juditsky 1992).
+
+        This is post-processing, which removes most of the noise of single steps.
+        """
         now = [parameter.detach().clone() for parameter in self._optimizer.params]
         if not seen:
             return now
@@ -260,12 +262,12 @@ class PrivateTraining:
         )
         for (net, name), total in deferred.submit(wanted).items():
             of: Any = self._parameters[net][name]
-            if total.shape != of.shape:  # adding would repeat a smaller one
+            if total.shape != of.shape:  # broadcasting would repeat a smaller one
                 raise PrivacyError(f"the gradient of {net}.{name} has shape {total.shape}")
             of.summed_grad = total if of.summed_grad is None else of.summed_grad.add_(total)
 
     def _step(self) -> None:
         for parameter in self._optimizer.params:
-            if parameter.summed_grad is None:  # no row, or no row's loss depends on it
+            if parameter.summed_grad is None:  # no rows, or no loss depends on it
                 parameter.summed_grad = torch.zeros_like(parameter, dtype=torch.float64)
         deferred.submit(NoisyOptimizerStep(self._optimizer, self._plan.expected_batch))

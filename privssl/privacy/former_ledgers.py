@@ -18,11 +18,11 @@ from privssl.privacy.card_schema import FormerLedger
 
 
 def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLedger]:
-    """The ledgers that were kept when runs in this folder were replaced, one entry an agent.
+    """Return the ledgers of replaced runs of this folder, one entry per agent.
 
     Args:
-        known: agent -> journal of the run that is here. A former ledger that it continues is
-            counted in it, and left out, as is one without a visit.
+        known: agent -> journal of the current run. Former ledgers that it continues are omitted,
+            and so are ledgers without a visit.
 
     Raises:
         RunFolderError: the folder above cannot be read.
@@ -44,8 +44,10 @@ def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLed
 
 
 def former_heads(folder: Path) -> dict[str, dict[str, str]]:
-    """Ledger of a replaced run -> agent -> hash of its last line, empty where it is damaged: what
-    a checkpoint records. Without ledgers that have no visit. Raises RunFolderError."""
+    """Map ledgers of replaced runs to agents and the hash of the last line; empty if damaged.
+
+    Checkpoints record it. Ledgers without a visit are omitted. Raises RunFolderError.
+    """
     found: dict[str, dict[str, str]] = {}
     for name, agent, journal in _journals_beside(folder):
         head = _head(journal)
@@ -55,7 +57,7 @@ def former_heads(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _journals_beside(folder: Path) -> Iterator[tuple[str, str, Journal]]:
-    """Ledger, agent and journal, empty where it cannot be read, of each replaced run."""
+    """Yield ledger, agent and journal of each replaced run; the journal is empty if unreadable."""
     own = folder.resolve()
     try:
         names = sorted(os.listdir(own.parent))
@@ -74,7 +76,7 @@ def _journals_beside(folder: Path) -> Iterator[tuple[str, str, Journal]]:
 
 
 def _head(journal: Journal) -> str:
-    """Hash of the last line; empty for a damaged journal."""
+    """Return the hash of the last line; empty for a damaged journal."""
     return journal.head if journal.plans and not journal.problems else ""
 
 
@@ -89,9 +91,9 @@ _NOTHING = (
 
 
 def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One sentence for each ledger of a replaced run: the card does not count its spending."""
+    """Return one sentence per ledger of a replaced run: the card does not count its spending."""
     spending: dict[str, list[str]] = {}
-    nothing = set[str]()  # ledgers of runs that guarantee nothing
+    nothing = set[str]()  # ledgers of runs without a guarantee
     for entry in entries:
         spent = "damaged, so what it spent is unknown"
         if entry["epsilon"] is not None:

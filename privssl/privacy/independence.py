@@ -1,5 +1,7 @@
-"""Refuse networks and losses in which one row of a batch reaches another's loss;
-``privacy/row_bits.py`` tests rounding."""
+"""Refuse networks and losses in which one row of a batch affects another row's loss.
+
+``privacy/row_bits.py`` tests rounding.
+"""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,9 +16,12 @@ _COUPLING = (nn.modules.batchnorm._BatchNorm,)
 
 
 def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
-    """Raise PrivacyError naming every layer that mixes rows of a batch, draws randomness (dropout),
-    or has no gradients of single rows (torch's recurrent layers), in frozen networks too: the
-    gradient of a protected network flows through them."""
+    """Raise PrivacyError naming every layer that does not permit per-example gradients.
+
+    These mix rows of a batch, use randomness (dropout), or have no per-example gradients (torch's
+    recurrent layers). Frozen networks are checked too, because gradients of protected networks pass
+    through them.
+    """
     mixing, drawing, recurrent = list[str](), list[str](), list[str]()
     for net, network in networks.items():
         for name, layer in network.named_modules():
@@ -45,23 +50,23 @@ def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
 
 
 def refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
-    """Refuse a network that keeps something of a row for later calls: it would reach other rows'
-    gradients past the clipping.
+    """Refuse a network that keeps state of a row: it would affect other rows' gradients despite
+    clipping.
 
     Args:
         network: in any mode. shape: of a row.
 
     Raises:
-        PrivacyError: a call changes what the same rows give later, in training or in evaluation, or
-            an attribute of a layer.
+        PrivacyError: a call changes later outputs of the same rows, in training or in evaluation,
+            or an attribute of a layer.
     """
     one = torch.linspace(-1, 1, 3 * prod(shape)).view(3, *shape)
     with torch.no_grad():
         evaluated = network.eval()(one)
-    for with_gradients in (False, True):  # some remember in training alone
+    for with_gradients in (False, True):  # some keep state in training alone
         with torch.set_grad_enabled(with_gradients):
             _refuse_memory(network.train(), one)
-    # Running statistics may lie in any object, and be used in evaluation alone.
+    # Running statistics may be in any object, and be used only in evaluation.
     with torch.no_grad():
         if not torch.equal(network.eval()(one), evaluated):
             raise PrivacyError(
@@ -92,7 +97,7 @@ def _refuse_memory(network: nn.Module, one: Tensor) -> None:
 
 
 def _attributes(network: nn.Module) -> dict[str, object]:
-    """What layers hold beside parameters and layers; of containers their items."""
+    """Return attributes of layers other than parameters and layers; items of containers."""
     found: dict[str, object] = {}
     for name, layer in network.named_modules():
         for key, value in (*vars(layer).items(), *layer.named_buffers(recurse=False)):
@@ -118,7 +123,7 @@ def check_rows_independent(
         fields: a batch of at least 2 rows with floating-point tensors.
 
     Raises:
-        PrivacyError: names the row that reaches others; or the losses draw randomness.
+        PrivacyError: names the row that affects others; or the losses are random.
     """
     with torch.no_grad():
         before = losses(fields)

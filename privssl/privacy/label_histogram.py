@@ -1,10 +1,10 @@
 """The label histogram of a support agent, released once with noise on every count (label census).
 
 A count is the number of labelled rows of one class in one cluster. One record is in one count, so
-with discrete Laplace noise on every count (``accounting/discrete_laplace.py``) the table is
-epsilon-DP with delta 0 for one record made empty (2 epsilon for one exchanged for another, k
-epsilon for k records; not claimed). The number of records is public. The caller owes that the
-cluster of a record depends on nothing but this record and what is public.
+with discrete Laplace noise on every count (``accounting/discrete_laplace.py``) the histogram is
+epsilon-DP with delta 0 for replacing one record by an empty one (2 epsilon for replacing it by
+another, k epsilon for k records; not guaranteed). The number of records is public. The caller must
+ensure that the cluster of a record depends only on this record and public values.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ from privssl.core.private_release import (
 from privssl.errors import PrivacyError
 from privssl.settings.schema import PrivacySettings
 
-CENSUS = "census"  # the name under which the table stands in plans, ledgers and cards
+CENSUS = "census"  # the name of the histogram in plans, ledgers and cards
 
 
 @dataclass(frozen=True)
 class CensusPlan:
-    """The numbers of a census, public and fixed before the run; the interface of ``plan.Plan``."""
+    """Parameters of a census, public and fixed before the run; the interface of ``plan.Plan``."""
 
-    epsilon: float  # of the one release, and of its noise; 0: nothing is released
+    epsilon: float  # of the one release; 0: no release
     visits: int  # 1; 0 where epsilon is 0
     rows: float = 0.0  # declared labelled rows of all support agents together, public
 
@@ -46,11 +46,12 @@ class CensusPlan:
 
     @property
     def event(self) -> PureDpEvent:
-        """What a census releases. Without visits, one that the budget of 0 cannot pay for."""
+        """Return the release of a census. Without visits, one that a budget of 0 refuses."""
         return PureDpEvent(self.epsilon if self.visits else 1.0, 1)
 
     def release(self, counts: Tensor) -> Tensor:
-        """The counts with noise on every one. The caller has charged the event before counting.
+        """Return the counts with noise on every one. The caller has charged the event before
+        counting.
 
         Args:
             counts: (K, C) int64, >= 0: labelled rows by cluster and class.
@@ -59,8 +60,8 @@ class CensusPlan:
             (K, C) int64 on the CPU; may be negative.
 
         Raises:
-            PrivacyError: these are no counts, not those that :func:`count_rows` made in this step,
-                or the step has released some before.
+            PrivacyError: these are not counts, not those of :func:`count_rows` in this step, or the
+                step has already released some.
             accounting.errors.PlanError: the plan has no epsilon to add noise for.
         """
         if counts.dtype != torch.int64:
@@ -81,7 +82,7 @@ class CensusPlan:
         return released
 
     def spending(self, settings: PrivacySettings) -> str:
-        """What a dry run says: what is released, and what it costs of the run's epsilon."""
+        """Describe the release and its cost for a dry run."""
         if not self.visits:
             return f"Scope {self.scope}. Epsilon 0: no label is asked for, no labelled row is read."
         return (
@@ -94,14 +95,14 @@ class CensusPlan:
 def count_rows(
     rows: LabelledRows, cluster_of: Callable[[Tensor], Tensor], clusters: int, classes: int
 ) -> Tensor:
-    """Labelled rows by cluster and class (K, C), int64, exact: what a census releases with noise.
+    """Count labelled rows by cluster and class (K, C), int64, exact: the input of a census.
 
     Row by row: a row's features differ in their last bits with the batch size, so its cluster
     could depend on the number of other rows.
 
     Args:
-        cluster_of: a stored row (1, *shape) -> its cluster (1,), by what is public. One from
-            outside of privssl is asked twice, in both orders of the rows.
+        cluster_of: a stored row (1, *shape) -> its cluster (1,), from public values. An own one is
+            called twice, in both orders of the rows.
 
     Raises:
         PrivacyError: the cluster of a row depends on the rows before it; or ``cluster_of`` raised
@@ -125,7 +126,7 @@ def count_rows(
 
 
 def _module_of(function: Callable[..., Tensor]) -> str:
-    """The module of a function, or of what a partial one calls."""
+    """Return the module of a function, or of a partial's function."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__module__", ""))
@@ -134,9 +135,9 @@ def _module_of(function: Callable[..., Tensor]) -> str:
 def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:
     """Fix every number of a census before the run; PlanError for an epsilon beyond the sampler.
 
-    Epsilon is rounded down to what noise can be drawn for exactly, a multiple of 2^-20. Sums of
-    such numbers are exact: three runs at 0.1 fit into accounts of 0.3. ``rows``: declared labelled
-    rows of all support agents together, public.
+    Epsilon is rounded down to a multiple of 2^-20, for which noise is sampled exactly. Sums of such
+    numbers are exact: three runs at 0.1 fit into accounts of 0.3. ``rows``: declared labelled rows
+    of all support agents together, public.
     """
     if settings.epsilon == 0:
         return CensusPlan(0.0, visits=0, rows=rows)

@@ -1,5 +1,7 @@
-"""Per-row gradients of a layer's parameters, from the inputs and output gradients that
-``per_example_gradients`` recorded."""
+"""Per-example gradients of a layer's parameters, from recorded inputs and output gradients.
+
+``per_example_gradients`` records them.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,8 +20,8 @@ from privssl.privacy.clipping import DenseGradients, OuterProductGradients, PerE
 
 Key = tuple[str, str]  # network, parameter name
 
-#: A weight stays two factors if it has so many times more elements than these have pairs of places.
-#: With 2, small_cnn's steps took a quarter longer.
+#: A weight stays factored if it has this many times more elements than its factors have pairs of
+#: positions. With 2, small_cnn's steps took a quarter longer.
 MANY = 8
 
 
@@ -27,15 +29,15 @@ MANY = 8
 class Call(ABC):
     """A layer, or fused layers, called with recorded parameters for all rows."""
 
-    ends: tuple[Key, Key]  # the weights that read the input, and made the output
+    ends: tuple[Key, Key]  # first and last weight: at the input, and at the output
     input: Tensor  # (B, ...), or (A, B, ...)
-    output: Tensor  # of the graph; rows, or agents and rows, are along ``rows_at``
+    output: Tensor  # of the graph; rows, or agents and rows, are at ``rows_at``
     rows_at: tuple[int, ...]
-    versions: tuple[int, int]  # of input and output, when the layer was done
+    versions: tuple[int, int]  # of input and output, after the call
 
     @abstractmethod
     def of_parameters(self, gradient: Tensor) -> list[tuple[Key, PerExampleGradients]]:
-        """Gradients of its parameters from that of the output."""
+        """Return gradients of its parameters from the gradient of the output."""
 
     def check_untouched(self) -> None:
         now = {"input": self.input._version, "output": self.output._version}
@@ -54,7 +56,7 @@ class Call(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCall(Call):
-    """One of torch's layers."""
+    """A call of one of torch's layers."""
 
     layer: Callable[..., Any]
     given: Mapping[str, Any]  # its arguments by name
@@ -63,7 +65,7 @@ class LayerCall(Call):
 
     def of_parameters(self, gradient: Tensor) -> list[tuple[Key, PerExampleGradients]]:
         key, x, g = self.ends[0], self.input, self.rows_first(gradient)
-        if len(self.rows_at) > 1:  # any agent's rows: weights are not needed
+        if len(self.rows_at) > 1:  # rows of any agent: weights are not needed
             x, g = x.flatten(0, 1), g.flatten(0, 1)
         # (B, T, channels, ...), linear: (B, ..., features)
         if self.layer is functional.linear:
@@ -84,15 +86,15 @@ class LayerCall(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class PooledCall(Call):
-    """Layers fused by ``ops/fused_conv.py``, whose kernels sum each row by itself."""
+    """Layers fused by ``ops/fused_conv.py``, whose kernels sum each row separately."""
 
-    keys: Sequence[Key | None]  # of its parameters, as the visit has them
+    keys: Sequence[Key | None]  # of its parameters, as in the visit
     visit: FusedPass
 
     def of_parameters(self, gradient: Tensor) -> list[tuple[Key, PerExampleGradients]]:
         _, sums = self.visit.back(self.rows_first(gradient), inputs=False, parameters=True)
         return [
-            # Weights as they lie in memory, channels last.
+            # Weights are channels last in memory.
             (
                 key,
                 DenseGradients(g.permute(0, 1, 3, 4, 2), (0, 3, 1, 2))
@@ -105,7 +107,7 @@ class PooledCall(Call):
 
 
 def add_parts(parts: list[PerExampleGradients]) -> PerExampleGradients:
-    """The sum of gradients of one parameter that was used several times."""
+    """Sum the gradients of one parameter that was used several times."""
     if len(parts) == 1:
         return parts[0]
     outer = [part for part in parts if isinstance(part, OuterProductGradients)]
@@ -119,7 +121,7 @@ def add_parts(parts: list[PerExampleGradients]) -> PerExampleGradients:
 
 
 def _materialize(part: PerExampleGradients) -> Tensor:
-    """(B, *shape of the parameter)."""
+    """Return (B, *shape of the parameter)."""
     if isinstance(part, OuterProductGradients):
         return part.reshape_like(part.left.mT @ part.right)
     assert isinstance(part, DenseGradients)
@@ -129,7 +131,8 @@ def _materialize(part: PerExampleGradients) -> Tensor:
 def _product(
     left: Tensor, right: Tensor, kernel: tuple[int, int, int] | None = None
 ) -> PerExampleGradients:
-    """(B, T, p) and (B, T, d): multiplied out where that is less work (Bu et al. 2022).
+    """Multiply (B, T, p) and (B, T, d) if that is less work (Bu et al. 2022), else keep the
+    factors.
 
     ``kernel``: as in :class:`clipping.OuterProductGradients`.
     """
@@ -142,16 +145,18 @@ def _product(
 
 
 def _less_work(places: int, numbers: int) -> bool:
-    """Whether a weight of so many elements is to be multiplied out."""
+    """Return whether multiplying out a weight of this many elements is less work."""
     return MANY * places**2 > numbers
 
 
 def _of_kernels(
     layer: Callable[..., Any], given: Mapping[str, Any], x: Tensor, g: Tensor, shape: torch.Size
 ) -> PerExampleGradients:
-    """Gradients of a convolution's weight, of its ``shape`` (first, second, height, width), from
-    inputs and output gradients (B, T, channels, h, w). A kernel slides over the larger of two
-    images and meets a place of the smaller one."""
+    """Return gradients of a convolution's weight, of ``shape`` (first, second, height, width).
+
+    Computed from inputs and output gradients (B, T, channels, h, w). The kernel slides over the
+    larger of the two images, once per position of the smaller one.
+    """
     larger, smaller = (x, g) if layer is functional.conv2d else (g, x)
     kernel, stride = in_pair(tuple(shape[2:])), in_pair(given.get("stride", 1))
     padding = in_pair(given.get("padding", 0))
@@ -169,7 +174,7 @@ def _of_kernels(
 def _windows(
     x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
 ) -> Tensor:
-    """A kernel's windows: (N, channels, h, w) -> (N, places, kernel channels).
+    """Return a kernel's windows: (N, channels, h, w) -> (N, positions, kernel channels). Same as
     ``functional.unfold``, 5 times as fast."""
     x = functional.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     many = x.shape[1] >= 4
@@ -177,7 +182,7 @@ def _windows(
     (high, wide), (down, right) = kernel, stride
     places = ((x.shape[2] - high) // down + 1, (x.shape[3] - wide) // right + 1)
     n, c, h, w = x.stride()
-    if many:  # channels lie side by side
+    if many:  # channels are adjacent in memory
         size = (len(x), *places, high, wide, x.shape[1])
         return x.as_strided(size, (n, h * down, w * right, h, w, c)).reshape(
             len(x), places[0] * places[1], -1
@@ -189,6 +194,6 @@ def _windows(
 
 
 def in_pair(value: Any) -> tuple[int, int]:
-    """(down, right) of what torch also takes as one number."""
+    """Return (down, right) of a value that torch also accepts as one number."""
     one, *other = (value,) if isinstance(value, int) else value
     return (one, *other) if other else (one, one)

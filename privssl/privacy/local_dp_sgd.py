@@ -1,8 +1,8 @@
-"""DP-SGD on an agent's labelled rows: random draws for each row, and the size of a pass.
+"""DP-SGD on an agent's labelled rows: randomness of each row, and the size of a pass.
 
-A row's draws (its view, a class to mix in) depend on the row and the step alone, never on the rest
-of the batch; otherwise one row's presence would show in all gradients, and sampling would amplify
-nothing. Draws are made for fixed blocks of row numbers. When record counts are private, adding a
+A row's draws (its view, a class to mix in) depend only on the row and the step, never on the rest
+of the batch. Otherwise one row's presence would change all gradients, without amplification by
+sampling. Draws are made for fixed blocks of row numbers. When record counts are private, adding a
 row would shift the index of every later row, so a block is one row, keyed by a hash of its
 contents.
 """
@@ -25,7 +25,7 @@ from privssl.privacy.per_example_gradients import RowLoss
 from privssl.privacy.plan import PrivatePlan
 from privssl.privacy.row_bits import gradient_bits, is_ours, refuse_batch_dependent_rounding
 
-BLOCK = 64  # rows drawn for at once, where record counts are public
+BLOCK = 64  # rows per block of draws, if record counts are public
 
 #: (stored rows (N, *shape), classes (N,), context) -> fields of a loss (N, ...)
 Draw = Callable[[Tensor, Tensor, Context], Mapping[str, Tensor]]
@@ -41,22 +41,22 @@ def train_rows_privately(
     *,
     counts_public: bool,
 ) -> None:
-    """One visit of DP-SGD, in place. The caller has charged the plan's event.
+    """Run one visit of DP-SGD in place. The caller has charged the plan's event.
 
-    ``draw`` and ``row_loss`` are first checked on synthetic rows, and after the visit again, where
-    any of it is not of privssl.
+    ``draw`` and ``row_loss`` are checked on synthetic rows before the visit, and again after it if
+    any code is not privssl's.
 
     Args:
         networks: the protected ones.
         rows: the labelled rows of one agent, N >= 0.
-        draw: called for each view of each row; all views of a row reach its loss together.
+        draw: called for each view of each row; the loss gets all views of a row.
         row_loss: the loss of one row, of fields (views, ...).
-        counts_public: whether neighbours have as many rows.
+        counts_public: whether neighbouring data sets have the same number of rows.
 
     Raises:
-        PrivacyError: one row reaches another's fields, or its gradient by rounding; something
-            keeps what it saw of the rows; the plan has other record counts; networks or fields are
-            not on the CPU; or a draw or loss raised an error, whose text is withheld.
+        PrivacyError: one row affects another's fields, or its gradient by rounding; something keeps
+            state of the rows; the plan has other record counts; networks or fields are not on the
+            CPU; or a draw or loss raised an error, whose text is withheld.
     """
     if counts_public != (plan.record_counts == "public"):
         raise PrivacyError(
@@ -84,8 +84,10 @@ def train_rows_privately(
 
 
 class _Trial:
-    """The gradients of synthetic rows by the weights before a visit: what networks, loss and draw
-    keep of labelled rows, wherever and from whatever number of calls on, would change them."""
+    """Gradients of synthetic rows at the weights before a visit.
+
+    State that networks, loss or draw keep of labelled rows would change them.
+    """
 
     def __init__(
         self, networks: Mapping[str, nn.Module], row_loss: RowLoss, drawn: "_DrawnBlocks", rows: int
@@ -102,7 +104,7 @@ class _Trial:
         return [*fields.values(), *gradient_bits(self._parameters, self._row_loss, fields)]
 
     def refuse_change(self) -> None:
-        """Raise PrivacyError where they are not the same any more."""
+        """Raise PrivacyError if the gradients have changed."""
         after = self._found()
         if len(after) != len(self._before) or not all(map(torch.equal, after, self._before)):
             raise PrivacyError(
@@ -116,8 +118,10 @@ class _Trial:
 def tried_out(
     plan: PrivatePlan, shape: Shape, device: torch.device
 ) -> tuple[PrivatePlan, LabelledRows, Context]:
-    """A plan, rows and context for a visit that only checks: it has no steps and no rows, so it can
-    precede the charge."""
+    """Return plan, rows and context of a visit that only checks.
+
+    It has no steps and no rows, so it can precede the charge.
+    """
     nobody = torch.zeros(0, dtype=torch.long)
     rows = LabelledRows(torch.zeros(0, *shape, dtype=torch.uint8), nobody, nobody)
     ctx = Context(
@@ -127,8 +131,8 @@ def tried_out(
 
 
 def refuse_other_devices(networks: Mapping[str, nn.Module], fields: Mapping[str, Tensor]) -> None:
-    """Refuse networks and fields that are not on the CPU, whatever the run's device is: a GPU may
-    round a row's gradient by the rows beside it (docs/performance.md, A GPU)."""
+    """Refuse networks and fields that are not on the CPU, whatever the run's device. On a GPU the
+    rounding of a row's gradient may depend on the other rows (docs/performance.md, A GPU)."""
     of_networks = ((name, p) for name, net in networks.items() for p in net.parameters())
     for name, tensor in chain(of_networks, fields.items()):
         if tensor.device.type != "cpu":
@@ -140,7 +144,7 @@ def refuse_other_devices(networks: Mapping[str, nn.Module], fields: Mapping[str,
 
 
 def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Context) -> None:
-    """Replace each row in turn: draws for the others must keep their bits."""
+    """Replace each row in turn; raise unless draws for the others keep their bits."""
     rows = 5
     x = torch.linspace(0, 1, rows * shape.numel()).view(rows, *shape)
     x = x if dtype.is_floating_point else x.mul(255).to(dtype)
@@ -168,11 +172,11 @@ class _DrawnBlocks:
     ) -> None:
         self._rows, self._views, self._ctx, self._draw = rows, views, ctx, draw
         self._counts_public, self._size = counts_public, BLOCK if counts_public else 1
-        self._blocks: dict[int, Mapping[str, Tensor]] = {}  # of this step, by number
+        self._blocks: dict[int, Mapping[str, Tensor]] = {}  # blocks of this step, by number
         self._step = -1
 
     def fields(self, picked: Tensor, step: int) -> Mapping[str, Tensor]:
-        """Of rows by number (B,): (B, views, ...)."""
+        """Return fields of rows by number (B,): (B, views, ...)."""
         if step != self._step:
             self._blocks, self._step = {}, step
         numbers, places = (picked // self._size).tolist(), (picked % self._size).tolist()
@@ -186,7 +190,7 @@ class _DrawnBlocks:
         }
 
     def made_up(self, rows: int) -> Mapping[str, Tensor]:
-        """Fields of synthetic rows: (rows, views, ...)."""
+        """Return fields of synthetic rows: (rows, views, ...)."""
         shape, count = self._rows.x.shape[1:], rows * self._views
         x = torch.rand(count, *shape, generator=torch.Generator().manual_seed(0))
         dtype = self._rows.x.dtype
@@ -197,7 +201,7 @@ class _DrawnBlocks:
         return {name: torch.unflatten(v, 0, (rows, self._views)) for name, v in fields.items()}
 
     def _block(self, number: int) -> Mapping[str, Tensor]:
-        """All rows of a block with their draws: (rows, views, ...)."""
+        """Return all rows of a block with their draws: (rows, views, ...)."""
         first, rows = number * self._size, self._rows
         members = torch.arange(first, min(first + self._size, len(rows)))
         name = number if self._counts_public else _content(rows, number)
@@ -211,6 +215,6 @@ class _DrawnBlocks:
 
 
 def _content(rows: LabelledRows, number: int) -> str:
-    """A hash of one row; equal rows have the same."""
+    """Return a hash of one row; equal rows have equal hashes."""
     x, y = rows.x[number].cpu().contiguous(), int(rows.y[number])
     return hashlib.sha256(x.numpy().tobytes() + b"%d" % y).hexdigest()

@@ -1,5 +1,7 @@
-"""Opacus' optimiser with secure noise: the noisy step of ``privacy/dp_sgd.py``. Only visits under
-DP-SGD import it, since Opacus takes as long to import as torch."""
+"""Opacus' optimiser with secure noise: the noisy step of ``privacy/dp_sgd.py``.
+
+Only visits under DP-SGD import it, because importing Opacus takes as long as torch.
+"""
 
 import math
 from collections.abc import Sequence
@@ -23,8 +25,10 @@ class SecureNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
 
 
 def add_noise(optimisers: Sequence[SecureNoise]) -> None:
-    """Add noise to the sums of one or several agents, and set them as parameters' gradients. In
-    float64 on the CPU (not every device has it), and rounded after the noise."""
+    """Add noise to the sums of one or several agents, and set them as parameters' gradients.
+
+    Computed in float64 on the CPU (not every device has it), and rounded after the noise.
+    """
     parameters = [parameter for one in optimisers for parameter in one.params]
     if all(dispatch.available_for(p) and p.summed_grad.is_cpu for p in parameters):
         for one in optimisers:
@@ -46,11 +50,11 @@ def _add_by_kernel(optimiser: SecureNoise) -> None:
     noise = secure_noise.secure_normal(sum(one.numel() for one in sums))
     kernel.add(sums, noise, deviation, rounding_grid(deviation), gradients)
     for parameter, gradient in zip(optimiser.params, gradients, strict=True):
-        parameter.grad = gradient  # only with noise on it
+        parameter.grad = gradient  # only after noise is added
 
 
 def _add_by_torch(optimisers: Sequence[SecureNoise]) -> None:
-    """All parameters at once: there are dozens of small ones."""
+    """Add noise to all parameters at once: there are dozens of small ones."""
     parameters = [parameter for one in optimisers for parameter in one.params]
     noisy = torch.cat([parameter.summed_grad.reshape(-1) for parameter in parameters])
     device, kind = parameters[0].device, parameters[0].dtype
@@ -60,7 +64,7 @@ def _add_by_torch(optimisers: Sequence[SecureNoise]) -> None:
         deviation = _stddev(one)
         sums.add_(torch.from_numpy(secure_noise.secure_normal(len(sums))), alpha=deviation)
         if step := rounding_grid(deviation):
-            sums.mul_(1 / step).round_().mul_(step)  # exact: powers of two, none out of range
+            sums.mul_(1 / step).round_().mul_(step)  # exact: powers of two within range
     if device.type != "cpu":
         noisy = noisy.to(kind).to(device)
     each = torch.split(noisy, [parameter.numel() for parameter in parameters])
@@ -77,11 +81,11 @@ def _stddev(optimiser: SecureNoise) -> float:
 
 
 def rounding_grid(deviation: float) -> float:
-    """The power of two to whose multiples sums with noise of this deviation are rounded.
+    """Return the power of two to whose multiples sums with noise of this deviation are rounded.
 
-    Floating-point noise has gaps that move with what it is added to, so the set of possible outputs
-    would reveal rows (Mironov 2012). The grid is wider than the gaps, so the same outputs are
-    possible for every sum (up to a probability that docs/dp_sgd.md states). Rounding costs no
+    The gaps of floating-point noise depend on the sum that it is added to, so the set of possible
+    outputs would reveal rows (Mironov 2012). The grid is wider than the gaps, so the same outputs
+    are possible for every sum (up to a probability that docs/dp_sgd.md states). Rounding costs no
     privacy and moves a sum by at most 2^-17 of the deviation.
 
     Args:

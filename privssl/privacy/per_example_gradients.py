@@ -1,18 +1,18 @@
-"""Per-row gradients for DP-SGD: as isolated as one row at a time, nearly as fast as a batch.
+"""Per-example gradients for DP-SGD: as independent as row by row, nearly as fast as a batch.
 
 ``per_example_gradients`` is the definition, one line of ``torch.func``, with slow kernels.
-``factored_gradients`` has the same numbers in the form in which they arise:
+``factored_gradients`` computes the same numbers in factored form:
 
-* Forward, the loss runs under vmap, so rows cannot mix; what is slow there (cross-entropy, fused
-  layers) is done for each row by itself. Each row has parameters of its own (one tensor, expanded),
-  so any use of them has the right gradient.
+* Forward, the loss runs under vmap, so rows cannot mix; operations that are slow there
+  (cross-entropy, fused layers) are computed separately per row. Each row has its own parameters
+  (one tensor, expanded), so any use of them has the right gradient.
 * Most of the time goes to linear layers, convolutions and group norms: they are recognised,
-  computed with the one weight, and their inputs and outputs recorded.
+  computed with the shared weight, and their inputs and outputs recorded.
 * Backward is one autograd pass down to these outputs. The gradient of a linear layer's weight, or
   of a large convolution's, stays a pair of factors (``clipping.OuterProductGradients``); others are
   products of gradient and windows, several times faster than vmap's grouped convolutions.
 
-With ``agents``, another vmap runs forward over agents and their weights.
+With ``agents``, another vmap of the forward pass runs over agents and their weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -52,7 +52,7 @@ RowLoss = Callable[[Parameters, Mapping[str, Tensor]], Tensor]
 def per_example_gradients(
     row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor]
 ) -> Parameters:
-    """Gradient of every row's loss: network -> name -> (B, *parameter shape).
+    """Return the gradient of every row's loss: network -> name -> (B, *parameter shape).
 
     Args:
         row_loss: the loss of one row.
@@ -71,18 +71,17 @@ def per_example_gradients(
 def factored_gradients(
     row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor], *, agents: bool = False
 ) -> dict[Key, PerExampleGradients]:
-    """:func:`per_example_gradients`, not multiplied out: (network, name) -> gradients.
+    """Compute :func:`per_example_gradients` in factored form: (network, name) -> gradients.
 
     Parameters that no row's loss depends on are left out.
 
     Args:
-        row_loss, parameters, fields: as there. Parameters need gradients.
+        row_loss, parameters, fields: as in that function. Parameters need gradients.
         agents: whether parameters (A, *shape) and fields (A, B, ...) are those of A agents.
             Gradients are then of A times B rows, the first agent's first.
 
     Raises:
-        PrivacyError: a layer's input or output is changed in place, or the loss draws random
-            numbers.
+        PrivacyError: a layer's input or output is changed in place, or the loss is random.
     """
     depth = 2 if agents else 1  # of vmaps
     rows = next(iter(fields.values())).shape[depth - 1]
@@ -127,8 +126,10 @@ def factored_gradients(
 
 @contextmanager
 def _chance_refused() -> Iterator[None]:
-    """Raise a PrivacyError for vmap's refusal of random numbers: they would depend on a row's place
-    in the batch."""
+    """Raise a PrivacyError for vmap's refusal of random numbers.
+
+    They would depend on a row's position in the batch.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -141,7 +142,7 @@ def _chance_refused() -> Iterator[None]:
 
 
 def _seen_by_each(parameter: Tensor, rows: int, at: int) -> Tensor:
-    """One tensor expanded by a dimension of rows."""
+    """Expand a tensor by a dimension of rows."""
     size = (*parameter.shape[:at], rows, *parameter.shape[at:])
     one = parameter.unsqueeze(at) if at else parameter  # expand adds leading dimensions
     return one.expand(size).requires_grad_()
@@ -152,8 +153,11 @@ def _over_rows(
     own: Mapping[Key, Tensor],
     fields: Mapping[str, Tensor],
 ) -> Tensor:
-    """``vmap(loss, randomness="error")(own, fields)``: (B,). vmap's own tree traversal takes a
-    quarter of a millisecond, as long as a layer of a small network."""
+    """Compute ``vmap(loss, randomness="error")(own, fields)``: (B,).
+
+    vmap's own tree traversal takes a quarter of a millisecond, as long as a layer of a small
+    network.
+    """
     lazy_load_decompositions()
     rows = len(next(iter(fields.values())))
     if any(len(tensor) != rows for tensor in (*own.values(), *fields.values())):
@@ -189,13 +193,13 @@ _IN_PAIRS = ("stride", "padding", "output_padding", "dilation")
 
 
 class _LayerRecorder(TorchFunctionMode):
-    """Compute known calls of a loss with the one weight, and record them."""
+    """Compute known calls of a loss with the shared weight, and record them."""
 
-    whole: Mapping[Key, Tensor]  # the one weight of all rows, by its name
+    whole: Mapping[Key, Tensor]  # the shared weight of all rows, by its name
 
     def __init__(self, moving: Set[Key], depth: int) -> None:
-        """``moving``: parameters that need gradients. ``depth``: of vmaps around the loss, over
-        rows, or over agents and rows."""
+        """Set up a recorder. ``moving``: parameters that need gradients. ``depth``: number of vmaps
+        around the loss, over rows, or over agents and rows."""
         super().__init__()
         self.calls: list[Call] = []
         self._moving, self._depth = moving, depth
@@ -203,7 +207,7 @@ class _LayerRecorder(TorchFunctionMode):
         self._level: int | None = None
 
     def trace(self, own: Mapping[Key, Tensor]) -> None:
-        """``own``: the rows' parameters, as the loss gets them."""
+        """Start recording. ``own``: the rows' parameters, as passed to the loss."""
         self._key_of = {id(tensor): key for key, tensor in own.items()}
         self._level = maybe_current_level()
 
@@ -211,7 +215,7 @@ class _LayerRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.detach and id(args[0]) in self._key_of:  # a frozen use
+        if func is Tensor.detach and id(args[0]) in self._key_of:  # use of a frozen copy
             return self.whole[self._key_of[id(args[0])]].detach()
         if func in _ARGUMENTS:
             given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
@@ -231,10 +235,10 @@ class _LayerRecorder(TorchFunctionMode):
         ignore_index: int, reduce: bool | None, reduction: str, label_smoothing: float,
         **others: Any,
     ) -> bool:  # fmt: skip
-        """Whether it is a cross-entropy that :func:`_of_classes` can compute."""
+        """Return whether it is a cross-entropy that :func:`_of_classes` can compute."""
         plain = weight is None and size_average is None and reduce is None and not label_smoothing
         plain = plain and reduction in ("none", "mean", "sum") and y.dtype == torch.long
-        plain = plain and not others  # of a later torch
+        plain = plain and not others  # arguments of a later torch
         known = self._depth == 1 and maybe_current_level() == self._level
         shapes = logits.dim() == 2 and y.dim() == 1
         return plain and known and shapes and all(len(_beneath(t, 1)[1]) == 1 for t in (logits, y))
@@ -242,14 +246,14 @@ class _LayerRecorder(TorchFunctionMode):
     def _pooled(
         self, x: Tensor, own: Sequence[kernel.Parameters], forms: tuple[kernel.Form, ...]
     ) -> Tensor:
-        """Layers of the fused kernels; not with ``agents``."""
+        """Compute layers by the fused kernels; not with ``agents``."""
         known = all(
             self._knows(fused_conv, {"input": x, "weight": each.weight, "bias": each.bias})
             and all(p is None or self._key_of.get(id(p)) in self._moving for p in each)
             for each in own
         )
         if self._depth > 1 or not known:
-            with self:  # single layers may be known
+            with self:  # single layers may be recognised
                 return plain(x, own, forms)
         keys = [None if p is None else self._key_of[id(p)] for p in flat(own)]
         whole = unflat([None if key is None else self.whole[key] for key in keys])
@@ -259,11 +263,11 @@ class _LayerRecorder(TorchFunctionMode):
         return out
 
     def _knows(self, layer: Callable[..., Any], given: Mapping[str, Any]) -> bool:
-        """Whether gradients of this call follow from its input and its output's gradient."""
+        """Return whether gradients of this call follow from its input and its output's gradient."""
         weight, bias, x = given.get("weight"), given.get("bias"), given["input"]
         if id(weight) not in self._key_of or not (bias is None or id(bias) in self._key_of):
             return False
-        # In a vmap or grad of the loss's own, the mapped dimension may not be rows.
+        # In a vmap or grad inside the loss, the mapped dimension may not be rows.
         if maybe_current_level() != self._level:
             return False
         if len(_beneath(x, self._depth)[1]) < self._depth:
@@ -285,7 +289,7 @@ class _LayerRecorder(TorchFunctionMode):
         bias = None if given.get("bias") is None else self._key_of[id(given["bias"])]
         x = given["input"]
         one = {"weight": self.whole[key], "bias": None if bias is None else self.whole[bias]}
-        # vmap over weights refuses (2,) for (2, 2)
+        # vmap over weights refuses (2,) in place of (2, 2)
         pairs = {name: in_pair(given[name]) for name in _IN_PAIRS if name in given}
         call = _aligned_linear if layer is functional.linear else layer
         out: Tensor = call(**{**given, **pairs, **one})
@@ -305,10 +309,10 @@ class _LayerRecorder(TorchFunctionMode):
 
 
 def _aligned_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``functional.linear`` with inputs filled up with zeros to a multiple of 4.
+    """Compute ``functional.linear`` with inputs padded with zeros to a multiple of 4.
 
-    MKL rounds a row by its alignment in memory, and so by its place in the batch, where inputs are
-    no multiple of 4 (``row_bits.py``).
+    Otherwise MKL's rounding depends on a row's alignment in memory, and so on its position in the
+    batch (``row_bits.py``).
     """
     if missing := -weight.shape[-1] % 4:
         input, weight = (functional.pad(t, (0, missing)) for t in (input, weight))
@@ -316,8 +320,8 @@ def _aligned_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tensor:
-    """Cross-entropy inside of one vmap over rows, whose own takes a dozen Python operations. Rows
-    stay apart: each loss is of its own row's logits."""
+    """Compute cross-entropy inside one vmap over rows, faster than vmap's decomposition. Rows stay
+    independent: each loss depends only on its own row's logits."""
     level = maybe_current_level()
     assert level is not None
     (x, places), (classes, at) = _beneath(logits, 1), _beneath(y, 1)
@@ -334,8 +338,8 @@ def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tens
 
 
 def _beneath(tensor: Tensor, depth: int) -> tuple[Tensor, tuple[int, ...]]:
-    """The tensor beneath vmaps, and the dimensions that they map, the outermost's first. Fewer than
-    ``depth`` where something is the same for all rows, or wrapped by the loss."""
+    """Return the tensor beneath vmaps, and the mapped dimensions, the outermost's first. Fewer than
+    ``depth`` if it is the same for all rows, or wrapped by the loss."""
     places: list[int] = []
     for _ in range(depth):
         place = maybe_get_bdim(tensor)

@@ -28,13 +28,13 @@ class Plan(Protocol):
     @property
     def protect(self) -> tuple[str, ...]: ...  # those with noise
     @property
-    def visits(self) -> int: ...  # of one support agent, at most
+    def visits(self) -> int: ...  # largest number of visits of one support agent
     @property
     def scope(self) -> Literal["sound", "as_published"]: ...
     @property
-    def event(self) -> Event: ...  # what one visit releases
+    def event(self) -> Event: ...  # the releases of one visit
     def spending(self, settings: PrivacySettings) -> str:
-        """The privacy spending, as a dry run prints it."""
+        """Describe the privacy spending for a dry run."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class PrivatePlan:
     learning_rate: float
     momentum: float
     views: int
-    visits: int  # of one support agent, at most
-    augment: Literal["none", "weak", "mid", "strong"] = "none"  # of rows in private steps
+    visits: int  # largest number of visits of one support agent
+    augment: Literal["none", "weak", "mid", "strong"] = "none"  # view of rows in private steps
     average_last: float = 0.0  # share of a visit's steps whose iterates are averaged; 0: none
-    record_counts: Literal["public", "private"] = "public"  # whether neighbours have as many rows
+    record_counts: Literal["public", "private"] = "public"  # public: neighbours have as many rows
 
     @property
     def event(self) -> Event:
-        """What one visit releases."""
+        """Return the releases of one visit."""
         protected = PoissonSampledGaussianEvent(
             noise_multiplier=self.noise_multiplier,
             sample_rate=self.sample_rate,
@@ -74,7 +74,7 @@ class PrivatePlan:
         return "sound" if set(self.update) <= set(self.protect) else "as_published"
 
     def spending(self, settings: PrivacySettings) -> str:
-        """The numbers of a visit, and what all visits would cost."""
+        """Describe the parameters of a visit, and the cost of all visits."""
         visits = is_protected([self.event]) * self.visits
         spent = epsilon(visits, settings.delta) if visits else 0.0
         return (
@@ -87,42 +87,46 @@ class PrivatePlan:
 
     @property
     def declared(self) -> int:
-        """Rows of an agent by the config, public."""
+        """Return the declared number of an agent's rows, which is public."""
         return math.ceil(self.expected_batch / self.sample_rate)
 
     def draw_batch(self, rows: int) -> Tensor:
-        """A Poisson mask (rows,): each row independently with the sample rate, never with more."""
+        """Sample a Poisson mask (rows,): each row independently with at most the sample rate."""
         if self.sample_rate == 1.0:
             return torch.ones(rows, dtype=torch.bool)
         limit = secure_noise.round_rate_down(self.sample_rate)
         return torch.from_numpy(secure_noise.secure_uniform(rows) < limit)
 
     def physical_batch_size(self, rows: int) -> int:
-        """Physical rows of a batch. Small agents compute all rows, so that time does not reveal the
-        batch size; others a public bound that a batch rarely exceeds."""
+        """Return the number of physical rows of a batch.
+
+        Small agents compute all rows, so that time does not reveal the batch size; others a public
+        bound that a batch rarely exceeds.
+        """
         if rows <= 256 or self.sample_rate == 1.0:
             return rows
         spread = math.sqrt(rows * self.sample_rate * (1 - self.sample_rate))
         return min(rows, math.ceil(rows * self.sample_rate + 4 * spread))
 
     def keeps_places(self, rows: int) -> bool:
-        """Whether every row is computed in each step, at a place that only its number decides.
+        """Return whether every row is computed in each step, at a position determined by its
+        number.
 
-        Then no row's place, and so no rounding by place, depends on who is drawn. With private
-        counts one row more moves the places of all after it.
+        Then no row's position, and so no rounding by position, depends on the sample. With private
+        counts an additional row shifts the positions of all later rows.
         """
         return self.record_counts == "public" and self.physical_batch_size(rows) >= rows
 
     def parts(self, rows: int, at_once: int) -> tuple[int, int]:
-        """Least number of parts of a batch, and the rows of each: public numbers.
+        """Return the least number of parts of a batch, and the rows of each: public numbers.
 
-        With private counts they follow from the declared rows, rounded up, so that a few rows more
-        do not add a part. Rows are a multiple of 4, because matrix products compute remainders in
-        another way; where places change, of 32, because element-wise operations do, too, beyond
-        the last two whole registers (of 16 numbers with AVX-512).
+        With private counts they follow from the declared rows, rounded up, so that a few more rows
+        do not add a part. Rows are a multiple of 4, because matrix products compute remainders
+        differently. If positions change, they are a multiple of 32, because element-wise operations
+        do so too, beyond the last two full registers (of 16 numbers with AVX-512).
 
         Args:
-            rows: that the agent holds.
+            rows: of the agent.
             at_once: most rows of one pass.
         """
         whole = 4 if self.keeps_places(rows) else 32

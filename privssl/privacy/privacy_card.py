@@ -1,6 +1,6 @@
-"""The privacy card of a run: what is claimed, for whom, why, and what is not claimed.
+"""The privacy card of a run: its guarantee, the reasons for it, and its limits.
 
-``privacy.json`` is for machines and ``privssl.audit``; ``card_text.py`` says it to people. Every
+``privacy.json`` is for machines and ``privssl.audit``; ``card_text.py`` renders it as text. Every
 number comes from the agents' ledgers, every sentence from the scope. Under the published scheme
 (scope ``as_published``) there is no guarantee: ``kind`` and every epsilon are nominal.
 """
@@ -34,12 +34,12 @@ from privssl.privacy.card_text import encoder_sentence, guarantee_sentence, netw
 from privssl.privacy.label_histogram import CENSUS
 from privssl.settings.names import ALGORITHMS
 
-#: agent id, its plan, one event per charged visit, hash of its ledger's last line
+#: Agent id, its plan, one event per charged visit, hash of its ledger's last line.
 AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
-#: name of a tensor or number that leaves a support agent, whether the claim covers it, why
+#: Name of a release of a support agent, whether the guarantee covers it, why.
 Release = tuple[str, Status, str]
 
-_version = cache(version)  # which reads a file
+_version = cache(version)  # ``version`` reads a file
 _ROUNDING = (
     "Rounding: arithmetic is floating point. One row moves a sum by at most 1 + 1e-6 clip norms, "
     "for batches of up to 65,536 rows.",
@@ -93,22 +93,22 @@ def privacy_card(
     weights: Mapping[Literal["file", "sha256"], str] | None = None,
     clip_norm: float | None = None,
 ) -> PrivacyCard:
-    """The card of a private run.
+    """Return the card of a private run.
 
     Args:
         accounts: every support agent that has an account, once.
         scope: "sound" or "as_published". delta: in (0, 1). Both as in each agent's plan.
         releases: everything that leaves a support agent. Under "sound", nothing that an agent
             updates may be "not covered"; under "as_published" nothing may be "covered".
-        task: what rows look like; with it the plan can be attacked without the data.
-        encoder: the frozen public network that mapped every row; None: there is none.
-        network: a classifier from outside of privssl, or with initial weights; None: neither.
-        this_run: agent -> epsilon of this run alone, where accounts outlive runs.
-        planned: visits that the plan had fixed for each agent; None when the run was stopped.
-        promised: agent -> the budget that its account began with, where it has fallen since.
-        former: what replaced runs of the same folder spent; see ``privacy/former_ledgers.py``.
-        ledger_problems: what forbids a claim: damage to ledgers, each with its agent.
-        weights: what the run releases; None when it was stopped.
+        task: classes and shape of a row, to attack the plan without the data.
+        encoder: the frozen public encoder, if any.
+        network: an own classifier, or one with initial weights; None: neither.
+        this_run: agent -> epsilon of this run alone, if accounts outlive runs.
+        planned: planned visits of each agent; None if the run was stopped. promised: agent -> the
+            initial budget of its account, if it was lowered later. former: spending of replaced
+            runs of the same folder; see ``privacy/former_ledgers.py``.
+        ledger_problems: damage to ledgers, each with its agent; it forbids a guarantee.
+        weights: the released weights; None if the run was stopped.
         clip_norm: largest norm of one row's gradient; None for a census.
 
     Raises:
@@ -121,9 +121,9 @@ def privacy_card(
     fixed = fixed_beforehand(spent, planned, shared=this_run is not None) and not ledger_problems
     began = {name: p.budget.epsilon for name, p, _, _ in accounts} | dict(promised or {})
     plan, total = accounts[0][1], sum((p.cost(events) for p, events in spent), ZERO_COST)
-    # A claim is pure where that of each agent is.
+    # A guarantee is pure if that of each agent is.
     claimed = max(p.delta_of(p.cost(events)) for p, events in spent)
-    # A pure sum bounds every path; another sum only where who saw results could choose nothing.
+    # A pure sum bounds every path; another sum only if no choice depended on results.
     bounds = fixed or claimed == 0
     of_sums: Kind = "charged" if kind == "guaranteed" and not bounds else kind
     agents = [agent_entry(*a, of_sums, fixed=fixed, promised=began[a[0]]) for a in accounts]
@@ -188,7 +188,7 @@ def privacy_card(
 
 
 def _headline(agents: Sequence[AgentEntry], kind: Kind) -> Headline | None:
-    """The tightest epsilon of the agent that spent most; None where an agent has no bound."""
+    """Return the tightest epsilon of the agent that spent most; None if an agent has no bound."""
     found = []
     for entry in agents:
         numbers = entry["epsilon"]
@@ -202,10 +202,10 @@ def _headline(agents: Sequence[AgentEntry], kind: Kind) -> Headline | None:
 
 
 def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
-    """What no attacker can exceed who sees everything and guesses whether a record took part.
+    """Return upper bounds on any membership attack that sees all messages.
 
     Returns:
-        ``balanced_accuracy`` in [0.5, 1], when half of the guesses are about members, and
+        ``balanced_accuracy`` in [0.5, 1], for equally many members and non-members, and
         ``tpr_at_1_percent_fpr`` in [0.01, 1]. Both follow from (epsilon, delta)-DP as a limit on
         hypothesis tests (arXiv:1311.0776, Theorem 2.1).
 
@@ -225,7 +225,7 @@ def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
 def _check(
     accounts: Sequence[AgentSpend], scope: Scope, delta: float, releases: Sequence[Release]
 ) -> None:
-    """Raise PrivacyError where no true card can follow from the inputs."""
+    """Raise PrivacyError if no true card can follow from the inputs."""
     ids = [agent for agent, _, _, _ in accounts]
     if not ids or len(set(ids)) != len(ids):
         raise PrivacyError(f"a card needs every account once; it was given {ids}")

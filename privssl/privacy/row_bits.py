@@ -1,10 +1,10 @@
-"""Check on synthetic rows that a row's clipped gradient has the same bits beside any other rows.
+"""Check on synthetic rows that the bits of a row's clipped gradient do not depend on other rows.
 
-Clipping bounds what one row adds, if every other row's gradient keeps its bits: with weights that a
-server chooses, products can cancel until rounding is all that is left of a gradient, and clipping
-scales it to a whole clip norm. Parts of one size, in one thread, round alike in all networks here
-(tests/privacy/test_private_counts.py); other processors, devices or torch releases may not, so each
-process checks before it trains.
+Clipping bounds the effect of one row only if every other row's gradient keeps its bits: a server
+can choose weights for which products cancel, so that a gradient consists of rounding errors, which
+clipping scales to the clip norm. Parts of one size, in one thread, are rounded equally in all
+networks here (tests/privacy/test_private_counts.py). This may be false on other processors, devices
+or torch releases, so each process checks before it trains.
 """
 
 import time
@@ -28,12 +28,12 @@ from privssl.runtime.process import single_threaded
 from privssl.training.batched.deferred import ExampleLoss
 
 SCALES = (1.0, 1e8, 1e-8)  # of the weights
-SHIFTS = 15  # places that rows move by are 1 to this: alignment in memory changes with each
-TRIES = 15  # of other weights, for the places of rows: rounding shows in few numbers
-STACK_TRIES = 4  # the same, of a stack of agents
-SECONDS = 2.0  # after these, large networks have been compared at enough numbers
+SHIFTS = 15  # rows shift by 1 to this many positions: each changes the alignment in memory
+TRIES = 15  # random weights per test of positions: rounding differs in few numbers
+STACK_TRIES = 4  # random weights per test of a stack of agents
+SECONDS = 2.0  # time limit: by then large networks have been compared in enough numbers
 
-_KNOWN = ("privssl.", "generators.", "torch.nn.")  # beginnings of modules with our layers
+_KNOWN = ("privssl.", "generators.", "torch.nn.")  # prefixes of modules with our layers
 
 _passed = set[Hashable]()
 
@@ -42,18 +42,19 @@ def refuse_batch_dependent_rounding(
     networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor],
     *, by_place: bool = True,
 ) -> None:  # fmt: skip
-    """Refuse networks that round a row by its place or its neighbours. Cached by kind and size.
+    """Refuse networks whose rounding of a row depends on its position or other rows.
 
-    Every row is compared beside other rows, and at several places.
+    Cached by kind and size. Every row is compared with other rows beside it, and at several
+    positions.
 
     Args:
         networks: the protected ones.
-        fields: of made-up rows, as many as a part of a private step has (B, ...). Their values
-            should be random: products of plain numbers are not rounded.
-        by_place: whether a row's place may change (:meth:`PrivatePlan.keeps_places`).
+        fields: of synthetic rows, as many as a part of a private step has (B, ...). Their values
+            should be random: products of round numbers are exact.
+        by_place: whether a row's position may change (:meth:`PrivatePlan.keeps_places`).
 
     Raises:
-        PrivacyError: some row's gradient depends on other rows or on its place.
+        PrivacyError: some row's gradient depends on other rows or on its position.
     """
     key = by_place, _kind(networks, row_loss, fields)
     if key in _passed:
@@ -99,7 +100,8 @@ def refuse_batch_dependent_rounding(
 def gradient_bits(
     parameters: Parameters, row_loss: RowLoss, fields: Mapping[str, Tensor]
 ) -> list[Tensor]:
-    """What decides what each row adds to a clipped sum. ``fields``: of rows (B, ...)."""
+    """Return all tensors that determine each row's clipped contribution. ``fields``: of rows (B,
+    ...)."""
     with single_threaded():
         gradients = factored_gradients(row_loss, parameters, fields)
         return _bits(gradients, len(next(iter(fields.values()))))
@@ -108,13 +110,14 @@ def gradient_bits(
 def stack_keeps_bits(
     row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor]
 ) -> bool:
-    """Whether the rows of stacked agents are rounded alike at other places and beside other rows.
+    """Return whether rounding in stacked agents is independent of positions and other rows.
 
-    Rows of the first and of the last agent change in turn; those of the others keep their bits too.
+    Rows of the first and of the last agent change in turn; those of the others must keep their
+    bits.
 
     Args:
-        parameters: of A agents, as ``factored_gradients`` takes them.
-        fields: of made-up rows (A, B, ...).
+        parameters: of A agents, as for ``factored_gradients``.
+        fields: of synthetic rows (A, B, ...).
     """
     agents, rows = next(iter(fields.values())).shape[:2]
     same, start = torch.arange(rows), time.monotonic()
@@ -157,13 +160,13 @@ def stack_keeps_bits(
 
 
 def _about_one(like: Tensor, spread: float, chance: torch.Generator) -> Tensor:
-    """Random factors in the shape of a parameter."""
+    """Return random factors in the shape of a parameter."""
     drawn = torch.randn(like.shape, generator=chance, dtype=like.dtype) if spread else 0.0
     return (torch.ones(like.shape, dtype=like.dtype) + spread * drawn).to(like.device)
 
 
 def _with_others(field: Tensor, kept: Tensor) -> Tensor:
-    """The kept rows, each at its place, and others at the other places."""
+    """Keep the given rows at their positions, and put other rows at the other positions."""
     changed = field.flip(0)
     if field.is_floating_point():
         changed = changed.mul(0.5).add(0.1)
@@ -173,8 +176,11 @@ def _with_others(field: Tensor, kept: Tensor) -> Tensor:
 
 
 def _bits(gradients: Mapping[tuple[str, str], PerExampleGradients], *rows: int) -> list[Tensor]:
-    """What decides what each row adds: factors, and gradients (rows, ...). ``rows``: their
-    number, or that of agents and of each one's rows."""
+    """Return the tensors that determine each row's contribution: factors, and gradients (rows,
+    ...).
+
+    ``rows``: their number, or those of agents and of rows per agent.
+    """
     every = list(gradients.values())
     if not every:
         return []
@@ -187,7 +193,7 @@ def _bits(gradients: Mapping[tuple[str, str], PerExampleGradients], *rows: int) 
 
 
 def _equal(one: list[Tensor], other: list[Tensor], here: Tensor, there: Tensor) -> bool:
-    """Whether rows at places ``here`` of ``one`` are those at places ``there`` of ``other``."""
+    """Return whether the rows at ``here`` of ``one`` equal those at ``there`` of ``other``."""
     return all(
         torch.equal(a[here.to(a.device)], b[there.to(b.device)])
         for a, b in zip(one, other, strict=True)
@@ -197,7 +203,7 @@ def _equal(one: list[Tensor], other: list[Tensor], here: Tensor, there: Tensor) 
 def _kind(
     networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor]
 ) -> Hashable:
-    """What decides which operations run, and their sizes."""
+    """Return a key of the operations that run, and their sizes."""
     forms = tuple((name, x.shape, x.dtype, str(x.device)) for name, x in fields.items())
     made = tuple(
         (
@@ -211,7 +217,7 @@ def _kind(
 
 
 def identity(network: nn.Module) -> Hashable:
-    """What a network computes: of ours its form, of another itself, whose code may be anything."""
+    """Return a key of a network's computation: the form of ours, the object itself of others."""
     return repr(network) if _has_known_layers(network) else weakref.ref(network)
 
 
@@ -220,8 +226,8 @@ def _has_known_layers(network: nn.Module) -> bool:
 
 
 def is_ours(networks: Mapping[str, nn.Module], row_loss: RowLoss, draw: Callable[..., Any]) -> bool:
-    """Whether all code of a private loss is of privssl: functions, and networks without hooks,
-    frozen ones included."""
+    """Return whether all code of a private loss is privssl's. That is functions, and networks
+    without hooks, frozen ones included."""
     loss = row_loss.function if isinstance(row_loss, ExampleLoss) else row_loss
     known = all(str(getattr(f, "__module__", "")).startswith(_KNOWN) for f in (loss, draw))
     held = [cell.cell_contents for cell in getattr(row_loss, "__closure__", None) or ()]

@@ -8,17 +8,18 @@ import torch
 from accounting.secure_random import random_uint64
 from privssl.ops import dispatch, gaussian_noise
 
-#: Words below it are radii beyond 8.1, once in 3 x 10^14 pairs, for which 64 bits are too few.
+#: Smaller words give radii beyond 8.1, once in 3 x 10^14 pairs, which need more than 64 bits.
 FAR = np.uint64(2**16)
 
 
 def secure_uniform(count: int) -> np.ndarray:
-    """``count`` unpredictable float64 numbers in [0, 1), 53 bits each."""
+    """Return ``count`` unpredictable float64 numbers in [0, 1), 53 bits each."""
     return _as_uniform(random_uint64(count))
 
 
 def round_rate_down(chance: float) -> float:
-    """The number below which :func:`secure_uniform` lies with this chance, or up to 2^-53 less.
+    """Return a threshold that :func:`secure_uniform` is below with this probability, or up to 2^-53
+    less.
 
     >>> round_rate_down(0.25), round_rate_down(2.0**-54)
     (0.25, 0.0)
@@ -27,7 +28,7 @@ def round_rate_down(chance: float) -> float:
 
 
 def secure_normal(count: int) -> np.ndarray:
-    """``count`` unpredictable standard normal float64 numbers."""
+    """Return ``count`` unpredictable standard normal float64 numbers."""
     half = (count + 1) // 2
     radii, angles = random_uint64(half), random_uint64(half)
     normal = box_muller(radii, angles)
@@ -42,10 +43,10 @@ def secure_normal(count: int) -> np.ndarray:
 def box_muller_tail(
     radii: np.ndarray, more: np.ndarray, angles: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Cosines and sines of :func:`box_muller`, each (N,), with 64 more bits of each radius.
+    """Compute cosines and sines of :func:`box_muller`, each (N,), with 64 more bits of each radius.
 
-    The largest of 64 bits lie further apart than the grid of ``noisy_optimizer.rounding_grid``,
-    and end at 9.42. These end at 13.3.
+    The largest radii from 64 bits have gaps wider than the grid of
+    ``noisy_optimizer.rounding_grid``, and end at 9.42. These end at 13.3.
 
     Args:
         radii, more, angles: random uint64 (N,); radii below ``FAR``.
@@ -56,10 +57,10 @@ def box_muller_tail(
 
 
 def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    """Two standard normal float64 numbers for each pair (Box and Muller 1958).
+    """Compute two standard normal float64 numbers for each pair (Box and Muller 1958).
 
     A radius uses all 64 bits, and the largest, up to 9.42, need more (:func:`box_muller_tail`):
-    gaps would reveal what they were added to. An angle uses 53 bits.
+    gaps would reveal the sums that noise is added to. An angle uses 53 bits.
 
     Args:
         radii, angles: random uint64 (pairs,).
@@ -77,13 +78,13 @@ def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
 
 
 def _as_uniform(words: np.ndarray) -> np.ndarray:
-    """The highest 53 bits, as float64 in [0, 1)."""
+    """Return the highest 53 bits, as float64 in [0, 1)."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _as_floats(words: np.ndarray) -> np.ndarray:
-    """Same result as ``astype(float64)``, three times faster: ``astype`` branches on the top bit,
-    which is random here."""
+    """Convert to float64: same result as ``astype(float64)``, three times faster: ``astype``
+    branches on the top bit, which is random here."""
     floats: np.ndarray = (words >> np.uint64(11)).astype(np.float64) * 2.0**11
     floats += (words & np.uint64(2**11 - 1)).astype(np.float64)
     return floats

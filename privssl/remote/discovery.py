@@ -1,4 +1,4 @@
-"""Find the sites of a run: send every address an identification request.
+"""Find the sites of a run by sending every address an identification request.
 
     a known name, the run's config and role    the site takes part
     two responsive sites with one name         the run stops
@@ -29,7 +29,7 @@ OWN_ERROR_CODES: Mapping[str, str] = {
     "gone": "no reply came before the deadline. The step may still have been run",
     "garbled": "its reply is not a valid one to this request. Check who has its key",
 }
-STOP = ("version", "config")  # errors that stop a run whatever its config says
+STOP = ("version", "config")  # errors that stop a run whatever its config
 
 
 class SiteError(UserError):
@@ -37,10 +37,10 @@ class SiteError(UserError):
 
 
 class Transport(Protocol):
-    """Carries messages. What an address is, is the transport's choice; a restart may change it."""
+    """Message transport. It defines addresses; a site's restart may change its address."""
 
     def addresses(self) -> Sequence[str]:
-        """All addresses that can be reached now."""
+        """Return all addresses that are reachable now."""
         ...
 
     def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
@@ -63,7 +63,7 @@ class RemoteTimeouts:
     join_seconds: float = 120.0  # for all sites to join
     visit_seconds: float = 600.0  # for one step, from the request to the reply
     hello_seconds: float = 30.0  # for an identity; an unresponsive site must not delay the others
-    retry_interval: float = 1.0  # seconds between two requests to a site that does not answer
+    retry_interval: float = 1.0  # seconds between two requests to an unresponsive site
     absent: Literal["stop", "skip"] = "stop"  # when a sequential call has no reply
     quorum: float = 1.0  # share of a parallel step's calls that must have a reply, in (0, 1]
 
@@ -85,7 +85,8 @@ class SiteDirectory:
         key_owner: Callable[[str], str] | None = None,
         task: str = "",
     ) -> None:
-        """
+        """Set the expected sites.
+
         Args:
             expected: agents whose sites take part.
             agreement: ``config.compatibility_hash`` of this run.
@@ -100,8 +101,8 @@ class SiteDirectory:
         self._compatibility_hash, self._ledgers = agreement, ledgers
         self._own = f"Here the hash is {agreement[:12]}, of {task or 'this task'}"
         self._rejected: set[str] = set()
-        self._refused: dict[str, str] = {}  # address -> why no steps are sent there
-        self._other_code: set[tuple[str, str]] = set()  # agent and code, of which is warned
+        self._refused: dict[str, str] = {}  # address -> why it gets no steps
+        self._other_code: set[tuple[str, str]] = set()  # agents and code that were warned of
 
     def wait_for_sites(self) -> None:
         """Wait until all sites have joined. Raises SiteError."""
@@ -136,10 +137,10 @@ class SiteDirectory:
             self._identify(address, answers[address])
 
     def _has_key(self, address: str) -> bool:
-        """Whether a request may be sent there: if names are pinned, to keys of agents only."""
+        """Return whether requests may be sent there; if names are pinned, only to agents' keys."""
         if self._key_owner is None or self._key_owner(address):
             return True
-        log.warning("A site whose key is not in run.keys wants to take part. It is ignored")
+        log.warning("A site whose key is not in run.keys is ignored")
         self._rejected.add(address)
         return False
 
@@ -158,7 +159,7 @@ class SiteDirectory:
                 f"requests: its operator must name {key} in SITE.yaml, or use its own key",
             )
         elif found.agent not in self._expected:
-            log.warning("A site calls itself %s, which this run does not have", found.agent)
+            log.warning("A site has the name %s, which this run does not have", found.agent)
             self._rejected.add(address)
         elif self._responds(found.agent):
             raise SiteError(f"Two sites call themselves {found.agent}. Stop the wrong one")
@@ -183,7 +184,7 @@ class SiteDirectory:
             self._warn_of_other_code(found)
 
     def _warn_of_other_code(self, found: Identity) -> None:
-        """Log once for each agent that its site runs other sources of the same version."""
+        """Warn once for each agent whose site runs other sources of the same version."""
         here = python_fingerprint()
         if found.code != here and (found.agent, found.code) not in self._other_code:
             self._other_code.add((found.agent, found.code))
@@ -194,8 +195,10 @@ class SiteDirectory:
             )  # fmt: skip
 
     def _responds(self, name: str) -> bool:
-        """Whether the site known by this name responds. Flower lists a dead SuperNode for a minute
-        beside the one that replaced it."""
+        """Return whether the known site of this name responds.
+
+        Flower lists a dead SuperNode for a minute beside its replacement.
+        """
         before = self.address.get(name)
         if before is None:
             return False
@@ -207,7 +210,7 @@ class SiteDirectory:
         return False
 
     def _refuse(self, address: str, text: str) -> None:
-        """Log once why no steps are sent there. It is identified again at the next poll."""
+        """Log once why an address gets no steps. It is identified again at the next poll."""
         if self._refused.get(address) != text:
             log.warning("%s", text)
             self._refused[address] = text
@@ -218,9 +221,9 @@ class SiteDirectory:
             raise SiteError(
                 f"A site that wants to take part{whose} cannot: {describe_error(code)}{why}"
             )
-        log.warning("A site that wants to take part%s cannot yet: %s", whose, describe_error(code))
+        log.warning("A site%s cannot take part yet: %s", whose, describe_error(code))
 
 
 def describe_error(code: str) -> str:
-    """What an error code means to whoever runs the coordinator."""
+    """Explain an error code to the coordinator's operator."""
     return {**protocol.ERROR_CODES, **OWN_ERROR_CODES}.get(code, code)

@@ -1,12 +1,12 @@
 """The Flower app that relays messages between a coordinator and sites.
 
 This is the only file that imports flwr. ``remote/flower_transport.py`` ships it to the SuperNodes
-as ``relay.py``, so it needs nothing but flwr and Python, and no other module imports it.
+as ``relay.py``, so it needs only flwr and Python, and no other module imports it.
 
     coordinator --- Unix socket --- server (ServerApp) --- Flower --- client (ClientApp) --- site
 
 Messages are opaque here. The client gets the path of its site's socket from the site's operator
-(``--node-config 'door="..."'``) and has no rows, budget or ledger. A failed relay has no answer.
+(``--node-config 'door="..."'``) and has no rows, budget or ledger. A failed relay gives no answer.
 
 Replies are matched by the message that they answer, not by sender: an error that the SuperLink
 reports for a node has the SuperLink's own node id.
@@ -73,13 +73,13 @@ def relay_server(grid: Grid, context: Context) -> None:
 
 
 def _exchange(grid: Grid, frames: dict[str, bytes], seconds: float) -> dict[str, bytes]:
-    """The answers that come in time, by address."""
+    """Return the answers that arrive in time, by address."""
     end = time.monotonic() + seconds
     sent = [
         Message(_wrap(frame), dst_node_id=int(address), message_type="query.relay", ttl=seconds)
         for address, frame in frames.items()
     ]
-    # Ids in the order of the messages; None: its node is not connected.
+    # Ids in the order of the messages; None: the node is not connected.
     pending: dict[Any, str] = dict(zip(grid.push_messages(sent), frames, strict=True))
     pending.pop(None, None)
     answers = {}
@@ -94,7 +94,7 @@ def _exchange(grid: Grid, frames: dict[str, bytes], seconds: float) -> dict[str,
 
 
 def _wrap(frame: bytes) -> RecordDict:
-    """Bytes in an array, which Flower splits if it is large."""
+    """Wrap bytes in an array, which Flower splits if it is large."""
     data = b"!" + frame  # an array may not be empty
     array = Array(dtype="bytes", shape=(len(data),), stype="privssl.frame", data=data)
     return RecordDict({"frame": ArrayRecord({"frame": array})})

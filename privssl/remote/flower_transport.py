@@ -3,9 +3,9 @@
     coordinator --- Unix socket --- remote/flower_app.py (ServerApp) --- SuperLink --- SuperNodes
 
 ``flwr run`` submits ``remote/flower_app.py`` to a SuperLink on this machine, which starts it as the
-relay; the relay connects to the coordinator's socket. flwr is never imported here, so the run is an
-ordinary command with checkpoints and Ctrl-C. If the relay ends, the next message starts another
-one. If this process ends, the relay's socket closes and it ends too.
+relay; the relay connects to the coordinator's socket. flwr is never imported here, so the run
+remains an ordinary command with checkpoints and Ctrl-C. If the relay ends, the next message starts
+another one. If this process ends, the relay's socket closes and it ends too.
 """
 
 import json
@@ -29,11 +29,11 @@ from privssl.remote.framing import receive, send
 from privssl.remote.node_keys import NodeKeys
 from privssl.settings.addresses import LOOPBACK
 
-PARALLEL_REGISTRATIONS = 4  # processes of Flower
+PARALLEL_REGISTRATIONS = 4  # processes of Flower at once
 ALREADY_REGISTERED = "[code: 23]"  # Flower's answer to a known key
 START_SECONDS = 90.0  # for flwr run, and for the relay to connect
 GRACE_SECONDS = 10.0  # for the relay's answer, beyond the limit of the request
-#: Switches off all network access of flwr that a run does not need.
+#: Disables all network access of flwr that a run does not need.
 OFFLINE = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -74,7 +74,7 @@ log = logging.getLogger("privssl")
 
 
 def program(name: str) -> str:
-    """The path of one of Flower's programs. Raises SiteError if Flower is not installed."""
+    """Return the path of one of Flower's programs. Raises SiteError if Flower is not installed."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
@@ -83,10 +83,10 @@ def program(name: str) -> str:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Environment of a Flower process: offline, with its files under ``home``.
+    """Return the environment of a Flower process: offline, with its files under ``home``.
 
-    Only variables that it needs are inherited: environments hold keys and passwords, and a
-    SuperLink ships code that runs in it.
+    Only required variables are inherited: environments contain keys and passwords, and a SuperLink
+    ships code that runs in it.
     """
     inherited = {name: value for name, value in os.environ.items() if _INHERITED.fullmatch(name)}
     path = f"{Path(program('flwr')).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -94,7 +94,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that is free now."""
+    """Return a TCP port on loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -103,7 +103,7 @@ def free_port() -> int:
 
 @contextmanager
 def _temporary_files(folder: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a SiteError. ``folder``: None before it is made."""
+    """Convert OSError to SiteError. ``folder``: None before it is created."""
     try:
         yield
     except OSError as error:
@@ -121,7 +121,7 @@ class FlowerTransport:
 
         Args:
             certificate: file of the root certificate; empty on loopback.
-            node_keys: keys of sites, which are registered at the SuperLink; None: none are.
+            node_keys: keys of sites to register at the SuperLink; None: no keys.
 
         Raises:
             SiteError: Flower is not installed, or its SuperLink does not answer.
@@ -158,7 +158,7 @@ class FlowerTransport:
         return self._with_relay(ask, [])
 
     def key_owner(self, address: str) -> str:
-        """The agent with the key of the node at an address; empty if there is none."""
+        """Return the agent with the key of the node at an address; empty if there is none."""
         assert self._node_keys is not None
         return self._node_keys.owner(self._keys.get(address, ""))
 
@@ -182,17 +182,18 @@ class FlowerTransport:
     # The relay ------------------------------------------------------------------------------
 
     def _with_relay(self, ask: Callable[[socket.socket], T], otherwise: T) -> T:
-        """What ``ask`` returns, or ``otherwise`` if the relay fails. Any interruption drops the
-        relay: its late answer could be taken for the answer to the next request."""
+        """Return the result of ``ask``, or ``otherwise`` if the relay fails.
+
+        Any interruption drops the relay, because its late answer could be mistaken for the next
+        one.
+        """
         try:
             if self._listener is None:
                 raise OSError("closed")
             return ask(self._relay or self._connect())
         except BaseException as error:
-            if isinstance(error, Exception):  # Ctrl-C is no fault of the run
-                log.warning(
-                    "The Flower run is lost (%s). The next message starts another one", error
-                )
+            if isinstance(error, Exception):  # Ctrl-C is not an error of the run
+                log.warning("The Flower run ended (%s). The next message starts another one", error)
             with suppress(OSError):
                 if self._relay is not None:
                     self._relay.close()
@@ -235,8 +236,11 @@ class FlowerTransport:
         return self._relay
 
     def _reason_of_no_start(self) -> str:
-        """A SuperLink on 0.0.0.0 starts processes that connect to it at 127.0.0.1. They retry for
-        ever if its certificate does not name that."""
+        """Return a hint if the relay may have failed to start because of the certificate.
+
+        A SuperLink on 0.0.0.0 starts processes that connect to 127.0.0.1. They retry for ever if
+        its certificate does not name that address.
+        """
         own = f"127.0.0.1:{self._superlink.rpartition(':')[2]}"
         if self._certificate and (problem := tls.probe(own, self._certificate)):
             return (
@@ -246,7 +250,7 @@ class FlowerTransport:
         return "The SuperLink must run on this machine; look at its log"
 
     def _register_keys(self) -> None:
-        """Register the sites' keys; a restarted SuperLink has forgotten them."""
+        """Register the sites' keys; a restarted SuperLink has lost them."""
         files = {} if self._node_keys is None else self._node_keys.files
 
         def register(name: str) -> str:
@@ -258,8 +262,8 @@ class FlowerTransport:
                 log.debug("%s", output)
 
     def _flwr(self, *arguments: str, tolerated: str = "") -> str:
-        """Run Flower's command and return its output. ``tolerated``: a failure whose output
-        contains this text is none. Raises SiteError: it fails or takes too long."""
+        """Run Flower's command and return its output. ``tolerated``: ignore a failure whose output
+        contains this text. Raises SiteError if it fails or takes too long."""
         try:
             done = subprocess.run(
                 [program("flwr"), *arguments], env=environment(self._folder / "flwr"),

@@ -7,7 +7,7 @@ _CHUNK = 2**20
 
 
 def send(wire: socket.socket, frame: bytes) -> None:
-    """Send a message behind its length. Raises OSError."""
+    """Send a message after its length. Raises OSError."""
     wire.sendall(len(frame).to_bytes(8, "little") + frame)
 
 

@@ -15,8 +15,10 @@ class NodeKeys:
     """Public keys of agents."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        """Read FOLDER/NAME.pub for these agents. Raises ConfigError: one is missing or not such a
-        key, or two agents have the same."""
+        """Read FOLDER/NAME.pub for these agents.
+
+        Raises ConfigError if one is missing or not such a key, or if two agents have the same key.
+        """
         self.files = {name: folder.expanduser().resolve() / f"{name}.pub" for name in names}
         self._owner: dict[str, str] = {}
         for name, path in self.files.items():
@@ -24,7 +26,7 @@ class NodeKeys:
                 raise ConfigError(f"{path}: also the key of {other}. Give each site its own key")
 
     def owner(self, pem: str) -> str:
-        """The agent with this key (PEM); empty if there is none."""
+        """Return the agent with this key (PEM); empty if there is none."""
         return self._owner.get(pem, "")
 
 

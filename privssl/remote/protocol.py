@@ -1,4 +1,4 @@
-"""The messages between a coordinator and a site, as bytes that are parsed and never executed.
+"""Messages between a coordinator and a site: bytes that are parsed and never executed.
 
     8 bytes    "privssl" and the number of this format
     4 bytes    the size of the header, little-endian
@@ -6,8 +6,8 @@
                the version of privssl, and the fields
     body       a message as ``messages.serialize`` writes it (safetensors), or nothing
 
-The reader decides which kinds it accepts, and each kind has exactly the fields below. A message of
-another version of privssl is refused before its fields are read.
+The reader chooses the kinds that it accepts, and each kind has exactly the fields below. A message
+of another version of privssl is refused before its fields are read.
 
 Requests are idempotent: a step request is identified by a hash of everything but its deadline, and
 a repeated request is answered from storage and executed once.
@@ -33,7 +33,7 @@ _MAGIC = b"privssl"
 _START = len(_MAGIC) + 1 + 4  # bytes before the header
 MAX_HEADER_BYTES = 1 << 16
 
-#: Every error that a site may report, and what it means to whoever runs the coordinator.
+#: Every error that a site may report, explained for the coordinator's operator.
 ERROR_CODES: Mapping[str, str] = {
     "busy": "it is still running another step",
     "late": "the request came after its deadline, and was neither run nor charged. If this happens "
@@ -58,10 +58,10 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 RunName = Annotated[str, Field(pattern=r"^[0-9a-z]{1,32}$")]
 CHARGE_ID_DIGITS = 32  # hex digits of a request's id that the ledger records
-#: Metrics of agents begin with ``train/``: no site overwrites a metric of the coordinator.
+#: Metrics of agents begin with ``train/``, so a site cannot overwrite a metric of the coordinator.
 NOTE = r"^train/[A-Za-z0-9_/-]{1,64}$"
 NoteName = Annotated[str, Field(pattern=NOTE)]
-#: Largest weight in a mean: the rows of a large site. A larger one would dominate the mean.
+#: Largest weight in a mean: the rows of a large site. Larger ones would dominate the mean.
 MOST_SHARE = 1e6
 Number = Annotated[int, Field(ge=0, le=10**9)]
 
@@ -81,12 +81,12 @@ class IdentifyRequest:
 
 @dataclass(frozen=True, config=strict)
 class Identity:
-    """A site's identity. Nothing but its role depends on rows."""
+    """A site's identity. Only its role depends on rows."""
 
     agent: AgentName
     role: Annotated[str, Field(pattern="^(support|query|mixed)$")]
     agreement: Digest  # config.compatibility_hash
-    shows_ledger: bool  # at the end of a run
+    shows_ledger: bool  # whether it sends its journal at the end of a run
     code: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]  # code_version.python_fingerprint
 
 
@@ -107,7 +107,7 @@ class StepRequest:
 
     @property
     def id(self) -> str:
-        """SHA-256 of all but the deadline, as hex digits."""
+        """SHA-256 of all but the deadline, in hex."""
         header = {k: v for k, v in vars(self).items() if k not in ("deadline", "body")}
         return hashlib.sha256(encode(header) + hashlib.sha256(self.body).digest()).hexdigest()
 
@@ -133,7 +133,7 @@ class StepResponse:
 
 @dataclass(frozen=True, config=strict)
 class EndOfRun:
-    """Tells a site that a run stops; if it is over, the site deletes what it stored of it."""
+    """Notifies a site that a run stops; if it is over, the site deletes its stored data."""
 
     run: RunName
     agreement: Digest
@@ -145,11 +145,12 @@ class LedgerResponse:
     """A site's answer to EndOfRun: its journal, if its operator shares it."""
 
     agent: AgentName
-    body: bytes = b""  # the journal; empty: there is none, or it is not shared
+    body: bytes = b""  # the journal; empty: none, or not shared
 
 
 Frame = IdentifyRequest | Identity | StepRequest | StepResponse | EndOfRun | LedgerResponse
-#: Names on the wire. They and the header's keys are part of the format: stored replies have them.
+#: Names on the wire. They and the header's keys are part of the format, because stored replies have
+#: them.
 _KINDS: Mapping[str, type[Any]] = {
     "Hello": IdentifyRequest,
     "Introduction": Identity,
@@ -175,8 +176,10 @@ def to_bytes(frame: Frame) -> bytes:
 
 
 def from_bytes(data: bytes, *expected: type[Frame]) -> Any:
-    """Parse a message of one of the expected kinds. Raises WireError: it is not one, or of another
-    version of privssl."""
+    """Parse a message of one of the expected kinds.
+
+    Raises WireError if it is not one, or from another version of privssl.
+    """
     about, body = _read_header(data)
     if about.get("privssl") != __version__:
         other = about.get("privssl")
@@ -196,7 +199,7 @@ def from_bytes(data: bytes, *expected: type[Frame]) -> Any:
 
 
 def _values(kind: type[Any], fields: Json, body: bytes) -> Json:
-    """The arguments of a message's dataclass."""
+    """Return the arguments of a message's dataclass."""
     names = {spec.name for spec in dataclasses.fields(kind)}
     if not isinstance(fields, dict):
         raise PlanError("its fields are not an object")
@@ -213,7 +216,7 @@ def _values(kind: type[Any], fields: Json, body: bytes) -> Json:
 
 
 def _read_header(data: bytes) -> tuple[Json, bytes]:
-    """Header and body."""
+    """Split a message into header and body."""
     if len(data) < _START or not data.startswith(_MAGIC):
         raise WireError("refused", "not a message of privssl")
     if data[len(_MAGIC)] != FORMAT:

@@ -1,7 +1,7 @@
 """Look up an algorithm's steps and their message classes by name.
 
 A request names a step and a message class. Only steps marked ``@on_agent`` can be called, and only
-classes in their annotations are built.
+classes in their annotations are instantiated.
 """
 
 import dataclasses
@@ -25,17 +25,16 @@ class StepError(Exception):
 
 
 def find_step(algorithm: object, name: str) -> Step[Any]:
-    """The step of that name. Raises StepError unless the class marks it ``@on_agent``."""
+    """Return the step of that name. Raises StepError unless the class marks it ``@on_agent``."""
     if getattr(getattr(type(algorithm), name, None), "runs_on_agent", False) is not True:
         raise StepError(f"{type(algorithm).__name__} has no step {name} for agents")
     return getattr(algorithm, name)  # type: ignore[no-any-return]
 
 
 def check_steps(kind: type) -> None:
-    """Raise ConfigError for a step whose annotations do not name its messages, or whose messages
-    have fields that cannot be read.
+    """Raise ConfigError for steps without annotated messages, or with unreadable fields in them.
 
-    Worker processes and sites read a message by them; one process alone does not need them.
+    Worker processes and sites need the annotations to read messages; a single process does not.
     """
     for name, step in inspect.getmembers(kind, inspect.isfunction):
         if getattr(step, "runs_on_agent", False) is not True:
@@ -66,7 +65,7 @@ def check_steps(kind: type) -> None:
 
 
 def _unreadable(kind: type[Message]) -> str | None:
-    """Why a message class cannot be read from its fields; None: it can."""
+    """Return why a message class cannot be read from its fields; None if it can."""
     own = vars(kind)
     if "__dataclass_params__" not in own and {"__init__", "__annotations__"} & own.keys():
         return "is no dataclass of its own. Write @dataclass(frozen=True) above it"
@@ -87,8 +86,10 @@ _READ = (StateDict, Tensor, float, int, bool, str, type(None))
 
 
 def check_declared(step: Callable[..., Any], message: Message, reply: Message) -> None:
-    """Raise MessageError for messages that a step does not declare, which worker processes and
-    sites would not read. A step without annotations is not checked."""
+    """Raise MessageError for messages that a step does not declare.
+
+    Worker processes and sites could not read them. A step without annotations is not checked.
+    """
     try:
         takes, gives = _messages_of(step)
     except NameError:
@@ -105,12 +106,12 @@ def check_declared(step: Callable[..., Any], message: Message, reply: Message) -
 
 
 def input_type(step: Callable[..., Any], name: str) -> type[Message]:
-    """The message class of that name that a step takes. Raises StepError."""
+    """Return the message class of that name that a step accepts. Raises StepError."""
     return _find_class(step, name, _messages_of(step)[0])
 
 
 def output_type(step: Callable[..., Any], name: str) -> type[Message]:
-    """The message class of that name that a step returns, or Declined. Raises StepError."""
+    """Return the message class of that name that a step returns, or Declined. Raises StepError."""
     return _find_class(step, name, (*_messages_of(step)[1], Declined))
 
 
@@ -124,15 +125,17 @@ def _find_class(
 
 
 def _messages_of(step: Callable[..., Any]) -> tuple[Sequence[type[Message]], ...]:
-    """The classes of messages in a step's annotations: that it takes, that it returns. Raises
-    NameError: they cannot be read."""
+    """Return the message classes in a step's annotations: accepted ones, returned ones.
+
+    Raises NameError if they cannot be read.
+    """
     return _read_annotations(getattr(step, "__func__", step))
 
 
 @lru_cache(maxsize=256)
 def _read_annotations(function: Callable[..., Any]) -> tuple[Sequence[type[Message]], ...]:
     hints = typing.get_type_hints(function)
-    message = list(signature(function).parameters)[-2]  # before the context
+    message = list(signature(function).parameters)[-2]  # the parameter before the context
     return tuple(
         [
             kind for kind in _alternatives(hints.get(key))
@@ -143,6 +146,6 @@ def _read_annotations(function: Callable[..., Any]) -> tuple[Sequence[type[Messa
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of another annotation itself."""
+    """Return the members of a union; of another annotation itself."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

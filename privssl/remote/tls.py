@@ -1,7 +1,7 @@
 """Check a root certificate and the TLS connection to a SuperLink before Flower is started.
 
-Flower reports a failed connection only as unavailable, or retries for ever. No message of a run
-is sent here.
+Flower reports a failed connection only as unavailable, or retries for ever. This module sends no
+message of a run.
 """
 
 import os
@@ -16,21 +16,23 @@ HANDSHAKE_SECONDS = 10.0
 DAY = 86400.0
 WARNING_DAYS = 14  # before a certificate expires
 
-#: What to do about OpenSSL's reason to refuse a certificate (X509_V_ERR_...).
+#: Advice by OpenSSL's reason to refuse a certificate (X509_V_ERR_...).
 _ADVICE = {
     9: "Check the clocks of both machines",
     10: "Whoever runs the SuperLink must renew it",
     62: "Use the host name in the certificate",
     64: "Use the address in the certificate",
 }
-NOBODY = "nobody answers"  # how ``probe`` begins where there is no server
+NOBODY = "nobody answers"  # beginning of ``probe``'s result without a server
 _WRONG_ROOT = "Get the root certificate of this SuperLink from whoever runs it"
 
 
 def check_root(path: Path, now: float | None = None) -> str:
-    """Check a root certificate (PEM) at the Unix time ``now``; returns a warning if it expires
-    soon, else an empty string. Raises ConfigError where it is unreadable, not of a certificate
-    authority, or not valid."""
+    """Check a root certificate (PEM) at the Unix time ``now``.
+
+    Returns a warning if it expires soon, else an empty string. Raises ConfigError if it is
+    unreadable, not of a certificate authority, or not valid.
+    """
     now = time.time() if now is None else now
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     advice = "Give the root certificate of the SuperLink (PEM), ca.crt"
@@ -56,8 +58,10 @@ def check_root(path: Path, now: float | None = None) -> str:
 
 
 def probe(superlink: str, certificate: str) -> str:
-    """Why this machine cannot connect to a SuperLink (host:port); empty if it can. ``certificate``:
-    the root certificate; empty: without TLS."""
+    """Return why this machine cannot connect to a SuperLink (host:port); empty if it can.
+
+    ``certificate``: the root certificate; empty: without TLS.
+    """
     host, _, port = superlink.rpartition(":")
     host = host.strip("[]")
     try:
@@ -67,14 +71,14 @@ def probe(superlink: str, certificate: str) -> str:
             return _handshake(wire, superlink, host, certificate)
     except ConfigError as error:
         return str(error)
-    except (OSError, UnicodeError) as error:  # the second: not a possible host name
+    except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
         return f"{NOBODY} at {superlink} ({getattr(error, 'strerror', None) or error})"
 
 
 def _handshake(wire: socket.socket, superlink: str, host: str, certificate: str) -> str:
     if certificate:
         context = ssl.create_default_context(cafile=certificate)
-    else:  # only to learn whether it speaks TLS
+    else:  # only to test whether it speaks TLS
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

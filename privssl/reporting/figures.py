@@ -1,7 +1,7 @@
 """Pictures for TensorBoard: functions from tensors and counts to uint8 arrays.
 
-Rows of images are in [-1, 1], as networks see them; pictures are (height, width, 3) in 0..255.
-Drawn with Pillow and with matplotlib's Agg canvas, which needs no display and no global state.
+Rows of images are in [-1, 1], like network input; pictures are (height, width, 3) in 0..255. They
+are drawn with Pillow and with matplotlib's Agg canvas, which needs no display and no global state.
 """
 
 import io
@@ -23,7 +23,7 @@ from privssl.runtime import randomness
 
 Picture = NDArray[np.uint8]
 
-TILE = 32  # pixels that a row's shorter side has at least
+TILE = 32  # least pixels of a row's shorter side
 GAP = 2  # pixels between tiles
 MARGIN_LEFT, MARGIN_TOP = 52, 18  # pixels for the labels
 INK, PAPER = (60, 60, 60), (255, 255, 255)
@@ -31,8 +31,8 @@ INK, PAPER = (60, 60, 60), (255, 255, 255)
 LABELLED, UNLABELLED = "#d95f02", "#5b7fb5"
 LARGEST_FIGURE = (24.0, 12.0)  # inches
 CELL, LARGEST_MATRIX = 36, 1200  # pixels of a confusion matrix's cell, and of its side
-FULL, LONGEST_LABEL = (8, 48, 107), 16  # colour of a share of 1; letters of a class name
-LAMBDAS = (1.0, 0.75, 0.5, 0.25, 0.0)  # rows of a grid of mixes
+FULL, LONGEST_LABEL = (8, 48, 107), 16  # colour of a share of 1; characters of a class name
+LAMBDAS = (1.0, 0.75, 0.5, 0.25, 0.0)  # lines of a grid of mixes
 SAMPLES = 8  # of each class on a contact sheet
 
 
@@ -40,18 +40,20 @@ SAMPLES = 8  # of each class on a contact sheet
 def of_generator(
     generator: ConditionalGenerator, x: Tensor, y: Tensor, classes: int
 ) -> dict[str, Picture]:
-    """Outputs of a generator: ``images/mixes`` and ``images/reconstruction`` of held-out rows, and
-    ``images/samples``, which look at no row; none where rows are no images.
+    """Draw outputs of a generator by tag; none for rows that are not images.
+
+    ``images/mixes`` and ``images/reconstruction`` of held-out rows, and ``images/samples``, which
+    use no row.
 
     Args:
         generator: in eval mode, on the CPU.
         x: rows (N, *shape) in [-1, 1].
         y: their classes (N,).
-        classes: C; the grid of mixes has a column for each as the target.
+        classes: C; the grid of mixes has a column for each target class.
     """
     if kind_of(tuple(x.shape[1:])) is not IMAGE:
         return {}
-    # Column c starts from a row of the nearest class before it, so that lambda 1 and 0 differ.
+    # Column c starts from a row of the nearest class before c, so that lambda 1 and 0 differ.
     first = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]
     names = torch.eye(classes)
     z = torch.rand(
@@ -71,15 +73,17 @@ def of_generator(
 
 
 def samples_sheet(generator: ConditionalGenerator, classes: int, shape: Sequence[int]) -> Picture:
-    """Rows that a generator makes of nothing, a column per class: ``images/samples``."""
+    """Draw samples of a generator, a column per class: ``images/samples``."""
     labels = torch.arange(classes).repeat(SAMPLES)
     rng = randomness.stream(0, 0, "world", "samples on a sheet")
     return contact_sheet(draw_samples(generator, labels, classes, shape, rng), labels, classes)
 
 
 def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
-    """The first rows (N, channels, H, W) in [-1, 1] of each class, a column per class; blank where
-    a class has fewer. ``labels``: (N,)."""
+    """Draw the first rows (N, channels, H, W) in [-1, 1] of each class, a column per class.
+
+    Blank if a class has fewer. ``labels``: (N,).
+    """
     of_class = [rows[labels == c][:SAMPLES] for c in range(classes)]
     lines = max(len(some) for some in of_class)
     blank = rows.new_full((classes, lines, *rows.shape[1:]), 1.0)
@@ -89,7 +93,7 @@ def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
 
 
 def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
-    """Rows of one class on their way to each other class: ``images/mixes``.
+    """Draw interpolations from rows of one class to each other class: ``images/mixes``.
 
     Args:
         real: (C, channels, H, W) in [-1, 1], the inputs of G; the first line.
@@ -101,14 +105,14 @@ def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
 
 
 def reconstruction_grid(real: Tensor, rebuilt: Tensor) -> Picture:
-    """Rows (N, channels, H, W) in [-1, 1] above their reconstructions by G at lambda 1."""
+    """Draw rows (N, channels, H, W) in [-1, 1] above their reconstructions by G at lambda 1."""
     return _tiles(torch.stack([real, rebuilt]), ["real", "rebuilt"], [""] * len(real))
 
 
 def _tiles(
     grid: Tensor, row_labels: Sequence[str], column_labels: Sequence[str], corner: str = ""
 ) -> Picture:
-    """A labelled table of images. grid (R, K, channels, H, W) in [-1, 1]."""
+    """Draw a labelled table of images. grid (R, K, channels, H, W) in [-1, 1]."""
     rows, columns, channels, height, width = grid.shape
     factor = max(1, math.ceil(TILE / min(height, width)))
     colours = grid if channels == 3 else grid.mean(dim=2, keepdim=True).expand(-1, -1, 3, -1, -1)
@@ -132,11 +136,11 @@ def _tiles(
 
 
 def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
-    """A census as the server sees it: counts with noise, and what each cluster is called.
+    """Draw a census: noisy counts, and the class of each cluster.
 
     Args:
         counts: (K, C), may be negative.
-        told: (K,) the class that each cluster got.
+        told: (K,) the class of each cluster.
     """
     clusters, classes = counts.shape
     figure = _figure(max(4.0, 1.5 + 0.4 * classes), min(1.6 + 0.3 * clusters, LARGEST_FIGURE[1]))
@@ -155,9 +159,11 @@ def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
 
 
 def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
-    """A confusion matrix (C, C + 1) as a picture: rows are true classes, columns predicted ones.
-    The darker a cell, the larger the share of the true class. With Pillow, which is there already:
-    matplotlib takes half a second."""
+    """Draw a confusion matrix (C, C + 1): rows are true classes, columns predicted ones.
+
+    The darker a cell, the larger the share of the true class. Drawn with Pillow, because matplotlib
+    takes half a second.
+    """
     classes, cell = len(names), max(1, min(CELL, LARGEST_MATRIX // len(names)))
     shares = counts[:, :classes] / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     colours = np.array(PAPER) + shares[..., None] * (np.array(FULL) - np.array(PAPER))
@@ -185,7 +191,7 @@ def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
 
 
 def _label(text: str) -> Image.Image:
-    """A name as a picture of one line; what cannot be printed is a question mark."""
+    """Draw a name in one line; unprintable characters become question marks."""
     text = "".join(c if c.isprintable() else "?" for c in text)
     font = ImageFont.load_default(size=12)
     shown = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "~"
@@ -195,7 +201,7 @@ def _label(text: str) -> Image.Image:
 
 
 def as_png(picture: Picture) -> bytes:
-    """A PNG file of pixels (H, W) or (H, W, 3)."""
+    """Encode pixels (H, W) or (H, W, 3) as a PNG file."""
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "PNG")
     return buffer.getvalue()
@@ -204,9 +210,9 @@ def as_png(picture: Picture) -> bytes:
 def partition_plot(
     labelled: Mapping[str, NDArray[np.int64]], unlabelled: Mapping[str, NDArray[np.int64]]
 ) -> Picture:
-    """Who holds which classes: a disc per agent and class, its area the number of rows.
+    """Draw the classes of each agent: a disc per agent and class, its area the number of rows.
 
-    The two kinds have a colour each, and a scale each, because labelled rows are few.
+    Labelled and unlabelled rows have separate colours and scales, because labelled rows are few.
 
     Args:
         labelled: agent id -> (C,) rows of each class; agents without any may be absent.
@@ -243,7 +249,7 @@ def partition_plot(
     axes.set(
         xlim=(-0.6, len(agents) - 0.4), ylim=(classes - 0.4, -0.6), xlabel="agent", ylabel="class"
     )
-    every = math.ceil(len(agents) * 0.35 / LARGEST_FIGURE[0])  # room for a name: 0.35 inches
+    every = math.ceil(len(agents) * 0.35 / LARGEST_FIGURE[0])  # a name needs 0.35 inches
     axes.set_xticks(range(0, len(agents), every), agents[::every])
     axes.set_yticks(range(0, classes, math.ceil(classes / 50)))
     axes.grid(alpha=0.25)
@@ -255,8 +261,8 @@ def partition_plot(
 
 
 def _figure(width: float, height: float) -> Any:
-    """An empty figure of matplotlib, in inches, with an Agg canvas."""
-    # Imported here: half a second that a run without pictures does not pay.
+    """Create an empty figure of matplotlib, in inches, with an Agg canvas."""
+    # Imported here: runs without pictures save half a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

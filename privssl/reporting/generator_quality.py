@@ -1,9 +1,9 @@
-"""How good a generator's rows are: the ``gen/*`` metrics of a run that has one.
+"""Quality of a generator's rows: the ``gen/*`` metrics.
 
 The judge is a small network trained on held-out test rows, the rows that test accuracy is measured
-on. No agent's row is read, so in a private run the metrics are post-processing of the networks
-that are evaluated anyway. Like test accuracy they choose nothing. ``nearest_ratio`` alone
-reads training rows, and only runs without privacy ask for it.
+on. No agent's row is read, so in a private run the metrics are post-processing of networks. Like
+test accuracy they choose nothing. Only ``nearest_ratio`` reads training rows, and only in runs
+without privacy.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from privssl.data.affine_augment import AUGMENTATIONS
 from privssl.runtime import randomness
 from privssl.training.local_training import network_input
 
-FEATURES = 32  # of the judge
-TAUGHT = 1000  # synthetic rows from which a classifier learns
-SAMPLES = 500  # synthetic rows that are judged, at most; at least two of each class
-REAL = 2000  # test rows that they are compared with, at most
-TRAINED_ON = 8000  # test rows that the judge learns, at most
+FEATURES = 32  # hidden units of the judge
+TAUGHT = 1000  # synthetic rows to train a classifier
+SAMPLES = 500  # largest number of evaluated synthetic rows; at least two of each class
+REAL = 2000  # largest number of test rows for comparison
+TRAINED_ON = 8000  # largest number of test rows to train the judge
 BATCH = 64
-LEAST_STEPS, MOST_STEPS = 400, 1000  # of the judge's training; 20 epochs in between
-FEWEST = 20  # test rows without which nothing is measured
+LEAST_STEPS, MOST_STEPS = 400, 1000  # limits of the judge's training; 20 epochs in between
+FEWEST = 20  # least test rows for any metric
 TINY = 1e-9
 
 
@@ -49,13 +49,13 @@ class Judge(nn.Module):
         self.output = nn.Linear(FEATURES, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows (B, *shape) in [-1, 1] -> logits (B, C)."""
+        """Map rows (B, *shape) in [-1, 1] to logits (B, C)."""
         logits: Tensor = self.output(self.features(x))
         return logits
 
 
 def train_judge(x: Tensor, y: Tensor, classes: int) -> Judge:
-    """A judge trained on rows (N, *shape) in [-1, 1], classes (N,): the same ones every time."""
+    """Train a judge on rows (N, *shape) in [-1, 1], classes (N,), reproducibly."""
     steps = max(LEAST_STEPS, min(MOST_STEPS, 20 * len(x) // BATCH))
     with randomness.seeded(randomness.stream(0, 0, "world", "judge")):
         judge = Judge(tuple(x.shape[1:]), classes)  # type: ignore[arg-type]
@@ -72,27 +72,27 @@ def train_judge(x: Tensor, y: Tensor, classes: int) -> Judge:
 
 
 class GeneratorQuality:
-    """Measures the lambda-0 rows of a generator against held-out rows. On the CPU."""
+    """Metrics of a generator's lambda-0 rows against held-out rows. On the CPU."""
 
     def __init__(self, x: Tensor, y: Tensor, classes: int) -> None:
-        """``x``, ``y``: test rows as stored (N, *shape) and their classes (N,)."""
+        """Set test rows as stored (N, *shape) and their classes (N,)."""
         self._x, self._y, self._classes = x, y, classes
         each = max(2, SAMPLES // classes)
         self._labels = torch.arange(classes).repeat_interleave(each)
 
     def sample(self, generator: ConditionalGenerator) -> Tensor:
-        """The rows that are judged, in order of class; their noise is the same every time."""
+        """Generate the evaluated rows, in order of class, with fixed noise."""
         rng = randomness.stream(0, 0, "world", "judged samples")
         shape = self._x.shape[1:]
         images = draw_samples(generator, self._labels, self._classes, shape, rng)
-        return images.nan_to_num(0.0)  # of a generator that diverged
+        return images.nan_to_num(0.0)  # the generator may have diverged
 
     def measure_all(
         self, generator: ConditionalGenerator, predict: Callable[[Tensor], Tensor],
         training: Sequence[Tensor], *, taught: bool,
     ) -> dict[str, float]:  # fmt: skip
-        """:meth:`measure`, and the nearest of training rows, if any are given. ``taught``: train a
-        classifier on synthetic rows too, which takes seconds."""
+        """Run :meth:`measure`, and :meth:`nearest_ratio` if training rows are given. ``taught``:
+        also train a classifier on synthetic rows, which takes seconds."""
         values = self.measure(generator, predict)
         if values and taught:
             values |= self.accuracy_from_synthetic_rows(generator)
@@ -103,7 +103,8 @@ class GeneratorQuality:
     def measure(
         self, generator: ConditionalGenerator, predict: Callable[[Tensor], Tensor]
     ) -> dict[str, float]:
-        """All but the distance to training rows: docs/synthetic_rows.md describes each.
+        """Compute all metrics but the distance to training rows; docs/synthetic_rows.md describes
+        each.
 
         Args:
             generator: in eval mode, on the CPU.
@@ -126,7 +127,7 @@ class GeneratorQuality:
         }
 
     def accuracy_from_synthetic_rows(self, generator: ConditionalGenerator) -> dict[str, float]:
-        """Accuracy on test rows of a network like the judge that learned synthetic rows alone."""
+        """Return test accuracy of a network like the judge, trained on synthetic rows alone."""
         if len(self._x) < FEWEST:
             return {}
         labels = torch.arange(TAUGHT) % self._classes
@@ -142,9 +143,11 @@ class GeneratorQuality:
     def nearest_ratio(
         self, generator: ConditionalGenerator, training: Iterable[Tensor]
     ) -> dict[str, float]:
-        """Median distance of synthetic rows to the nearest training row, over that of test rows.
+        """Return the median distance of synthetic rows to the nearest training row, over that of
+        test rows.
 
-        Far below 1 the generator copies. ``training``: rows as stored, of one or several agents.
+        Far below 1 the generator copies training rows. ``training``: rows as stored, of one or
+        several agents.
         """
         images = self.sample(generator)
         few = network_input(self._x[: len(images)])
@@ -159,7 +162,7 @@ class GeneratorQuality:
 
     @cached_property
     def _reference(self) -> "_Reference":
-        """The judge and real rows' numbers: made once in a process for the same test rows."""
+        """Return judge and statistics of real rows, cached in the process by test rows."""
         digest = hashlib.sha256(self._x.numpy().tobytes() + self._y.numpy().tobytes())
         key = digest.hexdigest(), self._classes
         if key not in _KNOWN:
@@ -169,11 +172,11 @@ class GeneratorQuality:
 
 @dataclass(frozen=True)
 class _Reference:
-    """What synthetic rows are compared with."""
+    """The reference for synthetic rows."""
 
     judge: Judge
-    accuracy: float  # of the judge, on rows that it did not learn
-    scale: float  # one for all features: one that is nearly constant must not dominate
+    accuracy: float  # of the judge, on held-out rows
+    scale: float  # one for all features, so that a nearly constant one does not dominate
     seen: Tensor  # (N, FEATURES) scaled features of real rows
     pixels: float  # spread of real rows
     features: float
@@ -184,7 +187,7 @@ _KNOWN: dict[tuple[str, int], _Reference] = {}
 
 def _reference_of(x: Tensor, y: Tensor, classes: int) -> _Reference:
     order = torch.randperm(len(x), generator=randomness.stream(0, 0, "world", "judge's split"))
-    apart = max(1, len(order) // 5)  # not seen in training: the judge is measured on them
+    apart = max(1, len(order) // 5)  # held out to evaluate the judge
     learned, real = order[apart:][:TRAINED_ON], order[:REAL]
     judge = train_judge(network_input(x[learned]), y[learned], classes)
     rows = network_input(x[real])
@@ -204,7 +207,8 @@ def _share(guesses: Tensor, labels: Tensor) -> float:
 
 
 def _spread(rows: Tensor, labels: Tensor) -> float:
-    """Root mean square distance of two rows of a class, averaged over classes with two rows."""
+    """Return the root mean square distance of two rows of a class, averaged over classes with two
+    rows."""
     of_class = [rows[labels == c].flatten(1) for c in torch.unique(labels)]
     # E|a - b|^2 over distinct pairs = 2 n / (n - 1) * variance
     squared = [
@@ -216,8 +220,10 @@ def _spread(rows: Tensor, labels: Tensor) -> float:
 
 
 def frechet_distance(a: Tensor, b: Tensor) -> float:
-    """Squared Frechet distance of two sets of features (N, d) as Gaussians (Heusel et al. 2017):
-    |mean_a - mean_b|^2 + tr(A + B - 2 (A B)^(1/2)), A and B their covariances; 0: equal."""
+    """Compute the squared Frechet distance of features (N, d) as Gaussians (Heusel et al. 2017).
+
+    |mean_a - mean_b|^2 + tr(A + B - 2 (A B)^(1/2)), A and B their covariances; 0: equal.
+    """
     first, second = (t.double().numpy() for t in (a, b))
     means = first.mean(axis=0) - second.mean(axis=0)
     A, B = (np.cov(rows, rowvar=False, ddof=1) for rows in (first, second))

@@ -1,11 +1,11 @@
 """Trackers of ``run.trackers``: Weights & Biases, MLflow, and plug-ins.
 
-They work where the run is started and get what the coordinator knows; no site has one. Of a private
-run they get what ``metrics.csv`` has: no pictures and no times. What the two packages would report
-of the machine (system statistics, code, output) is off in every run. A tracker that fails while the
-run goes on is left out with a warning, because a charged round is worth more than a curve.
+They run at the coordinator, not at sites. In a private run they get only the content of
+``metrics.csv``: no pictures and no times. The packages' reports about the machine (system
+statistics, code, output) are off in every run. A tracker that fails during the run is dropped with
+a warning, because a charged round must not be lost.
 
-A plug-in is a function or class of (``TrackedRun``) that gives a ``Tracker``.
+A plug-in is a function or class of (``TrackedRun``) that returns a ``Tracker``.
 """
 
 import logging
@@ -30,17 +30,17 @@ log = logging.getLogger("privssl")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run when it is made."""
+    """A tracker's information about a run."""
 
     name: str
-    folder: Path  # of the run; a tracker may keep files in it
+    folder: Path  # of the run; a tracker may write files into it
     config: Mapping[str, Any]  # section -> key -> value, without paths of this machine
     private: bool
     resume_after: int | None  # the last round of the checkpoint; None: a new run
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError where a tracker is not installed, cannot be imported, or is none."""
+    """Raise ConfigError if a tracker is not installed, cannot be imported, or is not a tracker."""
     for name in names:
         if name in TRACKERS and find_spec(name) is None:
             raise ConfigError(
@@ -50,7 +50,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
-    """The trackers of a run. Raises ConfigError where one cannot start."""
+    """Open the trackers of a run. Raises ConfigError if one cannot start."""
     opened: list[Tracker] = []
     for name in dict.fromkeys(names):
         with defer_interrupts():
@@ -74,7 +74,7 @@ def _maker(name: str) -> Callable[[TrackedRun], Any]:
 
 
 class _Guarded(Tracker):
-    """Gives a tracker what it may have, until it fails."""
+    """Passes permitted records to a tracker, until it fails."""
 
     def __init__(self, name: str, tracker: Tracker, *, private: bool) -> None:
         self._name, self._tracker, self._private = name, tracker, private
@@ -114,7 +114,7 @@ class _Guarded(Tracker):
 
 
 class WandbTracker(Tracker):
-    """Weights & Biases. Project and mode are the package's own: $WANDB_PROJECT, $WANDB_MODE."""
+    """Weights & Biases. Project and mode are package settings: $WANDB_PROJECT, $WANDB_MODE."""
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ["WANDB_ERROR_REPORTING"] = "false"
@@ -143,8 +143,10 @@ class WandbTracker(Tracker):
 
 
 class MLflowTracker(Tracker):
-    """MLflow. Server and experiment are the package's own: $MLFLOW_TRACKING_URI,
-    $MLFLOW_EXPERIMENT_NAME. Rounds that a resumed run repeats are not sent again."""
+    """MLflow, without repeated rounds of resumed runs.
+
+    Server and experiment are the package's settings: $MLFLOW_TRACKING_URI, $MLFLOW_EXPERIMENT_NAME.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = os.environ["DO_NOT_TRACK"] = "true"
@@ -161,7 +163,7 @@ class MLflowTracker(Tracker):
             self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
             _kept_id(run, "mlflow.id", self._id)
             params = [Param(k, str(v)[:500]) for k, v in _flat(run.config) if v not in ("", None)]
-            for start in range(0, len(params), 100):  # the most that a call takes
+            for start in range(0, len(params), 100):  # the limit of one call
                 self._client.log_batch(self._id, params=params[start : start + 100])
         else:
             self._id = before
@@ -184,8 +186,7 @@ class MLflowTracker(Tracker):
 
 
 def _kept_id(run: TrackedRun, file: str, new: str | None = None) -> str | None:
-    """The id under which a service knows the run: that of the run's folder when it is resumed, else
-    ``new``, which is kept."""
+    """Return the service's id of the run: the stored one on resume, else store ``new``."""
     path = run.folder / file
     if run.resume_after is not None and path.is_file():
         return path.read_text(encoding="ascii").strip()
@@ -195,7 +196,7 @@ def _kept_id(run: TrackedRun, file: str, new: str | None = None) -> str | None:
 
 
 def _metric_name(tag: str) -> str:
-    """A tag in the characters that MLflow takes; class names may have others."""
+    """Convert a tag to characters that MLflow permits; class names may have others."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_-. /") else "_" for c in tag)
 
 

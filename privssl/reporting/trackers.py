@@ -1,8 +1,8 @@
-"""Where the numbers and pictures of a run go: TensorBoard, a CSV file, the screen.
+"""Trackers of a run's numbers and pictures: TensorBoard, a CSV file, the console.
 
-All three take the same record once per round. Rounds that a resumed run repeats replace what was
-there. ``metrics.csv`` has only what the seed determines, so that a resumed run ends with the same
-bytes; wall-clock values (``time/*``) go to TensorBoard and the screen alone.
+All three get the same record once per round. Rounds that a resumed run repeats replace the former
+ones. ``metrics.csv`` has only values that the seed determines, so a resumed run ends with the same
+bytes; wall-clock values (``time/*``) go only to TensorBoard and the console.
 """
 
 import csv
@@ -43,28 +43,29 @@ class RoundRecord:
 
 
 class Tracker(Protocol):
-    """Takes records and pictures in the order of rounds. Raises RunFolderError when it cannot."""
+    """A consumer of records and pictures in the order of rounds. Raises RunFolderError."""
 
     def round(self, record: RoundRecord) -> None: ...
 
     def images(self, round_number: int, tag: str, image: Image) -> None:
-        """Take a picture."""
+        """Record a picture."""
         return
 
     def keep(self) -> None:
-        """Make all rounds so far as durable as the checkpoint that follows."""
+        """Make all rounds so far as durable as the next checkpoint."""
         return
 
     def close(self) -> None:
-        """End. May be called twice."""
+        """Close. May be called twice."""
         return
 
 
 class TensorBoardTracker(Tracker):
-    """Event files in a folder; the x-axis is the round. Points after round ``resume_after`` vanish.
+    """Event files in a folder; the x-axis is the round. Points after round ``resume_after`` are
+    removed.
 
-    Interrupts are deferred in each call: TensorBoard writes in a thread, and a Ctrl-C in between
-    would leave its queue locked.
+    Interrupts are deferred in each call: TensorBoard writes in a thread, and Ctrl-C could leave its
+    queue locked.
     """
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
@@ -79,7 +80,7 @@ class TensorBoardTracker(Tracker):
         with defer_interrupts(), atomic_files.writing(self._folder):
             for tag, value in record.values.items():
                 self._writer.add_scalar(tag, value, record.round)
-            # Each round: a killed run must not miss points of rounds that a checkpoint has.
+            # Each round, so that a killed run has the points of all checkpointed rounds.
             self._writer.flush()
 
     def images(self, round_number: int, tag: str, image: Image) -> None:
@@ -94,9 +95,12 @@ class TensorBoardTracker(Tracker):
 
 
 def _event_writer(folder: Path, purge: int | None) -> Any:
-    """A writer whose file is read last. Files are read in the order of their names, which begin
-    with the second; in one second the tenth writer of a process would come before its ninth."""
-    # Imported here: it takes a second, and a run without TensorBoard should not wait.
+    """Return a writer whose file TensorBoard reads last.
+
+    Files are read in the order of their names, which begin with the second; within one second the
+    tenth writer of a process would sort before its ninth.
+    """
+    # Imported here: runs without TensorBoard save a second.
     from torch.utils.tensorboard import SummaryWriter
 
     before = set(folder.glob(EVENTS))
@@ -104,7 +108,7 @@ def _event_writer(folder: Path, purge: int | None) -> Any:
     while True:
         writer: Any = SummaryWriter(str(folder), purge_step=purge)
         now = set(folder.glob(EVENTS))
-        # After the end: the clock was put back since, and no name would do.
+        # At the end of the loop: the clock was set back, and no name sorts last.
         if max(now) not in before or time.monotonic() > end:
             return writer
         writer.close()
@@ -114,8 +118,9 @@ def _event_writer(folder: Path, purge: int | None) -> Any:
 
 
 class CsvTracker(Tracker):
-    """A line per round, written at once. A value that appears later gets a new column at the right.
-    ``resume_after``: the last round that stays when a run is resumed; absent: replace the file."""
+    """A CSV file with a line per round, written immediately. A value that appears later gets a new
+    column at the right. ``resume_after``: the last round to keep on resume; absent: replace the
+    file."""
 
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
         self._path = path
@@ -128,7 +133,7 @@ class CsvTracker(Tracker):
                 path.unlink(missing_ok=True)
 
     def truncate(self, after_round: int) -> None:
-        """Drop the lines of all later rounds, and a torn last line, to write them again."""
+        """Remove the lines of all later rounds, and a torn last line."""
         self.close()
         header, rows = self._read()
         self._columns = header[1:]
@@ -172,7 +177,7 @@ class CsvTracker(Tracker):
                 file.close()
 
     def _read(self) -> tuple[list[str], list[list[str]]]:
-        """Header and complete lines, without a last line that a killed write left torn."""
+        """Read header and complete lines, without a last line torn by a kill."""
         try:
             text = self._path.read_text(encoding="utf-8")
             lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
@@ -195,13 +200,13 @@ class CsvTracker(Tracker):
 
 
 def _text(value: float) -> str:
-    """The shortest text that reads back as the same number."""
+    """Return the shortest text that reads back as the same number."""
     return str(int(value)) if isinstance(value, int) else repr(float(value))
 
 
 def for_the_log(values: Mapping[str, float], *, nominal: bool) -> str:
-    """The line of a round in train.log: accuracies, and epsilon spent. Empty without either.
-    ``nominal``: whether epsilons are those of a scheme that guarantees nothing."""
+    """Return the line of a round in train.log: accuracies, and epsilon spent; empty without either.
+    ``nominal``: whether epsilons are nominal."""
     spent = "NOMINAL dp/epsilon/" if nominal else "dp/epsilon/"
     return ", ".join(
         f"{name.replace('dp/epsilon/', spent)} {value:.4f}"
@@ -211,21 +216,21 @@ def for_the_log(values: Mapping[str, float], *, nominal: bool) -> str:
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Rows as the text of a CSV file."""
+    """Format rows as CSV."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(rows)
     return buffer.getvalue()
 
 
 class ProgressTracker(Tracker):
-    """A bar on a terminal; elsewhere a line now and then. A closed stream ends no run.
+    """A progress bar on a terminal, else occasional lines. A closed stream does not end the run.
 
     Args:
         total: rounds of the run, or of all runs of a comparison together.
-        resume_after: the last round of an earlier session, which the time left does not count.
-        stream: standard error if absent, because standard output may carry results.
-        every_s: seconds between two plain lines. The first and last round always have one.
-        nominal: whether epsilons are those of a scheme that guarantees nothing.
+        resume_after: the last round of an earlier session, excluded from the time estimate.
+        stream: standard error if absent, because standard output may contain results.
+        every_s: seconds between two plain lines. The first and last round are always printed.
+        nominal: whether epsilons are nominal.
     """
 
     def __init__(
@@ -240,7 +245,7 @@ class ProgressTracker(Tracker):
         self._total, self._every_s = total, every_s
         self._stream = stream or sys.stderr
         self._started, self._printed = time.monotonic(), -float("inf")
-        self._done = self._skipped = 0  # rounds of all runs; of them those of earlier sessions
+        self._done = self._skipped = 0  # rounds of all runs; those of earlier sessions
         self._bar: Progress | None = None
         if self._stream.isatty():
             self._bar = Progress(
@@ -252,9 +257,9 @@ class ProgressTracker(Tracker):
         self.begin("", resume_after or 0, nominal=nominal)
 
     def begin(self, title: str, resume_after: int, *, nominal: bool) -> None:
-        """Start the next run; ``title`` stands before its rounds."""
+        """Start the next run; ``title`` is printed before its rounds."""
         self._title, self._first = title, resume_after + 1
-        self._offset = self._done  # rounds of the runs before it
+        self._offset = self._done  # rounds of earlier runs
         self._skipped += resume_after
         self._epsilon = "NOMINAL epsilon" if nominal else "epsilon"
         self._latest: dict[str, float] = {}

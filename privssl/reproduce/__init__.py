@@ -1,1 +1,1 @@
-"""Runs published tables cell by cell, and keeps what was measured."""
+"""Measurement of published tables cell by cell, and the store of results."""

@@ -1,11 +1,11 @@
 """``python -m privssl.reproduce [TABLE...]``: published tables, measured cell by cell.
 
-A table is a file, ``configs/tables/NAME.yaml``. Each cell is run with each of its seeds, as
-``privssl.train`` does it, in a process of its own, and what was measured is kept in ``results/``.
-The same command continues after Ctrl-C, a kill or an error. Several processes may work side by
-side: none runs what another one is running.
+A table is a file, ``configs/tables/NAME.yaml``. Each cell is run with each of its seeds by
+``privssl.train``, in a separate process, and the results are stored in ``results/``. The same
+command continues after Ctrl-C, a kill or an error. Several processes may work in parallel: none
+repeats a run of another.
 
-Exit status: 0 done, or time was up; 1 a cell failed; 2 the user's mistake; 130 interrupted.
+Exit status: 0 done, or out of time; 1 a cell failed; 2 user error; 130 interrupted.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if options.render and options.tables:
-        parser.error("--render writes the pages of all tables: name none")
+        parser.error("--render writes the pages of all tables: remove the names")
     return run_command(
         partial(_reproduce, options, root), json=False,
         interrupted="Interrupted; nothing is lost. The same command continues.",
@@ -39,18 +39,18 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m privssl.reproduce",
-        description="Run cells of published tables and keep what was measured in results/.",
+        description="Run cells of published tables and store the results in results/.",
     )
     parser.add_argument(
         "tables", nargs="*", metavar="TABLE",
-        help="names of files in configs/tables; with --list or --next they may be left out: all",
+        help="names of files in configs/tables; with --list or --next the default is all",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="print tables and cells with their state")
     what.add_argument(
         "--next", action="store_true",
         help="run what is missing by priority, one cell after the other, until stopped: one seed "
-        "of all tables, then the next; what is old comes last",
+        "of all tables, then the next; old cells come last",
     )  # fmt: skip
     what.add_argument(
         "--render", action="store_true", help="write the pages of docs/ from the store"
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--minutes", type=_minutes, metavar="M",
-        help="stop after so many minutes; a running cell writes a checkpoint",
+        help="stop after this many minutes; a running cell writes a checkpoint",
     )  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="keep the run folders of stored cells")
     return parser
@@ -89,7 +89,7 @@ def _minutes(text: str) -> float:
 
 def _reproduce(options: argparse.Namespace, root: Path, console: Console, _: ExitStack) -> int:
     until = time.monotonic() + 60 * (options.minutes or float("inf"))
-    with gc_paused():  # here, so that --help and a typo in the command take no second
+    with gc_paused():  # here, so that --help and usage errors stay fast
         from privssl.errors import ConfigError
         from privssl.reproduce import schedule
         from privssl.reproduce.runner import Runner

@@ -1,4 +1,4 @@
-"""Whether the order of methods that a paper claims holds in what was measured."""
+"""Check a paper's claimed order of methods against measurements."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ Answer = Literal[
     "holds in every seed", "holds in one seed", "holds in the mean only", "does not hold",
     "not tested yet", "cannot be tested",
 ]  # fmt: skip
-Found = Mapping[tuple[str, str], Kept]  # (row, column) -> what was measured
+Found = Mapping[tuple[str, str], Kept]  # (row, column) -> measurements
 
 
 @dataclass(frozen=True)
 class ColumnAnswer:
-    """A claim in one column."""
+    """The answer to a claim in one column."""
 
     column: str
     answer: Answer
-    numbers: str  # the accuracies that were compared, in percent
-    reduced: bool  # whether a cell of it is smaller than the paper's
-    old: bool  # whether it rests on an entry whose method has changed
+    numbers: str  # the compared accuracies, in percent
+    reduced: bool  # whether one of its cells is smaller than the paper's
+    old: bool  # whether it uses an entry of a method that has changed
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim over all its columns."""
+    """The answers to a claim in all its columns."""
 
     claim: str
     tested: tuple[ColumnAnswer, ...]
@@ -41,7 +41,7 @@ class Verdict:
 
     @property
     def answer(self) -> Answer:
-        """The worst of all columns that were answered."""
+        """Return the worst answer of all answered columns."""
         if self.answered:
             return max((one.answer for one in self.answered), key=ANSWERS.index)
         not_yet = any(one.answer == "not tested yet" for one in self.tested)
@@ -49,7 +49,7 @@ class Verdict:
 
     @property
     def in_short(self) -> str:
-        """The answer over all columns, where it holds in some of them alone as well."""
+        """Return the answer over all columns, with the columns in which alone it holds."""
         holds = sum(one.answer != "does not hold" for one in self.answered)
         mixed = self.answer == "does not hold" and holds
         return f"holds in {holds} of {len(self.answered)} columns" if mixed else self.answer
@@ -59,7 +59,8 @@ class Verdict:
         return any(one.reduced for one in self.answered)
 
     def in_words(self) -> str:
-        """
+        """Summarise the answers by columns.
+
         >>> one = ColumnAnswer("a", "does not hold", "", False, False)
         >>> other = ColumnAnswer("b", "holds in every seed", "", False, False)
         >>> Verdict("x", (one, other)).in_words()
@@ -74,7 +75,7 @@ class Verdict:
 
 
 def verdicts(table: Table, found: Found) -> list[Verdict]:
-    """An answer to each claim of a table."""
+    """Answer each claim of a table."""
     return [Verdict(order.claim, tuple(_test(table, order, found))) for order in table.file.orders]
 
 
@@ -107,12 +108,12 @@ def _test_column(
 
 
 def _shared(of: Sequence[Kept]) -> list[int]:
-    """Seeds that all of them have."""
+    """Return the seeds that all of them have."""
     return sorted(set.intersection(*(set(one.shown) for one in of)))
 
 
 def _compare(better: Kept, other: Kept) -> Answer:
-    """On the seeds that both have; where they share none, by their means."""
+    """Compare on common seeds, or by means if there are none."""
     pairs = [
         (better.shown[seed]["value"], other.shown[seed]["value"])
         for seed in _shared([better, other])
@@ -124,6 +125,6 @@ def _compare(better: Kept, other: Kept) -> Answer:
 
 
 def _numbers(better: str, kept: Mapping[str, Kept], compared: Mapping[str, Answer]) -> str:
-    """The row that should be above, and the highest of the others."""
+    """Format the row that should be above, and the highest of the others."""
     highest = max(compared, key=lambda row: kept[row].mean)
     return f"{100 * kept[better].mean:.2f} against {100 * kept[highest].mean:.2f} ({highest})"

@@ -1,5 +1,6 @@
-"""The figure of a table: test accuracy against rounds, bytes and seconds, a panel a column and a
-line a row.
+"""The figure of a table: test accuracy against rounds, bytes and seconds.
+
+A panel per column and a line per row.
 """
 
 import hashlib
@@ -19,11 +20,11 @@ from privssl.compare.plot import COLOURS, DASHES
 from privssl.reproduce.store import Kept
 from privssl.reproduce.table_page import Measurements
 
-ACROSS = 3  # panels
-DRAWING = 2  # raise it when figures are drawn in another way
-KEY = "Data"  # of the text in a PNG that has the hash of what it shows
+ACROSS = 3  # panels per line
+DRAWING = 2  # increase it when the drawing changes
+KEY = "Data"  # PNG text field with the hash of the data
 
-#: What accuracy is drawn against -> the label of the axis. Entries of former versions have rounds.
+#: Quantity of the x-axis -> its label. Entries of former versions have only rounds.
 AGAINST = {"round": "rounds", "bytes": "bytes, up and down", "seconds": "seconds of one process"}
 
 Line = tuple[tuple[float, ...], tuple[float, ...]]  # means over seeds: of x, of the accuracy
@@ -31,7 +32,8 @@ Panels = Mapping[tuple[str, str], Mapping[str, Line]]  # (of AGAINST, column) ->
 
 
 def panels(of: Measurements) -> Panels:
-    """All lines; without cells of a single evaluation, and without seconds of unlike devices."""
+    """Collect all lines, without cells of a single evaluation, and without seconds of different
+    devices."""
     found: dict[tuple[str, str], dict[str, Line]] = {}
     for against in AGAINST:
         for column in of.table.file.columns:
@@ -46,7 +48,7 @@ def panels(of: Measurements) -> Panels:
 
 
 def _mean_line(kept: Kept, against: str) -> Line | None:
-    """None where an entry does not have the quantity."""
+    """Average over seeds; None if an entry does not have the quantity."""
     curves = [entry["curve"] for entry in kept.shown.values()]
     if any(against not in curve for curve in curves):
         return None
@@ -60,12 +62,12 @@ def _mean_line(kept: Kept, against: str) -> Line | None:
 
 
 def data_hash(shown: Panels) -> str:
-    """Of everything that a figure shows."""
+    """Hash the data of a figure."""
     return hashlib.sha256(json.dumps([DRAWING, list(shown.items())]).encode()).hexdigest()
 
 
 def hash_in(path: Path) -> str | None:
-    """That of the figure in a file; None: there is no figure that can be read."""
+    """Read the hash in a figure's file; None if it is missing or unreadable."""
     try:
         with Image.open(path, formats=("PNG",)) as picture:
             found: str | None = picture.info.get(KEY)
@@ -75,14 +77,14 @@ def hash_in(path: Path) -> str | None:
 
 
 def draw(shown: Panels, rows: Sequence[str]) -> bytes:
-    """A PNG. rows: all rows of the table, so that each has one colour in every panel."""
+    """Draw a PNG. rows: all rows of the table, so that each has the same colour in every panel."""
     kinds = [against for against in AGAINST if any(kind == against for kind, _ in shown)]
     counts = [sum(kind == against for kind, _ in shown) for against in kinds]
     across = min(ACROSS, max(counts))
-    lines_of = [-(-count // across) for count in counts]  # of panels of each kind
+    lines_of = [-(-count // across) for count in counts]  # lines of panels, by quantity
     down = sum(lines_of)
     named = [row for row in rows if any(row in lines for lines in shown.values())]
-    # An entry of the legend takes about 0.075 inches a letter, and half an inch beside them.
+    # A legend entry takes about 0.075 inches per character, plus half an inch.
     wide = 0.5 + 0.075 * max(map(len, named), default=0)
     columns = max(1, min(4, len(named), int(3.6 * across / wide)))
     height = 2.8 * down + 0.4 + 0.2 * -(-len(named) // columns)

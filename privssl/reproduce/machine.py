@@ -1,4 +1,4 @@
-"""What a result was measured with: processor, GPU and commit."""
+"""The machine and code of a measurement: processor, GPU and commit."""
 
 import os
 import platform
@@ -13,16 +13,16 @@ from privssl.experiment.devices import device_of_run
 from privssl.experiment.plugin_names import imports_of
 from privssl.ops.precision import is_emulated
 
-#: Instruction sets by which results or times differ.
+#: Instruction sets that affect results or times.
 INSTRUCTIONS = (
     *("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512bw", "avx512vl"),
     *("avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve"),
 )
-CODE = ("privssl", "generators", "accounting", "configs")  # what decides over results
+CODE = ("privssl", "generators", "accounting", "configs")  # folders that determine results
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Name, family and model numbers, instruction sets that matter, cores of this machine."""
+    """Return name, family and model numbers, instruction sets, and cores of this machine."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -41,19 +41,19 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
 
 
 def gpu_name(config: Config) -> str | None:
-    """The GPU that a run takes here; None: it takes another device, as private steps do."""
-    with imports_of(config):  # the table names its plug-ins
+    """Return the GPU of a run here; None for other devices, as for private steps."""
+    with imports_of(config):  # the plug-ins of the table
         there = device_of_run(config)
     return torch.cuda.get_device_name(there) if there.type == "cuda" else None
 
 
 def is_bfloat16_emulated(config: Config) -> bool:
-    """Whether a run would compute in bfloat16 on a processor that has no instructions for it."""
+    """Return whether a run would compute in bfloat16 on a processor without its instructions."""
     return is_emulated(config.run.precision, config.run.device)
 
 
 def commit_of(root: Path) -> dict[str, Any]:
-    """Commit of a clone, and whether code or configs differ from it; nulls outside of git."""
+    """Return the commit of a clone, and whether code or configs differ from it; else nulls."""
     head = _git(root, "rev-parse", "HEAD")
     changes = None if head is None else _git(root, "status", "--porcelain", "--", *CODE)
     return {"commit": head, "dirty": None if changes is None else bool(changes)}

@@ -1,8 +1,8 @@
-"""A hash of the code of a method, to tell results of former code apart.
+"""A hash of the code of a method, to recognise results of former code.
 
-Of the algorithm's own package and of all modules in ``privssl.algorithms`` and ``generators`` that
-it imports, directly or not. Comments, docstrings and layout do not count, nor does the version of
-Python. Of a plug-in all Python files of its package count.
+It covers the algorithm's package and all modules in ``privssl.algorithms`` and ``generators`` that
+it imports, directly or not. Comments, docstrings, layout and the version of Python do not matter.
+For a plug-in all Python files of its package count.
 """
 
 import ast
@@ -19,11 +19,11 @@ from privssl.experiment.plugin_names import describe_here
 from privssl.runtime.plugins import source_files
 
 PACKAGES = ("privssl.algorithms", "generators")
-REGISTRY = "privssl.algorithms"  # names every algorithm
+REGISTRY = "privssl.algorithms"  # imports every algorithm
 
 
 def sources_hash(config: Config, root: Path) -> str:
-    """16 hex digits of the code of a config: of its method and of all plug-ins that it names."""
+    """Return 16 hex digits of the code of a config: of its method and of all its plug-ins."""
     method = method_hash(config.algorithm.name, root)
     others = {
         key: about["package_sha256"]
@@ -36,8 +36,8 @@ def sources_hash(config: Config, root: Path) -> str:
 
 
 def method_hash(algorithm: str, root: Path) -> str:
-    """16 hex digits of the sources in ``root`` of the algorithm of this name; those of a plug-in
-    are where Python finds it."""
+    """Return 16 hex digits of the sources of an algorithm, in ``root`` or, for a plug-in, where
+    Python finds it."""
     found = hashlib.sha256()
     start = ALGORITHMS[algorithm].__module__
     built_in = start.startswith(f"{REGISTRY}.")
@@ -50,11 +50,11 @@ def method_hash(algorithm: str, root: Path) -> str:
 
 
 def _modules(start: str, root: Path) -> dict[str, Path]:
-    """Module -> file, for a module, its package, and what they import from ``PACKAGES``."""
+    """Map modules to files, for a module, its package, and their imports from ``PACKAGES``."""
     found: dict[str, Path] = {}
     todo = [start]
     package = start.rpartition(".")[0]
-    if package not in (REGISTRY, f"{REGISTRY}.baselines"):  # which holds several methods
+    if package not in (REGISTRY, f"{REGISTRY}.baselines"):  # that package contains several methods
         folder = root / package.replace(".", "/")
         todo += [f"{package}.{path.stem}" for path in folder.glob("*.py")]
     while todo:
@@ -67,7 +67,8 @@ def _modules(start: str, root: Path) -> dict[str, Path]:
 
 
 def _own_modules(start: str, root: Path) -> dict[str, Path]:
-    """The same for a plug-in: its package, and what that imports from ``PACKAGES``."""
+    """Map modules to files for a plug-in: its package, and that package's imports from
+    ``PACKAGES``."""
     found = source_files(start)
     for path in list(found.values()):
         for name in _read(path.read_bytes()).imports:
@@ -76,7 +77,7 @@ def _own_modules(start: str, root: Path) -> dict[str, Path]:
 
 
 def _file(name: str, root: Path) -> Path | None:
-    """The file of a module that counts; None for anything else."""
+    """Return the file of a module that counts; None for others."""
     if name == REGISTRY or not f"{name}.".startswith(tuple(f"{part}." for part in PACKAGES)):
         return None
     folder = root / name.replace(".", "/")
@@ -88,17 +89,17 @@ def _file(name: str, root: Path) -> Path | None:
 
 class _Module(NamedTuple):
     imports: tuple[str, ...]
-    statements: str  # what counts of it
+    statements: str  # the part that counts
 
 
-@functools.cache  # all methods share most of their modules, and a table has many cells
+@functools.cache  # methods share most of their modules, and a table has many cells
 def _read(source: bytes) -> _Module:
     tree = ast.parse(source)
     return _Module(tuple(_imported(tree)), str(_canonical(tree)))
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Every name that an import may mean as a module."""
+    """Yield every name that an import may mean as a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -108,7 +109,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _canonical(node: object) -> object:
-    """A tree as tuples, without docstrings and empty fields: the same in every Python."""
+    """Convert a tree to tuples, without docstrings and empty fields: the same in every Python."""
     if isinstance(node, list):
         return tuple(map(_canonical, node))
     if not isinstance(node, ast.AST):
@@ -116,13 +117,13 @@ def _canonical(node: object) -> object:
     fields = []
     for name, value in ast.iter_fields(node):
         if name == "body" and isinstance(value, list):
-            value = [item for item in value if not _is_text(item)]  # a docstring, of a key as well
+            value = [item for item in value if not _is_text(item)]  # docstrings, also of keys
         if value not in (None, []) and name != "kind":
             fields.append((name, _canonical(value)))
     return (type(node).__name__, *fields)
 
 
 def _is_text(node: object) -> bool:
-    """Whether a statement is a text alone, which does nothing."""
+    """Return whether a statement is only a string, which has no effect."""
     value = node.value if isinstance(node, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)

@@ -1,7 +1,7 @@
-"""All that is written from the store: a page a table, ``docs/results.md``, and blocks of pages.
+"""All pages rendered from the store: a page per table, ``docs/results.md``, and blocks of pages.
 
 A block of a page in ``docs/`` or of the README begins with ``<!-- results: TABLE -->`` and ends
-with ``<!-- end -->``; the table stands between. ``<!-- results: TABLE link -->`` has a link to the
+with ``<!-- end -->``; the table is between them. ``<!-- results: TABLE link -->`` has a link to the
 table's page instead.
 """
 
@@ -30,7 +30,7 @@ FOLDER = Path("docs") / "results"
 SUMMARY = Path("docs") / "results.md"
 OPEN_CLAIMS = FOLDER / "open_claims.md"
 LONGEST_PAGE = 200  # lines
-#: How many accuracies the tables of each paper print. "-", for diverged training, is none.
+#: Number of accuracies in the tables of each paper. "-", for diverged training, does not count.
 PRINTED = {"fedssl": 112, "fedseal": 71, "semifl": 80, "fedmatch": 96, "fedtrinet": 108}
 QUOTING = ("fedtrinet-readings",)  # its printed numbers are those of Tables I and II
 _BLOCK = re.compile(r"(<!-- results: (\S+)( link)? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -38,14 +38,14 @@ _BLOCK = re.compile(r"(<!-- results: (\S+)( link)? -->\n)(.*?)(<!-- end -->)", r
 
 @dataclass(frozen=True)
 class Rendered:
-    """Files by their path below the clone: texts, and figures with the hash of what they show."""
+    """Files by path in the clone: texts, and figures with the hash of their data."""
 
     texts: Mapping[Path, str]
     figures: Mapping[Path, Measurements]
 
 
 def render(tables: Sequence[Table], store: Store, root: Path) -> list[Path]:
-    """Write what has changed, and remove pages of former tables; returns the paths written."""
+    """Write changed pages, and remove pages of former tables; return the written paths."""
     rendered = rendered_pages(tables, store, root)
     written = [path for path, text in rendered.texts.items() if _read(root / path) != text]
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -72,13 +72,13 @@ def _read(path: Path) -> str | None:
 
 
 def former_pages(rendered: Rendered, root: Path) -> list[Path]:
-    """Files in the folder of pages that no table has any more."""
+    """List files in the folder of pages that belong to no table."""
     known = {root / path for path in (*rendered.texts, *rendered.figures)}
     return [path for path in sorted((root / FOLDER).glob("*.*")) if path not in known]
 
 
 def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendered:
-    """All pages. Raises ConfigError: a page would be too long, or a block names no table."""
+    """Render all pages. Raises ConfigError for too long pages, or a block without a table."""
     of_tables = {table.name: Measurements.of(table, store) for table in tables}
     measured = [of for of in of_tables.values() if of.found]
     texts = {FOLDER / f"{of.table.name}.md": markdown(of) for of in measured}
@@ -98,7 +98,7 @@ def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendere
 
 
 def _with_blocks(text: str, path: Path, of_tables: Mapping[str, Measurements]) -> str:
-    """A page with its blocks filled."""
+    """Return a page with its blocks filled."""
 
     def fill(match: re.Match[str]) -> str:
         begin, name, link, _, end = match.groups()
@@ -114,7 +114,7 @@ def _with_blocks(text: str, path: Path, of_tables: Mapping[str, Measurements]) -
 
 
 def _state(of: Measurements, page: Path) -> str:
-    """A link to the page of a table, and how many cells have no entry."""
+    """Return a link to the page of a table, and the number of cells without an entry."""
     cells = [cell for cell in of.table.cells if cell.size != "absent"]
     if not cells:
         reasons = dict.fromkeys(cell.differs for cell in of.table.cells if cell.differs)
@@ -129,7 +129,7 @@ def _state(of: Measurements, page: Path) -> str:
 
 
 def _summary(of_tables: Sequence[Measurements]) -> dict[Path, str]:
-    """docs/results.md; what is open goes to a page of its own where all would be too long."""
+    """Render docs/results.md; open cells go to a separate page if it would be too long."""
     claims = [(of, verdict) for of in of_tables for verdict in of.verdicts]
     answered = [(of, verdict) for of, verdict in claims if verdict.answered]
     still = [(of, verdict) for of, verdict in claims if not verdict.answered]
@@ -168,7 +168,7 @@ def _link(of: Measurements, folder: str) -> str:
 
 
 def _counts(of_tables: Sequence[Measurements]) -> list[str]:
-    """For each paper: accuracies that it prints, and how many of them were measured."""
+    """For each paper, count its accuracies, and how many of them were measured."""
     lines = [["paper", "printed", "measured at the paper's size", "reduced", "data absent"]]
     total = [0, 0, 0, 0]
     for paper, printed in PRINTED.items():
@@ -180,14 +180,14 @@ def _counts(of_tables: Sequence[Measurements]) -> list[str]:
 
 
 def _sizes(of: Measurements) -> Iterator[str]:
-    """The size of each printed accuracy that was measured, or whose data are absent."""
+    """Yield the size of each printed accuracy that was measured, or whose data are missing."""
     for cell in printed_accuracies(of.table):
         if of.kept(cell) or cell.size == "absent":
             yield cell.size
 
 
 def printed_accuracies(table: Table) -> list[Cell]:
-    """The cells for which a paper prints an accuracy, in the table that prints it."""
+    """Return the cells for which a paper prints an accuracy, in the table that prints it."""
     return [
         cell
         for cell in table.cells

@@ -1,9 +1,9 @@
-"""Run one cell of a table with one seed, in a process of its own, and store what comes out.
+"""Run one cell of a table with one seed, in a separate process, and store the result.
 
-The run lies in ``runs/reproduce/TABLE/CELL/SEED``, and is removed once it is stored. Beside it lie
-SEED.lock, which two processes cannot have at once; SEED.log, what the run printed; and SEED.json:
-with which code it was begun and what its sessions cost. Cells that are the same run share a lock
-too, in ``runs/reproduce/.locks``.
+The run folder is ``runs/reproduce/TABLE/CELL/SEED``, and is removed once it is stored. Beside it
+are SEED.lock, a lock against other processes; SEED.log, the output of the run; and SEED.json, the
+code of its start and the costs of its sessions. Cells that are the same run also share a lock, in
+``runs/reproduce/.locks``.
 """
 
 import fcntl
@@ -32,8 +32,8 @@ from privssl.runtime.process import INTERRUPTED, defer_interrupts
 from privssl.storage import atomic_files
 
 RUNS = Path("runs") / "reproduce"
-POLL = 0.1  # seconds between two looks at a running process
-TOLD = 6  # last lines of a failed run that are shown
+POLL = 0.1  # seconds between two polls of a process
+TOLD = 6  # shown lines at the end of a failed run's log
 
 
 class CellError(UserError):
@@ -44,7 +44,7 @@ class CellError(UserError):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training process ended."""
+    """The end of a training process."""
 
     status: int  # exit status; negative: the signal that killed it
     stopped: bool  # whether it was asked to stop
@@ -53,20 +53,23 @@ class Ended:
     peak_mb: float
 
 
-#: Arguments of ``privssl.train``, file of what it prints, file to hold open, when to stop it.
+#: Arguments of ``privssl.train``, log file, file to keep open, time to stop.
 Training = Callable[[Sequence[str], Path, int, float], Ended]
 
 
 def train_in_a_process(arguments: Sequence[str], log: Path, lock: int, until: float) -> Ended:
-    """``python -m privssl.train``, stopped in good order at ``until`` (``time.monotonic``). Raises
-    KeyboardInterrupt: after the run has written its checkpoint and ended."""
+    """Run ``python -m privssl.train``, and stop it at a checkpoint at ``until``
+    (``time.monotonic``).
+
+    Raises KeyboardInterrupt after the run has written its checkpoint and ended.
+    """
     begun, stopped = time.monotonic(), False
     child: subprocess.Popen[bytes] | None = None
     usage: resource.struct_rusage | None = None
     interrupt: KeyboardInterrupt | None = None
     while usage is None:
         try:
-            with defer_interrupts():  # a child is started once, and its end is told once
+            with defer_interrupts():  # a child is started once, and its end handled once
                 child = child or _start(arguments, log, lock)
                 usage = _end_of(child)
             if usage is None:
@@ -93,12 +96,12 @@ def _start(arguments: Sequence[str], log: Path, lock: int) -> "subprocess.Popen[
         return subprocess.Popen(
             [sys.executable, "-m", "privssl.train", *arguments, "--quiet"],
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-            pass_fds=[lock],  # it keeps the lock if this process is killed before it
+            pass_fds=[lock],  # keeps the lock if this process is killed first
         )  # fmt: skip
 
 
 def _end_of(child: "subprocess.Popen[bytes]") -> resource.struct_rusage | None:
-    """What a process used that has ended; None while it runs."""
+    """Return the resource usage of an ended process; None while it runs."""
     pid, status, usage = os.wait4(child.pid, os.WNOHANG)
     if not pid:
         return None
@@ -107,7 +110,7 @@ def _end_of(child: "subprocess.Popen[bytes]") -> resource.struct_rusage | None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, after the run ended in good order."""
+    """Ctrl-C, after the run wrote its checkpoint and ended."""
 
     def __init__(self, ended: Ended) -> None:
         super().__init__()
@@ -115,8 +118,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Runner:
-    """Runs cells in a clone (``root``), by default each in a process of its own. ``keep``: leave
-    the folders of stored runs."""
+    """Runs cells in a clone (``root``), by default each in a separate process.
+
+    ``keep``: keep the folders of stored runs.
+    """
 
     def __init__(
         self, root: Path, store: Store, *, keep: bool = False,
@@ -128,8 +133,9 @@ class Runner:
     def run(
         self, cell: Cell, seed: int, until: float = float("inf")
     ) -> Entry | Literal["busy", "stopped"]:
-        """The stored entry; or another process has the cell, or one that is the same run; or time
-        was up.
+        """Run and store a cell; return the entry, "busy" or "stopped".
+
+        "busy": another process has the cell, or an equal run. "stopped": time was up.
 
         Raises:
             CellError: the run ended without a result.
@@ -142,7 +148,7 @@ class Runner:
             if lock is None:
                 return "busy"
             self._store.forget()
-            if self._store.state(cell, seed) == "measured":  # by another process, meanwhile
+            if self._store.state(cell, seed) == "measured":  # meanwhile measured by another process
                 entry = self._store.read(cell, seed)
                 assert entry is not None
                 return entry
@@ -154,7 +160,7 @@ class Runner:
                 return self._run(cell, seed, folder, lock, until)
 
     def _lock_of_run(self, cell: Cell, seed: int) -> Path:
-        """The file that all cells lock that are the same run."""
+        """Return the lock file shared by all cells that are the same run."""
         path = self._root / RUNS / ".locks" / f"{config_hash(self._store.config(cell, seed))}.lock"
         with atomic_files.writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +170,7 @@ class Runner:
         self, cell: Cell, seed: int, folder: Path, lock: int, until: float
     ) -> Entry | Literal["stopped"]:
         config = self._store.config(cell, seed)
-        if is_bfloat16_emulated(config):  # in float32 it takes a fraction of the time
+        if is_bfloat16_emulated(config):  # float32 is several times faster
             config = in_float32(config)
         sources = self._store.sources(config)
         note = _Note(folder.with_suffix(".json"))
@@ -179,7 +185,7 @@ class Runner:
                     ended = self._train(arguments, log, lock, until)
             except Interrupted as interrupt:
                 note.add(interrupt.ended)
-                if interrupt.ended.status == 0:  # it came too late to stop it
+                if interrupt.ended.status == 0:  # the interrupt came after the end
                     self._keep_result(cell, seed, folder, note)
                 raise
             note.add(ended)
@@ -200,7 +206,7 @@ class Runner:
 
 
 def _arguments(cell: Cell, config: Config, folder: Path, state: str) -> list[str]:
-    """Arguments of ``privssl.train``."""
+    """Return the arguments of ``privssl.train``."""
     run = config.run
     settings = [
         *(text for text in cell.overrides if not text.startswith("run.precision=")),
@@ -213,9 +219,9 @@ def _arguments(cell: Cell, config: Config, folder: Path, state: str) -> list[str
 
 
 def _state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:
-    """Of the run in a folder; stale, too: there is none, or it is of another config."""
+    """Return the state of the run in a folder; stale also if it is missing or of another config."""
     try:
-        with imports_of(config):  # the folder chooses no code
+        with imports_of(config):  # the folder must not choose code
             return resume.run_state(folder, config)
     except UserError:
         return "stale"
@@ -232,7 +238,7 @@ def _failure(cell: Cell, seed: int, ended: Ended, log: Path) -> str:
 
 @contextmanager
 def _in(folder: Path) -> Iterator[None]:
-    """Work in a folder: paths of a table begin at the clone."""
+    """Change the working directory: paths of a table are relative to the clone."""
     former = Path.cwd()
     os.chdir(folder)
     try:
@@ -243,7 +249,7 @@ def _in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int | None]:
-    """A file descriptor with the lock, or None: another process has it."""
+    """Open and lock a file; None if another process has the lock."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -260,7 +266,7 @@ def _locked(path: Path) -> Iterator[int | None]:
 
 
 class _Note:
-    """The file beside a run: with which code it was begun, and what its sessions cost."""
+    """The file beside a run: the code of its start, and the costs of its sessions."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -284,7 +290,7 @@ class _Note:
         self._write(Measured(0.0, 0.0, 0.0, origin))
 
     def add(self, ended: Ended) -> None:
-        """One more session."""
+        """Add a session."""
         was = self.cost
         largest = max(was.peak_mb, ended.peak_mb)
         self._write(Measured(was.wall + ended.wall, was.cpu + ended.cpu, largest, was.origin))

@@ -1,4 +1,4 @@
-"""Which cells are run, in which order, until when; and ``--list``: all with their state."""
+"""Selection, order and time limit of cells; and ``--list``: all with their state."""
 
 import time
 from collections import Counter
@@ -18,7 +18,7 @@ from privssl.reproduce.tables import Cell, Table, matching
 
 @dataclass(frozen=True)
 class Wanted:
-    """Cells of one table, and the seeds with which they are wanted."""
+    """Requested cells of one table, and their seeds."""
 
     table: Table
     cells: tuple[Cell, ...]
@@ -26,8 +26,10 @@ class Wanted:
 
 
 def select(tables: Sequence[Table], pattern: str | None, seeds: int | None) -> list[Wanted]:
-    """The cells that match a pattern, with the first seeds of their tables. Raises ConfigError:
-    nothing matches."""
+    """Select the cells that match a pattern, with the first seeds of their tables.
+
+    Raises ConfigError if nothing matches.
+    """
     found = []
     for table in tables:
         cells = table.cells if pattern is None else matching(table.cells, pattern)
@@ -43,7 +45,7 @@ def select(tables: Sequence[Table], pattern: str | None, seeds: int | None) -> l
 
 
 def print_states(wanted: Sequence[Wanted], store: Store, console: Console) -> None:
-    """A table of cells for each table, the hours that are left, and what the states mean."""
+    """Print a table of cells for each table, the remaining hours, and the meaning of states."""
     left = 0.0
     for of in wanted:
         file = of.table.file
@@ -64,7 +66,7 @@ def print_states(wanted: Sequence[Wanted], store: Store, console: Console) -> No
 
 
 def _state(store: Store, cell: Cell, seeds: Sequence[int]) -> tuple[str, int]:
-    """In words, and how many runs are left."""
+    """Return the state in words, and the number of remaining runs."""
     try:
         counts = Counter(store.state(cell, seed) for seed in seeds)
     except UserError as problem:
@@ -77,7 +79,8 @@ def _state(store: Store, cell: Cell, seeds: Sequence[int]) -> tuple[str, int]:
 
 
 def in_order(wanted: Sequence[Wanted], *, by_seed: bool) -> list[tuple[Cell, int]]:
-    """All runs: table by table, in each of them seed by seed; or seed by seed over all tables."""
+    """Order all runs: table by table, in each of them seed by seed; or seed by seed over all
+    tables."""
     runs = [
         (place, cell, seed)
         for of in wanted
@@ -85,7 +88,7 @@ def in_order(wanted: Sequence[Wanted], *, by_seed: bool) -> list[tuple[Cell, int
         for cell in of.cells
     ]
     if by_seed:
-        runs.sort(key=lambda run: run[0])  # stable: in a seed, tables keep their order
+        runs.sort(key=lambda run: run[0])  # stable: within a seed, tables keep their order
     return [(cell, seed) for _, cell, seed in runs]
 
 
@@ -93,17 +96,17 @@ def run_all(
     wanted: Sequence[Wanted], store: Store, runner: Runner, console: Console, until: float,
     *, by_seed: bool,
 ) -> int:  # fmt: skip
-    """Run what is missing, then what is old; returns the exit status.
+    """Run missing cells, then old ones; return the exit status.
 
-    A cell that fails is told and left out for this call; with a wrong config of a table that was
-    named, before the first run.
+    A cell that fails is reported and skipped. A named table with an invalid config fails before the
+    first run.
     """
     states: list[tuple[Cell, int, State]] = []
     failed = busy = done = 0
     broken: set[tuple[str, str]] = set()
     for cell, seed in in_order(wanted, by_seed=by_seed):
         try:
-            if not by_seed and cell.size != "absent":  # of tables that were named: soon done
+            if not by_seed and cell.size != "absent":  # of named tables: quick to check
                 store.config(cell, seed)
             states.append((cell, seed, store.state(cell, seed)))
         except UserError as problem:

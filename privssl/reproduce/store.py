@@ -1,7 +1,7 @@
-"""The store of results that is committed: ``results/TABLE/CELL/SEED.json``, one entry a run.
+"""The committed store of results: ``results/TABLE/CELL/SEED.json``, one entry per run.
 
-Every number of a rendered page comes from here. An entry is old where the method or the config of
-its cell has changed since.
+Every number of a rendered page comes from here. An entry is old if the method or the config of its
+cell has changed since.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ from privssl.storage import atomic_files
 
 SCHEMA = 1
 FINAL = "final"  # the metric that is the accuracy after the last round
-#: Keys of a config that name places on one machine.
+#: Config keys with paths of one machine.
 _PLACES = {
     "data": ("root", "split"), "run": ("output", "certificate", "keys"), "privacy": ("ledger",),
 }  # fmt: skip
-#: Those of them that decide over rows: their names are kept (``_rows_named``).
+#: Those of them that determine rows: their names are stored (``_rows_named``).
 _ROWS = ("root", "split")
 #: Keys that name a file: its name counts, not its folder.
 _FILES = {"data": ("columns", "encoder_weights"), "model": ("weights",)}
@@ -48,16 +48,16 @@ State = Literal["measured", "old", "missing", "absent"]
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run of a cell cost, beside what its folder says."""
+    """Costs of one run of a cell, in addition to its folder."""
 
     wall: float  # seconds, of the process
     cpu: float  # seconds, of the process and its children
     peak_mb: float  # of the largest process
-    origin: Mapping[str, Any]  # commit, dirty, sources, processor, threads; gpu, where there is one
+    origin: Mapping[str, Any]  # commit, dirty, sources, processor, threads; gpu, if any
 
 
 class Store:
-    """The entries below a folder, compared with the code and the configs of today."""
+    """The entries in a folder, compared with the current code and configs."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -68,7 +68,7 @@ class Store:
         return self._root / "results" / cell.table / cell.slug / f"{seed}.json"
 
     def read(self, cell: Cell, seed: int) -> Entry | None:
-        """An entry, or None. Raises RunFolderError for a damaged one."""
+        """Read an entry, or None. Raises RunFolderError for a damaged one."""
         path = self.path(cell, seed)
         try:
             found: Entry = json.loads(path.read_bytes())
@@ -93,15 +93,15 @@ class Store:
         return "old" if self.why_old(cell, seed, entry) else "measured"
 
     def config(self, cell: Cell, seed: int) -> Config:
-        """Today's config of a run. Raises ConfigError."""
+        """Return the current config of a run. Raises ConfigError."""
         known = self._configs.get((cell.table, cell.slug))
         if known is None:
-            with imports_allowed():  # the user named the table
+            with imports_allowed():  # the user chose the table
                 known = self._configs[cell.table, cell.slug] = cell.load(0)
         return dataclasses.replace(known, run=dataclasses.replace(known.run, seed=seed))
 
     def why_old(self, cell: Cell, seed: int, entry: Entry) -> str | None:
-        """What has changed since an entry was measured; None: nothing."""
+        """Return what has changed since an entry was measured; None if nothing has."""
         config = _as_measured(self.config(cell, seed), entry)
         if entry["metric"] != cell.metric:
             return f"the table asks for {cell.metric}, not {entry['metric']}"
@@ -114,7 +114,7 @@ class Store:
         return None
 
     def sources(self, config: Config) -> str:
-        """The hash of the code of a config."""
+        """Return the hash of the code of a config."""
         names = (config.algorithm.name, *(name for _, _, name in plugins_of(config)))
         if names not in self._hashes:
             with imports_of(config):
@@ -122,7 +122,7 @@ class Store:
         return self._hashes[names]
 
     def equal_entry(self, cell: Cell, seed: int) -> Entry | None:
-        """The entry of another cell that is the same run: code, config, seed and metric."""
+        """Return the entry of another cell that is the same run: code, config, seed and metric."""
         for path in sorted((self._root / "results").glob(f"*/*/{seed}.json")):
             entry: Entry = json.loads(path.read_bytes())
             known = path != self.path(cell, seed) and entry["schema"] == SCHEMA
@@ -131,7 +131,7 @@ class Store:
         return None
 
     def _has_rows_of(self, cell: Cell, seed: int, entry: Entry) -> bool:
-        """Whether an entry is of this run: also of the same file of rows, where there is one."""
+        """Return whether an entry is of this run, with the same file of rows, if any."""
         then, now = entry["config"]["data"], vars(self.config(cell, seed).data)
         same = self.why_old(cell, seed, entry) is None
         return same and _rows_named(then) == _rows_named(now)
@@ -148,7 +148,7 @@ class Store:
         return shared
 
     def forget(self) -> None:
-        """Look at sources and configs again: they may change while a table is run."""
+        """Clear cached sources and configs: they may change while a table is run."""
         self._hashes.clear()
         self._configs.clear()
 
@@ -168,7 +168,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Kept:
-    """The entries of a cell by seed; the old ones count only where there is nothing newer."""
+    """The entries of a cell by seed; old ones count only without newer ones."""
 
     entries: Mapping[int, Entry]
     why_old: Mapping[int, str]
@@ -191,7 +191,7 @@ class Kept:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """A number a seed, as fractions."""
+        """Return one number per seed, as fractions."""
         return tuple(entry["value"] for _, entry in sorted(self.shown.items()))
 
     @property
@@ -200,24 +200,27 @@ class Kept:
 
 
 def in_float32(config: Config) -> Config:
-    """The same run with networks that multiply in float32."""
+    """Return the same run with float32 multiplications."""
     return dataclasses.replace(config, run=dataclasses.replace(config.run, precision="float32"))
 
 
 def _as_measured(config: Config, entry: Entry) -> Config:
-    """Today's config of an entry: one in float32 answers a cell that asks for bfloat16, which saves
-    time where a processor has its instructions (``machine.is_bfloat16_emulated``)."""
+    """Return the current config of an entry, in the entry's precision.
+
+    A float32 run also fills a cell with bfloat16, which only saves time on processors with its
+    instructions (``machine.is_bfloat16_emulated``).
+    """
     precise = entry["config"]["run"].get("precision", "float32") == "float32"
     return in_float32(config) if precise and config.run.precision == "bfloat16" else config
 
 
 def config_hash(config: Config) -> str:
-    """Of everything that may change a trained bit, without the places of one machine."""
+    """Hash everything that may change a trained bit, without paths of one machine."""
     return configs.hash_values(_without_places(configs.result_relevant(config)))
 
 
 def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of a config without ``_PLACES``, and of ``_FILES`` the names alone."""
+    """Return sections of a config without ``_PLACES``, and with only the names of ``_FILES``."""
     found = {
         name: section and {
             key: Path(value).name if key in _FILES.get(name, ()) else value
@@ -233,8 +236,10 @@ def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows_named(data: Mapping[str, Any]) -> dict[str, str]:
-    """A split.json, and the file or folder of a data set that has no rows of its own, as the table
-    names them: a path below the clone, or the name of one elsewhere."""
+    """Return the names of split.json and of the data set's file or folder, as in the table.
+
+    A path in the clone, or the base name of one elsewhere.
+    """
     published = data["name"] in DATA_SETS and data["name"] not in ("npz", "csv", "image_folder")
     given = {key: data.get(key) for key in _ROWS if not (key == "root" and published)}
     return {
@@ -244,9 +249,10 @@ def _rows_named(data: Mapping[str, Any]) -> dict[str, str]:
 
 
 def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
-    """Keys of a stored config that are others today.
+    """Return keys of a stored config whose value differs from the current one.
 
-    A key that did not exist then must have its default: new keys keep what runs did before.
+    A key that did not exist then must have its default, because defaults of new keys keep former
+    behaviour.
     """
     changed = []
     for name, section in _without_places(configs.result_relevant(now)).items():
@@ -266,7 +272,7 @@ def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
 
 
 def _other_rows(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of rows that differ. An entry without a root may have had any: it was not recorded."""
+    """Yield keys of rows that differ. Entries without a recorded root may have had any."""
     former = _rows_named(then)
     for key in _ROWS:
         if former.get(key) != now.get(key) and (key == "split" or key in former):
@@ -278,11 +284,11 @@ def _as_json(value: object) -> str:
 
 
 def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str, Any]:
-    """What the store keeps of a finished run, in the order in which it is written."""
+    """Return the stored data of a finished run, in writing order."""
     outcome = run_dir.read_outcome(folder)
-    assert outcome is not None  # the caller has seen that it is finished
+    assert outcome is not None  # the caller has checked that the run is finished
     results, metrics = outcome[0], read_metrics(folder)
-    # As it is: other code may have written it than this process has loaded.
+    # Read without checks: other code than this process's may have written it.
     recorded = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     relevant = {**recorded, "run": {key: recorded["run"][key] for key in ("seed", "precision")}}
     course = plot.curve(folder)
@@ -316,7 +322,7 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
         "seconds": seconds,
         "peak_mb": round(measured.peak_mb),
         "curve": curve,
-        "split_hash": results["split_hash"],  # withheld of a private run: an entry is published
+        "split_hash": results["split_hash"],  # withheld in private runs: entries are public
         "config_hash": configs.hash_values(_without_places(relevant)),
         **measured.origin,
         "versions": results["versions"],
@@ -327,7 +333,7 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
 def _value(
     metric: str, results: Mapping[str, Any], metrics: Sequence[Mapping[str, str]], folder: Path
 ) -> float:
-    """The number of a table: the final accuracy, or the last one in a column of metrics.csv."""
+    """Return the value of a table: final accuracy, or the last of a column of metrics.csv."""
     if metric == FINAL:
         return float(results["test_accuracy"]["final"])
     values = [to_number(line[metric]) for line in metrics if metric in line]
@@ -340,7 +346,7 @@ def _value(
 
 
 def as_text(entry: Entry) -> str:
-    """JSON with a key a line, and a list of numbers or names on one line.
+    """Format as JSON with one key per line, and lists of numbers or names on one line.
 
     >>> print(as_text({"a": [1, 2.5], "b": {"c": ["x"]}}), end="")
     {

@@ -1,4 +1,4 @@
-"""The page of one table, ``docs/results/TABLE.md``: what was measured beside the paper."""
+"""The page of one table, ``docs/results/TABLE.md``: measurements beside the paper's numbers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ WIDTH = 120  # characters of a line of prose
 
 @dataclass(frozen=True)
 class Measurements:
-    """A table and everything that is stored of it."""
+    """A table and its stored entries."""
 
     table: Table
-    found: Mapping[tuple[str, str], Kept]  # (row, column) -> entries, where there are any
+    found: Mapping[tuple[str, str], Kept]  # (row, column) -> entries, if any
 
     @classmethod
     def of(cls, table: Table, store: Store) -> "Measurements":
@@ -42,7 +42,7 @@ class Measurements:
         return self.found.get((cell.row, cell.column))
 
     def gpus(self, column: str) -> set[str | None]:
-        """What trained the cells of a column; None: the CPU."""
+        """Return the GPUs that trained the cells of a column; None: the CPU."""
         cells = [one for (_, name), one in self.found.items() if name == column]
         return {entry.get("gpu") for kept in cells for entry in kept.shown.values()}
 
@@ -52,7 +52,7 @@ class Measurements:
 
 
 def accuracy(kept: Kept) -> str:
-    """In percent, with the sample standard deviation over seeds.
+    """Format in percent, with the sample standard deviation over seeds.
 
     >>> accuracy(Kept({0: {"value": 0.5}, 1: {"value": 0.52}}, {}))
     '51.00 ± 1.41'
@@ -61,7 +61,7 @@ def accuracy(kept: Kept) -> str:
 
 
 def markdown(of: Measurements) -> str:
-    """The page."""
+    """Render the page."""
     file = of.table.file
     lines = [
         *(GENERATED, "", f"# {file.title}", ""),
@@ -83,7 +83,7 @@ def markdown(of: Measurements) -> str:
 
 
 def filled(text: str, bullet: str = "") -> str:
-    """Prose in lines of the length of the other pages."""
+    """Wrap prose to the line length of the other pages."""
     return fill(
         bullet + text, WIDTH, subsequent_indent=" " * len(bullet),
         break_long_words=False, break_on_hyphens=False,
@@ -112,7 +112,7 @@ def _has_printed(of: Measurements) -> bool:
 
 
 def matrix(of: Measurements) -> list[str]:
-    """The table in the form of the paper."""
+    """Render the table in the form of the paper."""
     columns = [column.name for column in of.table.file.columns]
     lines = [["", *columns]]
     for row in of.table.file.rows:
@@ -131,7 +131,8 @@ def _in_matrix(of: Measurements, cell: Cell) -> str:
 
 
 def _percent(fraction: float) -> str:
-    """
+    """Format a fraction in percent.
+
     >>> _percent(0.951), _percent(0.4495)
     ('95.1', '44.95')
     """
@@ -139,7 +140,7 @@ def _percent(fraction: float) -> str:
 
 
 def _details(of: Measurements) -> list[str]:
-    """A line for each measured cell."""
+    """Render a line for each measured cell."""
     private = any(
         entry["privacy"]["kind"] != "none" for k in of.found.values() for entry in k.shown.values()
     )
@@ -165,7 +166,7 @@ def _on_a_gpu(entries: Sequence[Entry]) -> str:
 
 
 def _beside_the_paper(cell: Cell, kept: Kept) -> tuple[str, str, str]:
-    """The printed number, the difference in points, and the size."""
+    """Return the printed number, the difference in points, and the size."""
     if cell.paper_value is None:
         return "", "", cell.size
     difference = 100 * (kept.mean - cell.paper_value)
@@ -173,7 +174,7 @@ def _beside_the_paper(cell: Cell, kept: Kept) -> tuple[str, str, str]:
 
 
 def _epsilon(kept: Kept) -> str:
-    """The weakest claim over seeds: a mean of bounds would bound nothing."""
+    """Return the weakest guarantee over seeds; a mean of bounds is not a bound."""
     claims = [entry["privacy"] for entry in kept.shown.values()]
     weakest = min(claims, key=lambda claim: ("none", "nominal", "guarantee").index(claim["kind"]))
     if weakest["kind"] == "none":
@@ -193,12 +194,12 @@ def _claims(of: Sequence[Verdict]) -> list[str]:
     return rows_of(lines)
 
 
-#: A sentence, and points below it.
+#: A sentence, and bullet points below it.
 Note = tuple[str, Sequence[str]]
 
 
 def notes(of: Measurements) -> Iterator[Note]:
-    """What the numbers do not say."""
+    """Yield notes on the limits of the numbers."""
     measured = [cell for cell in of.table.cells if of.kept(cell)]
     seeds = sorted({len(of.found[cell.row, cell.column].shown) for cell in measured})
     if 1 in seeds:
@@ -235,7 +236,7 @@ def notes(of: Measurements) -> Iterator[Note]:
 
 
 def _differences(table: Table) -> Iterator[Note]:
-    """What differs from the paper, of the same rows and columns together."""
+    """Yield differences from the paper, grouped by equal rows and columns."""
     places: dict[str, list[Cell]] = {}
     for cell in table.cells:
         if cell.differs:
@@ -253,7 +254,7 @@ def _differences(table: Table) -> Iterator[Note]:
 
 
 def _splits(of: Measurements) -> Iterator[Note]:
-    """Whether the rows of each column had one split in each seed."""
+    """Yield whether each column had one split per seed."""
     alike = True
     for column in of.table.file.columns:
         kept = [(row.name, of.found.get((row.name, column.name))) for row in of.table.file.rows]
@@ -275,13 +276,14 @@ def _splits(of: Measurements) -> Iterator[Note]:
 
 
 def _have_other_splits(one: Entry, other: Entry) -> bool:
-    """Whether two runs had other rows; by their settings where a private one withholds the hash."""
+    """Return whether two runs had different rows; by their settings if a private one withholds the
+    hash."""
     hashes = {one["split_hash"], other["split_hash"]}
     return bool(data_keys(one, other)) if WITHHELD in hashes else len(hashes) > 1
 
 
 def data_keys(one: Entry, other: Entry) -> list[str]:
-    """Keys of data and agents in which the configs of two entries differ."""
+    """Return keys of data and agents in which the configs of two entries differ."""
     return [
         f"{section}.{key}"
         for section in ("data", "agents")
@@ -291,7 +293,7 @@ def data_keys(one: Entry, other: Entry) -> list[str]:
 
 
 def _machines(entries: Sequence[Entry]) -> list[str]:
-    """GPUs, processors and threads."""
+    """List GPUs, processors and threads."""
     return sorted(
         {
             (f"{entry['gpu']} beside " if "gpu" in entry else "")
@@ -304,6 +306,6 @@ def _machines(entries: Sequence[Entry]) -> list[str]:
 
 
 def rows_of(lines: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table; the first line is its heading."""
+    """Return a Markdown table; the first line is its heading."""
     heading, *rows = ([text.replace("|", "/") for text in line] for line in lines)
     return table_lines(heading, rows)

@@ -1,4 +1,4 @@
-"""Table files, ``configs/tables/NAME.yaml``: what a published table has, and how a cell is run."""
+"""Table files, ``configs/tables/NAME.yaml``: the layout of a published table and its runs."""
 
 import fnmatch
 import json
@@ -17,13 +17,13 @@ from privssl.settings import yaml_reader
 from privssl.settings.error_messages import problem_report, unknown
 from privssl.settings.yaml_reader import ConfigProblem, YamlError
 
-#: What a cell may not set, and why.
+#: Keys that a cell may not set, and why.
 DECIDED = {
     "run.seed": "the table's seeds decide it",
     "run.output": "a cell's run lies in runs/reproduce",
     "run.overwrite": "the command decides it",
 }
-LONGEST_SLUG = 60  # characters of the name of a row or column in a file name
+LONGEST_SLUG = 60  # characters of a row's or column's name in a file name
 
 Size = Literal["paper", "reduced", "absent"]
 Name = Annotated[str, Field(min_length=1)]
@@ -32,7 +32,7 @@ Settings = dict[str, Any]  # section.key -> value
 
 
 class _Entry(BaseModel):
-    """What the table, a row, a column or a cell may say about the runs of its cells."""
+    """Settings that the table, a row, a column or a cell may give to its runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,7 +51,7 @@ class Line(_Entry):
 
 
 class CellEntry(_Entry):
-    """An exception of one cell."""
+    """The settings of one cell."""
 
     row: Name
     column: Name
@@ -59,7 +59,7 @@ class CellEntry(_Entry):
 
 
 class Order(BaseModel):
-    """A claim of the paper about the order of rows."""
+    """A paper's claim about the order of rows."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,7 +70,7 @@ class Order(BaseModel):
 
 
 class TableFile(_Entry):
-    """The file as it is written."""
+    """The content of a table file."""
 
     title: Name
     paper: Literal["fedssl", "fedseal", "semifl", "fedmatch", "fedtrinet", "own"]
@@ -90,7 +90,7 @@ class TableFile(_Entry):
 
 @dataclass(frozen=True)
 class Cell:
-    """A row and a column of a table, with what is run for it."""
+    """A row and a column of a table, with its run."""
 
     table: str  # its name
     row: str
@@ -98,7 +98,7 @@ class Cell:
     config: Path  # a YAML file
     overrides: tuple[str, ...]  # section.key=value
     size: Size
-    differs: str | None  # what is smaller, absent or else other than in the paper, and why
+    differs: str | None  # what is smaller, missing or different from the paper, and why
     minutes: float  # estimate of one run on one core
     metric: str
     paper_value: float | None  # a fraction
@@ -133,7 +133,7 @@ class Table:
 
 
 def slug(text: str) -> str:
-    """A name as part of a file's name.
+    """Convert a name to a part of a file name.
 
     >>> slug("FedSSL-DP (sound), 2 + 6: 100 labels"), slug("Dir(0.3)")
     ('fedssl-dp-sound-2-6-100-labels', 'dir-0.3')
@@ -142,8 +142,10 @@ def slug(text: str) -> str:
 
 
 def load_tables(root: Path, names: Sequence[str] = ()) -> list[Table]:
-    """The tables of a clone, by priority and name; ``names``: of those wanted, empty: all. Raises
-    ConfigError where there is no clone, no such table, or a file is wrong."""
+    """Load the tables of a clone, by priority and name; ``names``: requested ones, empty: all.
+
+    Raises ConfigError if there is no clone, no such table, or a file is invalid.
+    """
     folder = root / "configs" / "tables"
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if not known:
@@ -159,7 +161,8 @@ def load_tables(root: Path, names: Sequence[str] = ()) -> list[Table]:
 
 
 def load_table(path: Path, root: Path) -> Table:
-    """Read and check a table file; paths of configs in it begin at ``root``. Raises ConfigError."""
+    """Read and check a table file; paths of configs in it are relative to ``root``. Raises
+    ConfigError."""
     try:
         document = yaml_reader.read_document(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -184,7 +187,8 @@ def load_table(path: Path, root: Path) -> Table:
 
 
 def _problem(detail: Any, lines: Mapping[str, int]) -> ConfigProblem:
-    """One error of pydantic, with the line of its section: items of a list share their lines."""
+    """Convert an error of pydantic, with the line of its section: items of a list share their
+    lines."""
     where = "".join(f"[{p + 1}]" if isinstance(p, int) else f".{p}" for p in detail["loc"])
     line = lines.get(str(detail["loc"][0]), 0)
     text = {"missing": "missing", "extra_forbidden": "unknown key"}.get(
@@ -194,7 +198,7 @@ def _problem(detail: Any, lines: Mapping[str, int]) -> ConfigProblem:
 
 
 def _problems(file: TableFile, root: Path) -> Iterator[tuple[str, str]]:
-    """What no single key shows: names, numbers of values, configs."""
+    """Yield problems that involve several keys: names, numbers of values, configs."""
     rows, columns = [row.name for row in file.rows], [column.name for column in file.columns]
     for key, names in (("rows", rows), ("columns", columns)):
         for name, count in Counter(map(slug, names)).items():
@@ -232,7 +236,7 @@ def _problems(file: TableFile, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _entries(file: TableFile) -> Iterator[tuple[TableFile, Line, Line, CellEntry]]:
-    """What applies to each cell that is not skipped, weakest first; column by column."""
+    """Yield the settings of each cell that is not skipped, weakest first; column by column."""
     special = {(cell.row, cell.column): cell for cell in file.cells}
     for column in file.columns:
         for row in file.rows:
@@ -254,13 +258,15 @@ def _cell_problems(
 
 
 def _last(key: str, *entries: _Entry) -> Any:
-    """What the strongest of the entries says."""
+    """Return the value of the strongest entry that sets it."""
     given = (getattr(entry, key) for entry in reversed(entries))
     return next((value for value in given if value is not None), None)
 
 
 def _differs(*entries: _Entry) -> str | None:
-    """What differs from the paper; at its size only what is said where the size is, or closer.
+    """Return the differences from the paper.
+
+    At the paper's size only those stated at the same level as the size, or closer to the cell.
 
     So a row at the paper's size does not inherit why the rest of its table is reduced.
     """
@@ -278,7 +284,7 @@ def _cells(name: str, file: TableFile, root: Path) -> Iterator[Cell]:
         settings: Settings = {}
         for entry in entries:
             settings |= entry.set
-        settings.setdefault("run.workers", 1)  # results do not depend on it; minutes do
+        settings.setdefault("run.workers", 1)  # it changes times, not results
         values = file.paper_values.get(row.name, (None,) * len(order))
         printed = values[order.index(column.name)]
         yield Cell(
@@ -291,12 +297,12 @@ def _cells(name: str, file: TableFile, root: Path) -> Iterator[Cell]:
 
 
 def _yaml(value: object) -> str:
-    """A value as an argument of a command."""
+    """Format a value as a command line argument."""
     return str(value) if isinstance(value, yaml_reader.ExponentText) else json.dumps(value)
 
 
 def matching(cells: Sequence[Cell], pattern: str) -> list[Cell]:
-    """The cells whose row/column matches a glob; case does not matter."""
+    """Return the cells whose row/column matches a glob, ignoring case."""
     wanted = pattern.lower()
     return [
         cell for cell in cells

@@ -24,24 +24,24 @@ from privssl.privacy.privacy_card import Release
 from privssl.runs.checkpoint import Snapshot
 from privssl.storage import atomic_files
 
-#: With the agent's id, the keys under which a checkpoint stores a ledger's length and last hash.
+#: With the agent's id, the checkpoint keys of a ledger's length and last hash.
 LEDGER_SEQ = "ledger_seq/"
 LEDGER_HEAD = "ledger_head/"
-#: The key under which a checkpoint stores the ledgers of replaced runs that the card will name.
+#: The checkpoint key of the ledgers of replaced runs that the card will name.
 FORMER = "former_ledgers"
-#: The key under which a checkpoint stores the id of its run in the accounts.
+#: The checkpoint key of the run's id in its accounts.
 RUN_ID = "run_id"
-#: With the agent's id, the column of metrics.csv that shows what its account has spent.
+#: With the agent's id, the column of metrics.csv with the epsilon of its account.
 SPENT = "dp/epsilon/"
 _ROUNDING = 1e-6  # relative
 
 
 def check_shared_accounts(prepared: Prepared) -> None:
-    """Refuse, before a run folder is made, what accounts that outlive it would refuse.
+    """Raise before a run folder is created, if accounts that outlive runs would refuse the run.
 
     Raises:
-        RunFolderError: the accounts would lie in the folder of a run, and go with it.
-        accounting.errors.AccountingError: an account is damaged, or does not go with the config.
+        RunFolderError: the accounts would be inside a run folder, and be deleted with it.
+        accounting.errors.AccountingError: an account is damaged, or does not fit the config.
     """
     if prepared.config.privacy is None or not prepared.config.privacy.ledger:
         return
@@ -65,7 +65,7 @@ def check_shared_accounts(prepared: Prepared) -> None:
 def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
     if prepared.plan is None:
         return
-    # Without visits labelled rows are left alone, but the other rows are used as ever.
+    # Without visits no labelled row is read, but other rows are used.
     holders = prepared.labelled_agents if prepared.plan.visits else ()
     for agent in holders:
         row_registry.refuse_partial_account(ledger, agent.id)
@@ -79,11 +79,11 @@ def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -
     """Open and lock the account of every agent with labels.
 
     Args:
-        snapshot: of the run to resume. A journal that ends before it was cut, and is refused.
+        snapshot: of the run to resume. A journal that ends earlier was truncated, and is refused.
 
     Raises:
-        accounting.errors.LedgerError: a journal is missing, damaged, cut, or in use, or a row has
-            an account under another agent's name, or is used without protection.
+        accounting.errors.LedgerError: a journal is missing, damaged, truncated or in use, or a row
+            has an account under another agent, or is used without protection.
     """
     holders, privacy = {a.id: a for a in prepared.labelled_agents}, prepared.config.privacy
     ledger = ledger_of(prepared.config, folder)
@@ -94,7 +94,7 @@ def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -
         _claim_rows(prepared, ledger, only_check=False)
     with ExitStack() as stack:
         for name, promise in prepared.account_plans.items():
-            assert privacy is not None  # who promises has a privacy section
+            assert privacy is not None  # plans exist only with a privacy section
             path, seq = ledger / f"{name}.jsonl", known.get(LEDGER_SEQ + name)
             resume = seq is not None or ((snapshot is not None or outlives) and path.exists())
             account = Account.open(
@@ -108,13 +108,15 @@ def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -
 
 
 def record_former_ledgers(config: Config, folder: Path) -> dict[str, str]:
-    """What a checkpoint records of ledgers of replaced runs: also of those that accounts which
-    outlive runs go on with, which the card does not name."""
+    """Return a checkpoint's record of ledgers of replaced runs.
+
+    Also of those that accounts which outlive runs continue; the card does not name these.
+    """
     return {} if config.privacy is None else {FORMER: json.dumps(former_heads(folder))}
 
 
 def ledger_of(config: Config, folder: Path) -> Path:
-    """Where the journals of a run's agents are: its own, or those that outlive it."""
+    """Return the folder of the journals of a run's agents: its own, or one that outlives it."""
     named = "" if config.privacy is None else config.privacy.ledger
     return Path(named).expanduser() if named else folder / "ledger"
 
@@ -131,7 +133,7 @@ def copy_ledgers(prepared: Prepared, folder: Path) -> None:
         atomic_files.write(path, read_content(ledger / path.name))
 
 
-#: Over sites: the part of "who also controls the server" that the noise cannot answer for.
+#: Over sites: the exception to "who also controls the server", which noise cannot cover.
 SHIPPED_CODE: Release = (
     "what code that Flower's server ships could read at a site",
     "not covered",
@@ -141,7 +143,7 @@ SHIPPED_CODE: Release = (
 
 
 def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
-    """Everything that leaves a support agent: name, covered or not, why."""
+    """Return every release of a support agent: name, covered or not, why."""
     plainly = [name for name in plan.update if name not in plan.protect]
     if plan.update == (CENSUS,):
         why = "integer histogram with discrete Laplace noise on every cell"
@@ -182,7 +184,7 @@ def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
 
 
 def read_metrics(run: Path) -> list[dict[str, str]]:
-    """metrics.csv, a mapping for each line; empty where there is none that can be read."""
+    """Read metrics.csv as a mapping for each line; empty if it is missing or unreadable."""
     try:
         with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
             return [{k: v for k, v in line.items() if k and v} for line in csv.DictReader(file)]
@@ -191,7 +193,7 @@ def read_metrics(run: Path) -> list[dict[str, str]]:
 
 
 def to_number(text: str | None) -> float:
-    """The number of a cell; NaN where there is none."""
+    """Parse the number of a cell; NaN if there is none."""
     try:
         return float(text or "nan")
     except ValueError:
@@ -201,7 +203,7 @@ def to_number(text: str | None) -> float:
 def check_metrics(
     metrics: Sequence[Mapping[str, str]], journals: Mapping[str, Journal]
 ) -> Iterator[str]:
-    """Where metrics.csv shows that more was spent than a ledger has."""
+    """Yield problems if metrics.csv shows a larger epsilon than a ledger."""
     last: dict[str, str] = {}
     for line in metrics:
         last |= line

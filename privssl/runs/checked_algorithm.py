@@ -1,7 +1,7 @@
-"""A method from outside of privssl, as a run sees it: what it returns is checked in each round.
+"""Wrapper of a user's own method that checks its results in each round.
 
-Without these checks the mistake would show where the traceback names no line of the method, or at
-the first checkpoint, or never.
+Without these checks a mistake would fail outside the method's code, or at the first checkpoint, or
+never.
 """
 
 import dataclasses
@@ -18,23 +18,24 @@ from privssl.runtime.randomness import others_seeded, seeded
 from privssl.settings.names import ALGORITHMS
 from privssl.storage.tensor_files import LazyTensors
 
-#: What the run itself measures; an agent's number would stand where there is none in a round.
+#: Metrics of the run itself; an agent's number would appear in rounds without one.
 RESERVED = ("test/", "validation/", "pseudo/", "comm/", "dp/", "time/", "images/")
 
 
 def add_checks(algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> Algorithm[Any]:
-    """An algorithm of privssl as it is, another one with checks. ``warn``: gets sentences."""
+    """Wrap an own algorithm with checks; return privssl's unchanged. ``warn``: gets sentences."""
     own = name not in ALGORITHMS
     return CheckedAlgorithm(algorithm, name, warn) if own else algorithm  # type: ignore[return-value]
 
 
 class CheckedAlgorithm:
-    """Everything else is the algorithm's. Steps are not called through here."""
+    """An algorithm with checks. Other attributes are the algorithm's own; steps are not called
+    through it."""
 
     def __init__(self, algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> None:
         self._algorithm, self._name, self._warn = algorithm, name, warn
         self._told: set[str] = set()
-        # As it was made for a run: networks stay, and have no meaning between steps.
+        # A classifier of the task, for its names and shapes.
         self._like = {n: t.shape for n, t in algorithm.task.new_classifier().state_dict().items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -109,11 +110,11 @@ class CheckedAlgorithm:
             self._check_part(what, f"{kind.__name__}.{field.name}", getattr(state, field.name))
 
     def _check_part(self, what: str, place: str, value: Any) -> None:
-        """Raise where a checkpoint cannot hold a value: ``runs/state_tree.py``."""
+        """Raise if a checkpoint cannot store a value: ``runs/state_tree.py``."""
         if isinstance(value, Tensor):
             if value.requires_grad:
                 raise self._wrong(what, f"returns {place} with a gradient. Give {place}.detach()")
-        elif isinstance(value, LazyTensors):  # of a former round, in a file
+        elif isinstance(value, LazyTensors):  # of an earlier round, in a file
             return
         elif isinstance(value, Mapping):
             for key, inner in value.items():

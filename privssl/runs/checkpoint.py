@@ -1,12 +1,12 @@
-"""Checkpoints: tensors as safetensors, all else as strict JSON, never pickled objects.
+"""Checkpoints: tensors as safetensors, everything else as strict JSON, never pickled objects.
 
     checkpoints/round_00010/state.safetensors      tensors of the server's state
     checkpoints/round_00010/memories.safetensors   tensors of agents' memories
     checkpoints/round_00010/snapshot.json          shape of both trees, numbers, checksums, its own
     checkpoints/latest, checkpoints/best           text files with the name of a folder
 
-A snapshot is written beside its place and renamed. Loading checks size and SHA-256 of each file and
-falls back to an older snapshot. Checksums find damage, not editing.
+A snapshot is written to a temporary folder and renamed. Loading checks size and SHA-256 of each
+file and falls back to an older snapshot. Checksums find damage, not editing.
 
 Memories of agents may exceed RAM: they are written one tensor at a time, and a loaded snapshot
 reads them from its file when they are needed. The tensors of one agent are
@@ -39,7 +39,7 @@ from privssl.storage.tensor_files import Item, LazyTensors, TensorSlice
 logger = logging.getLogger(__name__)
 
 FORMAT = 3
-#: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
+#: Depth in each tree of a mapping of tensors that belongs to one agent.
 TREES = {"state": 2, "memories": 1}
 MAX_JSON_BYTES = 64 * 2**20
 _NO_TENSORS = LazyTensors(lambda at, size: bytearray(size), {})
@@ -48,7 +48,7 @@ _FOLDER = re.compile(r"round_([0-9]{5,9})")
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What a run needs to resume after ``round``, apart from data and privacy journals.
+    """The state to resume after ``round``, without data and privacy journals.
 
     ``config_digest`` is ``config.config_hash``. ``extra``: numbers of the run loop.
     """
@@ -62,7 +62,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands; saved with every checkpoint."""
+    """The progress of a run, saved with every checkpoint."""
 
     round: int = 0
     best: float = 0.0
@@ -73,16 +73,16 @@ class Progress:
     up: int = 0
     down: int = 0
     seconds: float = 0.0
-    refused: int = 0  # visits that a budget did not pay for
+    refused: int = 0  # visits that a budget did not cover
     start: str = "{}"  # fingerprint of the networks before round 1
-    trained: str = ""  # ids of agents that took a step, in one text
-    asked: str = ""  # roles that were visited, in one text
-    warnings: str = "[]"  # of the rounds so far, as JSON
+    trained: str = ""  # ids of agents that took a step, joined
+    asked: str = ""  # roles that were called, joined
+    warnings: str = "[]"  # all so far, as JSON
 
 
 @dataclass(frozen=True)
 class CompletedRound:
-    """The result of the last finished round. Replaced as one, so that it is always whole."""
+    """The result of the last finished round. Replaced as a whole, so it is always consistent."""
 
     state: Any
     memories: Mapping[str, Mapping[str, Tensor]]
@@ -90,16 +90,17 @@ class CompletedRound:
 
 
 class _Damaged(Exception):  # noqa: N818  (another snapshot may be intact)
-    """A snapshot is incomplete or not what was written."""
+    """A snapshot is incomplete or damaged."""
 
 
 def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
-    """Write a snapshot, point ``latest`` at it, and delete all others but the newest ``keep`` >= 1
-    and the one that ``best`` names; returns its folder.
+    """Write a snapshot, set ``latest``, and prune older ones; return its folder.
+
+    Keeps the newest ``keep`` >= 1 and the one that ``best`` names.
 
     Raises:
-        RunFolderError: the disk is full or not writable, or there are more tensors or agents than
-            could be read again. Older snapshots are as they were.
+        RunFolderError: the disk is full or not writable, or there are too many tensors or agents to
+            read back. Older snapshots are unchanged.
     """
     target = folder / _name_of(snapshot.round)
     temporary = folder / f"{atomic_files.TEMPORARY}{target.name}"
@@ -114,13 +115,13 @@ def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
                 size, checksum = tensor_files.write_new_tensors(path, tensors)
                 about[name] |= {"bytes": size, "sha256": checksum}
             content = with_checksum(about)
-            if len(content) > MAX_JSON_BYTES:  # it would not be read again
+            if len(content) > MAX_JSON_BYTES:  # too large to read back
                 raise RunFolderError(tensor_files.too_many(sum(map(len, trees.values()))))
             atomic_files.write_new(temporary / "snapshot.json", content)
             atomic_files.sync_folder(temporary)
             _put_in_place(temporary, target)
             atomic_files.sync_folder(folder)
-        except BaseException:  # Ctrl-C, too
+        except BaseException:  # also Ctrl-C
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         update_pointer(folder, "latest", snapshot.round)
@@ -131,29 +132,29 @@ def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
 def _put_in_place(temporary: Path, target: Path) -> None:
     replaced = target.with_name(f"{atomic_files.TEMPORARY}replaced-{target.name}")
     try:
-        if target.exists():  # a run that went on from an older snapshot comes by again
+        if target.exists():  # left by a run resumed from an older snapshot
             target.rename(replaced)
         temporary.rename(target)
-    except BaseException:  # Ctrl-C, too: the former one is still good
+    except BaseException:  # also Ctrl-C: the former snapshot is still intact
         if replaced.exists() and not target.exists():
             replaced.rename(target)
         raise
 
 
 def update_pointer(folder: Path, name: Literal["latest", "best"], round_number: int) -> None:
-    """Let ``latest`` or ``best`` name the snapshot of a round; it must have been saved."""
+    """Set ``latest`` or ``best`` to the snapshot of a round, which must have been saved."""
     atomic_files.write(folder / name, f"{_name_of(round_number)}\n")
 
 
 def load_snapshot(
     folder: Path, expected_digest: str, fewer: Callable[[int], str | None] = lambda _: None
 ) -> Snapshot:
-    """The latest intact snapshot; a damaged one is passed over with a warning.
+    """Load the latest intact snapshot; skip damaged ones with a warning.
 
     Args:
         expected_digest: ``config.config_hash`` of the config to resume.
-        fewer: that of the same config with as many rounds as the snapshot has, where such a run
-            can be lengthened.
+        fewer: digest of the same config with the snapshot's number of rounds, if such a run can be
+            lengthened.
 
     Raises:
         RunFolderError: there is none, none is intact, or it belongs to another config.
@@ -182,7 +183,7 @@ def load_snapshot(
 
 
 def with_checksum(about: Mapping[str, Any]) -> bytes:
-    """snapshot.json of what it is to say, with the checksum of that."""
+    """Return the bytes of snapshot.json, with a checksum."""
     content = {name: value for name, value in about.items() if name != "sha256"}
     return json.dumps({**content, "sha256": _checksum(content)}, indent=1, allow_nan=False).encode()
 
@@ -192,7 +193,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def _manifest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
-    """What snapshot.json says, but for the files beside it, and the tensors of each of those."""
+    """Return the content of snapshot.json without files, and the tensors of each file."""
     about: dict[str, Any] = {
         "format": FORMAT,
         "round": snapshot.round,
@@ -218,7 +219,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _prune(folder: Path, current: int, keep: int) -> None:
-    """Keep the newest up to ``current``, and the best. Later rounds were of a run undone."""
+    """Keep the newest up to ``current``, and the best. Later rounds belong to a run that was rolled
+    back."""
     rounds = sorted(_rounds(folder))
     newest = [number for number in rounds if number <= current][-keep:]
     kept = {_read_pointer(folder, "best"), *map(_name_of, newest)}
@@ -245,7 +247,7 @@ def _rounds(folder: Path) -> list[int]:
 
 
 def _read_pointer(folder: Path, name: str) -> str | None:
-    """The folder that ``latest`` or ``best`` names, if it names one."""
+    """Return the folder that ``latest`` or ``best`` names, if any."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         text = (folder / name).read_text(encoding="ascii").strip()
         return text if _FOLDER.fullmatch(text) else None
@@ -253,15 +255,18 @@ def _read_pointer(folder: Path, name: str) -> str | None:
 
 
 def _candidates(folder: Path) -> list[str]:
-    """Snapshot folders in the order in which to try them."""
+    """Return snapshot folders in the order to try them."""
     names = map(_name_of, sorted(_rounds(folder), reverse=True))
     latest = _read_pointer(folder, "latest")
     return sorted(names, key=lambda name: name != latest)  # stable: the others stay newest first
 
 
 def inspect_snapshot(folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """snapshot.json of a checkpoint (None if it is not one), and what is wrong with it or the files
-    beside it ("" if nothing is). Restores nothing."""
+    """Check a checkpoint without restoring it.
+
+    Returns snapshot.json (None if it is not a checkpoint), and the fault of it or its files ("" if
+    none).
+    """
     content = None
     try:
         found = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
@@ -279,7 +284,7 @@ def inspect_snapshot(folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def memories_of(folder: Path, content: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
-    """The memories of agents in a checkpoint that :func:`inspect_snapshot` found intact."""
+    """Return the agents' memories of a checkpoint that :func:`inspect_snapshot` found intact."""
     forms = list(map(tensor_files.places_in, content["forms"]))
     memories: Mapping[str, Mapping[str, Tensor]] = _to_tree(
         folder / "memories.safetensors", content["memories"], forms
@@ -330,7 +335,7 @@ def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
 def _to_tree(
     path: Path, about: Mapping[str, Any], forms: Sequence[Mapping[str, TensorSlice]]
 ) -> Any:
-    """A tree; mappings that are packed are left in the file."""
+    """Return a tree; packed mappings are left in the file."""
     _check_file(path, about)
     try:
         return filled(about["outline"], tensor_files.open_lazily(path), forms)
@@ -351,7 +356,7 @@ def _check_file(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def _size(path: Path, limit: int) -> int:
-    """Bytes of a file; checked before reading, since stated sizes may be false and a pipe would
+    """Return the bytes of a file, before reading: stated sizes may be false, and a pipe would
     block.
 
     May raise OSError.

@@ -1,5 +1,4 @@
-"""What ``--dry-run`` prints: the config, who holds what, the planned privacy spending, and what the
-run would take."""
+"""Output of ``--dry-run``: config, rows of agents, planned privacy spending, and a forecast."""
 
 import dataclasses
 from typing import Any
@@ -17,11 +16,11 @@ from privssl.experiment import config as configs
 from privssl.experiment.prepare import Prepared
 from privssl.runs.forecast import Forecast, Visit, forecast
 
-MOST_CLASSES, MOST_AGENTS = 20, 50  # of a table
+MOST_CLASSES, MOST_AGENTS = 20, 50  # rows and columns of a table
 
 
 def describe(prepared: Prepared, console: Console) -> dict[str, Any] | None:
-    """Print all of it; returns the forecast as JSON values, None where there is none."""
+    """Print all of it; return the forecast as JSON values, None if there is none."""
     console.print(configs.to_yaml(prepared.config), markup=False)
     console.print(_who_holds_what(prepared))
     if (table := _classes(prepared)) is not None:
@@ -51,7 +50,7 @@ def _who_holds_what(prepared: Prepared) -> Table:
     names = prepared.federated_data.dataset.class_names
     for agent in prepared.federated_data.agents:
         labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
-        # Which classes a support agent has is part of what a claim protects.
+        # The guarantee protects which classes a support agent has.
         known = labelled if prepared.plan is None else None
         classes = [] if known is None else [names[c] for c in sorted(set(known.y.tolist()))]
         counts = ["-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled)]
@@ -66,7 +65,7 @@ def _who_holds_what(prepared: Prepared) -> Table:
 
 
 def _classes(prepared: Prepared) -> Table | None:
-    """Rows of each class with a label + without, by their true labels; none in a private run."""
+    """Return rows of each class, labelled + unlabelled, by true labels; none in a private run."""
     names, agents = prepared.federated_data.dataset.class_names, prepared.federated_data.agents
     if prepared.plan is not None or not 0 < len(agents) <= MOST_AGENTS:
         return None
@@ -88,9 +87,9 @@ def _classes(prepared: Prepared) -> Table | None:
 
 
 def _own_split(prepared: Prepared) -> str:
-    """Whether the split of a file is the one that the config would draw."""
+    """Describe whether the split of a file is the one that the config would sample."""
     config, federated_data = prepared.config, prepared.federated_data
-    if prepared.plan is not None:  # a drawn split may follow from labels under a claim
+    if prepared.plan is not None:  # a sampled split may depend on protected labels
         return (
             f"{config.data.split} is used; it is not compared with a drawn split in private runs."
         )
@@ -113,7 +112,7 @@ def _own_split(prepared: Prepared) -> str:
 
 
 def _places(agents: Any, validation: tuple[int, ...]) -> dict[int, tuple[str, str]]:
-    """Row -> who holds it, and as what."""
+    """Map rows to their agent and kind."""
     places = dict.fromkeys(validation, ("", "validation"))
     for name, holding in agents.items():
         places |= dict.fromkeys(holding.labelled, (name, "labelled"))
@@ -122,7 +121,7 @@ def _places(agents: Any, validation: tuple[int, ...]) -> dict[int, tuple[str, st
 
 
 def lines_of(estimate: Forecast) -> list[str]:
-    """An estimate in words."""
+    """Format a forecast as lines."""
     lines = ["Estimate from one visit of one agent of each kind. Nothing was charged or kept:"]
     lines += [f"  {_visit(visit)}" for visit in estimate.visits]
     workers = f", {estimate.workers} workers" if estimate.workers > 1 else ""
@@ -150,7 +149,7 @@ def _visit(visit: Visit) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds with a unit that suits.
+    """Format seconds with a suitable unit.
 
     >>> duration(0.0123), duration(75), duration(7260)
     ('0.012 s', '1.2 min', '2.0 h')

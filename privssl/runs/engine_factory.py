@@ -1,8 +1,8 @@
-"""The engine of a run, and what a run has to do where its agents are sites.
+"""The engine of a run, and the tasks of runs over sites.
 
 Each site has and charges its own account, and sends its journal at the end. The card is made from
 these copies, kept in the run folder's ``ledger`` for the audit. A site could send a false one; the
-claim is about sites of honest operators.
+guarantee is about sites of honest operators.
 """
 
 import statistics
@@ -31,7 +31,7 @@ from privssl.training.evaluation import HiddenLabelMeter
 
 
 def refuse_unreachable(prepared: Prepared) -> None:
-    """Where agents are sites: check keys and connection before a run begins; else UserError."""
+    """For runs over sites: check keys and connection before the run, else raise UserError."""
     run = prepared.config.run
     if run.engine == "flower":
         _node_keys(prepared)
@@ -51,8 +51,10 @@ def _node_keys(prepared: Prepared) -> NodeKeys | None:
 def make_engine(
     prepared: Prepared, label_meter: HiddenLabelMeter, spill_store: SpillStore | None = None
 ) -> Engine:
-    """The engine that the config asks for. It forks workers, so make it before threads. Raises
-    privssl.errors.UserError: it cannot be had; where agents are sites, not all are there."""
+    """Create the engine of the config, before threads, because it forks workers.
+
+    Raises privssl.errors.UserError if that is impossible, or not all sites respond.
+    """
     run, agents, device = prepared.config.run, prepared.federated_data.agents, prepared.device
     common: dict[str, Any] = {
         "seed": run.seed, "device": device, "meter": label_meter, "check_wire": run.check_wire,
@@ -75,7 +77,7 @@ def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
     labelled = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
     keys = _node_keys(prepared)
     transport = FlowerTransport(run.superlink, run.certificate, keys)
-    assert run.absent != "auto"  # the config holds what the algorithm wants
+    assert run.absent != "auto"  # the config has resolved it
     timeouts = RemoteTimeouts(
         join_seconds=run.join_seconds, visit_seconds=run.visit_seconds,
         absent=run.absent, quorum=run.quorum,
@@ -99,7 +101,7 @@ def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
 
 
 def check_memory_names(engine: Engine, memories: Mapping[str, Memory]) -> None:
-    """Raise RunFolderError for a checkpoint with names of memories if agents are no sites."""
+    """Raise RunFolderError for a checkpoint with names of memories if agents are not sites."""
     if not isinstance(engine, SitesEngine) and any(map(is_name, memories.values())):
         raise RunFolderError(
             "The agents' memories are at their sites, and this checkpoint has only their names. "
@@ -108,7 +110,7 @@ def check_memory_names(engine: Engine, memories: Mapping[str, Memory]) -> None:
 
 
 def log_traffic(engine: Engine, absences: int) -> dict[str, float]:
-    """The network traffic since the last call, by the names of metrics."""
+    """Return the network traffic since the last call, by names of metrics."""
     if not isinstance(engine, SitesEngine):
         return {}
     now = engine.take_traffic()
@@ -123,17 +125,19 @@ def log_traffic(engine: Engine, absences: int) -> dict[str, float]:
 
 
 class Spending(NamedTuple):
-    """What a run's accounts were charged."""
+    """The charges of a run's accounts."""
 
-    journals: dict[str, Journal]  # agent -> what counts in a claim about it
-    this_run: dict[str, float] | None  # epsilon of this run alone, where accounts outlive runs
-    problems: list[str]  # damage to ledgers; no claim is made beside it
+    journals: dict[str, Journal]  # agent -> the journal of its guarantee
+    this_run: dict[str, float] | None  # epsilon of this run alone, if accounts outlive runs
+    problems: list[str]  # damage to ledgers; it forbids a guarantee
 
 
 def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Spending:
-    """What the accounts of a run were charged, here or at its sites. ``over``: whether the run is,
-    so that sites may forget it. Raises SiteError: a journal of a site is missing, or not one of
-    that agent without a fault."""
+    """Return the charges of a run's accounts, here or at its sites.
+
+    ``over``: the run is finished, so sites may delete its data. Raises SiteError if a site's
+    journal is missing, damaged or another agent's.
+    """
     if isinstance(engine, SitesEngine):
         journals = _journals_of_sites(engine, folder, over=over)
         this_run = {name: journal.epsilon_of(engine.run) for name, journal in journals.items()}
@@ -150,7 +154,7 @@ def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Sp
 
 
 def _journals_of_sites(engine: SitesEngine, folder: Path, *, over: bool) -> dict[str, Journal]:
-    """By agent, copied to ``folder/ledger``."""
+    """Return journals by agent, copied to ``folder/ledger``."""
     found = {}
     for name, content in sorted(engine.end_run(over=over).items()):
         path = folder / "ledger" / f"{name}.jsonl"

@@ -1,10 +1,10 @@
-"""What a run would take: seconds, bytes and disk, from a few rounds in which one agent of each kind
-really works (``--dry-run``).
+"""Forecast of a run's seconds, bytes and disk (``--dry-run``).
 
-The other agents' replies are copies of that one's, so the server does all its work, and messages
-have their true shapes. A long visit is timed on a part of its rows or steps and extrapolated. An
-agent with an account is replaced by one with made-up rows and an account in a folder that goes
-again: labelled rows are not read, and nothing is charged.
+A few rounds run in which one agent of each kind works. The other agents' replies are copies of its
+reply, so the server does all its work, and messages have their true shapes. A long visit is timed
+on a part of its rows or steps and extrapolated. An agent with an account is replaced by one with
+synthetic rows and an account in a temporary folder: labelled rows are not read, and nothing is
+charged.
 """
 
 import dataclasses
@@ -32,62 +32,65 @@ from privssl.privacy.plan import PrivatePlan
 from privssl.runs.round_plan import planned_rounds
 from privssl.training.evaluation import Evaluator
 
-SECONDS = 15.0  # of timing, about
-SHARE = 0.15  # of the time that is left, for one visit
-LEAST = 0.2  # seconds that a visit may always take
-FEW_ROWS, FEW_STEPS = 128, 2  # of a first try
+SECONDS = 15.0  # approximate time limit
+SHARE = 0.15  # of the remaining time, for one visit
+LEAST = 0.2  # seconds that every visit may take
+FEW_ROWS, FEW_STEPS = 128, 2  # of a first attempt
 TESTED = 512  # test rows of an evaluation
-WARM = 1.0  # seconds from which a first try is not repeated
-SNAPSHOTS = 3  # two stay while the next is written
+WARM = 1.0  # seconds above which a first attempt is not repeated
+SNAPSHOTS = 3  # two are kept while the next is written
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One step of one agent."""
+    """The time of one step of one agent."""
 
     role: str
     step: str
     agent: str
     seconds: float  # of the whole visit
-    unit: str  # what was counted: rows, steps or private steps
-    timed: int  # of the unit
+    unit: str  # the unit of work: rows, steps or private steps
+    timed: int  # number of units
     whole: int
-    made_up: bool  # its labelled rows
+    made_up: bool  # whether its labelled rows are synthetic
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Estimates; bytes are exact where the size of messages does not depend on rows."""
+    """Estimates; bytes are exact if the size of messages does not depend on rows."""
 
     visits: tuple[Visit, ...]
     rounds: int
     workers: int
-    round_seconds: float  # of most rounds
+    round_seconds: float  # of a typical round
     evaluation_seconds: float  # of one evaluation
     total_seconds: float
-    round_bytes: tuple[int, int]  # of most rounds: up, down
+    round_bytes: tuple[int, int]  # of a typical round: up, down
     total_bytes: tuple[int, int]
     snapshot_bytes: int
 
     @property
     def disk_bytes(self) -> int:
-        """What checkpoints take at most, without the one that ``best`` names."""
+        """Return the largest size of checkpoints, without the one that ``best`` names."""
         return SNAPSHOTS * self.snapshot_bytes
 
 
 def forecast(prepared: Prepared) -> Forecast:
-    """Time one visit of each kind. Nothing stays, and no account of the run is touched. Raises
-    privssl.errors.UserError, accounting.errors.AccountingError, OSError: it cannot be timed."""
+    """Time one visit of each kind, without changing files or accounts.
+
+    Raises privssl.errors.UserError, accounting.errors.AccountingError or OSError if it cannot be
+    timed.
+    """
     with tempfile.TemporaryDirectory(prefix="privssl-") as folder:
         engine = _OneOfEachKind(prepared, Path(folder))
         return _sampled(prepared, engine)
 
 
 def sampled_rounds(algorithm: Any) -> Iterator[tuple[Round, int]]:
-    """Rounds that stand for others, and for how many, itself included.
+    """Yield representative rounds, with the number of rounds that each represents.
 
-    A round is like the one before it unless the end of a warm-up or of a plan's visits is between
-    them. The first and the last of a phase may differ, and stand for themselves.
+    A round is like the previous one unless a warm-up or a plan's visits end between them. The first
+    and the last of a phase may differ, and represent only themselves.
     """
     rounds = planned_rounds(algorithm.phases())
     starts = [now.number for now in rounds if now.number_in_phase == 1]
@@ -147,19 +150,19 @@ class _OneOfEachKind(LocalEngine):
             role: _typical(agents, under_account) for role, agents in self._roles.items()
         }
         self._memories: dict[str, Any] = {role: {} for role in self._roles}
-        # How many rows the one of a kind has in all rounds: what it remembers may be about them.
+        # Number of rows of each kind's working agent in all rounds: its memory may be about them.
         self._rows: dict[str, int] = {}
         self._deadline = time.perf_counter() + SECONDS
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Forget the visits of the round before; each kind works once in every round."""
+        """Drop the visits of the previous round; each kind works once in every round."""
         self.spent = self.estimated = 0.0
         self.visits: dict[tuple[str, str], Visit] = {}
         self._replies: dict[tuple[str, str], Reply[Any]] = {}
 
     def memory_bytes(self) -> int:
-        """What all agents remember, if each remembers as much as the one of its kind."""
+        """Return the bytes of all agents' memories, if each is as large as that of its kind."""
         return sum(
             len(agents) * _bytes_of(self._memories[role]) for role, agents in self._roles.items()
         )
@@ -181,7 +184,7 @@ class _OneOfEachKind(LocalEngine):
         self.estimated += max(here, longest, (here + side_by_side) / self.workers)
 
     def _timed(self, call: Call) -> tuple[Reply[Any], Visit]:
-        """The reply of a visit, maybe of a part of it, and how long all of it takes."""
+        """Return the reply of a visit, maybe of a part of it, and the time of the whole visit."""
         agent = self._chosen[call.to.role]
         made_up = agent.id in self._prepared.account_plans
         unit, whole = self._work(agent)
@@ -191,7 +194,7 @@ class _OneOfEachKind(LocalEngine):
         else:
             few = timed = min(whole, FEW_ROWS if unit == "rows" else FEW_STEPS)
         reply, seconds = self._visit(call, agent, unit, few)
-        if seconds < WARM:  # the first one also fills caches
+        if seconds < WARM:  # the first visit also fills caches
             self._memories[call.to.role] = before
             reply, seconds = self._visit(call, agent, unit, few)
         rate = seconds / few if few else 0.0
@@ -213,7 +216,7 @@ class _OneOfEachKind(LocalEngine):
         return reply, Visit(*names, seconds, unit, timed, whole, made_up)
 
     def _work(self, agent: Agent) -> tuple[str, int]:
-        """What a visit can be shortened by, and how many there are."""
+        """Return the unit by which a visit can be shortened, and the number of units."""
         plan, cfg = self._prepared.plan, self._prepared.algorithm.cfg
         if agent.id in self._prepared.account_plans:
             if isinstance(plan, PrivatePlan):
@@ -221,12 +224,12 @@ class _OneOfEachKind(LocalEngine):
             return "rows", _count(agent)
         if isinstance(cfg, ClassifierTraining):
             return "steps", cfg.local_steps
-        if hasattr(cfg, "local_steps"):  # of some of its steps: none is shortened
+        if hasattr(cfg, "local_steps"):  # it uses only some steps: not shortened
             return "visit", 1
         return "rows", _count(agent)
 
     def _visit(self, call: Call, agent: Agent, unit: str, part: int) -> tuple[Reply[Any], float]:
-        """One visit with a part of its work, by a copy of the agent; what it remembers is kept."""
+        """Run one visit with a part of its work, by a copy of the agent; keep its memory."""
         algorithm = self._prepared.algorithm
         cfg, plan = algorithm.cfg, algorithm.plan
         if unit == "private steps":
@@ -252,7 +255,8 @@ class _OneOfEachKind(LocalEngine):
                 copy.account.close()
 
     def _copy(self, agent: Agent, rows: int) -> Agent:
-        """An agent with at most so many rows of each kind, and made-up ones under an account."""
+        """Copy an agent with at most this many rows of each kind, and synthetic ones under an
+        account."""
         labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
         if labelled is not None and agent.id in self._prepared.account_plans:
             labelled = self._made_up()
@@ -265,7 +269,7 @@ class _OneOfEachKind(LocalEngine):
         )
 
     def _made_up(self) -> LabelledRows:
-        """Random rows, as many as an agent has by the config."""
+        """Return random rows, as many as an agent has by the config."""
         dataset = self._prepared.federated_data.dataset
         count = self._prepared.config.data.labelled // len(self._prepared.account_plans)
         rng = torch.Generator().manual_seed(0)
@@ -275,7 +279,7 @@ class _OneOfEachKind(LocalEngine):
         return LabelledRows(x, y, torch.arange(count))
 
     def _account(self, agent: Agent, plan: Any) -> Account:
-        """An account of its own for one visit; the folder goes at the end."""
+        """Open a separate account for one visit, in a folder that is removed at the end."""
         privacy = self._prepared.config.privacy
         assert privacy is not None
         budget = Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
@@ -285,8 +289,10 @@ class _OneOfEachKind(LocalEngine):
 
 
 def _typical(agents: Sequence[Agent], under_account: Collection[str]) -> Agent:
-    """The agent with the middle number of rows; under accounts, where it may be private, the middle
-    one by place."""
+    """Return the agent with the median number of rows.
+
+    Under accounts, where that number may be private, the middle one by order.
+    """
 
     def rows(agent: Agent) -> int:
         return 0 if agent.id in under_account else _count(agent)
@@ -300,7 +306,7 @@ def _count(agent: Agent) -> int:
 
 
 def _evaluation_seconds(prepared: Prepared, state: Any) -> float:
-    """Seconds of one evaluation, from a part of the test rows."""
+    """Return the seconds of one evaluation, from a part of the test rows."""
     algorithm, data = prepared.algorithm, prepared.federated_data
     x, y = data.dataset.x_test[:TESTED], data.dataset.y_test[:TESTED]
     weights = [algorithm.classifier(state), *algorithm.also_evaluated(state).values()]
@@ -315,7 +321,7 @@ def _evaluation_seconds(prepared: Prepared, state: Any) -> float:
 
 
 def _bytes_of(value: Any) -> int:
-    """Bytes of the tensors in a tree; each counted as often as it is stored."""
+    """Return the bytes of the tensors in a tree, each counted as often as it is stored."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):

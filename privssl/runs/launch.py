@@ -34,14 +34,14 @@ def launch(
     watchers: Callable[[int | None], Sequence[Tracker]],
     stack: ExitStack,
 ) -> Path:
-    """Run from the start or from the last checkpoint; returns the run's folder.
+    """Run from the start or from the last checkpoint; return the run's folder.
 
     Args:
-        resume: the folder of the run to resume; None begins the run of ``prepared``.
-        watchers: trackers beside ``metrics.csv`` and TensorBoard. Called when nothing forbids the
-            run any more, with the round after which it resumes (None: from the start).
+        resume: the folder of the run to resume; None: begin the run of ``prepared``.
+        watchers: trackers beside ``metrics.csv`` and TensorBoard. Called after all checks, with the
+            round after which it resumes (None: from the start).
         stack: holds the folder's lock and log; the caller closes it after reporting errors, so that
-            the log has them too.
+            the log includes them.
     """
     refuse_unreachable(prepared)  # before a former run is replaced
     if resume is None:
@@ -73,7 +73,7 @@ def launch(
         file.handle(record)
 
     def trackers() -> list[Tracker]:
-        run_dir.remove_replaced_run(folder)  # nothing forbids the new run any more
+        run_dir.remove_replaced_run(folder)  # after all checks of the new run
         return [
             CsvTracker(folder / "metrics.csv", resume_after=after),
             TensorBoardTracker(folder / "tensorboard", resume_after=after),
@@ -92,13 +92,13 @@ def launch(
 
 
 def progress_bar(prepared: Prepared, after: int | None, *, shown: bool) -> list[ProgressTracker]:
-    """The bar of one run, as ``watchers`` of :func:`launch`."""
+    """Return the progress bar of one run, as ``watchers`` of :func:`launch`."""
     total, nominal = rounds_of(prepared.algorithm), prepared.is_nominal
     return [ProgressTracker(total, after, nominal=nominal)] if shown else []
 
 
 def _log_start(prepared: Prepared) -> None:
-    """The first lines of train.log: what is run, with what, on what."""
+    """Log the first lines of train.log: config, versions, device."""
     config, agents = prepared.config, prepared.roster
     log.info(
         "Run %s: %s on %s, seed %d, split %s, config %s",
@@ -112,19 +112,20 @@ def _log_start(prepared: Prepared) -> None:
     )
     kind = kind_of(prepared.federated_data.dataset.shape)
     if kind is not IMAGE:
-        log.info("Rows are %ss, of which TensorBoard has no pictures", kind.name)
+        log.info("Rows are %ss, so TensorBoard has no pictures of them", kind.name)
     warn([*config.warnings, *prepared.nominal_warnings])
 
 
 def device_text(prepared: Prepared) -> str:
-    """The device of a run, and why it is no GPU where there is one and nobody named the CPU."""
+    """Return the device of a run, and why it is not a GPU if one exists and the CPU was not
+    requested."""
     here, asked = prepared.device, prepared.config.run.device
     passed_over = asked == "auto" and here.type == "cpu" and torch.cuda.device_count()
     return f"{here} (private steps take no GPU)" if passed_over else str(here)
 
 
 def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
-    """What only train.log has of the rows: what reading them said, and who holds which classes.
+    """Yield log records about rows for train.log alone: of reading them, and classes by agent.
 
     A private run's log gives numbers of unlabelled rows and nothing of labelled ones.
     """
@@ -141,7 +142,7 @@ def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
 
 
 def _by_class(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
-    """How many rows, and how many of each class, by the true labels."""
+    """Return how many rows, and how many of each class, by the true labels."""
     counts = class_counts_of(federated_data, ids)
     names = federated_data.dataset.class_names
     parts = [f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n]
@@ -152,6 +153,6 @@ def _by_class(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
 
 
 def warn(sentences: Sequence[str]) -> None:
-    """Log sentences as warnings, on the screen and in the file."""
+    """Log sentences as warnings, to the console and the file."""
     for sentence in sentences:
         log.warning("%s", sentence)

@@ -1,9 +1,9 @@
 """More rounds for a finished run: ``--resume RUN algorithm.rounds=N`` with a larger N.
 
-It ends with the weights of a run that had been asked for N rounds at once. So it is refused where a
-round depends on how many there are, and in private runs, whose plan says what all rounds spend.
+It ends with the weights of a run with N rounds from the start. So it is refused if a round depends
+on the number of rounds, and in private runs, whose plan fixes the spending of all rounds.
 
-The order of writing makes a kill harmless: results.json says "interrupted" before config.yaml has
+The order of writing makes a kill harmless: results.json has "interrupted" before config.yaml has
 the new number, and the checkpoint of the former last round counts as one of the longer run.
 """
 
@@ -22,11 +22,13 @@ from privssl.storage import atomic_files
 
 
 def asks_for_more(folder: Path, config: Config) -> bool:
-    """Whether a config has more rounds than that of a run's folder. Raises ConfigError: it has, and
-    the run cannot be lengthened."""
+    """Return whether a config has more rounds than that of a run's folder.
+
+    Raises ConfigError if it has, and the run cannot be lengthened.
+    """
     path = folder / "config.yaml"
     if not path.is_file():
-        return False  # ``check_resumable`` says what is missing
+        return False  # ``check_resumable`` reports it
     former = configs.load_config(path, algorithms=WITH_UNREAD)
     if former.algorithm.name != config.algorithm.name:
         return False
@@ -34,7 +36,7 @@ def asks_for_more(folder: Path, config: Config) -> bool:
     if now <= then:
         return False
     if reason := _refusal(folder, former):
-        check_resumable(folder, config, longer=True)  # another difference is said first
+        check_resumable(folder, config, longer=True)  # reports other differences first
         raise ConfigError(
             f"algorithm.rounds is {now} here, but {then} there, and {folder} cannot be lengthened: "
             f"{reason}"
@@ -43,8 +45,10 @@ def asks_for_more(folder: Path, config: Config) -> bool:
 
 
 def read_finished_outcome(folder: Path, config: Config) -> tuple[dict[str, Any], str] | None:
-    """The outcome (``run_dir.read_outcome``) of a run that is over; None: it goes on. Raises as
-    ``asks_for_more`` and ``check_resumable``."""
+    """Return the outcome (``run_dir.read_outcome``) of a finished run; None if it continues.
+
+    Raises as ``asks_for_more`` and ``check_resumable``.
+    """
     longer = asks_for_more(folder, config)
     check_resumable(folder, config, longer=longer)
     known = run_dir.read_outcome(folder)
@@ -64,7 +68,7 @@ def _refusal(folder: Path, former: Config) -> str:
 
 
 def _dependence(config: Config) -> str:
-    """Why a round may depend on how many there are; empty: it is the same."""
+    """Return why a round may depend on the number of rounds; empty if it does not."""
     kind, cfg = ALGORITHMS[config.algorithm.name], config.algorithm
     if config.privacy is not None:
         return (
@@ -84,21 +88,22 @@ def _dependence(config: Config) -> str:
 
 
 def digest_after(config: Config, rounds: int) -> str | None:
-    """The ``config_hash`` of the same run with as few rounds; None where a run cannot go on."""
+    """Return the ``config_hash`` of the same run with this many rounds; None if it cannot be
+    lengthened."""
     if _dependence(config) or not 0 < rounds < config.algorithm.rounds:
         return None
     return configs.config_hash(with_rounds(config, rounds))
 
 
 def with_rounds(config: Config, rounds: int) -> Config:
-    """The config with another number of rounds."""
+    """Return the config with another number of rounds."""
     return dataclasses.replace(
         config, algorithm=dataclasses.replace(config.algorithm, rounds=rounds)
     )
 
 
 def record(folder: Path, rounds: int) -> None:
-    """Make a finished run's folder that of a longer one, which was interrupted."""
+    """Turn a finished run's folder into that of a longer, interrupted run."""
     known = run_dir.read_outcome(folder)
     assert known is not None  # ``asks_for_more`` has read it
     text = json.dumps({**known[0], "status": "interrupted"}, indent=2) + "\n"

@@ -1,7 +1,7 @@
 """``model_card.md``: the model card of a finished run, in the form of Hugging Face.
 
-A YAML header for programs and a page for people, made from results.json and the privacy card alone.
-As README.md beside the weights it is what a hub of models shows.
+A YAML header for programs and a page for readers, made only from results.json and the privacy card.
+Model hubs show it if it is named README.md.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,11 @@ MOST_RECALLS = 20  # classes
 
 
 def model_card(results: Mapping[str, Any], sentences: str) -> str:
-    """The page. ``results``: results.json of a finished run. ``sentences``: on its guarantee, as
-    ``run_dir.read_outcome`` gives them."""
+    """Render the page.
+
+    ``results``: results.json of a finished run. ``sentences``: on its guarantee, by
+    ``run_dir.read_outcome``.
+    """
     results = _in_one_line(results)
     header = yaml.safe_dump(_header(results), sort_keys=False, allow_unicode=True)
     agents = ", ".join(f"{count} {kind}" for kind, count in results["agents"].items())
@@ -37,8 +40,7 @@ def model_card(results: Mapping[str, Any], sentences: str) -> str:
 
 
 def _in_one_line(tree: Any) -> Any:
-    """All texts and names without line breaks: a class called "a, line break, ## Privacy" must not
-    begin a section, and no other line of its own."""
+    """Remove line breaks from all texts and names, so that a class name cannot begin a section."""
     if isinstance(tree, str):
         return " ".join(tree.split())
     if isinstance(tree, Mapping):
@@ -47,12 +49,12 @@ def _in_one_line(tree: Any) -> Any:
 
 
 def privacy_section(sentences: str) -> str:
-    """What the page says of privacy, with its heading. The audit compares it."""
+    """Return the page's section on privacy, with its heading. The audit compares it."""
     return f"{PRIVACY}{sentences}\n"
 
 
 def read_privacy_section(page: str) -> str:
-    """That section of a page; empty where there is none, or several."""
+    """Return that section of a page; empty if there is none, or several."""
     _, *found = page.split(f"\n{PRIVACY}")
     return PRIVACY + found[0].split("\n\n## ")[0] + "\n" if len(found) == 1 else ""
 
@@ -77,7 +79,7 @@ def _header(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(results: Mapping[str, Any]) -> str:
-    """image, text or tabular, whatever an encoder made of it."""
+    """Return image, text or tabular: the kind before an encoder."""
     rows = results["rows"]
     if rows["encoder"] is None:
         return "image" if rows["kind"] == "image" else "tabular"
@@ -98,7 +100,7 @@ def _input_and_output(results: Mapping[str, Any]) -> list[str]:
 
 
 def scaling_of(rows: Mapping[str, Any]) -> str:
-    """How numbers become the network's input; ``rows``: of results.json."""
+    """Describe the scaling of numbers to the network's input; ``rows``: of results.json."""
     if rows.get("columns"):
         return "columns by their bounds to [-1, 1], categories to one number each"
     return str(rows["scaling"])
@@ -120,7 +122,7 @@ def _results(results: Mapping[str, Any]) -> list[str]:
 
 def _use(results: Mapping[str, Any]) -> list[str]:
     versions = results["versions"]
-    # In a private run time may tell of rows, and this page is for others.
+    # In a private run time may depend on rows, and this page is published.
     private = results["privacy"]["scope"] != "none"
     took = "" if private else f" for {results['seconds']['total']:.0f} seconds"
     return [

@@ -1,7 +1,7 @@
-"""What makes the results of a run mean little, as sentences for its last lines and results.json.
+"""Warnings about the meaning of a run's results, for its last lines and results.json.
 
-In a private run each sentence is computed from what the claim releases (weights, replies to the
-server, numbers of the config) and from test rows, which belong to no agent.
+In a private run each sentence is computed from covered releases (weights, replies to the server,
+numbers of the config) and from test rows, which belong to no agent.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ log = logging.getLogger("privssl")
 
 
 def warn_once(said: list[str], sentence: str) -> None:
-    """Log a warning of a round, and add it to those that results.json will have."""
+    """Log a warning of a round, and add it to those for results.json."""
     if sentence not in said:
         said.append(sentence)
         log.warning("%s", sentence)
 
 
 def not_finite_warning(scores: Scores) -> str:
-    """What a round says of outputs that are no numbers; empty if there are none.
+    """Return a warning about outputs that are not finite; empty if there are none.
 
     Allowed in private runs: computed from the server's weights and test rows.
     """
@@ -45,7 +45,8 @@ def not_finite_warning(scores: Scores) -> str:
 
 
 def score_warnings(scores: Scores, names: Sequence[str]) -> Iterator[str]:
-    """What the outputs of the released classifier on test rows say; ``names`` of the classes.
+    """Yield warnings about the released classifier's outputs on test rows; ``names`` of the
+    classes.
 
     Allowed in private runs: computed from the released weights and test rows.
     """
@@ -79,14 +80,14 @@ def score_warnings(scores: Scores, names: Sequence[str]) -> Iterator[str]:
 
 
 def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[str]) -> list[str]:
-    """A sentence on agents whose replies changed nothing in the whole run.
+    """Return a warning about agents whose replies changed nothing in the whole run.
 
-    Allowed in private runs: the server knows from their replies, which the claim covers.
+    Allowed in private runs: the server knows it from their replies, which the guarantee covers.
 
     Args:
-        trained: ids of agents that once sent something else than they got.
-        asked: roles of agents that the run visited; a method that never visits query agents leaves
-            them idle by design.
+        trained: ids of agents that have sent changed tensors.
+        asked: roles that the run has called; a method that never calls query agents leaves them
+            idle by design.
     """
     idle = [a.id for a in roster if a.role in asked and a.id not in set(trained)]
     if not idle:
@@ -99,7 +100,7 @@ def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[
 
 
 def fingerprint_networks(algorithm: Algorithm[Any], state: Any) -> str:
-    """A hash of each network of a server's state, as JSON; F is the classifier."""
+    """Hash each network of a server's state, as JSON; F is the classifier."""
     networks: dict[str, StateDict] = {"F": algorithm.classifier(state)}
     for name in algorithm.networks():
         held = getattr(state, name, None)
@@ -117,8 +118,10 @@ def _hash(weights: StateDict) -> str:
 
 
 def untrained_warnings(before: str, after: str) -> list[str]:
-    """A sentence on the networks that took no training step in a whole run, by their fingerprints.
-    ``before``: of the state before round 1."""
+    """Return a warning about networks that were not trained in the whole run.
+
+    ``before`` and ``after``: fingerprints before round 1 and at the end.
+    """
     start, end = json.loads(before), json.loads(after)
     same = [name for name in end if start.get(name) == end[name]]
     if not same:

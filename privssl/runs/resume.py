@@ -1,7 +1,7 @@
 """Check that a run may be resumed in its folder: same config, same rows at the same agents.
 
-A claim counts what was released about the rows of each account. With other rows after an
-interruption, visits to one row would be spread over accounts.
+A guarantee counts the releases about the rows of each account. With other rows after an
+interruption, one row's releases would be spread over accounts.
 """
 
 import json
@@ -26,20 +26,20 @@ from privssl.runtime.code_version import fingerprint
 
 log = logging.getLogger("privssl")
 
-#: The key under which a checkpoint of a run without privacy stores the hash of its split.
+#: The checkpoint key of the split's hash, for runs without privacy.
 SPLIT = "split"
-#: The key under which a checkpoint stores the code that made it.
+#: The checkpoint key of the code that wrote it.
 SOURCES = "sources"
-#: The key under which it stores the plug-ins, as JSON.
+#: The checkpoint key of the plug-ins, as JSON.
 PLUGINS = "plugins"
-#: The key under which it stores what the claim takes as public, as JSON: checksums of files.
+#: The checkpoint key of files that the guarantee takes as public: their checksums as JSON.
 PUBLIC = "public"
-#: The line of train.log with the device of a session, where that is not the CPU.
+#: The line of train.log with the device of a session, if not the CPU.
 _OTHER_DEVICE = re.compile(r"^[\d-]+ [\d:,]+ INFO Device (?!cpu\b)(\S+), torch ", re.MULTILINE)
 
 
 def config_of(folder: Path) -> Path:
-    """The config of a run, in its folder. Raises RunFolderError: it is no run."""
+    """Return the config file of a run folder. Raises RunFolderError if it is not a run."""
     recorded = folder / "config.yaml"
     if recorded.is_file():
         return recorded
@@ -58,7 +58,7 @@ def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> No
         longer: whether it may have fewer rounds.
 
     Raises:
-        RunFolderError: it is no run, or a setting that decides over results differs.
+        RunFolderError: it is not a run, or a setting that affects results differs.
         ConfigError: its config.yaml is damaged.
     """
     former = configs.load_config(config_of(folder), algorithms=WITH_UNREAD)
@@ -76,7 +76,7 @@ def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> No
             f"{folder} belongs to another config: {'; '.join(differing)}. Resume it as it is "
             f"(--resume {folder} alone), or start a new run with another run.output.{advice}"
         )
-    if config.run.engine != former.run.engine:  # elsewhere accounts would begin anew
+    if config.run.engine != former.run.engine:  # another engine would begin new accounts
         raise RunFolderError(
             f"{folder} was begun with run.engine={former.run.engine}, where its accounts and "
             f"memories are. Continue with run.engine={former.run.engine}"
@@ -84,7 +84,7 @@ def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> No
 
 
 def run_state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:
-    """Of the run of this config in a folder. Stale: it died before its first checkpoint.
+    """Return the state of a config's run in a folder. Stale: it ended before its first checkpoint.
 
     Raises as ``check_resumable``.
     """
@@ -100,7 +100,7 @@ def _shown(settings: dict[str, Any], key: str) -> str:
 
 
 def _result_relevant(config: Config) -> dict[str, Any]:
-    """What decides over the results of a run, by dotted key: the input of ``config_hash``."""
+    """Return the settings that affect results, by dotted key: the input of ``config_hash``."""
     return {
         f"{name}.{key}": value
         for name, section in configs.result_relevant(config).items()
@@ -109,29 +109,30 @@ def _result_relevant(config: Config) -> dict[str, Any]:
 
 
 def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
-    """Check that every agent has the rows that it had.
+    """Check that every agent has the same rows as before.
 
-    Without privacy a checkpoint records the split, and a damaged split.json is written anew. With
-    it only split.json may describe the rows (``Prepared.published_split_hash``), and is needed.
+    Without privacy the checkpoint records the split, and a damaged split.json is rewritten. With
+    privacy only split.json may describe the rows (``Prepared.published_split_hash``), and is
+    required.
 
     Raises:
-        RunFolderError: the data is not what it was, or that cannot be known.
+        RunFolderError: the data has changed, or that cannot be checked.
     """
     now, path = prepared.federated_data.manifest, folder / "split.json"
     then = snapshot.extra.get(SPLIT)
     try:
         written = split_manifest.read_manifest(path).hash
     except DataError as error:
-        if prepared.plan is not None:  # without the error's words, which may have hashes
+        if prepared.plan is not None:  # without the error's text, which may have hashes
             raise RunFolderError(
                 f"{path} is missing, damaged or was changed, so the rows under the accounts may be "
                 "others. Put it back, or start a new run with another run.output"
             ) from None
         written = None
-        log.warning("%s. It is written anew", error)
+        log.warning("%s. It is rewritten", error)
     for known in (then, written):
         if known not in (None, now.hash):
-            # No hash of the split: the log of a private run may not tell it.
+            # Without the hash of the split: a private run's log must not have it.
             raise RunFolderError(
                 f"{folder} began with other data: its rows, or who has which, are not what they "
                 "are now. Put the former data back, or start a new run with another run.output"
@@ -141,10 +142,10 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
 
 
 def check_device(folder: Path) -> None:
-    """Check that private steps of the run so far took the CPU.
+    """Check that the private steps so far ran on the CPU.
 
     Raises:
-        RunFolderError: an earlier version took another device.
+        RunFolderError: an earlier version used another device.
     """
     former = configs.load_config(folder / "config.yaml", algorithms=WITH_UNREAD)
     if wrong := other_device(folder, former):
@@ -152,9 +153,11 @@ def check_device(folder: Path) -> None:
 
 
 def other_device(folder: Path, config: Config) -> str:
-    """A sentence where a run's folder says that private steps took another device than the CPU, as
-    an earlier version let them: rounding there may depend on other rows, so clipping bounds
-    nothing. Empty: it does not. ``config``: that of its config.yaml."""
+    """Return a problem if private steps ran on another device than the CPU; else an empty string.
+
+    An earlier version permitted it. Rounding there may depend on other rows, so clipping bounds
+    nothing. ``config``: of the folder's config.yaml.
+    """
     census = getattr(WITH_UNREAD[config.algorithm.name], "mechanism", "dp-sgd") == "census"
     privacy = config.privacy
     if privacy is None or privacy.scope != "sound" or census or config.run.engine != "local":
@@ -172,12 +175,12 @@ def other_device(folder: Path, config: Config) -> str:
 
 
 def check_spending_shown(folder: Path, prepared: Prepared) -> None:
-    """Check that each ledger has spent at least what the run's metrics.csv shows.
+    """Check that each ledger has spent at least the epsilon in the run's metrics.csv.
 
-    Checkpoints may be older than the last rounds, and so may a ledger that was put back.
+    Checkpoints may be older than the last rounds, and so may a restored ledger.
 
     Raises:
-        LedgerError: one has spent less. Other faults of ledgers are found on opening them.
+        LedgerError: one has spent less. Other faults are found when ledgers are opened.
     """
     ledger = ledger_of(prepared.config, folder)
     paths = {name: ledger / f"{name}.jsonl" for name in prepared.account_plans}
@@ -188,16 +191,18 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
 
 
 def public_parts(prepared: Prepared) -> dict[str, str]:
-    """What a checkpoint records of initial weights and of an encoder; nothing without either."""
+    """Return a checkpoint's record of initial weights and of an encoder; empty without either."""
     found = {"model": prepared.network, "encoder": prepared.about_rows["rows"]["encoder"]}
     return {PUBLIC: json.dumps(found, sort_keys=True)} if any(found.values()) else {}
 
 
 def check_same_public_parts(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
-    """Raise RunFolderError where the file of initial weights, or an encoder, is another one than
-    the run began with: the card would name what the weights do not come from."""
+    """Raise RunFolderError if initial weights or encoder differ from those at the run's start.
+
+    The card would name the wrong files.
+    """
     then, now = snapshot.extra.get(PUBLIC), public_parts(prepared).get(PUBLIC)
-    if then not in (None, now):  # former versions recorded nothing
+    if then not in (None, now):  # former versions have no record
         raise RunFolderError(
             f"{folder} began with other files of weights (model.weights, data.encoder_weights) or "
             "another encoder. Put them back, or start a new run with another run.output"
@@ -205,9 +210,8 @@ def check_same_public_parts(folder: Path, prepared: Prepared, snapshot: Snapshot
 
 
 def check_same_plugins(folder: Path, prepared: Prepared, snapshot: Snapshot) -> list[str]:
-    """Check that plug-ins have the versions that the checkpoint was made with; returns a sentence
-    for each whose file was changed. Raises RunFolderError where a package has another version, or
-    is another one."""
+    """Check that plug-ins have the versions of the checkpoint. Returns a warning for each changed
+    file. Raises RunFolderError if a package has another version, or is another one."""
     said = []
     then = json.loads(str(snapshot.extra.get(PLUGINS, "{}")))
     for key, now in prepared.plugins.items():
@@ -227,22 +231,22 @@ def check_same_plugins(folder: Path, prepared: Prepared, snapshot: Snapshot) -> 
 
 
 def other_file(before: Mapping[str, str | None], now: Mapping[str, str | None]) -> str:
-    """What of a plug-in's code differs between two records of it; empty: nothing."""
+    """Return the part of a plug-in's code that differs between two records; empty if none."""
     if before["sha256"] != now["sha256"]:
         return "The file"
-    other = before.get("package_sha256", now["package_sha256"])  # older runs have none
+    other = before.get("package_sha256", now["package_sha256"])  # older runs have no such record
     return "The package" if other != now["package_sha256"] else ""
 
 
 def _package(about: Mapping[str, str | None]) -> str:
-    """A distribution and its version."""
+    """Format a distribution and its version."""
     if about["distribution"] is None:
         return "no installed package"
     return f"{about['distribution']} {about['version']}"
 
 
 def other_code_warnings(snapshot: Snapshot) -> list[str]:
-    """A sentence where the checkpoint was made by other code."""
+    """Return a warning if the checkpoint was made by other code."""
     then, here = snapshot.extra.get(SOURCES), fingerprint()
     if then in (None, here):
         return []

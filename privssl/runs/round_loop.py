@@ -1,7 +1,7 @@
-"""The rounds of a prepared run: loop, save, and say what is guaranteed.
+"""The round loop of a prepared run, its checkpoints and its results.
 
-State is the value that the algorithm returns and the agents' memories; both are kept as they were
-after the last finished round, so an interruption leaves a checkpoint of a whole round.
+The state consists of the algorithm's value and the agents' memories. Both are stored as of the last
+finished round, so an interruption leaves a checkpoint of a complete round.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class RoundLoop:
         self, prepared: Prepared, folder: Path, engine: Engine, label_meter: HiddenLabelMeter,
         trackers: Sequence[Tracker], spill_store: SpillStore | None = None,
     ) -> None:  # fmt: skip
-        """``label_meter`` and ``spill_store`` are those of ``engine``."""
+        """Set up the run. ``label_meter`` and ``spill_store`` are those of ``engine``."""
         config = prepared.config
         self._prepared, self._config, self._folder = prepared, config, folder
         self._trackers, self._events = trackers, list[str]()  # warnings of rounds
@@ -80,7 +80,7 @@ class RoundLoop:
         classifier = self._algorithm.task.new_classifier()
         self._evaluator = Evaluator(classifier, held_out, prepared.device)
         self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
-        validate = None if prepared.plan else self._evaluator.validation_loss  # no claim names it
+        validate = None if prepared.plan else self._evaluator.validation_loss  # not covered
         self._federation = Federation(self._engine, config.run.seed, validate)
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
@@ -89,22 +89,22 @@ class RoundLoop:
         self._at_end: list[str] = []  # warnings
 
     def begin(self) -> None:
-        """The state before round 1."""
+        """Initialise the state before round 1."""
         state = self._spill_store.put_parts(self._algorithm.start(self._federation))
         progress = Progress(
             start=result_warnings.fingerprint_networks(self._algorithm, state), asked=""
         )
         self._kept = CompletedRound(state, self._engine.memories(), progress)
         labelled, unlabelled = data.class_counts(self._prepared.federated_data)
-        # In a private run none: what an agent has of a class without labels tells of those with.
+        # Not in a private run: an agent's unlabelled classes reveal its labelled ones.
         if self._trackers and self._prepared.plan is None and (labelled or unlabelled):
             picture = figures.partition_plot(labelled, unlabelled)
             for tracker in self._trackers:
                 tracker.images(0, "images/partition", picture)
-        self.save()  # a run that dies in its first round can be resumed as well
+        self.save()  # a run that ends in its first round can be resumed too
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go on from a snapshot, as if the run had never stopped."""
+        """Continue from a snapshot, as if the run had never stopped."""
         check_memory_names(self._engine, snapshot.memories)
         self._engine.restore(snapshot.memories)
         known = {f.name for f in dataclasses.fields(Progress)}
@@ -119,17 +119,17 @@ class RoundLoop:
         self._federation.trained = set(progress.trained.split())
         self._federation.asked = set(progress.asked.split())
         self._events[:] = [*json.loads(progress.warnings), *other_code_warnings(snapshot)]
-        # A copy: the snapshot's file may be gone before the next round is at its end.
+        # A copy: the snapshot's file may be deleted before the next round ends.
         self._record(state, progress)
-        log.info("Goes on after round %d", progress.round)
+        log.info("Resuming after round %d", progress.round)
 
     def run_rounds(self) -> Status:
-        """All rounds that are left. Saves and returns "interrupted" on Ctrl-C."""
+        """Run the remaining rounds. On Ctrl-C save and return "interrupted"."""
         rounds = planned_rounds(self._algorithm.phases())
         try:
             for now in rounds[self._kept.progress.round :]:
                 raise_if_interrupted()
-                # The replies of a saved round are given once.
+                # The replies of a saved round are sent only once.
                 with defer_interrupts() if now.saved else nullcontext():
                     self._one_round(now, last=now is rounds[-1])
             state = self._algorithm.finish(self._kept.state, self._federation)
@@ -140,7 +140,7 @@ class RoundLoop:
             return "interrupted"
         except LedgerError as error:
             if not damaged(self._prepared):
-                raise  # a full disk, for example
+                raise  # e.g. a full disk
             log.error("%s", error)
             self.save()
             return "interrupted"
@@ -148,7 +148,7 @@ class RoundLoop:
             self.save()
             of = f"The checkpoint is of round {self._kept.progress.round}"
             raise type(error)(f"{error}. {of}: continue with --resume {self._folder}") from error
-        private = self._prepared.plan is not None  # early checkpoints counted other silences, too
+        private = self._prepared.plan is not None  # early versions counted other refusals
         return "budget_exhausted" if private and self._kept.progress.refused else "finished"
 
     def _one_round(self, now: Round, *, last: bool) -> None:
@@ -162,11 +162,11 @@ class RoundLoop:
         try:
             self._log(now, state, {**values, "time/round_s": seconds}, last)
         except RunFolderError:
-            if now.saved:  # its answers are worth more than a line that is missing
+            if now.saved:  # losing a line of metrics.csv is better than losing the round
                 self._record(state, progress)
                 self.save()
             raise
-        # Recorded after logging: on resume an extra line is cut, a missing one cannot be restored.
+        # Recorded after logging: resume truncates an extra line, but cannot restore a missing one.
         self._record(state, progress)
         self._durations.append(seconds)
         if saves:
@@ -187,13 +187,13 @@ class RoundLoop:
             self._log_images(now.number, state)
 
     def _draws(self, now: Round, last: bool) -> bool:
-        """Whether the round has pictures."""
+        """Return whether the round has pictures."""
         return last or now.number == 1 or now.number % self._config.run.images_every == 0
 
     def _finish_round(
         self, now: Round, values: Mapping[str, float], seconds: float, saves: bool
     ) -> Progress:
-        """The progress with one more round."""
+        """Return the progress after one more round."""
         before, traffic = self._kept.progress, self._federation.traffic
         found: dict[str, Any] = {}
         reached = values.get("test/accuracy")
@@ -201,7 +201,7 @@ class RoundLoop:
             found["final"] = reached
             if reached > before.best or not before.best_round:
                 found |= {"best": reached, "best_round": now.number}
-        held_out = values.get("validation/accuracy")  # test rows choose nothing, no checkpoint
+        held_out = values.get("validation/accuracy")  # test rows choose no checkpoint
         if held_out is not None and saves and held_out > before.saved_best:
             found |= {"saved_best": held_out, "saved_best_round": now.number}
         return dataclasses.replace(
@@ -234,7 +234,7 @@ class RoundLoop:
         return values
 
     def _evaluate(self, state: Any, now: Round) -> dict[str, float]:
-        """Metrics on held-out rows. Nothing in a run is chosen by them."""
+        """Compute metrics on held-out rows, which choose nothing in a run."""
         classifiers = {"accuracy": self._algorithm.classifier(state)}
         for name, other in self._algorithm.also_evaluated(state).items():
             classifiers[f"accuracy_{name}"] = other
@@ -251,9 +251,9 @@ class RoundLoop:
         return found
 
     def _log_images(self, number: int, state: Any) -> None:
-        """Pictures of held-out rows: none may show an agent's row."""
+        """Log pictures of held-out rows; none may show an agent's row."""
         x, y = self._test
-        # The first row of each class, then the second of each: files may be sorted by class.
+        # The first row of each class, then the second: files may be sorted by class.
         rank = one_hot(y).cumsum(dim=0).gather(1, y[:, None])[:, 0]
         few = rank.argsort(stable=True)[:500]
         drawn = self._algorithm.pictures(state, network_input(x[few]), y[few])
@@ -266,7 +266,7 @@ class RoundLoop:
         try:
             for tracker in self._trackers:
                 tracker.keep()
-        finally:  # a charged round is worth more than its line
+        finally:  # keep a charged round even if logging fails
             self._save()
 
     def _save(self) -> None:
@@ -297,9 +297,10 @@ class RoundLoop:
         """Write the weights, the privacy card, and last of all results.json.
 
         Raises:
-            LedgerError: a ledger was damaged during the run. Card and results say that nothing is
-                guaranteed, and ``--resume`` ends the run once the ledger is back.
-            SiteError: a site does not send its ledger, or a damaged one. results.json says so.
+            LedgerError: a ledger was damaged during the run. Card and results state no guarantee,
+                and ``--resume`` ends the run once the ledger is restored.
+            SiteError: a site does not send its ledger, or sends a damaged one. results.json records
+                it.
         """
         released: dict[Literal["file", "sha256"], str] | None = None
         if status != "interrupted":
@@ -307,7 +308,7 @@ class RoundLoop:
             weights = self._algorithm.classifier(self._kept.state)
             self._scores = self._evaluator.scores(weights)["test"]
             self._at_end = list(self._warnings_of_end(self._scores))
-            for sentence in self._at_end:  # the last lines of the command have them
+            for sentence in self._at_end:  # the command prints them in its last lines
                 log.warning("%s", sentence, extra={"repeated": True})
             tensor_files.save_weights(path, weights, self._prepared.about_rows)
             released = {"file": CLASSIFIER, "sha256": tensor_files.sha256_of(path)}
@@ -335,12 +336,12 @@ class RoundLoop:
         log.info("%s after %d rounds. %s", status, rounds, guarantee_sentence(card))
 
     def _warnings_of_end(self, scores: Scores) -> Iterator[str]:
-        """What makes the results mean little, from what the claim releases and test rows."""
+        """Yield reasons why results mean little, from covered releases and test rows."""
         progress = self._kept.progress
         end = result_warnings.fingerprint_networks(self._algorithm, self._kept.state)
         yield from result_warnings.untrained_warnings(progress.start, end)
         roles = progress.asked.split()
-        if self._prepared.plan is not None:  # a budget of 0 asks nobody
+        if self._prepared.plan is not None:  # with a budget of 0 no agent is called
             roles += ["support", "mixed"]
         yield from result_warnings.idle_agent_warnings(
             self._federation.agents, progress.trained.split(), roles
@@ -387,15 +388,17 @@ def train(
     make_trackers: Callable[[], Sequence[Tracker]],
     snapshot: Snapshot | None,
 ) -> None:
-    """Run in a folder, from the start or from a snapshot. ``make_trackers``: called when the
-    accounts are open: trackers cut what a resumed run will write again, and nothing may be cut when
-    a ledger forbids the run."""
+    """Run in a folder, from the start or from a snapshot.
+
+    ``make_trackers``: called after the accounts are opened, because trackers truncate the lines
+    that a resumed run repeats, and a ledger may forbid the run.
+    """
     with accounts.open_accounts(prepared, folder, snapshot), ExitStack() as stack:
         private = prepared.plan is not None
         label_meter = HiddenLabelMeter(prepared.federated_data.measured_labels(private=private))
         limit = prepared.config.run.memories_mb * 2**20
         spill_store = stack.enter_context(closing(SpillStore(folder, limit)))
-        # Before the trackers: workers are forked here, and trackers start threads.
+        # Before the trackers, because workers are forked here and trackers start threads.
         engine = stack.enter_context(closing(make_engine(prepared, label_meter, spill_store)))
         run = RoundLoop(prepared, folder, engine, label_meter, make_trackers(), spill_store)
         stack.callback(run.close)

@@ -1,4 +1,4 @@
-"""The rounds of a run, as its algorithm plans them."""
+"""The planned rounds of a run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from privssl.core.task import Phase
 
 
 def rounds_of(algorithm: Algorithm[Any]) -> int:
-    """Rounds of a whole run."""
+    """Return the number of rounds of a run."""
     return sum(phase.rounds for phase in algorithm.phases())
 
 
 def planned_rounds(phases: Sequence[Phase]) -> list[Round]:
-    """All rounds of a run, in order."""
+    """Return all rounds of a run, in order."""
     listed: list[Round] = []
     for phase in phases:
         for number in range(1, phase.rounds + 1):

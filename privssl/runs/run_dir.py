@@ -1,8 +1,8 @@
-"""The folder of a run: made once, never overwritten by accident, private to the user (0700).
+"""The folder of a run: created once, never overwritten by accident, private to the user (0700).
 
-One process works in it at a time. A run that is to be replaced waits under a hidden name beside the
-folder until nothing can forbid the new one, and comes back if that does not begin. Then its ledger
-is moved beside the folder, and the rest goes.
+One process works in it at a time. A replaced run is kept under a hidden name beside the folder
+until the new one has passed all checks, and is restored if the new one does not begin. Then its
+ledger is moved beside the folder, and the rest is deleted.
 """
 
 import dataclasses
@@ -28,28 +28,30 @@ from privssl.storage import atomic_files
 
 log = logging.getLogger("privssl")
 
-#: The file of weights that a finished run releases.
+#: The released weights of a finished run.
 CLASSIFIER = "classifier.safetensors"
 #: The confusion matrix on test rows, as numbers and as a picture.
 CONFUSION = ("confusion.csv", "confusion.png")
 #: The model card.
 MODEL_CARD = "model_card.md"
-#: Everything that a run may write into its folder. What holds anything else is not replaced.
+#: All files of a run folder. A folder with other files is not replaced.
 CONTENTS = {
     *("config.yaml", "split.json", "metrics.csv", "results.json", CLASSIFIER),
     *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
     *CONFUSION,
     MODEL_CARD,
 }
-#: What a run writes before it waits for its sites: a folder with nothing else may be begun anew.
+#: Files of a run that waits for its sites: a folder with no other files may be reused.
 NOT_BEGUN = {"config.yaml", "split.json", "train.log"}
 
 
 @contextmanager
 def create_run_dir(prepared: Prepared) -> Iterator[Path]:
-    """Make the folder of a new run, and lock it. A former run comes back at the end, unless
-    ``remove_replaced_run`` was called. Raises RunFolderError: the folder exists and may not be
-    replaced, or cannot be made."""
+    """Create and lock the folder of a new run.
+
+    A former run is restored at the end, unless ``remove_replaced_run`` was called. Raises
+    RunFolderError if the folder exists and may not be replaced, or cannot be created.
+    """
     run = prepared.config.run
     folder = prepared.config.folder
     restore_replaced_run(folder)
@@ -71,9 +73,9 @@ def create_run_dir(prepared: Prepared) -> Iterator[Path]:
                 f"{folder}: this folder cannot be made: {error.strerror}. Choose another run.output"
             ) from error
         stack.enter_context(lock_run_dir(folder))
-        # In this order: a split.json says that the folder is a run, and may be replaced.
+        # In this order: split.json marks the folder as a run that may be replaced.
         prepared.federated_data.manifest.write(folder / "split.json")
-        # Without overwrite: to run the file again must not replace the run that it is of.
+        # Without overwrite, so that running this file again does not replace its own run.
         recorded = dataclasses.replace(run, overwrite=False)
         again = dataclasses.replace(prepared.config, run=recorded)
         atomic_files.write(folder / "config.yaml", configs.to_yaml(again))
@@ -81,7 +83,7 @@ def create_run_dir(prepared: Prepared) -> Iterator[Path]:
 
 
 def check_free(config: Config) -> None:
-    """Raise RunFolderError where the folder of a new run is taken, and may not be replaced."""
+    """Raise RunFolderError if the folder of a new run exists and may not be replaced."""
     entries = list_entries(config.folder)
     if entries:
         _refuse_what_is_not_ours(config.folder, entries)
@@ -91,10 +93,10 @@ def check_free(config: Config) -> None:
 
 @contextmanager
 def lock_run_dir(folder: Path, named: Path | None = None) -> Iterator[None]:
-    """Lock the folder itself; another process that asks for it gets a RunFolderError, about
-    ``named`` where that is given.
+    """Lock the folder itself; in another process this raises RunFolderError, about ``named`` if
+    given.
 
-    The system drops the lock when the process ends. A file system without locks is used without
+    The system releases the lock when the process ends. File systems without locks are used without
     one.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -114,7 +116,7 @@ def lock_run_dir(folder: Path, named: Path | None = None) -> Iterator[None]:
 
 
 def list_entries(folder: Path) -> set[str]:
-    """What lies in a folder, without leftovers of killed writes; empty when there is none."""
+    """List a folder's entries, without leftovers of killed writes; empty if it does not exist."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -146,12 +148,12 @@ def _in_the_way(folder: Path) -> str:
 
 
 def _replaced(folder: Path) -> Path:
-    """Where a run lies until the one that replaces it begins."""
+    """Return the path of a replaced run until the new one begins."""
     return folder.with_name(f"{atomic_files.TEMPORARY}{folder.name}.replaced")
 
 
 def restore_replaced_run(folder: Path) -> None:
-    """Put a run back whose replacement was killed before it began."""
+    """Restore a run whose replacement was killed before it began."""
     former = _replaced(folder)
     if former.exists():
         with lock_run_dir(former, folder):
@@ -165,11 +167,11 @@ def _put_back(folder: Path) -> None:
             if folder.exists():
                 shutil.rmtree(folder)
             former.rename(folder)
-        log.warning("%s has its former run again: the new one did not begin.", folder)
+        log.warning("%s contains the former run again, because the new one did not begin.", folder)
 
 
 def remove_replaced_run(folder: Path) -> None:
-    """Remove the run that a new one replaces, but never the record of what it spent."""
+    """Remove the run that a new one replaces, but keep its ledgers."""
     former = _replaced(folder)
     if not former.exists():
         return
@@ -183,14 +185,14 @@ def remove_replaced_run(folder: Path) -> None:
                 "The replaced run's ledger was moved to %s; what it spent still counts for these "
                 "rows, and the new card names it.", kept,
             )  # fmt: skip
-        gone = former.with_name(f"{former.name}.gone")  # half a run never comes back
+        gone = former.with_name(f"{former.name}.gone")  # a partly deleted run must not be restored
         shutil.rmtree(gone, ignore_errors=True)
         former.rename(gone)
         shutil.rmtree(gone)
 
 
 def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
-    """results.json of a run, and the sentences on its guarantee; None before there are results.
+    """Read results.json and the sentences on the guarantee; None before there are results.
 
     Raises RunFolderError for a damaged file.
     """
@@ -209,7 +211,7 @@ def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
 
 
 def claim_sentences(card: Mapping[str, Any] | None) -> str:
-    """What a run says of its guarantee at its end; None: a run without a card."""
+    """Return the final sentences on the guarantee; None: a run without a card."""
     sentences = [tighter] if (tighter := headline_sentence(card)) else []
     sentences += former_sentences((card or {}).get("former_ledgers", ()))
     if card is not None and SHIPPED_CODE[0] in {release["name"] for release in card["releases"]}:
@@ -218,12 +220,12 @@ def claim_sentences(card: Mapping[str, Any] | None) -> str:
 
 
 def read_card(folder: Path) -> dict[str, Any] | None:
-    """privacy.json of a run; None where there is none. Raises RunFolderError for a damaged file."""
+    """Read privacy.json; None if there is none. Raises RunFolderError for a damaged file."""
     return _read_json(folder / "privacy.json")
 
 
 def read_log(folder: Path) -> str:
-    """train.log of a run; empty where there is none that can be read."""
+    """Read train.log; empty if it is missing or unreadable."""
     try:
         return (folder / "train.log").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -243,18 +245,18 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def damaged(prepared: Prepared) -> bool:
-    """Whether a ledger is not the one that its account wrote."""
+    """Return whether a ledger was changed by another writer."""
     accounts = (agent.account for agent in prepared.labelled_agents)
     return any(account.balance().problems for account in accounts if account is not None)
 
 
 def remove_claim(folder: Path) -> None:
-    """Remove the cards of an earlier session, where no new ones can be made."""
+    """Remove the cards of an earlier session if no new ones can be made."""
     remove(folder, "privacy.json", "privacy.md", MODEL_CARD)
 
 
 def remove(folder: Path, *names: str) -> None:
-    """Remove files of an earlier session, if they are there. Raises RunFolderError."""
+    """Remove files of an earlier session, if they exist. Raises RunFolderError."""
     with atomic_files.writing(folder):
         for name in names:
             (folder / name).unlink(missing_ok=True)

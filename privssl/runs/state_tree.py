@@ -1,7 +1,7 @@
-"""A tree of tensors and plain values as strict JSON, with its tensors beside it, and back again.
+"""Conversion of a tree of tensors and plain values to strict JSON and separate tensors, and back.
 
-A tensor's name is the JSON pointer (RFC 6901) of its place. Mappings of tensors that belong to one
-agent are packed into one row of bytes: see ``runs/checkpoint.py``, which writes both parts.
+A tensor's name is the JSON pointer (RFC 6901) of its position. Mappings of tensors that belong to
+one agent are packed into one row of bytes: see ``runs/checkpoint.py``, which writes both parts.
 """
 
 import json
@@ -22,8 +22,10 @@ def outline(
     tree: StateTree | LazyTensor, pointer: str, tensors: dict[str, Item], forms: dict[str, int],
     left: int = -1,
 ) -> Any:  # fmt: skip
-    """A tree as JSON, with its tensors moved to ``tensors`` under their JSON pointers. Mappings of
-    tensors to which ``left`` names lead are packed, and what they hold moved to ``forms``."""
+    """Return a tree as JSON, and move its tensors to ``tensors`` under their JSON pointers.
+
+    Mappings of tensors at depth ``left`` are packed, and their layouts moved to ``forms``.
+    """
 
     def inner(branch: Any, name: str, left: int = -1) -> Any:
         return outline(branch, f"{pointer}/{name}", tensors, forms, left)
@@ -38,7 +40,7 @@ def outline(
         own = {k: v for k, v in items.items() if isinstance(v, Tensor | LazyTensor)}
         if left == 0 and own and len(own) == len(items):
             packed = tensors[pointer] = PackedTensors(own)
-            form = json.dumps(packed.form())  # agents are many, the forms of what they hold few
+            form = json.dumps(packed.form())  # there are many agents, but few layouts
             return {"packed": [pointer, forms.setdefault(form, len(forms))]}
         return {"mapping": {k: inner(v, _escaped(k), left - 1) for k, v in items.items()}}
     if isinstance(tree, tuple):
@@ -46,14 +48,14 @@ def outline(
     if isinstance(tree, float) and not math.isfinite(tree):
         return {"float": repr(tree)}  # strict JSON has no infinity
     if isinstance(tree, int) and abs(tree) > MAX_INTEGER:
-        return {"int": str(tree)}  # and no integer in which other readers lose digits
+        return {"int": str(tree)}  # nor integers beyond 53 bits
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     raise TypeError(f"{pointer or '/'} of a state tree is a {type(tree).__name__}")
 
 
 def _escaped(key: str) -> str:
-    """One step of a JSON pointer: unlike keys never give like pointers.
+    """Escape one step of a JSON pointer, so that different keys give different pointers.
 
     >>> _escaped("a/b"), _escaped("a~1b")
     ('a~1b', 'a~01b')
@@ -62,7 +64,7 @@ def _escaped(key: str) -> str:
 
 
 def filled(shape: Any, tensors: LazyTensors, forms: Sequence[Mapping[str, TensorSlice]]) -> Any:
-    """Inverse of ``outline``; mappings that are packed stay unread."""
+    """Invert ``outline``; packed mappings stay unread."""
     if not isinstance(shape, dict):
         if isinstance(shape, list):
             raise TypeError("a bare list")

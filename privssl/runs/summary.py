@@ -1,4 +1,4 @@
-"""What a run writes at its end about its metrics: results.json, model card, confusion matrix."""
+"""Results of a finished run: results.json, model card, confusion matrix."""
 
 import json
 import statistics
@@ -34,11 +34,13 @@ def summarise(
     metrics: Mapping[str, Any],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """The content of results.json. ``durations``: seconds of each round of this session;
-    ``problems``: damage to ledgers; ``metrics``: of the last evaluation, empty if this session had
-    none."""
+    """Return the content of results.json.
+
+    ``durations``: seconds of each round of this session; ``problems``: damage to ledgers;
+    ``metrics``: of the last evaluation, empty if this session had none.
+    """
     config, p = prepared.config, progress
-    # A session that had no round left knows the mean of the others.
+    # A session without rounds uses the mean of earlier ones.
     durations = durations or [p.seconds / max(p.round, 1)]
     return {
         "name": config.run.name,
@@ -77,7 +79,7 @@ def summarise(
 
 
 def write_summary(folder: Path, results: Mapping[str, Any], card: Mapping[str, Any] | None) -> None:
-    """Write the model card of a run that is over, and results.json; ``card``: of privacy."""
+    """Write the model card of a finished run, and results.json; ``card``: the privacy card."""
     if results["status"] == "interrupted":
         remove(folder, MODEL_CARD)
     else:
@@ -86,7 +88,7 @@ def write_summary(folder: Path, results: Mapping[str, Any], card: Mapping[str, A
 
 
 def write_confusion(folder: Path, scores: Scores, names: Sequence[str]) -> figures.Picture:
-    """Write confusion.csv and confusion.png; returns the picture."""
+    """Write confusion.csv and confusion.png; return the picture."""
     table, drawing = (folder / name for name in CONFUSION)
     picture = figures.confusion_plot(scores.confusion, names)
     atomic_files.write(table, confusion_csv(scores.confusion, names))
@@ -95,8 +97,11 @@ def write_confusion(folder: Path, scores: Scores, names: Sequence[str]) -> figur
 
 
 def confusion_csv(counts: NDArray[np.int64], names: Sequence[str]) -> str:
-    """A confusion matrix as text: a line per true class, a column per predicted class. ``counts``:
-    (C, C + 1); the last column, of outputs that are not finite, is written if it has any."""
+    """Format a confusion matrix: a line per true class, a column per predicted class.
+
+    ``counts``: (C, C + 1); the last column, of outputs that are not finite, is written if it has
+    any.
+    """
     width = len(names) + bool(counts[:, -1].any())
     head = ["true class", *names, "not finite"][: width + 1]
     lines = [[name, *row[:width]] for name, row in zip(names, counts.tolist(), strict=True)]

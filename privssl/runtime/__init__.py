@@ -1,1 +1,1 @@
-"""The process a command runs in: signals, console, randomness, version of the code."""
+"""The process of a command: signals, console, randomness, version of the code."""

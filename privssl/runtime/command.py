@@ -1,6 +1,6 @@
-"""What all commands share: their usual flags, their streams and signals, and how they end.
+"""Common parts of all commands: flags, streams, signals and exit status.
 
-Needs nothing heavy, so that a typo in a command is reported before torch is loaded.
+Imports no slow module, so that usage errors are reported before torch is loaded.
 """
 
 import argparse
@@ -19,7 +19,7 @@ log = logging.getLogger("privssl")
 
 
 class ConfigParser(argparse.ArgumentParser):
-    """Of a command that reads configs: an unknown flag may be meant for a key."""
+    """The parser of a command that reads configs; it suggests keys for unknown flags."""
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
@@ -38,26 +38,26 @@ def add_usual_flags(parser: argparse.ArgumentParser, *, dry_run: str, json: str)
     """Add ``--dry-run``, ``--json`` and ``--quiet``, with the help texts of the first two."""
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     parser.add_argument("--json", action="store_true", help=json)
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--quiet", action="store_true", help="do not show progress")
 
 
-#: How a command that reads a run folder is allowed to import a plug-in, for errors.
+#: How to allow a plug-in for a command that reads a run folder, for errors.
 ALLOWED_BY_FLAG = "give --plugin {name}"
 
 
 def add_plugin_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--plugin``: a run folder chooses no code that is imported."""
+    """Add ``--plugin``: a run folder must not choose code to import."""
     parser.add_argument(
         "--plugin", action="append", default=[], metavar="NAME",
-        help="a plug-in of the run, by its name in config.yaml, whose code may be imported",
+        help="allow the import of this plug-in, by its name in config.yaml",
     )  # fmt: skip
 
 
 def run_command(body: Callable[[Terminal, ExitStack], int], *, json: bool, interrupted: str) -> int:
-    """Run the body of a command; returns its exit status. A user's mistake is printed in words.
+    """Run the body of a command; return its exit status. User errors are printed as messages.
 
     Args:
-        body: gets a console and a stack for what must be undone at the end.
+        body: gets a console, and a stack for cleanup.
         json: whether standard output is for JSON alone; the console is then standard error.
         interrupted: what to print after Ctrl-C.
     """

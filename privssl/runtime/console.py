@@ -1,7 +1,7 @@
-"""Standard output and error of a command, which end no run: their reader may leave early.
+"""Standard output and error of a command; if they close, the run continues.
 
-``| head -1`` ends, a terminal is closed, a supervisor provides no standard error: the run
-continues, and its folder has the results.
+Readers may close early, such as ``| head -1``, a terminal, or a supervisor without standard error.
+The run folder has the results.
 """
 
 import errno
@@ -17,24 +17,25 @@ from rich.console import Console
 
 from privssl.errors import UserError
 
-#: Errors of a stream without a reader: a pipe, a terminal, a stream that a caller closed.
+#: Errors of a closed stream: a pipe, a terminal, or one that a caller closed.
 CLOSED_STREAM_ERRNOS = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF)
 
 
 class Terminal(Console):
-    """A console whose broken pipe is no error."""
+    """A console on which a broken pipe is not an error."""
 
     def print(self, *objects: Any, **how: Any) -> None:
         with ignore_closed_stream(self.file):
             super().print(*objects, **how)
 
     def on_broken_pipe(self) -> None:
-        """Rich's own method ends the process, also if standard error alone is broken."""
+        """Do nothing. Rich's method ends the process, even if only standard error is broken."""
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class Screen(logging.Handler):
-    """Errors, and each warning once, on standard error; not those that the last lines repeat."""
+    """Log handler for errors, and each warning once, on standard error; not those of the last
+    lines."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -55,8 +56,10 @@ class Screen(logging.Handler):
 
 @contextmanager
 def ignore_closed_stream(stream: Any) -> Iterator[None]:
-    """Ignore broken-pipe errors on a stream; afterwards it is redirected to /dev/null. Raises
-    UserError: standard output cannot be written for another reason, such as a full disk."""
+    """Ignore broken-pipe errors on a stream; then redirect it to /dev/null.
+
+    Raises UserError if standard output cannot be written for another reason, such as a full disk.
+    """
     try:
         yield
         stream.flush()
@@ -73,7 +76,7 @@ def ignore_closed_stream(stream: Any) -> Iterator[None]:
 
 
 def redirect_to_devnull(stream: Any) -> None:
-    """Discard what is buffered in a stream, and what is written to it later."""
+    """Discard buffered and later output of a stream."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
@@ -91,8 +94,8 @@ def results_to_standard_output(text: str) -> None:
 def open_standard_streams() -> None:
     """Let standard output and error print any text; replace closed streams by /dev/null.
 
-    Otherwise the next files that are opened, a log or a ledger, would get their numbers and the
-    output of libraries.
+    Otherwise the next opened files, a log or a ledger, would get their descriptors, and the output
+    of libraries.
     """
     for number in range(3):  # the lowest free number is used next
         try:
@@ -100,7 +103,7 @@ def open_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
-        if isinstance(getattr(sys, name), io.TextIOWrapper):  # ASCII or Latin-1 lacks some letters
+        if isinstance(getattr(sys, name), io.TextIOWrapper):  # ASCII lacks most characters
             getattr(sys, name).reconfigure(errors="backslashreplace")
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115

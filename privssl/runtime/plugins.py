@@ -1,11 +1,11 @@
-"""Code from outside of privssl: the one place where a text chooses what is imported.
+"""Plug-ins: the only module in which a string selects code to import.
 
 A plug-in is ``package.module:Name``, or the name of an entry point of an installed package in the
 group ``privssl.KIND``: algorithms, models, datasets, encoders, partitions, trackers.
 
-Nothing is imported unless whoever runs the process allowed it (:func:`imports_allowed`). Training
-allows what its config names, a site what SITE.yaml names. What reads a run folder allows nothing
-but the names among its arguments. No message of a coordinator leads here.
+Imports need permission of the process's user (:func:`imports_allowed`). Training permits the names
+in its config, a site those in SITE.yaml. Commands that read a run folder permit only names in their
+arguments. Messages of a coordinator cannot cause imports.
 """
 
 import difflib
@@ -28,12 +28,12 @@ from privssl.runtime.code_version import hash_files
 
 Kind = Literal["algorithms", "models", "datasets", "encoders", "partitions", "trackers"]
 
-#: ``package.module:Name``; <> as in ``f.<locals>.Name``, which no module has.
+#: ``package.module:Name``; <> as in ``f.<locals>.Name``, which no module contains.
 REFERENCE = r"^[A-Za-z_][\w.]*:[A-Za-z_<][\w.<>]*$"
 
 
 class Permission(NamedTuple):
-    """What may be imported, and how to allow more; None: everything."""
+    """Importable names, and how to allow more; None: all names."""
 
     names: frozenset[str] | None
     advice: str
@@ -49,7 +49,7 @@ def imports_allowed(names: Collection[str] | None = None, advice: str = "") -> I
     """Allow plug-ins inside the block.
 
     Args:
-        names: the only ones that may be imported; None: all, because the user names them.
+        names: the only ones that may be imported; None: all, because the user gives the names.
         advice: how the user allows another one, for errors.
     """
     allowed = None if names is None else frozenset(names)
@@ -61,14 +61,14 @@ def imports_allowed(names: Collection[str] | None = None, advice: str = "") -> I
 
 
 def is_allowed(name: str) -> bool:
-    """Whether a plug-in may be imported here."""
+    """Return whether a plug-in may be imported here."""
     names = _permission.get(NOTHING).names
     return names is None or name in names
 
 
 @contextmanager
 def provided(kind: Kind, name: str, found: Any) -> Iterator[None]:
-    """Give an object a name inside the block, as if it were installed."""
+    """Register an object under a name inside the block, as if it were installed."""
     token = _provided.set({**_provided.get({}), (kind, name): found})
     try:
         yield
@@ -77,29 +77,29 @@ def provided(kind: Kind, name: str, found: Any) -> Iterator[None]:
 
 
 def is_reference(name: str) -> bool:
-    """Whether a name has the form ``package.module:Name``."""
+    """Return whether a name has the form ``package.module:Name``."""
     return re.match(REFERENCE, name) is not None
 
 
 def is_known(kind: Kind, name: str) -> bool:
-    """Whether a name is a reference, or an installed entry point. Imports nothing."""
+    """Return whether a name is a reference, or an installed entry point. Imports nothing."""
     return is_reference(name) or (kind, name) in _provided.get({}) or name in entry_points(kind)
 
 
 def entry_points(kind: Kind) -> Mapping[str, metadata.EntryPoint]:
-    """The installed entry points of a kind by name."""
+    """Return the installed entry points of a kind by name."""
     return {point.name: point for point in _installed(tuple(sys.path))[kind]}
 
 
 @lru_cache(maxsize=8)
 def _installed(_: tuple[str, ...]) -> Mapping[str, Sequence[metadata.EntryPoint]]:
-    """All entry points of privssl's groups: reading them takes 10 ms."""
+    """Return all entry points of privssl's groups; cached because reading takes 10 ms."""
     every = metadata.entry_points()
     return {kind: tuple(every.select(group=f"privssl.{kind}")) for kind in get_args(Kind)}
 
 
 def check_names(kind: Kind, built_in: Collection[str]) -> None:
-    """Raise ConfigError for an installed plug-in whose name privssl or another one has."""
+    """Raise ConfigError for an installed plug-in with the name of privssl's or another one."""
     found: dict[str, metadata.EntryPoint] = {}
     for point in _installed(tuple(sys.path))[kind]:
         other = found.setdefault(point.name, point)
@@ -117,12 +117,13 @@ def _package(point: metadata.EntryPoint) -> str:
 
 
 def load(kind: Kind, key: str, name: str) -> Any:
-    """The object of a plug-in: of an entry point, or ``package.module:Name``. ``key``: where the
-    name was given, for errors, for example "model.name".
+    """Import the object of a plug-in: of an entry point, or ``package.module:Name``.
+
+    ``key``: the config key of the name, for errors, for example "model.name".
 
     Raises:
-        ConfigError: nobody allowed the import, there is no such module or object, or the module
-            raises an error when it is imported.
+        ConfigError: the import is not allowed, the module or object does not exist, or importing
+            the module raises an error.
     """
     if (kind, name) in (given := _provided.get({})):
         return given[kind, name]
@@ -139,7 +140,7 @@ def load(kind: Kind, key: str, name: str) -> Any:
 
 
 def load_function(kind: Kind, key: str, name: str, advice: str) -> Callable[..., Any]:
-    """As :func:`load`; ConfigError with ``advice`` where the object cannot be called."""
+    """Import like :func:`load`; ConfigError with ``advice`` if the object is not callable."""
     found = load(kind, key, name)
     if not callable(found):
         raise ConfigError(f"{key} {name} is {str(found)[:60]}. {advice}")
@@ -147,8 +148,10 @@ def load_function(kind: Kind, key: str, name: str, advice: str) -> Callable[...,
 
 
 def import_object(said: str, reference: str) -> Any:
-    """The object that ``package.module:Name`` names. ``said``: the beginning of the sentence of an
-    error. Raises ConfigError: as of :func:`load`."""
+    """Import the object ``package.module:Name``.
+
+    ``said``: the beginning of error messages. Raises ConfigError as :func:`load`.
+    """
     module_name, _, path = reference.partition(":")
     if module_name == "__main__" or "<" in path:
         raise ConfigError(
@@ -160,7 +163,7 @@ def import_object(said: str, reference: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):  # an import of the module's own
+        if not f"{module_name}.".startswith(f"{error.name}."):  # a failed import inside the module
             raise ConfigError(f"{failed}{type(error).__name__}: {error}") from error
         raise ConfigError(
             f"{said} there is no module {error.name} here. Install it, or start in the folder that "
@@ -177,7 +180,7 @@ def import_object(said: str, reference: str) -> Any:
 
 
 def _at(error: BaseException, module: str) -> str:
-    """The text of an error, and the line of the module or its package that was being run."""
+    """Return the text of an error, and the failing line of the module or its package."""
     package = module.partition(".")[0]
     frames = [
         (Path(frame.f_code.co_filename).name, line)
@@ -188,7 +191,7 @@ def _at(error: BaseException, module: str) -> str:
 
 
 def call(said: str, build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What a plug-in's function returns; its errors as a ConfigError that begins with ``said``."""
+    """Call a plug-in's function; convert its errors to a ConfigError that begins with ``said``."""
     try:
         return build(*arguments, **options)
     except UserError:
@@ -198,15 +201,17 @@ def call(said: str, build: Callable[..., Any], *arguments: Any, **options: Any) 
 
 
 def describe(kind: Kind, name: str) -> dict[str, str | None]:
-    """What a run records of a plug-in: ``name``, ``distribution``, ``version`` (None where no
-    installed package has it), ``sha256`` of the file that defines it, and ``package_sha256`` of
-    :func:`source_files` (None for what a script or a notebook defines)."""
+    """Return a run's record of a plug-in.
+
+    ``name``, ``distribution``, ``version`` (None without an installed package), ``sha256`` of the
+    defining file, and ``package_sha256`` of :func:`source_files` (None in a script or a notebook).
+    """
     point = None if is_reference(name) else entry_points(kind).get(name)
     reference = name if point is None else point.value
     module_name = reference.partition(":")[0]
     module = sys.modules.get(module_name)
     about = None if point is None else point.dist
-    if about is None:  # most packages have the name of their distribution
+    if about is None:  # most packages have their distribution's name
         with suppress(metadata.PackageNotFoundError):
             about = metadata.distribution(module_name.partition(".")[0])
     module = None if module is sys.modules.get("__main__") else module  # a script or a notebook
@@ -222,8 +227,8 @@ def describe(kind: Kind, name: str) -> dict[str, str | None]:
 
 
 def files_of(kind: Kind, name: str) -> Mapping[str, Path]:
-    """:func:`source_files` of a plug-in that was imported; none of a script's or notebook's, and
-    none of privssl's own."""
+    """Return :func:`source_files` of an imported plug-in. Empty for scripts, notebooks and privssl
+    itself."""
     if (kind, name) in (given := _provided.get({})):
         module = str(getattr(given[kind, name], "__module__", ""))
     else:
@@ -234,8 +239,8 @@ def files_of(kind: Kind, name: str) -> Mapping[str, Path]:
 
 
 def source_files(module: str) -> dict[str, Path]:
-    """Name -> file, of all Python files of the top-level package of an imported module: a plug-in
-    calls what its neighbours define. Of a module without a package its own file."""
+    """Map names to all Python files of an imported module's top-level package. All files, because a
+    plug-in calls other modules of its package. A module without a package has one file."""
     file, package = inspect.getsourcefile(sys.modules[module]), sys.modules[module].__package__
     if file is None:
         return {}

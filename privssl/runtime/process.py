@@ -1,6 +1,6 @@
 """The process of a command: threads, memory, log file, signals, file permissions.
 
-Needs nothing heavy, so that a typo in a command is reported before torch is loaded.
+Imports no slow module, so that usage errors are reported before torch is loaded.
 """
 
 import ctypes
@@ -19,9 +19,9 @@ from types import ModuleType
 from privssl.storage import atomic_files
 
 INTERRUPTED = 130  # exit status
-#: What stops a command in good order. SIGHUP is sent when a terminal is closed.
+#: Signals after which a command stops at a checkpoint. SIGHUP is sent when a terminal is closed.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SECONDS_TO_WIND_UP = 5.0  # within which a second signal counts as the first
+SECONDS_TO_WIND_UP = 5.0  # during which a second signal counts as the first
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt's, in glibc
 KEPT = 2**28  # bytes of freed memory that malloc keeps for reuse
@@ -30,7 +30,7 @@ log = logging.getLogger("privssl")
 
 
 def in_one_thread() -> None:
-    """Let the calling thread compute alone, unless OMP_NUM_THREADS says otherwise.
+    """Use one intra-op thread, unless OMP_NUM_THREADS says otherwise.
 
     More intra-op threads would change the order of sums, and with it the last bits.
     """
@@ -42,8 +42,8 @@ def in_one_thread() -> None:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Compute in the calling thread alone: several would split rows by number and round each by its
-    place."""
+    """Use one intra-op thread: several would split rows by number, and rounding would depend on
+    position."""
     import torch
 
     threads = torch.get_num_threads()
@@ -58,11 +58,12 @@ def single_threaded() -> Iterator[None]:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collection; on exit, exempt what was loaded meanwhile from it (`gc.freeze`).
+    """Pause garbage collection; on exit, exempt the objects created meanwhile (`gc.freeze`).
 
-    For imports and preparation, whose objects live as long as the process: a fifth of the start.
+    For imports and preparation, whose objects live as long as the process: saves a fifth of the
+    start-up.
     """
-    anew = "torch" not in sys.modules  # else what exists may be somebody's garbage
+    anew = "torch" not in sys.modules  # else existing objects may be garbage
     gc.disable()
     try:
         yield
@@ -75,9 +76,9 @@ def gc_paused() -> Iterator[None]:
 def tune_malloc() -> None:
     """Let glibc keep freed memory instead of returning it to the system, page by page.
 
-    With a million weights in a layer, that took longer than the arithmetic of a step.
+    With a million weights in a layer, returning it took longer than the arithmetic of a step.
     """
-    with suppress(AttributeError, OSError):  # another C library than glibc
+    with suppress(AttributeError, OSError):  # a C library other than glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, KEPT)
         mallopt(M_TRIM_THRESHOLD, KEPT)
@@ -93,8 +94,11 @@ def without_tensorflow() -> None:
 
 
 class LogFile(logging.FileHandler):
-    """train.log. A line that a full disk refuses is dropped: the next write of metrics or of a
-    checkpoint stops the run and says why."""
+    """The handler of train.log.
+
+    A line that cannot be written to a full disk is dropped: the next write of metrics or of a
+    checkpoint stops the run with the reason.
+    """
 
     def __init__(self, path: Path) -> None:
         with atomic_files.writing(path):
@@ -102,7 +106,7 @@ class LogFile(logging.FileHandler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
-        """Ignore the error: see the class."""
+        """Ignore the error, see the class."""
 
     def close(self) -> None:
         with suppress(OSError):
@@ -111,7 +115,7 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def logging_to(handler: logging.Handler) -> Iterator[None]:
-    """Send privssl's log to a handler, and not to those that libraries set up."""
+    """Send privssl's log to a handler, and not to handlers of libraries."""
     propagates, log.propagate, level = log.propagate, False, log.level
     log.setLevel(logging.INFO)
     log.addHandler(handler)
@@ -125,10 +129,10 @@ def logging_to(handler: logging.Handler) -> Iterator[None]:
 
 
 class _Interrupts:
-    """Of the main thread: depth of ``defer_interrupts``, and which signals arrived."""
+    """State of the main thread: depth of ``defer_interrupts``, and received signals."""
 
     depth = 0
-    deferred = False  # one waits for the end of ``defer_interrupts``
+    deferred = False  # whether one waits for the end of ``defer_interrupts``
     arrived = False
 
 
@@ -137,10 +141,10 @@ _state = _Interrupts()
 
 @contextmanager
 def interrupt_on_signals(*signals: signal.Signals) -> Iterator[None]:
-    """Raise KeyboardInterrupt for each signal, but once in 5 seconds.
+    """Raise KeyboardInterrupt for each signal, but at most once in 5 seconds.
 
-    People press Ctrl-C twice, and supervisors send SIGINT with SIGTERM: neither may disturb the
-    checkpoint that the first one asked for. A SIGHUP that is ignored (nohup) stays ignored.
+    Users press Ctrl-C twice, and supervisors send SIGINT with SIGTERM: a second signal must not
+    disturb the checkpoint of the first. A SIGHUP that is ignored (nohup) stays ignored.
     """
     stopped = -float("inf")
 
@@ -174,7 +178,7 @@ def raise_if_interrupted() -> None:
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Hold back the KeyboardInterrupt of ``interrupt_on_signals`` until the end (main thread).
+    """Defer the KeyboardInterrupt of ``interrupt_on_signals`` until the end (main thread).
 
     For library code that takes locks, and for values that can be obtained only once.
     """

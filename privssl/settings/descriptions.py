@@ -1,11 +1,11 @@
-"""What each key of a section means, read from the code that defines it."""
+"""Descriptions of config keys, read from the code that defines them."""
 
 import ast
 import functools
 import inspect
 import textwrap
 
-#: The meaning of keys that every reader of the field knows, where the code has no comment.
+#: The meaning of common keys, if the code has no comment.
 USUAL = {
     "rounds": "rounds of training",
     "batch_size": "rows in a batch",
@@ -24,8 +24,11 @@ USUAL = {
 
 
 def descriptions(section: type) -> dict[str, str]:
-    """The description of each field of a dataclass: its docstring, else the comments above and
-    beside it, else that of ``USUAL``, else an empty text."""
+    """Return the description of each field of a dataclass.
+
+    Its docstring, else the comments above and beside it, else that of ``USUAL``, else an empty
+    string.
+    """
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__[:-1]):
         found |= {name: text or found.get(name, "") for name, text in _of_its_own(kind).items()}
@@ -34,7 +37,7 @@ def descriptions(section: type) -> dict[str, str]:
 
 @functools.cache  # sections share their bases
 def _of_its_own(section: type) -> dict[str, str]:
-    """The same of the fields that it does not inherit; empty where its code says nothing."""
+    """Return the same for fields that are not inherited; empty without a description."""
     lines = textwrap.dedent(inspect.getsource(section)).splitlines()
     [tree] = ast.parse("\n".join(lines)).body
     assert isinstance(tree, ast.ClassDef)
@@ -51,7 +54,7 @@ def _of_its_own(section: type) -> dict[str, str]:
 
 
 def _comments(lines: list[str], node: ast.AnnAssign) -> str:
-    """The comment lines above a field and the comment at its end, as one sentence."""
+    """Return the comment lines above a field and the comment at its end, as one sentence."""
     assert node.end_lineno is not None and node.end_col_offset is not None
     first, texts = node.lineno - 1, [lines[node.end_lineno - 1][node.end_col_offset :]]
     while lines[first - 1].lstrip().startswith("#"):

@@ -1,6 +1,6 @@
-"""Messages about problems of a config: what is needed, what was given, what to write.
+"""Error messages about configs: the requirement, the given value, and advice.
 
-pydantic reports a wrong value; the JSON schema of its dataclass says what would be right, as in
+pydantic reports an invalid value; the JSON schema of its dataclass gives the requirement, as in
 ``needs a whole number >= 1, got 0``.
 """
 
@@ -22,11 +22,12 @@ _TYPES = {
     "null": "null",
 }
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-_KEY_WIDTH = 22  # of the column of keys, unless one is longer
+_KEY_WIDTH = 22  # least width of the column of keys
 
 
 def problem_report(path: Path, findings: Sequence[ConfigProblem]) -> str:
-    """All problems under one heading: of the file, by line, then of the arguments."""
+    """Format all problems under one heading: those of the file by line, then those of the
+    arguments."""
     ordered = sorted(findings, key=lambda f: (f.line is None, f.line or 0))
     places = [_place(finding.line) for finding in ordered]
     place_width = max(map(len, places))
@@ -46,7 +47,7 @@ def _place(line: int | None) -> str:
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
-    """The message for an unknown name, with the nearest known one or all of them.
+    """Return the message for an unknown name, with the nearest known one or all of them.
 
     >>> unknown("key", "epsilonn", ["delta", "epsilon"])
     'unknown key. Did you mean epsilon?'
@@ -56,7 +57,7 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant, in capitals or not; None: none is near.
+    """Return the most similar known name, ignoring case; None if none is similar.
 
     >>> nearest("MNIST", ["digits", "mnist"])
     'mnist'
@@ -67,7 +68,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def as_reference(name: str) -> str | None:
-    """``package.module:Name`` for a name that has a dot in place of the colon; None: it has none.
+    """Return ``package.module:Name`` for a name with a dot in place of the colon; None without a
+    dot.
 
     >>> as_reference("mine.method.Mine"), as_reference("mine")
     ('mine.method:Mine', None)
@@ -78,7 +80,8 @@ def as_reference(name: str) -> str | None:
 
 
 def either(names: Sequence[str]) -> str:
-    """
+    """Join names with commas and "or".
+
     >>> either(["F", "G", "D"])
     'F, G or D'
     """
@@ -86,7 +89,7 @@ def either(names: Sequence[str]) -> str:
 
 
 def show(value: object) -> str:
-    """A value as in YAML, shortened; text in quotes, unprintable characters escaped."""
+    """Format a value as in YAML, shortened; text in quotes, unprintable characters escaped."""
     if isinstance(value, bool) or value is None:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple):
@@ -99,12 +102,14 @@ def show(value: object) -> str:
 def describe_errors(
     error: ValidationError, kind: type[Any], values: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """One (key, text) for each field that pydantic refused; an empty key is the section. ``error``:
-    raised by ``kind(**values)``."""
+    """Yield (key, text) for each field that pydantic refused; an empty key is the section.
+
+    ``error``: raised by ``kind(**values)``.
+    """
     schema = TypeAdapter(kind).json_schema()["properties"]
     seen = set()
     for detail in error.errors():
-        if detail["type"] == "value_error":  # raised by a validator of the dataclass's own
+        if detail["type"] == "value_error":  # raised by a validator of the dataclass
             yield ".".join(map(str, detail["loc"])), str(detail["ctx"]["error"])
             continue
         # The options of a union and the items of a list are reported once, as their field.
@@ -119,11 +124,11 @@ def describe_errors(
 
 
 def read_exponents(kind: type[Any], values: Mapping[str, object]) -> dict[str, object]:
-    """The values of a section, with 1e-3 as a number where the type of its key is one."""
+    """Return the values of a section, with 1e-3 as a number if the type of its key is numeric."""
 
     def read(value: object, schema: Mapping[str, Any]) -> object:
         options = schema.get("anyOf", [schema])
-        if isinstance(value, dict):  # whose values have no type
+        if isinstance(value, dict):  # the values of a mapping have no type
             return {key: read(item, {"type": "number"}) for key, item in value.items()}
         if isinstance(value, tuple):
             items: Mapping[str, Any] = next(
@@ -136,7 +141,7 @@ def read_exponents(kind: type[Any], values: Mapping[str, object]) -> dict[str, o
         return float(value) if "number" in types and "string" not in types else str(value)
 
     if not any(map(_has_exponent, values.values())):
-        return dict(values)  # most sections: a schema takes milliseconds
+        return dict(values)  # most sections: building a schema takes milliseconds
     schema = TypeAdapter(kind).json_schema()["properties"]
     return {key: read(value, schema[key]) for key, value in values.items()}
 
@@ -168,7 +173,7 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
 
 
 def _enumerated(schema: Mapping[str, Any]) -> Iterator[str]:
-    """All names of a JSON schema, at any depth of its alternatives, and those of plug-ins."""
+    """Yield all names of a JSON schema, at any depth of its alternatives, and those of plug-ins."""
     yield from schema.get("enum", [])
     if "plugins" in schema:
         yield from plugins.entry_points(schema["plugins"])
@@ -177,12 +182,12 @@ def _enumerated(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _needed(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema accepts, as the object of "needs"."""
+    """Describe what a JSON schema accepts, as the object of "needs"."""
     if "anyOf" in schema:
         return " or ".join(_needed(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return either([str(name) for name in schema.get("enum", [schema.get("const")])])
-    if "pattern" in schema:  # says nothing to people
+    if "pattern" in schema:  # a pattern is not readable
         return str(schema["description"]).replace("`", "")
     if schema.get("type") == "array":
         return f"a list of {_needed(schema.get('items', {}))}"
@@ -193,5 +198,5 @@ def _needed(schema: Mapping[str, Any]) -> str:
 
 
 def _bound(number: float) -> float:
-    """Pydantic before 2.8 has 0.0 for the bound 0 of a float."""
+    """Return a bound; pydantic before 2.8 has 0.0 for the bound 0 of a float."""
     return int(number) if float(number).is_integer() else number

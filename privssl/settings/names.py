@@ -1,4 +1,4 @@
-"""Names that a config can give: those of privssl, and plug-ins (``runtime/plugins.py``)."""
+"""Names in a config: those of privssl, and plug-ins (``runtime/plugins.py``)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ ALGORITHMS = (
     "fedsem", "pi_model", "mean_teacher", "remixmatch", "feddyn", "lg_fedavg", "heterofl",
     "fedrgd", "fl2", "sage",
 )  # fmt: skip
-LABELS_AT_BOTH = ("fedavg", "fedprox")  # take data.labels: labels-at-both
+LABELS_AT_BOTH = ("fedavg", "fedprox")  # support data.labels: labels-at-both
 NETWORKS = (
     "small_cnn", "lenet", "lenet32", "fedavg_cnn", "alexnet", "trinet_cnn", "trinet_svhn",
     "resnet9", "resnet18", "resnet18_3x3", "wresnet28x2", "linear", "mlp", "text_cnn", "gru",
@@ -29,19 +29,19 @@ PARTITIONS = (
     "imbalanced",
 )  # fmt: skip
 IMAGE_ENCODERS = ("efficientnet_lite0",)
-TEXT_VECTORS = ("minilm_mean", "minilm_tweets")  # the others give sequences
+TEXT_VECTORS = ("minilm_mean", "minilm_tweets")  # other encoders return sequences
 TEXT_ENCODERS = ("minilm", "minilm_words", *TEXT_VECTORS)
 ENCODER_PREFIXES = ("torchvision", "timm", "huggingface")
 TRACKERS = ("wandb", "mlflow")
 
 
 def _names(kind: plugins.Kind, built_in: tuple[str, ...], others: str = "") -> tuple[Any, Any]:
-    """Annotations of a key that takes a built-in name, a reference or an entry point."""
+    """Return annotations of a key that takes a built-in name, a reference or an entry point."""
     description = f"{others}`package.module:Name` or an installed plug-in"
 
     def check(name: str) -> str:
         if name not in built_in and not plugins.is_known(kind, name):
-            raise PydanticCustomError("unknown_name", "unknown name")  # described by the schema
+            raise PydanticCustomError("unknown_name", "unknown name")  # the schema describes it
         return name
 
     validate: Callable[[str], str] = check
@@ -68,17 +68,17 @@ TrackerName = Annotated[str, _TRACKER[0], _TRACKER[1]]
 
 
 def is_outside(network: str) -> bool:
-    """Whether ``model.name`` is no network of privssl: a plug-in, torchvision's or timm's."""
+    """Return whether ``model.name`` is not privssl's: a plug-in, torchvision's or timm's."""
     return network not in NETWORKS
 
 
 def is_own_encoder(encoder: str) -> bool:
-    """Whether ``data.encoder`` names a plug-in."""
+    """Return whether ``data.encoder`` names a plug-in."""
     known = encoder in ("", *IMAGE_ENCODERS, *TEXT_ENCODERS)
     return not known and encoder.partition(":")[0] not in ENCODER_PREFIXES
 
 
 def encoder_without_path(encoder: str) -> str:
-    """``data.encoder`` without the place of its folder on this machine."""
+    """Return ``data.encoder`` without the path of its folder on this machine."""
     prefix, colon, folder = encoder.partition("huggingface:")
     return colon + Path(folder).name if colon and not prefix else encoder

@@ -1,4 +1,4 @@
-"""The section ``algorithm`` of a method from outside of privssl: its class must check its keys."""
+"""The section ``algorithm`` of a user's own method, whose class must check its keys."""
 
 import dataclasses
 from typing import Any
@@ -13,10 +13,12 @@ _WRITE = "Write @pydantic.dataclasses.dataclass(frozen=True, config=strict) abov
 
 
 def check_own_config(name: str, kind: type[Any]) -> None:
-    """Raise ConfigError unless Config refuses values of other types, and neither it nor the state
-    can be written into: a checkpoint has what ``round`` returns."""
+    """Raise ConfigError unless Config checks types, and both Config and state are immutable.
+
+    A checkpoint stores the state that ``round`` returns.
+    """
     config, wrong = kind.Config, None
-    if config is None:  # of a plug-in that is not imported
+    if config is None:  # the plug-in is not imported
         return
     if not is_pydantic_dataclass(config):
         wrong = f"has a Config that takes values of any type. {_WRITE} (privssl.settings.schema)"

@@ -1,6 +1,6 @@
 """The sections of a config file as frozen dataclasses: keys, types, defaults, ranges, conflicts.
 
-The ``algorithm`` section is the ``Config`` of the algorithm that it names.
+The ``algorithm`` section is the ``Config`` of the chosen algorithm.
 """
 
 import math
@@ -22,7 +22,7 @@ from privssl.settings.names import (
     is_own_encoder,
 )
 
-# Schemas are built when a section is read, which saves start-up time.
+# Schemas are built on first use, which saves start-up time.
 strict = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 Network = Literal["F", "G", "D"]
@@ -33,19 +33,19 @@ DP_SGD_KEYS = (
     "acknowledge_unsound",
 )
 MAX_CLIP_NORM, MAX_LEARNING_RATE = 1e6, 1e3
-MAX_NUMBER = 1e6  # of the algorithm section
+MAX_NUMBER = 1e6  # largest number in the algorithm section
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _shown(**limits: float) -> Any:
-    """Limits for the JSON schema alone, where ``problems`` refuses with a reason."""
+    """Return limits for the JSON schema alone, because ``problems`` checks them with a reason."""
     return Field(json_schema_extra=dict(limits))
 
 
 class Problem(NamedTuple):
-    """One thing wrong with a config: the key within its section, and what to do about it."""
+    """One problem of a config: the key within its section, and advice."""
 
     key: str
     text: str
@@ -53,8 +53,9 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, config=strict)
 class RunSettings:
-    """How a run is done. Results depend on ``seed`` and, by rounding, on ``precision``, the device
-    and ``batched_agents``."""
+    """Execution of a run. Results depend on ``seed`` and, by rounding, on ``precision``, device and
+    ``batched_agents``.
+    """
 
     name: str = ""
     """Name of the run, part of its default folder. Empty: the name of the config file."""
@@ -80,7 +81,7 @@ class RunSettings:
     trackers: tuple[TrackerName, ...] = ()
     """Where metrics go beside TensorBoard and metrics.csv (docs/extending.md)."""
     memories_mb: Count = 512
-    """RAM in MB for what agents remember between rounds; the rest goes to a temporary file."""
+    """RAM in MB for agents' memories between rounds; the rest goes to a temporary file."""
     check_wire: bool = False
     """Serialise every message and read it back, as a network transport would."""
     workers: Positive | Literal["auto"] = "auto"
@@ -100,12 +101,12 @@ class RunSettings:
     visit_seconds: Rate = 600.0
     """Flower: deadline of one visit to a site."""
     absent: Literal["auto", "stop", "skip"] = "auto"
-    """Flower: what to do if a site of a sequential pass is silent. `auto`: the algorithm's rule."""
+    """Flower: what to do if a site in a sequential pass is silent. `auto`: the algorithm's rule."""
     quorum: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Flower: share of the agents of a parallel step that must reply."""
 
     def problems(self) -> Iterator[Problem]:
-        """Conflicting ways of parallel work; Flower without an address."""
+        """Yield conflicts of parallel execution, and Flower without an address."""
         if self.batched_agents > 1 and self.workers not in ("auto", 1):
             yield Problem(
                 "batched_agents",
@@ -116,7 +117,7 @@ class RunSettings:
             yield from self._problems_of_sites()
 
     def _problems_of_sites(self) -> Iterator[Problem]:
-        """Flower needs an address, and off this machine a certificate."""
+        """Yield missing settings of Flower: an address, and off this machine a certificate."""
         if not (host := host_of(self.superlink)):
             yield Problem("superlink", f"'{self.superlink}': give host:port, the port up to 65535")
         elif host not in LOOPBACK and not self.certificate:
@@ -131,8 +132,8 @@ class RunSettings:
 
 
 BUILT_IN = ("digits", "toy", "arrays")  # data sets that need no file
-MAX_SIDE = 4096  # pixels of an image, as in ``data.image_folder.MAX_PIXELS``
-#: Keys of the data section with their defaults, and the data set that has them.
+MAX_SIDE = 4096  # largest side of an image, in pixels; see ``data.image_folder.MAX_PIXELS``
+#: Keys of the data section for one data set, with their defaults and that data set.
 _OF_ONE_DATA_SET = (
     ("checksum", "", "arrays"), ("label", "label", "csv"), ("text", "", "csv"),
     ("columns", "", "csv"), ("image_size", None, "image_folder"),
@@ -141,17 +142,16 @@ _OF_ONE_DATA_SET = (
 
 @dataclass(frozen=True, config=strict)
 class DataSettings:
-    """Which rows there are and who holds them. One rule for unlabelled rows, one for labelled."""
+    """Rows and their distribution over agents; labelled and unlabelled rows have separate rules."""
 
     name: DataSetName = "digits"
-    """Data set. `arrays`: rows in memory, given from Python (docs/python.md). Others:
-    docs/extending.md."""
+    """Data set. `arrays`: rows from Python (docs/python.md). Others: docs/extending.md."""
     root: str = ""
     """Folder of the data; `npz`: the file. Empty: $PRIVSSL_DATA, else ~/.cache/privssl/data."""
     checksum: str = ""
     """SHA-256 of the rows of `arrays`. A run without privacy writes it; other rows are refused."""
     labels: Literal["support", "labels-at-server", "labels-at-client", "labels-at-both"] = "support"
-    """Who holds labels: support agents, the server, agents that hold both kinds of rows, or
+    """The holders of labels: support agents, the server, agents that hold both kinds of rows, or
     (`labels-at-both`: FedAvg and FedProx) the server and support agents."""
     labelled: Positive = 100
     """Labelled rows, over all agents that hold labels."""
@@ -160,13 +160,13 @@ class DataSettings:
     unlabelled: Positive | None = None
     """Unlabelled rows, over all agents. Absent: all remaining training rows."""
     stratified: bool = True
-    """Draw equally many labelled rows of each class."""
+    """Sample equally many labelled rows of each class."""
     validation: Count = 0
     """Labelled training rows that no agent holds, to choose settings on."""
     test: Positive | None = None
-    """Test rows, drawn from all rows; the others are training rows. Absent: the published ones."""
+    """Test rows, sampled from all rows; the others are training rows. Absent: published ones."""
     order: Literal["stored", "by-class"] = "stored"
-    """Order of an agent's rows. `by-class`: any stretch has its classes in their proportions."""
+    """Order of an agent's rows. `by-class`: the classes are evenly spread over the order."""
     partition: PartitionName = "iid"
     """How rows are divided among agents. Others: docs/extending.md."""
     alpha: Rate | None = None
@@ -180,16 +180,16 @@ class DataSettings:
     labelled_k: Positive | None = None
     """`k` of the labelled partition."""
     split: str = ""
-    """A split.json to replay instead of drawing a split."""
+    """A split.json to replay instead of sampling a split."""
     label: str = "label"
-    """`csv`: column of the classes; an empty field is no label."""
+    """`csv`: column of the classes; an empty field means no label."""
     text: str = ""
     """`csv`: column of texts, for an encoder. Empty: all other columns are a table."""
     columns: str = ""
     """`csv`: YAML file of a table's columns, `name: [lowest, highest]`, `[lowest, highest,
     missing]` or a list of categories. Empty: from the training rows, which private runs refuse."""
     encoder: str = ""
-    """Frozen public network that maps every row once: `efficientnet_lite0`, `minilm`,
+    """Frozen public network, applied once to every row: `efficientnet_lite0`, `minilm`,
     `minilm_words`, `minilm_mean`, `minilm_tweets`, `torchvision:NAME`, `timm:NAME`,
     `huggingface:FOLDER`, or another (docs/extending.md). Empty: none."""
     encoder_weights: str = ""
@@ -198,7 +198,7 @@ class DataSettings:
     """Side in pixels to which `image_folder` resizes its images; at most 4096."""
 
     def problems(self) -> Iterator[Problem]:
-        """Partition rules without their number, and numbers without their rule."""
+        """Yield partition rules without their number, and numbers without their rule."""
         for kind, rule, alpha, k in (
             ("", self.partition, self.alpha, self.k),
             ("labelled_", self.labelled_partition, self.labelled_alpha, self.labelled_k),
@@ -209,7 +209,7 @@ class DataSettings:
             ):
                 if rule in names and value is None:
                     yield Problem(f"{kind}{number}", f"missing: {kind}partition {rule} needs it")
-                own = rule is not None and rule not in PARTITIONS  # takes what it takes
+                own = rule is not None and rule not in PARTITIONS  # checks its settings itself
                 if not own and rule not in names and value is not None:
                     text = f"has no effect: it belongs to {' and '.join(names)}"
                     yield Problem(f"{kind}{number}", text)
@@ -247,7 +247,7 @@ class DataSettings:
             yield Problem("image_size", f"{self.image_size}: give at most {MAX_SIDE}")
 
     def _problems_of_csv(self) -> Iterator[Problem]:
-        """CSV files without a folder, and texts without an encoder."""
+        """Yield CSV files without a folder, and texts without an encoder."""
         if self.name == "csv" and not self.root:
             yield Problem("root", "missing: csv reads train.csv and test.csv in it")
         if self.text and self.text == self.label:
@@ -260,7 +260,7 @@ class DataSettings:
 
 @dataclass(frozen=True, config=strict)
 class AgentSettings:
-    """How many agents of each kind. labels-at-server and labels-at-both add the server."""
+    """The number of agents of each kind. labels-at-server and labels-at-both add the server."""
 
     support: Count = 0
     """Agents with labelled rows only."""
@@ -275,20 +275,20 @@ class ModelSettings:
     """The classifier F. The generator and discriminator belong to the algorithm's section."""
 
     name: NetworkName = "small_cnn"
-    """Network of the classifier. Vectors take `linear` or `mlp`, sequences also `text_cnn` and
+    """Network of the classifier. For vectors `linear` or `mlp`, for sequences also `text_cnn` and
     `gru`. Others: docs/extending.md."""
     width: Positive = 16
-    """Scales the channels or units of a network of privssl; 16 is its standard size."""
+    """Scales the channels or units of privssl's networks; 16 is the standard size."""
     norm: Literal["group", "batch", "static", "none"] = "group"
-    """Normalisation layer. Private runs need `group` or `none`. In networks from outside of
-    privssl it replaces batch norm."""
+    """Normalisation layer. Private runs need `group` or `none`. In own networks it
+    replaces batch norm."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of a network from outside of privssl."""
+    """Further arguments of an own network."""
     weights: str = ""
     """Initial weights: a safetensors file of a state dict. The last layer may have another size."""
 
     def problems(self) -> Iterator[Problem]:
-        """Settings of the other kind of network."""
+        """Yield settings that belong to the other kind of network."""
         if is_outside(self.name) and self.width != 16:
             text = f"has no effect on {self.name}. Leave it out, or give model.options"
             yield Problem("width", text)
@@ -343,11 +343,11 @@ class PrivacySettings:
 
     @property
     def scope(self) -> Literal["sound", "as_published"]:
-        """Computed, never set. Sound: all that a support agent trains is protected."""
+        """Computed, never set. Sound: all networks that a support agent trains are protected."""
         return "sound" if set(self.update_at_support) <= set(self.protect) else "as_published"
 
     def problems(self) -> Iterator[Problem]:
-        """Every reason why these numbers cannot carry a claim. docs/privacy.md."""
+        """Yield reasons why these numbers permit no guarantee. docs/privacy.md."""
         if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
             yield Problem(
                 "epsilon",

@@ -1,6 +1,6 @@
 """Build the sections of a config from a file and arguments, collecting all problems.
 
-A wrong value is recorded instead of raised; checks that access it later stop silently.
+An invalid value is recorded instead of raised; checks that access it later stop silently.
 """
 
 import dataclasses
@@ -48,11 +48,11 @@ ORDER = ("run", "data", "agents", "model", "algorithm", "privacy")
 
 
 class ConfigBuilder:
-    """The values of the file and the arguments, their places, and the problems so far."""
+    """The values of the file and the arguments, their positions, and the problems so far."""
 
     sections: ClassVar[Mapping[str, type[Any]]] = SECTIONS
     order: ClassVar[Sequence[str]] = ORDER
-    #: The section that may be null, and what to do where nothing is written after its name.
+    #: The section that may be null, and advice if it is empty.
     null: ClassVar[tuple[str, str]] = (
         "privacy", "Give epsilon, or write privacy: null for no privacy",
     )  # fmt: skip
@@ -61,13 +61,13 @@ class ConfigBuilder:
         self._path = path
         self._algorithms = algorithms
         self._values: dict[str, Any] = {}  # section -> key -> value
-        self._empty: set[str] = set()  # keys after which nothing was written
+        self._empty: set[str] = set()  # keys without a value
         self._places: dict[str, int | None] = {}
         self.findings: list[ConfigProblem] = []
         self.bad: set[str] = set()  # dotted keys whose value must not be used
 
     def add(self, key: str, text: str) -> None:
-        """A problem at a key, placed where the key or else its section was given."""
+        """Record a problem of a key, at the line of the key or else its section."""
         section = key.partition(".")[0]
         place = self._places.get(key, self._places.get(section, 0))
         self._add(ConfigProblem(place, key, text))
@@ -77,7 +77,7 @@ class ConfigBuilder:
         self.bad.add(finding.key)
 
     def read_file(self, text: str | None = None) -> None:
-        """Read the file, or instead of it a text. Raises ConfigError if it is not YAML."""
+        """Read the file, or instead a given text. Raises ConfigError if it is not YAML."""
         text = _read_text(self._path) if text is None else text
         try:
             document = yaml_reader.read_document(text)
@@ -98,7 +98,7 @@ class ConfigBuilder:
         self._empty = set(document.empty)
 
     def leave_out(self, former: Mapping[str, Mapping[str, Any]]) -> None:
-        """Drop keys of earlier versions (by section) that have these values, the usual ones."""
+        """Drop keys of earlier versions (by section) that have these default values."""
         for section, usual in former.items():
             given = self._values.get(section)
             if isinstance(given, dict):
@@ -106,7 +106,7 @@ class ConfigBuilder:
                 self._values[section] = kept
 
     def value(self, key: str) -> Any:
-        """What was given as section.key, unchecked; None: nothing."""
+        """Return the unchecked value of section.key; None if not given."""
         section, _, name = key.partition(".")
         given = self._values.get(section)
         return given.get(name) if isinstance(given, dict) else None
@@ -116,7 +116,7 @@ class ConfigBuilder:
         key, equals, text = argument.partition("=")
         section, dot, name = key.partition(".")
         if not equals or section not in ORDER:
-            whole = equals and dot  # else seed=1 would be told that it is an unknown section
+            whole = equals and dot  # otherwise seed=1 would be reported as an unknown section
             text = unknown("section", section, ORDER) if whole else "write section.key=value"
             self._add(ConfigProblem(None, key, text))
             return
@@ -141,7 +141,7 @@ class ConfigBuilder:
             self._add(ConfigProblem(None, key, f"is a section. Write {key}.key=value"))
 
     def _replace(self, key: str) -> None:
-        """Drop what the file has at a key and below, problems included."""
+        """Drop the file's values at a key and below, with their problems."""
         self._places[key] = None
         self._empty.discard(key)
         inside = f"{key}."
@@ -149,15 +149,15 @@ class ConfigBuilder:
         self.bad = {k for k in self.bad if k != key and not k.startswith(inside)}
 
     def given(self, name: str) -> bool:
-        """Whether the file or an argument has a section, null included."""
+        """Return whether the file or an argument has a section, even null."""
         return name in self._values
 
     def section(self, name: str) -> Any:
-        """The section as its dataclass; accessing a wrong value raises UnusableValue."""
+        """Return the section as its dataclass; accessing an invalid value raises UnusableValue."""
         given = self._values.get(name)
         if name == self.null[0] and given is None:
             if name in self._empty:
-                # Its keys may all be commented out: that must not silently mean "not private".
+                # Its keys may all be commented out, which must not silently mean "not private".
                 self.add(name, f"empty. {self.null[1]}")
             return None
         if given is not None and not isinstance(given, dict):
@@ -170,7 +170,7 @@ class ConfigBuilder:
         return self._build(name, kind, given or {})
 
     def _algorithm(self, given: Mapping[str, Any]) -> type[Any] | None:
-        """The Config class of the named algorithm, or None with the problem noted."""
+        """Return the Config class of the named algorithm, or None after recording a problem."""
         name = given.get("name")
         if isinstance(name, str) and name in self._algorithms:
             try:
@@ -200,7 +200,7 @@ class ConfigBuilder:
         known = [spec.name for spec in dataclasses.fields(kind)]
         for name in (name for name in given if name not in known):
             self.add(prefix + name, self._unknown_key(section, name, known))
-            # The key that was meant would only seem to be missing, or to have its default.
+            # Otherwise the intended key would seem to be missing, or to have its default.
             meant = nearest(name, known)
             self.bad |= {prefix + meant} if meant and meant not in given else set()
         for name, value in given.items():
@@ -226,23 +226,23 @@ class ConfigBuilder:
     def _unknown_key(self, section: str, name: str, known: list[str]) -> str:
         place = self._places.get("algorithm.name", 0)
         if section == "algorithm" and place is None and self._places.get(f"{section}.{name}"):
-            other = self._values[section]["name"]  # of an argument; the file is for another
+            other = self._values[section]["name"]  # given by an argument; the file is for another
             return f"{other} has no such key. Remove it, or start from a config of {other}"
         return unknown("key", name, known)
 
     def check(self, prefix: str, problems: Iterable[Problem]) -> None:
-        """Record the problems of a check, until it accesses a wrong value."""
+        """Record the problems of a check, until it accesses an invalid value."""
         with suppress(UnusableValue):
             for key, text in problems:
                 self.add(prefix + key, text)
 
 
 class UnusableValue(Exception):  # noqa: N818  (a signal between a check and its caller)
-    """A check accessed a value that has a problem of its own."""
+    """Raised if a check accesses an invalid value."""
 
 
 def unless_bad(kind: type[Any], values: Mapping[str, Any], bad: set[str]) -> Any:
-    """A ``kind`` with these values; accessing a bad one raises UnusableValue."""
+    """Return a ``kind`` with these values; accessing a bad one raises UnusableValue."""
 
     def guard(self: Any, name: str) -> Any:
         if name in bad:
@@ -266,7 +266,7 @@ def _defaults(kind: type[Any]) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    """The text of a config file. Raises ConfigError, with similar file names."""
+    """Read a config file. Raises ConfigError, with similar file names."""
     try:
         with path.open("rb") as file:
             data = file.read(yaml_reader.MAX_BYTES + 1)
@@ -288,7 +288,7 @@ def _read_text(path: Path) -> str:
 
 
 def _nearby(path: Path) -> str:
-    """A sentence with the config files in the folder of a missing file."""
+    """Return a sentence with the config files in the folder of a missing file."""
     if not path.parent.is_dir():
         return f"There is no folder {path.parent}"
     there = sorted(file.name for file in path.parent.glob("*.y*ml"))

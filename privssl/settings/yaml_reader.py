@@ -1,8 +1,8 @@
 """Read YAML as plain values with line numbers, and refuse what is unsafe or surprising.
 
 Configs may be untrusted: aliases, anchors and tags are refused, and nesting and size are limited.
-What YAML 1.1 silently converts (``on``, ``010``, ``1:30``, ``2024-01-01``, the last of two equal
-keys) is a problem with its line. Source of the rules: yaml.org/type, PyYAML's resolver.
+Silent conversions of YAML 1.1 (``on``, ``010``, ``1:30``, ``2024-01-01``, duplicate keys) are
+reported with their line. Source of the rules: yaml.org/type, PyYAML's resolver.
 """
 
 import re
@@ -17,10 +17,10 @@ MAX_DEPTH = 8  # a config needs 3: section, key, list item
 
 _PLAIN_INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _PLAIN_FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]?\.inf|\.nan", re.I)
-#: YAML 1.1 needs a dot and a sign in the exponent; YAML 1.2 and users do not.
+#: YAML 1.1 requires a dot and a sign in the exponent; YAML 1.2 and users do not.
 _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 _TAG = "tag:yaml.org,2002:"
-#: What to do about PyYAML's problems, by their beginnings.
+#: Advice for PyYAML's problems, by their beginnings.
 _ADVICE = {
     "found character '\\t'": "Indent with spaces, not with tabs",
     "found character": "Put the text in quotes",
@@ -34,7 +34,7 @@ _ADVICE = {
 
 
 class ConfigProblem(NamedTuple):
-    """One thing wrong. ``line`` counts from 1; 0: nowhere in the file; None: an argument."""
+    """One problem. ``line`` counts from 1; 0: not in the file; None: an argument."""
 
     line: int | None
     key: str
@@ -48,7 +48,7 @@ class ExponentText(str):
 
 
 class YamlError(Exception):
-    """Not the plain YAML that is read here. ``line`` counts from 1."""
+    """The text is not plain YAML. ``line`` counts from 1."""
 
     def __init__(self, line: int, text: str) -> None:
         super().__init__(text)
@@ -60,7 +60,7 @@ class Document:
     """The content of a YAML text.
 
     ``value`` has dicts, tuples, str, int, float, bool and None; ``lines`` the line of every dotted
-    key; ``problems`` the unreadable values; ``empty`` the keys without a value, not even null.
+    key; ``problems`` the invalid values; ``empty`` the keys without a value, not even null.
     """
 
     value: object
@@ -92,7 +92,7 @@ class _PlainComposer(yaml.SafeLoader):
 
 
 def read_document(text: str) -> Document:
-    """The plain values of a YAML text.
+    """Read the plain values of a YAML text.
 
     Raises:
         YamlError: not YAML, too long, or with aliases, tags or deep nesting.
@@ -122,7 +122,7 @@ def _with_advice(problem: str) -> str:
 
 
 class _Reader:
-    """Turns nodes into plain values and records their lines."""
+    """Converts nodes to plain values and records their lines."""
 
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}
@@ -138,7 +138,7 @@ class _Reader:
             self.empty.add(key)
         try:
             value = scalar(node.value, node.tag.removeprefix(_TAG))
-            plain = getattr(node, "style", None) is None  # not in quotes
+            plain = getattr(node, "style", None) is None  # not quoted
             if plain and isinstance(value, str) and _EXPONENT.fullmatch(value):
                 return ExponentText(value)
             return value
@@ -166,10 +166,10 @@ class _Reader:
 
 
 def scalar(text: str, kind: str) -> str | int | float | bool | None:
-    """The value of one scalar that YAML resolved to ``kind`` (null, bool, int, float, str ...).
+    """Convert one scalar that YAML resolved to ``kind`` (null, bool, int, float, str ...).
 
     Raises:
-        ValueError: YAML reads it as something that the writer hardly meant.
+        ValueError: YAML reads it as something unintended.
 
     >>> scalar("0.5", "float"), scalar("on", "str")
     (0.5, 'on')
@@ -185,7 +185,7 @@ def scalar(text: str, kind: str) -> str | int | float | bool | None:
     if kind == "int" and _PLAIN_INT.fullmatch(text) and len(text) <= 100:
         return int(text)
     if kind == "float" and _PLAIN_FLOAT.fullmatch(text):
-        # Only the special values start their letters with a dot, and Python wants it away.
+        # Special values begin with a dot, which Python does not accept.
         return float(re.sub(r"\.(?=[a-z])", "", text.lower()))
     if kind in ("int", "float"):
         raise ValueError(
@@ -196,7 +196,7 @@ def scalar(text: str, kind: str) -> str | int | float | bool | None:
 
 
 def as_yaml_number(text: str) -> str | None:
-    """A number that is text in YAML 1.1, in the form that YAML reads as a number.
+    """Convert a number that is text in YAML 1.1 to the form that YAML reads as a number.
 
     >>> as_yaml_number("1e-5"), as_yaml_number("1e5"), as_yaml_number("5"), as_yaml_number("x")
     ('1.0e-5', '1.0e+5', '5', None)

@@ -1,4 +1,4 @@
-"""A site: the process that holds one agent's rows on a machine of its own.
+"""A site: the process that holds one agent's rows on its own machine.
 
     settings.py           SITE.yaml, the operator's file: agent, rows, budget
     startup.py            from SITE.yaml and the experiment's config to a request handler
@@ -7,7 +7,7 @@
     storage.py            replies and memories on disk
     supernode.py          Flower's process that relays messages, inside sandbox.py
 
-Everything that the privacy claim depends on (noise, steps, networks, budget) comes from the
-operator's own files, never from a request. A coordinator with another config is refused. The site
-knows no network, and whatever relays its messages is untrusted; docs/deploy.md states the limits.
+Everything that the guarantee depends on (noise, steps, networks, budget) comes from the operator's
+own files, never from a request. A coordinator with another config is refused. The site does not use
+the network, and the relay of its messages is untrusted; docs/deploy.md states the limits.
 """

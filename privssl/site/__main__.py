@@ -1,10 +1,10 @@
-"""``python -m privssl.site SITE.yaml``: check a site, and print what it holds and has spent.
+"""``python -m privssl.site SITE.yaml``: check a site, and print its rows and spent epsilon.
 
     --serve                  answer requests on the site's socket until stopped
     --superlink HOST:PORT    as --serve, and keep a SuperNode running that relays Flower's messages
 
-Exit status: 0; 2 after the operator's mistake, with file, line and remedy; 130 stopped while
-serving. A stopped site can be started again at any time.
+Exit status: 0; 2 operator error, with file, line and advice; 130 stopped while serving. A stopped
+site can be started again at any time.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m privssl.site",
-        description="Check one agent's site, and print what it holds and has spent. Nothing is "
+        description="Check one agent's site, and print its rows and spent epsilon. Nothing is "
         "sent without --serve or --superlink.",
     )
     parser.add_argument("site", type=Path, help="YAML file with sections site, rows and budget")
@@ -70,7 +70,7 @@ def _site(options: argparse.Namespace, console: Terminal, stack: ExitStack) -> i
     check_files(options.certificate, options.key)
     tune_malloc()
     handler = open_site(site)
-    key = (Path(options.key),) if options.key else ()  # with it others could take this site's name
+    key = (Path(options.key),) if options.key else ()  # a reader could pose as this site
     for path in filter(_readable_by_others, (*site.secrets, *key)):
         log.warning(
             "Other users of this system can read %s. Remove their rights: chmod -R go=", path
@@ -95,7 +95,7 @@ def _site(options: argparse.Namespace, console: Terminal, stack: ExitStack) -> i
             )  # fmt: skip
             stack.callback(node.stop)
 
-        def ready() -> None:  # not before: another process may serve this site with the same key
+        def ready() -> None:  # not earlier: another process may serve this site with the same key
             log.info("Serving: %s", " ".join(lines))
             if node is not None:
                 node.start()

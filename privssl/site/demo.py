@@ -1,9 +1,10 @@
 """``python -m privssl.site.demo FOLDER``: a coordinator and its sites as processes on one machine.
 
-Draws the split of a config, writes a SITE.yaml for each agent, and starts a SuperLink, one site
+Samples the split of a config, writes a SITE.yaml for each agent, and starts a SuperLink, one site
 with its SuperNode for each agent, and the training command with ``run.engine: flower``. Messages
-are encrypted (TLS) and names are pinned to keys, with certificates made here. All processes listen
-on loopback only and end with this command. FOLDER keeps each site's SITE.yaml, ledger and log.
+are encrypted (TLS) and names are pinned to keys, with certificates created here. All processes
+listen on loopback only and end with this command. FOLDER keeps each site's SITE.yaml, ledger and
+log.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration. Returns the exit status of the training command."""
     parser = argparse.ArgumentParser(
         prog="python -m privssl.site.demo",
-        description="Train over sites that are processes on this machine.",
+        description="Train over sites on this machine, each a process.",
     )
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
@@ -63,7 +64,7 @@ def demonstrate(
     """Write the sites, start all processes, train, print a summary, and audit the run."""
     from privssl.remote.flower_transport import program
 
-    program("flower-superlink")  # before the folder is made
+    program("flower-superlink")  # before the folder is created
     names, made = write_sites(folder, config, overrides), folder / "keys"
     keys.make(made, "127.0.0.1", names)
     with ExitStack() as stack:
@@ -83,8 +84,10 @@ def demonstrate(
 
 
 def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> list[str]:
-    """Write config, split and a SITE.yaml for each agent. Returns the agents' names. Raises
-    privssl.errors.UserError: the config is invalid, or the folder exists."""
+    """Write config, split and a SITE.yaml for each agent; return the agents' names.
+
+    Raises privssl.errors.UserError if the config is invalid, or the folder exists.
+    """
     from privssl.experiment import config as configs
     from privssl.experiment.plugin_names import names_in
     from privssl.experiment.prepare import prepare
@@ -124,8 +127,11 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
 
 @contextmanager
 def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator[str]:
-    """Run a SuperLink on loopback, at a free port if it is 0; yields its address. ``made``: keys
-    and certificates by ``privssl.site.keys``; None: no encryption, any site may connect."""
+    """Run a SuperLink on loopback; yield its address.
+
+    ``port``: 0 for a free one. ``made``: keys and certificates by ``privssl.site.keys``; None: no
+    encryption, any site may connect.
+    """
     from privssl.remote.flower_transport import environment, free_port, program
 
     folder.mkdir(exist_ok=True)
@@ -151,12 +157,12 @@ def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator
 
 
 def of_site(made: Path, name: str) -> tuple[str, ...]:
-    """TLS arguments for an agent's site."""
+    """Return the TLS arguments for an agent's site."""
     return "--certificate", str(made / "ca.crt"), "--key", str(made / name)
 
 
 def of_coordinator(made: Path) -> tuple[str, ...]:
-    """TLS arguments for the training command."""
+    """Return the TLS arguments for the training command."""
     return f"run.certificate={made / 'ca.crt'}", f"run.keys={made}"
 
 
@@ -187,12 +193,12 @@ def train(
 
 
 def end_of(process: subprocess.Popen[bytes]) -> int:
-    """The exit status of a process, which has ended when this returns or raises. Ctrl-C stops it in
-    good order: a training command writes a checkpoint and asks its sites for their ledgers."""
+    """Wait for a process and return its exit status; it has ended even if this raises. Ctrl-C
+    interrupts it: a training command writes a checkpoint and requests its sites' ledgers."""
     try:
         return process.wait()
     except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)  # SIGTERM reached this process alone
+        process.send_signal(signal.SIGINT)  # only this process got the SIGTERM
         return process.wait()
     finally:
         process.kill()
@@ -225,7 +231,7 @@ def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log:
 
 
 def summary(folder: Path, names: Sequence[str]) -> Table:
-    """What each site did, from its log and ledger."""
+    """Summarise each site from its log and ledger."""
     from accounting.ledger import read_journal
 
     table = Table("site", "steps run", "stored replies resent", "charged", "epsilon")

@@ -1,10 +1,10 @@
-"""``python -m privssl.site.keys FOLDER --host HOST NAME ...``: keys and certificates for a trial.
+"""``python -m privssl.site.keys FOLDER --host HOST NAME ...``: test keys and certificates.
 
 Writes the certificate of a new private authority (``ca.crt``), the SuperLink's certificate and key
 (``link.crt``, ``link.key``) and for each agent a P-384 key pair in OpenSSH's format (``NAME``,
 ``NAME.pub``). The authority's key is discarded: a new certificate needs a new folder.
 
-The SuperLink's certificate is for HOST and for 127.0.0.1, by which its own processes connect.
+The SuperLink's certificate is for HOST and for 127.0.0.1, to which its own processes connect.
 """
 
 import argparse
@@ -21,7 +21,7 @@ try:
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives import serialization as formats
     from cryptography.hazmat.primitives.asymmetric import ec
-except ImportError:  # it comes with Flower
+except ImportError:  # Flower depends on it
     x509 = None
 
 from accounting.account_plan import check_agent_id
@@ -30,7 +30,7 @@ from privssl.errors import UserError
 from privssl.runtime.process import private_umask
 from privssl.storage import atomic_files
 
-LOOPBACK = "127.0.0.1"  # where a SuperLink on 0.0.0.0 finds itself
+LOOPBACK = "127.0.0.1"  # the address by which a SuperLink on 0.0.0.0 connects to itself
 DAYS = 90
 MOST_DAYS = 36_500
 
@@ -38,7 +38,7 @@ MOST_DAYS = 36_500
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 after a user's mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m privssl.site.keys", description="Make keys and certificates for a trial."
+        prog="python -m privssl.site.keys", description="Create test keys and certificates."
     )
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("names", nargs="+", metavar="NAME", help="agents: s0 s1 q0 ...")
@@ -96,12 +96,12 @@ def make(folder: Path, host: str, names: Sequence[str], days: int = DAYS) -> Non
 
 
 def new_key() -> Any:
-    """A private P-384 key."""
+    """Create a private P-384 key."""
     return ec.generate_private_key(ec.SECP384R1())
 
 
 def private_bytes(key: Any, form: str) -> bytes:
-    """A private key without a password; ``form`` is PKCS8 or OpenSSH."""
+    """Encode a private key without a password; ``form`` is PKCS8 or OpenSSH."""
     data: bytes = key.private_bytes(
         formats.Encoding.PEM, getattr(formats.PrivateFormat, form), formats.NoEncryption()
     )
@@ -109,7 +109,7 @@ def private_bytes(key: Any, form: str) -> bytes:
 
 
 def certificate(key: Any, authority: Any, dates: tuple[datetime, datetime], *hosts: str) -> bytes:
-    """A certificate (PEM) signed by the authority's key.
+    """Create a certificate (PEM) signed by the authority's key.
 
     Args:
         dates: begin and end of its validity.
@@ -131,7 +131,7 @@ def certificate(key: Any, authority: Any, dates: tuple[datetime, datetime], *hos
     if hosts:
         extensions.append(x509.SubjectAlternativeName(list(map(_name, dict.fromkeys(hosts)))))
         extensions.append(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]))
-    else:  # key_cert_sign alone
+    else:  # only key_cert_sign
         extensions.append(x509.KeyUsage(*(place == 5 for place in range(9))))
     for extension in extensions:
         critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)

@@ -1,4 +1,4 @@
-"""How a site handles one request.
+"""Handling of one request by a site.
 
     1  check version, agent and config
     2  if this request was run before, return the stored reply
@@ -9,7 +9,7 @@
 
 Steps 2 to 6 hold a lock, which excludes other processes. Rows with an account are readable only
 after the charge (``core/step_runner.py``). The request's id is part of the charge's id, so another
-message for the same round and step is another charge with noise of its own, within the budget.
+message for the same round and step is another charge with new noise, within the budget.
 
 On any error only one of ``protocol.ERROR_CODES`` leaves; the reason is in the site's own log.
 """
@@ -57,11 +57,11 @@ LARGEST_WEIGHT = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class SiteRequestHandler:
-    """A site that can answer.
+    """The request handler of a site.
 
     Args:
         agent: the agent whose rows are here; its account is opened for each step.
-        algorithm: made from the site's own config.
+        algorithm: created from the site's own config.
         seed: ``run.seed`` of that config.
         agreement: its ``compatibility_hash``.
         open_account: opens the account of labelled rows for a run; None: they have none.
@@ -84,7 +84,7 @@ class SiteRequestHandler:
     clock: Callable[[], float] = time.time
 
     def handle(self, data: bytes) -> bytes:
-        """The reply to a request; never raises."""
+        """Return the reply to a request; never raises."""
         request_id = ""
         try:
             frame = protocol.from_bytes(data, IdentifyRequest, StepRequest, EndOfRun)
@@ -104,7 +104,7 @@ class SiteRequestHandler:
             return self._handle_step(frame)
         except Exception as error:
             code = error_code_for(error)
-            log.error("Answers %s: %s", code, error, exc_info=code == "failed")
+            log.error("Replying %s: %s", code, error, exc_info=code == "failed")
             return protocol.to_bytes(StepResponse(request_id, error=code))
 
     def _end_run(self, frame: EndOfRun) -> protocol.LedgerResponse:
@@ -132,7 +132,7 @@ class SiteRequestHandler:
                 return stored
             if self.clock() > request.deadline:
                 raise WireError("late", f"step {_key(request)} came after its deadline")
-            # Before anything is opened, charged or written.
+            # Before any file is opened or written, and before any charge.
             step = find_step(self.algorithm, request.step)
             message = deserialize(input_type(step, request.message), request.body)
             memory, account = self._memory(request), None
@@ -145,7 +145,7 @@ class SiteRequestHandler:
             return self._run_and_store(request, step, message, memory, account)
 
     def _stored_answer(self, request: StepRequest) -> bytes | None:
-        """The stored reply; None if there is none or it is damaged."""
+        """Return the stored reply; None if there is none or it is damaged."""
         answer = self.store.answer(request.run, request.id)
         try:
             known = (
@@ -210,7 +210,7 @@ class SiteRequestHandler:
         return found
 
     def _store_memory(self, request: StepRequest, before: object, after: Memory) -> str:
-        """Store the memory; returns its version."""
+        """Store the memory; return its version."""
         if after is not before:
             self.store.put_memory(request.run, request.id, after)
         elif request.memory:
@@ -221,7 +221,7 @@ class SiteRequestHandler:
 
 
 def error_code_for(error: BaseException) -> str:
-    """The error code that leaves the site for an error."""
+    """Return the error code that is sent for an error."""
     codes: tuple[tuple[type[BaseException], str], ...] = (
         (StoreLockedError, "busy"),
         (AccountingError, "ledger"),
@@ -244,7 +244,7 @@ class DivergedError(MessageError):
 def _check_weights(message: Message) -> None:
     """Raise MessageError if a weight is larger than training produces."""
     for name, tensor in to_parts(message)[1].items():
-        if tensor.numel():  # whole numbers too: a network takes numbers of every type
+        if tensor.numel():  # integers too: networks accept tensors of every type
             largest = float(tensor.double().abs().max())
             if largest > LARGEST_WEIGHT:
                 raise MessageError(
@@ -265,7 +265,7 @@ def _body(content: Message) -> bytes:
 
 
 def _sendable(notes: Mapping[str, float]) -> dict[str, float]:
-    """The finite metrics with names that an agent may use."""
+    """Return the finite metrics with names that an agent may use."""
     return {
         name: float(value) for name, value in notes.items()
         if re.fullmatch(protocol.NOTE, name) and math.isfinite(value)
@@ -273,10 +273,10 @@ def _sendable(notes: Mapping[str, float]) -> dict[str, float]:
 
 
 def _key(request: StepRequest) -> str:
-    """``Call.key``, which seeds the step's randomness."""
+    """Return ``Call.key``, which seeds the step's randomness."""
     return visit_key(request.round, request.agent, request.step, request.visit)
 
 
 def _charge_id(request: StepRequest) -> str:
-    """``Context.charge_id``, which the ledger records."""
+    """Return ``Context.charge_id``, which the ledger records."""
     return f"{_key(request)}@{request.charge_id}"

@@ -1,10 +1,10 @@
 """Run a command in a Landlock sandbox: without access to rows, ledger or other processes.
 
 A SuperLink sends its SuperNodes code to run. With the rights of the site's user that code could
-read the site's folder, unaccounted. So the SuperNode runs under Landlock (Linux 5.13 and later;
-Salaün, https://docs.kernel.org/userspace-api/landlock.html): it can read what Python and Flower
-need, write its own folder, and connect to the site's socket. It cannot inspect processes outside
-the sandbox nor, from Linux 6.12 on, signal them.
+read the site's folder without an account. So the SuperNode runs under Landlock (Linux 5.13 and
+later; Salaün, https://docs.kernel.org/userspace-api/landlock.html): it can read what Python and
+Flower need, write its own folder, and connect to the site's socket. It cannot inspect processes
+outside the sandbox nor, from Linux 6.12 on, signal them.
 
     python -m privssl.site.sandbox --write FOLDER [--read PATH ...] [--parent PID] -- COMMAND ...
 
@@ -31,28 +31,30 @@ _READ = _EXECUTE | _READ_FILE | _READ_DIR
 #: Number of rights by version: 13, then move, truncate, and device ioctl.
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _SCOPED = 0b11  # from version 6: no abstract sockets and no signals across the sandbox
-#: Where programs and their libraries lie.
+#: Folders of programs and their libraries.
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "/nix")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 def version() -> int:
-    """Version of Landlock in this kernel; 0: none."""
+    """Return the version of Landlock in this kernel; 0: none."""
     if sys.platform != "linux":
         return 0
     return max(_call(_CREATE_RULESET, None, 0, _VERSION), 0)
 
 
 def readable() -> list[Path]:
-    """What a program of this Python needs to read."""
+    """List the paths that a program of this Python must read."""
     own = {sys.prefix, sys.base_prefix, sys.exec_prefix, *(p for p in sys.path if "site-pack" in p)}
     paths = (Path(text) for text in (*SYSTEM, *sorted(own)))
     return [path for path in paths if path.exists()]
 
 
 def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
-    """Restrict this process and its descendants to these files, for good. Raises OSError: the
-    kernel has no Landlock, or a path does not exist."""
+    """Restrict this process and its descendants permanently to these files.
+
+    Raises OSError if the kernel has no Landlock, or a path does not exist.
+    """
     abi = version()
     if not abi:
         raise OSError("this kernel has no Landlock")
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_with(parent: int) -> None:
-    """Have this process, and the command, receive SIGTERM when the parent ends."""
+    """Send SIGTERM to this process, and so to the command, when the parent ends."""
     _check_result(_libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))
     if os.getppid() != parent:
         raise OSError(f"its parent process {parent} has ended")

@@ -32,7 +32,7 @@ Role = Literal["support", "query", "mixed"]
 
 @dataclass(frozen=True, config=strict)
 class SiteSettings:
-    """The agent, and how its site works."""
+    """The agent, and the operation of its site."""
 
     agent: str
     """Name of the agent in the experiment: s0, q3, m1."""
@@ -50,7 +50,8 @@ class SiteSettings:
     keep_visits: Annotated[int, Field(ge=2, le=10**6)] = 64
     """Steps whose replies are stored; more than there are between two checkpoints."""
     network: str = ""
-    """`model.name` of the config, if it is not of privssl: the site imports no network but this."""
+    """`model.name` of the config, if it is not of privssl: the only network that this site imports.
+    """
     plugins: tuple[str, ...] = ()
     """Other plug-ins that this site may import, by their names in the config: the algorithm, the
     data set, the encoder."""
@@ -60,7 +61,7 @@ class SiteSettings:
     """Send the ledger to the coordinator, which needs it for the privacy card."""
 
     def problems(self) -> Iterator[Problem]:
-        """An invalid name, or an empty path."""
+        """Yield an invalid name, or an empty path."""
         try:
             check_agent_id(self.agent)
         except PlanError as error:
@@ -86,7 +87,7 @@ class RowsSettings:
     mixed agent that have a label are its labelled ones."""
 
     def problems(self) -> Iterator[Problem]:
-        """No source of rows, or two; too few classes."""
+        """Yield a missing or second source of rows, or too few classes."""
         named = self.classes
         few = named is not None and (named == 1 if isinstance(named, int) else len(named) < 2)
         if self.arrays:
@@ -115,7 +116,7 @@ class BudgetSettings:
     """Folder of the account. Empty: FOLDER/ledger."""
 
     def problems(self) -> Iterator[Problem]:
-        """Numbers out of range."""
+        """Yield numbers out of range."""
         if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
             yield Problem("epsilon", f"{self.epsilon}: give a number >= 0")
         if not 0 < self.delta < 1:
@@ -132,7 +133,7 @@ class SiteConfig:
     source: Path = field(compare=False)
 
     def path(self, text: str) -> Path:
-        """A path relative to the file. Raises ConfigError."""
+        """Return a path relative to the file. Raises ConfigError."""
         try:
             return self.source.resolve().parent / Path(text).expanduser()
         except RuntimeError as error:
@@ -145,7 +146,7 @@ class SiteConfig:
 
     @property
     def secrets(self) -> tuple[Path, ...]:
-        """Files and folders that only the site may read, with what encoders have kept of rows."""
+        """Files and folders that only the site may read, with caches of encoded rows."""
         rows = (self.rows.arrays, self.rows.split, self.rows.root)
         own = (self.folder, self.ledger, *(self.path(text) for text in rows if text))
         return (*own, *caches(default_root()))
@@ -175,7 +176,7 @@ class _SiteConfigBuilder(ConfigBuilder):
 
 
 def load_site_config(path: Path) -> SiteConfig:
-    """Read and check a SITE.yaml. Raises ConfigError: with all problems, sorted by line."""
+    """Read and check a SITE.yaml. Raises ConfigError with all problems, sorted by line."""
     builder = _SiteConfigBuilder(path, {})
     builder.read_file()
     values: dict[str, Any] = {name: builder.section(name) for name in builder.order}
@@ -188,7 +189,7 @@ def load_site_config(path: Path) -> SiteConfig:
 
 
 def _budget_problems(config: SiteConfig, *, given: bool) -> Iterator[Problem]:
-    """A site with labels needs an explicit budget, even if it is null."""
+    """Yield a missing budget: a site with labels needs an explicit one, even if it is null."""
     if config.site.role == "query" and config.budget is not None:
         yield Problem("budget", "a query agent has no labelled rows. Leave it out")
     if config.site.role != "query" and not given:

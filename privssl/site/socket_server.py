@@ -1,8 +1,8 @@
 """The Unix socket of a site, with messages as in ``remote/framing.py``.
 
-Whatever relays messages (Flower's SuperNode and the code that its server sends) is thereby another
-process than the one with rows, budget and ledger. It may run as another system user that cannot
-read the site's folder.
+The relay of messages (Flower's SuperNode and the code that its server sends) is thereby separate
+from the process with rows, budget and ledger. It may run as another system user that cannot read
+the site's folder.
 
 Each connection has a thread. At most ``MAX_CONNECTIONS`` messages are read at a time, so that no
 client can exhaust the memory. The handler runs one step at a time and answers others ``busy``.
@@ -24,7 +24,7 @@ from privssl.errors import UserError
 from privssl.remote.framing import receive, send
 
 MAX_CONNECTIONS = 4  # a step, its repetition, an identification request
-LONGEST_PATH = 100  # of a socket; the system's own limit is 108 bytes
+LONGEST_PATH = 100  # of a socket's path; the system's limit is 108 bytes
 READ_SECONDS = 60.0  # for the next bytes of a message
 
 log = logging.getLogger("privssl")
@@ -33,9 +33,11 @@ log = logging.getLogger("privssl")
 def serve(
     door: Path, handle: Callable[[bytes], bytes], ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Answer messages on the socket ``door`` until KeyboardInterrupt, which passes on. ``ready`` is
-    called once the socket is this process's. Raises UserError: the socket cannot be made, or
-    another process serves this site."""
+    """Answer messages on the socket ``door`` until KeyboardInterrupt, which is re-raised.
+
+    ``ready`` is called once this process owns the socket. Raises UserError if the socket cannot be
+    created, or another process serves this site.
+    """
     with _hold_socket(door), _make_server(door, handle) as server:
         try:
             ready()
@@ -58,7 +60,7 @@ def _make_server(door: Path, handle: Callable[[bytes], bytes]) -> "_Server":
 
 @contextmanager
 def _hold_socket(door: Path) -> Iterator[None]:
-    """Lock the socket's path, and remove a socket that a killed process left."""
+    """Lock the socket's path, and remove a socket left by a killed process."""
     if len(os.fsencode(door)) > LONGEST_PATH:
         raise UserError(
             f"{door}: longer than a socket's path may be ({LONGEST_PATH} bytes). Give site.door a "
@@ -81,7 +83,7 @@ def _hold_socket(door: Path) -> Iterator[None]:
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
-    daemon_threads = True  # a running step ends with the process; it was charged
+    daemon_threads = True  # a running step ends with the process; it has been charged
     request_queue_size = 16
 
     def __init__(self, door: str, handle: Callable[[bytes], bytes]) -> None:
@@ -92,7 +94,7 @@ class _Server(socketserver.ThreadingUnixStreamServer):
         self._free.acquire()  # further connections wait in the system's queue
         try:
             super().process_request(request, client_address)  # type: ignore[arg-type]
-        except BaseException:  # no thread could be started
+        except BaseException:  # starting a thread failed
             self._free.release()
             raise
 
@@ -103,7 +105,7 @@ class _Server(socketserver.ThreadingUnixStreamServer):
             self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        log.warning("A message broke off", exc_info=log.isEnabledFor(logging.DEBUG))
+        log.warning("A message was incomplete", exc_info=log.isEnabledFor(logging.DEBUG))
 
 
 class _RequestHandler(socketserver.BaseRequestHandler):
@@ -113,5 +115,5 @@ class _RequestHandler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         self.request.settimeout(READ_SECONDS)
         answer = self.server.answer(receive(self.request))
-        with suppress(OSError):  # the client has gone; the reply is stored
+        with suppress(OSError):  # the client has disconnected; the reply is stored
             send(self.request, answer)

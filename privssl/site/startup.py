@@ -1,7 +1,7 @@
 """Build a site's request handler from SITE.yaml and the experiment's config.
 
 Noise, steps, networks and budget follow from these two files, by the code of
-``experiment/prepare.py``. A site that could make no valid claim does not start: the published
+``experiment/prepare.py``. A site that could give no valid guarantee does not start: the published
 scope, a delta that would allow publishing a row, rows used before without protection, or rows of
 two accounts.
 """
@@ -76,7 +76,7 @@ def open_site(site: SiteConfig) -> SiteRequestHandler:
 
     Raises:
         privssl.errors.UserError: the experiment's config does not match, rows are missing or
-            invalid, or no valid claim could be made.
+            invalid, or no valid guarantee is possible.
         accounting.errors.AccountingError: the ledger is missing, damaged, or does not match.
     """
     named = (site.site.network, *site.site.plugins)
@@ -118,7 +118,8 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
 
 
 def _check_network(site: SiteConfig, config: Config) -> None:
-    """The operator names the code that is imported here, not whoever wrote the experiment."""
+    """Refuse a network that the operator has not named: the experiment must not choose code to
+    import."""
     named = config.model.name
     if is_outside(named) and named not in (site.site.network, *site.site.plugins):
         raise ConfigError(
@@ -223,8 +224,10 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
 
 
 def _check_number_hidden(site: SiteConfig, config: Config) -> None:
-    """Refuse own rows from which the form of all rows would follow, where their number is private:
-    a site with one row would start, and one without would not."""
+    """Refuse own rows that determine the form of all rows, if their number is private.
+
+    A site with one row would start, and one without rows would not, which reveals the number.
+    """
     own = site.site.role != "query" and site.rows.root and not site.rows.split
     if not (own and config.hides_counts):
         return
@@ -251,7 +254,7 @@ def _check_there(site: SiteConfig, *missing: bool) -> None:
 
 
 def _class_names(site: SiteConfig) -> tuple[str, ...]:
-    """``rows.classes``, a number as the names "0", "1", ..."""
+    """Return ``rows.classes``, a number as the names "0", "1", ..."""
     named = site.rows.classes
     return tuple(map(str, range(named))) if isinstance(named, int) else named or ()
 
@@ -292,7 +295,7 @@ def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[An
     kind = ALGORITHMS[config.algorithm.name]
     refuse_other_rows(config, held.shape)
     plan = None if config.privacy is None else make_plan(config, len(who.labelled))
-    # Initial weights come from the coordinator.
+    # The coordinator sends initial weights.
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=""))
     task = task_of(config, len(held.classes), held.shape)
     if is_outside(config.model.name):
@@ -307,7 +310,7 @@ def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[An
 def _account(
     site: SiteConfig, config: Config, algorithm: Algorithm[Any], agent: Agent, store: Store
 ) -> Callable[[str], Account]:
-    """Register the rows with the account; returns a function that opens it for a step."""
+    """Register the rows with the account; return a function that opens it for a step."""
     assert site.budget is not None and config.privacy is not None
     privacy, ledger = config.privacy, site.ledger
     budget = Budget(site.budget.epsilon, site.budget.delta)
@@ -347,8 +350,10 @@ def _account(
 
 
 def _refuse_other_ledger(path: Path, store: Store) -> None:
-    """Report now what every step would be refused for: a ledger that is missing, damaged, or not
-    the one of ``ledger.mark``."""
+    """Raise at start-up if the ledger is missing, damaged, or does not fit ``ledger.mark``.
+
+    Otherwise every step would be refused.
+    """
     mark = store.mark
     if path.exists():
         refuse_problems(path, read_journal(path), *(mark or (0, "")))

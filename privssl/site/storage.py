@@ -1,4 +1,4 @@
-"""What a site stores: replies by the id of their request, memories, and its ledger's end.
+"""Storage of a site: replies by the id of their request, memories, and its ledger's end.
 
     FOLDER/lock                              one process at a time
     FOLDER/ledger.mark                       number and hash of the ledger's last known line
@@ -6,8 +6,9 @@
     FOLDER/runs/RUN/00000003-ID.answer       its reply
 
 A memory is written before its reply, and a reply before it is sent. So a stored reply can be sent
-again, and one that is not stored was never sent. Files are written atomically. The last steps of a
-run and the last runs are kept. A step whose reply was deleted is run again, or lost if charged.
+again, and one that is not stored was never sent. Files are written atomically. Only the last steps
+of a run and the last runs are kept. A step whose reply was deleted is run again, or lost if
+charged.
 """
 
 import errno
@@ -29,7 +30,7 @@ from privssl.core.agents import Memory
 from privssl.storage import atomic_files
 
 KEPT_RUNS = 4
-SPACE_FACTOR = 4  # a reply is as large as its request, and moments of Adam are twice the networks
+SPACE_FACTOR = 4  # a reply is as large as its request, and Adam's moments are twice the networks
 _FILE = re.compile(r"([0-9]{8})-([0-9a-f]{64})\.(answer|memory)")
 
 
@@ -41,7 +42,7 @@ class Store:
     """The folder of one site. Every method may raise OSError."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        """``keep``: steps of a run whose replies and memories are kept, >= 1."""
+        """Set the folder. ``keep``: steps of a run whose replies and memories are kept, >= 1."""
         self.folder = folder
         self.keep = keep
         self._known: tuple[int, str] | None = None  # the mark that this process wrote last
@@ -71,7 +72,7 @@ class Store:
     # Answers --------------------------------------------------------------------------------
 
     def answer(self, run: str, visit: str) -> bytes | None:
-        """The stored reply to a request, or None."""
+        """Return the stored reply to a request, or None."""
         path = self._find(run, visit, "answer")
         return None if path is None else path.read_bytes()
 
@@ -86,7 +87,7 @@ class Store:
     # Memories -------------------------------------------------------------------------------
 
     def memory(self, run: str, visit: str) -> Memory | None:
-        """The agent's memory after a step, or None if it is not stored."""
+        """Return the agent's memory after a step, or None if it is not stored."""
         path = self._find(run, visit, "memory")
         if path is None:
             return None
@@ -120,10 +121,10 @@ class Store:
 
     @property
     def mark(self) -> tuple[int, str] | None:
-        """Number and hash of the ledger's last known line.
+        """Return number and hash of the ledger's last known line.
 
-        The later one of the file and what this process wrote: deleting or restoring the folder of a
-        serving site undoes nothing.
+        This is the later one of the file's and this process's, so deleting or restoring the folder
+        of a serving site has no effect.
 
         Raises:
             LedgerError: the file is damaged or cannot be read.
@@ -163,7 +164,7 @@ class Store:
         if not (runs / run).is_dir():
             (runs / run).mkdir(mode=0o700, parents=True)
             atomic_files.sync_folder(runs)
-            # Keep this one whatever the clock says: it may have been set back.
+            # Keep this run whatever the clock: it may have been set back.
             others = [path for path in runs.iterdir() if path.name != run]
             others.sort(key=lambda path: path.stat().st_mtime_ns)
             for former in others[: 1 - KEPT_RUNS]:
@@ -184,7 +185,7 @@ class Store:
         return max((number for number, _ in self._files(run)), default=0)
 
     def _path(self, run: str, visit: str, kind: str) -> Path:
-        """A step's file, with the number of its other file, else the next number."""
+        """Return a step's file, with the number of its other file, else the next number."""
         folder = self._folder(run)
         known = (n for n, path in self._files(run) if path.name[9:73] == visit)
         return folder / f"{next(known, self._last(run) + 1):08d}-{visit}.{kind}"

@@ -1,8 +1,8 @@
 """Keep Flower's SuperNode running beside a site; it relays messages to the site's socket.
 
-The SuperNode gets the path of the socket and nothing else of the site. It runs in a sandbox
-(site/sandbox.py), because a SuperLink sends it code. Without Landlock none is started for a
-SuperLink on another machine; docs/deploy.md explains how to run one as another system user.
+The SuperNode gets only the path of the site's socket. It runs in a sandbox (site/sandbox.py),
+because a SuperLink sends it code. Without Landlock none is started for a SuperLink on another
+machine; docs/deploy.md explains how to run one as another system user.
 
     the SuperLink does not answer, or TLS fails    the reason is logged, and probed again
     the SuperLink refuses the SuperNode            the reason is logged, and another is started
@@ -28,7 +28,7 @@ from privssl.remote.flower_transport import environment, free_port, program
 from privssl.settings.addresses import LOOPBACK, host_of
 from privssl.site import sandbox
 
-RESTART_SECONDS = 15.0  # before another SuperNode
+RESTART_SECONDS = 15.0  # before another SuperNode starts
 PROBE_SECONDS = 3.0  # between two probes of a SuperLink that cannot be reached
 RETRY_SECONDS = 60  # for a SuperNode to reach its SuperLink again
 #: A SuperLink's reasons to refuse a SuperNode (flwr.supercore.error), for the operator.
@@ -58,10 +58,11 @@ class SuperNode:
         self, door: Path, folder: Path, superlink: str, certificate: str, key: str,
         secrets: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        """
+        """Check the settings.
+
         Args:
             door: socket of the site.
-            folder: for Flower's own files; its log lies beside it.
+            folder: for Flower's own files; its log is beside it.
             superlink: host:port.
             certificate: root certificate of the SuperLink; empty on loopback only.
             key: private key of this site; empty if the SuperLink requires none.
@@ -69,7 +70,7 @@ class SuperNode:
 
         Raises:
             ConfigError: messages would cross a network unencrypted, code from another machine would
-                run without a sandbox, or secrets lie inside it; a key without a certificate.
+                run without a sandbox, or secrets would be inside it; a key without a certificate.
             SiteError: Flower is not installed.
         """
         host = host_of(superlink)
@@ -101,7 +102,7 @@ class SuperNode:
         ]  # fmt: skip
         self._superlink, self._certificate, self._signs = superlink, certificate, bool(key)
         self._folder = folder
-        # Outside the folder: inside it, shipped code could replace the log by a link to any file of
+        # Outside the folder: otherwise shipped code could replace the log by a link to any file of
         # this user, which the next start would open for writing.
         self._log = folder.with_name("supernode.log")
         self._process: subprocess.Popen[bytes] | None = None
@@ -127,28 +128,28 @@ class SuperNode:
             if problem:
                 self._stopped.wait(PROBE_SECONDS)
                 continue
-            log.info("Starts a SuperNode for the SuperLink at %s", self._superlink)
+            log.info("Starting a SuperNode for the SuperLink at %s", self._superlink)
             try:
                 reason = self._run()
-            except OSError as error:  # a full disk passes; a site without a SuperNode is no site
+            except OSError as error:  # e.g. a full disk, which may pass: keep supervising
                 reason = f"{error}. Check space and rights of {self._folder}"
             if not self._stopped.is_set():
-                log.warning("The SuperNode ended: %s. Another one is started", reason)
-                self._end()  # what it started
+                log.warning("The SuperNode ended: %s. Starting another one", reason)
+                self._end()  # its child processes
                 self._stopped.wait(RESTART_SECONDS)
 
     def _run(self) -> str:
-        """Run a SuperNode until it ends; returns the reason."""
+        """Run a SuperNode until it ends; return the reason."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._log.open("ab") as out:
             begins = out.tell()
-            port = ["--host", "127.0.0.1", "--port", str(free_port())]  # for its own processes
+            port = ["--host", "127.0.0.1", "--port", str(free_port())]  # for Flower's own processes
             own = {**environment(self._folder), "TMPDIR": str(self._folder)}
             self._process = subprocess.Popen(
                 [*self._command, *port], env=own, stdout=out, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-        if self._stopped.is_set():  # maybe since before there was a process to end
+        if self._stopped.is_set():  # stop may have been called before the process existed
             self._end()
         status = self._process.wait()
         with self._log.open("rb") as log_:
@@ -164,7 +165,7 @@ class SuperNode:
 
 
 def end_group(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """End a process and its group: SIGTERM, and SIGKILL for what is left after ``seconds``."""
+    """End a process and its group: SIGTERM, and SIGKILL after ``seconds``."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -173,8 +174,10 @@ def end_group(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def check_files(certificate: str, key: str) -> None:
-    """Check the operator's certificate and key; log if the certificate expires soon. Raises
-    ConfigError: one is invalid."""
+    """Check the operator's certificate and key; log if the certificate expires soon.
+
+    Raises ConfigError if one is invalid.
+    """
     if certificate and (warning := tls.check_root(Path(certificate))):
         log.warning("%s", warning)
     if not key:
@@ -188,7 +191,7 @@ def check_files(certificate: str, key: str) -> None:
 
 
 def _problem_of_key(data: bytes) -> str:
-    """Why Flower could not sign with a private key; empty if it can."""
+    """Return why Flower could not sign with a private key; empty if it can."""
     none = "not a private key of OpenSSH"
     if data.partition(b"\n")[0].strip() != _OPENSSH:
         return none
@@ -196,7 +199,7 @@ def _problem_of_key(data: bytes) -> str:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
         from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-    except ImportError:  # it comes with Flower
+    except ImportError:  # Flower depends on it
         return ""
     try:
         found = load_ssh_private_key(data, None)
@@ -208,7 +211,7 @@ def _problem_of_key(data: bytes) -> str:
 
 
 def _sandboxed_command(folder: Path, files: Sequence[Path], secrets: Sequence[Path]) -> list[str]:
-    """The command prefix that allows a command its folder and these files only."""
+    """Return the command prefix that restricts a command to its folder and these files."""
     command = Path(program("flower-supernode"))
     prefix = command.parents[1]
     # A virtual environment has Flower's libraries beside its programs.

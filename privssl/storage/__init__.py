@@ -1,1 +1,1 @@
-"""Files that survive a crash, files of tensors, and tensors that spill to disk."""
+"""Atomic files, files of tensors, and tensors that spill to disk."""

@@ -1,8 +1,8 @@
-"""Files that are either whole or absent, whatever happens while they are written.
+"""Atomic file writes: a file is either complete or absent after a crash.
 
-Data goes to a temporary name beside its target, is forced to the disk, and takes the target's
-name in one step; the folder is forced too, or a power cut could lose the name. Sources:
-POSIX rename(2) and fsync(2); Pillai et al., "All File Systems Are Not Created Equal" (2014).
+Data is written to a temporary file beside its target, synchronised to disk, and renamed to the
+target. The folder is synchronised too, because a power cut could lose the name. Sources: POSIX
+rename(2) and fsync(2); Pillai et al., "All File Systems Are Not Created Equal" (2014).
 """
 
 import os
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from privssl.errors import RunFolderError
 
-TEMPORARY = ".tmp-"  # names that begin so are leftovers of a killed write
+TEMPORARY = ".tmp-"  # prefix of leftovers of a killed write
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError into a RunFolderError that names the file."""
+    """Convert an OSError to a RunFolderError that names the file."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
@@ -33,14 +33,16 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, data: bytes | str) -> None:
-    """Write or replace a file in one step. Raises RunFolderError."""
+    """Write or replace a file atomically. Raises RunFolderError."""
     with writing(path):
         replace(path, data.encode() if isinstance(data, str) else data)
 
 
 def write_new(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Write a new file that only its owner can read, and force it to the disk. ``data``: all of it,
-    or an iterable of its pieces."""
+    """Write a new file that only its owner can read, and synchronise it to disk.
+
+    ``data``: all of it, or an iterable of its pieces.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
         for piece in [data] if isinstance(data, bytes) else data:
@@ -50,7 +52,7 @@ def write_new(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write or replace a file in one step. Raises OSError."""
+    """Write or replace a file atomically. Raises OSError."""
     temporary = path.with_name(TEMPORARY + path.name)
     temporary.unlink(missing_ok=True)
     try:
@@ -62,7 +64,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force the names in a folder to the disk."""
+    """Synchronise the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

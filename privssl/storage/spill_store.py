@@ -1,11 +1,11 @@
-"""Tensors of single agents: in RAM, and beyond a limit in a file without a name.
+"""Tensors of single agents: in RAM, and beyond a limit in an unnamed file.
 
-What agents remember, and what a server holds of each of them (FedMatch's psi), grows with the
-number of agents and is needed only for those that take part in a round. The file lies in the run
-folder; nobody else can open it, and it vanishes with its process, even after ``kill -9``.
+Agents' memories, and a server's state of each agent (FedMatch's psi), grow with the number of
+agents and are needed only for those that take part in a round. The file is in the run folder; no
+other process can open it, and it is deleted with its process, even after ``kill -9``.
 
-A stored mapping never changes and keeps its slot as long as anybody refers to it. So an
-interrupted round leaves what the round before had stored, although agents may have stored more.
+A stored mapping never changes and keeps its slot while it is referenced. So an interrupted round
+leaves the tensors of the previous round intact.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from privssl.errors import RunFolderError
 from privssl.storage import atomic_files, tensor_files
 from privssl.storage.tensor_files import LazyTensors, TensorSlice
 
-PAGE = 4096  # slots in the file are whole pages, so that a memory that has grown a little fits
+PAGE = 4096  # slots in the file are whole pages, so that a memory can grow a little
 
 MemoryT = TypeVar("MemoryT")
 
@@ -42,12 +42,15 @@ class _OnDisk(LazyTensors):
 
 
 class _Lease(weakref.ref[Mapping[str, Tensor]]):
-    """A slot and its mapping. The callback must be a method of C: Python drops a Ctrl-C that
-    arrives in a callback written in Python."""
+    """A slot and its mapping.
+
+    The callback must be a C method: Python drops a Ctrl-C that arrives in a callback written in
+    Python.
+    """
 
     __slots__ = ("at", "size")
 
-    at: int | None  # the slot's first byte; None: it is in RAM
+    at: int | None  # the slot's first byte; None: in RAM
     size: int  # bytes
 
 
@@ -55,29 +58,32 @@ class SpillStore:
     """Stores mappings of tensors, and returns mappings of the same tensors."""
 
     def __init__(self, folder: Path | None = None, limit: float = float("inf")) -> None:
-        """
+        """Set folder and limit.
+
         Args:
-            folder: where the file is made, when one is needed; None: the system's choice.
-            limit: bytes that may be in RAM, >= 0. Infinite: there is never a file.
+            folder: of the file, when one is needed; None: the system's choice.
+            limit: bytes that may be in RAM, >= 0. Infinite: a file is never used.
         """
         self._folder, self._limit = folder, limit
         self._file: IO[bytes] | None = None
-        self._end = 0  # of the slots in the file
-        self._free: dict[int, list[int]] = {}  # size of a slot -> where there are such
+        self._end = 0  # end of the slots in the file
+        self._free: dict[int, list[int]] = {}  # size of free slots -> their positions
         self._in_ram = 0
         self._leases: dict[int, _Lease] = {}  # the only references to them
         self._returned: deque[_Lease] = deque()
         self._layouts: dict[tuple[object, ...], Mapping[str, TensorSlice]] = {}
 
     def put(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The same tensors, stored: those that were given, or their bits in the file. Raises
-        RunFolderError: the file cannot be written. Everything stored before is unchanged."""
+        """Store tensors; return them, or a mapping of their bits in the file.
+
+        Raises RunFolderError if the file cannot be written. Earlier stored tensors are unchanged.
+        """
         if isinstance(tensors, _InRam | _OnDisk) or not tensors:
             return tensors
         self._release()
         given = tensors.lazy_tensors() if isinstance(tensors, LazyTensors) else tensors
         layout = tensor_files.layout_of(given, given)
-        # Agents are many and layouts few: equal ones are shared.
+        # There are many agents and few layouts, so equal ones are shared.
         places = self._layouts.setdefault(tuple(layout.items()), layout)
         size = sum(place.size for place in places.values())
         if self._in_ram + size <= self._limit:
@@ -101,8 +107,8 @@ class SpillStore:
         return there
 
     def put_parts(self, state: MemoryT) -> MemoryT:
-        """A server's state whose parts of single agents (agent -> name -> tensor) are stored."""
-        known: dict[int, Mapping[str, Tensor]] = {}  # one that agents share is stored once
+        """Return a server's state with its parts of agents (agent -> name -> tensor) stored."""
+        known: dict[int, Mapping[str, Tensor]] = {}  # a mapping that agents share is stored once
         stored = {}
         for field, held in vars(state).items():
             if not isinstance(held, Mapping):
@@ -127,7 +133,7 @@ class SpillStore:
         self._leases[id(lease)] = lease
 
     def _release(self) -> None:
-        """Free the slots of mappings to which nobody refers any more."""
+        """Free the slots of unreferenced mappings."""
         while self._returned:
             lease = self._returned.popleft()
             del self._leases[id(lease)]
@@ -144,7 +150,7 @@ class SpillStore:
 
     def _write(self, data: memoryview, at: int) -> None:
         if self._file is None:
-            # Where the system cannot make a file without a name, run folders know this one.
+            # If the system cannot create an unnamed file, run folders expect this name.
             self._file = tempfile.TemporaryFile(  # noqa: SIM115  (open as long as the store)
                 dir=self._folder, prefix=atomic_files.TEMPORARY, buffering=0
             )
@@ -175,7 +181,7 @@ class SpillStore:
 
 
 def _of_tensors(value: object) -> bool:
-    """Whether a value maps names to tensors. Reads none of them."""
+    """Return whether a value maps names to tensors, without reading them."""
     return isinstance(value, LazyTensors | _InRam) or (
         isinstance(value, Mapping) and all(isinstance(item, Tensor) for item in value.values())
     )

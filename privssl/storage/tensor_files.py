@@ -1,9 +1,9 @@
 """Safetensors files that are written and read one tensor at a time.
 
-``safetensors`` takes all tensors of a file at once and holds their bytes twice more. Here the same
-bytes are written from tensors of which each may be in RAM or in another file, and a file is read
-as a mapping of names and places: a tensor is read each time it is accessed. The library still
-checks that a header is valid and fits its file.
+``safetensors`` needs all tensors of a file at once and copies their bytes twice. Here the same
+bytes are written from tensors that may be in RAM or in another file, and a file is read as a
+mapping of names and positions: a tensor is read each time it is accessed. The library still checks
+that a header is valid and fits its file.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from torch import Tensor
 from privssl.errors import RunFolderError
 from privssl.storage import atomic_files
 
-#: The types that tensors of messages and checkpoints have; safetensors has more, which torch cannot
-#: compute with. In its order: what needs the widest alignment stands last here, first in a file.
+#: Types of tensors in messages and checkpoints; safetensors has more, which torch cannot compute
+#: with. In its order: the widest alignment is last here, first in a file.
 DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32",
@@ -33,7 +33,7 @@ DTYPE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES)}
 
-MAX_HEADER_BYTES = 100_000_000  # what safetensors opens
+MAX_HEADER_BYTES = 100_000_000  # limit of safetensors
 _CHUNK = 2**20  # bytes that are hashed at once
 _LARGEST, _MOST_SIZES = 2**48, 64  # elements and dimensions of a tensor, beyond any real one
 
@@ -51,17 +51,17 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
-        """Bytes, >= 0."""
+        """Size in bytes, >= 0."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read anew at every access, so that nobody can write into them."""
+    """Tensors by name, read at every access, so that they cannot be modified."""
 
     __slots__ = ("__weakref__", "_places", "_read", "_start")
 
     def __init__(self, read: Read, places: Mapping[str, TensorSlice], start: int = 0) -> None:
-        """``start`` is added to every place, so that mappings can share their places."""
+        """Set the positions. ``start`` is added to each, so that mappings can share ``places``."""
         self._read, self._places, self._start = read, places, start
 
     def __getitem__(self, name: str) -> Tensor:
@@ -81,18 +81,18 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self._places)
 
     def lazy_tensors(self) -> dict[str, "LazyTensor"]:
-        """Its tensors by name, none of them read."""
+        """Return its tensors by name, unread."""
         return {
             name: LazyTensor(self, name, place.dtype, place.shape)
             for name, place in self._places.items()
         }
 
     def within(self, name: str, places: Mapping[str, TensorSlice]) -> "LazyTensors":
-        """The tensors that are packed in one of these. Mappings may share ``places``.
+        """Return the tensors that are packed in one tensor. Mappings may share ``places``.
 
         Raises:
             KeyError: it is missing.
-            ValueError: it is not a row of as many bytes as they take.
+            ValueError: it is not a row of the right number of bytes.
         """
         packed = self._places[name]
         if packed.dtype != torch.uint8 or packed.size != sum(
@@ -115,7 +115,7 @@ class LazyTensor(NamedTuple):
 
 
 class PackedTensors(NamedTuple):
-    """Tensors that a file lists as one row of bytes.
+    """Tensors that a file stores as one row of bytes.
 
     Otherwise the header would repeat the same names and shapes for each agent.
     """
@@ -137,8 +137,7 @@ class PackedTensors(NamedTuple):
 
 
 def places_in(form: Mapping[str, Any]) -> dict[str, TensorSlice]:
-    """The inverse of ``PackedTensors.form``. Raises LookupError, TypeError, ValueError: it is no
-    such form."""
+    """Invert ``PackedTensors.form``. Raises LookupError, TypeError, ValueError otherwise."""
     found: dict[str, TensorSlice] = {}
     at = 0
     for name, (dtype, shape) in form.items():
@@ -157,9 +156,11 @@ Item: TypeAlias = Tensor | LazyTensor | PackedTensors  # of a file
 def save_weights(
     path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a plain state dict, loadable by safetensors alone. Raises RunFolderError. ``about``:
-    what a user of the weights must know, for the file's metadata."""
-    # One key: the order of several is random in safetensors, and equal runs have equal files.
+    """Write a plain state dict, loadable by safetensors alone. Raises RunFolderError.
+
+    ``about``: information for users of the weights, for the file's metadata.
+    """
+    # One key: safetensors has no fixed order of several, and equal runs must have equal files.
     metadata = {"privssl": json.dumps(about)} if about else None
     # safetensors refuses tensors that share memory; a state may have one under two names
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
@@ -169,14 +170,14 @@ def save_weights(
 
 
 def bytes_of(tensor: Tensor | LazyTensor) -> memoryview:
-    """The bytes of a tensor, in the order of its elements."""
+    """Return the bytes of a tensor, in the order of its elements."""
     read = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach().cpu()
     flat = read.contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
 
 
 def layout_of(tensors: Mapping[str, Item], names: Iterable[str]) -> dict[str, TensorSlice]:
-    """Places of tensors that follow each other in the order of names."""
+    """Return the positions of tensors that follow each other in the order of names."""
     found: dict[str, TensorSlice] = {}
     at = 0
     for name in names:
@@ -186,14 +187,14 @@ def layout_of(tensors: Mapping[str, Item], names: Iterable[str]) -> dict[str, Te
 
 
 def check_types(tensors: Mapping[str, Item]) -> None:
-    """Raise TypeError if a tensor has a type that no message can have."""
+    """Raise TypeError if a tensor has a type that messages do not permit."""
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise TypeError(f"{name} is a tensor of {tensor.dtype}")
 
 
 def too_many(entries: int) -> str:
-    """The error message for more entries than a file can list."""
+    """Return the error message for more entries than a file can list."""
     return (
         f"A checkpoint cannot list {entries} entries: one for every tensor of the server, and one "
         "for every agent that remembers something. Have fewer agents, or fewer layers"
@@ -203,11 +204,11 @@ def too_many(entries: int) -> str:
 def header_of(
     tensors: Mapping[str, Item], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
-    """The first bytes of a safetensors file, and the order of the tensors after them.
+    """Return the header of a safetensors file, and the order of the tensors after it.
 
     Raises:
         TypeError: see ``check_types``.
-        RunFolderError: there are more than safetensors can read again.
+        RunFolderError: there are more than safetensors can read back.
     """
     check_types(tensors)
     order = sorted(tensors, key=lambda name: (-_RANKS[tensors[name].dtype], name))
@@ -228,7 +229,7 @@ def header_of(
 def pieces_of(
     tensors: Mapping[str, Item], metadata: Mapping[str, str] | None = None
 ) -> Iterator[memoryview]:
-    """The bytes of a safetensors file in pieces; contiguous tensors are not copied.
+    """Yield the bytes of a safetensors file in pieces; contiguous tensors are not copied.
 
     Raises: see ``header_of``.
     """
@@ -241,7 +242,7 @@ def pieces_of(
 
 
 def write_new_tensors(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str]:
-    """Write a new safetensors file and force it to the disk; returns its size and SHA-256.
+    """Write a new safetensors file and synchronise it to disk; return its size and SHA-256.
 
     Raises:
         OSError: it cannot be written.
@@ -261,7 +262,7 @@ def write_new_tensors(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str
 
 
 def part_of(path: Path, at: int, size: int) -> bytearray:
-    """``size`` bytes of a file. Raises OSError, also if the file ends before them."""
+    """Read ``size`` bytes of a file. Raises OSError, also if the file is too short."""
     data = bytearray(size)
     with path.open("rb") as file:
         file.seek(at)
@@ -271,7 +272,7 @@ def part_of(path: Path, at: int, size: int) -> bytearray:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, as hex digits. Raises OSError."""
+    """Return the SHA-256 of a file, in hex. Raises OSError."""
     digest = hashlib.sha256()
     hash_file(path, digest)
     return digest.hexdigest()
@@ -285,11 +286,11 @@ def hash_file(path: Path, digest: Any) -> None:
 
 
 def open_lazily(path: Path) -> LazyTensors:
-    """The tensors of a safetensors file, unread. The file must stay while they are accessed.
+    """Open the tensors of a safetensors file without reading them. The file must stay meanwhile.
 
     Raises:
         OSError: it cannot be read.
-        SafetensorError: it is no safetensors file, or has tensors of an unusual type.
+        SafetensorError: it is not a safetensors file, or has tensors of an unsupported type.
     """
     with safe_open(path, framework="np"):  # checks the header against the size of the file
         size = int.from_bytes(part_of(path, 0, 8), "little")

@@ -1,4 +1,4 @@
-"""Check that an algorithm of your own keeps the promises that privssl relies on.
+"""Tests that your own algorithm keeps the promises that privssl relies on.
 
 from privssl.testing import check_algorithm
 

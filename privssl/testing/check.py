@@ -1,4 +1,4 @@
-"""``check_algorithm``: the promises of ``promises.py``, asked of one algorithm."""
+"""``check_algorithm``: check the promises of ``promises.py`` for one algorithm."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -33,18 +33,18 @@ def check_algorithm(
             (image, vector or sequence), ``norm``, ``precision`` and ``width`` of the classifier.
         labels: data.labels: support, labels-at-server or labels-at-client.
         promises: names of PROMISES; None: all.
-        also_sent: shapes of tensors that travel and are no weights. None of them may be rows.
-        private: keys of its private run, as ``{"privacy.steps": 2, "algorithm.rounds": 4}``.
-        sparse: whether weights travel as privssl.core.sparse_tensors makes them: tensors of one
-            dimension, by whose shape nobody can tell that they are no row.
-        sequential: whether its agents work one after the other, so that their order matters.
+        also_sent: shapes of sent tensors that are not weights. None of them may be rows.
+        private: keys of its private run, such as ``{"privacy.steps": 2, "algorithm.rounds": 4}``.
+        sparse: whether weights are sent in the form of privssl.core.sparse_tensors: one-dimensional
+            tensors, whose shape cannot prove that they are not rows.
+        sequential: whether its agents work in sequence, so that their order matters.
 
     Returns:
         The promises that were not checked, and why.
 
     Raises:
-        BrokenPromise: with the algorithm, the promise, and what was seen.
-        privssl.UserError: it is no algorithm, or a name is wrong.
+        BrokenPromise: with the algorithm, the promise, and the observation. privssl.UserError: it
+            is not an algorithm, or a name is wrong.
     """
     for what, name, known in (
         ("place of labels", labels, [*PLACES]),

@@ -1,4 +1,4 @@
-"""Engines that change what an algorithm may not rely on, and sites in one process."""
+"""Engines that vary what algorithms must not rely on, and sites in one process."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class UnusedAlgorithmEngine(LocalEngine):
-    """Every visit is of an algorithm that did nothing before, as in a process of its own."""
+    """Run every visit with a new algorithm object, as in a separate process."""
 
     layout: torch.memory_format | None = None  # of all networks, before each visit
     _first: Any = None
@@ -39,14 +39,14 @@ class UnusedAlgorithmEngine(LocalEngine):
 
 
 class ReverseOrderEngine(LocalEngine):
-    """The agents of a parallel step work in the opposite order."""
+    """Run the agents of a parallel step in reverse order."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         return list(super().deliver(calls[::-1]))[::-1]
 
 
 class DecliningEngine(LocalEngine):
-    """Every agent declines every call."""
+    """Decline every call at every agent."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         return [Reply(call.to, Declined("it does not take part")) for call in calls]
@@ -79,8 +79,10 @@ class _InProcessTransport:
 
 
 def sites_engine(agents: Sequence[Agent], algorithm: Any, seed: int, folder: Path) -> SitesEngine:
-    """An engine over a site for each agent, in this process; a labelled server has none. Each visit
-    is of an algorithm that did nothing before. ``folder``: where sites keep what they remember."""
+    """Create an engine over a site for each agent, in this process; a labelled server has none.
+
+    Each visit uses a new algorithm object. ``folder``: of the sites' memories.
+    """
 
     def site(agent: Agent) -> Callable[[bytes], bytes | None]:
         handler = SiteRequestHandler(

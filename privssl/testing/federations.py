@@ -1,6 +1,6 @@
-"""Small federations: toy rows, tiny networks, a step or two; and what a few rounds came to.
+"""Small federations with toy rows and tiny networks, and a simulation of a few rounds.
 
-``run`` carries out rounds as a run does, without a run folder.
+``simulate`` runs rounds like a run, without a run folder.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from privssl.runs import checkpoint
 from privssl.runs.checkpoint import Snapshot
 from privssl.settings.schema import AgentSettings, DataSettings, ModelSettings
 
-#: Settings that make any algorithm quick; each is given to those that know it.
+#: Settings that make any algorithm fast; each is used if the algorithm has it.
 QUICK = {
     "rounds": 3,
     "local_steps": 2,
@@ -47,31 +47,33 @@ def federated_data(
     dataset: Dataset | None = None,
     **data: Any,
 ) -> FederatedDataset:
-    """Toy rows at agents: 20 labelled, 60 unlabelled unless told otherwise."""
+    """Distribute toy rows to agents: 20 labelled and 60 unlabelled by default."""
     asked: dict[str, Any] = {"labels": labels, "labelled": 20, "unlabelled": 60} | data
     agents = AgentSettings(support, query, mixed)
     return build(DataSettings(name="toy", **asked), agents, 0, dataset or toy_rows("image"))
 
 
 def held_as_in(parties: FederatedDataset, dataset: Dataset, folder: Path) -> dict[str, Any]:
-    """What a federation is to be given so that each agent holds the same rows, of this data set:
-    a new draw would look at all classes."""
+    """Return settings with which each agent holds the same rows of this data set.
+
+    A new split would depend on all classes.
+    """
     split = dataclasses.replace(parties.manifest, checksum=checksum(dataset))
     split.write(folder / "split.json")
     return {"dataset": dataset, "split": str(folder / "split.json")}
 
 
 def at_server(**data: Any) -> FederatedDataset:
-    """All labels at a labelled server."""
+    """Put all labels at a labelled server."""
     return federated_data(labels="labels-at-server", support=0, **data)
 
 
 def at_clients(**data: Any) -> FederatedDataset:
-    """Agents that hold both kinds of rows."""
+    """Give agents both kinds of rows."""
     return federated_data(labels="labels-at-client", support=0, query=0, mixed=2, **data)
 
 
-#: The toy rows as rows of each kind: shape, and a network.
+#: The toy rows in the shape of each kind, and a network.
 SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "image": ((1, 8, 8), "small_cnn"),
     "sequence": ((8, 8), "text_cnn"),
@@ -81,7 +83,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
 
 @cache
 def toy_rows(kind: str) -> Dataset:
-    """1,000 training rows, 100 of each of ten classes, in the shape of a kind."""
+    """Return 1,000 training rows, 100 of each of ten classes, in the shape of a kind."""
     toy = load_dataset(DataSettings(name="toy"))
     x_train, x_test = (x.view(-1, *SHAPES[kind][0]) for x in (toy.x_train, toy.x_test))
     return dataclasses.replace(toy, x_train=x_train, x_test=x_test)
@@ -91,7 +93,7 @@ def make_algorithm(
     kind: type[Algorithm[Any]], *, norm: str = "group", precision: Precision = "float32",
     width: int = 4, rows: str = "image", **settings: Any,
 ) -> Algorithm[Any]:  # fmt: skip
-    """An algorithm for toy rows of a kind with a classifier of width 4, unless told otherwise."""
+    """Create an algorithm for toy rows of a kind, by default with a classifier of width 4."""
     known = {field.name for field in dataclasses.fields(kind.Config)}
     quick = {key: value for key, value in QUICK.items() if key in known}
     shape, network = SHAPES[rows]
@@ -107,7 +109,7 @@ def make_algorithm(
 def relabelled(
     parties: FederatedDataset, *, labelled: bool, rows: Dataset | None = None
 ) -> Dataset:
-    """The toy rows with the labels of some rows moved on by one class, all else as it was."""
+    """Return the toy rows with some labels increased by one class, everything else unchanged."""
     kind, rows = "labelled" if labelled else "unlabelled", rows or toy_rows("image")
     ids = [i for holding in parties.manifest.agents.values() for i in getattr(holding, kind)]
     y = rows.y_train.clone()
@@ -120,7 +122,7 @@ def relabelled(
 
 @dataclass
 class Simulation:
-    """Where a few rounds have led."""
+    """The result of a few rounds."""
 
     algorithm: Algorithm[Any]
     engine: Any
@@ -134,13 +136,13 @@ class Simulation:
 
 
 def rounds_to_simulate(algorithm: Algorithm[Any]) -> int:
-    """Two, and all of them where there are phases, which differ in what they do."""
+    """Return 2, or all rounds if there are phases, which may differ."""
     phases = algorithm.phases()
     return 2 if len(phases) == 1 else sum(phase.rounds for phase in phases)
 
 
 def _round(algorithm: Algorithm[Any], number: int) -> Round:
-    """Round ``number`` of a run; after the last phase, another one of it."""
+    """Return round ``number`` of a run; after the last phase, another one of it."""
     before = 0
     for phase in algorithm.phases():
         if number <= before + phase.rounds:
@@ -159,9 +161,9 @@ def simulate(
     check_wire: bool = False,
     resume: Snapshot | None = None,
 ) -> Simulation:
-    """Rounds 1 to ``rounds``, or those after a snapshot. Agents start without a memory.
+    """Simulate rounds 1 to ``rounds``, or those after a snapshot. Agents start without a memory.
 
-    By default as many as ``rounds_run`` says.
+    The default is ``rounds_to_simulate``.
     """
     rounds = rounds_to_simulate(algorithm) if rounds is None else rounds
     for agent in parties.agents:
@@ -181,12 +183,12 @@ def simulate(
 
 
 def through_disk(played: Simulation, number: int) -> Snapshot:
-    """What a checkpoint after round ``number`` brings back."""
+    """Save and load a checkpoint after round ``number``."""
     snapshot = Snapshot(number, vars(played.state), played.engine.memories(), "digest")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save_snapshot(Path(folder), snapshot)
         back = checkpoint.load_snapshot(Path(folder), "digest")
-        # Read while the file is there: of agents, a snapshot holds only where it is.
+        # Read while the file exists: a snapshot has only the positions of agents' tensors.
         return dataclasses.replace(back, state=_read(back.state), memories=_read(back.memories))
 
 
@@ -198,7 +200,7 @@ def _read(tree: Any) -> Any:
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """A state, memory or message as path -> tensor or number."""
+    """Flatten a state, memory or message to path -> tensor or number."""
     inner = tree if isinstance(tree, Mapping) else vars(tree)
     found: dict[str, Any] = {}
     for key, value in inner.items():
@@ -208,7 +210,7 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Whether two states, memories or messages are equal to the last bit."""
+    """Return whether two states, memories or messages are bitwise equal."""
     a, b = flat(first), flat(second)
     return a.keys() == b.keys() and all(
         torch.equal(v, b[k]) if isinstance(v, Tensor) else v == b[k] for k, v in a.items()
@@ -216,7 +218,7 @@ def same_bits(first: Any, second: Any) -> bool:
 
 
 def apart(first: Any, second: Any) -> float:
-    """The largest difference between two states of equal shape."""
+    """Return the largest difference between two states of equal shape."""
     a, b = flat(first), flat(second)
     assert a.keys() == b.keys()
     gaps = [(torch.as_tensor(v) - torch.as_tensor(b[k])).abs().max() for k, v in a.items()]
@@ -224,5 +226,5 @@ def apart(first: Any, second: Any) -> float:
 
 
 def finite(tree: Any) -> bool:
-    """Whether no number in it is infinite or NaN."""
+    """Return whether no number in it is infinite or NaN."""
     return all(bool(torch.as_tensor(v).isfinite().all()) for v in flat(tree).values())

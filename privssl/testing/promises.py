@@ -1,7 +1,7 @@
-"""The promises that every algorithm keeps, each as a check of its own.
+"""The promises that every algorithm must keep, one check for each.
 
-A check takes a :class:`Trial` and raises BrokenPromise with what it saw. Rounds that several checks
-look at are run once.
+A check takes a :class:`Trial` and raises BrokenPromise with its observation. Rounds that several
+checks use are run once.
 """
 
 import dataclasses
@@ -59,25 +59,25 @@ PLACES: dict[str, Callable[..., FederatedDataset]] = {
 }
 
 
-#: Name of a private run's method from outside; and what a run under DP-SGD needs.
+#: Name of an own method in a private run; and settings for a run under DP-SGD.
 UNDER_TEST = "the-algorithm-under-test"
 DP_SGD: Mapping[str, Any] = {"privacy.sample_rate": 0.5, "privacy.steps": 2}
 
 
 class BrokenPromise(AssertionError):  # noqa: N818
-    """An algorithm breaks a promise; the text says which, and what was seen."""
+    """An algorithm breaks a promise; the text has the promise and the observation."""
 
 
 class NotChecked(Exception):  # noqa: N818
-    """A promise cannot be checked here, or has no meaning for this algorithm."""
+    """A promise cannot be checked here, or does not apply to this algorithm."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """An algorithm on toy rows, and rounds that were run."""
+    """An algorithm on toy rows, and simulated rounds."""
 
     kind: type[Algorithm[Any]]
-    settings: Mapping[str, Any]  # of its Config; and norm, precision, width, rows
+    settings: Mapping[str, Any]  # of its Config; also norm, precision, width, rows
     labels: str  # data.labels
     also_sent: frozenset[torch.Size]
     private: Mapping[str, Any]
@@ -89,7 +89,7 @@ class Trial:
 
     @property
     def form(self) -> str:
-        """Of the toy rows: image, vector or sequence."""
+        """Kind of the toy rows: image, vector or sequence."""
         form: str = self.settings.get("rows", "image")
         return form
 
@@ -102,12 +102,12 @@ class Trial:
 
     @cached_property
     def last(self) -> int:
-        """Rounds that exercise everything."""
+        """Number of rounds that exercise everything."""
         return rounds_to_simulate(self.algorithm())
 
     @cached_property
     def whole(self) -> Simulation:
-        """All rounds, with all that crossed the border."""
+        """All rounds, with all messages."""
         return simulate(self.algorithm(), self.parties(), engine=RecordingEngine)
 
     @cached_property
@@ -117,11 +117,14 @@ class Trial:
 
     @cached_property
     def elsewhere(self) -> Any:
-        """The state after all rounds at sites, each visit by a new algorithm object, with all
-        messages as bytes and torch's global generator in another state."""
+        """Run all rounds at sites; return the final state.
+
+        Each visit uses a new algorithm object, all messages are bytes, and torch's global generator
+        has another state.
+        """
         algorithm = self.algorithm()
         with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(20_241)  # nobody else's
+            torch.manual_seed(20_241)  # a seed used nowhere else
 
             def engine(agents: Any, *, seed: int, device: torch.device, check_wire: bool) -> Any:
                 return sites_engine(agents, algorithm, seed, Path(folder))
@@ -132,21 +135,21 @@ class Trial:
 
     @property
     def messages(self) -> list[Message]:
-        """All that crossed the border, in either direction."""
+        """Return all messages in either direction."""
         recorded = self.whole.engine.recorded
         return [m for call, reply in recorded for m in (call.message, reply.content)]
 
 
 def learns(trial: Trial) -> None:
-    """A round changes the released classifier."""
+    """Check that a round changes the released classifier."""
     if same_bits(trial.whole.algorithm.classifier(trial.whole.begun), trial.whole.classifier):
         raise BrokenPromise(f"after {trial.last} rounds it has the bits of the first state")
 
 
 def no_reply(trial: Trial) -> None:
-    """A round in which no agent replies teaches nothing, be it the first or the last.
+    """Check that a round without replies trains nothing, whether first or last.
 
-    Each weight stays, becomes that of another network, or lies between both (a moving average).
+    Each weight stays, becomes that of another network, or is between both (a moving average).
     """
     first = simulate(trial.algorithm(), trial.parties(), 1, engine=DecliningEngine)
     before = through_disk(trial.part, trial.last - 1)
@@ -170,7 +173,7 @@ def _weights_in(state: Any) -> dict[str, Tensor]:
 
 
 def _is_between(weight: Tensor, one: Tensor, other: Tensor) -> bool:
-    """Entry by entry, but for rounding."""
+    """Return whether each entry is between the others, up to rounding."""
     if not weight.shape == one.shape == other.shape:
         return False
     low, high = torch.minimum(one, other) - 1e-6, torch.maximum(one, other) + 1e-6
@@ -178,19 +181,19 @@ def _is_between(weight: Tensor, one: Tensor, other: Tensor) -> bool:
 
 
 def metrics(trial: Trial) -> None:
-    """Agents log numbers under names that a site sends."""
+    """Check that agents log numbers under names that a site sends."""
     named = {name for _, reply in trial.whole.engine.recorded for name in reply.metrics}
     if strange := sorted(name for name in named if not re.fullmatch(NOTE, name)):
         raise BrokenPromise(f"a site does not send {', '.join(strange)}. Name it train/WORD")
 
 
 def determinism(trial: Trial) -> None:
-    """The same seed gives the same bits, in any process; another seed gives others."""
+    """Check that equal seeds give equal bits in any process, and other seeds other bits."""
     with torch.random.fork_rng(devices=[]):
         try:
             same = same_bits(trial.whole.state, trial.elsewhere)
         except Exception:
-            same = False  # ``sites`` says what it was
+            same = False  # the check ``sites`` reports the reason
         if not same and (reason := _why_not_the_same(trial)):
             raise BrokenPromise(reason)
         torch.manual_seed(20_241)
@@ -200,7 +203,7 @@ def determinism(trial: Trial) -> None:
 
 
 def _why_not_the_same(trial: Trial) -> str | None:
-    """The reason for other bits that a run of its own shows; None: sites alone have others."""
+    """Return the reason for different bits that a simulation shows; None: only sites differ."""
     torch.manual_seed(20_242)
     if not same_bits(trial.whole.state, simulate(trial.algorithm(), trial.parties()).state):
         return (
@@ -217,7 +220,7 @@ def _why_not_the_same(trial: Trial) -> str | None:
 
 
 def order(trial: Trial) -> None:
-    """Agents of a parallel step may work in any order."""
+    """Check that agents of a parallel step may work in any order."""
     if trial.sequential:
         raise NotChecked("its agents work one after the other")
     backwards = simulate(trial.algorithm(), trial.parties(), engine=ReverseOrderEngine).state
@@ -226,7 +229,7 @@ def order(trial: Trial) -> None:
 
 
 def fields(trial: Trial) -> None:
-    """Only declared fields travel, in messages that nobody can change."""
+    """Check that only declared fields are sent, in immutable messages."""
     for message in trial.messages:
         name = type(message).__name__
         if not dataclasses.is_dataclass(message):
@@ -239,7 +242,7 @@ def fields(trial: Trial) -> None:
 
 
 def rows(trial: Trial) -> None:
-    """No row travels: every tensor has the shape of a weight, or one that is declared."""
+    """Check that no row is sent: every tensor has the shape of a weight, or a declared one."""
     networks = [*trial.whole.algorithm.networks().values()]
     networks.append(trial.whole.algorithm.task.new_classifier())
     known = {tensor.shape for n in networks for tensor in n.state_dict().values()}
@@ -263,7 +266,7 @@ def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def resume(trial: Trial) -> None:
-    """A resumed run ends with the bits of one that never stopped."""
+    """Check that a resumed run ends with the bits of an uninterrupted one."""
     stop = trial.last - 1
     before = trial.part
     rest = simulate(
@@ -279,7 +282,7 @@ def resume(trial: Trial) -> None:
 
 
 def labels(trial: Trial) -> None:
-    """Hidden labels change no bit, and given labels do."""
+    """Check that hidden labels change no bit, and that given labels do."""
     there = trial.parties()
     reference = trial.whole.state
     for given in (False, True):
@@ -295,7 +298,7 @@ def labels(trial: Trial) -> None:
 
 
 def parties(trial: Trial) -> None:
-    """One agent of each kind is enough, and agents with rows of one class give finite weights."""
+    """Check one agent of each kind, and finite weights for agents with rows of one class."""
     few, cell = {"query": 1}, {"partition": "classes_per_agent", "k": 1}
     single: dict[str, Any] = {**cell, "query": 10}
     if trial.labels == "support":
@@ -314,7 +317,7 @@ def parties(trial: Trial) -> None:
 
 
 def workers(trial: Trial) -> None:
-    """Worker processes give the bits of one process."""
+    """Check that worker processes give the bits of one process."""
     if reason := unsupported_reason(CPU):
         raise NotChecked(reason)
     algorithm, made = trial.algorithm(), list[WorkerEngine]()
@@ -336,7 +339,7 @@ def workers(trial: Trial) -> None:
 
 
 def sites(trial: Trial) -> None:
-    """Sites that exchange bytes give the bits of one process."""
+    """Check that sites that exchange bytes give the bits of one process."""
     if not same_bits(trial.whole.state, trial.elsewhere):
         raise BrokenPromise(
             "sites give another state than one process: a field is no tensor, number or text, or "
@@ -345,7 +348,7 @@ def sites(trial: Trial) -> None:
 
 
 def privacy(trial: Trial) -> None:
-    """A private run spends as its plan says, and its audit finds the claim borne out."""
+    """Check that a private run spends by its plan, and that its audit confirms the guarantee."""
     if not trial.kind.can_be_private:
         raise NotChecked("can_be_private is False")
     if trial.labels != "support":

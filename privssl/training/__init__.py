@@ -1,1 +1,1 @@
-"""Local training of one agent's networks, and the losses it takes."""
+"""Local training of one agent's networks, and its losses."""

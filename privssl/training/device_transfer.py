@@ -1,5 +1,7 @@
-"""Copy many tensors to a device and back at once. The networks here are a dozen small tensors each;
-a GPU takes as long for one as for all."""
+"""Transfer of many tensors to a device and back at once.
+
+Networks here are a dozen small tensors each; a GPU takes as long for one as for all.
+"""
 
 from collections.abc import Mapping
 
@@ -8,9 +10,9 @@ from torch import Tensor
 
 
 def move_to(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The tensors on a device, detached, with their numbers, types and strides.
+    """Move tensors to a device, detached, with their values, types and strides.
 
-    Tensors that are there already keep their memory. Copies share memory with each other, except on
+    Tensors that are on the device keep their memory. Copies share memory with each other, except on
     the CPU.
     """
     arrived = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -29,15 +31,17 @@ def move_to(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 
 @torch.no_grad()
 def put(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Write numbers into tensors of one device, which keep their strides. ``values``: from any
-    device, under the same names."""
+    """Write values into tensors of one device, which keep their strides.
+
+    ``values``: from any device, under the same names.
+    """
     if into:
         there = move_to(values, next(iter(into.values())).device)
         torch._foreach_copy_(list(into.values()), [there[name] for name in into])
 
 
 def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """CPU copies, each with memory of its own and the strides that it had."""
+    """Return CPU copies, each with its own memory and the original strides."""
     here = move_to(tensors, torch.device("cpu"))
     return {
         name: one.clone() if tensors[name].device.type == "cpu" else one
@@ -53,6 +57,6 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.dev
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, without gaps in memory."""
+    """Return the tensor, or a copy, without gaps in memory."""
     whole = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
     return tensor if whole else tensor.contiguous()

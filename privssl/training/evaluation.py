@@ -1,5 +1,8 @@
-"""Metrics on held-out rows, and quality of pseudo-labels. Only this module holds true labels of
-unlabelled rows: steps report their pseudo-labels to the meter and get nothing back."""
+"""Metrics on held-out rows, and quality of pseudo-labels.
+
+Only this module holds true labels of unlabelled rows: steps report their pseudo-labels to the
+meter, which returns nothing.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,18 +17,18 @@ from privssl.core.agents import natural_order
 from privssl.core.messages import StateDict
 from privssl.training.local_training import load_weights, network_input
 
-CHUNK = 256  # rows of one forward pass: their activations stay in the caches
+CHUNK = 256  # rows of one forward pass, whose activations fit the caches
 BINS = 15  # of the calibration error; Guo et al. 2017
-MOST_AGENTS = 20  # up to which the accuracy of each agent's own network is a curve
-MOST_RECALLS = 20  # classes up to which each recall is a curve
+MOST_AGENTS = 20  # limit for a curve of each agent's accuracy
+MOST_RECALLS = 20  # limit of classes for a curve of each recall
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What a classifier's outputs on labelled rows say.
+    """Metrics of a classifier's outputs on labelled rows.
 
-    A row is not finite if one of its outputs is NaN or infinite. It counts as wrong, and has no
-    part in loss and calibration error, which are None if there is no other row.
+    A row is not finite if one of its outputs is NaN or infinite. It counts as wrong, and is
+    excluded from loss and calibration error, which are None if there is no other row.
     """
 
     confusion: NDArray[np.int64]  # (C, C + 1): true class, predicted class; last: not finite
@@ -38,30 +41,30 @@ class Scores:
 
     @property
     def not_finite(self) -> int:
-        """Number of rows whose outputs are not finite."""
+        """The number of rows whose outputs are not finite."""
         return int(self.confusion[:, -1].sum())
 
     @property
     def accuracy(self) -> float:
-        """Share of rows whose most likely class is the true one."""
+        """The share of rows whose most likely class is the true one."""
         return int(np.trace(self.confusion)) / self.rows
 
     @property
     def recall(self) -> list[float | None]:
-        """Share of each class's rows that were recognised; None for a class without rows."""
+        """The recall of each class; None for a class without rows."""
         pairs = zip(self.confusion.diagonal().tolist(), self.confusion.sum(1).tolist(), strict=True)
         return [right / rows if rows else None for right, rows in pairs]
 
     @property
     def macro_f1(self) -> float:
-        """Mean over the classes that have rows of 2 TP / (2 TP + FP + FN)."""
+        """The mean over classes with rows of 2 TP / (2 TP + FP + FN)."""
         right, held = self.confusion.diagonal(), self.confusion.sum(axis=1)
         called = self.confusion[:, :-1].sum(axis=0)
         there = held > 0
         return float(np.mean(2 * right[there] / (held + called)[there]))
 
     def as_json(self, names: Sequence[str]) -> dict[str, Any]:
-        """For results.json; ``names`` of the C classes."""
+        """Return values for results.json; ``names`` of the C classes."""
         return {
             "loss": self.loss,
             "macro_f1": self.macro_f1,
@@ -70,7 +73,7 @@ class Scores:
         }
 
     def as_curves(self, names: Sequence[str]) -> dict[str, float]:
-        """What exists of it, by name; recalls up to ``MOST_RECALLS`` classes."""
+        """Return existing values by name; recalls up to ``MOST_RECALLS`` classes."""
         found = self.as_json(names)
         recall = found.pop("recall")
         if len(names) <= MOST_RECALLS:
@@ -88,14 +91,16 @@ def score(
     device: torch.device,
     chunk: int = CHUNK,
 ) -> Scores:
-    """Evaluate a classifier, with these weights in ``network``, in one pass over rows (N, *shape)
-    as stored and classes (N,)."""
+    """Evaluate a classifier, with these weights in ``network``, in one pass.
+
+    x: rows (N, *shape) as stored. y: classes (N,).
+    """
     load_weights(network, weights).eval()
     parts: list[tuple[Tensor, ...]] = []
     for rows, classes in zip(torch.split(x, chunk), torch.split(y, chunk), strict=True):
         logits = network(network_input(rows, device)).cpu()
         called = logits.argmax(dim=1)
-        # float64: the difference of two float32 logits may not be a float32.
+        # float64: the difference of two float32 logits may not be representable in float32.
         log_probs = logits.double().log_softmax(dim=1)
         both = log_probs.gather(1, torch.stack([classes, called], dim=1))
         parts.append((called, logits.isfinite().all(dim=1), -both[:, 0], both[:, 1].exp()))
@@ -113,22 +118,23 @@ def score(
 
 
 def calibration_error(confidence: NDArray[np.float64], right: NDArray[np.bool_]) -> float:
-    """Expected calibration error (Guo et al. 2017, Eq. 3), with ``BINS`` bins of equal width: the
-    gap between share of right rows and mean confidence in each, weighted by its rows. Of each row
-    (N,): its largest predicted probability, in (0, 1], and whether its class is the true one."""
+    """Compute the expected calibration error (Guo et al. 2017, Eq. 3), with ``BINS`` equal bins.
+    The difference between accuracy and mean confidence in each bin, weighted by its rows. For each
+    row (N,): its largest predicted probability, in (0, 1], and whether its class is the true
+    one."""
     bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
     gaps = np.bincount(bins, weights=right - confidence, minlength=BINS)
     return float(np.abs(gaps).sum() / len(confidence))
 
 
 class Evaluator:
-    """Scores of classifiers on held-out rows. Unchanged classifiers (the same object) are
-    evaluated once: a state is never written to."""
+    """Scores of classifiers on held-out rows. The same object is evaluated once, because states are
+    immutable."""
 
     def __init__(
         self, network: nn.Module, sets: Mapping[str, tuple[Tensor, Tensor]], device: torch.device
     ) -> None:
-        """``sets``: rows and classes as in ``score``, by name."""
+        """Set the data. ``sets``: rows and classes as in ``score``, by name."""
         self._network = network.to(device)
         self._sets, self._device = sets, device
         self._last: list[tuple[StateDict, dict[str, Scores]]] = []
@@ -138,7 +144,7 @@ class Evaluator:
         return score(self._network, weights, x, y, device=self._device)
 
     def scores(self, weights: StateDict) -> Mapping[str, Scores]:
-        """By name of the set."""
+        """Return scores by name of the set."""
         known = next((scores for of, scores in self._last if of is weights), None)
         if known is None:
             known = {name: self._score(weights, name) for name in self._sets}
@@ -146,12 +152,12 @@ class Evaluator:
         return known
 
     def validation_loss(self, weights: StateDict) -> float | None:
-        """Mean cross-entropy on the set of that name; None without one, or a finite output."""
+        """Return mean cross-entropy on the set of that name; None without the set or finite
+        outputs."""
         return self._score(weights, "validation").loss if "validation" in self._sets else None
 
     def of_agents(self, own: Mapping[str, StateDict]) -> dict[str, float]:
-        """Accuracy of single agents' networks on the test rows: the mean, and that of each of a
-        few."""
+        """Return accuracy of agents' own networks on the test rows: the mean, and each of a few."""
         reached = {
             agent: self._score(own[agent], "test").accuracy
             for agent in sorted(own, key=natural_order)
@@ -163,7 +169,7 @@ class Evaluator:
         return mean | (each if len(each) <= MOST_AGENTS else {})
 
     def accuracies(self, classifiers: Mapping[str, StateDict]) -> dict[str, float]:
-        """By ``<set>/<name of the classifier>``. Only these are known until the next call."""
+        """Return accuracies by ``<set>/<name of the classifier>``; only these stay cached."""
         found = {
             f"{rows}/{name}": scores.accuracy
             for name, weights in classifiers.items()
@@ -176,7 +182,7 @@ class Evaluator:
 
     @torch.no_grad()
     def classes_of(self, weights: StateDict, x: Tensor) -> Tensor:
-        """The most likely classes (N,) of rows (N, *shape) in [-1, 1], on the CPU."""
+        """Return the most likely classes (N,) of rows (N, *shape) in [-1, 1], on the CPU."""
         network = load_weights(self._network, weights).eval()
         parts = [
             network(rows.to(self._device)).argmax(dim=1).cpu() for rows in torch.split(x, CHUNK)
@@ -186,12 +192,12 @@ class Evaluator:
 
 @dataclass
 class HiddenLabelMeter:
-    """True labels of all training rows, by row id. Feeds metrics only."""
+    """True labels of all training rows, by row id, for metrics only."""
 
-    true_labels: Tensor  # (N,), below 0 where unknown
+    true_labels: Tensor  # (N,), below 0 if unknown
     _seen: int = field(default=0, init=False)
     _kept: int = field(default=0, init=False)
-    _known: int = field(default=0, init=False)  # of those kept
+    _known: int = field(default=0, init=False)  # kept ones with a known label
     _right: int = field(default=0, init=False)
 
     def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
@@ -203,8 +209,8 @@ class HiddenLabelMeter:
         self._right += int((true == labels[kept]).sum())
 
     def report(self) -> dict[str, float]:
-        """Coverage, and accuracy where the truth is known, of the pseudo-labels since the last
-        report; empty if there were none."""
+        """Return coverage, and accuracy if labels are known, of pseudo-labels since the last
+        report. Empty if there were none."""
         seen, kept, known, right = self._seen, self._kept, self._known, self._right
         self._seen = self._kept = self._known = self._right = 0
         if not seen:

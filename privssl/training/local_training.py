@@ -1,5 +1,4 @@
-"""Local training shared by all algorithms: batches, optimiser steps, Adam's moments between steps
-of an agent, and moving averages."""
+"""Local training of all algorithms: batches, optimiser steps, Adam's moments, moving averages."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,26 +12,27 @@ from torch import Tensor, nn
 
 from privssl.core.agents import Memory
 from privssl.core.messages import StateDict
-from privssl.core.rows import network_input as network_input  # every step starts with it
+from privssl.core.rows import network_input as network_input  # used by every step
 from privssl.runtime import randomness
 from privssl.training import device_transfer, optim
 from privssl.training.batched import deferred
 
-#: Elements of the rows whose views are made at once: 512 rows of 3x32x32. Fewer pay the cost of a
-#: call more often, more leave the caches.
+#: Elements of the rows whose views are computed at once: 512 rows of 3x32x32. Fewer increase
+#: overhead per call, more exceed the caches.
 SEEN_AT_ONCE = 3 * 2**19
 
 
 def draw_rows(held: int, count: int, rng: torch.Generator) -> Tensor:
-    """``count`` row numbers for one local step, of ``held`` >= 1 rows: every row once before any
-    twice."""
+    """Sample ``count`` row numbers of ``held`` >= 1 rows: every row once before any twice."""
     passes = -(-count // held)
     return torch.cat([torch.randperm(held, generator=rng) for _ in range(passes)])[:count]
 
 
 def epoch_batches(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Row numbers of one epoch, shuffled, in batches of ``size``; a short last one is kept, and
-    ``held`` = 0 rows give no batch."""
+    """Yield shuffled row numbers of one epoch in batches of ``size``; keep a short last one.
+
+    ``held`` = 0 rows give no batch.
+    """
     return iter(torch.split(torch.randperm(held, generator=rng), size)) if held else iter(())
 
 
@@ -40,13 +40,13 @@ def joint_batches(
     labelled: int, unlabelled: int, size: int, steps_of: Literal["labelled", "unlabelled"],
     rng: torch.Generator,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Row numbers of the steps of one epoch, ``size`` in a batch: labelled (B,) and unlabelled
+    """Yield row numbers of the steps of one epoch in batches of ``size``: labelled (B,), unlabelled
     (B',).
 
-    labelled: as many steps as FedAvg on the labelled rows takes; the unlabelled rows are divided
-    among them, so that each row of both kinds is used once (FedMatch with labels at clients).
-    unlabelled: batches of ``size`` of both kinds; labelled rows are reused. Of a kind of which no
-    row is held all batches are empty.
+    labelled: as many steps as FedAvg on the labelled rows; the unlabelled rows are divided among
+    them, so that each row of both kinds is used once (FedMatch with labels at clients). unlabelled:
+    batches of ``size`` of both kinds; labelled rows are reused. All batches of a kind without rows
+    are empty.
     """
     none = torch.empty(0, dtype=torch.int64)
     mine: Sequence[Tensor] = list(epoch_batches(labelled, size, rng))
@@ -61,7 +61,7 @@ def joint_batches(
 def in_blocks(
     batches: Iterable[Tensor], seen: Callable[[Tensor], Tensor], at_once: int = 512
 ) -> Iterator[Tensor]:
-    """Views of batches of row numbers (B,), B >= 0, made for many batches at once.
+    """Yield views of batches of row numbers (B,), B >= 0, computed for many batches at once.
 
     RandAugment's cost is per call, not per row: batch by batch it took a quarter of FedSEAL's
     training. ``seen``: row numbers (N,) -> views (N, ...); called for whole batches, of about
@@ -83,28 +83,30 @@ def views_of(
     view: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Iterator[Tensor]:
-    """Views of batches of stored rows (N, *shape), made :func:`in_blocks`. ``view``: network inputs
-    (n, *shape) -> views (n, ...)."""
+    """Yield views of batches of stored rows (N, *shape), by :func:`in_blocks`.
+
+    ``view``: network inputs (n, *shape) -> views (n, ...).
+    """
     return in_blocks(
         batches, lambda rows: view(network_input(stored[rows], device)), rows_per_pass(stored)
     )
 
 
 def rows_per_pass(stored: Tensor) -> int:
-    """How many of the rows (N, *shape) to make views of at once, >= 1."""
+    """Return the number of rows (N, *shape) whose views are computed at once, >= 1."""
     return max(1, SEEN_AT_ONCE // math.prod(stored.shape[1:]))
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerStep:
-    """One step that is to be taken down a loss."""
+    """One optimiser step that minimises a loss."""
 
-    optimisers: tuple[torch.optim.Optimizer, ...]  # of different parameters
+    optimisers: tuple[torch.optim.Optimizer, ...]  # of disjoint parameters
     loss: Tensor  # scalar
-    clip_norm: float | None  # the whole gradient is shortened to it, if it is longer
+    clip_norm: float | None  # largest norm of the joint gradient
 
     def parameters(self) -> list[Tensor]:
-        """What it may move."""
+        """Return the parameters of its optimisers."""
         groups = [group for one in self.optimisers for group in one.param_groups]
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
@@ -126,12 +128,11 @@ def minimise(
     *,
     clip_norm: float | None = None,
 ) -> Tensor:
-    """One step of one or several optimisers down a scalar loss; returns the loss, detached.
-    ``clip_norm``: largest norm of the joint gradient; None: unlimited.
+    """Take one step of one or several optimisers on a scalar loss; return the loss, detached.
 
-    Only the optimisers' parameters get gradients; one that the loss does not reach stays. All
-    training goes through here, so that an engine can batch several agents' steps
-    (``deferred.submit``).
+    ``clip_norm``: largest norm of the joint gradient; None: unlimited. Only the optimisers'
+    parameters get gradients; parameters that the loss does not depend on stay. All training uses
+    this function, so that an engine can batch several agents' steps (``deferred.submit``).
     """
     several = (optimiser,) if isinstance(optimiser, torch.optim.Optimizer) else tuple(optimiser)
     deferred.submit(OptimizerStep(several, loss, clip_norm))
@@ -161,11 +162,14 @@ ADAM = ("step", "exp_avg", "exp_avg_sq")  # Adam's state of a parameter
 
 
 class LocalOptimiser:
-    """Adam or SGD for each of several networks, with the state that an agent keeps. Keeping Adam's
-    moments assumes cross-silo training; with sampled agents they are merely older."""
+    """Adam or SGD for each of several networks, with the state that an agent keeps.
+
+    Keeping Adam's moments assumes cross-silo training; with sampled agents they are older.
+    """
 
     def __init__(self, groups: Mapping[str, Group], memory: Memory, prefix: str) -> None:
-        """``prefix`` separates this optimiser's memory from others of the same agent."""
+        """Load the state. ``prefix`` separates this optimiser's memory from others of the same
+        agent."""
         self._optimisers: list[torch.optim.Optimizer] = [
             optim.SGD(group.network.parameters(), lr=group.learning_rate, momentum=group.momentum)
             for group in groups.values()
@@ -206,11 +210,11 @@ class LocalOptimiser:
         device_transfer.put(own, {name: memory[name] for name in own})
 
     def minimise(self, loss: Tensor) -> None:
-        """One step on a scalar loss. A parameter that the loss does not reach stays."""
+        """Take one step on a scalar loss. Parameters that the loss does not depend on stay."""
         minimise(self._optimisers, loss)
 
     def remember(self) -> dict[str, Tensor]:
-        """Adam's moments, for the agent's memory."""
+        """Return Adam's moments, for the agent's memory."""
         moments = {
             f"{key}#{slot}": value
             for key, parameter in self._kept.items()
@@ -220,8 +224,10 @@ class LocalOptimiser:
 
 
 def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
-    """decay * kept + (1 - decay) * new, tensor by tensor (mean teacher, Tarvainen 2017). Of integer
-    tensors (batch norm's counts) the new one is taken."""
+    """Return decay * kept + (1 - decay) * new for each tensor (mean teacher, Tarvainen 2017).
+
+    Integer tensors (batch norm's counts) are taken from ``new``.
+    """
     return {
         key: torch.lerp(value, kept[key], decay) if value.is_floating_point() else value
         for key, value in new.items()
@@ -231,26 +237,28 @@ def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
 def load_weights(
     network: nn.Module, weights: StateDict, device: torch.device | None = None
 ) -> nn.Module:
-    """Copy weights into a network and set it to training mode. ``device``: to move the network to;
-    None: where it is."""
+    """Copy weights into a network and set it to training mode.
+
+    ``device``: to move the network to; None: leave it.
+    """
     own = network.state_dict()
     if device is not None and any(tensor.device != device for tensor in own.values()):
         own = network.to(device).state_dict()
     if {n: t.shape for n, t in own.items()} != {n: w.shape for n, w in weights.items()}:
-        network.load_state_dict(dict(weights))  # it says what does not fit
+        network.load_state_dict(dict(weights))  # raises if they do not fit
     device_transfer.put(own, weights)
     return network.train()
 
 
 def fresh_weights(build: Callable[[], nn.Module], rng: torch.Generator) -> dict[str, Tensor]:
-    """Initial weights drawn with a generator. A network is built for it, since resetting one would
-    keep a spectral norm's vectors."""
+    """Return random initial weights. A network is built for it, because resetting one would keep a
+    spectral norm's vectors."""
     with randomness.seeded(rng):
         return weights_of(build())
 
 
 def weights_of(network: nn.Module) -> dict[str, Tensor]:
-    """A copy of a network's state dict, on the CPU."""
+    """Return a copy of a network's state dict, on the CPU."""
     return device_transfer.copy_tensors(network.state_dict())
 
 
@@ -259,8 +267,7 @@ _copied_at_once: ContextVar[bool] = ContextVar("copied_at_once", default=False)
 
 @contextmanager
 def copy_once() -> Iterator[None]:
-    """Let :func:`to_send` share memory on this thread: the caller of the step copies its reply
-    first."""
+    """Let :func:`to_send` share memory on this thread, because the caller copies the reply."""
     before = _copied_at_once.set(True)
     try:
         yield
@@ -269,8 +276,7 @@ def copy_once() -> Iterator[None]:
 
 
 def to_send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A network's tensors on the CPU, for the reply of a step only; copied, except under
-    ``copy_once``."""
+    """Return tensors on the CPU for the reply of a step; copied, except under ``copy_once``."""
     if _copied_at_once.get():
         return device_transfer.move_to(tensors, torch.device("cpu"))
     return device_transfer.copy_tensors(tensors)
@@ -289,7 +295,7 @@ def fit(
     size: int,
     loss: Callable[[dict[str, Tensor]], Tensor],
 ) -> float:
-    """One pass over rows, a step for each batch of ``size``; the mean loss."""
+    """Train one pass over rows, a step for each batch of ``size``; return the mean loss."""
     losses = []
     for batch in batches(fields, size):
         now = loss(batch)
@@ -299,5 +305,5 @@ def fit(
 
 
 def mean_of(values: list[Tensor]) -> float:
-    """Mean of scalar tensors, 0.0 of none; synchronises the device once."""
+    """Return the mean of scalar tensors, 0.0 if none; synchronises the device once."""
     return float(torch.stack(values).mean()) if values else 0.0

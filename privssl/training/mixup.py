@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def sample_mix(rows: int, alpha: float, rng: torch.Generator) -> Tensor:
-    """Blending factors lambda ~ Beta(alpha, alpha), (rows,) in [0, 1]; alpha > 0, below 1 most are
-    near 0 or 1."""
-    # torch's Beta takes no generator. float64: with a small alpha, float32 would often underflow.
+    """Sample lambda ~ Beta(alpha, alpha), (rows,) in [0, 1]; for 0 < alpha < 1 most are near 0 or
+    1."""
+    # torch's Beta accepts no generator. float64: with a small alpha, float32 would often underflow.
     shapes = torch.full((2, rows), alpha, dtype=torch.float64)
     gammas = torch._standard_gamma(shapes, generator=rng)
     first, second = gammas.clamp_min(torch.finfo(torch.float64).tiny)
@@ -16,7 +16,7 @@ def sample_mix(rows: int, alpha: float, rng: torch.Generator) -> Tensor:
 
 
 def mix(lam: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """lam * first + (1 - lam) * second, row by row, of lam (B,) and tensors (B, ...). Eq. 3."""
+    """Return lam * first + (1 - lam) * second by row, of lam (B,) and tensors (B, ...). Eq. 3."""
     lam = lam.view(-1, *[1] * (first.dim() - 1))
     return lam * first + (1 - lam) * second
 
@@ -24,7 +24,7 @@ def mix(lam: Tensor, first: Tensor, second: Tensor) -> Tensor:
 def local_mixup(
     x: Tensor, p: Tensor, alpha: float, rng: torch.Generator, *, towards_first: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """L-MixUp: every row of a batch mixed with another row of it, labels likewise. Eq. 3.
+    """Mix every row of a batch, and its label, with another row of it (L-MixUp, Eq. 3).
 
     Args:
         x: rows (B, *shape).

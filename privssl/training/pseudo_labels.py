@@ -1,4 +1,4 @@
-"""Labels for rows that have none."""
+"""Pseudo-labels of unlabelled rows."""
 
 from collections.abc import Callable
 
@@ -27,8 +27,7 @@ def guess_labels(
     rng: torch.Generator,
     chunk: int = 512,
 ) -> Tensor:
-    """Pseudo-labels (N, C): mean prediction over augmented views, sharpened. Fan et al., 3.3, Eq.
-    2.
+    """Compute pseudo-labels (N, C): sharpened mean prediction over views. Fan et al., 3.3, Eq. 2.
 
     Args:
         classify: (B, *shape) -> (B, C) logits.
@@ -45,7 +44,7 @@ def guess_labels(
 
 @torch.no_grad()
 def view_probabilities(F: nn.Module, x: Tensor, classes: int) -> Tensor:
-    """Class probabilities (B, C) of views (B, *shape) in evaluation mode; B may be 0.
+    """Compute class probabilities (B, C) of views (B, *shape) in evaluation mode; B may be 0.
 
     F is in training mode afterwards.
     """

@@ -1,4 +1,4 @@
-"""Which way up is a row: a self-supervised task (Gidaris, Singh, Komodakis, ICLR 2018)."""
+"""Rotation prediction, a self-supervised task (Gidaris, Singh, Komodakis, ICLR 2018)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,20 +11,20 @@ TURNS = 4  # by 0, 90, 180 and 270 degrees
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Square images (B, C, S, S), each turned by its number (B,) of quarters."""
+    """Rotate square images (B, C, S, S), each by its number (B,) of quarter turns."""
     turned = torch.stack([torch.rot90(x, k, (2, 3)) for k in range(TURNS)])
     return turned[turns, torch.arange(len(x), device=x.device)]
 
 
 def last_linear(F: nn.Module) -> nn.Linear | None:
-    """The layer whose input are the features of a row; None: there is none."""
+    """Return the layer whose input is the features of a row; None if there is none."""
     layers = [layer for layer in F.modules() if isinstance(layer, nn.Linear)]
     return layers[-1] if layers else None
 
 
 @contextmanager
 def features_of(F: nn.Module) -> Iterator[list[Tensor]]:
-    """What the last linear layer gets (B, D), of each forward pass in the block."""
+    """Collect the input of the last linear layer (B, D) of each forward pass in the block."""
     found: list[Tensor] = []
     layer = last_linear(F)
     assert layer is not None
@@ -36,5 +36,5 @@ def features_of(F: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def rotation_loss(head: Tensor, features: Tensor, turns: Tensor) -> Tensor:
-    """Cross-entropy of turns (B,) that a head (4, D) reads from features (B, D)."""
+    """Compute cross-entropy of turns (B,) predicted by a head (4, D) from features (B, D)."""
     return cross_entropy(linear(features.float(), head), turns)

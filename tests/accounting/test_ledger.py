@@ -36,7 +36,7 @@ from accounting.events import (
 from accounting.journal import JournalFile
 from accounting.ledger import Account, read_journal
 from tests.support.ledger import VISIT, plan, rebuilt, spend_all
-from tests.support.transports import beside
+from tests.support.transports import process_at_work
 
 
 @pytest.fixture
@@ -618,7 +618,7 @@ def test_a_second_process_fails_on_the_lock_and_killing_the_first_keeps_its_char
             time.sleep(600)
 
     # The child holds the account inside a visit, between reserve and settle, and is killed there.
-    with beside(hold) as kill:
+    with process_at_work(hold) as kill:
         with pytest.raises(LedgerError, match="another process is using this account"):
             reopened(path)
         assert read_journal(path).problems == []  # an audit needs no lock

@@ -1,4 +1,4 @@
-"""What the tests of the Python interface share: small arrays, a config of a second, a network."""
+"""Helpers for the tests of the Python interface: small arrays, a fast config, a network."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def config(folder: Path, text: str = PLAIN) -> Path:
 def arrays(
     rows: int = 120, shape: tuple[int, ...] = (8, 8), classes: int = 3
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
-    """Rows whose brightness is their class, and 30 more to test on."""
+    """Training rows whose brightness is their class, and 30 test rows."""
     rng = np.random.default_rng(0)
     y = np.arange(rows + 30) % classes
     noise = rng.uniform(0, 0.2, (len(y), *shape))
@@ -48,7 +48,7 @@ def dataset(**more: Any) -> Dataset:
 
 
 class Net(nn.Module):
-    """A user's network, with what private runs and other layouts usually stumble over."""
+    """A user's network with parts that often cause problems in private runs and other layouts."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, hidden: int = 8) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def plain(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 class Frame:
-    """What pandas and polars have in common."""
+    """A minimal data frame: the common interface of pandas and polars."""
 
     def __init__(self, **columns: Any) -> None:
         self._columns = {name.replace("__", " "): list(v) for name, v in columns.items()}

@@ -1,4 +1,4 @@
-"""A module of a user's, whose networks configs name as ``tests.api.own_module:Name``."""
+"""A user's module, whose networks configs name as ``tests.api.own_module:Name``."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ NO_NETWORK = 3
 
 
 class _Linear(nn.Module):
-    """What the networks below have in common: one linear layer over all pixels."""
+    """Base of the networks below: one linear layer over all pixels."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class _Linear(nn.Module):
 
 
 class Lazy(nn.Module):
-    """Its layers learn their sizes from the first rows."""
+    """Lazy layers, which infer their sizes from the first rows."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Lazy(nn.Module):
 
 
 class NormAct(nn.BatchNorm2d):
-    """Batch norm and more, as timm has it."""
+    """Batch norm with an activation, as in timm."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -50,7 +50,7 @@ class NormAct(nn.BatchNorm2d):
 
 
 class Doubling(nn.BatchNorm2d):
-    """Batch norm and more, which nobody can know."""
+    """Batch norm with a further operation that no library has."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -72,14 +72,14 @@ class Wide(_Linear):
 
 
 class Coloured(_Linear):
-    """Takes images of three channels alone."""
+    """Accepts only images with three channels."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__((3, *shape[1:]), classes)
 
 
 class Uneven(_Linear):
-    """Is built otherwise each time."""
+    """Has another architecture each time it is built."""
 
     built = 0
 
@@ -97,7 +97,7 @@ class Broken(_Linear):
 
 
 class Dropping(_Linear):
-    """Draws chance as a layer."""
+    """Has a dropout layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.drop(x))
@@ -108,21 +108,21 @@ class Dropping(_Linear):
 
 
 class Noisy(_Linear):
-    """Draws chance by itself."""
+    """Draws random numbers in ``forward``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + torch.rand_like(x) * self.training)
 
 
 class Centred(_Linear):
-    """Takes the mean of the batch away: every row reaches the others."""
+    """Subtracts the mean of the batch, so every row affects the others."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(dim=0))
 
 
 class Remembering(_Linear):
-    """Takes away what it saw in the last call: rows reach those of later batches."""
+    """Subtracts values of the previous call, so rows affect later batches."""
 
     last: Tensor | float = 0.0
 
@@ -133,7 +133,7 @@ class Remembering(_Linear):
 
 
 class Tallying(_Linear):
-    """Adds to a tensor in place, which is no buffer, and changes no output yet."""
+    """Adds to a tensor in place that is no buffer; outputs do not change yet."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__(shape, classes)
@@ -145,7 +145,7 @@ class Tallying(_Linear):
 
 
 class Training(_Linear):
-    """Remembers where there are gradients, and not where one looks."""
+    """Stores state only while gradients are recorded."""
 
     last: Tensor | None = None
 
@@ -156,7 +156,7 @@ class Training(_Linear):
 
 
 class Queueing(_Linear):
-    """Keeps what it saw in a queue that is no list."""
+    """Stores previous inputs in a deque."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__(shape, classes)
@@ -168,7 +168,7 @@ class Queueing(_Linear):
 
 
 class _Mean:
-    """A running mean, as other projects have it: no tensor of a layer."""
+    """A running mean that is no buffer of a layer."""
 
     value = torch.zeros(())
 
@@ -177,7 +177,7 @@ class _Mean:
 
 
 class Centring(_Linear):
-    """Centres each row in training, and by a running mean in evaluation."""
+    """Centres each row by itself in training, and by a running mean in evaluation."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__(shape, classes)
@@ -191,14 +191,14 @@ class Centring(_Linear):
 
 
 class Halving(_Linear):
-    """Lists half of its parameters to optimisers."""
+    """Returns half of its parameters from ``parameters``."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return iter([*super().parameters(recurse)][:1])
 
 
 class Counting(_Linear):
-    """Keeps a number that changes no output yet."""
+    """Stores a number that changes no output yet."""
 
     calls = 0
 
@@ -208,14 +208,14 @@ class Counting(_Linear):
 
 
 class Branching(_Linear):
-    """Decides by a row's numbers, which vmap cannot."""
+    """Branches on a row's values, which vmap does not support."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (2.0 if bool((x.sum() > 0).item()) else 1.0)
 
 
 class Buffered(_Linear):
-    """Has a buffer, which would be sent as it is."""
+    """Has a buffer, which would be sent without noise."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__(shape, classes)
@@ -223,7 +223,7 @@ class Buffered(_Linear):
 
 
 class InPlace(_Linear):
-    """Changes a layer's output in place."""
+    """Modifies a layer's output in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -247,7 +247,7 @@ class Frozen(_Linear):
 
 
 class DroppingAlways(_Linear):
-    """Dropout that is not switched off in evaluation: its default as a function."""
+    """Functional dropout, which stays active in evaluation by default."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(nn.functional.dropout(x, 0.5))
@@ -261,7 +261,7 @@ class Mixing(_Linear):
 
 
 class Squeezing(_Linear):
-    """A network that drops the batch's dimension where it has one row."""
+    """Drops the batch dimension of a batch of one row."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).squeeze()

@@ -1,4 +1,4 @@
-"""``privssl.Dataset``: rows in memory, checked as an NPZ file is, and one clear error each."""
+"""``privssl.Dataset``: rows in memory, with the checks of NPZ files and clear errors."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ Rows = privssl.Dataset
 X, Y, X_TEST, Y_TEST = arrays()
 
 
-def test_arrays_are_the_rows_that_an_npz_file_of_them_has(tmp_path: Path) -> None:
+def test_a_dataset_from_arrays_has_the_rows_of_the_same_npz_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.npz"
     names = ("x_train", "y_train", "x_test", "y_test", "x_unlabelled")
     given = (X, Y, X_TEST, Y_TEST, X_TEST[:5])
@@ -45,7 +45,7 @@ def test_arrays_are_the_rows_that_an_npz_file_of_them_has(tmp_path: Path) -> Non
     assert (made.class_names, made.shape) == (("0", "1", "2"), (1, 8, 8))
 
 
-def test_tensors_and_lists_are_arrays_and_a_later_change_of_them_changes_nothing() -> None:
+def test_a_dataset_accepts_tensors_and_lists_and_copies_them() -> None:
     x = X.copy()
     first = Rows.from_arrays(x, Y, X_TEST, Y_TEST)
     x[:] = 0
@@ -56,8 +56,8 @@ def test_tensors_and_lists_are_arrays_and_a_later_change_of_them_changes_nothing
     assert Rows.from_arrays(x, Y, X_TEST, Y_TEST).checksum != first.checksum
 
 
-class Pictures(TorchDataset[Any]):
-    """As torchvision's data sets are: images of Pillow, class numbers, names."""
+class PillowDataset(TorchDataset[Any]):
+    """A data set like torchvision's: Pillow images, class numbers and class names."""
 
     classes = ("no", "some", "much")
 
@@ -73,28 +73,30 @@ class Pictures(TorchDataset[Any]):
         return Image.new("RGB", (10, 8), (shade, row, 7)), label
 
 
-def test_map_style_data_sets_of_torch_are_read_item_by_item() -> None:
-    found = Rows.from_torch(Pictures(60), Pictures(30))
-    assert (found.shape, found.class_names, len(found)) == ((3, 8, 10), Pictures.classes, 60)
+def test_a_dataset_accepts_map_style_datasets_of_torch() -> None:
+    found = Rows.from_torch(PillowDataset(60), PillowDataset(30))
+    assert (found.shape, found.class_names, len(found)) == ((3, 8, 10), PillowDataset.classes, 60)
     assert found.rows.x_train[4, :, 0, 0].tolist() == [120, 4, 7]
     assert found.rows.y_train[:6].tolist() == [0, 1, 2, 0, -1, 2]
     parts = [TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in ((X, Y), (X_TEST, Y_TEST))]
     assert Rows.from_torch(*parts).checksum == dataset().checksum
 
 
-class Table(list[dict[str, Any]]):
-    """The part of ``datasets.Dataset`` that is used."""
+class HuggingFaceTable(list[dict[str, Any]]):
+    """The methods of ``datasets.Dataset`` that privssl uses."""
 
     features: Any
 
 
-def table(x: Any, y: Any, **columns: str) -> Table:
-    found = Table({"image": row, "digit": int(label)} for row, label in zip(x, y, strict=True))
+def table(x: Any, y: Any, **columns: str) -> HuggingFaceTable:
+    found = HuggingFaceTable(
+        {"image": row, "digit": int(label)} for row, label in zip(x, y, strict=True)
+    )
     found.features = {"image": SimpleNamespace(), "digit": SimpleNamespace(names=["a", "b", "c"])}
     return found
 
 
-def test_hugging_face_objects_are_read_by_their_columns() -> None:
+def test_a_dataset_accepts_hugging_face_datasets() -> None:
     found = Rows.from_huggingface(table(X, Y), table(X_TEST, Y_TEST), label="digit")
     assert found.class_names == ("a", "b", "c")
     assert found.checksum == dataset().checksum
@@ -133,29 +135,29 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_rows_are_one_error(make: Callable[[], object], message: str) -> None:
+def test_wrong_rows_raise_one_clear_error(make: Callable[[], object], message: str) -> None:
     with pytest.raises(privssl.UserError, match=message):
         make()
 
 
-# Rows that lie at agents already -----------------------------------------------------------------
+# Federated rows ----------------------------------------------------------------------------------
 
 AGENTS = {"s1": (X[20:40], Y[20:40]), "s0": (X[:20], Y[:20]), "q0": X[40:]}
 
 
-def test_rows_of_agents_stay_where_they_are(tmp_path: Path) -> None:
+def test_federated_rows_stay_with_their_agents(tmp_path: Path) -> None:
     run = privssl.train(
         config(tmp_path), None, Rows.federated(AGENTS, (X_TEST, Y_TEST)), output=tmp_path / "run"
     )
     split = json.loads((run.folder / "split.json").read_text())["agents"]
-    # Ids count through the agents in natural order: q0 first.
+    # Ids are numbered through the agents in natural order: q0 first.
     assert split["q0"] == {"labelled": [], "unlabelled": list(range(80))}
     assert split["s0"] == {"labelled": list(range(80, 100)), "unlabelled": []}
     assert split["s1"] == {"labelled": list(range(100, 120)), "unlabelled": []}
     assert run.results["agents"] == {"support": 2, "query": 1}
 
 
-def test_mixed_agents_and_a_server_hold_what_they_are_given() -> None:
+def test_mixed_agents_and_a_server_hold_the_rows_given_to_them() -> None:
     y = np.where(np.arange(60) < 10, Y[:60], -1)
     mixed = Rows.federated({"m0": (X[:60], y), "m1": (X[60:], Y[60:])}, (X_TEST, Y_TEST))
     assert mixed.settings["data.labels"] == "labels-at-client"
@@ -166,7 +168,7 @@ def test_mixed_agents_and_a_server_hold_what_they_are_given() -> None:
     assert (server.settings["agents.support"], server.settings["agents.query"]) == (0, 1)
 
 
-def test_the_agents_of_a_run_come_from_its_rows(tmp_path: Path) -> None:
+def test_the_agents_of_a_run_follow_from_its_federated_rows(tmp_path: Path) -> None:
     sections = {"algorithm": {"name": "pseudo", "rounds": 1}}  # needs a query agent
     data = Rows.federated(AGENTS, (X_TEST, Y_TEST))
     run = privssl.train(sections, {"run.workers": 1}, data, output=tmp_path / "run")
@@ -193,7 +195,7 @@ FEDERATED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("agents", "message"), FEDERATED.values(), ids=FEDERATED)
-def test_agents_that_no_run_has_are_one_error(agents: dict[str, Any], message: str) -> None:
+def test_invalid_agents_raise_one_clear_error(agents: dict[str, Any], message: str) -> None:
     with pytest.raises(privssl.UserError, match=message):
         Rows.federated(agents, (X_TEST, Y_TEST))
 
@@ -203,7 +205,7 @@ def test_test_rows_of_agents_need_labels() -> None:
         Rows.federated(AGENTS, X_TEST)
 
 
-def test_a_key_that_an_argument_of_python_sets_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_config_key_that_a_python_argument_sets_is_refused(tmp_path: Path) -> None:
     data = Rows.federated(AGENTS, (X_TEST, Y_TEST))
     for key, given, argument in (
         ("data.labelled", 5, "data"),
@@ -211,12 +213,12 @@ def test_a_key_that_an_argument_of_python_sets_is_refused_by_its_name(tmp_path: 
         ("run.output", "x", "output"),
         ("model.name", "mlp", "model"),
     ):
-        said = f"{key}: set by {argument}=. Leave one of the two out"
-        with pytest.raises(privssl.UserError, match=said):
+        error_text = f"{key}: set by {argument}=. Leave one of the two out"
+        with pytest.raises(privssl.UserError, match=error_text):
             privssl.train(config(tmp_path), {key: given}, data, "linear", tmp_path / "run")
 
 
-def test_settings_that_would_divide_given_rows_are_refused(tmp_path: Path) -> None:
+def test_split_settings_are_refused_for_federated_rows(tmp_path: Path) -> None:
     data = Rows.federated(AGENTS, (X_TEST, Y_TEST))
     with pytest.raises(privssl.UserError, match=r"data\.validation can divide them no more"):
         privssl.train(config(tmp_path), {"data.validation": 5}, data, output=tmp_path / "run")
@@ -235,17 +237,17 @@ VECTORS = {
 
 
 @pytest.mark.parametrize("agent", ["s1", "q0"])
-def test_an_agent_that_scales_private_vectors_by_its_own_rows_is_refused(
+def test_private_vectors_standardised_by_an_agents_own_rows_are_refused(
     agent: str, tmp_path: Path
 ) -> None:
-    """Also where the rows of others hide it in those of all."""
+    """Also if the rows of all agents together do not look standardised."""
     rng, y = np.random.default_rng(0), np.arange(50) % 2
     rows = {name: rng.uniform(-1, 1, (50, 6)).astype(np.float32) for name in ("s0", "s1", "q0")}
     rows[agent] = (rows[agent] - rows[agent].mean(axis=0)) / rows[agent].std(axis=0)
     agents: Any = {name: x if name == "q0" else (x, y) for name, x in rows.items()}
     data = Rows.federated(agents, (rng.uniform(-1, 1, (40, 6)), y[:40]), ["a", "b"])
     assert not data.rows.standardised
-    if agent == "q0":  # the control: a claim is about rows with labels
+    if agent == "q0":  # the control: only labelled rows are protected
         assert privssl.train(VECTORS, data=data, output=tmp_path / "run").guarantee
         return
     with pytest.raises(PrivacyError, match="scaled by their own statistics"):
@@ -262,7 +264,7 @@ NO_COLUMNS: dict[str, Any] = {"age": 3}
 COLUMNS: dict[str, Any] = {"age": [0, 80], "colour": ["blue", "red", "green"]}
 
 
-def test_a_frame_is_scaled_by_declared_bounds_or_by_its_training_rows() -> None:
+def test_a_data_frame_is_scaled_by_declared_bounds_or_by_its_training_rows() -> None:
     found = Rows.from_frame(FRAME, "target", test=0.25, columns=COLUMNS)
     assert (found.shape, found.class_names) == ((4,), ("no", "yes"))
     assert (len(found), len(found.rows.y_test)) == (6, 2)  # a quarter of the four of each class
@@ -277,37 +279,37 @@ def test_a_frame_is_scaled_by_declared_bounds_or_by_its_training_rows() -> None:
     assert measured.shape == (3,)
 
 
-def test_warnings_of_reading_a_frame_are_kept_for_the_log_and_the_results() -> None:
+def test_warnings_about_a_data_frame_are_kept_for_the_log_and_the_results() -> None:
     def warnings_of(ages: list[int]) -> list[str]:
         found = Rows.from_frame(Frame(age=ages, x=range(8), y=["no", "yes"] * 4), "y", test=0.25)
         return [record.getMessage() for record in found.rows.said]
 
     assert warnings_of([30] * 8) == [
-        "Dataset.from_frame: column age is constant, so it tells nothing."
+        "Dataset.from_frame: column age is constant, so it has no information."
     ]
     assert warnings_of(AGES) == []  # the control
 
 
-def test_a_row_without_a_label_trains_and_is_no_test_row() -> None:
-    labels = [0.0, 1.0, None, float("nan"), 0.0, 1.0, 0.0, 1.0]  # as pandas has them
+def test_a_row_without_a_label_is_a_training_row_and_no_test_row() -> None:
+    labels = [0.0, 1.0, None, float("nan"), 0.0, 1.0, 0.0, 1.0]  # as in pandas
     found = Rows.from_frame(Frame(x=AGES, label=labels), test=0.3)
     assert found.class_names == ("0", "1")
     assert found.rows.y_train.tolist().count(-1) == 2 and -1 not in found.rows.y_test.tolist()
 
 
-def test_a_row_of_a_frame_is_the_same_record_to_an_account_whatever_columns_are_declared() -> None:
+def test_a_rows_record_does_not_depend_on_the_declared_columns() -> None:
     def records(columns: dict[str, Any], **more: Any) -> tuple[str, ...] | None:
         frame = Frame(age=AGES, colour=["red", "blue"] * 4, target=["no", "yes"] * 4, **more)
         return Rows.from_frame(frame, "target", 0.25, columns).rows.records
 
     age = {"age": [0, 80]}
     assert records(COLUMNS) == records(age) is not None
-    # The control: a patient's number, which is not declared, tells rows apart, as in a CSV file.
+    # The control: an undeclared patient number distinguishes rows, as in a CSV file.
     pictures = [np.zeros(2)] * 8
     assert records(age) != records(age, patient=range(8)) != records(age, patient=pictures)
 
 
-def test_a_row_of_a_frame_is_the_same_record_in_single_precision_and_by_another_reader() -> None:
+def test_a_rows_record_does_not_depend_on_precision_or_on_the_csv_reader() -> None:
     def records(sizes: Any, smokes: Any) -> tuple[str, ...]:
         frame = Frame(size=sizes, smokes=smokes, target=["no", "yes"] * 4)
         found = Rows.from_frame(frame, "target", 0.25, {"size": [0, 9]}).rows.records
@@ -318,28 +320,28 @@ def test_a_row_of_a_frame_is_the_same_record_in_single_precision_and_by_another_
     double = records(sizes, smokes)
     assert len(set(double)) == len(double)
     assert records(sizes.astype(np.float32), smokes) == double
-    # A reader of CSV files whose numbers are the nearest ones but one, and flags as they stand.
+    # Simulates a CSV reader with slightly different numbers and unparsed booleans.
     assert records(np.nextafter(sizes, 9), ["true", "false"] * 4) == double
-    # The control: whole numbers are exact, whatever their size, and may tell rows apart.
+    # The control: whole numbers of any size are exact and distinguish rows.
     assert not set(records([2**24] * 8, smokes)) & set(records([2**24 + 1] * 8, smokes))
 
 
-def test_a_record_of_a_frame_does_not_depend_on_places_in_memory_or_on_the_order_of_a_set() -> None:
+def test_a_rows_record_does_not_depend_on_memory_addresses_or_on_set_order() -> None:
     def fields(*tags: str) -> list[str]:
-        kept = [object() for _ in range(3)]  # each at a place of its own
+        kept = [object() for _ in range(3)]  # objects at different addresses
         assert len(set(map(str, kept))) == 3
         pictures = [Image.new("L", (2, 2), grey) for grey in (0, 0, 7)]
         return [*map(field_of, (*kept, *pictures)), field_of(set(tags))]
 
     one, other = fields("i", "q"), fields("q", "i")
     assert one == other and len({*one[:3]}) == 1 and "0x" not in "".join(one)
-    assert one[3] == one[4] != one[5]  # pictures go by their pixels
+    assert one[3] == one[4] != one[5]  # images are compared by pixels
     assert field_of({"i", "q"}) != field_of({"i"}) != field_of("met at 0x1")
-    assert field_of("met at 0x1") == "met at 0x1"  # a text is what it is
+    assert field_of("met at 0x1") == "met at 0x1"  # texts are compared exactly
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])
-def test_a_missing_category_is_predicted_as_it_was_trained(missing: object) -> None:
+def test_a_missing_category_is_encoded_alike_in_training_and_prediction(missing: object) -> None:
     frame = Frame(
         colour=["red", missing] * 4, size=np.array(AGES, np.float32) / 3, target=["no", "yes"] * 4
     )
@@ -352,7 +354,7 @@ def test_a_missing_category_is_predicted_as_it_was_trained(missing: object) -> N
 
 
 @pytest.mark.parametrize("top", [50, 80])
-def test_what_is_odd_about_a_frame_is_a_warning_of_its_run(top: int, tmp_path: Path) -> None:
+def test_suspicious_data_frames_give_a_warning_in_the_run(top: int, tmp_path: Path) -> None:
     """The control: bounds that hold all ages."""
     rng = np.random.default_rng(0)
     frame = Frame(age=rng.permutation(np.linspace(0, 79, 60)), label=[0, 1] * 30)
@@ -363,7 +365,7 @@ def test_what_is_odd_about_a_frame_is_a_warning_of_its_run(top: int, tmp_path: P
     assert warned == (top == 50)
 
 
-def test_what_is_odd_about_private_rows_is_on_the_screen_and_in_no_file(
+def test_warnings_about_private_rows_are_printed_and_written_to_no_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     frame = Frame(age=np.arange(60.0), label=[0, 1] * 30)
@@ -378,7 +380,7 @@ def test_what_is_odd_about_private_rows_is_on_the_screen_and_in_no_file(
         assert "beyond its bounds" not in (run.folder / name).read_text()
 
 
-def test_columns_that_are_named_by_numbers_are_found_again() -> None:
+def test_columns_named_by_numbers_are_found() -> None:
     """As pandas names the columns of an array."""
     data = Rows.from_frame(Frame(**{"0": AGES, "target": ["no", "yes"] * 4}), "target", test=0.25)
     form = RowForm(
@@ -389,7 +391,7 @@ def test_columns_that_are_named_by_numbers_are_found_again() -> None:
         form.convert({1: AGES})
 
 
-def test_a_class_keeps_its_name_unless_it_is_a_whole_number_stored_as_a_float() -> None:
+def test_class_names_are_kept_except_whole_numbers_stored_as_floats() -> None:
     for labels in (["v1.0", "v2.0"] * 4, ["1.0", "1"] * 4):
         found = Rows.from_frame(Frame(x=AGES, label=labels), test=0.3)
         assert found.class_names == tuple(sorted(set(labels)))
@@ -398,24 +400,24 @@ def test_a_class_keeps_its_name_unless_it_is_a_whole_number_stored_as_a_float() 
 
 
 @pytest.mark.parametrize("names", [["ill", "well"], None], ids=["declared", "measured"])
-def test_with_declared_classes_no_training_label_decides_which_rows_test(
+def test_with_declared_classes_no_training_label_affects_the_choice_of_test_rows(
     names: list[str] | None,
 ) -> None:
     labels = ["ill"] * 13 + ["well"] * 27
 
-    def drawn(y: list[str]) -> Rows:
+    def sampled_test_rows(y: list[str]) -> Rows:
         return Rows.from_frame(Frame(x=np.arange(40.0), y=y), "y", 0.2, {"x": [0, 40]}, names)
 
-    before = drawn(labels).rows
+    before = sampled_test_rows(labels).rows
     trains = round((float(before.x_train[0, 0]) + 1) * 20)  # a row that is no test row
     assert labels[trains] == "ill" and len(before.y_test) == 8
-    after = drawn([*labels[:trains], "well", *labels[trains + 1 :]]).rows
+    after = sampled_test_rows([*labels[:trains], "well", *labels[trains + 1 :]]).rows
     same = torch.equal(before.x_test, after.x_test) and torch.equal(before.y_test, after.y_test)
-    # The control: without names, 12 rows of a class have two test rows, and 13 have three.
+    # The control: without declared names, 12 rows of a class give two test rows, and 13 give three.
     assert same == (names is not None)
 
 
-def test_a_private_run_refuses_bounds_from_its_rows_and_takes_declared_ones(
+def test_a_private_run_refuses_bounds_from_its_rows_and_accepts_declared_ones(
     tmp_path: Path,
 ) -> None:
     many = Frame(x=np.linspace(0, 1, 60), y=["a", "b", "c"] * 20)
@@ -430,18 +432,18 @@ def test_a_private_run_refuses_bounds_from_its_rows_and_takes_declared_ones(
     assert run.guarantee and run.predict(declared.network_rows(many)).shape == (60,)
 
 
-def test_a_private_run_refuses_a_number_of_classes_that_labels_alone_say(tmp_path: Path) -> None:
+def test_a_private_run_refuses_a_class_count_inferred_from_labels(tmp_path: Path) -> None:
     given = {"data.labelled": 12, "agents.support": 1, "agents.query": 1,
              "privacy.steps": 1, "algorithm.rounds": 1}  # fmt: skip
     path, x, y = config(tmp_path, PRIVATE), X, Y
     rare = y.copy()
-    rare[0] = 3  # one row, and the classifier has an output more
+    rare[0] = 3  # one row more would add an output to the classifier
     np.savez(tmp_path / "rare.npz", x_train=x, y_train=rare, x_test=X_TEST, y_test=Y_TEST)
     of_file = {"data.name": "npz", "data.root": str(tmp_path / "rare.npz")}
     counted = Rows.from_arrays(x, rare, X_TEST, Y_TEST)
-    said = "no test row has class 3, the largest in the training rows"
+    error_text = "no test row has class 3, the largest in the training rows"
     for data, more in ((counted, {}), (None, of_file)):
-        with pytest.raises(privssl.UserError, match=said):
+        with pytest.raises(privssl.UserError, match=error_text):
             privssl.train(path, {**given, **more}, data, output=tmp_path / "run")
     declared = Rows.from_arrays(x, rare, X_TEST, Y_TEST, class_names=["a", "b", "c", "d"])
     for data in (declared, Rows.from_arrays(x, y, X_TEST, Y_TEST)):  # the controls
@@ -452,32 +454,36 @@ def test_a_private_run_refuses_a_number_of_classes_that_labels_alone_say(tmp_pat
     assert privssl.train(bare, given, counted, output=tmp_path / "bare").guarantee is None
 
 
-def test_test_rows_drawn_from_private_rows_make_no_class_public(tmp_path: Path) -> None:
+def test_test_rows_drawn_from_private_rows_do_not_make_classes_public(tmp_path: Path) -> None:
     given = {"data.labelled": 12, "agents.support": 1, "agents.query": 1,
              "privacy.steps": 1, "algorithm.rounds": 1}  # fmt: skip
     rare = Frame(x=np.linspace(0, 1, 60), y=["a", "b", "rare disease"] * 20)
     columns: Any = {"x": [0, 1]}
     np.savez(tmp_path / "rows.npz", x_train=X, y_train=Y, x_test=X_TEST, y_test=Y_TEST)
     of_file = {"data.name": "npz", "data.root": str(tmp_path / "rows.npz")}
-    drawn, path = {"data.test": 12}, config(tmp_path, PRIVATE)
+    sampled_test_rows, path = {"data.test": 12}, config(tmp_path, PRIVATE)
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (Rows.from_frame(rare, "y", columns=columns), {}, "another frame .test=., or class_names"),
-        (Rows.from_arrays(X, Y, X_TEST, Y_TEST), drawn, "without data.test, or class_names in"),
-        (None, {**of_file, **drawn}, "a test set of its own, without data.test"),
+        (
+            Rows.from_arrays(X, Y, X_TEST, Y_TEST),
+            sampled_test_rows,
+            "without data.test, or class_names in",
+        ),
+        (None, {**of_file, **sampled_test_rows}, "a test set of its own, without data.test"),
     ]
 
     def network(data: Any) -> Any:
         return plain if data is not None and data.rows.table else None
 
-    for data, more, said in refused:
-        with pytest.raises(privssl.UserError, match=said) as refusal:
+    for data, more, error_text in refused:
+        with pytest.raises(privssl.UserError, match=error_text) as refusal:
             privssl.train(path, given | more, data, network(data), output=tmp_path / "run")
         assert "rare" not in str(refusal.value)
     names = ["a", "b", "rare disease"]
     allowed: list[tuple[Any, dict[str, Any]]] = [
         (Rows.from_frame(rare, "y", columns=columns, class_names=[*names, "healthy"]), {}),
         (Rows.from_frame(rare, "y", rare, columns=columns), {}),
-        (Rows.from_arrays(X, Y, X_TEST, Y_TEST, class_names=names), drawn),
+        (Rows.from_arrays(X, Y, X_TEST, Y_TEST, class_names=names), sampled_test_rows),
         (None, of_file),
     ]
     for number, (data, more) in enumerate(allowed):
@@ -488,15 +494,19 @@ def test_test_rows_drawn_from_private_rows_make_no_class_public(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("name", "known"), [("image_folder", False), ("toy", True)])
-def test_published_classes_are_public_whatever_rows_are_tested(name: str, known: bool) -> None:
+def test_declared_classes_are_public_for_any_test_rows(name: str, known: bool) -> None:
     private: Any = SimpleNamespace(privacy=object(), data=SimpleNamespace(name=name))
-    drawn = dataclasses.replace(Rows.from_arrays(X, Y, X_TEST, Y_TEST).rows, tests_drawn=True)
+    sampled_test_rows = dataclasses.replace(
+        Rows.from_arrays(X, Y, X_TEST, Y_TEST).rows, tests_drawn=True
+    )
     with nullcontext() if known else pytest.raises(PrivacyError, match=r"without data\.test$"):
-        refuse_classes_of_labels_alone(private, drawn)
-    refuse_classes_of_labels_alone(private, dataclasses.replace(drawn, tests_drawn=False))
+        refuse_classes_of_labels_alone(private, sampled_test_rows)
+    refuse_classes_of_labels_alone(
+        private, dataclasses.replace(sampled_test_rows, tests_drawn=False)
+    )
 
 
-@pytest.mark.parametrize(("make", "said"), [
+@pytest.mark.parametrize(("make", "error_text"), [
     (lambda: Rows.from_frame(FRAME, "target", class_names=["no"]), "Give two or more"),
     (lambda: Rows.from_frame(FRAME, "target", class_names="no"), "Give a list of names"),
     (lambda: Rows.from_frame(FRAME, "target", class_names=["no", "so"]), "lacks the label 'yes'"),
@@ -516,8 +526,10 @@ def test_published_classes_are_public_whatever_rows_are_tested(name: str, known:
      "has a column without a name"),
     (lambda: Rows.from_arrays(X, Y, X_TEST, Y_TEST).network_rows(FRAME), "is from no frame"),
 ])  # fmt: skip
-def test_a_wrong_frame_is_one_error(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(privssl.UserError, match=said):
+def test_a_wrong_data_frame_raises_one_clear_error(
+    make: Callable[[], Any], error_text: str
+) -> None:
+    with pytest.raises(privssl.UserError, match=error_text):
         make()
 
 

@@ -1,4 +1,4 @@
-"""The Python of README.md and docs/python.md runs as it stands there."""
+"""The Python examples of README.md and docs/python.md run unchanged."""
 
 import contextlib
 import io
@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def ran(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the Python blocks of a page print, one after another, as a notebook's cells."""
+def output_of_blocks(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the Python blocks of a page in order, as cells of a notebook; return their output."""
     (folder / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(folder)
     printed, cells = io.StringIO(), {"__name__": "__main__"}
@@ -22,16 +22,16 @@ def ran(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return printed.getvalue()
 
 
-def test_the_example_of_the_readme_runs_as_it_stands_in_ten_lines(
+def test_the_readme_example_runs_and_has_at_most_ten_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [cell] = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(cell.splitlines()) <= 10
-    text = ran("README.md", tmp_path, monkeypatch)
+    text = output_of_blocks("README.md", tmp_path, monkeypatch)
     found = re.fullmatch(r"\[(?:'\d' ?){5}\] (0\.\d+)\n", text)
     assert found is not None, text
-    assert float(found[1]) > 0.6  # ten classes; it learns something
+    assert float(found[1]) > 0.6  # above chance for ten classes
 
 
-def test_the_python_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ran("docs/python.md", tmp_path, monkeypatch) != ""
+def test_the_code_of_the_python_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert output_of_blocks("docs/python.md", tmp_path, monkeypatch) != ""

@@ -1,4 +1,4 @@
-"""``Run.generate``: what ``privssl generate`` writes, as arrays."""
+"""``Run.generate``: the rows that ``privssl generate`` writes, as arrays."""
 
 import sys
 from pathlib import Path
@@ -23,23 +23,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> privssl.Run:
     return privssl.train(config(folder), data=dataset(), output=folder / "run")
 
 
-def test_rows_are_those_of_the_command_in_the_form_of_the_data(run: privssl.Run) -> None:
+def test_generate_returns_the_rows_of_the_command_in_the_format_of_the_data(
+    run: privssl.Run,
+) -> None:
     before = torch.get_rng_state()
     x, y = run.generate(7, classes=["2", "0"], seed=3)
-    assert torch.equal(before, torch.get_rng_state())  # chance of the caller is left alone
+    assert torch.equal(before, torch.get_rng_state())  # the caller's random state does not change
     made = generate_rows(run.folder, 7, ["2", "0"], 3)
-    assert not torch.equal(before, torch.get_rng_state())  # the control: networks draw weights
+    assert not torch.equal(
+        before, torch.get_rng_state()
+    )  # the control: building networks draws random weights
     assert np.array_equal(x, made.x) and np.array_equal(y, made.y)
     assert (x.shape, str(x.dtype)) == ((7, *run.shape), "uint8")
     assert y.tolist() == [2, 0, 2, 0, 2, 0, 2]
     assert not np.array_equal(x, run.generate(7, classes=["2", "0"], seed=4)[0])  # the control
     assert run.generate(4)[1].tolist() == [0, 1, 2, 0]  # all classes
-    assert run.generate(2, classes="1")[1].tolist() == [1, 1]  # one name is no list of letters
+    assert run.generate(2, classes="1")[1].tolist() == [
+        1,
+        1,
+    ]  # a single name is not a list of characters
 
 
-def test_what_was_generated_can_be_predicted_and_trained_on(
-    run: privssl.Run, tmp_path: Path
-) -> None:
+def test_generated_rows_can_be_predicted_and_trained_on(run: privssl.Run, tmp_path: Path) -> None:
     x, y = run.generate(60)
     assert run.predict(x).shape == (60,) and run.evaluate(x, y)["rows"] == 60
     data = privssl.Dataset.from_arrays(x[:45], y[:45], x[45:], y[45:])
@@ -51,7 +56,7 @@ def test_what_was_generated_can_be_predicted_and_trained_on(
 
 
 @pytest.mark.parametrize(
-    ("count", "more", "said"),
+    ("count", "more", "error_text"),
     [
         (0, {}, "count is 0"),
         (2.0, {}, r"count is 2\.0: give a whole number, 1 or more"),
@@ -64,13 +69,13 @@ def test_what_was_generated_can_be_predicted_and_trained_on(
         (2, {"seed": 0.5}, r"seed is 0\.5"),
     ],
 )
-def test_mistakes_are_user_errors(run: privssl.Run, count: Any, more: Any, said: str) -> None:
-    with pytest.raises(privssl.UserError, match=said):
+def test_mistakes_are_user_errors(run: privssl.Run, count: Any, more: Any, error_text: str) -> None:
+    with pytest.raises(privssl.UserError, match=error_text):
         run.generate(count, **more)
 
 
-def test_rows_of_a_table_are_made_as_the_network_takes_them(tmp_path: Path) -> None:
-    """The control is test_rows_are_those_of_the_command: images are bytes."""
+def test_generated_rows_of_a_table_have_the_scale_of_the_networks_input(tmp_path: Path) -> None:
+    """The control is the first test of this file: images are bytes."""
     text = "model: {name: mlp}\n" + PLAIN.replace("generator_width: 4", "generator: mixing")
     columns: dict[str, Any] = {"age": [0, 120], "colour": ["red", "blue"]}
     rng = np.random.default_rng(0)
@@ -90,7 +95,7 @@ def test_rows_of_a_table_are_made_as_the_network_takes_them(tmp_path: Path) -> N
     assert command.main([str(run.folder), "--count", "4", "--output", str(tmp_path / "made")]) == 2
 
 
-def test_a_frame_without_rows_has_no_prediction_and_one_value_is_no_column(tmp_path: Path) -> None:
+def test_an_empty_frame_has_no_predictions_and_a_scalar_column_is_refused(tmp_path: Path) -> None:
     text = "agents: {support: 2}\nmodel: {name: mlp}\nalgorithm: {name: fedavg, rounds: 1}\n"
     frame = Frame(age=list(range(40)), label=["ill", "well"] * 20)
     data = privssl.Dataset.from_frame(frame, columns={"age": [0, 120]})
@@ -103,21 +108,21 @@ def test_a_frame_without_rows_has_no_prediction_and_one_value_is_no_column(tmp_p
             run.predict({"age": wrong})
 
 
-def test_a_private_run_asks_for_the_word_that_python_can_give(tmp_path: Path) -> None:
+def test_the_error_about_a_private_run_names_the_python_argument_to_give(tmp_path: Path) -> None:
     made = privssl.train(config(tmp_path, PRIVATE), data=dataset(), output=tmp_path / "run")
     with pytest.raises(PrivacyError, match="acknowledge_query_rows=True"):
         made.generate(2)
     assert len(made.generate(2, acknowledge_query_rows=True)[0]) == 2
 
 
-def test_a_folder_chooses_no_code_when_rows_are_generated(run: privssl.Run, tmp_path: Path) -> None:
+def test_generate_imports_no_code_that_a_run_folder_names(run: privssl.Run, tmp_path: Path) -> None:
     name = "tests.api.failing_module"
     text = (run.folder / "config.yaml").read_text()
     assert "name: small_cnn" in text
     sys.modules.pop(name, None)
     (run.folder / "config.yaml").write_text(text.replace("name: small_cnn", f"name: {name}:Net"))
     try:
-        # Another config than the checkpoint's, so it may refuse: it must not import.
+        # The config differs from the checkpoint's, so a refusal is allowed, but no import.
         with pytest.raises(privssl.UserError):
             run.generate(2)
         assert name not in sys.modules

@@ -1,5 +1,6 @@
-"""A mistake in a method from outside of privssl ends the run with one sentence: what, the file and
-line or the method, and what to do. Nothing goes on that could not be repeated or resumed."""
+"""A mistake in a user's algorithm ends the run with one error: what, where, and what to do.
+
+What cannot be repeated or resumed is refused or gives a warning."""
 
 import dataclasses
 from pathlib import Path
@@ -76,25 +77,27 @@ BEFORE_THE_RUN = {
 
 
 @pytest.mark.parametrize("name", [*IN_STEPS, *ON_THE_SERVER])
-def test_a_mistake_in_a_round_is_told_with_its_place(name: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_round_is_reported_with_its_file_and_line(name: str, tmp_path: Path) -> None:
     with pytest.raises(privssl.UserError, match=(IN_STEPS | ON_THE_SERVER)[name]):
         privssl.train(config(name), output=tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", BEFORE_THE_RUN)
-def test_a_mistake_that_shows_before_the_run_makes_no_folder(name: str, tmp_path: Path) -> None:
+def test_a_mistake_found_before_the_run_creates_no_run_folder(name: str, tmp_path: Path) -> None:
     with pytest.raises(privssl.UserError, match=BEFORE_THE_RUN[name]):
         privssl.train(config(name), output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["Raises", "SetOnAgent", "NotFinite"])
-def test_worker_processes_tell_it_as_one_process_does(name: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_worker_process_is_reported_as_in_one_process(
+    name: str, tmp_path: Path
+) -> None:
     with pytest.raises(privssl.UserError, match=IN_STEPS[name]):
         privssl.train(config(name), {"run.workers": 2}, output=tmp_path / "run")
 
 
-def test_the_command_prints_the_sentence_and_the_log_has_the_traceback(tmp_path: Path) -> None:
+def test_the_command_prints_the_error_and_logs_the_traceback(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(
         "{run: {workers: 1}, data: {name: toy, labelled: 40, unlabelled: 60}, "
@@ -108,7 +111,7 @@ def test_the_command_prints_the_sentence_and_the_log_has_the_traceback(tmp_path:
     assert 'raise ValueError("shapes do not match")' in log.read_text()
 
 
-def test_a_network_from_outside_that_fails_in_a_round_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_users_network_that_fails_in_a_round(tmp_path: Path) -> None:
     one = config("fedavg:", model={"name": "tests.api.test_own_method_mistakes:Brittle"})
     one["algorithm"]["name"] = "fedavg"
     with pytest.raises(PluginError, match=r"model.name .*Brittle fails in forward .*: too many"):
@@ -116,7 +119,7 @@ def test_a_network_from_outside_that_fails_in_a_round_is_named(tmp_path: Path) -
 
 
 class Brittle(torch.nn.Module):
-    """Takes no more rows than privssl tries it on."""
+    """Fails for more rows than privssl's own check uses."""
 
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__()
@@ -129,29 +132,29 @@ class Brittle(torch.nn.Module):
         return logits
 
 
-def test_an_error_of_privssl_itself_stays_one() -> None:
-    # The control: no line of the plug-in is in its traceback.
+def test_an_error_in_privssl_itself_is_not_attributed_to_the_plug_in() -> None:
+    # The control: its traceback has no line of the plug-in.
     own: plugins.Kind = "algorithms"
     with pytest.raises(ZeroDivisionError), plugin_errors([(own, "algorithm.name", "json:loads")]):
         dataclasses.replace(ModelState({}), F={"w": torch.ones(1 // 0)})
 
 
-def test_a_sound_method_is_run_as_it_is(tmp_path: Path) -> None:
+def test_control_a_correct_algorithm_runs(tmp_path: Path) -> None:
     # The control of all mistakes.
     run = privssl.train(config("tests.testing.own_method:Own"), output=tmp_path / "run")
     assert not [text for text in run.results["warnings"] if "Own" in text]
 
 
-# Nothing that could not be repeated or resumed ----------------------------------------------------
+# Reproducibility ----------------------------------------------------------------------------------
 
 
-def test_what_is_kept_on_the_algorithm_object_is_warned_of(tmp_path: Path) -> None:
+def test_state_on_the_algorithm_object_gives_a_warning(tmp_path: Path) -> None:
     run = privssl.train(config("KeptOnItself"), output=tmp_path / "run")
-    said = "keeps rounds on the algorithm object, which no checkpoint has"
-    assert sum(said in text for text in run.results["warnings"]) == 1
+    error_text = "keeps rounds on the algorithm object, which no checkpoint has"
+    assert sum(error_text in text for text in run.results["warnings"]) == 1
 
 
-def test_global_generators_are_seeded_for_a_method_from_outside(tmp_path: Path) -> None:
+def test_global_random_generators_are_seeded_for_a_users_algorithm(tmp_path: Path) -> None:
     def weights(name: str, seed: int, workers: int) -> bytes:
         given = {"run.seed": seed, "run.workers": workers}
         run = privssl.train(config("Drawing"), given, output=tmp_path / name)
@@ -162,7 +165,7 @@ def test_global_generators_are_seeded_for_a_method_from_outside(tmp_path: Path) 
     assert weights("other", 1, 1) != first  # the control
 
 
-def test_a_number_that_is_logged_may_be_a_tensor() -> None:
+def test_a_logged_metric_may_be_a_tensor() -> None:
     given: dict[str, Any] = {"visit_key": "", "session_id": "", "device": torch.device("cpu")}
     ctx = Context(seed=0, round=1, agent="q0", **given)
     ctx.log_metric("train/loss", torch.tensor(0.5, requires_grad=True))  # type: ignore[arg-type]
@@ -187,45 +190,47 @@ def test_check_algorithm_finds_rows_that_a_step_writes_into() -> None:
 PRIVACY = {"epsilon": 8.0, "delta": 1e-3, "sample_rate": 0.5, "steps": 1}
 
 
-@pytest.mark.parametrize(("name", "said"), [
+@pytest.mark.parametrize(("name", "error_text"), [
     ("NeverPrivate", r"or fedavg, write its private form \(can_be_private, docs/extending.md\)"),
     ("Unchecked", r"has can_be_private = True and no check_private.* Write it"),
 ])  # fmt: skip
-def test_a_private_form_that_is_not_written_is_asked_for(
-    name: str, said: str, tmp_path: Path
+def test_a_private_run_of_an_algorithm_without_check_private_is_refused(
+    name: str, error_text: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(privssl.UserError, match=said.replace("or fedavg", "fedavg")):
+    with pytest.raises(privssl.UserError, match=error_text.replace("or fedavg", "fedavg")):
         privssl.train(config(name, privacy=PRIVACY), output=tmp_path / "run")
 
 
 # Names --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "said"), [
+@pytest.mark.parametrize(("name", "error_text"), [
     ("tests.testing.own_method.Own", "Did you mean tests.testing.own_method:Own?"),
     ("Own", "Your own is package.module:Name"),
 ])  # fmt: skip
-def test_a_name_without_its_colon_is_corrected(name: str, said: str) -> None:
+def test_the_error_about_a_name_without_colon_shows_the_right_form(
+    name: str, error_text: str
+) -> None:
     one = config("Own")
     one["algorithm"]["name"] = name
     with pytest.raises(privssl.UserError) as told:
         privssl.load(one)
-    assert said in str(told.value)
+    assert error_text in str(told.value)
 
 
-def test_a_class_in_place_of_its_name_is_answered_with_the_name() -> None:
+def test_the_error_about_a_class_in_place_of_its_name_shows_the_name() -> None:
     one = config("Own")
     one["algorithm"]["name"] = own_method.Own
-    said = 'algorithm.name is <class .*>. Give its name: "tests.testing.own_method:Own"'
-    with pytest.raises(privssl.UserError, match=said):
+    error_text = 'algorithm.name is <class .*>. Give its name: "tests.testing.own_method:Own"'
+    with pytest.raises(privssl.UserError, match=error_text):
         privssl.load(one)
 
 
-def test_a_module_that_ends_the_process_when_imported_is_an_error(
+def test_a_module_that_exits_when_imported_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ends_the_process.py").write_text("import sys\n\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    said = r"importing ends_the_process failed: SystemExit: 0 \(ends_the_process.py, line 3\)"
-    with pytest.raises(privssl.UserError, match=said):
+    error_text = r"importing ends_the_process failed: SystemExit: 0 \(ends_the_process.py, line 3\)"
+    with pytest.raises(privssl.UserError, match=error_text):
         privssl.load(config("ends_the_process:Own"))

@@ -1,5 +1,5 @@
-"""Networks from outside: fitted when they are built, refused in words where they cannot be trained,
-and never imported because a message, or a folder that is read, names them."""
+"""Users' networks: adapted when built, refused with an error if they cannot be trained, and never
+imported because a message or a run folder names them."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ def build(
         return models.build_classifier(ModelSettings(name=name, **more), shape, classes)
 
 
-# What works ---------------------------------------------------------------------------------------
+# Accepted networks --------------------------------------------------------------------------------
 
 
 def test_a_config_names_a_network_and_its_options(tmp_path: Path) -> None:
@@ -46,13 +46,17 @@ def test_a_config_names_a_network_and_its_options(tmp_path: Path) -> None:
     weights = safetensors.torch.load_file(tmp_path / "run" / "classifier.safetensors")
     assert weights["conv.weight"].shape == (6, 1, 3, 3)
     assert not [name for name in weights if "running" in name]
-    assert command("--resume", tmp_path / "run").status == 0  # finished: its config is read
+    assert (
+        command("--resume", tmp_path / "run").status == 0
+    )  # the run is finished, so only its config is read
 
 
 @pytest.mark.parametrize("model", [Net, plain, own_module.Lazy, NAMED.format("Net"), nn.Sequential(
     nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 6 * 6, 10))],
     ids=["class", "function", "lazy layers", "name", "module"])  # fmt: skip
-def test_a_network_is_a_class_a_function_a_name_or_a_module(model: Any, tmp_path: Path) -> None:
+def test_a_network_may_be_given_as_class_function_name_or_module(
+    model: Any, tmp_path: Path
+) -> None:
     given = {"algorithm.rounds": 1}
     run = privssl.train(config(tmp_path), given, dataset(), model, tmp_path / "run")
     x, y = arrays()[2:]
@@ -61,14 +65,14 @@ def test_a_network_is_a_class_a_function_a_name_or_a_module(model: Any, tmp_path
     assert again.predict(x, probabilities=True).shape == (30, 3)
 
 
-def test_a_network_from_python_takes_the_options_of_the_config(tmp_path: Path) -> None:
+def test_a_network_from_python_gets_the_options_of_the_config(tmp_path: Path) -> None:
     given = {"algorithm.rounds": 1, "model.options": {"hidden": 6}}
     run = privssl.train(config(tmp_path), given, dataset(), own_module.Net, tmp_path / "run")
     weights = safetensors.torch.load_file(run.folder / "classifier.safetensors")
     assert weights["conv.weight"].shape == (6, 1, 3, 3)
 
 
-def test_rows_of_a_table_have_networks_of_their_own_too(tmp_path: Path) -> None:
+def test_rows_of_a_table_accept_users_networks(tmp_path: Path) -> None:
     data, given = dataset(shape=(12,)), {"privacy.steps": 1}
     run = privssl.train(config(tmp_path, PRIVATE), given, data, plain, tmp_path / "run")
     x, y = arrays(shape=(12,))[2:]
@@ -77,7 +81,7 @@ def test_rows_of_a_table_have_networks_of_their_own_too(tmp_path: Path) -> None:
     assert again.evaluate(x, y)["accuracy"] == run.results["test_accuracy"]["final"]
 
 
-def test_the_networks_of_torchvision_are_fitted_to_rows_and_classes() -> None:
+def test_torchvision_networks_are_adapted_to_rows_and_classes() -> None:
     network = build("torchvision:resnet18", (1, 32, 32))
     assert network(torch.zeros(2, 1, 32, 32)).shape == (2, 4)
     norms = [layer for layer in network.modules() if isinstance(layer, FittedGroupNorm)]
@@ -103,11 +107,11 @@ def test_resnet18_trains_on_colour_images_with_and_without_privacy(
     assert (run.guarantee is None) == ("# " in text)
     [sentence] = [w for w in run.results["warnings"] if "batch norms" in w]
     assert "20 batch norms were replaced by group norm" in sentence
-    # No code of anybody's: the folder is enough.
+    # The folder is enough, without a user's code.
     assert privssl.open_run(run.folder).evaluate(*arrays(rows=40, shape=(16, 16, 3))[2:])
 
 
-def test_a_norm_with_an_activation_keeps_it_and_what_else_a_norm_does_is_not_guessed() -> None:
+def test_a_replaced_norm_keeps_its_activation_and_unknown_norms_are_refused() -> None:
     network = build(NAMED.format("with_norm_act"))
     first = network.get_submodule("0")
     out = first(torch.randn(2, *COLOUR)).detach()
@@ -118,7 +122,7 @@ def test_a_norm_with_an_activation_keeps_it_and_what_else_a_norm_does_is_not_gue
     assert build(NAMED.format("with_doubling"), norm="batch")
 
 
-def test_timm_networks_train_or_the_error_says_how_to_get_it(tmp_path: Path) -> None:
+def test_timm_networks_train_or_the_error_says_how_to_install_timm(tmp_path: Path) -> None:
     try:
         import timm  # noqa: F401
     except ImportError:
@@ -130,7 +134,7 @@ def test_timm_networks_train_or_the_error_says_how_to_get_it(tmp_path: Path) -> 
     assert not list(own_networks.batch_norms(network))
 
 
-def test_weights_of_a_file_are_the_initial_ones_except_a_head_for_other_classes(
+def test_initial_weights_come_from_a_file_except_the_head_for_other_classes(
     tmp_path: Path,
 ) -> None:
     trained, path = (
@@ -152,7 +156,7 @@ def test_weights_of_a_file_are_the_initial_ones_except_a_head_for_other_classes(
         build("torchvision:resnet18", weights=str(path))
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Refused networks ---------------------------------------------------------------------------------
 
 WRONG = {
     "Wide": r"gives \(3, 4\) for 3 rows of shape \(1, 8, 8\).*: \(3, 3\)",
@@ -166,7 +170,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("name", "message"), WRONG.items(), ids=WRONG)
-def test_a_network_that_does_not_fit_is_one_error(name: str, message: str, tmp_path: Path) -> None:
+def test_an_unsuitable_network_raises_one_clear_error(
+    name: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(privssl.UserError, match=message):
         privssl.train(config(tmp_path), None, dataset(), NAMED.format(name), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -183,7 +189,7 @@ DOUBTFUL = {
 
 
 @pytest.mark.parametrize(("name", "words"), DOUBTFUL.items(), ids=DOUBTFUL)
-def test_predictions_that_depend_on_chance_or_on_other_rows_are_warned_of(
+def test_predictions_that_depend_on_chance_or_on_other_rows_give_a_warning(
     name: str, words: str, tmp_path: Path
 ) -> None:
     """The controls: a dropout layer is off in evaluation, a counter changes no output, and frozen
@@ -195,7 +201,7 @@ def test_predictions_that_depend_on_chance_or_on_other_rows_are_warned_of(
     assert all(words in text for text in found)
 
 
-def test_a_module_that_a_config_names_predicts_after_training(tmp_path: Path) -> None:
+def test_a_network_instance_named_by_a_config_predicts_after_training(tmp_path: Path) -> None:
     name = NAMED.format("MODULE")
     run = privssl.train(config(tmp_path), {"algorithm.rounds": 1}, dataset(), name, tmp_path / "o")
     x, y = arrays()[2:]
@@ -223,7 +229,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "message"), REFUSED.items(), ids=REFUSED)
-def test_a_private_run_refuses_by_name_what_clipping_does_not_bound(
+def test_a_private_run_refuses_layers_that_clipping_does_not_bound(
     name: str, message: str, tmp_path: Path
 ) -> None:
     model = getattr(own_module, name)
@@ -232,7 +238,7 @@ def test_a_private_run_refuses_by_name_what_clipping_does_not_bound(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_layer_alone_and_outputs_that_are_no_logits_are_refused(tmp_path: Path) -> None:
+def test_a_network_of_one_layer_and_outputs_that_are_no_logits_are_refused(tmp_path: Path) -> None:
     class Infinite(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) / 0
@@ -254,11 +260,11 @@ def test_a_layer_alone_and_outputs_that_are_no_logits_are_refused(tmp_path: Path
         with pytest.raises(privssl.UserError, match=message):
             privssl.train(config(tmp_path), None, dataset(), model, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    # The control: a softmax of logarithms of probabilities gives these probabilities.
+    # The control: the softmax of log-probabilities returns the probabilities.
     privssl.train(config(tmp_path), None, dataset(), LogProbabilities, tmp_path / "run")
 
 
-def test_settings_that_have_no_effect_are_refused(tmp_path: Path) -> None:
+def test_model_settings_without_effect_are_refused(tmp_path: Path) -> None:
     text = PLAIN + "model: {name: 'a.b:C', width: 8}\n"
     for more, message in (
         ([], "model.width"),
@@ -278,7 +284,7 @@ def test_settings_that_have_no_effect_are_refused(tmp_path: Path) -> None:
         assert message in outcome.err
 
 
-def test_a_module_that_is_absent_fails_or_was_typed_in_a_notebook_is_one_error(
+def test_a_missing_failing_or_notebook_module_raises_one_clear_error(
     tmp_path: Path,
 ) -> None:
     for name, message in (
@@ -295,7 +301,7 @@ def test_a_module_that_is_absent_fails_or_was_typed_in_a_notebook_is_one_error(
         privssl.train(config(tmp_path), model=3)  # type: ignore[arg-type]
 
 
-# Who chooses code ---------------------------------------------------------------------------------
+# Imports of code ----------------------------------------------------------------------------------
 
 HARM = """\
 import os
@@ -307,8 +313,8 @@ def Net(shape, classes):
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A private run whose folder names a module that does harm, which can be imported here."""
+def harmful_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private run whose folder names a harmful module that can be imported."""
     run = privssl.train(config(tmp_path, PRIVATE), None, dataset(), plain, tmp_path / "run")
     for name in ("config.yaml", "privacy.json", "privacy.md"):
         path = run.folder / name
@@ -320,29 +326,29 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("small_attacks")
-def test_a_run_folder_that_is_read_imports_no_code(foreign: Path) -> None:
+def test_reading_a_run_folder_imports_no_code(harmful_run: Path) -> None:
     from privssl.audit.__main__ import audit
     from privssl.evaluate import main as evaluate
     from privssl.predict import main as predict
 
     mark, x = Path(os.environ["MARK"]), arrays()[2]
-    rows = foreign.parent / "x.npz"
+    rows = harmful_run.parent / "x.npz"
     import numpy as np
 
     np.savez(rows, x=x, y=arrays()[3])
     with pytest.raises(privssl.UserError, match="no run folder may choose what code is imported"):
-        privssl.open_run(foreign).predict(x)
-    assert predict([str(foreign), str(rows)]) == evaluate([str(foreign), str(rows)]) == 2
-    report = audit(foreign, empirical=True)
+        privssl.open_run(harmful_run).predict(x)
+    assert predict([str(harmful_run), str(rows)]) == evaluate([str(harmful_run), str(rows)]) == 2
+    report = audit(harmful_run, empirical=True)
     assert report.attack is not None
     assert any("an audit runs no code" in note for note in report.attack.notes)
     assert not mark.exists()
-    # The control: who names the network has it imported.
-    assert predict([str(foreign), str(rows), "--model", "harmful_network:Net"]) == 0
+    # The control: a network named by the caller is imported.
+    assert predict([str(harmful_run), str(rows), "--model", "harmful_network:Net"]) == 0
     assert mark.exists()
 
 
-def test_synthetic_rows_of_a_run_need_no_network_that_its_folder_names(
+def test_generating_rows_imports_no_network_that_the_run_folder_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from privssl.generate import main as generate
@@ -359,7 +365,7 @@ def test_synthetic_rows_of_a_run_need_no_network_that_its_folder_names(
     out = tmp_path / "made.npz"
     assert generate([str(run.folder), "--count", "3", "--output", str(out)]) == 0
     assert out.exists()
-    # The classifier alone needs it, and who names it has it imported.
+    # Only the classifier needs it; a network named by the caller is imported.
     sure = [str(run.folder), "--count", "3", "--output", str(tmp_path / "b.npz")]
     sure += ["--confidence", "0.001"]
     assert generate(sure) == 2
@@ -373,22 +379,22 @@ def test_synthetic_rows_of_a_run_need_no_network_that_its_folder_names(
     {"pretrained_cfg": "x"}, {"pretrained_cfg_overlay": {"file": "evil.pth"}}, {"cache_dir": "x"},
     {"any_other": {"file": "evil.pth"}},
 ])  # fmt: skip
-def test_no_option_of_a_library_reads_or_downloads_a_file(
+def test_library_options_that_read_or_download_files_are_refused(
     options: dict[str, Any], library: str
 ) -> None:
     with pytest.raises(privssl.UserError, match="No option may read or download a file"):
         build(f"{library}:resnet18", options=options)
 
 
-def test_layers_of_a_library_are_chosen_by_options() -> None:
+def test_library_options_may_select_layers() -> None:
     network = build("torchvision:resnet18", options={"zero_init_residual": True})
     assert not network.get_parameter("layer1.0.bn2.weight").any()
 
 
-# What the card says -------------------------------------------------------------------------------
+# The privacy card ---------------------------------------------------------------------------------
 
 
-def test_the_card_says_that_network_and_initial_weights_are_taken_as_public(
+def test_the_card_states_that_network_and_initial_weights_are_assumed_public(
     tmp_path: Path,
 ) -> None:
     from privssl.audit.__main__ import Verdict, audit

@@ -1,4 +1,4 @@
-"""Plug-ins: one clear error for each mistake, and no code that nobody allowed is imported."""
+"""Plug-ins: one clear error for each mistake, and no import without permission."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ PRIVACY = "privacy: {epsilon: 8.0, delta: 1.0e-3, sample_rate: 0.5, steps: 1}\n"
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that puts a package with entry points on the path."""
+    """A function that adds a package with entry points to the path."""
     before = set(sys.modules)
 
     def put(name: str, points: str, module: str = "", version: str = "1.0") -> None:
@@ -91,17 +91,19 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "error_text"),
     MISTAKES,
     ids=[f"{key}-{value.strip('[]').rpartition(':')[2]}" for key, value, _ in MISTAKES],
 )
-def test_a_mistake_is_one_clear_error(key: str, value: str, said: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_plug_in_raises_one_clear_error(
+    key: str, value: str, error_text: str, tmp_path: Path
+) -> None:
     given = [f"{key}={value}", f"run.output={tmp_path / 'run'}"]
     if key == "data.encoder":
         given.append("model.name=linear")
     outcome = command(config(tmp_path, RUN), *given)
     assert outcome.status == 2
-    assert said in " ".join(outcome.err.split())
+    assert error_text in " ".join(outcome.err.split())
     assert "Traceback" not in outcome.err
     assert not (tmp_path / "run").exists()
 
@@ -135,12 +137,12 @@ def _encoder(build: Any, takes: Any = "images") -> Encoder:
     return Encoder("", (64,), "0" * 64, "nothing", lambda: build, cached=False, takes=takes)
 
 
-def chance(weights: str) -> Encoder:
+def random_encoder(weights: str) -> Encoder:
     return _encoder(lambda x: x.float().flatten(1) / 255 + 1e-6 * torch.rand(1, 64))
 
 
 class _Centred:
-    """Rows less the mean of all rows so far, or of the first batch."""
+    """Subtracts the mean of all rows so far, or of the first batch."""
 
     def __init__(self, share: float) -> None:
         self.share, self.mean = share, None
@@ -157,7 +159,7 @@ def fitted(weights: str) -> Encoder:
     return dataclasses.replace(_encoder(None), build=lambda: _Centred(0.0))
 
 
-def drifting(weights: str) -> Encoder:
+def drifting_encoder(weights: str) -> Encoder:
     return dataclasses.replace(_encoder(None), build=lambda: _Centred(1e-7))
 
 
@@ -169,15 +171,17 @@ def of_texts(weights: str) -> Encoder:
     return _encoder(None, "texts")
 
 
-def test_an_encoder_that_maps_each_row_by_itself_is_taken() -> None:
-    # The control of the encoders that keep something of rows.
+def test_control_an_encoder_that_maps_each_row_by_itself_is_accepted() -> None:
+    # The control of the encoders that store something of rows.
     with plugins.imports_allowed():
         made = load_dataset(DataSettings("toy", encoder="tests.api.test_plugins:apart"))
     assert made.shape == (64,) and made.unencoded is not None
     assert made.unencoded.encoder.name == "tests.api.test_plugins:apart"
 
 
-def test_a_name_of_privssl_or_of_another_package_is_refused(install: Any, tmp_path: Path) -> None:
+def test_an_entry_point_with_a_name_of_privssl_or_of_another_package_is_refused(
+    install: Any, tmp_path: Path
+) -> None:
     given = [f"run.output={tmp_path / 'run'}"]
     points = "[privssl.algorithms]\n{} = tests.testing.own_method:{}\n"
     install("one", points.format("own", "Own"))
@@ -198,7 +202,7 @@ def test_a_name_of_privssl_or_of_another_package_is_refused(install: Any, tmp_pa
 @pytest.mark.parametrize(("key", "group"), [
     ("algorithm.name", "algorithms"), ("model.name", "models"), ("data.partition", "partitions"),
 ])  # fmt: skip
-def test_an_installed_name_that_is_misspelt_is_suggested(
+def test_the_error_about_a_misspelt_plug_in_suggests_the_installed_name(
     key: str, group: str, install: Any, tmp_path: Path
 ) -> None:
     install("quokka", f"[privssl.{group}]\nquokka_one = quokka:One\n")
@@ -206,7 +210,7 @@ def test_an_installed_name_that_is_misspelt_is_suggested(
     assert outcome.status == 2 and "Did you mean quokka_one?" in " ".join(outcome.err.split())
 
 
-def test_an_entry_point_that_fails_to_import_names_its_package(
+def test_the_error_about_a_failing_entry_point_names_its_package(
     install: Any, tmp_path: Path
 ) -> None:
     install("fails", "[privssl.algorithms]\nfails = fails:Own\n", "import no_such_dependency")
@@ -216,7 +220,7 @@ def test_an_entry_point_that_fails_to_import_names_its_package(
         config_schema()
 
 
-# Who chooses code ---------------------------------------------------------------------------------
+# Imports of code ----------------------------------------------------------------------------------
 
 HARM = """\
 import os
@@ -235,7 +239,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("harmful_method", None)
 
 
-def test_a_private_run_of_an_own_method_is_audited_only_with_its_name(
+def test_the_audit_of_a_users_algorithm_imports_it_only_if_the_caller_names_it(
     mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = privssl.train(config(tmp_path, RUN + PRIVACY), output=tmp_path / "run")
@@ -247,7 +251,7 @@ def test_a_private_run_of_an_own_method_is_audited_only_with_its_name(
         path = run.folder / name
         path.write_text(path.read_text().replace("tests.testing.own_method", "harmful_method"))
     capsys.readouterr()
-    assert audit([str(run.folder)]) == 2  # what a visit costs is not known without it
+    assert audit([str(run.folder)]) == 2  # without the algorithm the cost of a visit is unknown
     assert "then give --plugin harmful_method:Own" in capsys.readouterr().err
     other = privssl.open_run(run.folder)
     assert other.predict(np.zeros((1, 8, 8), dtype=np.uint8)).shape == (1,)
@@ -255,14 +259,14 @@ def test_a_private_run_of_an_own_method_is_audited_only_with_its_name(
         with pytest.raises(privssl.UserError, match=r"open the run with it: privssl\.open_run"):
             use()
     assert not mark.exists()
-    # The control: who names it has it imported, and another name allows nothing.
+    # The control: a plug-in named by the caller is imported; another name permits nothing.
     assert audit([str(run.folder), "--plugin", "harmful_method:Other"]) == 2
     assert not mark.exists()
     assert audit([str(run.folder), "--plugin", "harmful_method:Own"]) == 3  # an edited config
     assert mark.exists()
 
 
-def test_the_command_predict_imports_an_encoder_only_with_its_name(
+def test_predict_imports_an_encoder_only_if_the_caller_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = "tests.api.test_plugins:apart"
@@ -271,13 +275,13 @@ def test_the_command_predict_imports_an_encoder_only_with_its_name(
     np.save(tmp_path / "rows.npy", np.zeros((2, *run.form.picture_shape[1:]), dtype=np.uint8))
     asked = [str(run.folder), str(tmp_path / "rows.npy")]
     assert predict([*asked, "--plugin", own]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3  # a line of names, and one for each row
+    assert len(capsys.readouterr().out.splitlines()) == 3  # a header, and a line per row
     for more in ([], ["--plugin", "another:encoder"]):  # the control
         assert predict([*asked, *more]) == 2
         assert f"in a command --plugin {own}" in capsys.readouterr().err
 
 
-def test_a_card_that_hides_the_own_method_is_found(tmp_path: Path) -> None:
+def test_the_audit_finds_a_card_that_hides_the_users_algorithm(tmp_path: Path) -> None:
     from privssl.privacy.card_text import render_markdown
 
     run = privssl.train(config(tmp_path, RUN + PRIVACY), output=tmp_path / "run")
@@ -291,9 +295,7 @@ def test_a_card_that_hides_the_own_method_is_found(tmp_path: Path) -> None:
     assert any("the card another" in problem for problem in report["problems"])
 
 
-def test_a_run_folder_that_another_config_continues_chooses_no_code(
-    mark: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_folder_chooses_no_code(mark: Path, tmp_path: Path) -> None:
     path = config(tmp_path, RUN)
     run = privssl.train(path, output=tmp_path / "run")
     recorded = run.folder / "config.yaml"
@@ -301,11 +303,11 @@ def test_a_run_folder_that_another_config_continues_chooses_no_code(
     outcome = command(path, "--resume", run.folder)
     assert outcome.status == 2 and "belongs to another config: algorithm.name" in outcome.err
     assert not mark.exists()
-    command("--resume", run.folder)  # the control: who trains on its config has it imported
+    command("--resume", run.folder)  # the control: training with its config imports it
     assert mark.exists()
 
 
-def test_nothing_is_imported_where_nobody_allowed_it(mark: Path) -> None:
+def test_no_plug_in_is_imported_without_permission(mark: Path) -> None:
     name = "harmful_method:Own"
     for names in ((), ["harmful_method:Other"]):
         with (
@@ -323,21 +325,21 @@ def test_nothing_is_imported_where_nobody_allowed_it(mark: Path) -> None:
         plugins.load("algorithms", "algorithm.name", name)
 
 
-# What works ---------------------------------------------------------------------------------------
+# Working plug-ins ---------------------------------------------------------------------------------
 
 
-def test_a_run_records_the_own_method_and_goes_on_with_it_alone(tmp_path: Path) -> None:
+def test_a_run_records_its_users_algorithm_and_resumes_only_with_it(tmp_path: Path) -> None:
     run = privssl.train(config(tmp_path, RUN), output=tmp_path / "run")
     [about] = run.results["plugins"].values()
     assert about["name"] == OWN.format("Own") and about["version"] is None
     assert "name: tests.testing.own_method:Own" in (run.folder / "config.yaml").read_text()
-    (run.folder / "results.json").unlink()  # as if it had been killed at its end
+    (run.folder / "results.json").unlink()  # as after a kill at its end
     outcome = command("--resume", run.folder, f"algorithm.name={OWN.format('Resume')}")
     assert outcome.status == 2 and "belongs to another config: algorithm.name" in outcome.err
     assert command("--resume", run.folder).status == 0
 
 
-def test_a_change_in_another_file_of_the_package_is_seen(
+def test_a_change_in_any_file_of_the_plug_in_package_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "recordedpack"
@@ -359,7 +361,7 @@ def test_a_change_in_another_file_of_the_package_is_seen(
     assert other_file(before, plugins.describe("models", name)) == "The file"
 
 
-def test_the_rule_of_a_plug_in_gets_the_numbers_that_it_takes() -> None:
+def test_a_partition_plug_in_gets_the_settings_that_it_accepts() -> None:
     with plugins.provided("partitions", "first", First):
         rule = partition.from_settings("first", k=3)
         parts = rule.split(np.zeros(10, dtype=np.int64), 2, np.random.default_rng(0))
@@ -380,7 +382,7 @@ class First(partition.Partition):
         return [list(range(self.k, len(labels)))[::-1], list(range(self.k))][::-1]
 
 
-def test_reading_the_installed_names_takes_no_import(install: Any, mark: Path) -> None:
+def test_listing_installed_plug_ins_imports_nothing(install: Any, mark: Path) -> None:
     install("lazy", "[privssl.datasets]\nlazy = harmful_method:Own\n")
     assert plugins.is_known("datasets", "lazy")
     plugins.check_names("datasets", ["toy"])

@@ -1,4 +1,4 @@
-"""``predict``, ``evaluate``, ``Run``: a finished run's classifier, as the run measured it."""
+"""``predict``, ``evaluate``, ``Run``: a finished run's classifier has the run's test accuracy."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ def bytes_of(x: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def npz(tmp_path_factory: pytest.TempPathFactory) -> tuple[privssl.Run, Path]:
-    """A run on an NPZ file, and the file."""
+    """A run on an NPZ file, and that file."""
     folder = tmp_path_factory.mktemp("npz")
     path = folder / "rows.npz"
     np.savez(path, x_train=X, y_train=Y, x_test=X_TEST, y_test=Y_TEST)
@@ -35,9 +35,9 @@ def npz(tmp_path_factory: pytest.TempPathFactory) -> tuple[privssl.Run, Path]:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[privssl.Run, Path]:
-    """A run on a folder of pictures, resized, and the folder."""
-    folder = tmp_path_factory.mktemp("pictures")
+def image_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[privssl.Run, Path]:
+    """A run on a folder of resized images, and that folder."""
+    folder = tmp_path_factory.mktemp("image_run")
     for part, x, y in (("train", X, Y), ("test", X_TEST, Y_TEST)):
         for number, (row, label) in enumerate(zip(bytes_of(x), y.tolist(), strict=True)):
             path = folder / "data" / part / ("dog", "cat", "eel")[label] / f"{number:03d}.png"
@@ -47,10 +47,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[privssl.Run, Pat
     return privssl.train(config(folder), given, output=folder / "run"), folder / "data"
 
 
-def called(
+def run_main(
     main: Any, capfd: pytest.CaptureFixture[str], *arguments: object, status: int = 0
 ) -> str:
-    """What a command prints: on standard output, or where it fails its error."""
+    """Run a command; return its standard output, or its error if it fails."""
     assert main([str(argument) for argument in arguments]) == status
     shown = capfd.readouterr()
     return shown.err if status else shown.out
@@ -60,57 +60,57 @@ def table(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def share(rows: Sequence[dict[str, str]], true: Sequence[str]) -> float:
+def accuracy_of(rows: Sequence[dict[str, str]], true: Sequence[str]) -> float:
     return sum(row["class"] == name for row, name in zip(rows, true, strict=True)) / len(rows)
 
 
-# Equal to what the run measured -------------------------------------------------------------------
+# Test accuracy ------------------------------------------------------------------------------------
 
 
-def test_predictions_on_an_npz_file_are_right_as_often_as_the_run_says(
+def test_predictions_on_an_npz_file_have_the_runs_test_accuracy(
     npz: tuple[privssl.Run, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, path = npz
     reported = run.results["test_accuracy"]["final"]
-    rows = table(called(predict.main, capfd, run.folder, path))
-    assert share(rows, [str(label) for label in Y_TEST]) == reported
+    rows = table(run_main(predict.main, capfd, run.folder, path))
+    assert accuracy_of(rows, [str(label) for label in Y_TEST]) == reported
     assert [row["row"] for row in rows[:2]] == [f"{path}:0", f"{path}:1"]
     for row in rows:
         by_class = {name: float(row[name]) for name in run.class_names}
         assert sum(by_class.values()) == pytest.approx(1, abs=1e-5)
         assert row["class"] == max(by_class, key=by_class.__getitem__)
-    found = json.loads(called(evaluate.main, capfd, run.folder, path, "--json"))
+    found = json.loads(run_main(evaluate.main, capfd, run.folder, path, "--json"))
     assert (found["rows"], found["accuracy"]) == (30, reported)
-    # The rest is what the run wrote, and fits the lines that predict printed.
+    # The other metrics agree with results.json and with the printed predictions.
     assert {name: found[name] for name in run.results["metrics"]} == run.results["metrics"]
     pairs = [(str(true), row["class"]) for true, row in zip(Y_TEST, rows, strict=True)]
     names = run.class_names
     assert found["confusion"] == [[pairs.count((a, b)) for b in names] for a in names]
-    assert f"accuracy: {reported:.4f}" in called(evaluate.main, capfd, run.folder, path)
+    assert f"accuracy: {reported:.4f}" in run_main(evaluate.main, capfd, run.folder, path)
 
 
-def test_predictions_on_pictures_are_right_as_often_as_the_run_says(
-    pictures: tuple[privssl.Run, Path], capfd: pytest.CaptureFixture[str]
+def test_predictions_on_images_have_the_runs_test_accuracy(
+    image_run: tuple[privssl.Run, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run, data = pictures
+    run, data = image_run
     reported = run.results["test_accuracy"]["final"]
-    rows = table(called(predict.main, capfd, run.folder, data / "test"))
+    rows = table(run_main(predict.main, capfd, run.folder, data / "test"))
     assert len(rows) == 30
-    assert share(rows, [Path(row["row"]).parent.name for row in rows]) == reported
+    assert accuracy_of(rows, [Path(row["row"]).parent.name for row in rows]) == reported
     for folder in (data, data / "test"):
-        found = json.loads(called(evaluate.main, capfd, run.folder, folder, "--json"))
+        found = json.loads(run_main(evaluate.main, capfd, run.folder, folder, "--json"))
         assert (found["rows"], found["accuracy"]) == (30, reported)
 
 
-def test_json_and_csv_files_have_the_same_rows(
+def test_json_and_csv_predictions_have_the_same_rows(
     npz: tuple[privssl.Run, Path], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run, _ = npz
     np.save(tmp_path / "x.npy", X_TEST)
     Image.fromarray(bytes_of(X_TEST[0])).save(tmp_path / "one.png")
     given = (run.folder, tmp_path / "x.npy", tmp_path / "one.png")
-    found = json.loads(called(predict.main, capfd, *given, "--json"))
-    assert called(predict.main, capfd, *given, "--output", tmp_path / "out.csv") == ""
+    found = json.loads(run_main(predict.main, capfd, *given, "--json"))
+    assert run_main(predict.main, capfd, *given, "--output", tmp_path / "out.csv") == ""
     written = table((tmp_path / "out.csv").read_text())
     assert [row["class"] for row in written] == [row["class"] for row in found]
     assert [row["row"] for row in written] == [row["row"] for row in found]
@@ -118,7 +118,7 @@ def test_json_and_csv_files_have_the_same_rows(
     assert found[0]["probabilities"]["1"] == pytest.approx(float(written[0]["1"]), abs=1e-6)
 
 
-def test_predictions_replace_predictions_and_no_other_file(
+def test_a_prediction_file_replaces_only_former_predictions(
     npz: tuple[privssl.Run, Path], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run, _ = npz
@@ -126,7 +126,7 @@ def test_predictions_replace_predictions_and_no_other_file(
     given = (run.folder, tmp_path / "x.npy")
     for kind in ([], ["--json"]):
         for _ in range(2):
-            called(predict.main, capfd, *given, *kind, "--output", tmp_path / "out.csv")
+            run_main(predict.main, capfd, *given, *kind, "--output", tmp_path / "out.csv")
     for path, said in (
         (tmp_path / "x.npy", "exists and holds no predictions. Choose another --output"),
         (run.folder / "config.yaml", "exists and holds no predictions"),
@@ -134,11 +134,11 @@ def test_predictions_replace_predictions_and_no_other_file(
         (tmp_path / "a" / "b.csv", "cannot be written: No such file or directory. Name a file"),
     ):
         before = path.read_bytes() if path.is_file() else None
-        assert said in called(predict.main, capfd, *given, "--output", path, status=2)
+        assert said in run_main(predict.main, capfd, *given, "--output", path, status=2)
         assert before == (path.read_bytes() if path.is_file() else None)
 
 
-def test_rows_are_arrays_tensors_or_lists_of_pictures(npz: tuple[privssl.Run, Path]) -> None:
+def test_predict_accepts_arrays_tensors_and_lists_of_images(npz: tuple[privssl.Run, Path]) -> None:
     run, _ = npz
     x = bytes_of(X_TEST)
     names = run.predict(x)
@@ -148,17 +148,15 @@ def test_rows_are_arrays_tensors_or_lists_of_pictures(npz: tuple[privssl.Run, Pa
     assert (run.predict([Image.fromarray(row) for row in x]) == names).all()
     assert run.predict(x[:0]).shape == (0,)
     assert run.predict(x[:0], probabilities=True).shape == (0, 3)
-    # The batch in which a row is predicted does not matter.
+    # Predictions do not depend on the batch.
     alone = np.concatenate([run.predict(row[None]) for row in x])
     assert (alone == names).all()
 
 
-# A folder is enough, and is checked ---------------------------------------------------------------
+# Run folders --------------------------------------------------------------------------------------
 
 
-def test_a_run_folder_that_was_moved_is_enough(
-    npz: tuple[privssl.Run, Path], tmp_path: Path
-) -> None:
+def test_a_moved_run_folder_can_predict(npz: tuple[privssl.Run, Path], tmp_path: Path) -> None:
     run, _ = npz
     shutil.copytree(run.folder, tmp_path / "moved")
     moved = privssl.open_run(tmp_path / "moved")
@@ -166,7 +164,7 @@ def test_a_run_folder_that_was_moved_is_enough(
     assert (moved.predict(X_TEST) == run.predict(X_TEST)).all()
 
 
-def test_metrics_are_columns_and_with_pandas_a_frame(npz: tuple[privssl.Run, Path]) -> None:
+def test_run_metrics_are_columns_or_a_data_frame(npz: tuple[privssl.Run, Path]) -> None:
     run, _ = npz
     assert run.metrics["round"] == [1.0, 2.0]
     assert run.metrics["test/accuracy"][-1] == run.results["test_accuracy"]["final"]
@@ -178,7 +176,7 @@ def test_metrics_are_columns_and_with_pandas_a_frame(npz: tuple[privssl.Run, Pat
     assert frame["test/accuracy"].tolist() == run.metrics["test/accuracy"]
 
 
-def test_what_is_no_finished_run_is_one_error(
+def test_opening_anything_but_a_finished_run_raises_one_clear_error(
     npz: tuple[privssl.Run, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, path = npz
@@ -190,7 +188,7 @@ def test_what_is_no_finished_run_is_one_error(
         (tmp_path / "absent", "no results.json"),
         (broken, "classifier.safetensors"),
     ):
-        text = called(predict.main, capfd, folder, path, status=2)
+        text = run_main(predict.main, capfd, folder, path, status=2)
         assert message in text
         assert "Traceback" not in text
     (broken / "classifier.safetensors").unlink()
@@ -198,7 +196,7 @@ def test_what_is_no_finished_run_is_one_error(
         privssl.open_run(broken).classifier()
 
 
-def test_a_model_that_is_no_network_is_refused_when_the_run_is_opened(
+def test_a_model_argument_that_is_no_network_is_refused_when_the_run_is_opened(
     npz: tuple[privssl.Run, Path],
 ) -> None:
     with pytest.raises(privssl.UserError, match=r"model is 5\. Give a torch\.nn\.Module class"):
@@ -218,22 +216,22 @@ WRONG_ROWS = [
 
 
 @pytest.mark.parametrize(("x", "message"), WRONG_ROWS, ids=range(len(WRONG_ROWS)))
-def test_rows_of_another_form_are_one_error(
+def test_rows_of_another_shape_raise_one_clear_error(
     x: Any, message: str, npz: tuple[privssl.Run, Path]
 ) -> None:
     with pytest.raises(privssl.UserError, match=message):
         npz[0].predict(x)
 
 
-def test_weights_that_do_not_fit_a_network_say_which(npz: tuple[privssl.Run, Path]) -> None:
-    def wider(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+def test_the_error_about_unsuitable_weights_names_them(npz: tuple[privssl.Run, Path]) -> None:
+    def build_wider_network(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, classes + 1))
 
     with pytest.raises(privssl.UserError, match=r"does not fit .* \(Missing key.*Give the network"):
-        privssl.open_run(npz[0].folder, model=wider).classifier()
+        privssl.open_run(npz[0].folder, model=build_wider_network).classifier()
 
 
-def test_wrong_labels_are_one_error(npz: tuple[privssl.Run, Path]) -> None:
+def test_wrong_labels_raise_one_clear_error(npz: tuple[privssl.Run, Path]) -> None:
     for y, message in (
         (Y_TEST[:-1], "30 rows and 29 labels"),
         (Y_TEST + 1, "labels go from 1 to 3, and classes from 0 to 2"),
@@ -246,7 +244,7 @@ def test_wrong_labels_are_one_error(npz: tuple[privssl.Run, Path]) -> None:
             npz[0].evaluate(X_TEST, y)
 
 
-def test_whole_numbers_that_may_be_numbers_or_names_of_classes_are_refused(
+def test_labels_that_may_be_class_numbers_or_class_names_are_refused(
     npz: tuple[privssl.Run, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Grades 1, 2 and 3 are classes 0, 1 and 2. The controls: names as text, and labels that are
@@ -254,14 +252,14 @@ def test_whole_numbers_that_may_be_numbers_or_names_of_classes_are_refused(
     run = npz[0]
     wanted = run.evaluate(X_TEST, Y_TEST)["accuracy"]
     monkeypatch.setitem(run.results, "class_names", ["1", "2", "3"])
-    graded = Y_TEST < 2  # no row of grade 3, so that all labels are below the number of classes
+    graded = Y_TEST < 2  # no row of grade 3, so all labels are below the number of classes
     with pytest.raises(privssl.UserError, match="labels 1, 2 can be class numbers"):
         run.evaluate(X_TEST[graded], Y_TEST[graded] + 1)
     assert run.evaluate(X_TEST, (Y_TEST + 1).astype(str))["accuracy"] == wanted
     assert run.evaluate(X_TEST, Y_TEST)["accuracy"] == wanted
 
 
-def test_inputs_that_cannot_be_read_are_one_error(
+def test_unreadable_inputs_raise_one_clear_error(
     npz: tuple[privssl.Run, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = npz
@@ -280,15 +278,15 @@ def test_inputs_that_cannot_be_read_are_one_error(
         ("bad.npy", "cannot be read as an NPY file"),
         ("other.npz", "has no x, or x_test, or x_unlabelled"),
     ):
-        text = called(predict.main, capfd, run.folder, tmp_path / name, status=2)
+        text = run_main(predict.main, capfd, run.folder, tmp_path / name, status=2)
         assert message in text, text
         assert "Traceback" not in text
-    text = called(evaluate.main, capfd, run.folder, tmp_path / "other.npz", status=2)
+    text = run_main(evaluate.main, capfd, run.folder, tmp_path / "other.npz", status=2)
     assert "has no x and y, or x_test and y_test" in text
     np.save(tmp_path / "rows.npy", X_TEST)
-    text = called(evaluate.main, capfd, run.folder, tmp_path / "rows.npy", status=2)
+    text = run_main(evaluate.main, capfd, run.folder, tmp_path / "rows.npy", status=2)
     assert "single array. Save x and y, or x_test and y_test with numpy.savez_compressed" in text
     shutil.copy(tmp_path / "rows.npy", tmp_path / "ROWS.NPY")
-    assert "Traceback" not in called(predict.main, capfd, run.folder, tmp_path / "ROWS.NPY")
-    text = called(predict.main, capfd, tmp_path / "rows.npy", tmp_path / "rows.npy", status=2)
+    assert "Traceback" not in run_main(predict.main, capfd, run.folder, tmp_path / "ROWS.NPY")
+    text = run_main(predict.main, capfd, tmp_path / "rows.npy", tmp_path / "rows.npy", status=2)
     assert "rows.npy has no results.json: it is no run" in text  # a file is no run folder

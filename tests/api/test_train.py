@@ -1,4 +1,4 @@
-"""``privssl.train``: the same runs as the command, from Python, leaving the process as it was."""
+"""``privssl.train``: the runs of the command, from Python, without side effects on the process."""
 
 import ast
 import concurrent.futures
@@ -25,7 +25,7 @@ from tests.support.fresh_imports import run_afresh
 
 
 def run_python(code: str) -> str:
-    """What a fresh process prints."""
+    """The output of a new process."""
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
@@ -47,7 +47,7 @@ ORDERS = {
 def test_train_is_a_function_and_a_command_in_every_order_of_imports(order: str) -> None:
     code = f"{order}\nimport inspect; said = [a is b, callable(a), 'main' in vars(a), "
     code += "*inspect.signature(a).parameters]"
-    # The interface needs torch, which takes a fresh process seconds.
+    # Importing torch takes a new process seconds.
     said = run_afresh(code) if "load" in order else run_python(f"{code}\nprint(said)")
     assert ast.literal_eval(said) == [
         *(True, True, True),
@@ -62,7 +62,7 @@ def test_importing_privssl_loads_neither_torch_nor_numpy() -> None:
     assert run_python(ask.replace("privssl;", "privssl; import numpy;")) != "[]"  # the control
 
 
-def test_a_run_from_python_is_the_run_of_the_command_to_the_byte(tmp_path: Path) -> None:
+def test_a_run_from_python_has_the_bytes_of_the_commands_run(tmp_path: Path) -> None:
     path = config(tmp_path)
     assert command(path, "run.seed=3", f"run.output={tmp_path / 'a'}").status == 0
     run = privssl.train(path, {"run.seed": 3}, output=tmp_path / "b")
@@ -71,7 +71,7 @@ def test_a_run_from_python_is_the_run_of_the_command_to_the_byte(tmp_path: Path)
         assert (tmp_path / "a" / name).read_bytes() == (run.folder / name).read_bytes(), name
 
 
-def test_own_rows_and_an_own_network_are_trained_and_used(tmp_path: Path) -> None:
+def test_a_users_rows_and_network_are_trained_and_predict(tmp_path: Path) -> None:
     x, y, x_test, y_test = arrays()
     data = privssl.Dataset.from_arrays(x, y, x_test, y_test, class_names=["no", "some", "much"])
     run = privssl.train(config(tmp_path), {"algorithm.rounds": 4}, data, Net, tmp_path / "run")
@@ -98,14 +98,14 @@ def test_own_rows_and_an_own_network_are_trained_and_used(tmp_path: Path) -> Non
     assert run.audit()["verdict"] == "no_guarantee"
 
 
-def test_a_private_run_has_its_guarantee_and_audits_as_consistent(tmp_path: Path) -> None:
+def test_a_private_run_from_python_has_a_guarantee_and_a_consistent_audit(tmp_path: Path) -> None:
     run = privssl.train(config(tmp_path, PRIVATE), None, dataset(), Net, tmp_path / "run")
     assert run.guarantee is not None
     assert run.guarantee.startswith("GUARANTEE: for every support agent")
     assert run.audit()["verdict"] == "consistent"
 
 
-def test_nothing_is_printed_unless_progress_is_asked_for(
+def test_train_prints_nothing_unless_progress_is_requested(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = {"data.labelled": 4}  # there are ten classes: a warning
@@ -119,7 +119,9 @@ def test_nothing_is_printed_unless_progress_is_asked_for(
     assert shown.out == ""
 
 
-def test_the_process_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_does_not_change_the_state_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def state() -> list[object]:
@@ -146,7 +148,7 @@ def test_the_process_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.Monke
         torch.set_num_threads(threads)
 
 
-def test_it_runs_in_another_thread_and_with_workers(tmp_path: Path) -> None:
+def test_train_runs_in_another_thread_and_with_workers(tmp_path: Path) -> None:
     path, data = config(tmp_path), dataset()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         there = pool.submit(privssl.train, path, {"run.workers": 2}, data, Net, tmp_path / "a")
@@ -156,7 +158,7 @@ def test_it_runs_in_another_thread_and_with_workers(tmp_path: Path) -> None:
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_an_interrupted_run_goes_on_from_its_folder(
+def test_an_interrupted_run_resumes_from_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, data = config(tmp_path), dataset()
@@ -180,10 +182,10 @@ def test_an_interrupted_run_goes_on_from_its_folder(
     assert (run.folder / weights).read_bytes() == (whole.folder / weights).read_bytes()
     assert (
         privssl.train(run.folder, data=data, model=Net).folder == run.folder
-    )  # finished: as it is
+    )  # the run is finished and does not change
 
 
-def test_a_run_of_rows_in_memory_is_not_resumed_without_them(tmp_path: Path) -> None:
+def test_resume_of_a_run_on_rows_in_memory_needs_the_rows(tmp_path: Path) -> None:
     run = privssl.train(config(tmp_path), None, dataset(), output=tmp_path / "run")
     text = (run.folder / "config.yaml").read_text()
     assert "name: arrays" in text
@@ -194,13 +196,15 @@ def test_a_run_of_rows_in_memory_is_not_resumed_without_them(tmp_path: Path) -> 
     assert "rows in memory" in outcome.err
     with pytest.raises(privssl.UserError, match=r"data has other rows than .*config\.yaml") as said:
         privssl.train(run.folder, data=dataset(rows=121))
-    assert dataset(rows=121).checksum[:6] not in str(said.value)  # private rows could be tried
+    assert dataset(rows=121).checksum[:6] not in str(
+        said.value
+    )  # an attacker could guess private rows
     again = privssl.train(run.folder / "config.yaml", data=dataset(), output=tmp_path / "again")
     weights = "classifier.safetensors"
     assert (run.folder / weights).read_bytes() == (again.folder / weights).read_bytes()
 
 
-def test_a_checked_config_is_run_several_times(tmp_path: Path) -> None:
+def test_a_loaded_config_can_be_run_several_times(tmp_path: Path) -> None:
     experiment = privssl.load(config(tmp_path), ["algorithm.rounds=1"])
     assert experiment.config.algorithm.rounds == 1
     runs = [experiment.run(dataset(), output=tmp_path / name) for name in ("a", "b")]
@@ -216,7 +220,7 @@ def test_a_config_may_be_a_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         privssl.load({**fedavg, "algorithm": {"name": "fedavg", "rounds": 0}})
 
 
-def test_mistakes_raise_the_text_that_the_command_prints(tmp_path: Path) -> None:
+def test_train_raises_the_error_text_that_the_command_prints(tmp_path: Path) -> None:
     path = config(tmp_path)
     outcome = command(path, "run.seedd=1", "algorithm.rounds=0")
     with pytest.raises(privssl.UserError) as caught:
@@ -229,29 +233,27 @@ def test_mistakes_raise_the_text_that_the_command_prints(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("data", ["rows.npz", (np.zeros((4, 8, 8)), np.zeros(4, int))])
-def test_data_that_are_no_dataset_are_one_error(data: Any, tmp_path: Path) -> None:
+def test_data_that_is_no_dataset_raises_one_clear_error(data: Any, tmp_path: Path) -> None:
     with pytest.raises(privssl.UserError, match=r"Give a privssl\.Dataset"):
         privssl.train(config(tmp_path), data=data, output=tmp_path / "run")
 
 
-def test_a_config_that_is_no_file_and_no_mapping_is_one_error() -> None:
+def test_a_config_that_is_no_file_and_no_mapping_raises_one_clear_error() -> None:
     with pytest.raises(privssl.UserError, match=r"config is 3\. Give a YAML file, its sections"):
         privssl.train(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overrides", ["run.seed=1", 1, [1]])
-def test_overrides_that_are_no_mapping_and_no_list_of_text_are_one_error(
-    overrides: Any, tmp_path: Path
-) -> None:
+def test_invalid_overrides_raise_one_clear_error(overrides: Any, tmp_path: Path) -> None:
     with pytest.raises(privssl.UserError, match=r"overrides is .* Give \{.* or a list of"):
         privssl.load(config(tmp_path), overrides)
     assert privssl.load(config(tmp_path), ["run.seed=1"]).config.run.seed == 1  # the control
 
 
-def test_a_private_run_tells_no_hash_of_its_rows_and_goes_on_with_them_alone(
+def test_a_private_run_writes_no_hash_of_its_rows_and_resumes_only_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has all rows but one could try rows until an unkeyed hash matches."""
+    """An attacker who has all rows but one could try rows until an unkeyed hash matches."""
     given = {"algorithm.rounds": 1}
     run = privssl.train(config(tmp_path, PRIVATE), given, dataset(), output=tmp_path / "run")
     digest = dataset().checksum

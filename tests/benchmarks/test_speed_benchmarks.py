@@ -500,8 +500,8 @@ def _alive(process: int) -> bool:
         (batched_agents, ["configs/semifl.yaml", "--at-once", "1,x"], "is needed, not x"),
         (batched_agents, ["run.seed=1"], "which config?"),
         (scale, ["configs/semifl.yaml", "--rounds", "1"], "from 2 is needed, not 1"),
-        (private_step, ["--width", "4"], "--width is of a --classifier"),
-        (against_flower_and_pfl, ["--only", "nobody"], "part of no competitor"),
+        (private_step, ["--width", "4"], "--width needs --classifier"),
+        (against_flower_and_pfl, ["--only", "nobody"], "matches no framework"),
     ],
 )
 def test_invalid_arguments_are_refused_before_any_measurement(

@@ -1,6 +1,6 @@
-"""The doctor names each fault that is planted, says what to do, and leaves nothing behind.
+"""``privssl doctor`` reports each fault with advice, and writes no file.
 
-Each fault has its control: the same check without it.
+Each fault has a control: the same check without it.
 """
 
 import json
@@ -25,12 +25,12 @@ from privssl.ops import dispatch, precision, self_test
 from tests.support.command_line import tree
 
 
-def named(findings: Iterable[Finding], name: str) -> Finding:
-    """The finding of that name."""
+def finding_named(findings: Iterable[Finding], name: str) -> Finding:
+    """The finding with this name."""
     return next(finding for finding in findings if finding.name == name)
 
 
-def test_every_line_says_how_it_is_and_what_to_do_and_nothing_is_written(
+def test_the_doctor_prints_a_status_per_finding_with_advice_and_writes_no_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -49,7 +49,7 @@ def test_every_line_says_how_it_is_and_what_to_do_and_nothing_is_written(
     assert status == (1 if any(line.startswith("problem") for line in lines) else 0)
 
 
-def test_json_has_the_same_findings_and_the_exit_status_is_whether_one_is_a_problem(
+def test_doctor_json_has_the_same_findings_and_the_exit_status_reports_problems(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [Finding("a", "ok", "fine"), Finding("b", "note", "slow", "Buy.")]
@@ -66,7 +66,7 @@ def test_json_has_the_same_findings_and_the_exit_status_is_whether_one_is_a_prob
     assert mistake.value.code == 2
 
 
-def test_a_check_that_fails_itself_is_a_problem_and_the_others_go_on() -> None:
+def test_a_check_that_raises_is_a_problem_and_other_checks_still_run() -> None:
     def check_wires() -> list[Finding]:
         raise OSError("libcudart.so.12: cannot open shared object file")
 
@@ -78,14 +78,14 @@ def test_a_check_that_fails_itself_is_a_problem_and_the_others_go_on() -> None:
     assert "libcudart" in broken.text and broken.advice
 
 
-def test_a_torch_that_cannot_be_loaded_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(installation, "computing")
     monkeypatch.setitem(sys.modules, "privssl.installation.computing", None)  # its import fails
     [broken] = run_checks([doctor.check_torch])
     assert (broken.name, broken.status) == ("torch", "problem")
 
 
-def test_without_a_package_that_every_command_needs_the_doctor_says_so(
+def test_a_missing_required_package_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("privssl.runtime.command", "rich", "rich.console"):
@@ -94,7 +94,7 @@ def test_without_a_package_that_every_command_needs_the_doctor_says_so(
     assert "problem: " in capsys.readouterr().err
 
 
-def test_versions_are_held_against_our_ranges_and_each_others(
+def test_package_versions_are_compared_with_our_ranges_and_with_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     versions = {"torch": "2.6.0", "torchvision": "0.21.0", "numpy": "2.0"}
@@ -115,32 +115,32 @@ def test_versions_are_held_against_our_ranges_and_each_others(
 
     versions["torch"] = "2.6.0+cpu"  # no other version
     assert [f.status for f in software.check_packages()] == ["ok"] * 3
-    versions["torch"] = "2.7.1"  # which torchvision was not made for
-    clash = named(software.check_packages(), "torchvision")
+    versions["torch"] = "2.7.1"  # a version that torchvision does not support
+    clash = finding_named(software.check_packages(), "torchvision")
     assert clash.status == "problem"
     assert "made for torch==2.6.0, and 2.7.1 is installed" in clash.text
     versions["torch"] = "2.5"
-    assert "needed: torch>=2.6" in named(software.check_packages(), "torch").text
+    assert "needed: torch>=2.6" in finding_named(software.check_packages(), "torch").text
     del versions["torch"]
-    assert named(software.check_packages(), "torch").text.startswith("absent")
+    assert finding_named(software.check_packages(), "torch").text.startswith("absent")
 
 
-def test_another_privssl_than_the_installed_one_is_a_problem(
+def test_an_imported_privssl_other_than_the_installed_one_is_a_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: __version__)
-    assert named(software.check_python(), "privssl").status == "ok"
+    assert finding_named(software.check_python(), "privssl").status == "ok"
     monkeypatch.setattr(metadata, "version", lambda name: "0.1.0")
-    other = named(software.check_python(), "privssl")
+    other = finding_named(software.check_python(), "privssl")
     assert (other.status, "0.1.0 is installed" in other.text) == ("problem", True)
 
 
 def test_a_flower_of_another_version_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "requires", lambda _: ['flwr==1.42.*; extra == "flower"'])
     monkeypatch.setattr(metadata, "version", lambda _: "1.42.3")
-    assert named(software.check_optional_packages(), "flwr").status == "ok"
+    assert finding_named(software.check_optional_packages(), "flwr").status == "ok"
     monkeypatch.setattr(metadata, "version", lambda _: "1.50.0")
-    assert named(software.check_optional_packages(), "flwr").status == "problem"
+    assert finding_named(software.check_optional_packages(), "flwr").status == "problem"
 
 
 @pytest.mark.parametrize(
@@ -148,20 +148,20 @@ def test_a_flower_of_another_version_is_a_problem(monkeypatch: pytest.MonkeyPatc
     [(None, "ok"), ("1", "ok"), ("2", "note"), ("4,2", "note"), ("many", "problem"),
      ("0", "problem"), ("", "problem")],
 )  # fmt: skip
-def test_threads_are_judged_by_the_environment(value: str | None, status: str) -> None:
+def test_the_thread_check_follows_omp_num_threads(value: str | None, status: str) -> None:
     environment = {} if value is None else {"OMP_NUM_THREADS": value}
-    found = named(machine.check_threads(environment), "threads")
+    found = finding_named(machine.check_threads(environment), "threads")
     assert found.status == status
     assert bool(found.advice) == (status != "ok")
 
 
-def test_waiting_threads_should_be_passive() -> None:
-    assert named(machine.check_threads({}), "waiting threads").status == "note"
+def test_an_active_omp_wait_policy_is_noted() -> None:
+    assert finding_named(machine.check_threads({}), "waiting threads").status == "note"
     environment = {"OMP_WAIT_POLICY": "passive"}
-    assert named(machine.check_threads(environment), "waiting threads").status == "ok"
+    assert finding_named(machine.check_threads(environment), "waiting threads").status == "ok"
 
 
-def test_the_cores_that_a_container_grants_are_read_in_both_versions(tmp_path: Path) -> None:
+def test_container_cores_are_read_from_cgroup_version_1_and_2(tmp_path: Path) -> None:
     assert machine.container_cores(tmp_path) is None
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert machine.container_cores(tmp_path) is None
@@ -176,7 +176,7 @@ def test_the_cores_that_a_container_grants_are_read_in_both_versions(tmp_path: P
     assert machine.container_cores(tmp_path) == 0.5
 
 
-def test_fewer_granted_cores_than_workers_would_start_are_noted(
+def test_fewer_container_cores_than_usable_cores_are_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 8)
@@ -189,49 +189,49 @@ def test_fewer_granted_cores_than_workers_would_start_are_noted(
 
 
 @pytest.mark.parametrize(("free", "status"), [(2**40, "ok"), (2**29, "note"), (2**20, "problem")])
-def test_a_disk_is_judged_by_its_room(
+def test_the_disk_check_follows_the_free_space(
     free: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     usage = SimpleNamespace(free=free, total=2**40, used=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
-    assert named(machine.check_disk(), "disk of runs").status == status
+    assert finding_named(machine.check_disk(), "disk of runs").status == status
 
 
-def test_places_where_nothing_can_be_written_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_folders_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert not any(f.name == "temporary files" for f in machine.check_disk())  # the control
     monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
-    assert named(machine.check_disk(), "temporary files").status == "note"
+    assert finding_named(machine.check_disk(), "temporary files").status == "note"
     (tmp_path / "runs").write_text("")
-    assert "is no folder" in named(machine.check_disk(), "disk of runs").text
+    assert "is no folder" in finding_named(machine.check_disk(), "disk of runs").text
     (tmp_path / "runs").unlink()
     monkeypatch.setattr(os, "access", lambda place, mode: False)
-    assert named(machine.check_disk(), "disk of runs").status == "problem"
+    assert finding_named(machine.check_disk(), "disk of runs").status == "problem"
 
 
-def test_a_home_that_is_unknown_is_a_problem_with_the_variable_to_set(
+def test_an_unknown_home_folder_is_a_problem_that_names_the_variable_to_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PRIVSSL_DATA", "~nobody-has-this-name/data")
-    found = named(machine.check_disk(), "disk of data sets")
+    found = finding_named(machine.check_disk(), "disk of data sets")
     assert (found.status, "PRIVSSL_DATA" in found.advice) == ("problem", True)
     assert [f.name for f in computing.check_data_sets()] == ["data digits"]
 
 
-def test_few_open_files_and_little_memory_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_of_open_files_and_little_memory_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
-    assert named(machine.check_memory(), "open files").status == "ok"
+    assert finding_named(machine.check_memory(), "open files").status == "ok"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
-    assert named(machine.check_memory(), "open files").status == "problem"
+    assert finding_named(machine.check_memory(), "open files").status == "problem"
     monkeypatch.setattr(machine, "_available_memory", lambda: 2**28)
-    assert named(machine.check_memory(), "memory").status == "note"
+    assert finding_named(machine.check_memory(), "memory").status == "note"
 
 
-def test_an_output_without_all_letters_and_a_clock_that_is_behind_are_said(
+def test_an_ascii_output_and_a_wrong_clock_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(encoding="UTF-8"))
@@ -243,16 +243,18 @@ def test_an_output_without_all_letters_and_a_clock_that_is_behind_are_said(
     assert (text.status, clock.status) == ("note", "problem")
 
 
-def test_absent_and_wrong_kernels_are_said_with_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_and_wrong_kernels_are_reported_with_their_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dispatch, "instruction_set", lambda: "avx2")
     monkeypatch.setattr(self_test, "refuse_wrong_kernels", lambda: None)
     [found] = computing.check_kernels()
     assert (found.status, found.text[:4]) == ("ok", "avx2")
 
-    def wrong() -> None:
+    def raise_wrong_kernel() -> None:
         raise PrivacyError("privssl's kernel that draws noise computes a wrong result")
 
-    monkeypatch.setattr(self_test, "refuse_wrong_kernels", wrong)
+    monkeypatch.setattr(self_test, "refuse_wrong_kernels", raise_wrong_kernel)
     [found] = computing.check_kernels()
     assert (found.status, "PRIVSSL_KERNELS=torch" in found.advice) == ("problem", True)
 
@@ -273,7 +275,7 @@ def test_a_processor_without_bfloat16_is_noted(monkeypatch: pytest.MonkeyPatch) 
         assert found.status == status
 
 
-def test_a_gpu_is_said_with_what_was_measured_on_it(
+def test_a_gpu_is_reported_with_its_measured_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(computing, "DRIVERS", (str(tmp_path / "gpu0"),))
@@ -282,7 +284,7 @@ def test_a_gpu_is_said_with_what_was_measured_on_it(
     [found] = computing.check_gpu(tmp_path)
     assert (found.status, found.text) == ("ok", "none seen by torch; no GPU was ever measured")
 
-    (tmp_path / "gpu0").touch()  # a driver, and a torch that does not see it
+    (tmp_path / "gpu0").touch()  # a driver is installed, but torch does not find the GPU
     [found] = computing.check_gpu(tmp_path)
     assert (found.status, "built for" in found.text) == ("problem", True)
 
@@ -301,7 +303,7 @@ def test_a_gpu_is_said_with_what_was_measured_on_it(
     assert (found.status, found.text) == ("ok", "GPU X; measured on GPU X")
 
 
-def test_data_sets_are_looked_for_where_a_run_looks_and_never_downloaded(
+def test_data_sets_are_searched_in_the_folders_of_runs_and_not_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRIVSSL_DATA", str(tmp_path))
@@ -309,10 +311,13 @@ def test_data_sets_are_looked_for_where_a_run_looks_and_never_downloaded(
         (tmp_path / f"{name}_32x32.mat").touch()
     before = tree(tmp_path)
     found = list(computing.check_data_sets())
-    assert (named(found, "data svhn").status, named(found, "data digits").status) == ("ok", "ok")
-    absent = named(found, "data mnist")
+    assert (
+        finding_named(found, "data svhn").status,
+        finding_named(found, "data digits").status,
+    ) == ("ok", "ok")
+    absent = finding_named(found, "data mnist")
     assert (absent.status, str(tmp_path) in absent.text) == ("note", True)
     assert "torchvision.datasets.MNIST" in absent.advice
     (tmp_path / "test_32x32.mat").unlink()
-    assert "1 of 2 files are absent" in named(computing.check_data_sets(), "data svhn").text
+    assert "1 of 2 files are absent" in finding_named(computing.check_data_sets(), "data svhn").text
     assert set(tree(tmp_path)) < set(before)

@@ -1,4 +1,4 @@
-"""The installed command finds its commands, and answers a mistake in words."""
+"""The ``privssl`` command: its subcommands and its error messages."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from privssl.__main__ import COMMANDS, main
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_gets_its_arguments_and_its_status_is_returned(
+def test_the_main_command_passes_arguments_on_and_returns_the_status(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Sequence[str]] = []
@@ -26,14 +26,14 @@ def test_a_command_gets_its_arguments_and_its_status_is_returned(
     assert seen == [["x.yaml", "--flag"]]
 
 
-def test_an_unknown_command_is_a_mistake_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_refused_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "x.yaml"]) == 2  # codespell:ignore
     out, err = capsys.readouterr()
     assert out == ""
     assert "no command 'trian'. Did you mean train?" in err  # codespell:ignore
 
 
-def test_no_command_is_a_mistake_and_help_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_command_is_an_error_and_help_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["--help"]) == 0
     out, err = capsys.readouterr()
@@ -41,14 +41,16 @@ def test_no_command_is_a_mistake_and_help_is_not(capsys: pytest.CaptureFixture[s
     assert all(f"  {name}  " in out for name in COMMANDS)
 
 
-def test_an_unknown_flag_gets_the_form_of_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_about_an_unknown_flag_shows_the_syntax_of_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for command in ("train", "compare"):
         with pytest.raises(SystemExit):
             main([command, "x.yaml", "--rounds", "5"])
         assert "section.key=value, such as algorithm.rounds=5" in capsys.readouterr().err
 
 
-def test_a_flag_with_a_typo_gets_the_flag_that_was_meant(
+def test_the_error_about_a_mistyped_flag_suggests_the_right_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for command, typo, meant in (

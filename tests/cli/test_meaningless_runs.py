@@ -1,4 +1,4 @@
-"""Inputs with which a run means little: each is refused, or warned of where all see it."""
+"""Inputs that make a run meaningless: each is refused, or gives a warning in every output."""
 
 import io
 import json
@@ -40,7 +40,7 @@ def run(folder: Path, text: str, *arguments: str) -> Outcome:
 
 
 def warnings_of(folder: Path, outcome: Outcome) -> list[str]:
-    """Those of a run that ended well: in results.json, in the last lines, and in train.log."""
+    """The warnings of a finished run, which are in results.json, the last lines and train.log."""
     assert outcome.status == 0, outcome
     assert "Traceback" not in outcome.err
     found: list[str] = json.loads((folder / "run" / "results.json").read_text())["warnings"]
@@ -62,7 +62,7 @@ def rows(folder: Path, **changed: Any) -> None:
     np.savez(folder / "rows.npz", **(arrays | changed))
 
 
-def said(words: str, texts: list[str]) -> bool:
+def output(words: str, texts: list[str]) -> bool:
     return any(words in text for text in texts)
 
 
@@ -82,20 +82,20 @@ TEST_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("name", TEST_ROWS)
-def test_test_rows_that_measure_little_are_warned_of_also_in_private_runs(
+def test_unsuitable_test_rows_give_a_warning_also_in_private_runs(
     name: str, private: bool, tmp_path: Path
 ) -> None:
-    """They are of no agent, so a private run may say it."""
+    """Test rows belong to no agent, so a private run may report it."""
     changed, words = TEST_ROWS[name]
     rows(tmp_path, **changed)
     text = NPZ + (PRIVATE if private else "")
-    assert said(words, warnings_of(tmp_path, run(tmp_path, text)))
+    assert output(words, warnings_of(tmp_path, run(tmp_path, text)))
 
 
-def test_ordinary_test_rows_get_none_of_these_warnings(tmp_path: Path) -> None:
+def test_control_ordinary_test_rows_give_no_warning(tmp_path: Path) -> None:
     rows(tmp_path)
     found = warnings_of(tmp_path, run(tmp_path, NPZ))
-    assert not [words for _, words in TEST_ROWS.values() if said(words, found)]
+    assert not [words for _, words in TEST_ROWS.values() if output(words, found)]
 
 
 TRAINING_ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -105,15 +105,15 @@ TRAINING_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TRAINING_ROWS)
-def test_training_rows_that_teach_nothing_are_warned_of_unless_the_run_is_private(
+def test_useless_training_rows_give_a_warning_unless_the_run_is_private(
     name: str, tmp_path: Path
 ) -> None:
-    """The control is the rule itself: what depends on labelled rows is in no private results."""
+    """The control: no private results depend on labelled rows."""
     changed, words = TRAINING_ROWS[name]
     rows(tmp_path, **changed)
     text = NPZ.replace("labelled: 12", "labelled: 12, stratified: false")
-    assert said(words, warnings_of(tmp_path, run(tmp_path, text)))
-    if name == "equal training rows":  # doubled rows are refused where each has an account
+    assert output(words, warnings_of(tmp_path, run(tmp_path, text)))
+    if name == "equal training rows":  # duplicate rows are refused in private runs
         return
     private = run(tmp_path, text + PRIVATE, "run.overwrite=true")
     assert private.status == 0, private
@@ -138,7 +138,7 @@ def with_pixel(value: float) -> dict[str, Any]:
         ({"y_train": np.zeros(40, int), "y_test": np.zeros(20, int)}, "give at least two"),
     ],
 )  # fmt: skip
-def test_rows_that_are_no_numbers_or_have_no_label_to_test_with_are_refused(
+def test_rows_that_are_not_finite_and_test_rows_without_labels_are_refused(
     changed: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     rows(tmp_path, **changed)
@@ -149,8 +149,8 @@ def test_rows_that_are_no_numbers_or_have_no_label_to_test_with_are_refused(
 # Outputs that are not finite ----------------------------------------------------------------
 
 
-def broken_for_bright_rows(*arguments: Any) -> nn.Module:
-    """A classifier with an infinite output for rows whose first pixel is bright."""
+def infinite_for_bright_rows(*arguments: Any) -> nn.Module:
+    """A classifier with infinite outputs for rows whose first pixel is bright."""
     network = build(*arguments)
     forward = network.forward
 
@@ -167,56 +167,56 @@ build: Callable[..., nn.Module] = models.build_classifier
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_outputs_that_are_infinite_for_some_rows_are_counted(
+def test_a_warning_counts_test_rows_with_infinite_outputs(
     private: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "build_classifier", broken_for_bright_rows)
+    monkeypatch.setattr(models, "build_classifier", infinite_for_bright_rows)
     x = np.zeros((20, 8, 8))
     x[:7, 0, 0] = 1.0
     rows(tmp_path, x_test=x)
     outcome = run(tmp_path, NPZ + (PRIVATE if private else ""))
     found = warnings_of(tmp_path, outcome)
     words = "outputs on 7 of 20 test rows are not finite (NaN or infinite); they count as wrong"
-    assert said(f"round 1: the classifier's {words}", found)
-    assert said(f"at the end the classifier's {words}", found)
-    assert "Warning: round 1: the classifier's" in outcome.err  # at once, to stop a long run
+    assert output(f"round 1: the classifier's {words}", found)
+    assert output(f"at the end the classifier's {words}", found)
+    assert (
+        "Warning: round 1: the classifier's" in outcome.err
+    )  # logged at once, so the user can stop a long run
     table = (tmp_path / "run" / "confusion.csv").read_text().splitlines()
     assert table[0] == "true class,0,1,not finite"
     assert sum(int(line.split(",")[-1]) for line in table[1:]) == 7
 
 
-def test_a_network_that_diverges_ends_the_run_in_words(tmp_path: Path) -> None:
+def test_a_diverged_network_ends_the_run_with_an_error_message(tmp_path: Path) -> None:
     text = FEDAVG.replace("width: 4", "width: 4, norm: none")
     text = text.replace("rounds: 1", "rounds: 1, local_epochs: 20")
     outcome = run(tmp_path, text, "algorithm.learning_rate=1000")
     assert_refused(outcome, "not finite. Its sender's training diverged (lower the learning rate)")
-    # The control: a rate with which it learns.
+    # The control: a learning rate with which it trains.
     outcome = run(tmp_path, text, "algorithm.learning_rate=0.01", "run.overwrite=true")
-    assert not said("not finite", warnings_of(tmp_path, outcome))
+    assert not output("not finite", warnings_of(tmp_path, outcome))
 
 
-def test_warnings_of_rounds_outlive_an_interruption(
+def test_warnings_of_rounds_are_kept_across_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows(tmp_path, x_test=np.ones((20, 8, 8)) - np.arange(20).reshape(-1, 1, 1) / 100)
     with monkeypatch.context() as patch:
-        patch.setattr(models, "build_classifier", broken_for_bright_rows)
+        patch.setattr(models, "build_classifier", infinite_for_bright_rows)
         warnings_of(tmp_path, run(tmp_path, NPZ))
     first = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert first["test_accuracy"]["final"] == 0.0  # NaN scored as class 0 would be 0.5
+    assert first["test_accuracy"]["final"] == 0.0  # if NaN counted as class 0 it would be 0.5
     assert first["metrics"]["loss"] is None
-    (tmp_path / "run" / "results.json").unlink()  # as if killed before the last file
+    (tmp_path / "run" / "results.json").unlink()  # as after a kill before the last file
     found = warnings_of(tmp_path, command("--resume", tmp_path / "run", "--quiet"))
-    assert said("round 1: the classifier's outputs on 20 of 20 test rows are not finite", found)
-    # The control: what the end says is computed again, with a network that is sound now.
-    assert not said("at the end the classifier's outputs", found)
-    assert said("at the end the classifier's outputs", first["warnings"])
+    assert output("round 1: the classifier's outputs on 20 of 20 test rows are not finite", found)
+    # The control: the final warnings are computed again, with a repaired network.
+    assert not output("at the end the classifier's outputs", found)
+    assert output("at the end the classifier's outputs", first["warnings"])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_rates_with_which_no_network_stays_finite_are_refused_when_the_config_is_read(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_config_with_absurd_learning_rates_is_refused(name: str, tmp_path: Path) -> None:
     labels = {"server_sl": "labels-at-server"}.get(name, "support")
     agents = "query: 2" if name == "server_sl" else "support: 2, query: 2"
     path = tmp_path / "tiny.yaml"
@@ -245,45 +245,47 @@ def test_rates_with_which_no_network_stays_finite_are_refused_when_the_config_is
 @pytest.mark.parametrize(
     ("key", "algorithm"), [("local_steps", "fedssl"), ("local_epochs", "fedavg"), ("rounds", "uda")]
 )
-def test_no_steps_at_all_are_refused(key: str, algorithm: str, tmp_path: Path) -> None:
+def test_a_config_without_training_steps_is_refused(
+    key: str, algorithm: str, tmp_path: Path
+) -> None:
     text = FEDAVG.replace("algorithm: {name: fedavg, rounds: 1}", "")
     text += f"algorithm: {{name: {algorithm}, {key}: 0}}\n"
     assert_refused(run(tmp_path, text), f"algorithm.{key}", "1")
 
 
-def test_support_agents_whose_budget_pays_for_nothing_are_named(tmp_path: Path) -> None:
-    """Budgets are public, so a private run may say it. The control has a budget."""
+def test_a_warning_names_support_agents_whose_budget_allows_no_visit(tmp_path: Path) -> None:
+    """Budgets are public, so a private run may report it. The control has a budget."""
     zero = PRIVATE.replace("epsilon: 8", "epsilon: 0")
     words = "2 of 2 agents took no training step in this run (s0, s1)"
     found = warnings_of(tmp_path, run(tmp_path, FEDAVG + zero))
-    assert said(words, found)
+    assert output(words, found)
     paid = tmp_path / "paid"
     paid.mkdir()
-    assert not said("took no training step", warnings_of(paid, run(paid, FEDAVG + PRIVATE)))
+    assert not output("took no training step", warnings_of(paid, run(paid, FEDAVG + PRIVATE)))
 
 
-def test_agents_that_were_never_drawn_are_named(tmp_path: Path) -> None:
+def test_a_warning_names_agents_that_were_never_sampled(tmp_path: Path) -> None:
     text = FEDAVG.replace("support: 2", "support: 4")
     found = warnings_of(tmp_path, run(tmp_path, text, "algorithm.agents_per_round=1"))
-    assert said("3 of 4 agents took no training step in this run", found)
+    assert output("3 of 4 agents took no training step in this run", found)
 
 
-def test_agents_that_a_method_leaves_alone_by_design_are_not_named(tmp_path: Path) -> None:
+def test_no_warning_names_agents_that_the_algorithm_does_not_use(tmp_path: Path) -> None:
     """FedAvg learns from labelled rows only."""
     text = FEDAVG.replace("support: 2", "support: 2, query: 2")
-    assert not said("took no training step", warnings_of(tmp_path, run(tmp_path, text)))
+    assert not output("took no training step", warnings_of(tmp_path, run(tmp_path, text)))
 
 
-def test_an_agent_worked_if_it_sent_other_tensors_than_it_got() -> None:
+def test_an_agent_counts_as_trained_if_it_sends_other_tensors_than_it_received() -> None:
     got, other = {"w": torch.ones(2)}, {"w": torch.tensor([1.0, 2.0])}
     assert _is_news(TrainRequest(got), ModelUpdate(other))
     assert not _is_news(TrainRequest(got), ModelUpdate({"w": torch.ones(2)}))
     assert not _is_news(TrainRequest(got), BUDGET_EXHAUSTED)
-    assert _is_news(TrainRequest(got), Ack())  # it says that it worked
+    assert _is_news(TrainRequest(got), Ack())  # it reports training
     assert _is_news(TrainRequest(got), ModelUpdate({"w": torch.ones(2, dtype=torch.float64)}))
 
 
-def test_agents_that_took_no_step_are_named() -> None:
+def test_a_warning_names_agents_that_took_no_training_step() -> None:
     roster = (AgentRef("s0", "support"), AgentRef("s1", "support"))
     [text] = idle_agent_warnings(roster, ["s1"], ["support"])
     assert text.startswith("1 of 2 agents took no training step in this run (s0)")
@@ -303,7 +305,7 @@ def test_agents_that_took_no_step_are_named() -> None:
         ([[9, 1, 0], [0, 0, 0]], []),  # accuracy cannot exceed the share of the only class
     ],
 )
-def test_what_predictions_say_of_a_classifier(
+def test_warnings_about_predictions_follow_from_the_confusion_matrix(
     confusion: list[list[int]], expected: list[str]
 ) -> None:
     found = list(score_warnings(Scores(np.array(confusion), None, None), ["a", "b"]))
@@ -312,7 +314,7 @@ def test_what_predictions_say_of_a_classifier(
         assert words in text
 
 
-def test_classes_that_are_never_predicted_are_named() -> None:
+def test_a_warning_names_classes_that_are_never_predicted() -> None:
     counts = np.array([[5, 0, 0, 0], [0, 5, 0, 0], [3, 2, 0, 0]])
     [text] = score_warnings(Scores(counts, None, None), ["a", "b", "c"])
     assert text == "recall is 0 for 1 of 3 classes, which are never predicted on test rows (c)"
@@ -320,18 +322,18 @@ def test_classes_that_are_never_predicted_are_named() -> None:
     assert not list(score_warnings(Scores(counts, None, None), ["a", "b", "c"]))
 
 
-# Where it is said ---------------------------------------------------------------------------
+# Outputs with warnings ----------------------------------------------------------------------
 
 
-def test_json_on_standard_output_has_the_warnings(tmp_path: Path) -> None:
+def test_json_output_contains_the_warnings(tmp_path: Path) -> None:
     outcome = run(tmp_path, FEDAVG + PRIVATE.replace("epsilon: 8", "epsilon: 0"), "--json")
     results = json.loads(outcome.out)
-    assert said("took no training step", results["warnings"])
+    assert output("took no training step", results["warnings"])
     for text in results["warnings"]:
         assert f"Warning: {text}\n" in outcome.err
 
 
-def test_metrics_are_in_the_results_and_agree_with_the_confusion_matrix(tmp_path: Path) -> None:
+def test_metrics_in_results_json_agree_with_the_confusion_matrix(tmp_path: Path) -> None:
     warnings_of(tmp_path, run(tmp_path, FEDAVG, "algorithm.rounds=2"))
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     table = np.genfromtxt(tmp_path / "run" / "confusion.csv", delimiter=",", skip_header=1)[:, 1:]

@@ -1,4 +1,4 @@
-"""``privssl schema``: editors accept what privssl accepts, and mark what it refuses."""
+"""``privssl schema``: editors accept what privssl accepts, and report what it refuses."""
 
 import copy
 import json
@@ -27,8 +27,8 @@ KINDS: dict[str, Any] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list | tuple,
     "object": dict, "null": type(None),
 }  # fmt: skip
-#: Words that refuse nothing.
-TEXTS = {"$schema", "title", "description", "default", "definitions"}
+#: Keywords without effect on validation.
+ANNOTATIONS = {"$schema", "title", "description", "default", "definitions"}
 BOUNDS = {
     "minimum": lambda value, limit: value >= limit,
     "maximum": lambda value, limit: value <= limit,
@@ -38,7 +38,7 @@ BOUNDS = {
 
 
 def problems(value: Any, rule: Mapping[str, Any], at: str = "") -> Iterator[str]:
-    """What draft 7 of JSON schema finds wrong with a value, for the words that are used here."""
+    """Errors of a value under JSON schema draft 7, for the keywords used here."""
     assert "$ref" not in rule or len(rule) == 1, "draft 7 ignores what stands beside a $ref"
     keys = rule.get("properties", {})
     for word, limit in rule.items():
@@ -81,40 +81,40 @@ def problems(value: Any, rule: Mapping[str, Any], at: str = "") -> Iterator[str]
             case "properties" | "additionalProperties" | "required" | "items" | "then":
                 pass
             case _:
-                assert word in TEXTS, f"this test does not know the word {word}"
+                assert word in ANNOTATIONS, f"this test does not know the word {word}"
 
 
-def plain(value: Any) -> Any:
-    """A document as an editor reads it, in which 1e-3 is a number."""
+def as_json(value: Any) -> Any:
+    """A document as an editor reads it: 1e-3 is a number."""
     if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
+        return {name: as_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [as_json(item) for item in value]
     return float(value) if isinstance(value, ExponentText) else value
 
 
 def document(path: Path) -> Any:
-    return plain(read_document(path.read_text(encoding="utf-8")).value)
+    return as_json(read_document(path.read_text(encoding="utf-8")).value)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_config_is_accepted(path: Path) -> None:
+def test_the_schema_accepts_every_shipped_config(path: Path) -> None:
     assert list(problems(document(path), SCHEMA)) == []
 
 
-def test_every_method_is_met_among_shipped_configs() -> None:
+def test_the_shipped_configs_cover_every_algorithm() -> None:
     methods = {document(path)["algorithm"]["name"] for path in CONFIGS}
     assert len(CONFIGS) > 30 and methods == set(ALGORITHMS)
 
 
-def test_a_config_that_a_run_wrote_is_accepted(tmp_path: Path) -> None:
+def test_the_schema_accepts_the_config_that_a_run_writes(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(load_config(ROOT / "configs" / "fedssl_dp.yaml")))
     assert list(problems(document(path), SCHEMA)) == []
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value", "said"),
+    ("section", "key", "value", "error_text"),
     [
         ("algorithm", "roundz", 3, ".algorithm.roundz is unknown"),
         ("algorithm", "rounds", "three", ".algorithm.rounds is no integer"),
@@ -130,12 +130,14 @@ def test_a_config_that_a_run_wrote_is_accepted(tmp_path: Path) -> None:
         ("runn", "seed", 0, ".runn is unknown"),
     ],
 )
-def test_a_mistake_is_marked_at_its_key(section: str, key: str, value: Any, said: str) -> None:
+def test_the_schema_reports_a_mistake_at_its_key(
+    section: str, key: str, value: Any, error_text: str
+) -> None:
     config = copy.deepcopy(document(ROOT / "configs" / "fedssl_dp.yaml"))
     assert list(problems(config, SCHEMA)) == []
     config.setdefault(section, {})[key] = value
     [problem] = problems(config, SCHEMA)
-    assert problem.startswith(said)
+    assert problem.startswith(error_text)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +152,16 @@ def test_a_mistake_is_marked_at_its_key(section: str, key: str, value: Any, said
         ("momentum", [0.0, 0.99], [-0.01, 1.0]),
     ],
 )
-def test_a_number_of_the_privacy_section_is_marked_where_a_run_would_be_refused(
+def test_the_schema_refuses_the_same_privacy_numbers_as_a_run(
     key: str, inside: list[float | None], outside: list[float]
 ) -> None:
-    def marked(value: float | None) -> list[str]:
+    def errors_at(value: float | None) -> list[str]:
         return list(problems({"algorithm": {"name": "fedssl"}, "privacy": privacy(value)}, SCHEMA))
 
     def privacy(value: float | None) -> dict[str, Any]:
         return {"epsilon": 8.0, key: value}
 
-    def refused(value: float | None) -> bool:
+    def is_refused(value: float | None) -> bool:
         try:
             return any(
                 problem.key == key for problem in PrivacySettings(**privacy(value)).problems()
@@ -167,12 +169,14 @@ def test_a_number_of_the_privacy_section_is_marked_where_a_run_would_be_refused(
         except ValidationError:
             return True
 
-    assert [(v, marked(v), refused(v)) for v in inside] == [(v, [], False) for v in inside]
+    assert [(v, errors_at(v), is_refused(v)) for v in inside] == [(v, [], False) for v in inside]
     for value in outside:
-        assert [said.split()[0] for said in marked(value)] == [f".privacy.{key}"] and refused(value)
+        assert [error_text.split()[0] for error_text in errors_at(value)] == [
+            f".privacy.{key}"
+        ] and is_refused(value)
 
 
-def test_what_must_be_there_is_asked_for_and_what_may_be_empty_is_not() -> None:
+def test_the_schema_requires_required_keys_and_allows_null_in_optional_ones() -> None:
     assert list(problems({}, SCHEMA)) == [".algorithm is missing"]
     assert list(problems({"algorithm": {}}, SCHEMA)) == [".algorithm.name is missing"]
     fine = {"algorithm": {"name": "fedavg"}, "run": None, "privacy": None}
@@ -182,7 +186,7 @@ def test_what_must_be_there_is_asked_for_and_what_may_be_empty_is_not() -> None:
     assert list(problems(own, SCHEMA)) == []
 
 
-def test_every_key_says_what_it_means() -> None:
+def test_every_key_of_the_schema_has_a_description() -> None:
     sections = {**SCHEMA["properties"], **SCHEMA["definitions"]}
     silent = [
         f"{section}.{key}"

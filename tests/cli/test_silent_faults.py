@@ -1,4 +1,4 @@
-"""What makes a run meaningless is refused before it, or said at its end and in results.json."""
+"""Meaningless runs are refused at the start, or reported at the end and in results.json."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ from privssl.experiment.config import load_config
 from privssl.runs.result_warnings import untrained_warnings
 from tests.support.command_line import PLAIN, Outcome, command
 
-#: Algorithms that train with batch norm, with keys that let them start.
+#: Algorithms that train with batch norm -> placement of labels.
 BATCH_NORM = {
     **dict.fromkeys(("fedssl", "supervise", "pseudo", "mixmatch", "fedavg", "fedprox"), "support"),
     **dict.fromkeys(("fixmatch", "uda", "fedsem", "fedseal", "fedtrinet", "sage"), "support"),
@@ -26,16 +26,16 @@ BATCH_NORM = {
 }
 
 
-def written(folder: Path, text: str, name: str = "tiny.yaml") -> Path:
+def write_config(folder: Path, text: str, name: str = "tiny.yaml") -> Path:
     path = folder / name
     path.write_text(text)
     return path
 
 
 def run(folder: Path, text: str, *arguments: str) -> tuple[Outcome, list[str]]:
-    """A run that ends well: what it printed, and the warnings of its results.json."""
+    """Train a run; return its output and the warnings of its results.json."""
     outcome = command(
-        written(folder, text), f"run.output={folder / 'run'}", "--quiet", "run.workers=1",
+        write_config(folder, text), f"run.output={folder / 'run'}", "--quiet", "run.workers=1",
         *arguments,
     )  # fmt: skip
     assert outcome.status == 0, outcome
@@ -50,7 +50,7 @@ def run(folder: Path, text: str, *arguments: str) -> tuple[Outcome, list[str]]:
 def test_batch_norm_with_batches_of_one_row_is_refused(name: str, tmp_path: Path) -> None:
     labels = BATCH_NORM[name]
     agents = "query: 2" if labels == "labels-at-server" else "support: 2, query: 2"
-    path = written(
+    path = write_config(
         tmp_path,
         f"data: {{name: toy, labelled: 100, labels: {labels}}}\nagents: {{{agents}}}\n"
         f"model: {{norm: batch}}\nalgorithm: {{name: {name}}}\n",
@@ -61,13 +61,13 @@ def test_batch_norm_with_batches_of_one_row_is_refused(name: str, tmp_path: Path
         load_config(path, [f"data.labelled={1 if 'server' in labels else 2}"])
     # The controls: two rows, and another norm.
     load_config(path, ["algorithm.batch_size=2"])
-    if name != "fedseal":  # which needs more rows than one for its own reasons
+    if name != "fedseal":  # fedseal needs several rows for another reason
         load_config(path, ["algorithm.batch_size=1", "model.norm=group"])
 
 
-def test_every_algorithm_is_in_that_list_or_refuses_batch_norm(tmp_path: Path) -> None:
+def test_every_other_algorithm_refuses_batch_norm(tmp_path: Path) -> None:
     for name in set(ALGORITHMS) - set(BATCH_NORM) - {"label_census"}:
-        path = written(
+        path = write_config(
             tmp_path,
             "data: {name: toy, labelled: 40}\nagents: {support: 2, query: 2}\n"
             f"model: {{norm: batch}}\nalgorithm: {{name: {name}}}\n",
@@ -76,10 +76,10 @@ def test_every_algorithm_is_in_that_list_or_refuses_batch_norm(tmp_path: Path) -
             load_config(path)
 
 
-# Runs that mean nothing ---------------------------------------------------------------------
+# Untrained networks and missing classes -----------------------------------------------------
 
 
-def test_a_network_that_took_no_step_is_said_at_the_end_and_in_the_results(tmp_path: Path) -> None:
+def test_an_untrained_network_is_reported_at_the_end_and_in_the_results(tmp_path: Path) -> None:
     """A budget of 0 lets no support agent take part; the control trains."""
     text = (
         "data: {name: toy, labelled: 40}\nagents: {support: 2}\nmodel: {width: 4}\n"
@@ -96,7 +96,7 @@ def test_a_network_that_took_no_step_is_said_at_the_end_and_in_the_results(tmp_p
     assert "took no training step" not in outcome.out + outcome.err
 
 
-def test_only_networks_that_did_not_change_by_a_bit_are_named() -> None:
+def test_only_networks_without_any_change_count_as_untrained() -> None:
     before = json.dumps({"F": "1", "G": "2"})
     assert untrained_warnings(before, before)[0].startswith("F, G took no training step")
     assert untrained_warnings(before, json.dumps({"F": "9", "G": "2"}))[0].startswith("G took no")
@@ -108,45 +108,47 @@ CLASSES = 10  # of digits
 
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize(("labelled", "warned"), [(CLASSES - 4, True), (CLASSES, False)])
-def test_fewer_labels_than_classes_are_warned_of_by_public_numbers(
+def test_fewer_labelled_rows_than_classes_give_a_warning_from_public_numbers(
     private: bool, labelled: int, warned: bool, tmp_path: Path
 ) -> None:
     text = (
         f"data: {{name: digits, labelled: {labelled}}}\nagents: {{support: 1}}\n"
         "algorithm: {name: fedavg, rounds: 1}\n"
     ) + ("privacy: {epsilon: 8, delta: 1e-2}\n" if private else "")
-    outcome = command(written(tmp_path, text), "--dry-run")
+    outcome = command(write_config(tmp_path, text), "--dry-run")
     assert outcome.status == 0, outcome
     said = f"Warning: data.labelled is {labelled}, but there are 10 classes: at least 4"
     assert (said in outcome.err) is warned
-    # Which classes are missing is known from labels, and is said of no private run.
+    # Missing classes depend on labels, so private runs do not report them.
     assert "have no labelled row (" not in outcome.err
 
 
-def test_classes_without_a_labelled_row_are_named_unless_the_run_is_private(tmp_path: Path) -> None:
+def test_a_warning_names_classes_without_labelled_rows_unless_the_run_is_private(
+    tmp_path: Path,
+) -> None:
     text = (
         "data: {name: digits, labelled: 12, stratified: false}\nagents: {support: 1}\n"
         "algorithm: {name: fedavg, rounds: 1}\n"
     )
     said = "classes have no labelled row ("
-    assert said in command(written(tmp_path, text), "--dry-run").err
+    assert said in command(write_config(tmp_path, text), "--dry-run").err
     private = text + "privacy: {epsilon: 8, delta: 1e-2}\n"
-    assert said not in command(written(tmp_path, private), "--dry-run").err
+    assert said not in command(write_config(tmp_path, private), "--dry-run").err
     assert said not in command(
-        written(tmp_path, text), "--dry-run", "data.stratified=true", "data.labelled=20"
+        write_config(tmp_path, text), "--dry-run", "data.stratified=true", "data.labelled=20"
     ).err  # fmt: skip
 
 
-def test_an_agent_without_the_rows_of_a_step_is_named(tmp_path: Path) -> None:
+def test_a_warning_names_an_agent_without_rows_for_a_step(tmp_path: Path) -> None:
     text = (
         "data: {name: digits, labelled: 20, unlabelled: 3, partition: round_robin}\n"
         "agents: {support: 1, query: 3}\nmodel: {norm: batch}\n"
         "algorithm: {name: fedsem, rounds: 50}\n"
     )
-    outcome = command(written(tmp_path, text), "--dry-run")
+    outcome = command(write_config(tmp_path, text), "--dry-run")
     assert outcome.status == 0, outcome
     assert "q0 holds 1 of the 2 rows that a step needs: it takes none" in outcome.err
-    control = command(written(tmp_path, text), "--dry-run", "model.norm=group")
+    control = command(write_config(tmp_path, text), "--dry-run", "model.norm=group")
     assert "holds 1 of" not in control.err
 
 
@@ -154,13 +156,13 @@ def test_an_agent_without_the_rows_of_a_step_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_more_threads_than_one_are_warned_of_with_what_to_set(
+def test_a_warning_about_several_threads_says_what_to_set(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
-    torch.set_num_threads(threads)  # as libgomp does when torch is loaded
+    torch.set_num_threads(threads)  # as libgomp does when torch is imported
     try:
-        outcome = command(written(tmp_path, PLAIN), "--dry-run")
+        outcome = command(write_config(tmp_path, PLAIN), "--dry-run")
     finally:
         torch.set_num_threads(1)
     assert outcome.status == 0
@@ -171,10 +173,8 @@ def test_more_threads_than_one_are_warned_of_with_what_to_set(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
-def test_the_last_lines_come_whatever_the_encoding_of_the_output(
-    encoding: str, tmp_path: Path
-) -> None:
-    """A folder and a run name with letters that the encoding lacks; the guarantee stands last."""
+def test_the_last_lines_are_printed_in_any_output_encoding(encoding: str, tmp_path: Path) -> None:
+    """Folder and run name have letters that the encoding lacks; the guarantee is the last line."""
     text = (
         "data: {name: toy, labelled: 40}\nagents: {support: 1}\nmodel: {width: 4}\n"
         "run: {name: λ}\nalgorithm: {name: fedavg, rounds: 1}\n"
@@ -184,7 +184,7 @@ def test_the_last_lines_come_whatever_the_encoding_of_the_output(
     told = io.BytesIO(), io.BytesIO()
     out = io.TextIOWrapper(told[0], encoding=encoding, write_through=True)
     err = io.TextIOWrapper(told[1], encoding=encoding, errors="backslashreplace")
-    arguments = [str(written(folder, text)), "--quiet", f"run.output={folder / 'run'}"]
+    arguments = [str(write_config(folder, text)), "--quiet", f"run.output={folder / 'run'}"]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = train.main(arguments)
     err.flush()
@@ -195,7 +195,7 @@ def test_the_last_lines_come_whatever_the_encoding_of_the_output(
     assert b"Traceback" not in told[1].getvalue()
 
 
-def test_without_that_care_the_last_lines_would_be_lost(tmp_path: Path) -> None:
-    """The control: what Python does with such a text by itself."""
+def test_control_plain_printing_fails_in_such_an_encoding(tmp_path: Path) -> None:
+    """The control: Python's default output of such a text."""
     with pytest.raises(UnicodeEncodeError):
         io.TextIOWrapper(io.BytesIO(), encoding="ascii").write("läufe-β")

@@ -1,7 +1,7 @@
-"""What a process does not load: torch's compiler, torchvision, Opacus without privacy, other
-algorithms, and torch before a command is known to be right; and that commands use one thread.
+"""Start-up: modules that are not imported without need, and the number of threads.
 
-The first three take as long to import as torch itself and lie in memory once for each worker.
+Torch's compiler, torchvision and Opacus take as long to import as torch itself, and their memory is
+needed once per worker.
 """
 
 import copy
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from accounting.accountants import calibrate_noise
 from privssl.algorithms import ALGORITHMS
 from privssl.runtime.process import gc_paused
 from privssl.training import optim
@@ -39,20 +38,20 @@ for optimiser in ({}, {}):
 
 
 @functools.cache
-def all_loaded(code: str) -> frozenset[str]:
-    """All that a fresh process has imported when it has run the code."""
+def imported_modules(code: str) -> frozenset[str]:
+    """The modules that a new process has imported after running the code."""
     ask = f"{code}\nimport sys; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return frozenset(ended.stdout.split())
 
 
-def loaded(code: str, *modules: str) -> list[str]:
-    """Which of the modules are among it."""
-    return [module for module in modules if module in all_loaded(code)]
+def imported_of(code: str, *modules: str) -> list[str]:
+    """The given modules that the code imports."""
+    return [module for module in modules if module in imported_modules(code)]
 
 
-#: One process for what the next tests ask: a run is prepared, and takes steps.
+#: Code that prepares a run and takes training steps; one process serves several tests.
 PREPARED = (
     "from pathlib import Path; from privssl.experiment import config, prepare\n"
     f"prepare.prepare(config.load_config(Path({str(CONFIG)!r}), ['data.name=digits']))\n"
@@ -60,22 +59,23 @@ PREPARED = (
 
 
 def test_training_steps_do_not_load_the_compiler() -> None:
-    assert not loaded(PREPARED, COMPILER)
-    # The control, without its seconds: who has that name is seen.
-    assert loaded(f"import sys; sys.modules[{COMPILER!r}] = sys", COMPILER)
+    assert not imported_of(PREPARED, COMPILER)
+    # The control: an entry of this name in sys.modules is noticed.
+    assert imported_of(f"import sys; sys.modules[{COMPILER!r}] = sys", COMPILER)
 
 
-def test_a_run_imports_its_own_algorithm_and_no_other() -> None:
+def test_a_run_imports_only_its_own_algorithm() -> None:
     modules = {kind.__module__ for kind in ALGORITHMS.values()}
     assert len(modules) > 5
-    assert loaded(PREPARED, *modules) == [ALGORITHMS["server_sl"].__module__]
+    assert imported_of(PREPARED, *modules) == [ALGORITHMS["server_sl"].__module__]
 
 
-def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() -> None:
+def test_a_run_without_privacy_imports_neither_opacus_nor_plotting_libraries() -> None:
     slow = ("opacus", "scipy", "sklearn", "torchvision", "matplotlib", "tensorboard", COMPILER)
-    assert not loaded(PREPARED, *slow)
-    calibrate_noise(epsilon=8.0, delta=1e-5, sample_rate=0.1, steps=10)
-    assert "opacus" in sys.modules  # a private one does
+    assert not imported_of(PREPARED, *slow)
+    # The control: an import of each name is noticed.
+    named = "".join(f"sys.modules[{name!r}] = sys\n" for name in slow)
+    assert imported_of(f"import sys\n{named}", *slow) == [*slow]
 
 
 COMMANDS = (
@@ -88,7 +88,7 @@ COMMANDS = (
     "privssl.schema",
     "privssl.export",
 )
-ASKED = """
+HELP_AND_ERROR = """
 import io, sys
 from {module} import main
 sys.stdout = io.StringIO()
@@ -102,15 +102,15 @@ sys.stdout = sys.__stdout__
 
 
 @pytest.mark.parametrize("module", COMMANDS)
-def test_a_command_is_explained_before_torch_is_loaded(module: str) -> None:
-    assert not loaded(ASKED.format(module=module), "torch")
+def test_help_and_usage_errors_do_not_import_torch(module: str) -> None:
+    assert not imported_of(HELP_AND_ERROR.format(module=module), "torch")
 
 
 @pytest.mark.parametrize("module", ["train", "compare.__main__", "audit.__main__"])
-def test_a_command_computes_in_one_thread_unless_told_otherwise(
+def test_a_command_uses_one_thread_unless_omp_num_threads_is_set(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads that spin for each other beside other work take three times as long as one."""
+    """Two threads that busy-wait beside other processes take three times as long as one."""
     main = importlib.import_module(f"privssl.{module}").main
     arguments = [str(tmp_path)] if "audit" in module else [str(CONFIG), "--dry-run"]
 
@@ -139,7 +139,7 @@ said = "tensorflow" in seen
 """
 
 
-def test_tensorflow_is_not_imported_where_it_is_installed(tmp_path: Path) -> None:
+def test_an_installed_tensorflow_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "tensorflow").mkdir()
     (tmp_path / "tensorflow" / "__init__.py").write_text("raise ImportError")
     events = str(tmp_path / "events")
@@ -147,12 +147,14 @@ def test_tensorflow_is_not_imported_where_it_is_installed(tmp_path: Path) -> Non
     ours = f"from privssl.reporting.trackers import *; TensorBoardTracker(Path({events!r})).close()"
     torchs = f"from torch.utils.tensorboard import *; SummaryWriter({events!r}).close()"
 
-    def looked_for(code: str) -> str:
+    def tensorflow_is_searched(code: str) -> str:
         code = LOOKED_FOR.format(folder=str(tmp_path), code=code)
         return run_afresh(code, also=["tensorboard", "tensorflow", "torch.utils.tensorboard"])
 
-    assert looked_for(ours) == "False"
-    assert looked_for(torchs) == "True"  # the control: TensorBoard looks for it
+    assert tensorflow_is_searched(ours) == "False"
+    assert (
+        tensorflow_is_searched(torchs) == "True"
+    )  # the control: torch's SummaryWriter searches for it
 
 
 COLLECTED = """
@@ -183,17 +185,17 @@ print("held", growth(), given_back)
 
 
 @functools.cache
-def told() -> dict[str, list[str]]:
-    """What a fresh process says of both: torch is imported once."""
+def memory_report() -> dict[str, list[str]]:
+    """The output of a new process that runs both programs and imports torch once."""
     said = subprocess.check_output([sys.executable, "-c", COLLECTED + HELD], text=True)
     return {line.split()[0]: line.split()[1:] for line in said.splitlines()}
 
 
-def test_the_garbage_collector_never_looks_at_what_imports_made() -> None:
-    during, frozen, enabled = told()["collected"]
+def test_garbage_collection_is_paused_during_imports_and_their_objects_are_frozen() -> None:
+    during, frozen, enabled = memory_report()["collected"]
     assert (during, enabled) == ("0", "True")
     assert int(frozen) > 50_000
-    # Where torch was there before, as here, so may be garbage, which would stay for ever.
+    # Nothing is frozen if torch was imported earlier: garbage would be frozen too.
     before = gc.get_freeze_count()
     with gc_paused():
         assert not gc.isenabled()
@@ -217,12 +219,12 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     ],
     ids=["SGD", "Adam"],
 )
-def test_steps_are_those_of_torch_to_the_bit(ours: Make, torchs: Make) -> None:
+def test_our_optimisers_have_the_bits_of_torch_optimisers(ours: Make, torchs: Make) -> None:
     first = nn.Linear(3, 4)
     network = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 1))
     x = torch.linspace(-1, 1, 15).view(5, 3)
 
-    def trained(make: Make) -> list[Tensor]:
+    def train_with(make: Make) -> list[Tensor]:
         mine = copy.deepcopy(network)
         optimiser = make(list(mine.parameters()))
         for _ in range(4):
@@ -231,12 +233,12 @@ def test_steps_are_those_of_torch_to_the_bit(ours: Make, torchs: Make) -> None:
             optimiser.step()
         return [p.detach() for p in mine.parameters()]
 
-    mine, theirs = trained(ours), trained(torchs)
+    mine, theirs = train_with(ours), train_with(torchs)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     assert not torch.equal(mine[0], first.weight)
 
 
-def test_a_step_opens_no_record_for_a_profiler() -> None:
+def test_our_optimisers_open_no_profiler_record() -> None:
     def records(kind: type[torch.optim.Optimizer]) -> list[str]:
         w = torch.ones(2, requires_grad=True)
         optimiser = kind([w], lr=0.5)  # type: ignore[call-arg]
@@ -250,7 +252,7 @@ def test_a_step_opens_no_record_for_a_profiler() -> None:
         assert len(records(torchs)) == 1  # the negative control
 
 
-def test_no_gradient_is_recorded_through_a_step() -> None:
+def test_an_optimiser_step_is_not_recorded_by_autograd() -> None:
     w = torch.ones(2, requires_grad=True)
     optimiser = optim.SGD([w], lr=0.5)
     w.sum().backward()  # type: ignore[no-untyped-call]
@@ -260,8 +262,8 @@ def test_no_gradient_is_recorded_through_a_step() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have rules of their own")
-def test_freed_memory_stays_with_the_process_for_the_next_tensor() -> None:
-    held, given_back = map(int, told()["held"])
-    # Half of the tensor: Linux tells pages roughly, and the first one brings pages of code with it.
+def test_freed_memory_is_kept_for_the_next_tensor() -> None:
+    held, given_back = map(int, memory_report()["held"])
+    # Half of the tensor: Linux counts pages roughly, and the first tensor also loads code.
     assert held > 2**25
-    assert given_back < 2**25  # the negative control: as the C library has it
+    assert given_back < 2**25  # the negative control: the default of the C library

@@ -1,7 +1,7 @@
-"""What ``python -m privssl.train`` promises its user: the commands and run folder of the README.
+"""``python -m privssl.train``: the commands and the run folder documented in the README.
 
-Every run here is real and tiny. The command is called in this process, with its own standard
-output and error; what starts, kills and resumes processes is in test_resume.py.
+Runs are tiny. The command runs in this process with its output captured; test_resume.py tests
+processes that are killed and resumed.
 """
 
 import contextlib
@@ -49,15 +49,15 @@ PUBLISHED = PLAIN + (
 )
 
 
-def written(folder: Path, text: str, name: str = "tiny.yaml") -> Path:
+def write_config(folder: Path, text: str, name: str = "tiny.yaml") -> Path:
     path = folder / name
     path.write_text(text)
     return path
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A run that has ended, and the config that it was made from."""
+class FinishedRun:
+    """A finished run and its config."""
 
     config: Path
     folder: Path
@@ -71,29 +71,29 @@ class Finished:
         return safetensors.torch.load_file(self.folder / "classifier.safetensors")
 
 
-def finished(folder: Path, text: str, *arguments: str) -> Finished:
-    config = written(folder, text)
+def train_config(folder: Path, text: str, *arguments: str) -> FinishedRun:
+    config = write_config(folder, text)
     outcome = command(config, f"run.output={folder / 'run'}", *arguments)
     assert outcome.status == 0, outcome
-    return Finished(config, folder / "run", outcome)
+    return FinishedRun(config, folder / "run", outcome)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return finished(tmp_path_factory.mktemp("plain"), PLAIN)
+def plain(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return train_config(tmp_path_factory.mktemp("plain"), PLAIN)
 
 
 @pytest.fixture(scope="module")
-def private(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return finished(tmp_path_factory.mktemp("private"), PRIVATE, "--json")
+def private(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return train_config(tmp_path_factory.mktemp("private"), PRIVATE, "--json")
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return finished(tmp_path_factory.mktemp("published"), PUBLISHED, "algorithm.rounds=1")
+def published(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return train_config(tmp_path_factory.mktemp("published"), PUBLISHED, "algorithm.rounds=1")
 
 
-# What is refused ----------------------------------------------------------------------------
+# Refused commands ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,20 +117,22 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         (PLAIN, ["not an override"], ["not an override", "section.key=value"]),
     ],
 )
-def test_a_mistake_is_told_with_its_place_and_nothing_is_made(
+def test_a_mistake_is_reported_with_its_key_or_line_and_no_run_folder_is_created(
     tmp_path: Path, text: str, overrides: list[str], fragments: list[str]
 ) -> None:
     run = tmp_path / "run"
 
-    assert_refused(command(written(tmp_path, text), f"run.output={run}", *overrides), *fragments)
+    assert_refused(
+        command(write_config(tmp_path, text), f"run.output={run}", *overrides), *fragments
+    )
 
     assert not run.exists()
 
 
-def test_a_delta_that_would_publish_a_row_of_the_largest_agent_is_refused(tmp_path: Path) -> None:
+def test_a_delta_above_one_over_the_rows_of_the_largest_agent_is_refused(tmp_path: Path) -> None:
     # 40 rows at 2 agents are 20 on average, and 0.045 < 1 / 20. But two agents with 40 rows
     # between them that do not share evenly have one with 23 or more, and 1 / 23 < 0.045.
-    config = written(tmp_path, PRIVATE)
+    config = write_config(tmp_path, PRIVATE)
     uneven = ["data.labelled_partition=dirichlet", "data.labelled_alpha=0.1"]
     arguments = [config, f"run.output={tmp_path / 'run'}", "privacy.delta=0.045", *uneven]
 
@@ -139,9 +141,7 @@ def test_a_delta_that_would_publish_a_row_of_the_largest_agent_is_refused(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_config_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_names_a_missing_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("configs").mkdir()
 
@@ -151,7 +151,7 @@ def test_a_config_that_is_not_there_is_named(
     assert_refused(command("--resume", "configs"), no_run)
 
 
-def test_data_that_is_missing_without_a_network_comes_with_the_command_that_gets_it(
+def test_the_error_about_missing_data_without_a_network_shows_the_download_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def offline(*_: object, **__: object) -> NoReturn:
@@ -160,7 +160,7 @@ def test_data_that_is_missing_without_a_network_comes_with_the_command_that_gets
     monkeypatch.setattr(socket.socket, "connect", offline)
     monkeypatch.setattr(socket, "getaddrinfo", offline)
     folder = tmp_path / "data"
-    config = written(tmp_path, PLAIN.replace("toy", "mnist"))
+    config = write_config(tmp_path, PLAIN.replace("toy", "mnist"))
 
     outcome = command(config, f"data.root={folder}", f"run.output={tmp_path / 'run'}")
 
@@ -178,7 +178,7 @@ def _npz(**changes: Any) -> Callable[[Path], None]:
         rows = np.zeros((20, 8, 8), np.uint8)
         y = np.arange(20) % 2
         arrays = {"x_train": rows, "y_train": y, "x_test": rows, "y_test": y, **changes}
-        with path.open("wb") as file:  # given a name, NumPy would add .npz to it
+        with path.open("wb") as file:  # given a name, NumPy would append .npz
             np.savez(file, **{k: v for k, v in arrays.items() if v is not None})
 
     return write
@@ -193,12 +193,12 @@ def _npz(**changes: Any) -> Callable[[Path], None]:
         ("npz", _npz(x_train=np.zeros((20, 64), np.uint8)), ["(64,)", "(1, 8, 8)"]),
     ],
 )
-def test_data_of_the_users_own_that_cannot_be_used_says_what_is_expected(
+def test_the_error_about_unusable_user_data_says_what_is_expected(
     tmp_path: Path, name: str, make: Callable[[Path], None], fragments: list[str]
 ) -> None:
     data = tmp_path / "data"
     make(data)
-    config = written(tmp_path, PLAIN.replace("toy", name))
+    config = write_config(tmp_path, PLAIN.replace("toy", name))
 
     outcome = command(config, f"data.root={data}", f"run.output={tmp_path / 'run'}")
 
@@ -209,12 +209,12 @@ def test_data_of_the_users_own_that_cannot_be_used_says_what_is_expected(
 @pytest.mark.parametrize(
     ("sides", "needs"), [((10, 8), "multiples of 4"), ((8, 10), "multiples of 4"), ((4, 8), "8x8")]
 )
-def test_images_whose_size_no_network_takes_are_refused(
+def test_images_of_unsupported_sizes_are_refused(
     tmp_path: Path, sides: tuple[int, int], needs: str
 ) -> None:
     x, y = np.zeros((130, *sides), np.uint8), np.arange(130) % 2
     _npz(x_train=x, y_train=y, x_test=x, y_test=y)(tmp_path / "data")
-    config = written(tmp_path, PLAIN.replace("toy", "npz"))
+    config = write_config(tmp_path, PLAIN.replace("toy", "npz"))
 
     outcome = command(config, f"data.root={tmp_path / 'data'}", f"run.output={tmp_path / 'run'}")
 
@@ -222,17 +222,17 @@ def test_images_whose_size_no_network_takes_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_values_may_come_before_the_file(tmp_path: Path) -> None:
-    outcome = command("run.seed=x", written(tmp_path, PLAIN))
+def test_overrides_may_precede_the_config_file(tmp_path: Path) -> None:
+    outcome = command("run.seed=x", write_config(tmp_path, PLAIN))
 
     assert_refused(outcome, "tiny.yaml", "run.seed", "whole number")
 
 
-# The run folder is never harmed --------------------------------------------------------------
+# Existing run folders ------------------------------------------------------------------------
 
 
-def test_an_existing_run_is_refused_with_the_three_ways_on_and_stays_as_it_is(
-    plain: Finished,
+def test_an_existing_run_folder_is_refused_with_three_options_and_not_changed(
+    plain: FinishedRun,
 ) -> None:
     before = tree(plain.folder)
 
@@ -254,7 +254,7 @@ def test_a_folder_that_is_not_a_run_is_never_replaced(
     before = tree(folder)
 
     outcome = command(
-        written(tmp_path, PLAIN), f"run.output={folder}", f"run.overwrite={overwrite}"
+        write_config(tmp_path, PLAIN), f"run.output={folder}", f"run.overwrite={overwrite}"
     )
 
     assert_refused(outcome, str(folder), "is not a run of privssl", "run.output")
@@ -263,22 +263,22 @@ def test_a_folder_that_is_not_a_run_is_never_replaced(
 
 @pytest.mark.parametrize("below", ["", "deeper/run"])
 def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path: Path, below: str) -> None:
-    file = written(tmp_path, "not a folder", "file")
+    file = write_config(tmp_path, "not a folder", "file")
 
-    outcome = command(written(tmp_path, PLAIN), f"run.output={file / below}")
+    outcome = command(write_config(tmp_path, PLAIN), f"run.output={file / below}")
 
     assert_refused(outcome, str(file), "run.output")
     assert file.read_text() == "not a folder"
 
 
-def test_an_output_on_a_disk_that_is_read_only_is_refused(
+def test_an_output_on_a_read_only_disk_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Tests may run as root, whom no permission stops: the system's answer is made up.
+    # Tests may run as root, which ignores permissions, so the error is simulated.
     def refuse(self: Path, *_: object, **__: object) -> NoReturn:
         raise OSError(errno.EROFS, "Read-only file system", str(self))
 
-    config = written(tmp_path, PLAIN)
+    config = write_config(tmp_path, PLAIN)
     monkeypatch.setattr(Path, "mkdir", refuse)
 
     outcome = command(config, f"run.output={tmp_path / 'run'}")
@@ -286,8 +286,12 @@ def test_an_output_on_a_disk_that_is_read_only_is_refused(
     assert_refused(outcome, "Read-only file system", "run.output")
 
 
-def test_a_run_that_is_replaced_leaves_its_ledger_beside_it(tmp_path: Path) -> None:
-    arguments = [written(tmp_path, PRIVATE), f"run.output={tmp_path / 'run'}", "algorithm.rounds=1"]
+def test_the_ledger_of_a_replaced_run_is_kept_beside_the_new_run(tmp_path: Path) -> None:
+    arguments = [
+        write_config(tmp_path, PRIVATE),
+        f"run.output={tmp_path / 'run'}",
+        "algorithm.rounds=1",
+    ]
     assert command(*arguments, "--quiet").status == 0
     spent = {p.name: p.read_bytes() for p in (tmp_path / "run" / "ledger").glob("*.jsonl")}
     assert spent
@@ -301,11 +305,11 @@ def test_a_run_that_is_replaced_leaves_its_ledger_beside_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["run", "q[1]"])
-def test_runs_are_replaced_again_and_again_whatever_became_of_former_ledgers(
+def test_a_run_can_be_replaced_repeatedly_even_if_former_ledgers_are_deleted(
     tmp_path: Path, name: str
 ) -> None:
     arguments = [
-        written(tmp_path, PRIVATE), f"run.output={tmp_path / name}", "algorithm.rounds=1",
+        write_config(tmp_path, PRIVATE), f"run.output={tmp_path / name}", "algorithm.rounds=1",
         "run.overwrite=true", "--quiet",
     ]  # fmt: skip
     for _ in range(4):
@@ -317,13 +321,18 @@ def test_runs_are_replaced_again_and_again_whatever_became_of_former_ledgers(
     assert all(path.is_dir() for path in kept)
 
 
-def test_a_former_run_comes_back_with_its_ledger_where_the_new_one_cannot_begin(
+def test_the_replaced_run_is_restored_with_its_ledger_if_the_new_run_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    arguments = [written(tmp_path, PRIVATE), f"run.output={run}", "algorithm.rounds=1", "--quiet"]
+    arguments = [
+        write_config(tmp_path, PRIVATE),
+        f"run.output={run}",
+        "algorithm.rounds=1",
+        "--quiet",
+    ]
     assert command(*arguments).status == 0
-    before, names = tree(run), sorted(os.listdir(tmp_path))
+    before, file_names = tree(run), sorted(os.listdir(tmp_path))
     assert any("ledger" in str(name) for name in before)
     replace = [*arguments, "run.overwrite=true"]
 
@@ -332,29 +341,31 @@ def test_a_former_run_comes_back_with_its_ledger_where_the_new_one_cannot_begin(
 
     with monkeypatch.context() as patch:
         patch.setattr(round_loop, "make_engine", absent)
-        assert_refused(command(*replace), "s1 is missing", "has its former run again")
-        assert (tree(run), sorted(os.listdir(tmp_path))) == (before, names)
-        patch.setattr(run_dir, "_put_back", lambda folder: None)  # killed before it could
+        assert_refused(command(*replace), "s1 is missing", "contains the former run again")
+        assert (tree(run), sorted(os.listdir(tmp_path))) == (before, file_names)
+        patch.setattr(run_dir, "_put_back", lambda folder: None)  # as if killed before the restore
         assert_refused(command(*replace), "s1 is missing")
     assert not (run / "results.json").exists()
-    assert_refused(command(*arguments), "has its former run again", "exists and holds a run")
-    assert (tree(run), sorted(os.listdir(tmp_path))) == (before, names)
+    assert_refused(command(*arguments), "contains the former run again", "exists and holds a run")
+    assert (tree(run), sorted(os.listdir(tmp_path))) == (before, file_names)
 
-    assert command(*replace).status == 0  # the control: a run that begins replaces it
-    assert sorted(os.listdir(tmp_path)) == sorted([*names, "run.ledger-001"])
+    assert command(*replace).status == 0  # the control: a run that starts replaces it
+    assert sorted(os.listdir(tmp_path)) == sorted([*file_names, "run.ledger-001"])
     assert tree(run) != before
 
 
-def test_running_the_config_of_a_run_again_does_not_replace_it(tmp_path: Path) -> None:
+def test_running_the_config_of_a_run_folder_does_not_replace_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = [f"run.output={run}", "algorithm.rounds=1", "run.overwrite=true", "--quiet"]
-    assert command(written(tmp_path, PLAIN), *arguments).status == 0
+    assert command(write_config(tmp_path, PLAIN), *arguments).status == 0
     before = tree(run)
     assert_refused(command(run / "config.yaml"), "exists and holds a run")
     assert tree(run) == before
 
 
-def test_a_run_over_sites_without_a_superlink_leaves_the_former_run_alone(plain: Finished) -> None:
+def test_a_run_over_sites_without_a_superlink_does_not_change_the_former_run(
+    plain: FinishedRun,
+) -> None:
     before = tree(plain.folder)
     where = [f"run.output={plain.folder}", "run.overwrite=true"]
     outcome = command(plain.config, *where, "run.engine=flower", "run.superlink=127.0.0.1:1")
@@ -363,7 +374,7 @@ def test_a_run_over_sites_without_a_superlink_leaves_the_former_run_alone(plain:
 
 
 def test_a_visit_that_costs_more_than_the_budget_is_refused_before_the_run(tmp_path: Path) -> None:
-    arguments = [written(tmp_path, PRIVATE), f"run.output={tmp_path / 'run'}"]
+    arguments = [write_config(tmp_path, PRIVATE), f"run.output={tmp_path / 'run'}"]
     outcome = command(*arguments, "privacy.noise_multiplier=0.3", "privacy.visits=null")
     assert_refused(outcome, "one visit to a support agent costs epsilon", "noise_multiplier")
     assert not (tmp_path / "run").exists()
@@ -371,13 +382,13 @@ def test_a_visit_that_costs_more_than_the_budget_is_refused_before_the_run(tmp_p
     assert dearest.status == 0, dearest  # the control: one visit is within the budget
 
 
-def test_a_dry_run_says_what_a_run_would_be_refused_for(plain: Finished, tmp_path: Path) -> None:
+def test_a_dry_run_reports_why_a_run_would_be_refused(plain: FinishedRun, tmp_path: Path) -> None:
     taken = command(plain.config, f"run.output={plain.folder}", "--dry-run")
     assert taken.status == 0
-    assert "As things are it would be refused" in taken.err
+    assert "The run would be refused" in taken.err
     assert "exists and holds a run" in taken.err
     assert command(plain.config, f"run.output={tmp_path / 'new'}", "--dry-run").err == ""
-    config = written(tmp_path, PRIVATE)
+    config = write_config(tmp_path, PRIVATE)
     account = [f"privacy.ledger={tmp_path / 'accounts'}", f"run.output={tmp_path / 'run'}"]
     assert command(config, *account, "privacy.ledger_epsilon=4.0", "--quiet").status == 0
     dry = command(
@@ -387,29 +398,31 @@ def test_a_dry_run_says_what_a_run_would_be_refused_for(plain: Finished, tmp_pat
     assert dry.status == 2 and "cannot rise" in dry.err
 
 
-def test_epsilons_of_the_published_scheme_are_called_nominal_in_the_log_and_on_the_screen(
-    published: Finished, private: Finished
+def test_the_log_and_the_output_call_epsilons_of_the_published_scheme_nominal(
+    published: FinishedRun, private: FinishedRun
 ) -> None:
     for of, word in ((published, "NOMINAL "), (private, "")):
-        told = re.findall(r"(\S+ )dp/epsilon/s\d", (of.folder / "train.log").read_text())
-        assert told and all((text == "NOMINAL ") == bool(word) for text in told)
-        shown = re.findall(r"(\S+ )epsilon left", of.outcome.err)
-        assert shown and all((text == "NOMINAL ") == bool(word) for text in shown)
+        labels = re.findall(r"(\S+ )dp/epsilon/s\d", (of.folder / "train.log").read_text())
+        assert labels and all((text == "NOMINAL ") == bool(word) for text in labels)
+        printed = re.findall(r"(\S+ )epsilon left", of.outcome.err)
+        assert printed and all((text == "NOMINAL ") == bool(word) for text in printed)
 
 
-def test_names_of_classes_are_shown_as_they_are(tmp_path: Path) -> None:
+def test_class_names_with_markup_are_printed_verbatim(tmp_path: Path) -> None:
     for part, label in itertools.product(("train", "test"), ("dog [x]", "cat")):
         (tmp_path / "data" / part / label).mkdir(parents=True)
         for number in range(6):
             pixels = np.full((8, 8), 20 * number, np.uint8)
             Image.fromarray(pixels).save(tmp_path / "data" / part / label / f"{number}.png")
-    config = written(tmp_path, PLAIN.replace("toy, labelled: 40, unlabelled: 80", "image_folder"))
+    config = write_config(
+        tmp_path, PLAIN.replace("toy, labelled: 40, unlabelled: 80", "image_folder")
+    )
     outcome = command(config, f"data.root={tmp_path / 'data'}", "data.labelled=4", "--dry-run")
     assert outcome.status == 0, outcome
     assert "dog [x]" in outcome.out
 
 
-def test_files_are_the_users_alone(plain: Finished) -> None:
+def test_only_the_user_can_read_the_run_folder(plain: FinishedRun) -> None:
     assert stat.S_IMODE(plain.folder.stat().st_mode) == 0o700
     for path in plain.folder.rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
@@ -419,8 +432,8 @@ def test_files_are_the_users_alone(plain: Finished) -> None:
 
 
 @contextlib.contextmanager
-def no_file_beyond(size: int) -> Iterator[None]:
-    """A disk that takes no more than ``size`` bytes of a file: real errors of real writes."""
+def file_size_limited(size: int) -> Iterator[None]:
+    """Limit the size of files to ``size`` bytes, so that larger writes fail."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
     try:
@@ -429,8 +442,8 @@ def no_file_beyond(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
 
 
-def assert_goes_on(config: Path, folder: Path, like: Finished) -> None:
-    """With room on the disk again the run ends as one that never stopped."""
+def assert_resumes_to(config: Path, folder: Path, like: FinishedRun) -> None:
+    """Assert that, with space on the disk, the run is resumed to the same results."""
     if (folder / "checkpoints" / "latest").exists():
         again = command(config, "--resume", folder, "--quiet")
     else:
@@ -442,25 +455,25 @@ def assert_goes_on(config: Path, folder: Path, like: Finished) -> None:
     assert all(torch.equal(weights[name], value) for name, value in like.weights().items())
 
 
-# In turn too small for: split.json, the log and config, the pictures, a checkpoint's tensors.
+# Limits too small for split.json, then the log and config, the images, and a checkpoint.
 @pytest.mark.parametrize("size", [100, 900, 30_000, 90_000])
-def test_a_full_disk_is_told_and_with_room_again_the_run_goes_on(
-    tmp_path: Path, plain: Finished, size: int
+def test_a_full_disk_is_reported_and_the_run_can_be_resumed_later(
+    tmp_path: Path, plain: FinishedRun, size: int
 ) -> None:
-    config, folder = written(tmp_path, PLAIN), tmp_path / "run"
+    config, folder = write_config(tmp_path, PLAIN), tmp_path / "run"
 
-    with no_file_beyond(size):
+    with file_size_limited(size):
         outcome = command(config, f"run.output={folder}", "--quiet")
 
     assert_refused(outcome, "File too large", str(folder))
-    assert_goes_on(config, folder, like=plain)
+    assert_resumes_to(config, folder, like=plain)
 
 
 @pytest.mark.parametrize("write", [1, 3, 6, 9, 12])
-def test_a_disk_that_fills_up_at_any_write_leaves_checkpoints_whole(
-    tmp_path: Path, plain: Finished, monkeypatch: pytest.MonkeyPatch, write: int
+def test_a_disk_that_fills_at_any_write_leaves_complete_checkpoints(
+    tmp_path: Path, plain: FinishedRun, monkeypatch: pytest.MonkeyPatch, write: int
 ) -> None:
-    config, folder, count = written(tmp_path, PLAIN), tmp_path / "run", 0
+    config, folder, count = write_config(tmp_path, PLAIN), tmp_path / "run", 0
     real = atomic_files.write_new
 
     def fills_up(path: Path, data: bytes | Iterable[bytes]) -> None:
@@ -468,7 +481,7 @@ def test_a_disk_that_fills_up_at_any_write_leaves_checkpoints_whole(
         count += 1
         data = data if isinstance(data, bytes) else b"".join(data)
         if count >= write:
-            path.write_bytes(data[: len(data) // 2])  # half of it fitted
+            path.write_bytes(data[: len(data) // 2])  # half of it was written
             raise OSError(errno.ENOSPC, "No space left on device")
         real(path, data)
 
@@ -477,37 +490,37 @@ def test_a_disk_that_fills_up_at_any_write_leaves_checkpoints_whole(
         outcome = command(config, f"run.output={folder}", "--quiet", "run.checkpoint_every=1")
 
     assert_refused(outcome, "No space left on device", str(folder))
-    assert_goes_on(config, folder, like=plain)
+    assert_resumes_to(config, folder, like=plain)
 
 
-# What is printed ----------------------------------------------------------------------------
+# Output -------------------------------------------------------------------------------------
 
 
-def test_the_last_line_is_the_guarantee_or_that_there_is_none(
-    plain: Finished, published: Finished
+def test_the_last_line_states_the_guarantee_or_that_there_is_none(
+    plain: FinishedRun, published: FinishedRun
 ) -> None:
     assert plain.outcome.out.splitlines()[-1].startswith("NO GUARANTEE: this run is not private.")
     assert published.outcome.out.splitlines()[-1].startswith("NOMINAL epsilon")
 
 
-def test_json_prints_results_json_on_standard_output_and_nothing_else(private: Finished) -> None:
+def test_with_json_standard_output_has_only_results_json(private: FinishedRun) -> None:
     assert json.loads(private.outcome.out) == private.results()
     assert private.outcome.err.splitlines()[-1].startswith("GUARANTEE: for every support agent")
 
 
-def test_progress_without_a_terminal_is_two_calm_lines_and_quiet_is_none(
-    tmp_path: Path, plain: Finished
+def test_progress_without_a_terminal_is_two_lines_and_none_with_quiet(
+    tmp_path: Path, plain: FinishedRun
 ) -> None:
     lines = plain.outcome.err.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["round 1/3", "round 3/3"]
 
-    quiet = finished(tmp_path, PLAIN, "--quiet", "algorithm.rounds=1")
+    quiet = train_config(tmp_path, PLAIN, "--quiet", "algorithm.rounds=1")
 
     assert quiet.outcome.err == ""
 
 
-def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path: Path) -> None:
-    config = written(tmp_path, PRIVATE)
+def test_a_dry_run_prints_the_plan_and_writes_no_file(tmp_path: Path) -> None:
+    config = write_config(tmp_path, PRIVATE)
 
     outcome = command(config, "--dry-run", f"run.output={tmp_path / 'run'}", "run.seed=7")
 
@@ -517,7 +530,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path: Path) -> None:
     assert yaml.safe_load(resolved)["run"]["seed"] == 7
     for agent, role, rows in (("s0", "support", "20"), ("q1", "query", "40")):
         assert any({agent, role, rows} <= set(line.split()) for line in rest.splitlines())
-    # Two visits are planned and the noise is calibrated so that they use the budget up.
+    # Two visits are planned, and the noise is calibrated so that they spend the budget.
     assert "2 visits of 2 private steps" in rest
     planned = re.search(r"epsilon ([0-9.]+) of 4 at delta 0.001", rest)
     assert planned is not None
@@ -525,36 +538,36 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path: Path) -> None:
     assert "nothing is guaranteed" in command(config, "--dry-run", "privacy=null").out
 
 
-def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path) -> None:
-    config = written(tmp_path, PLAIN + "run: {seed: 3, name: from-file}\n")
+def test_overrides_take_precedence_over_the_config_file_in_any_position(tmp_path: Path) -> None:
+    config = write_config(tmp_path, PLAIN + "run: {seed: 3, name: from-file}\n")
 
     outcome = command(config, "--dry-run", "run.seed=4", "--quiet", "model.width=8")
 
-    shown = yaml.safe_load(outcome.out.partition("\n\n")[0])
-    assert (shown["run"]["seed"], shown["run"]["name"]) == (4, "from-file")
-    assert shown["model"]["width"] == 8  # the file says 4
-    assert shown["run"]["checkpoint_every"] == 10  # neither says anything
+    printed = yaml.safe_load(outcome.out.partition("\n\n")[0])
+    assert (printed["run"]["seed"], printed["run"]["name"]) == (4, "from-file")
+    assert printed["model"]["width"] == 8  # the file says 4
+    assert printed["run"]["checkpoint_every"] == 10  # neither sets it
 
 
-# The run folder, as the README lists it -----------------------------------------------------
+# The run folder -----------------------------------------------------------------------------
 
 ALWAYS = {"config.yaml", "split.json", "metrics.csv", "results.json", "tensorboard"}
 ALWAYS |= {"checkpoints", "train.log", "classifier.safetensors", "confusion.csv", "confusion.png"}
 ALWAYS |= {"model_card.md"}
 
 
-def names(folder: Path) -> set[str]:
+def file_names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_run_folder_holds_what_the_contract_lists(plain: Finished, private: Finished) -> None:
-    assert names(plain.folder) == ALWAYS
-    assert names(private.folder) == ALWAYS | {"privacy.json", "privacy.md", "ledger"}
-    assert {"s0.jsonl", "s1.jsonl"} <= names(private.folder / "ledger")
-    assert {"latest", "round_00003"} <= names(plain.folder / "checkpoints")
+def test_the_run_folder_has_the_documented_files(plain: FinishedRun, private: FinishedRun) -> None:
+    assert file_names(plain.folder) == ALWAYS
+    assert file_names(private.folder) == ALWAYS | {"privacy.json", "privacy.md", "ledger"}
+    assert {"s0.jsonl", "s1.jsonl"} <= file_names(private.folder / "ledger")
+    assert {"latest", "round_00003"} <= file_names(plain.folder / "checkpoints")
 
 
-def test_results_json_has_the_fields_of_the_contract(plain: Finished, private: Finished) -> None:
+def test_results_json_has_the_documented_fields(plain: FinishedRun, private: FinishedRun) -> None:
     results, private_results = plain.results(), private.results()
 
     assert set(results) == {
@@ -588,7 +601,7 @@ def _another_plan(run: Path) -> None:
 def _an_agent_less(run: Path) -> None:
     (run / "ledger" / "s1.jsonl").unlink()
     shutil.rmtree(run / "checkpoints")
-    _card_anew(run, ["s0"])
+    _rewrite_card(run, ["s0"])
 
 
 def _a_visit_less(run: Path) -> None:
@@ -597,15 +610,15 @@ def _a_visit_less(run: Path) -> None:
         assert len(lines) == 5  # the plan, and a reserve and a settle of each visit
         path.write_bytes(b"".join(lines[:3]))
     shutil.rmtree(run / "checkpoints")
-    _card_anew(run, ["s0", "s1"])
+    _rewrite_card(run, ["s0", "s1"])
 
 
 def _nothing(run: Path) -> None:
-    _card_anew(run, ["s0", "s1"])
+    _rewrite_card(run, ["s0", "s1"])
 
 
-def _card_anew(run: Path, agents: list[str]) -> None:
-    """Card, its page and results as if these ledgers were the run's."""
+def _rewrite_card(run: Path, agents: list[str]) -> None:
+    """Rewrite the card, its page and the results to match changed ledgers."""
     journals = [(name, read_journal(run / "ledger" / f"{name}.jsonl")) for name in agents]
     plan = journals[0][1].plan
     old = json.loads((run / "privacy.json").read_text())
@@ -630,11 +643,11 @@ def _card_anew(run: Path, agents: list[str]) -> None:
         (_another_plan, "config.yaml asks for a visit of"),
         (_an_agent_less, "config.yaml gives labels to s1, which has no ledger"),
         (_a_visit_less, "metrics.csv records that it had spent"),
-        (_nothing, None),  # the control: what is renewed alone is no problem
+        (_nothing, None),  # the control: a rewritten card alone is no problem
     ],
 )
-def test_a_ledger_that_other_files_of_the_run_contradict_is_violated(
-    private: Finished, tmp_path: Path, forge: Callable[[Path], None], said: str | None
+def test_the_audit_finds_a_ledger_that_contradicts_other_files_of_the_run(
+    private: FinishedRun, tmp_path: Path, forge: Callable[[Path], None], said: str | None
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(private.folder, run)
@@ -645,8 +658,8 @@ def test_a_ledger_that_other_files_of_the_run_contradict_is_violated(
     assert any(said in text for text in problems) if said else not problems
 
 
-def test_an_audit_of_what_may_not_be_read_is_the_users_to_mend_and_no_verdict(
-    private: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_audit_without_read_permission_reports_it_and_gives_no_verdict(
+    private: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refusing(name: str, method: str) -> None:
         real = getattr(Path, method)
@@ -661,13 +674,13 @@ def test_an_audit_of_what_may_not_be_read_is_the_users_to_mend_and_no_verdict(
     for name, method in (("ledger", "iterdir"), ("privacy.json", "exists")):
         refusing(name, method)
         assert audit.main([str(private.folder)]) == 2
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert "cannot be read" in shown.err and "Permission denied" in shown.err
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert "cannot be read" in printed.err and "Permission denied" in printed.err
 
 
-def test_an_audit_of_a_private_run_that_never_began_does_not_call_it_not_private(
-    private: Finished, tmp_path: Path
+def test_the_audit_of_a_private_run_that_never_started_does_not_call_it_not_private(
+    private: FinishedRun, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -678,8 +691,8 @@ def test_an_audit_of_a_private_run_that_never_began_does_not_call_it_not_private
     assert report.verdict.name == "NO_GUARANTEE"
 
 
-def test_an_audit_says_of_damaged_results_that_it_did_not_compare_them(
-    private: Finished, tmp_path: Path
+def test_an_audit_reports_that_it_did_not_compare_damaged_results(
+    private: FinishedRun, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(private.folder, run)
@@ -687,8 +700,8 @@ def test_an_audit_says_of_damaged_results_that_it_did_not_compare_them(
     assert "results.json cannot be read, so it was not compared" in audit.audit(run).doubts
 
 
-def test_an_audit_without_the_config_says_what_it_could_not_ask(
-    private: Finished, tmp_path: Path
+def test_an_audit_without_the_config_reports_what_it_did_not_check(
+    private: FinishedRun, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(private.folder, run)
@@ -697,23 +710,23 @@ def test_an_audit_without_the_config_says_what_it_could_not_ask(
     assert any(doubt.startswith("config.yaml is missing") for doubt in audit.audit(run).doubts)
 
 
-def test_no_file_of_a_private_run_but_its_split_tells_the_hash_of_its_split(
-    plain: Finished, private: Finished
+def test_only_split_json_of_a_private_run_contains_the_split_hash(
+    plain: FinishedRun, private: FinishedRun
 ) -> None:
-    """Who knows all rows but one label could try labels until the hash fits."""
+    """An attacker who knows everything except one label could try labels until the hash matches."""
 
-    def tellers(of: Finished) -> set[str]:
+    def files_with_split_hash(of: FinishedRun) -> set[str]:
         start = json.loads((of.folder / "split.json").read_text())["hash"][:12].encode()
         files = [path for path in of.folder.rglob("*") if path.is_file()]
         return {path.name for path in files if start in path.read_bytes()}
 
-    assert tellers(private) == {"split.json"}
+    assert files_with_split_hash(private) == {"split.json"}
     assert private.results()["split_hash"] == "withheld"
     others = {"results.json", "model_card.md", "train.log", "snapshot.json"}
-    assert tellers(plain) == {"split.json", *others}  # the control
+    assert files_with_split_hash(plain) == {"split.json", *others}  # the control
 
 
-def test_results_agree_with_metrics(plain: Finished) -> None:
+def test_results_agree_with_metrics(plain: FinishedRun) -> None:
     lines = list(csv.DictReader((plain.folder / "metrics.csv").read_text().splitlines()))
     results = plain.results()
 
@@ -728,20 +741,20 @@ def test_results_agree_with_metrics(plain: Finished) -> None:
         assert results["bytes"][way] == sum(int(line[f"comm/{way}_bytes"]) for line in lines)
 
 
-def test_weights_are_a_plain_state_dict(plain: Finished) -> None:
+def test_released_weights_are_a_plain_state_dict(plain: FinishedRun) -> None:
     weights = plain.weights()
 
     assert all(not name.startswith(("module.", "_orig_mod.", "F.")) for name in weights)
     assert "head.weight" in weights
 
 
-def test_the_config_of_a_run_repeats_it(tmp_path: Path, plain: Finished) -> None:
+def test_the_config_in_a_run_folder_repeats_the_run(tmp_path: Path, plain: FinishedRun) -> None:
     recorded = plain.folder / "config.yaml"
 
     outcome = command(recorded, f"run.output={tmp_path / 'again'}", "--quiet")
 
     assert outcome.status == 0
-    again = Finished(recorded, tmp_path / "again", outcome)
+    again = FinishedRun(recorded, tmp_path / "again", outcome)
     assert (again.folder / "metrics.csv").read_bytes() == (
         plain.folder / "metrics.csv"
     ).read_bytes()
@@ -749,14 +762,14 @@ def test_the_config_of_a_run_repeats_it(tmp_path: Path, plain: Finished) -> None
     assert again.results()["name"] == plain.results()["name"] == "tiny"
 
 
-def test_another_seed_gives_another_run(tmp_path: Path, plain: Finished) -> None:
-    # The control of the test above: equality is not for want of anything to differ.
-    other = finished(tmp_path, PLAIN, "run.seed=1", "--quiet")
+def test_control_another_seed_gives_another_run(tmp_path: Path, plain: FinishedRun) -> None:
+    # The control of the test above: results can differ.
+    other = train_config(tmp_path, PLAIN, "run.seed=1", "--quiet")
 
     assert not all(torch.equal(other.weights()[k], v) for k, v in plain.weights().items())
 
 
-def test_tensorboard_has_the_tags_of_the_contract(plain: Finished, private: Finished) -> None:
+def test_tensorboard_has_the_documented_tags(plain: FinishedRun, private: FinishedRun) -> None:
     tags, private_tags = (_tags(run.folder) for run in (plain, private))
 
     numbers = {"test/accuracy", "pseudo/coverage", "pseudo/accuracy", "comm/up_bytes"}
@@ -769,12 +782,12 @@ def test_tensorboard_has_the_tags_of_the_contract(plain: Finished, private: Fini
     }
     assert {"gen/right_by_judge", "gen/nearest_training_row"} <= tags["scalars"]
     assert "gen/right_by_judge" in private_tags["scalars"]
-    # Training rows of a private run are read by no metric, and counted in no picture.
+    # No metric and no figure of a private run uses training rows.
     assert "images/partition" not in private_tags["images"]
     assert "gen/nearest_training_row" not in private_tags["scalars"]
     budgets = {f"dp/{what}/s{n}" for what in ("epsilon", "budget_left") for n in (0, 1)}
     assert budgets <= private_tags["scalars"]
-    # Losses on rows that are under a claim are not charged, so they may not be shown.
+    # Losses on private rows are not charged, so they must not be logged.
     assert not any(tag.endswith("/support") for tag in private_tags["scalars"])
 
 
@@ -784,8 +797,8 @@ def _tags(run: Path) -> dict[str, set[str]]:
     return {kind: set(events.Tags()[kind]) for kind in ("scalars", "images")}
 
 
-def test_the_log_tells_the_start_the_warnings_each_evaluation_and_the_end(
-    plain: Finished, published: Finished
+def test_the_log_has_the_start_the_warnings_each_evaluation_and_the_end(
+    plain: FinishedRun, published: FinishedRun
 ) -> None:
     lines = (plain.folder / "train.log").read_text().splitlines()
 
@@ -798,22 +811,24 @@ def test_the_log_tells_the_start_the_warnings_each_evaluation_and_the_end(
 
 
 def test_the_log_has_the_error_that_ended_a_run(tmp_path: Path) -> None:
-    with no_file_beyond(30_000):
-        outcome = command(written(tmp_path, PLAIN), f"run.output={tmp_path / 'run'}", "--quiet")
+    with file_size_limited(30_000):
+        outcome = command(
+            write_config(tmp_path, PLAIN), f"run.output={tmp_path / 'run'}", "--quiet"
+        )
 
     log = (tmp_path / "run" / "train.log").read_text()
     assert f"ERROR {outcome.err.strip()}" in log
 
 
-def test_without_validation_rows_no_checkpoint_is_called_best(tmp_path: Path) -> None:
-    # Test rows choose nothing, not even a checkpoint.
-    run = finished(tmp_path, PLAIN, "run.checkpoint_every=1", "--quiet")
+def test_without_validation_rows_no_checkpoint_is_marked_best(tmp_path: Path) -> None:
+    # Test rows must not select a checkpoint.
+    run = train_config(tmp_path, PLAIN, "run.checkpoint_every=1", "--quiet")
 
     assert not (run.folder / "checkpoints" / "best").exists()
 
 
-def test_best_names_the_checkpoint_that_is_best_on_validation_rows(tmp_path: Path) -> None:
-    run = finished(tmp_path, PLAIN, "run.checkpoint_every=1", "data.validation=50", "--quiet")
+def test_the_pointer_best_names_the_best_checkpoint_on_validation_rows(tmp_path: Path) -> None:
+    run = train_config(tmp_path, PLAIN, "run.checkpoint_every=1", "data.validation=50", "--quiet")
 
     with (run.folder / "metrics.csv").open() as file:
         reached = [float(line["validation/accuracy"]) for line in csv.DictReader(file)]
@@ -822,7 +837,7 @@ def test_best_names_the_checkpoint_that_is_best_on_validation_rows(tmp_path: Pat
     assert (run.folder / "checkpoints" / f"round_{best:05d}").is_dir()
 
 
-def test_pictures_need_no_row_of_every_class_among_the_first(tmp_path: Path) -> None:
+def test_image_logging_works_if_the_first_rows_are_all_of_one_class(tmp_path: Path) -> None:
     # Test rows of a folder are sorted by class: 600 of class 0 come before the first of class 1.
     y = np.repeat([0, 1], [600, 20])
     x = np.zeros((620, 8, 8), np.uint8)
@@ -830,7 +845,7 @@ def test_pictures_need_no_row_of_every_class_among_the_first(tmp_path: Path) -> 
     np.savez(tmp_path / "sorted.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     sorted_rows = PLAIN.replace("name: toy", "name: npz")
 
-    run = finished(tmp_path, sorted_rows, f"data.root={tmp_path / 'sorted.npz'}", "--quiet")
+    run = train_config(tmp_path, sorted_rows, f"data.root={tmp_path / 'sorted.npz'}", "--quiet")
 
     assert "images/mixes" in _tags(run.folder)["images"]
 
@@ -838,8 +853,11 @@ def test_pictures_need_no_row_of_every_class_among_the_first(tmp_path: Path) -> 
 # Private runs and their audit ----------------------------------------------------------------
 
 
-def test_the_audit_finds_each_run_to_be_what_it_says(
-    plain: Finished, private: Finished, published: Finished, capsys: pytest.CaptureFixture[str]
+def test_the_audit_confirms_the_claim_of_each_run(
+    plain: FinishedRun,
+    private: FinishedRun,
+    published: FinishedRun,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert audit.main([str(private.folder)]) == 0
     assert audit.main([str(published.folder)]) == 4
@@ -847,7 +865,9 @@ def test_the_audit_finds_each_run_to_be_what_it_says(
     capsys.readouterr()
 
 
-def test_the_published_scheme_is_called_nominal_everywhere(published: Finished) -> None:
+def test_every_output_calls_the_epsilon_of_the_published_scheme_nominal(
+    published: FinishedRun,
+) -> None:
     privacy = published.results()["privacy"]
 
     assert (privacy["guarantee"], privacy["scope"]) == (None, "as_published")
@@ -870,14 +890,16 @@ def affordable_visits(budget: float, delta: float, noise: float, steps: int) -> 
         visits += 1
 
 
-def test_more_visits_than_the_budget_pays_for_end_early_and_normally(tmp_path: Path) -> None:
+def test_a_run_ends_normally_when_its_budget_is_spent(tmp_path: Path) -> None:
     expected = affordable_visits(budget=4.0, delta=1e-3, noise=1.5, steps=2)
-    assert 0 < expected < 3  # else the test would test nothing
+    assert 0 < expected < 3  # otherwise nothing would be tested
 
-    run = finished(tmp_path, PRIVATE, "privacy.noise_multiplier=1.5", "privacy.visits=3", "--quiet")
+    run = train_config(
+        tmp_path, PRIVATE, "privacy.noise_multiplier=1.5", "privacy.visits=3", "--quiet"
+    )
 
     assert run.results()["status"] == "budget_exhausted"
-    assert run.results()["rounds"] == 3  # query agents go on
+    assert run.results()["rounds"] == 3  # query agents continue
     assert "budget ended visits" in run.outcome.out
     for path in (run.folder / "ledger").glob("*.jsonl"):
         journal = read_journal(path)
@@ -887,14 +909,14 @@ def test_more_visits_than_the_budget_pays_for_end_early_and_normally(tmp_path: P
     assert audit.main([str(run.folder)]) == 0
 
 
-def test_a_budget_of_zero_reads_no_labelled_row_and_guarantees_zero(tmp_path: Path) -> None:
-    run = finished(tmp_path, PRIVATE, "privacy.epsilon=0.0", "algorithm.rounds=1", "--quiet")
+def test_a_run_with_budget_zero_reads_no_labelled_row_and_guarantees_zero(tmp_path: Path) -> None:
+    run = train_config(tmp_path, PRIVATE, "privacy.epsilon=0.0", "algorithm.rounds=1", "--quiet")
 
     assert run.results()["privacy"]["guarantee"]["epsilon"] == 0
     assert all(not read_journal(p).events for p in (run.folder / "ledger").glob("*.jsonl"))
 
 
-def test_a_checkpoint_of_a_run_can_be_read_back(plain: Finished) -> None:
+def test_a_checkpoint_of_a_run_can_be_loaded(plain: FinishedRun) -> None:
     digest = json.loads(
         (plain.folder / "checkpoints" / "round_00003" / "snapshot.json").read_text()
     )["config_digest"]

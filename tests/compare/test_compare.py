@@ -1,7 +1,6 @@
-"""What ``python -m privssl.compare`` promises: one split, one table, one plot, and nothing lost.
+"""``python -m privssl.compare``: splits, table, plot, interruptions and errors.
 
-Every run is real and tiny. The command is called in this process; interruptions are real signals,
-raised at a chosen moment.
+Runs are tiny. The command runs in this process; tests raise signals at a chosen moment.
 """
 
 import contextlib
@@ -50,12 +49,12 @@ RUNS = tuple(f"{name}-{seed}" for seed in SEEDS for name in CONFIGS)  # in the o
 
 
 def command(*arguments: object) -> Outcome:
-    """``python -m privssl.compare`` with these arguments."""
-    return command_line.called(compare.main, *arguments)
+    """Run ``python -m privssl.compare`` with these arguments."""
+    return command_line.run_main(compare.main, *arguments)
 
 
 @dataclass(frozen=True)
-class Place:
+class Comparison:
     """Two configs and the folder of their comparison."""
 
     folder: Path
@@ -88,21 +87,21 @@ class Place:
         self.configs[config].write_text(text.replace(old, new))
 
 
-def place(folder: Path) -> Place:
-    made = Place(folder)
+def make_comparison(folder: Path) -> Comparison:
+    made = Comparison(folder)
     for path, text in zip(made.configs, (PSEUDO, SUPERVISE), strict=True):
         path.write_text(text)
     return made
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Place:
-    return place(tmp_path)
+def comparison(tmp_path: Path) -> Comparison:
+    return make_comparison(tmp_path)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
-    """Half of the time of these tiny runs would go into pictures that nobody looks at."""
+def without_figures() -> Iterator[None]:
+    """Skip figures, which take half of the time of these tiny runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "partition_plot", lambda *_: np.zeros((8, 8, 3), np.uint8))
         patch.setattr(files, "figure", lambda _: Figure())
@@ -110,36 +109,38 @@ def no_pictures() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A comparison that was never interrupted. Tests that change anything take a copy."""
-    return place(tmp_path_factory.mktemp("whole"))
+def finished_comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """A comparison without interruption. Tests that change it use a copy."""
+    return make_comparison(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shown(no_pictures: None, whole: Place) -> Outcome:
-    """What the comparison in ``whole`` printed; it is carried out here, with its plot."""
+def shown(without_figures: None, finished_comparison: Comparison) -> Outcome:
+    """The output of the comparison in ``finished_comparison``, which runs here, with its plot."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "figure", plot.figure)
-        outcome = whole.compare()
+        outcome = finished_comparison.compare()
     assert outcome.status == 0, outcome
     return outcome
 
 
 @pytest.fixture
-def copy(whole: Place, tmp_path: Path) -> Place:
-    copied = place(tmp_path)
-    shutil.copytree(whole.output, copied.output)
+def copy(finished_comparison: Comparison, tmp_path: Path) -> Comparison:
+    copied = make_comparison(tmp_path)
+    shutil.copytree(finished_comparison.output, copied.output)
     return copied
 
 
-def values(of: Place, config: str, section: str, key: str) -> list[float]:
+def values(of: Comparison, config: str, section: str, key: str) -> list[float]:
     return [float(of.results(f"{config}-{seed}")[section][key]) for seed in SEEDS]
 
 
 # The table ----------------------------------------------------------------------------------
 
 
-def test_the_table_has_mean_and_standard_deviation_of_what_results_json_has(whole: Place) -> None:
+def test_the_table_has_mean_and_standard_deviation_of_the_results_json_values(
+    finished_comparison: Comparison,
+) -> None:
     columns = {
         "final_test_accuracy": ("test_accuracy", "final"),
         "best_on_test_rows": ("test_accuracy", "best"),
@@ -147,7 +148,7 @@ def test_the_table_has_mean_and_standard_deviation_of_what_results_json_has(whol
         "bytes_up": ("bytes", "up"),
         "bytes_down": ("bytes", "down"),
     }
-    table = whole.table()
+    table = finished_comparison.table()
 
     assert [line["config"] for line in table] == list(CONFIGS)
     assert [line["algorithm"] for line in table] == ["pseudo", "supervise"]
@@ -155,46 +156,48 @@ def test_the_table_has_mean_and_standard_deviation_of_what_results_json_has(whol
         assert (line["labels"], line["rounds"], line["seeds"]) == ("40", "3", "0 1")
         assert (line["epsilon"], line["epsilon_kind"]) == ("", "none")
         for column, (section, key) in columns.items():
-            one, two = values(whole, line["config"], section, key)
+            one, two = values(finished_comparison, line["config"], section, key)
             assert float(line[f"{column}_mean"]) == pytest.approx((one + two) / 2, abs=1e-12)
             # Of two values: sqrt(((a - m)^2 + (b - m)^2) / (2 - 1)) = |a - b| / sqrt(2).
             std = abs(one - two) / math.sqrt(2)
             assert float(line[f"{column}_std"]) == pytest.approx(std, abs=1e-12)
 
 
-def test_markdown_has_the_same_numbers_and_says_that_best_was_chosen_on_test_rows(
-    whole: Place,
+def test_the_markdown_table_has_the_same_numbers_and_a_note_on_best(
+    finished_comparison: Comparison,
 ) -> None:
-    text = (whole.output / "comparison.md").read_text()
+    text = (finished_comparison.output / "comparison.md").read_text()
     headings, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
 
     assert "best test accuracy (chosen on test rows)" in headings
     assert "it is too high and is no result" in " ".join(text.split())
     for config, row in zip(CONFIGS, rows, strict=False):
-        one, two = values(whole, config, "test_accuracy", "final")
+        one, two = values(finished_comparison, config, "test_accuracy", "final")
         shown = f"{(one + two) / 2:.4f} ± {abs(one - two) / math.sqrt(2):.4f}"
         assert row.startswith(f"| {config} |")
         assert f"| {shown} |" in row
         assert row.endswith("| none | shared |")
 
 
-def reaching(*accuracies: float) -> list[dict[str, Any]]:
+def results_with_accuracy(*accuracies: float) -> list[dict[str, Any]]:
     return [
         results(seed=i, test_accuracy={"final": a, "best": a}) for i, a in enumerate(accuracies)
     ]
 
 
-def test_the_standard_deviation_is_that_of_a_sample() -> None:
+def test_the_standard_deviation_is_the_sample_standard_deviation() -> None:
     # 0.2, 0.4, 0.9: mean 0.5, squares 0.09 + 0.01 + 0.16 = 0.26; /2, not /3.
-    spread = comparison_row.row("a", reaching(0.2, 0.4, 0.9)).values["final_test_accuracy"]
+    spread = comparison_row.row("a", results_with_accuracy(0.2, 0.4, 0.9)).values[
+        "final_test_accuracy"
+    ]
 
     assert spread.mean == pytest.approx(0.5)
     assert spread.std == pytest.approx(math.sqrt(0.13))
     assert spread.std != pytest.approx(math.sqrt(0.26 / 3))  # the control
 
 
-def test_one_seed_has_no_standard_deviation_instead_of_one_of_zero() -> None:
-    row = comparison_row.row("a", reaching(0.25))
+def test_one_seed_has_no_standard_deviation() -> None:
+    row = comparison_row.row("a", results_with_accuracy(0.25))
 
     assert row.values["final_test_accuracy"].std is None
     assert "0.2500" in compare_table.cells(row, "a")
@@ -204,17 +207,19 @@ def test_one_seed_has_no_standard_deviation_instead_of_one_of_zero() -> None:
     assert line["final_test_accuracy_std"] == ""
 
 
-def guaranteed(epsilon: float) -> dict[str, Any]:
+def guaranteed_results(epsilon: float) -> dict[str, Any]:
     claim = {"epsilon": epsilon, "delta": 1e-5, "unit": "record", "covers": ["F"]}
     return results(privacy={"guarantee": claim, "nominal_epsilon": None, "scope": "sound"})
 
 
-def nominal(epsilon: float) -> dict[str, Any]:
+def nominal_results(epsilon: float) -> dict[str, Any]:
     return results(privacy={"guarantee": None, "nominal_epsilon": epsilon, "scope": "as_published"})
 
 
 def test_a_guarantee_is_the_largest_over_seeds_and_never_rounded_down() -> None:
-    row = comparison_row.row("a", [guaranteed(7.25), guaranteed(7.91234), guaranteed(6.0)], 1e-5)
+    row = comparison_row.row(
+        "a", [guaranteed_results(7.25), guaranteed_results(7.91234), guaranteed_results(6.0)], 1e-5
+    )
 
     assert str(row.epsilon) == "guarantee 7.9124 (delta 1e-05) for F"
     assert "can spend up to their sum" in compare_table.markdown([row])
@@ -224,20 +229,22 @@ def test_a_guarantee_is_the_largest_over_seeds_and_never_rounded_down() -> None:
     }  # fmt: skip
 
 
-def test_a_guarantee_has_the_largest_delta_over_seeds_where_some_are_pure() -> None:
-    """As of accounts whose first run was a census, and a later one DP-SGD."""
-    pure, noisy = guaranteed(8.0), guaranteed(8.0)
+def test_a_guarantee_has_the_largest_delta_over_seeds() -> None:
+    """As for shared accounts with a label census first and DP-SGD later."""
+    pure, noisy = guaranteed_results(8.0), guaranteed_results(8.0)
     pure["privacy"]["guarantee"]["delta"] = 0.0
     for runs in ([pure, noisy], [noisy, pure]):
         assert str(comparison_row.row("a", runs, 1e-5).epsilon).startswith(
             "guarantee 8.0000 (delta 1e-05)"
         )
-    # The control: of pure ones alone it is 0.
+    # The control: if all are pure it is 0.
     assert comparison_row.row("a", [pure, pure], 1e-5).epsilon.delta == 0.0
 
 
-def test_the_epsilon_of_accounts_that_outlive_runs_is_not_said_to_be_of_one_run() -> None:
-    row = comparison_row.row("a", [guaranteed(4.0), guaranteed(6.5)], 1e-5, lasting=True)
+def test_the_epsilon_of_shared_accounts_is_not_labelled_per_run() -> None:
+    row = comparison_row.row(
+        "a", [guaranteed_results(4.0), guaranteed_results(6.5)], 1e-5, lasting=True
+    )
 
     shown = "guarantee 6.5000 (delta 1e-05, all runs of the account so far) for F"
     assert str(row.epsilon) == shown
@@ -245,50 +252,50 @@ def test_the_epsilon_of_accounts_that_outlive_runs_is_not_said_to_be_of_one_run(
     assert compare_table.as_json([row])["rows"][0]["privacy"]["of"] != "one run"
 
 
-def test_a_config_without_a_guarantee_on_the_rows_of_a_private_one_is_named() -> None:
-    def told(*others: compare_table.Row) -> list[str]:
-        rows = [comparison_row.row("private", [guaranteed(4.0)], 1e-5), *others]
+def test_a_note_names_a_config_that_uses_private_rows_without_a_guarantee() -> None:
+    def notes_of(*others: compare_table.Row) -> list[str]:
+        rows = [comparison_row.row("private", [guaranteed_results(4.0)], 1e-5), *others]
         return [note for note in compare_table.notes(rows) if "bounded by no epsilon" in note]
 
     bound = comparison_row.row("bound", [results()])
-    published = comparison_row.row("published", [nominal(3.0)], 1e-5)
-    (note,) = told(bound, published)
+    published = comparison_row.row("published", [nominal_results(3.0)], 1e-5)
+    (note,) = notes_of(bound, published)
     assert note.startswith(
         "bound, published: no guarantee, and rows of the same data set as private"
     )
     # The controls: other rows, or a guarantee.
-    assert not told(comparison_row.row("bound", [results(dataset="another")]))
-    assert not told(comparison_row.row("second", [guaranteed(2.0)], 1e-5))
+    assert not notes_of(comparison_row.row("bound", [results(dataset="another")]))
+    assert not notes_of(comparison_row.row("second", [guaranteed_results(2.0)], 1e-5))
 
 
-def test_versions_that_differ_between_runs_are_told_with_the_runs() -> None:
+def test_a_note_names_runs_with_different_versions() -> None:
     newer = {"privssl": "1.0", "torch": "2.1"}
     ours = comparison_row.row("ours", [results(seed=0), results(seed=1, versions=newer)])
     bound = comparison_row.row("bound", [results(seed=0), results(seed=1)])
 
-    (told,) = [note for note in compare_table.notes([ours, bound]) if "ersions" in note]
-    assert told.startswith(
+    (notes_of,) = [note for note in compare_table.notes([ours, bound]) if "ersions" in note]
+    assert notes_of.startswith(
         "Versions of torch differ (2.0: ours seed 0, bound seed 0, bound seed 1; 2.1: ours seed 1)"
     )
-    assert "privssl" not in told  # the same for all
-    assert f"- {told}\n" in compare_table.markdown([ours, bound])
-    # The control: with the same versions nothing is told.
+    assert "privssl" not in notes_of  # the same for all
+    assert f"- {notes_of}\n" in compare_table.markdown([ours, bound])
+    # The control: equal versions give no note.
     assert not any("ersions" in note for note in compare_table.notes([bound]))
 
 
-def test_notes_name_the_runs_that_have_warnings() -> None:
-    """A sentence once, with its runs; older runs have no such key."""
+def test_notes_name_the_runs_with_warnings() -> None:
+    """Each warning appears once, with its runs; older runs have no such key."""
     runs = [results(seed=0, warnings=["it learned nothing"]), results(seed=1, warnings=[])]
     ours = comparison_row.row("ours", runs)
     bound = comparison_row.row("bound", [results(seed=0, warnings=["it learned nothing"])])
     found = [note for note in compare_table.notes([ours, bound]) if "Warning" in note]
     assert found == ["Warning of ours seed 0, bound seed 0: it learned nothing"]
-    # The control: nothing to name.
+    # The control: no warnings, no note.
     plain = comparison_row.row("plain", [results()])
     assert not any("Warning" in note for note in compare_table.notes([plain]))
 
 
-def test_a_package_that_one_run_does_not_name_is_unknown_there() -> None:
+def test_a_package_missing_in_one_runs_versions_is_unknown_there() -> None:
     old = comparison_row.row("old", [results(versions={"torch": "2.0"})])
     new = comparison_row.row("new", [results()])
 
@@ -297,25 +304,27 @@ def test_a_package_that_one_run_does_not_name_is_unknown_there() -> None:
     )
 
 
-def test_rows_that_were_not_evaluated_equally_often_are_told(whole: Place, copy: Place) -> None:
-    text = (whole.output / "comparison.md").read_text()
+def test_a_note_names_configs_that_were_evaluated_at_different_intervals(
+    finished_comparison: Comparison, copy: Comparison
+) -> None:
+    text = (finished_comparison.output / "comparison.md").read_text()
 
     assert "Best is the highest of all evaluated rounds" in text
     assert (
         "run.evaluate_every differs (every 1: ours seed 0, ours seed 1; every 2: bound seed 0, "
         "bound seed 1)"
     ) in text
-    # What a finished run did counts, not what its config says now.
+    # The interval of the finished run counts, not that of its current config.
     copy.change(1, "evaluate_every: 2", "evaluate_every: 1")
     assert copy.compare("--quiet").status == 0
     assert (copy.output / "comparison.md").read_text() == text
-    # The control: equally often, nothing is told.
+    # The control: equal intervals give no note.
     alike = [comparison_row.row(n, [results()], evaluate_every=[2]) for n in CONFIGS]
     assert not any("evaluate_every" in note for note in compare_table.notes(alike))
 
 
 def test_a_guarantee_of_zero_is_a_guarantee() -> None:
-    row = comparison_row.row("a", [guaranteed(0.0)], 1e-5)
+    row = comparison_row.row("a", [guaranteed_results(0.0)], 1e-5)
 
     assert (row.epsilon.kind, row.epsilon.value) == ("guarantee", 0.0)
 
@@ -323,14 +332,17 @@ def test_a_guarantee_of_zero_is_a_guarantee() -> None:
 @pytest.mark.parametrize(
     ("runs", "shown"),
     [
-        ([nominal(2.0), nominal(3.0)], "NOMINAL 3.0000 (delta 0.001), no guarantee"),
+        (
+            [nominal_results(2.0), nominal_results(3.0)],
+            "NOMINAL 3.0000 (delta 0.001), no guarantee",
+        ),
         ([results(), results()], "none"),
-        # A guarantee for some runs is none for the config.
-        ([guaranteed(1.0), results()], "none"),
-        ([nominal(1.0), results()], "none"),
+        # A guarantee for only some of its runs is no guarantee of the config.
+        ([guaranteed_results(1.0), results()], "none"),
+        ([nominal_results(1.0), results()], "none"),
     ],
 )
-def test_what_guarantees_nothing_is_never_called_a_guarantee(
+def test_a_nominal_epsilon_is_never_called_a_guarantee(
     runs: Sequence[Mapping[str, Any]], shown: str
 ) -> None:
     row = comparison_row.row("a", runs, 1e-3)
@@ -339,42 +351,47 @@ def test_what_guarantees_nothing_is_never_called_a_guarantee(
     assert compare_table.as_json([row])["rows"][0]["privacy"]["kind"] != "guarantee"
 
 
-def test_json_prints_the_table_on_standard_output_and_nothing_else(whole: Place) -> None:
-    before = {run: tree(whole.output / run) for run in RUNS}
+def test_with_json_standard_output_has_only_the_table(finished_comparison: Comparison) -> None:
+    before = {run: tree(finished_comparison.output / run) for run in RUNS}
 
-    outcome = whole.compare("--json")
+    outcome = finished_comparison.compare("--json")
 
     found = json.loads(outcome.out)
     assert outcome.status == 0
     assert found["seeds"] == [0, 1]
     assert [row["config"] for row in found["rows"]] == list(CONFIGS)
     for row in found["rows"]:
-        finals = values(whole, row["config"], "test_accuracy", "final")
+        finals = values(finished_comparison, row["config"], "test_accuracy", "final")
         assert row["final_test_accuracy"]["values"] == finals
         assert row["final_test_accuracy"]["mean"] == pytest.approx(sum(finals) / 2)
         assert row["best_test_accuracy"]["chosen_on"] == "test rows"
-    # All runs were finished, so that none was touched.
-    assert {run: tree(whole.output / run) for run in RUNS} == before
+    # All runs were finished, so none changed.
+    assert {run: tree(finished_comparison.output / run) for run in RUNS} == before
 
 
 # One split ----------------------------------------------------------------------------------
 
 
-def test_every_config_has_the_same_split_in_a_seed_and_another_one_in_another(
-    whole: Place,
+def test_all_configs_share_one_split_per_seed_and_seeds_differ(
+    finished_comparison: Comparison,
 ) -> None:
-    hashes = [{whole.results(f"{name}-{seed}")["split_hash"] for name in CONFIGS} for seed in SEEDS]
+    hashes = [
+        {finished_comparison.results(f"{name}-{seed}")["split_hash"] for name in CONFIGS}
+        for seed in SEEDS
+    ]
 
     assert [len(of_seed) for of_seed in hashes] == [1, 1]
     assert hashes[0] != hashes[1]
     for run in RUNS:
-        split = json.loads((whole.output / run / "split.json").read_text())
-        assert split["hash"] == whole.results(run)["split_hash"]
+        split = json.loads((finished_comparison.output / run / "split.json").read_text())
+        assert split["hash"] == finished_comparison.results(run)["split_hash"]
 
 
-def test_each_run_is_what_train_makes_of_the_same_config(whole: Place, tmp_path: Path) -> None:
+def test_each_run_equals_the_train_commands_run_of_its_config(
+    finished_comparison: Comparison, tmp_path: Path
+) -> None:
     # ours-1 came third, after other runs in the same process.
-    config, _ = whole.configs
+    config, _ = finished_comparison.configs
     outcome = command_line.command(
         config, "run.seed=1", f"run.output={tmp_path / 'alone'}", "--quiet"
     )
@@ -382,48 +399,52 @@ def test_each_run_is_what_train_makes_of_the_same_config(whole: Place, tmp_path:
     assert outcome.status == 0
     for name in ("metrics.csv", "classifier.safetensors", "split.json"):
         alone = (tmp_path / "alone" / name).read_bytes()
-        assert (whole.output / "ours-1" / name).read_bytes() == alone
+        assert (finished_comparison.output / "ours-1" / name).read_bytes() == alone
     names = {path.name for path in (tmp_path / "alone").iterdir()}
-    assert {path.name for path in (whole.output / "ours-1").iterdir()} == names
+    assert {path.name for path in (finished_comparison.output / "ours-1").iterdir()} == names
 
 
-def test_different_splits_are_refused_with_the_keys_before_anything_runs(here: Place) -> None:
-    here.change(1, "labelled: 40", "labelled: 30")
-    here.change(1, "query: 2", "query: 3")
+def test_configs_with_different_splits_are_refused_with_the_differing_keys(
+    comparison: Comparison,
+) -> None:
+    comparison.change(1, "labelled: 40", "labelled: 30")
+    comparison.change(1, "query: 2", "query: 3")
 
-    outcome = here.compare()
+    outcome = comparison.compare()
 
     assert_refused(outcome, "bound.yaml", "data.labelled is 30, not 40", "agents.query is 3, not 2")
     assert "--allow-different-splits" in outcome.err
-    assert "model" not in outcome.err  # keys that are the same are not named
-    assert not here.output.exists()
+    assert "model" not in outcome.err  # equal keys are not named
+    assert not comparison.output.exists()
 
 
-def test_an_argument_counts_for_all_configs_and_can_make_the_splits_one(here: Place) -> None:
-    here.change(1, "labelled: 40", "labelled: 30")
+def test_an_override_applies_to_all_configs_and_can_equalise_their_splits(
+    comparison: Comparison,
+) -> None:
+    comparison.change(1, "labelled: 40", "labelled: 30")
 
-    assert here.compare("data.labelled=20", "--dry-run").status == 0
+    assert comparison.compare("data.labelled=20", "--dry-run").status == 0
 
 
-def test_a_dry_run_withholds_the_hashes_of_private_splits(here: Place) -> None:
-    shown = here.compare("--dry-run").out
+def test_a_dry_run_prints_no_hash_of_a_private_split(comparison: Comparison) -> None:
+    shown = comparison.compare("--dry-run").out
     assert "withheld" not in shown  # the control
     hashes = set(re.findall(r"\b[0-9a-f]{12}\b", shown))
     assert len(hashes) == 2  # of two seeds
-    for path in here.configs:
+    for path in comparison.configs:
         path.write_text(
             SPLIT + "algorithm: {name: fedavg, rounds: 1}\n"
             "privacy: {epsilon: 8.0, delta: 1.0e-3, sample_rate: 1.0, steps: 1}\n"
         )
-    private = here.compare("--dry-run").out
+    private = comparison.compare("--dry-run").out
     assert private.count("withheld") == len(RUNS)
     assert not any(one in private for one in hashes)
 
 
-def test_allowed_different_splits_are_said_in_the_row(here: Place) -> None:
-    here.change(1, "labelled: 40", "labelled: 30")
+def test_the_row_of_a_config_notes_an_allowed_different_split(comparison: Comparison) -> None:
+    comparison.change(1, "labelled: 40", "labelled: 30")
 
-    outcome = here.compare("--allow-different-splits", "--quiet", "--json", "--seeds", "1")
+    outcome = comparison.compare("--allow-different-splits", "--quiet", "--json", "--seeds", "1")
 
     assert outcome.status == 0
     splits = [row["split"] for row in json.loads(outcome.out)["rows"]]
@@ -432,31 +453,31 @@ def test_allowed_different_splits_are_said_in_the_row(here: Place) -> None:
         (False, ["data.labelled"]),
     ]
     assert not set(splits[0]["hashes"]) & set(splits[1]["hashes"])
-    assert [line["split"] for line in here.table()] == ["shared", "different"]
-    text = (here.output / "comparison.md").read_text()
+    assert [line["split"] for line in comparison.table()] == ["shared", "different"]
+    text = (comparison.output / "comparison.md").read_text()
     assert "| DIFFERENT from ours: data.labelled |" in text
     assert "All configs had the same split" not in text
 
 
-def test_the_same_rows_in_another_folder_are_the_same_split_and_other_rows_are_not(
-    here: Place,
+def test_splits_are_compared_by_rows_and_not_by_the_data_folder(
+    comparison: Comparison,
 ) -> None:
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (200, 8, 8), dtype=np.uint8)
     y = np.arange(200) % 10
     for name, rows in (("one", x), ("twin", x), ("other", 255 - x)):
-        np.savez(here.folder / f"{name}.npz", x_train=rows, y_train=y, x_test=x, y_test=y)
+        np.savez(comparison.folder / f"{name}.npz", x_train=rows, y_train=y, x_test=x, y_test=y)
     for number, name in enumerate(("one", "twin")):
-        root = f"name: npz, root: '{here.folder / name}.npz'"
-        here.change(number, "name: toy", root)
+        root = f"name: npz, root: '{comparison.folder / name}.npz'"
+        comparison.change(number, "name: toy", root)
 
-    assert here.compare("--dry-run").status == 0
+    assert comparison.compare("--dry-run").status == 0
 
-    here.change(1, "twin.npz", "other.npz")
-    assert_refused(here.compare("--dry-run"), "data.root is", "other.npz")
+    comparison.change(1, "twin.npz", "other.npz")
+    assert_refused(comparison.compare("--dry-run"), "data.root is", "other.npz")
 
 
-def test_a_seed_is_not_added_on_other_rows_than_those_of_finished_seeds(tmp_path: Path) -> None:
+def test_a_further_seed_with_changed_data_is_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x, y, data = rng.random((60, 8, 8)), np.arange(60) % 3, tmp_path / "rows.npz"
     np.savez(data, x_train=x, y_train=y, x_test=x, y_test=y)
@@ -474,55 +495,55 @@ def test_a_seed_is_not_added_on_other_rows_than_those_of_finished_seeds(tmp_path
     drawn = command(
         config, "--seeds", "2", "--output", tmp_path / "drawn", "data.test=20", "--dry-run"
     )
-    assert drawn.status == 0  # test rows that each seed draws are no change of the data
+    assert drawn.status == 0  # test rows drawn per seed are not changed data
 
 
-# Going on -----------------------------------------------------------------------------------
+# Resuming -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["none", "killed before results.json", "no checkpoint either"])
-def test_after_ctrl_c_the_same_command_goes_on_and_ends_as_if_it_had_not_been(
-    here: Place, whole: Place, damage: str
+def test_after_ctrl_c_the_same_command_resumes_to_the_same_results(
+    comparison: Comparison, finished_comparison: Comparison, damage: str
 ) -> None:
     with interrupted_in(3 + 3):  # round 3 of the second run
-        stopped = here.compare("--quiet")
+        stopped = comparison.compare("--quiet")
 
     assert (stopped.status, stopped.err) == (130, "")
     assert "The same command continues" in stopped.out
-    assert here.results("ours-0")["status"] == "finished"
-    begun = here.results("bound-0")
+    assert comparison.results("ours-0")["status"] == "finished"
+    begun = comparison.results("bound-0")
     assert (begun["status"], begun["rounds"]) == ("interrupted", 2)
-    assert not (here.output / "ours-1").exists()
-    assert not (here.output / "comparison.md").exists()
+    assert not (comparison.output / "ours-1").exists()
+    assert not (comparison.output / "comparison.md").exists()
     if damage != "none":
-        (here.output / "bound-0" / "results.json").unlink()
+        (comparison.output / "bound-0" / "results.json").unlink()
     if damage == "no checkpoint either":
-        shutil.rmtree(here.output / "bound-0" / "checkpoints")
-    planned = here.compare("--dry-run").out
-    done = tree(here.output / "ours-0")
+        shutil.rmtree(comparison.output / "bound-0" / "checkpoints")
+    planned = comparison.compare("--dry-run").out
+    done = tree(comparison.output / "ours-0")
 
-    again = here.compare()
+    again = comparison.compare()
 
     assert again.status == 0, again
-    assert tree(here.output / "ours-0") == done  # a finished run is not run again
+    assert tree(comparison.output / "ours-0") == done  # a finished run is not run again
     restarted = damage == "no checkpoint either"
     words = [line.split("│")[-2].strip() for line in planned.splitlines() if "seed" in line]
     assert words == ["nothing: done", "start again" if restarted else "resume", "start", "start"]
     first_line = next(line for line in again.err.splitlines() if "bound seed 0" in line)
     assert f"round {1 if restarted else 3}/3" in first_line
     for run in RUNS:
-        assert here.metrics(run) == whole.metrics(run)
+        assert comparison.metrics(run) == finished_comparison.metrics(run)
     untimed = [
         {key: value for key, value in line.items() if not key.startswith("seconds")}
-        for line in (*here.table(), *whole.table())
+        for line in (*comparison.table(), *finished_comparison.table())
     ]
     assert untimed[:2] == untimed[2:]
-    # The plot counts each round's seconds once, of whichever session they are.
-    course, ended = plot.curve(here.output / "bound-0"), here.results("bound-0")
+    # The plot counts the seconds of each round once, over all sessions.
+    course, ended = plot.curve(comparison.output / "bound-0"), comparison.results("bound-0")
     assert course.seconds[-1] == pytest.approx(ended["seconds"]["total"], abs=1e-3)
 
 
-def test_more_seeds_add_their_runs_and_touch_no_other(copy: Place) -> None:
+def test_more_seeds_add_runs_and_do_not_change_others(copy: Comparison) -> None:
     before = {run: tree(copy.output / run) for run in RUNS}
 
     outcome = command(*copy.configs, "--seeds", "1,7", "--output", copy.output)
@@ -531,10 +552,10 @@ def test_more_seeds_add_their_runs_and_touch_no_other(copy: Place) -> None:
     assert {run: tree(copy.output / run) for run in RUNS} == before
     assert [line["seeds"] for line in copy.table()] == ["1 7", "1 7"]
     assert copy.results("bound-7")["seed"] == 7
-    assert "run 3/4 ours seed 7, round 1/3" in outcome.err  # two of the four were there already
+    assert "run 3/4 ours seed 7, round 1/3" in outcome.err  # two of the four were finished already
 
 
-def test_a_run_whose_config_changed_is_refused_with_the_key(copy: Place) -> None:
+def test_a_run_whose_config_changed_is_refused_with_the_key(copy: Comparison) -> None:
     copy.change(1, "local_steps: 2", "local_steps: 1")
     before = tree(copy.output)
 
@@ -545,10 +566,10 @@ def test_a_run_whose_config_changed_is_refused_with_the_key(copy: Place) -> None
     assert tree(copy.output) == before
 
 
-def test_finished_runs_of_a_plug_in_that_was_changed_are_named(
+def test_a_note_names_finished_runs_of_a_changed_plug_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are kept, as all finished runs are; also where the change is in a helper's file."""
+    """The finished runs are kept; also if the change is in another file of the plug-in."""
     package = tmp_path / "comparedpack"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -572,56 +593,58 @@ def test_finished_runs_of_a_plug_in_that_was_changed_are_named(
     assert said in (output / "comparison.md").read_text()
 
 
-def test_results_of_one_precision_are_not_handed_out_as_those_of_another(copy: Place) -> None:
+def test_finished_runs_of_another_precision_are_refused(copy: Comparison) -> None:
     before = tree(copy.output)
     outcome = copy.compare("run.precision=bfloat16")
     assert_refused(outcome, "run.precision is bfloat16 here, but float32 there")
     assert tree(copy.output) == before
 
 
-def test_a_folder_that_a_kill_left_empty_but_for_its_own_leftover_is_begun(here: Place) -> None:
-    left = here.output / RUNS[0]
+def test_a_folder_with_only_the_temporary_file_of_a_killed_start_is_reused(
+    comparison: Comparison,
+) -> None:
+    left = comparison.output / RUNS[0]
     left.mkdir(parents=True)
     (left / f"{atomic_files.TEMPORARY}split.json").write_text("{")
-    assert "start" in here.compare("--dry-run").out
+    assert "start" in comparison.compare("--dry-run").out
     (left / "notes.txt").write_text("mine")  # the control
-    assert_refused(here.compare("--dry-run"), "is not a run of privssl")
+    assert_refused(comparison.compare("--dry-run"), "is not a run of privssl")
 
 
-def test_the_table_is_not_put_into_the_folder_of_a_run(whole: Place) -> None:
-    run = whole.output / RUNS[0]
+def test_a_run_folder_is_refused_as_output_of_the_table(finished_comparison: Comparison) -> None:
+    run = finished_comparison.output / RUNS[0]
     before = tree(run)
-    outcome = command(*whole.configs, "--seeds", "5,", "--output", run)
+    outcome = command(*finished_comparison.configs, "--seeds", "5,", "--output", run)
     assert_refused(outcome, str(run), "is the folder of a run", "--output")
     assert tree(run) == before
 
 
-def test_a_setting_that_decides_over_no_result_may_change(copy: Place) -> None:
-    # The control of the test above: not every change is one.
+def test_control_a_setting_without_effect_on_results_may_change(copy: Comparison) -> None:
+    # The control of the test above: some settings may change.
     copy.change(1, "checkpoint_every: 1", "checkpoint_every: 2")
 
     assert copy.compare("--quiet").status == 0
 
 
-def test_a_run_that_fails_is_named_and_what_was_done_stays(
-    here: Place, whole: Place, monkeypatch: pytest.MonkeyPatch
+def test_the_error_names_a_failed_run_and_finished_runs_are_kept(
+    comparison: Comparison, finished_comparison: Comparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = run_dir.create_run_dir
 
-    def full_disk(prepared: Any) -> Any:
+    def raise_disk_full(prepared: Any) -> Any:
         if prepared.config.folder.name == "bound-0":
             raise RunFolderError("No space left on device")
         return real(prepared)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_dir, "create_run_dir", full_disk)
-        outcome = here.compare("--quiet")
+        patch.setattr(run_dir, "create_run_dir", raise_disk_full)
+        outcome = comparison.compare("--quiet")
 
     assert_refused(outcome, "bound seed 0: No space left on device", "same command continues")
-    assert here.metrics("ours-0") == whole.metrics("ours-0")
+    assert comparison.metrics("ours-0") == finished_comparison.metrics("ours-0")
 
 
-# What is refused, and what is told -----------------------------------------------------------
+# Errors and output ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -635,94 +658,96 @@ def test_a_run_that_fails_is_named_and_what_was_done_stays(
         (["seed=3"], ["write section.key=value"]),
     ],
 )
-def test_a_mistake_is_told_in_words_and_nothing_is_written(
-    here: Place, arguments: list[str], fragments: list[str]
+def test_a_mistake_is_reported_and_nothing_is_written(
+    comparison: Comparison, arguments: list[str], fragments: list[str]
 ) -> None:
-    assert_refused(here.compare(*arguments), *fragments)
-    assert not here.output.exists()
+    assert_refused(comparison.compare(*arguments), *fragments)
+    assert not comparison.output.exists()
 
 
-def test_a_mistake_in_the_last_config_stops_the_first_from_running(here: Place) -> None:
-    here.change(1, "batch_size", "batchsize")
+def test_a_mistake_in_the_last_config_is_found_before_the_first_run(comparison: Comparison) -> None:
+    comparison.change(1, "batch_size", "batchsize")
 
-    assert_refused(here.compare(), "bound.yaml", "batchsize", "Did you mean batch_size?")
-    assert not here.output.exists()
+    assert_refused(comparison.compare(), "bound.yaml", "batchsize", "Did you mean batch_size?")
+    assert not comparison.output.exists()
 
 
-def test_a_config_that_is_not_there_and_no_config_at_all_are_told(here: Place) -> None:
-    assert_refused(command(here.folder / "our.yaml"), "no such file", "ours.yaml")
+def test_a_missing_config_file_and_a_missing_argument_are_reported(comparison: Comparison) -> None:
+    assert_refused(command(comparison.folder / "our.yaml"), "no such file", "ours.yaml")
     assert_refused(command("algorithm.rounds=1"), "No config was given")
 
 
-def test_two_configs_of_one_name_would_share_folders_and_are_refused(here: Place) -> None:
-    twin = here.folder / "more" / "OURS.yaml"
+def test_two_configs_with_one_name_are_refused(comparison: Comparison) -> None:
+    twin = comparison.folder / "more" / "OURS.yaml"
     twin.parent.mkdir()
     twin.write_text(PSEUDO)
 
-    assert_refused(command(here.configs[0], twin), "both have the name", "run.name")
+    assert_refused(command(comparison.configs[0], twin), "both have the name", "run.name")
 
 
-def test_a_folder_that_is_no_run_is_left_as_it_is(here: Place) -> None:
-    precious = here.output / "bound-1" / "thesis.tex"
+def test_a_folder_that_is_no_run_is_refused_and_not_changed(comparison: Comparison) -> None:
+    precious = comparison.output / "bound-1" / "thesis.tex"
     precious.parent.mkdir(parents=True)
     precious.write_text("years of work")
 
-    assert_refused(here.compare(), "bound-1", "not a run of privssl")
-    assert [path.name for path in here.output.iterdir()] == ["bound-1"]
+    assert_refused(comparison.compare(), "bound-1", "not a run of privssl")
+    assert [path.name for path in comparison.output.iterdir()] == ["bound-1"]
     assert precious.read_text() == "years of work"
 
 
-def test_a_file_in_place_of_the_output_folder_is_refused_by_the_flag(here: Place) -> None:
-    here.output.write_text("mine")
-    assert_refused(here.compare(), "Not a directory", "another --output")
-    assert here.output.read_text() == "mine"
+def test_the_error_about_an_output_that_is_a_file_names_the_flag(comparison: Comparison) -> None:
+    comparison.output.write_text("mine")
+    assert_refused(comparison.compare(), "Not a directory", "another --output")
+    assert comparison.output.read_text() == "mine"
 
 
 @pytest.mark.parametrize("seeds", ["0", "-1", "1,1", "a", "1;2", "", "²"])
-def test_seeds_that_are_none_are_a_mistake(here: Place, seeds: str) -> None:
+def test_invalid_seeds_are_refused(comparison: Comparison, seeds: str) -> None:
     with pytest.raises(SystemExit) as stopped, contextlib.redirect_stderr(io.StringIO()) as err:
-        compare.main([str(here.configs[0]), f"--seeds={seeds}"])
+        compare.main([str(comparison.configs[0]), f"--seeds={seeds}"])
 
     assert stopped.value.code == 2
     assert "--seeds" in err.getvalue()
 
 
-def test_the_default_folder_is_named_after_the_configs_and_a_dry_run_does_not_make_it(
-    here: Place, monkeypatch: pytest.MonkeyPatch
+def test_the_default_folder_has_the_configs_names_and_a_dry_run_does_not_create_it(
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(here.folder)
-    before = tree(here.folder)
+    monkeypatch.chdir(comparison.folder)
+    before = tree(comparison.folder)
 
-    outcome = command(*here.configs, "--dry-run")
+    outcome = command(*comparison.configs, "--dry-run")
 
     assert outcome.status == 0
     for seed in (0, 1, 2):  # three when --seeds is not given
         assert f"runs/compare-ours-bound/bound-{seed}" in outcome.out
-    assert tree(here.folder) == before
+    assert tree(comparison.folder) == before
 
 
-def test_progress_says_which_run_which_round_and_what_accuracy(
-    shown: Outcome, whole: Place
+def test_progress_shows_run_round_and_accuracy(
+    shown: Outcome, finished_comparison: Comparison
 ) -> None:
     lines = shown.err.splitlines()
 
     assert len(lines) == 8  # the first and last round of four runs
     assert lines[2].startswith("run 2/4 bound seed 0, round 1/3: ")
-    reached = whole.results("bound-0")["test_accuracy"]["final"]
+    reached = finished_comparison.results("bound-0")["test_accuracy"]["final"]
     assert lines[3].startswith("run 2/4 bound seed 0, round 3/3: ")
     assert f"test accuracy {reached:.4f}, 0:00:" in lines[3]
     assert lines[-1].endswith(", 0:00:00 left")
 
 
-def test_the_screen_shows_the_results_and_where_the_table_is(shown: Outcome, whole: Place) -> None:
+def test_the_output_shows_the_results_and_the_path_of_the_table(
+    shown: Outcome, finished_comparison: Comparison
+) -> None:
     rows = [line.split() for line in shown.out.splitlines()]
 
     for config in CONFIGS:
-        one, two = values(whole, config, "test_accuracy", "final")
+        one, two = values(finished_comparison, config, "test_accuracy", "final")
         (row,) = (row for row in rows if row[:1] == [config])
         assert row[1:4] == [f"{(one + two) / 2:.4f}", "±", f"{abs(one - two) / math.sqrt(2):.4f}"]
-    assert "best" not in shown.out.partition("Best is")[0]  # never a headline
-    assert str(whole.output) in shown.out.splitlines()[-1]
+    assert "best" not in shown.out.partition("Best is")[0]  # the summary never shows it
+    assert str(finished_comparison.output) in shown.out.splitlines()[-1]
 
 
 # The plot -----------------------------------------------------------------------------------
@@ -739,7 +764,7 @@ def lines_of(drawn: Figure, panel: int) -> dict[str, tuple[list[float], list[flo
     }
 
 
-def test_each_panel_has_a_line_per_config_through_the_means_over_seeds() -> None:
+def test_each_plot_panel_has_a_line_per_config_of_means_over_seeds() -> None:
     a = Curve((1, 2), (0.2, 0.6), (1.0, 2.0), (10.0, 20.0))
     b = Curve((1, 2), (0.4, 0.7), (3.0, 6.0), (30.0, 60.0))
     c = Curve((2,), (0.9,), (5.0,), (50.0,))
@@ -758,7 +783,7 @@ def test_each_panel_has_a_line_per_config_through_the_means_over_seeds() -> None
     assert [text.get_text() for text in legend.get_texts()] == ["ours", "bound"]
 
 
-def test_the_band_is_one_standard_deviation_and_one_seed_has_none() -> None:
+def test_the_plot_band_is_one_standard_deviation_and_absent_for_one_seed() -> None:
     a = Curve((1, 2), (0.2, 0.6), (1.0, 2.0), (10.0, 20.0))
     b = Curve((1, 2), (0.4, 0.6), (1.0, 2.0), (10.0, 20.0))
 
@@ -773,7 +798,7 @@ def test_the_band_is_one_standard_deviation_and_one_seed_has_none() -> None:
     assert [len(axes.collections) for axes in alone.axes] == [0, 0, 0]
 
 
-def test_what_a_private_config_has_spent_is_a_panel_of_its_own() -> None:
+def test_the_spent_epsilon_of_private_configs_has_its_own_panel() -> None:
     a = Curve((1, 2), (0.2, 0.6), (1.0, 2.0), (10.0, 20.0), (0.5, 1.0))
     b = Curve((1, 2), (0.4, 0.7), (1.0, 2.0), (10.0, 20.0))
 
@@ -785,11 +810,11 @@ def test_what_a_private_config_has_spent_is_a_panel_of_its_own() -> None:
     assert len(plot.figure({"plain": [b]}).axes) == 3
 
 
-def test_the_epsilon_of_a_round_is_the_largest_over_agents_and_nominal_ones_are_left_out(
-    whole: Place, tmp_path: Path
+def test_the_plotted_epsilon_is_the_largest_over_agents_without_nominal_ones(
+    finished_comparison: Comparison, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    shutil.copytree(whole.output / "bound-0", run)
+    shutil.copytree(finished_comparison.output / "bound-0", run)
     with (run / "metrics.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     for number, line in enumerate(lines, 1):
@@ -802,7 +827,7 @@ def test_the_epsilon_of_a_round_is_the_largest_over_agents_and_nominal_ones_are_
     assert plot.curve(run).epsilon == ()
 
 
-def test_many_configs_stay_apart() -> None:
+def test_many_configs_have_distinct_plot_styles() -> None:
     curve = Curve((1,), (0.5,), (1.0,), (1.0,))
 
     drawn = plot.figure({f"c{number}": [curve] for number in range(40)})
@@ -811,9 +836,14 @@ def test_many_configs_stay_apart() -> None:
     assert len(looks) == 40
 
 
-def test_the_course_of_a_run_is_that_of_its_metrics_and_ends_at_its_results(whole: Place) -> None:
+def test_a_plotted_line_follows_metrics_csv_and_ends_at_results_json(
+    finished_comparison: Comparison,
+) -> None:
     for run in RUNS:
-        course, ended = plot.curve(whole.output / run), whole.results(run)
+        course, ended = (
+            plot.curve(finished_comparison.output / run),
+            finished_comparison.results(run),
+        )
 
         assert course.rounds == ((1, 2, 3) if run.startswith("ours") else (2, 3))
         assert course.accuracy[-1] == ended["test_accuracy"]["final"]
@@ -824,7 +854,9 @@ def test_the_course_of_a_run_is_that_of_its_metrics_and_ends_at_its_results(whol
 
 
 @pytest.mark.parametrize("lost", ["metrics.csv", "tensorboard"])
-def test_a_run_that_lost_its_course_is_told_and_the_table_is_there(copy: Place, lost: str) -> None:
+def test_a_run_without_metrics_csv_is_reported_and_the_table_is_written(
+    copy: Comparison, lost: str
+) -> None:
     path = copy.output / "bound-1" / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     for file in copy.output.glob("comparison.*"):
@@ -835,17 +867,17 @@ def test_a_run_that_lost_its_course_is_told_and_the_table_is_there(copy: Place, 
     assert names == {"comparison.md", "comparison.csv", "comparison.tex"}
 
 
-def test_the_plot_is_a_picture_that_opens(whole: Place) -> None:
-    with Image.open(whole.output / "comparison.png") as picture:
+def test_the_plot_file_is_a_valid_image(finished_comparison: Comparison) -> None:
+    with Image.open(finished_comparison.output / "comparison.png") as picture:
         picture.verify()
         assert picture.width > picture.height > 100
 
 
-def test_a_plan_is_in_the_order_of_seeds_so_that_each_seed_is_a_whole_comparison(
-    here: Place,
+def test_runs_are_ordered_by_seed_so_each_seed_completes_a_comparison(
+    comparison: Comparison,
 ) -> None:
-    loaded = plan.load_configs([str(path) for path in here.configs])
+    loaded = plan.load_configs([str(path) for path in comparison.configs])
 
-    planned = plan.all_runs(loaded, SEEDS, here.output)
+    planned = plan.all_runs(loaded, SEEDS, comparison.output)
 
     assert tuple(run.config.folder.name for run in planned) == RUNS

@@ -15,7 +15,7 @@ from privssl.compare import __main__ as compare
 from privssl.compare import files, paired, plan, vary
 from privssl.errors import ConfigError
 from tests.support import comparison_row
-from tests.support.command_line import Outcome, assert_refused, called
+from tests.support.command_line import Outcome, assert_refused, run_main
 
 CONFIG = """\
 data: {name: toy, labelled: 40, unlabelled: 80}
@@ -27,7 +27,7 @@ run: {images_every: 100, workers: 1}
 
 
 def command(*arguments: object) -> Outcome:
-    return called(compare.main, *arguments)
+    return run_main(compare.main, *arguments)
 
 
 def row(name: str, accuracies: Sequence[float], splits: Sequence[str] = (), **more: Any) -> Any:
@@ -43,7 +43,7 @@ def row(name: str, accuracies: Sequence[float], splits: Sequence[str] = (), **mo
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """The folder of a sweep over two keys, two seeds each, and what the command said."""
+    """The folder of a sweep over two keys with two seeds each, and the command's output."""
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "base.yaml").write_text(CONFIG)
     outcome = command(
@@ -68,7 +68,7 @@ def test_each_point_of_the_grid_is_a_row_named_by_its_values(swept: tuple[Path, 
         assert ("learning_rate: 0.001" in text) == ("1e-3" in name)
 
 
-def test_a_csv_has_a_line_for_each_run_with_the_values_that_were_varied(
+def test_the_csv_has_a_line_per_run_with_the_varied_values(
     swept: tuple[Path, Outcome],
 ) -> None:
     folder, _ = swept
@@ -87,7 +87,7 @@ def test_a_csv_has_a_line_for_each_run_with_the_values_that_were_varied(
         )
 
 
-def test_a_paper_gets_latex_and_a_figure_in_vectors(swept: tuple[Path, Outcome]) -> None:
+def test_the_command_writes_a_latex_table_and_a_vector_figure(swept: tuple[Path, Outcome]) -> None:
     folder, _ = swept
     text = (folder / "comparison.tex").read_text()
     body = [line for line in text.splitlines() if not line.startswith("%")]
@@ -104,7 +104,7 @@ def test_a_paper_gets_latex_and_a_figure_in_vectors(swept: tuple[Path, Outcome])
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_latex_would_read_as_a_command_is_escaped() -> None:
+def test_special_characters_of_latex_are_escaped() -> None:
     odd = r"a_b%c&d#e$f{g}h~i^j\k"
     text = files.latex([row(odd, [0.5]), row("b\n\\input{x}", [0.5])], [])
     expected = r"a\_b\%c\&d\#e\$f\{g\}h\textasciitilde{}i\textasciicircum{}j\textbackslash{}k"
@@ -112,7 +112,9 @@ def test_what_latex_would_read_as_a_command_is_escaped() -> None:
     assert r"\input" not in text
 
 
-def test_differences_of_a_sweep_are_those_of_its_results(swept: tuple[Path, Outcome]) -> None:
+def test_the_paired_differences_of_a_sweep_follow_from_its_results(
+    swept: tuple[Path, Outcome],
+) -> None:
     folder, outcome = swept
     whole = json.loads(outcome.out)
     finals = [np.array(of["final_test_accuracy"]["values"]) for of in whole["rows"]]
@@ -141,7 +143,7 @@ def test_interval_and_p_are_those_of_scipys_paired_t_test() -> None:
     assert one.p_value != pytest.approx(stats.ttest_ind(ours, bound).pvalue)
 
 
-def test_the_interval_covers_the_true_difference_as_often_as_it_says() -> None:
+def test_the_confidence_interval_has_its_nominal_coverage() -> None:
     rng = np.random.default_rng(0)
     luck = rng.normal(0, 0.3, (2000, 4))  # of a split; cancels
     values = luck + rng.normal(0.1, 0.05, (2000, 4)) - luck
@@ -153,8 +155,8 @@ def test_the_interval_covers_the_true_difference_as_often_as_it_says() -> None:
     assert np.mean(short) < 0.90
 
 
-def test_corrected_p_values_hold_the_rate_of_any_false_claim() -> None:
-    """Holm's definition by hand, and what it promises, where the plain values break it."""
+def test_corrected_p_values_control_the_family_wise_error_rate() -> None:
+    """Holm's method by hand, and its error rate, which uncorrected p values exceed."""
     p = [0.01, 0.04, 0.03, 0.005]  # in order times 4, 3, 2, 1: 0.02, 0.03, 0.06, 0.04 -> 0.06
     assert paired.corrected(p) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert paired.corrected([0.5, 0.9]) == [1, 1] and paired.corrected([]) == []
@@ -168,7 +170,7 @@ def test_corrected_p_values_hold_the_rate_of_any_false_claim() -> None:
     assert np.mean([min(of) < 0.05 for of in tests]) > 0.18  # the control: 1 - 0.95^5 = 0.23
 
 
-def test_p_is_corrected_over_the_configs_of_a_comparison() -> None:
+def test_p_values_are_corrected_over_the_configs_of_a_comparison() -> None:
     first = row("a", [0.1, 0.2, 0.3])
     others = [row("b", [0.2, 0.31, 0.42]), row("c", [0.2, 0.3, 0.4]), row("d", [0.3, 0.1, 0.3])]
     b, c, d = paired.differences([first, *others])
@@ -179,7 +181,7 @@ def test_p_is_corrected_over_the_configs_of_a_comparison() -> None:
     assert alone.holm == alone.p_value == b.p_value
 
 
-def test_equal_results_have_a_difference_of_nothing_and_no_p_value() -> None:
+def test_equal_results_have_difference_zero_and_no_p_value() -> None:
     [one] = paired.differences([row("a", [0.1, 0.2, 0.3]), row("b", [0.1, 0.2, 0.3])])
     assert (one.mean, one.low, one.high, one.p_value) == (0, 0, 0, None)
     assert one.p_text() == "none" and json.dumps(one.as_json())
@@ -194,7 +196,7 @@ def test_equal_results_have_a_difference_of_nothing_and_no_p_value() -> None:
         row("b", [0.2, 0.3], differs=["data.alpha"]),
     ],
 )
-def test_other_splits_are_not_paired(other: Any) -> None:
+def test_runs_on_different_splits_are_not_paired(other: Any) -> None:
     first = row("a", [0.1, 0.2])
     assert paired.differences([first, other]) == []
     assert len(paired.differences([first, other, row("c", [0.2, 0.3])])) == 1  # the control
@@ -208,7 +210,7 @@ def test_a_private_config_is_paired_with_one_without_privacy_on_its_splits() -> 
     assert paired.differences([first, other]) == []  # the control
 
 
-def test_one_seed_has_no_difference_with_an_interval() -> None:
+def test_one_seed_has_no_confidence_interval() -> None:
     assert paired.differences([row("a", [0.1]), row("b", [0.2])]) == []
 
 
@@ -216,7 +218,7 @@ def test_one_seed_has_no_difference_with_an_interval() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "error_text"),
     [
         (["algorithm.rounds"], "write section.key=a,b,c"),
         (["rounds=1,2"], "write section.key=a,b,c"),
@@ -232,17 +234,17 @@ def test_one_seed_has_no_difference_with_an_interval() -> None:
         ([f"algorithm.rounds={','.join(map(str, range(1, 202)))}"], "more than 200 variants"),
     ],
 )
-def test_a_mistake_is_told_before_anything_runs(
-    given: list[str], said: str, tmp_path: Path
+def test_a_mistake_is_reported_before_anything_runs(
+    given: list[str], error_text: str, tmp_path: Path
 ) -> None:
     (tmp_path / "base.yaml").write_text(CONFIG)
     flags = [text for value in given for text in ("--vary", value)]
     outcome = command(tmp_path / "base.yaml", *flags, "--output", tmp_path / "out")
-    assert_refused(outcome, said)
+    assert_refused(outcome, error_text)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_key_that_changes_the_split_is_named_with_the_variant(tmp_path: Path) -> None:
+def test_the_error_about_a_varied_split_key_names_the_variant(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(CONFIG)
     outcome = command(
         tmp_path / "base.yaml", "--vary", "data.labelled=40,50", "--output", tmp_path / "out"
@@ -250,7 +252,7 @@ def test_a_key_that_changes_the_split_is_named_with_the_variant(tmp_path: Path) 
     assert_refused(outcome, "(base,labelled=50): data.labelled is 50, not 40")
 
 
-def test_names_are_folders_on_every_system_and_lists_stay_whole(tmp_path: Path) -> None:
+def test_names_of_variants_are_valid_folder_names_and_keep_lists_together(tmp_path: Path) -> None:
     found = vary.grid(["model.name=torchvision:resnet18,a.b:C", "privacy.protect=[F],[F, G]"])
     assert [variant.overrides[1] for variant in found[:2]] == [
         "privacy.protect=[F]", "privacy.protect=[F, G]",

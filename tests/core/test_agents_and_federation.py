@@ -1,4 +1,4 @@
-"""Roles and what they may read; the server's verbs; randomness by (seed, round, agent, purpose)."""
+"""Roles and their rows; calls of the server; random streams by (seed, round, agent, purpose)."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -64,13 +64,13 @@ def test_a_support_agent_has_no_unlabelled_rows_to_read() -> None:
         _ = support("s1").unlabelled
 
 
-def test_whoever_holds_rows_may_read_them() -> None:
+def test_an_agent_reads_all_rows_that_it_holds() -> None:
     assert support("s0").labelled is server().labelled is mixed("m0").labelled is LABELLED
     assert query("q0").unlabelled is mixed("m0").unlabelled is UNLABELLED
     assert (len(LABELLED), len(UNLABELLED)) == (3, 4)
 
 
-def test_the_server_knows_an_agent_by_name_role_and_seat_alone() -> None:
+def test_an_agent_reference_has_only_id_role_and_location() -> None:
     assert mixed("m0").ref == AgentRef("m0", "mixed", AgentLocation.EDGE)
     assert vars(server().ref) == {
         "id": "server",
@@ -80,30 +80,30 @@ def test_the_server_knows_an_agent_by_name_role_and_seat_alone() -> None:
 
 
 @given(st.lists(st.integers(0, 10**6), unique=True))
-def test_names_sort_by_their_numbers(numbers: list[int]) -> None:
+def test_agent_names_sort_by_their_numbers(numbers: list[int]) -> None:
     names = [f"q{n}" for n in numbers]
     assert sorted(names, key=natural_order) == [f"q{n}" for n in sorted(numbers)]
 
 
-# The world ----------------------------------------------------------------------------------
+# The federation -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Word(Message):
+class Text(Message):
     text: str
 
 
-def echo(agent: Agent, message: Word, ctx: Any) -> Word | Declined:
-    """Says where it was and what it heard, notes its length; q1 will not speak."""
+def echo(agent: Agent, message: Text, ctx: Any) -> Text | Declined:
+    """Return the visit key and the text, log the text's length; decline at q1."""
     ctx.log_metric("length", float(len(message.text)))
     if agent.id == "q1":
         return Declined("no")
-    return Word(f"{ctx.visit_key}:{message.text}")
+    return Text(f"{ctx.visit_key}:{message.text}")
 
 
 def federation(*agents: Agent, seed: int = 0) -> Federation:
-    there = agents or (query("q10"), support("s0"), query("q1"), query("q2"), support("s1"))
-    return Federation(LocalEngine(there, seed=seed, device=torch.device("cpu")), seed)
+    members = agents or (query("q10"), support("s0"), query("q1"), query("q2"), support("s1"))
+    return Federation(LocalEngine(members, seed=seed, device=torch.device("cpu")), seed)
 
 
 def ids(roster: Iterable[AgentRef]) -> list[str]:
@@ -111,66 +111,66 @@ def ids(roster: Iterable[AgentRef]) -> list[str]:
 
 
 def test_rosters_are_in_natural_order() -> None:
-    found = federation()
-    assert ids(found.agents) == ["q1", "q2", "q10", "s0", "s1"]
-    assert (ids(found.support), ids(found.query)) == (["s0", "s1"], ["q1", "q2", "q10"])
-    assert found.server is None
+    fed = federation()
+    assert ids(fed.agents) == ["q1", "q2", "q10", "s0", "s1"]
+    assert (ids(fed.support), ids(fed.query)) == (["s0", "s1"], ["q1", "q2", "q10"])
+    assert fed.server is None
 
 
-def test_an_agent_with_both_kinds_of_rows_stands_in_both_rosters() -> None:
-    found = federation(mixed("m0"), mixed("m1"), query("q0"))
-    assert (ids(found.support), ids(found.query)) == (["m0", "m1"], ["m0", "m1", "q0"])
+def test_a_mixed_agent_is_in_the_support_roster_and_in_the_query_roster() -> None:
+    fed = federation(mixed("m0"), mixed("m1"), query("q0"))
+    assert (ids(fed.support), ids(fed.query)) == (["m0", "m1"], ["m0", "m1", "q0"])
 
 
-def test_a_labelled_server_is_a_support_agent_that_sits_at_the_server() -> None:
-    found = federation(server(), query("q0"))
-    assert (ids(found.support), ids(found.query)) == (["server"], ["q0"])
-    assert found.server is not None and found.server.id == "server"
+def test_a_labelled_server_is_a_support_agent_located_at_the_server() -> None:
+    fed = federation(server(), query("q0"))
+    assert (ids(fed.support), ids(fed.query)) == (["server"], ["q0"])
+    assert fed.server is not None and fed.server.id == "server"
 
 
-def test_replies_come_in_the_order_of_asking_silences_included() -> None:
-    found = federation()
-    asked = found.query[::-1]
-    replies = found.call_all(asked, echo, Word("hello"))
+def test_replies_come_in_the_order_of_the_calls_including_declined_ones() -> None:
+    fed = federation()
+    asked = fed.query[::-1]
+    replies = fed.call_all(asked, echo, Text("hello"))
     assert [r.sender.id for r in replies] == ["q10", "q2", "q1"]
     assert [r.declined for r in replies] == [False, False, True]
-    assert found.declines == 1
+    assert fed.declines == 1
 
 
-def test_only_an_empty_account_counts_as_a_refusal() -> None:
-    def spent(agent: Agent, message: Word, ctx: Any) -> Declined:
+def test_only_a_spent_budget_counts_as_a_refusal() -> None:
+    def decline_for_budget(agent: Agent, message: Text, ctx: Any) -> Declined:
         return BUDGET_EXHAUSTED if agent.id == "s0" else Declined("no row is sure enough")
 
-    found = federation()
-    found.call_all(found.agents, spent, Word("hello"))
-    assert (found.declines, found.refusals) == (5, 1)
-    found.begin(Round(2))
-    assert (found.declines, found.refusals) == (0, 0)
+    fed = federation()
+    fed.call_all(fed.agents, decline_for_budget, Text("hello"))
+    assert (fed.declines, fed.refusals) == (5, 1)
+    fed.begin(Round(2))
+    assert (fed.declines, fed.refusals) == (0, 0)
 
 
-def test_every_agent_can_be_told_something_of_its_own() -> None:
-    found = federation()
-    replies = found.call_all(found.support, echo, lambda agent: Word(agent.id * 2))
+def test_every_agent_can_get_its_own_message() -> None:
+    fed = federation()
+    replies = fed.call_all(fed.support, echo, lambda agent: Text(agent.id * 2))
     assert [r.payload.text for r in replies] == ["0/s0/echo/1:s0s0", "0/s1/echo/1:s1s1"]
 
 
-def test_visits_are_counted_by_agent_and_step_within_a_round() -> None:
-    found = federation()
-    s0 = found.support[0]
-    found.begin(Round(4))
-    said = [found.call(s0, echo, Word("")).payload.text for _ in range(2)]
-    found.begin(Round(5))
-    said.append(found.call(s0, echo, Word("")).payload.text)
-    assert said == ["4/s0/echo/1:", "4/s0/echo/2:", "5/s0/echo/1:"]
+def test_visits_are_numbered_per_agent_and_step_in_each_round() -> None:
+    fed = federation()
+    s0 = fed.support[0]
+    fed.begin(Round(4))
+    texts = [fed.call(s0, echo, Text("")).payload.text for _ in range(2)]
+    fed.begin(Round(5))
+    texts.append(fed.call(s0, echo, Text("")).payload.text)
+    assert texts == ["4/s0/echo/1:", "4/s0/echo/2:", "5/s0/echo/1:"]
 
 
-def test_traffic_is_what_went_either_way_since_the_round_began() -> None:
-    found = federation()
-    found.call_all(found.support, echo, Word("abc"))
+def test_traffic_counts_the_bytes_in_both_directions_of_the_current_round() -> None:
+    fed = federation()
+    fed.call_all(fed.support, echo, Text("abc"))
     # down 2 x 3 bytes; up "0/s0/echo/1:abc" twice, 15 bytes each
-    assert found.traffic == Traffic(up=30, down=6)
-    found.begin(Round(1))
-    assert found.traffic == Traffic(0, 0)
+    assert fed.traffic == Traffic(up=30, down=6)
+    fed.begin(Round(1))
+    assert fed.traffic == Traffic(0, 0)
 
 
 @dataclass(frozen=True)
@@ -178,79 +178,79 @@ class Weights(Message):
     w: StateDict
 
 
-def send(agent: Agent, message: Word, ctx: Any) -> Weights | Declined:
+def send(agent: Agent, message: Text, ctx: Any) -> Weights | Declined:
     if agent.id == "q10":
         return Declined("nothing to say")
     ctx.log_metric("sent", 2.0)
     return Weights({"w": torch.full((3,), float(len(agent.id)))})
 
 
-def test_replies_that_go_into_a_mean_are_counted_as_all_others() -> None:
-    found, mean = federation(support("s0"), support("s11"), query("q10")), WeightedMean("w")
-    replies = found.call_all(found.agents, send, Word("abc"), aggregator=mean)
-    said = [(r.sender.id, type(r.content).__name__) for r in replies if not r.declined]
-    assert said == [("s0", "Ack"), ("s11", "Ack")]
+def test_aggregated_replies_are_counted_like_all_others() -> None:
+    fed, mean = federation(support("s0"), support("s11"), query("q10")), WeightedMean("w")
+    replies = fed.call_all(fed.agents, send, Text("abc"), aggregator=mean)
+    texts = [(r.sender.id, type(r.content).__name__) for r in replies if not r.declined]
+    assert texts == [("s0", "Ack"), ("s11", "Ack")]
     assert mean.value_or({})["w"].tolist() == [2.5, 2.5, 2.5]  # (len("s0") + len("s11")) / 2
-    # up: two times 3 floats, and what the silent one says
-    assert found.traffic == Traffic(up=24 + len("nothing to say"), down=9)
-    assert (found.declines, found.absences, found.mean_metrics()) == (1, 0, {"sent": 2.0})
+    # up: two times 3 floats, and the reason of the declined reply
+    assert fed.traffic == Traffic(up=24 + len("nothing to say"), down=9)
+    assert (fed.declines, fed.absences, fed.mean_metrics()) == (1, 0, {"sent": 2.0})
 
 
-def test_what_a_labelled_server_says_to_itself_is_no_traffic() -> None:
-    found = federation(server(), query("q0"))
-    assert found.server is not None
-    found.call(found.server, echo, Word("abc"))
-    assert found.traffic == Traffic(0, 0)
-    found.call_all(found.agents, echo, Word("abc"))
-    # the agent's alone: down 3 bytes, up "0/q0/echo/1:abc"
-    assert found.traffic == Traffic(up=15, down=3)
+def test_messages_to_a_labelled_server_are_not_traffic() -> None:
+    fed = federation(server(), query("q0"))
+    assert fed.server is not None
+    fed.call(fed.server, echo, Text("abc"))
+    assert fed.traffic == Traffic(0, 0)
+    fed.call_all(fed.agents, echo, Text("abc"))
+    # only the agent's traffic: down 3 bytes, up "0/q0/echo/1:abc"
+    assert fed.traffic == Traffic(up=15, down=3)
 
 
-def test_a_support_agent_at_the_edge_has_traffic_as_the_control() -> None:
-    found = federation(support("server"), query("q0"))  # the seat decides, not the name
-    found.call_all(found.support, echo, Word("abc"))
-    assert found.traffic == Traffic(up=len("0/server/echo/1:abc"), down=3)
+def test_control_messages_to_a_support_agent_named_server_are_traffic() -> None:
+    fed = federation(support("server"), query("q0"))  # the location decides, not the name
+    fed.call_all(fed.support, echo, Text("abc"))
+    assert fed.traffic == Traffic(up=len("0/server/echo/1:abc"), down=3)
 
 
-def test_notes_are_averaged_over_those_who_noted() -> None:
-    found = federation()
-    found.call(found.support[0], echo, Word("a"))
-    found.call(found.support[1], echo, Word("abc"))
-    assert found.mean_metrics() == {"length": 2.0}
-    found.begin(Round(1))
-    assert found.mean_metrics() == {}
+def test_metrics_are_averaged_over_the_agents_that_logged_them() -> None:
+    fed = federation()
+    fed.call(fed.support[0], echo, Text("a"))
+    fed.call(fed.support[1], echo, Text("abc"))
+    assert fed.mean_metrics() == {"length": 2.0}
+    fed.begin(Round(1))
+    assert fed.mean_metrics() == {}
 
 
-def done(agent: Agent, message: Word, ctx: Any) -> Ack:
+def acknowledge(agent: Agent, message: Text, ctx: Any) -> Ack:
     return Ack()
 
 
-def test_an_agent_that_has_nothing_to_send_was_not_silent() -> None:
-    found = federation()
-    assert found.call(found.support[0], done, Word("")).payload == Ack()
-    assert found.declines == 0
+def test_an_acknowledgement_does_not_count_as_declined() -> None:
+    fed = federation()
+    assert fed.call(fed.support[0], acknowledge, Text("")).payload == Ack()
+    assert fed.declines == 0
 
 
 @given(n=st.integers(1, 20), number=st.integers(0, 50))
 def test_a_sample_is_without_replacement_in_roster_order(n: int, number: int) -> None:
-    found = federation(*(query(f"q{i}") for i in range(12)))
-    found.begin(Round(number))
-    chosen = found.sample(found.query, n)
+    fed = federation(*(query(f"q{i}") for i in range(12)))
+    fed.begin(Round(number))
+    chosen = fed.sample(fed.query, n)
     assert len(set(chosen)) == len(chosen) == min(n, 12)
-    assert list(chosen) == [agent for agent in found.query if agent in chosen]
-    assert chosen == found.sample(found.query, n)  # the same round draws the same agents
+    assert list(chosen) == [agent for agent in fed.query if agent in chosen]
+    assert chosen == fed.sample(fed.query, n)  # the same round draws the same agents
 
 
-def test_samples_differ_between_rounds_and_nobody_is_left_out_for_ever() -> None:
-    found = federation(*(query(f"q{i}") for i in range(6)))
-    counts = dict.fromkeys(ids(found.query), 0)
+def test_sampled_agents_differ_between_rounds_and_all_are_sampled_equally_often() -> None:
+    fed = federation(*(query(f"q{i}") for i in range(6)))
+    counts = dict.fromkeys(ids(fed.query), 0)
     for number in range(1, 301):
-        found.begin(Round(number))
-        for agent in found.sample(found.query, 2):
+        fed.begin(Round(number))
+        for agent in fed.sample(fed.query, 2):
             counts[agent.id] += 1
     # 300 draws with chance 1/3 each: 100 on average, standard deviation 8.2
     assert all(60 < count < 140 for count in counts.values())
-    assert found.sample(found.query, None) == found.query
+    assert fed.sample(fed.query, None) == fed.query
 
 
 # Randomness ---------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def first_numbers(*key: Any) -> tuple[float, ...]:
     return tuple(torch.rand(2, generator=randomness.stream(*key)).tolist())
 
 
-def test_no_two_purposes_rounds_agents_or_seeds_share_a_stream() -> None:
+def test_streams_differ_for_every_seed_round_agent_and_purpose() -> None:
     keys = [
         (seed, number, agent, purpose)
         for seed in (0, 1, 10)
@@ -269,10 +269,12 @@ def test_no_two_purposes_rounds_agents_or_seeds_share_a_stream() -> None:
         for purpose in ("rows", "z", "1/q1/query_pass/1:z", "1/q1/query_pass/11:z")
     ]
     assert len({first_numbers(*key) for key in keys}) == len(keys)
-    assert first_numbers(*keys[0]) == first_numbers(*keys[0])  # the control: equal keys do
+    assert first_numbers(*keys[0]) == first_numbers(
+        *keys[0]
+    )  # the control: equal keys give equal numbers
 
 
-def test_building_a_network_with_a_generator_leaves_the_global_one_alone() -> None:
+def test_seeded_code_leaves_the_global_generator_unchanged() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         expected = torch.rand(2)

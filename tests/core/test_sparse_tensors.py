@@ -1,4 +1,4 @@
-"""Sparse weights in messages: what comes out is what went in, and bytes are as few as promised."""
+"""Sparse weights in messages: round trips, sizes and refused input."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support.toy_worlds import same_bits
 HELD = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
 
 
-def test_the_entries_that_changed_come_to_their_places() -> None:
+def test_changed_entries_are_restored_at_their_positions() -> None:
     new = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([7.0, 8.0, 9.0, 10.0])}
     sent = {"a": torch.tensor([[False, True, False], [False] * 3]), "b": torch.ones(4).bool()}
     sparse = to_sparse(new, sent)
@@ -26,11 +26,11 @@ def test_the_entries_that_changed_come_to_their_places() -> None:
     assert sparse["bits"].tolist() == [194, 3]
     back = from_sparse(HELD, sparse)
     assert back["a"].tolist() == [[0, 1, 0], [0, 0, 0]] and torch.equal(back["b"], new["b"])
-    assert not HELD["b"].any()  # what is held is not written to
+    assert not HELD["b"].any()  # the stored weights are not changed
 
 
 @given(entries=st.integers(1, 300), data=st.data())
-def test_every_choice_of_entries_comes_back_and_takes_no_more_bytes_than_promised(
+def test_any_choice_of_entries_round_trips_in_the_documented_number_of_bytes(
     entries: int, data: st.DataObject
 ) -> None:
     count = data.draw(st.sampled_from([0, 1, entries // 32, entries // 2, entries]))
@@ -45,11 +45,11 @@ def test_every_choice_of_entries_comes_back_and_takes_no_more_bytes_than_promise
     assert payload_bytes(Note(sparse)) - payload_bytes(Note({})) == 4 * count + places
 
 
-def test_no_weights_at_all_have_a_sparse_form() -> None:
+def test_empty_weights_have_an_empty_sparse_form() -> None:
     assert to_sparse({}, {}) == {} and from_sparse({}, {}) == {}
 
 
-def test_types_other_than_float32_keep_theirs() -> None:
+def test_sparse_weights_keep_their_dtype() -> None:
     new = {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)}
     back = from_sparse(
         {"w": torch.zeros(2, dtype=torch.float64)}, to_sparse(new, {"w": new["w"] > 1})
@@ -78,20 +78,18 @@ BITS = torch.tensor([1, 2], dtype=torch.uint8)
     ({"values": VALUES, "bits": BITS, "indices": INDICES}, "sparse weights have"),
     ({"values": VALUES, "w": INDICES}, "sparse weights have"),
 ])  # fmt: skip
-def test_what_is_no_sparse_form_of_these_weights_is_refused(
-    sparse: dict[str, Tensor], what: str
-) -> None:
+def test_an_invalid_sparse_form_is_refused(sparse: dict[str, Tensor], what: str) -> None:
     with pytest.raises(MessageError, match=what):
         from_sparse(HELD, sparse)
 
 
 @pytest.mark.parametrize("place", [{"indices": INDICES}, {"bits": BITS}])
-def test_the_controls_of_these_are_accepted(place: dict[str, Any]) -> None:
+def test_control_valid_sparse_forms_are_accepted(place: dict[str, Any]) -> None:
     back: StateDict = from_sparse(HELD, {"values": VALUES, **place})
     assert (float(back["a"][0, 0]), float(back["b"][3])) == (1.0, 2.0)
 
 
-def test_a_sparse_form_is_a_message_like_any_other() -> None:
+def test_payload_bytes_counts_the_bytes_of_a_sparse_form() -> None:
     assert issubclass(Note, Message)
     sparse = to_sparse({"w": torch.ones(3)}, {"w": torch.tensor([True, False, True])})
     assert payload_bytes(Note(sparse)) - payload_bytes(Note({})) == 2 * 4 + 1

@@ -1,4 +1,4 @@
-"""What a step may touch and let go of: the mistakes that the author of a step can make honestly."""
+"""What a step may read, send and store: the mistakes that an honest author of a step can make."""
 
 import contextlib
 import dataclasses
@@ -52,8 +52,8 @@ class Weights(Message):
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[LocalEngine]:
-    """One agent with rows of both kinds, and an account of the labelled ones."""
+def engine(tmp_path: Path) -> Iterator[LocalEngine]:
+    """An engine with one mixed agent whose labelled rows have an account."""
     account = Account.open(tmp_path / "m0.jsonl", PLAN, resume=False)
     agent = Agent(id="m0", held_labelled=LABELLED, held_unlabelled=UNLABELLED, account=account)
     agent.memory = {"old": torch.zeros(2)}
@@ -62,13 +62,13 @@ def there(tmp_path: Path) -> Iterator[LocalEngine]:
     engine.close()
 
 
-def ask(there: LocalEngine, step: Visit) -> Any:
-    [reply] = there.deliver([Call(there.roster()[0], step, Sent(), 1)])
+def run_step(engine: LocalEngine, step: Visit) -> Any:
+    [reply] = engine.deliver([Call(engine.roster()[0], step, Sent(), 1)])
     return reply
 
 
-def paying(inside: Visit) -> Visit:
-    """The step that pays, and then does what is inside."""
+def charged(inside: Visit) -> Visit:
+    """A step that charges its account, and then runs ``inside``."""
 
     def step(agent: Any, message: Sent, ctx: Any) -> Any:
         with agent.account.spend(EVENT, ctx.charge_id):
@@ -80,92 +80,92 @@ def paying(inside: Visit) -> Visit:
     return step
 
 
-def as_it_should_be(agent: Any, message: Sent, ctx: Any) -> Sent:
+def release_f(agent: Any, message: Sent, ctx: Any) -> Sent:
     assert len(agent.labelled) == 4 and agent.labelled.y.tolist() == [0, 1, 1, 0]
     ctx.log_metric("loss", 1.0)  # dropped: there is an account
     return Sent(F=torch.ones(2))
 
 
-def charges(tmp_path: Path) -> int:
+def charge_count(tmp_path: Path) -> int:
     return len(read_journal(tmp_path / "m0.jsonl").visits)
 
 
-def test_a_step_that_pays_and_sends_what_the_plan_names_is_done(
-    there: LocalEngine, tmp_path: Path
+def test_a_charged_step_that_sends_only_what_its_plan_names_succeeds(
+    engine: LocalEngine, tmp_path: Path
 ) -> None:
-    reply = ask(there, paying(as_it_should_be))
+    reply = run_step(engine, charged(release_f))
     assert reply.payload.F.tolist() == [1, 1] and (reply.weight, reply.metrics) == (1.0, {})
-    assert charges(tmp_path) == 1
+    assert charge_count(tmp_path) == 1
 
 
-# Before it has paid --------------------------------------------------------------------------
+# Before the charge ---------------------------------------------------------------------------
 
 
-def trains_plainly(agent: Any, message: Sent, ctx: Any) -> Sent:
+def train_without_charge(agent: Any, message: Sent, ctx: Any) -> Sent:
     return Sent(F=agent.labelled.x.mean(dim=0))
 
 
-def counts_them(agent: Any, message: Sent, ctx: Any) -> Sent:
+def send_row_count(agent: Any, message: Sent, ctx: Any) -> Sent:
     ctx.weight = float(len(agent.labelled))
     return Sent(F=torch.ones(2))
 
 
-def looks_whether_it_is_worth_it(agent: Any, message: Sent, ctx: Any) -> Any:
+def decide_by_labels(agent: Any, message: Sent, ctx: Any) -> Any:
     if agent.labelled.y.float().mean() > 0.9:
         return Declined("knows enough")
-    return paying(as_it_should_be)(agent, message, ctx)
+    return charged(release_f)(agent, message, ctx)
 
 
-def learns_from_both(agent: Any, message: Sent, ctx: Any) -> Sent:
-    """A query pass that takes the labelled rows as well: what semi-supervised methods do."""
+def train_on_both_kinds_of_rows(agent: Any, message: Sent, ctx: Any) -> Sent:
+    """Use labelled rows in a query pass, as semi-supervised methods do."""
     return Sent(F=torch.cat([agent.unlabelled.x, agent.labelled.x]).mean(dim=0))
 
 
 @pytest.mark.parametrize(
-    "step", [trains_plainly, counts_them, looks_whether_it_is_worth_it, learns_from_both]
+    "step", [train_without_charge, send_row_count, decide_by_labels, train_on_both_kinds_of_rows]
 )
-def test_a_step_that_has_not_paid_finds_no_labelled_row(
-    there: LocalEngine, tmp_path: Path, step: Visit
+def test_a_step_cannot_read_labelled_rows_before_its_charge(
+    engine: LocalEngine, tmp_path: Path, step: Visit
 ) -> None:
     with pytest.raises(PrivacyError, match="before their account was charged"):
-        ask(there, step)
-    assert charges(tmp_path) == 0
+        run_step(engine, step)
+    assert charge_count(tmp_path) == 0
 
 
-def test_a_visit_does_not_read_what_an_earlier_one_has_paid_for(there: LocalEngine) -> None:
-    ask(there, paying(as_it_should_be))
+def test_a_visit_cannot_read_rows_under_the_charge_of_an_earlier_visit(engine: LocalEngine) -> None:
+    run_step(engine, charged(release_f))
     with pytest.raises(PrivacyError, match="before their account was charged"):
-        ask(there, trains_plainly)
+        run_step(engine, train_without_charge)
 
 
-def test_without_an_account_rows_are_read_as_they_are(there: LocalEngine) -> None:
-    there._agents["m0"].account = None
-    assert ask(there, counts_them).weight == 4.0
-    assert ask(there, learns_from_both).payload.F.shape == (1, 8, 8)
+def test_without_an_account_a_step_reads_labelled_rows_freely(engine: LocalEngine) -> None:
+    engine._agents["m0"].account = None
+    assert run_step(engine, send_row_count).weight == 4.0
+    assert run_step(engine, train_on_both_kinds_of_rows).payload.F.shape == (1, 8, 8)
 
 
-# After it has paid ---------------------------------------------------------------------------
+# After the charge ----------------------------------------------------------------------------
 
 
-def sends_counts(agent: Any, message: Sent, ctx: Any) -> Sent:
+def send_label_counts(agent: Any, message: Sent, ctx: Any) -> Sent:
     return Sent(F=torch.ones(2), counts=agent.labelled.y.bincount())
 
 
-def weighs(agent: Any, message: Sent, ctx: Any) -> Sent:
+def set_weight(agent: Any, message: Sent, ctx: Any) -> Sent:
     ctx.weight = float(len(agent.labelled))
     return Sent(F=torch.ones(2))
 
 
-def is_silent(agent: Any, message: Sent, ctx: Any) -> Declined:
+def decline(agent: Any, message: Sent, ctx: Any) -> Declined:
     return Declined("knows enough")
 
 
-def notes(agent: Any, message: Sent, ctx: Any) -> Sent:
-    ctx.metrics["loss"] = 0.5  # past ``ctx.note``
+def log_metric(agent: Any, message: Sent, ctx: Any) -> Sent:
+    ctx.metrics["loss"] = 0.5  # bypasses ``ctx.log_metric``
     return Sent(F=torch.ones(2))
 
 
-def keeps_for_later(agent: Any, message: Sent, ctx: Any) -> Sent:
+def store_gradient(agent: Any, message: Sent, ctx: Any) -> Sent:
     agent.memory = {"gradient": agent.labelled.x.mean(dim=0)}
     return Sent(F=torch.ones(2))
 
@@ -173,53 +173,53 @@ def keeps_for_later(agent: Any, message: Sent, ctx: Any) -> Sent:
 @pytest.mark.parametrize(
     ("inside", "why"),
     [
-        (sends_counts, "it sends F, counts"),
-        (weighs, "its weight is not 1"),
-        (is_silent, "it declines"),
-        (notes, "it logs loss"),
-        (keeps_for_later, "it changes its memory"),
+        (send_label_counts, "it sends F, counts"),
+        (set_weight, "its weight is not 1"),
+        (decline, "it declines"),
+        (log_metric, "it logs loss"),
+        (store_gradient, "it changes its memory"),
     ],
 )
-def test_a_visit_that_lets_go_of_more_than_its_plan_names_is_refused_and_stays_charged(
-    there: LocalEngine, tmp_path: Path, inside: Visit, why: str
+def test_a_visit_that_releases_more_than_its_plan_names_is_refused_and_stays_charged(
+    engine: LocalEngine, tmp_path: Path, inside: Visit, why: str
 ) -> None:
     with pytest.raises(PrivacyError, match=f"step of m0 read rows with an account, and {why}"):
-        ask(there, paying(inside))
-    assert charges(tmp_path) == 1
-    assert list(there.memories()["m0"]) == ["old"]
+        run_step(engine, charged(inside))
+    assert charge_count(tmp_path) == 1
+    assert list(engine.memories()["m0"]) == ["old"]
 
 
-def test_a_visit_is_charged_once_and_as_planned(there: LocalEngine) -> None:
-    def cheaply(agent: Any, message: Sent, ctx: Any) -> Sent:
+def test_a_visit_with_another_charge_or_a_second_charge_is_refused(engine: LocalEngine) -> None:
+    def charge_less(agent: Any, message: Sent, ctx: Any) -> Sent:
         event = PoissonSampledGaussianEvent(4.0, 0.5, 1)
         with agent.account.spend(event, ctx.charge_id), mechanism_reads():
-            return as_it_should_be(agent, message, ctx)
+            return release_f(agent, message, ctx)
 
-    def twice(agent: Any, message: Sent, ctx: Any) -> Sent:
+    def charge_twice(agent: Any, message: Sent, ctx: Any) -> Sent:
         with agent.account.spend(EVENT, ctx.charge_id + "a"):
             pass
-        return cast(Sent, paying(as_it_should_be)(agent, message, ctx))
+        return cast(Sent, charged(release_f)(agent, message, ctx))
 
-    for step in (cheaply, twice):
+    for step in (charge_less, charge_twice):
         with pytest.raises(PrivacyError, match="its charge is not the planned one"):
-            ask(there, step)
+            run_step(engine, step)
 
 
-def test_rows_that_were_kept_are_out_of_reach_when_their_visit_is_over(there: LocalEngine) -> None:
+def test_labelled_rows_kept_by_a_step_cannot_be_read_after_its_visit(engine: LocalEngine) -> None:
     kept: list[Any] = []
 
-    def keeps_them(agent: Any, message: Sent, ctx: Any) -> Sent:
+    def keep_rows(agent: Any, message: Sent, ctx: Any) -> Sent:
         kept.append(agent.labelled)
         assert len(kept[0]) == 4
         return Sent(F=torch.ones(2))
 
-    ask(there, paying(keeps_them))
+    run_step(engine, charged(keep_rows))
     for look in (len, lambda rows: rows.x, lambda rows: rows.y, lambda rows: rows.ids):
         with pytest.raises(PrivacyError, match="after the step"):
             look(kept[0])
 
 
-# What it reads of them ------------------------------------------------------------------------
+# Reading rows ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,25 +227,25 @@ def test_rows_that_were_kept_are_out_of_reach_when_their_visit_is_over(there: Lo
     [lambda rows: rows.y.bincount(), lambda rows: rows.x.mean(dim=0)],
     ids=["the share of a class", "the mean of all rows"],
 )
-def test_under_dp_sgd_private_training_alone_reads_rows(
-    there: LocalEngine, look: Callable[[Any], Any]
+def test_under_dp_sgd_only_private_training_may_read_rows(
+    engine: LocalEngine, look: Callable[[Any], Any]
 ) -> None:
-    def balances(agent: Any, message: Sent, ctx: Any) -> Sent:
+    def read_rows(agent: Any, message: Sent, ctx: Any) -> Sent:
         with agent.account.spend(EVENT, ctx.charge_id):
             assert len(agent.labelled) == 4  # a public number
             look(agent.labelled)
             return Sent(F=torch.ones(2))
 
     with pytest.raises(PrivacyError, match="read outside of private training"):
-        ask(there, balances)
+        run_step(engine, read_rows)
 
 
 @pytest.mark.parametrize("counts", ["private", "public"])
 @pytest.mark.parametrize("look", [len, lambda rows: rows.ids], ids=["number", "ids"])
-def test_a_private_number_of_rows_is_read_by_private_training_alone(
+def test_only_private_training_may_read_a_private_row_count(
     counts: Any, look: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    # In a loss or a rate, one row more would move the gradients of all others.
+    # In a loss or a rate, one more row would change the gradients of all others.
     hidden = counts == "private"
     plan = dataclasses.replace(
         PLAN, record_counts=counts, n_public=None if hidden else 4,
@@ -267,129 +267,133 @@ def test_a_private_number_of_rows_is_read_by_private_training_alone(
     with contextlib.closing(engine):
         if hidden:
             with pytest.raises(PrivacyError, match="the number of labelled rows is private"):
-                ask(engine, divides_by_their_number)
+                run_step(engine, divides_by_their_number)
         else:
-            ask(engine, divides_by_their_number)
+            run_step(engine, divides_by_their_number)
         assert len(LABELLED) == 4
 
 
-# What it sends of them ------------------------------------------------------------------------
+# Sending results ------------------------------------------------------------------------------
 
 
-def trains_without_noise(agent: Any, message: Sent, ctx: Any) -> Sent:
+def send_mean_without_noise(agent: Any, message: Sent, ctx: Any) -> Sent:
     return Sent(F=agent.labelled.x.mean(dim=(0, 1))[0, :2])
 
 
-def trains_on_after_the_noise(agent: Any, message: Sent, ctx: Any) -> Sent:
+def change_after_noise(agent: Any, message: Sent, ctx: Any) -> Sent:
     return Sent(F=torch.ones(2) + 1e-7 * agent.labelled.y.sum())
 
 
-def uses_rows_again(agent: Any, message: Sent, ctx: Any) -> Sent:
-    begin_release()  # as every mechanism does, for whatever network
+def use_rows_twice(agent: Any, message: Sent, ctx: Any) -> Sent:
+    begin_release()  # as every mechanism does for every network
     return Sent(F=torch.ones(2))
 
 
-def sends_more_than_was_made(agent: Any, message: Sent, ctx: Any) -> Weights:
+def send_extra_tensor(agent: Any, message: Sent, ctx: Any) -> Weights:
     return Weights(F={"": torch.ones(2), "bias": agent.labelled.y.float()})
 
 
 @pytest.mark.parametrize(
     ("inside", "why"),
     [
-        (trains_without_noise, "no private mechanism made its F"),
-        (trains_on_after_the_noise, "no private mechanism made its F"),
-        (sends_more_than_was_made, "no private mechanism made its F"),
-        (uses_rows_again, "a private mechanism uses rows twice in one step"),
+        (send_mean_without_noise, "no private mechanism made its F"),
+        (change_after_noise, "no private mechanism made its F"),
+        (send_extra_tensor, "no private mechanism made its F"),
+        (use_rows_twice, "a private mechanism uses rows twice in one step"),
     ],
 )
-def test_a_charged_step_sends_the_bits_that_a_private_mechanism_made(
-    there: LocalEngine, tmp_path: Path, inside: Visit, why: str
+def test_a_charged_step_may_send_only_the_bits_that_a_private_mechanism_made(
+    engine: LocalEngine, tmp_path: Path, inside: Visit, why: str
 ) -> None:
     with pytest.raises(PrivacyError, match=why):
-        ask(there, paying(inside))
-    assert charges(tmp_path) == 1
+        run_step(engine, charged(inside))
+    assert charge_count(tmp_path) == 1
 
 
-def test_a_mechanism_that_did_something_else_than_was_charged_is_refused(
-    there: LocalEngine,
+def test_a_mechanism_with_another_event_than_the_charged_one_is_refused(
+    engine: LocalEngine,
 ) -> None:
-    def longer(agent: Any, message: Sent, ctx: Any) -> Sent:
+    def record_longer_event(agent: Any, message: Sent, ctx: Any) -> Sent:
         with agent.account.spend(EVENT, ctx.charge_id):
             record_release(Mechanism(PoissonSampledGaussianEvent(4.0, 0.5, 11)), "F", torch.ones(2))
             return Sent(F=torch.ones(2))
 
     with pytest.raises(PrivacyError, match="no private mechanism made its F"):
-        ask(there, longer)
+        run_step(engine, record_longer_event)
 
 
-def test_weights_that_diverged_are_the_bits_that_were_made(there: LocalEngine) -> None:
+def test_diverged_weights_count_as_the_bits_that_the_mechanism_made(engine: LocalEngine) -> None:
     lost = {"w": torch.tensor([float("nan"), float("inf")]), "b": torch.tensor(-0.0)}
 
-    def diverges(agent: Any, message: Sent, ctx: Any) -> Weights:
+    def send_diverged(agent: Any, message: Sent, ctx: Any) -> Weights:
         with agent.account.spend(EVENT, ctx.charge_id):
             record_release(MECHANISM, "F", lost)
             return Weights(F={name: tensor.clone() for name, tensor in lost.items()})
 
-    with pytest.raises(MessageError, match="not finite"):  # of the engine: the step itself passed
-        ask(there, diverges)
+    with pytest.raises(
+        MessageError, match="not finite"
+    ):  # raised by the engine: the check of the release passed
+        run_step(engine, send_diverged)
 
 
-@pytest.mark.parametrize("step", [sends_counts, weighs, notes, keeps_for_later])
-def test_without_an_account_all_of_it_may_leave(there: LocalEngine, step: Visit) -> None:
-    there._agents["m0"].account = None
-    assert ask(there, step).payload.F.tolist() == [1, 1]
+@pytest.mark.parametrize("step", [send_label_counts, set_weight, log_metric, store_gradient])
+def test_without_an_account_a_step_may_send_and_store_anything(
+    engine: LocalEngine, step: Visit
+) -> None:
+    engine._agents["m0"].account = None
+    assert run_step(engine, step).payload.F.tolist() == [1, 1]
 
 
-# What it remembers ---------------------------------------------------------------------------
+# Memory --------------------------------------------------------------------------------------
 
 
-def sets_an_item(agent: Any, message: Sent, ctx: Any) -> Sent:
+def set_memory_item(agent: Any, message: Sent, ctx: Any) -> Sent:
     agent.memory["new"] = torch.ones(2)
     return Sent()
 
 
-def writes_into_a_tensor(agent: Any, message: Sent, ctx: Any) -> Sent:
+def write_into_memory_tensor(agent: Any, message: Sent, ctx: Any) -> Sent:
     agent.memory["old"].add_(1)
     return Sent()
 
 
-def test_what_is_remembered_is_replaced_and_never_written_into(there: LocalEngine) -> None:
+def test_a_step_cannot_write_into_its_memory_in_place(engine: LocalEngine) -> None:
     with pytest.raises(TypeError, match="does not support item assignment"):
-        ask(there, sets_an_item)
-    with pytest.raises(RuntimeError, match=r"writes_into_a_tensor of m0 wrote .* \(old\)"):
-        ask(there, writes_into_a_tensor)
+        run_step(engine, set_memory_item)
+    with pytest.raises(RuntimeError, match=r"write_into_memory_tensor of m0 wrote .* \(old\)"):
+        run_step(engine, write_into_memory_tensor)
 
 
-def test_a_new_mapping_is_remembered_and_none_is_when_a_step_breaks_off(there: LocalEngine) -> None:
-    def remembers(agent: Any, message: Sent, ctx: Any) -> Sent:
+def test_a_new_memory_is_stored_unless_the_step_fails(engine: LocalEngine) -> None:
+    def set_memory(agent: Any, message: Sent, ctx: Any) -> Sent:
         agent.memory = {**agent.memory, "new": agent.memory["old"] + 1}
         if ctx.round > 1:
             raise ValueError("broke off")
         return Sent()
 
-    ask(there, remembers)
-    assert {name: t.tolist() for name, t in there.memories()["m0"].items()} == {
+    run_step(engine, set_memory)
+    assert {name: t.tolist() for name, t in engine.memories()["m0"].items()} == {
         "old": [0, 0], "new": [1, 1],
     }  # fmt: skip
-    before = there.memories()["m0"]
+    before = engine.memories()["m0"]
     with pytest.raises(ValueError, match="broke off"):
-        list(there.deliver([Call(there.roster()[0], remembers, Sent(), 2)]))
-    assert there.memories()["m0"] is before
+        list(engine.deliver([Call(engine.roster()[0], set_memory, Sent(), 2)]))
+    assert engine.memories()["m0"] is before
 
 
-def test_something_else_than_tensors_cannot_be_remembered(there: LocalEngine) -> None:
+def test_a_memory_value_that_is_no_tensor_is_refused(engine: LocalEngine) -> None:
     def counts_rounds(agent: Any, message: Sent, ctx: Any) -> Sent:
         agent.memory = {**agent.memory, "rounds": 3}
         return Sent()
 
     with pytest.raises(TypeError, match=r"of m0: agent\.memory has rounds, which is no tensor"):
-        ask(there, counts_rounds)
+        run_step(engine, counts_rounds)
 
 
-def test_a_step_that_returns_no_message_is_named(there: LocalEngine) -> None:
-    with pytest.raises(TypeError, match="forgetful of m0 returned NoneType"):
+def test_the_error_names_a_step_that_returns_no_message(engine: LocalEngine) -> None:
+    with pytest.raises(TypeError, match="return_none of m0 returned NoneType"):
 
-        def forgetful(agent: Any, message: Sent, ctx: Any) -> None:
+        def return_none(agent: Any, message: Sent, ctx: Any) -> None:
             return None
 
-        ask(there, forgetful)
+        run_step(engine, return_none)

@@ -205,7 +205,7 @@ def floats(divisor: float) -> dict[str, NDArray[np.float64]]:
         ({"x_val": several(200)}, "not read: x_val. Read are"),
         (floats(255), "x_test has floats up to 0.0030911. They are"),  # x_train is unchanged
         ({"x_test": several(90)[:2]}, "x_test goes up to 90 and x_train up to 200. Scale both"),
-        ({"x_test": several(200)[2:4]}, "2 of 2 test rows are training rows as well"),
+        ({"x_test": several(200)[2:4]}, "2 of 2 test rows are also training rows"),
         ({"y_train": np.array([1, 2, 3, 1, 2, 3])}, "no training row has class 0, but"),
         ({}, ""),
     ],

@@ -71,7 +71,7 @@ def test_drawings_in_the_alpha_channel_are_laid_over_white(
     found = read(write(tmp_path, save, suffix))
     # Black with opacity 255 - v over white has the shade v.
     assert np.abs(found.x_train[:, 0].numpy().astype(int) - SHADES[:4]).max() <= 1
-    assert "8 images have transparent pixels and were laid over white" in log_text(caplog)
+    assert "8 images have transparent pixels, which became white" in log_text(caplog)
 
 
 def test_without_a_background_these_images_would_be_equal_and_a_warning_says_so(
@@ -156,7 +156,7 @@ def test_an_image_is_upright_for_every_orientation_tag(
     assert found.shape == wanted.shape
     assert (found - wanted).abs().mean() < 2
     if suffix != ".tif":  # Pillow has already rotated it
-        assert "8 images were turned as their EXIF orientation says" in caplog.text
+        assert "8 images were rotated by their EXIF orientation" in caplog.text
 
 
 def test_rotated_and_upright_images_of_one_displayed_size_can_be_mixed(tmp_path: Path) -> None:

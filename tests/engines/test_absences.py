@@ -1,7 +1,7 @@
-"""What each algorithm goes on without, when an agent has no reply: declared, refused, and held.
+"""Missing replies: the rule that each algorithm declares for each step, and what runs then do.
 
-Every step of every algorithm is walked, over sites of which one says that the step broke off.
-test_remote_engine.py has the rules with steps of a test's own.
+Every step of every algorithm runs over sites of which one always reports a failed step.
+test_remote_engine.py tests the rules with the steps of a minimal algorithm.
 """
 
 from pathlib import Path
@@ -28,15 +28,15 @@ from tests.support.toy_worlds import (
     simulate,
 )
 
-#: One of two is away: enough, or not.
+#: With one of two agents absent the quorum is reached under LENIENT, and not under STRICT.
 LENIENT = RemoteTimeouts(
     join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01, absent="skip", quorum=0.5
 )
 STRICT = RemoteTimeouts(
     join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01, absent="stop", quorum=0.6
 )
-#: Steps that only some settings have.
-ONLY_WITH: dict[tuple[str, str], dict[str, Any]] = {
+#: Settings under which a step takes place.
+SETTINGS_OF_STEP: dict[tuple[str, str], dict[str, Any]] = {
     ("semifl", "support_statistics"): {"norm": "static"},
     ("semifl", "query_statistics"): {"norm": "static"},
     ("fedseal", "remember_prediction"): {"history_from_start": True},
@@ -50,32 +50,38 @@ WITH_BOTH_KINDS_OF_ROWS = ("mixed_pass", "learn_both", "label_locally")
 
 
 def steps_of(kind: type[Any]) -> set[str]:
-    """The steps that may be asked of agents."""
+    """The steps of an algorithm that run at agents."""
     names = (name for name in dir(kind) if not name.startswith("_"))
     return {name for name in names if getattr(getattr(kind, name), "runs_on_agent", False)}
 
 
-def declared(without: MissingReplyPolicy) -> list[str]:
-    return sorted([*without.quorum, *without.skip, *without.needed])
+def steps_with_a_rule(missing_reply_policy: MissingReplyPolicy) -> list[str]:
+    return sorted(
+        [*missing_reply_policy.quorum, *missing_reply_policy.skip, *missing_reply_policy.needed]
+    )
 
 
-def without(case: str) -> MissingReplyPolicy:
-    there = algorithm(case)
-    return there.missing_reply_policy_for(there.cfg, private=False)
+def missing_reply_policy(case: str) -> MissingReplyPolicy:
+    recipe = algorithm(case)
+    return recipe.missing_reply_policy_for(recipe.cfg, private=False)
 
 
 STEPS = [(name, step) for name, kind in ALGORITHMS.items() for step in sorted(steps_of(kind))]
-# server_sl asks nobody but the labelled server, which is no site, and supervise no query agent.
-NOBODY = [("server_sl", "labelled_pass"), ("server_sl", "labelled_statistics")]
-# Of what others inherit, some ask a step of their own in its place.
-NOBODY += [("supervise", "query_pass"), ("heterofl", "labelled_pass"), ("fedrgd", "mixed_pass")]
-NOBODY += [pair for pair in STEPS if pair[1] == "server_pass"]
-WALKED = [pair for pair in STEPS if pair not in NOBODY] + [
+# server_sl visits only the labelled server, which is not a site; supervise visits no query agent.
+NEVER_SKIPPED = [("server_sl", "labelled_pass"), ("server_sl", "labelled_statistics")]
+# Some algorithms replace an inherited step by one of their own.
+NEVER_SKIPPED += [
+    ("supervise", "query_pass"),
+    ("heterofl", "labelled_pass"),
+    ("fedrgd", "mixed_pass"),
+]
+NEVER_SKIPPED += [pair for pair in STEPS if pair[1] == "server_pass"]
+TESTED_STEPS = [pair for pair in STEPS if pair not in NEVER_SKIPPED] + [
     ("fedssl, one after the other", "support_pass")
 ]
 
 
-# Declared ---------------------------------------------------------------------------------------
+# Declared rules ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,69 +89,74 @@ WALKED = [pair for pair in STEPS if pair not in NOBODY] + [
 def test_every_step_has_one_rule_for_a_missing_reply(case: str, private: bool) -> None:
     kind, cfg = ALGORITHMS[CASES[case][0]], algorithm(case).cfg
     rules = kind.missing_reply_policy_for(cfg, private=private)
-    assert declared(rules) == sorted(steps_of(kind))
+    assert steps_with_a_rule(rules) == sorted(steps_of(kind))
     assert bool(rules.needed) == bool(rules.needed_because)
     assert rules.absent == "stop" or rules.skip
 
 
-# Held -------------------------------------------------------------------------------------------
+# Runs with a missing reply ----------------------------------------------------------------------
 
 
-def walked(case: str, step: str, folder: Path, terms: RemoteTimeouts) -> tuple[Simulation, int]:
-    """A few rounds in which the agent that is asked first for a step has no reply to it, ever.
+def simulate_without_replies(
+    case: str, step: str, folder: Path, timeouts: RemoteTimeouts
+) -> tuple[Simulation, int]:
+    """Simulate rounds in which the first agent visited for a step always fails it.
 
-    Also how often it was asked.
+    Returns:
+        The simulation, and the number of failed requests.
     """
     parties: FederatedDataset = (
         at_clients() if step in WITH_BOTH_KINDS_OF_ROWS else federated_data()
     )
-    away: list[str] = []
+    absent: list[str] = []
 
-    class Bent(transports.InProcessTransport):
+    class FailingTransport(transports.InProcessTransport):
         def deliver(self, address: str, frame: bytes) -> bytes | None:
             visit = protocol.from_bytes(frame, IdentifyRequest, StepRequest, EndOfRun)
             if isinstance(visit, StepRequest) and visit.step == step and visit.agent in (
-                *away[:1], *([] if away else [visit.agent])
+                *absent[:1], *([] if absent else [visit.agent])
             ):  # fmt: skip
-                away.append(visit.agent)
+                absent.append(visit.agent)
                 return protocol.to_bytes(StepResponse(visit.id, error="failed"))
             return super().deliver(address, frame)
 
-    there = algorithm(case, **ONLY_WITH.get((case, step), {}))
+    recipe = algorithm(case, **SETTINGS_OF_STEP.get((case, step), {}))
 
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
-        return transports.engine(agents, there, seed, folder, transport=Bent, terms=terms)
+        return transports.engine(
+            agents, recipe, seed, folder, transport=FailingTransport, timeouts=timeouts
+        )
 
-    return simulate(there, parties, engine=engine), len(away)
+    return simulate(recipe, parties, engine=engine), len(absent)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "step"), WALKED)
-def test_a_run_goes_on_without_an_agent_where_its_algorithm_bears_it_and_not_below_the_quorum(
+@pytest.mark.parametrize(("case", "step"), TESTED_STEPS)
+def test_each_step_without_a_reply_stops_or_continues_the_run_by_its_declared_rule(
     case: str, step: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SiteError, match=rf"has no reply to {step} .*\(failed\)") as stopped:
-        walked(case, step, tmp_path / "strict", STRICT)
-    rules = without(case)
+        simulate_without_replies(case, step, tmp_path / "strict", STRICT)
+    rules = missing_reply_policy(case)
     if step in rules.needed:
         assert rules.needed_because in str(stopped.value)
         with pytest.raises(SiteError, match=f"has no reply to {step}"):
-            walked(case, step, tmp_path / "lenient", LENIENT)
+            simulate_without_replies(case, step, tmp_path / "lenient", LENIENT)
         return
     way = "run.absent=skip" if step in rules.skip else "1 of 2 replied, and run.quorum is 0.6"
     assert way in str(stopped.value)
-    after, asked = walked(case, step, tmp_path / "lenient", LENIENT)
+    after, asked = simulate_without_replies(case, step, tmp_path / "lenient", LENIENT)
     assert asked > 0 and finite(after.classifier)
 
 
-def test_a_mean_of_nobody_is_not_made(tmp_path: Path) -> None:
+def test_a_step_without_any_reply_stops_the_run_at_any_quorum(tmp_path: Path) -> None:
     low = RemoteTimeouts(
         join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01, absent="skip", quorum=0.01
     )
     parties = federated_data(support=1, labelled=10)
-    there = algorithm("fedavg")
+    recipe = algorithm("fedavg")
 
-    class Away(transports.InProcessTransport):
+    class FailingTransport(transports.InProcessTransport):
         def deliver(self, address: str, frame: bytes) -> bytes | None:
             visit = protocol.from_bytes(frame, IdentifyRequest, StepRequest, EndOfRun)
             if isinstance(visit, StepRequest):
@@ -153,22 +164,24 @@ def test_a_mean_of_nobody_is_not_made(tmp_path: Path) -> None:
             return super().deliver(address, frame)
 
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
-        return transports.engine(agents, there, seed, tmp_path, transport=Away, terms=low)
+        return transports.engine(
+            agents, recipe, seed, tmp_path, transport=FailingTransport, timeouts=low
+        )
 
     with pytest.raises(SiteError, match="Nobody else replied either"):
-        simulate(there, parties, engine=engine)
+        simulate(recipe, parties, engine=engine)
 
 
-def test_a_labelled_server_is_always_there(tmp_path: Path) -> None:
-    there = algorithm("server_sl")
+def test_a_labelled_server_never_counts_as_absent(tmp_path: Path) -> None:
+    recipe = algorithm("server_sl")
 
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
-        return transports.engine(agents, there, seed, tmp_path, terms=STRICT)
+        return transports.engine(agents, recipe, seed, tmp_path, timeouts=STRICT)
 
-    assert finite(simulate(there, at_server(), engine=engine).classifier)
+    assert finite(simulate(recipe, at_server(), engine=engine).classifier)
 
 
-# Refused ----------------------------------------------------------------------------------------
+# Refused settings -------------------------------------------------------------------------------
 
 EXPERIMENT = """
 data: {name: toy, labelled: 60, unlabelled: 60, labels: LABELS}
@@ -190,7 +203,7 @@ def loaded(folder: Path, method: str, *overrides: str) -> configs.Config:
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
-def test_skipping_is_refused_where_no_pass_goes_from_agent_to_agent(
+def test_run_absent_skip_is_refused_for_algorithms_without_a_sequential_pass(
     method: str, tmp_path: Path
 ) -> None:
     assert loaded(tmp_path, method).run.absent == "stop"
@@ -198,7 +211,7 @@ def test_skipping_is_refused_where_no_pass_goes_from_agent_to_agent(
         loaded(tmp_path, method, "run.absent=skip")
 
 
-def test_fedssl_may_skip_in_sequence_and_under_a_plan_does_so_unless_told_otherwise(
+def test_fedssl_may_skip_agents_in_sequential_order_and_private_runs_do_so_by_default(
     tmp_path: Path,
 ) -> None:
     sequential = "algorithm.order=sequential"
@@ -209,7 +222,7 @@ def test_fedssl_may_skip_in_sequence_and_under_a_plan_does_so_unless_told_otherw
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
-def test_a_quorum_is_refused_only_where_every_reply_is_needed(method: str, tmp_path: Path) -> None:
+def test_a_quorum_is_refused_only_if_every_reply_is_needed(method: str, tmp_path: Path) -> None:
     if method != "server_sl":
         assert loaded(tmp_path, method, "run.quorum=0.5").run.quorum == 0.5
         return

@@ -1,4 +1,4 @@
-"""The local engine, in what no other engine has; test_engine_conformance.py has what all owe."""
+"""What only the local engine has; test_engine_conformance.py tests what all engines share."""
 
 import dataclasses
 import gc
@@ -35,24 +35,24 @@ def engine(*names: str, **how: Any) -> LocalEngine:
     return LocalEngine(agents, seed=3, device=torch.device("cpu"), **how)
 
 
-def ask(there: LocalEngine, step: Any, message: Message, round_number: int = 1) -> Reply[Any]:
-    [reply] = there.deliver([Call(there.roster()[0], step, message, round_number)])
+def run_step(local: LocalEngine, step: Any, message: Message, round_number: int = 1) -> Reply[Any]:
+    [reply] = local.deliver([Call(local.roster()[0], step, message, round_number)])
     return reply
 
 
-# The border ---------------------------------------------------------------------------------
+# Messages -----------------------------------------------------------------------------------
 
 
-def smuggle(agent: Agent, message: Weights, ctx: Any) -> Weights:
+def add_undeclared_field(agent: Agent, message: Weights, ctx: Any) -> Weights:
     object.__setattr__(message, "rows", ROWS.x)
     return message
 
 
-def test_what_is_no_declared_field_does_not_get_out() -> None:
+def test_a_reply_with_an_undeclared_field_is_refused_or_stripped() -> None:
     with pytest.raises(TypeError, match="rows"):
-        ask(engine(), smuggle, weights())
-    said = ask(engine(check_wire=True), smuggle, weights()).payload
-    assert list(vars(said)) == [field.name for field in dataclasses.fields(Weights)]
+        run_step(engine(), add_undeclared_field, weights())
+    payload = run_step(engine(check_wire=True), add_undeclared_field, weights()).payload
+    assert list(vars(payload)) == [field.name for field in dataclasses.fields(Weights)]
 
 
 # Visits -------------------------------------------------------------------------------------
@@ -65,19 +65,19 @@ def draw(agent: Agent, message: Weights, ctx: Any) -> Weights:
     return Weights({"receipt": torch.zeros(0)}, torch.rand(4, generator=ctx.rng("z")))
 
 
-def receipts(agent: Agent, message: Weights, ctx: Any) -> Weights:
+def keep_charge_id(agent: Agent, message: Weights, ctx: Any) -> Weights:
     agent.memory = {**agent.memory, ctx.charge_id: torch.zeros(0)}
     return message
 
 
-def test_a_visit_that_is_run_again_by_another_process_is_charged_anew() -> None:
+def test_a_visit_repeated_by_another_engine_has_another_charge_id() -> None:
     names = set()
     for _ in range(2):
-        there = engine()
-        ask(there, receipts, weights())
-        names |= set(there.memories()["q0"])
+        local = engine()
+        run_step(local, keep_charge_id, weights())
+        names |= set(local.memories()["q0"])
     assert len(names) == 2
-    assert {name.split("@")[0] for name in names} == {"1/q0/receipts/1"}
+    assert {name.split("@")[0] for name in names} == {"1/q0/keep_charge_id/1"}
 
 
 # Telemetry ----------------------------------------------------------------------------------
@@ -91,14 +91,14 @@ class Meter:
         self.seen += len(ids)
 
 
-def test_steps_can_report_losses_and_guesses() -> None:
+def test_steps_report_metrics_and_pseudo_labels() -> None:
     meter = Meter()
-    assert ask(engine(meter=meter), draw, weights()).metrics == {"loss": 0.5}
+    assert run_step(engine(meter=meter), draw, weights()).metrics == {"loss": 0.5}
     assert meter.seen == 4
 
 
 def reachable(start: object) -> Iterator[object]:
-    """All that can be got at from an object, but for classes and modules."""
+    """All objects that an object refers to, directly or not, except through classes and modules."""
     found, left = {id(start)}, [start]
     while left:
         one = left.pop()
@@ -109,28 +109,28 @@ def reachable(start: object) -> Iterator[object]:
             left += new
 
 
-def test_no_step_can_reach_what_the_meter_knows_to_be_true() -> None:
+def test_no_step_can_reach_the_true_labels_of_the_meter() -> None:
     oracle = HiddenLabelMeter(torch.zeros(4, dtype=torch.int64))
     reached: list[object] = []
 
-    def look(agent: Agent, message: Weights, ctx: Any) -> Weights:
+    def collect_reachable(agent: Agent, message: Weights, ctx: Any) -> Weights:
         reached.extend(reachable(ctx))
         return draw(agent, message, ctx)
 
-    ask(engine(meter=oracle), look, weights())
+    run_step(engine(meter=oracle), collect_reachable, weights())
     assert len(reached) > 5
     assert not any(one is oracle or one is oracle.true_labels for one in reached)
     assert oracle.report() == {"pseudo/coverage": 1.0, "pseudo/accuracy": 0.25}
-    # The control: it would be found.
+    # The control: through a meter they are reachable.
     assert any(one is oracle.true_labels for one in reachable(SimpleNamespace(meter=oracle)))
 
 
-def test_no_curve_leaves_an_agent_whose_rows_are_under_a_claim() -> None:
+def test_an_agent_with_an_account_reports_no_metrics() -> None:
     meter, closed = Meter(), []
     account: Any = SimpleNamespace(close=lambda: closed.append(1), visits=lambda: 0, events=())
     agent = Agent(id="s0", held_unlabelled=ROWS, account=account)
-    there = LocalEngine([agent], seed=3, device=torch.device("cpu"), meter=meter)
-    assert ask(there, draw, weights()).metrics == {}
+    local = LocalEngine([agent], seed=3, device=torch.device("cpu"), meter=meter)
+    assert run_step(local, draw, weights()).metrics == {}
     assert meter.seen == 0
-    there.close()
+    local.close()
     assert closed == [1]

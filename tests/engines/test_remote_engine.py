@@ -1,6 +1,6 @@
-"""The engine over sites: what it does when requests, answers or sites go astray.
+"""The engine over sites when requests, replies or sites are lost or wrong.
 
-Sites are those of transports.py, in this process; what is between them and the engine is bent here.
+Sites run in this process (transports.py). Tests change what passes between them and the engine.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ from privssl.remote import discovery, protocol
 from privssl.remote.discovery import SiteError
 from privssl.remote.protocol import IdentifyRequest, StepRequest, StepResponse
 from tests.support import transports
-from tests.support.engine_conformance import STEPS, Told, agents, ask
-from tests.support.sites_engine import says
+from tests.support.engine_conformance import STEPS, Payload, agents, run_step
+from tests.support.sites_engine import site_named
 from tests.support.toy_worlds import at_server, make
-from tests.support.transports import AGREED, CPU, SOON, InProcessTransport
+from tests.support.transports import AGREEMENT, CPU, SHORT_TIMEOUTS, InProcessTransport
 
-SKIP = dataclasses.replace(SOON, absent="skip", quorum=0.5)
+SKIP = dataclasses.replace(SHORT_TIMEOUTS, absent="skip", quorum=0.5)
 
 
 class Clock:
-    """Stands for the module time: time passes where somebody sleeps, however slow the machine."""
+    """A replacement of the module ``time`` whose time passes only in ``sleep``."""
 
     now = 0.0
 
@@ -43,7 +43,7 @@ class Clock:
         return self.now
 
     def time(self) -> float:
-        return time.time() + 3600  # no deadline has passed where a site looks at its own clock
+        return time.time() + 3600  # a site's own clock is never past a deadline
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -51,7 +51,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What the engine and its directory of sites look at."""
+    """The clock of the engine and of its directory of sites."""
     clock = Clock()
     for module in (remote, discovery):
         monkeypatch.setattr(module, "time", clock)
@@ -59,23 +59,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def engine(folder: Path, terms: Any = SOON, **how: Any) -> SitesEngine:
-    return transports.engine(agents(), STEPS, 3, folder, terms=terms, **how)
+def make_engine(folder: Path, timeouts: Any = SHORT_TIMEOUTS, **how: Any) -> SitesEngine:
+    return transports.engine(agents(), STEPS, 3, folder, timeouts=timeouts, **how)
 
 
-def transport_of(there: SitesEngine) -> InProcessTransport:
-    transport = there._transport
+def transport_of(engine: SitesEngine) -> InProcessTransport:
+    transport = engine._transport
     assert isinstance(transport, InProcessTransport)
     return transport
 
 
-def bend(there: SitesEngine, name: str, how: Callable[[bytes, Any], bytes | None]) -> None:
-    """Let ``how(request, the site)`` answer the visits of an agent."""
-    transport, address = transport_of(there), f"at {name}"
+def answer_visits_by(
+    engine: SitesEngine, name: str, how: Callable[[bytes, Any], bytes | None]
+) -> None:
+    """Replace the replies to visits of an agent by ``how(request, handler)``."""
+    transport, address = transport_of(engine), f"at {name}"
     real = transport.handlers[address]
 
     def handle(frame: bytes) -> Any:
@@ -85,108 +87,123 @@ def bend(there: SitesEngine, name: str, how: Callable[[bytes, Any], bytes | None
     transport.handlers[address] = handle
 
 
-def words(replies: Any) -> list[str]:
+def missing_reasons(replies: Any) -> list[str]:
     return [r.content.reason if isinstance(r.content, NoReply) else "" for r in replies]
 
 
-def error(word: str) -> Callable[[bytes, Any], bytes]:
+def error_reply(word: str) -> Callable[[bytes, Any], bytes]:
     return lambda frame, real: protocol.to_bytes(
         StepResponse(protocol.from_bytes(frame, StepRequest).id, error=word)
     )
 
 
-def nothing(frame: bytes, real: Any) -> None:
-    """The request, or its answer, is lost on the way."""
+def no_reply(frame: bytes, real: Any) -> None:
+    """Lose the request or its reply."""
 
 
-# Who is there ---------------------------------------------------------------------------------
+# Finding sites ----------------------------------------------------------------------------------
 
 
-def meet(handlers: Mapping[str, Callable[[bytes], bytes]], *names: str) -> SitesEngine:
+def engine_over(handlers: Mapping[str, Callable[[bytes], bytes]], *names: str) -> SitesEngine:
     expected = [AgentRef(name, "query") for name in names]
     home = LocalEngine([], seed=0, device=CPU)
     return SitesEngine(
         InProcessTransport(handlers),
         expected,
         algorithm=STEPS,
-        agreement=AGREED,
+        agreement=AGREEMENT,
         home=home,
-        timeouts=SOON,
+        timeouts=SHORT_TIMEOUTS,
     )
 
 
-def test_sites_are_found_by_asking_whatever_their_addresses_and_in_whatever_order() -> None:
-    there = meet({"x": says("q10"), "y": says("q2"), "z": says("q9")}, "q10", "q9", "q2")
-    assert [agent.id for agent in there.roster()] == ["q2", "q9", "q10"]
-    assert there._sites.address == {"q10": "x", "q2": "y", "q9": "z"}
+def test_sites_are_found_by_identification_at_any_address_and_in_any_order() -> None:
+    engine = engine_over(
+        {"x": site_named("q10"), "y": site_named("q2"), "z": site_named("q9")},
+        "q10",
+        "q9",
+        "q2",
+    )
+    assert [agent.id for agent in engine.roster()] == ["q2", "q9", "q10"]
+    assert engine._sites.address == {"q10": "x", "q2": "y", "q9": "z"}
 
 
 @pytest.mark.parametrize(
     ("handlers", "text"),
     [
-        ({"x": says("q0")}, r"1 of 2 sites are not there after 0.3 s: q1. Start them"),
-        ({"x": says("q0"), "y": says("q9")}, "not there .*: q1"),
-        ({"x": says("q0"), "y": says("q1"), "z": says("q1")}, "Two sites call themselves q1"),
-        ({"x": says("q0"), "y": says("q1", agreement="0" * 64)}, "q1: .*rows of another shape"),
-        ({"x": says("q0"), "y": says("q1", "mixed")}, "q1 is a mixed agent there and query here"),
-        ({"x": says("q0"), "y": lambda _: protocol.to_bytes(StepResponse("", error="version"))},
+        ({"x": site_named("q0")}, r"1 of 2 sites are not there after 0.3 s: q1. Start them"),
+        ({"x": site_named("q0"), "y": site_named("q9")}, "not there .*: q1"),
+        ({"x": site_named("q0"), "y": site_named("q1"), "z": site_named("q1")},
+         "Two sites call themselves q1"),
+        ({"x": site_named("q0"), "y": site_named("q1", agreement="0" * 64)},
+         "q1: .*rows of another shape"),
+        ({"x": site_named("q0"), "y": site_named("q1", "mixed")},
+         "q1 is a mixed agent there and query here"),
+        ({"x": site_named("q0"),
+          "y": lambda _: protocol.to_bytes(StepResponse("", error="version"))},
          "another version of privssl"),
-        ({"x": says("q0"), "y": lambda frame: b"HTTP/1.1 400"}, "not there .*: q1"),
+        ({"x": site_named("q0"), "y": lambda frame: b"HTTP/1.1 400"}, "not there .*: q1"),
     ],
     ids=["missing", "stranger", "twice", "config", "role", "version", "no site at all"],
 )  # fmt: skip
-def test_a_run_does_not_begin_without_the_very_sites_that_it_asks_for(
+def test_a_run_does_not_begin_with_missing_duplicate_or_incompatible_sites(
     handlers: Any, text: str
 ) -> None:
     with pytest.raises(SiteError, match=text):
-        meet(handlers, "q0", "q1")
+        engine_over(handlers, "q0", "q1")
 
 
-def test_two_parties_that_do_not_agree_see_what_to_compare(
+def test_the_error_about_an_incompatible_site_shows_both_hashes_or_both_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The hash and the task, as the site's own command prints them; of a version, both numbers."""
+    """The hash and the task are printed as by the site's own command."""
     home = LocalEngine([], seed=0, device=CPU)
-    how: dict[str, Any] = {"algorithm": STEPS, "home": home, "timeouts": SOON}
-    other = InProcessTransport({"x": says("q0", agreement="0" * 64)})
-    with pytest.raises(SiteError) as error:
+    how: dict[str, Any] = {"algorithm": STEPS, "home": home, "timeouts": SHORT_TIMEOUTS}
+    other = InProcessTransport({"x": site_named("q0", agreement="0" * 64)})
+    with pytest.raises(SiteError) as error_reply:
         SitesEngine(
-            other, [AgentRef("q0", "query")], agreement=AGREED, task="2 classes (cat, dog)", **how
+            other,
+            [AgentRef("q0", "query")],
+            agreement=AGREEMENT,
+            task="2 classes (cat, dog)",
+            **how,
         )
-    said = str(error.value)
-    assert f"Here the hash is {AGREED[:12]}, of 2 classes (cat, dog)" in said
+    said = str(error_reply.value)
+    assert f"Here the hash is {AGREEMENT[:12]}, of 2 classes (cat, dog)" in said
     assert f"hash {'0' * 12}" in said and "python -m privssl.site SITE.yaml" in said
     with monkeypatch.context() as patch:
         patch.setattr(protocol, "__version__", "0.0")
-        frame = says("q0")(b"")
+        frame = site_named("q0")(b"")
     former = InProcessTransport({"x": lambda _: frame})
     with pytest.raises(SiteError, match=f"privssl '0.0', this is {privssl.__version__}"):
-        SitesEngine(former, [AgentRef("q0", "query")], agreement=AGREED, **how)
+        SitesEngine(former, [AgentRef("q0", "query")], agreement=AGREEMENT, **how)
 
 
-def test_a_site_of_other_code_of_the_same_version_takes_part_and_is_warned_of(
+def test_a_site_with_other_code_of_the_same_version_takes_part_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    other = {"x": says("q0", code="0" * 12), "y": says("q1")}
-    there = meet(other, "q0", "q1")
-    assert set(there._sites.address) == {"q0", "q1"}
-    there._sites.address.clear()
-    there._sites.poll(1.0)  # as after a restart: not said again
+    other = {"x": site_named("q0", code="0" * 12), "y": site_named("q1")}
+    engine = engine_over(other, "q0", "q1")
+    assert set(engine._sites.address) == {"q0", "q1"}
+    engine._sites.address.clear()
+    engine._sites.poll(1.0)  # as after a restart: no second warning
     said = [line for line in caplog.messages if "runs other code" in line]
     assert len(said) == 1 and said[0].startswith("q0 runs other code of privssl")
     assert said[0].endswith("Install the same checkout on both sides")
 
 
-def test_a_site_that_comes_late_is_waited_for(clock: Clock) -> None:
+def test_the_engine_waits_for_a_site_that_starts_late(clock: Clock) -> None:
     def late(frame: bytes) -> bytes:
         ready = clock.now > 0.1
-        return says("q0")(frame) if ready else protocol.to_bytes(StepResponse("", error="data"))
+        return (
+            site_named("q0")(frame) if ready else protocol.to_bytes(StepResponse("", error="data"))
+        )
 
-    assert meet({"x": late}, "q0")._sites.address == {"q0": "x"}
+    assert engine_over({"x": late}, "q0")._sites.address == {"q0": "x"}
 
 
-class Waits(InProcessTransport):
-    """As a network: who is there and says nothing is waited for as long as one may."""
+class WaitingTransport(InProcessTransport):
+    """As over a network: an address that never replies takes all of the time allowed."""
 
     def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
         came = super().exchange(frames, seconds)
@@ -195,51 +212,49 @@ class Waits(InProcessTransport):
         return came
 
 
-def test_one_that_is_there_and_says_nothing_costs_no_other_its_visit(here: Path) -> None:
-    terms = dataclasses.replace(SOON, hello_seconds=0.1)
-    with closing(engine(here, terms, transport=Waits)) as there:
-        transport = transport_of(there)
-        transport.handlers["mute"] = lambda frame: None
-        transport.handlers["elsewhere"] = transport.handlers.pop("at q0")  # q0 was started again
-        assert words(ask(there, STEPS.count, whom="q0")) == [""]
+def test_an_address_that_never_replies_costs_no_other_site_its_visit(folder: Path) -> None:
+    timeouts = dataclasses.replace(SHORT_TIMEOUTS, hello_seconds=0.1)
+    with closing(make_engine(folder, timeouts, transport=WaitingTransport)) as engine:
+        transport = transport_of(engine)
+        transport.handlers["silent"] = lambda frame: None
+        transport.handlers["elsewhere"] = transport.handlers.pop("at q0")  # q0 has restarted
+        assert missing_reasons(run_step(engine, STEPS.count, whom="q0")) == [""]
 
 
-def test_a_dead_address_that_is_still_listed_is_no_second_site_of_its_name(here: Path) -> None:
-    terms = dataclasses.replace(SOON, hello_seconds=0.1)
-    with closing(engine(here, terms, transport=Waits)) as there:
-        transport = transport_of(there)
-        transport.handlers["elsewhere"] = transport.handlers[
-            "at q0"
-        ]  # its SuperNode was started again
+def test_a_dead_address_that_is_still_listed_is_not_a_duplicate_site(folder: Path) -> None:
+    timeouts = dataclasses.replace(SHORT_TIMEOUTS, hello_seconds=0.1)
+    with closing(make_engine(folder, timeouts, transport=WaitingTransport)) as engine:
+        transport = transport_of(engine)
+        transport.handlers["elsewhere"] = transport.handlers["at q0"]  # its SuperNode has restarted
         transport.handlers["at q0"] = lambda frame: None
         transport.handlers["q1 again"] = transport.handlers.pop("at q1")
-        assert words(ask(there, STEPS.count, whom="q1")) == [""]
-        assert there._sites.address["q0"] == "elsewhere"
+        assert missing_reasons(run_step(engine, STEPS.count, whom="q1")) == [""]
+        assert engine._sites.address["q0"] == "elsewhere"
         transport.handlers["q1 twice"] = transport.handlers["q1 again"]  # the control: both answer
         transport.handlers["q2 again"] = transport.handlers.pop("at q2")
         with pytest.raises(SiteError, match="Two sites call themselves q1"):
-            ask(there, STEPS.count, whom="q2", number=2)
+            run_step(engine, STEPS.count, whom="q2", number=2)
 
 
-def test_no_visit_is_made_before_all_are_there() -> None:
+def test_no_visit_is_sent_before_all_sites_are_found() -> None:
     heard = []
 
-    def listens(frame: bytes) -> bytes:
+    def record_and_identify(frame: bytes) -> bytes:
         heard.append(type(protocol.from_bytes(frame, IdentifyRequest, StepRequest)))
-        return says("q0")(frame)
+        return site_named("q0")(frame)
 
     with pytest.raises(SiteError):
-        meet({"x": listens}, "q0", "q1")
+        engine_over({"x": record_and_identify}, "q0", "q1")
     assert set(heard) == {IdentifyRequest}
 
 
-# Requests and answers that go astray -------------------------------------------------------------
+# Lost and wrong requests and replies --------------------------------------------------------------
 
 
-def test_a_request_or_an_answer_that_is_lost_is_sent_again_and_the_visit_done_once(
-    here: Path,
+def test_a_lost_request_or_reply_is_resent_and_the_visit_runs_once(
+    folder: Path,
 ) -> None:
-    there, tries = engine(here), []
+    engine, tries = make_engine(folder), []
 
     def first_two_lost(frame: bytes, real: Any) -> bytes | None:
         tries.append(frame)
@@ -248,237 +263,251 @@ def test_a_request_or_an_answer_that_is_lost_is_sent_again_and_the_visit_done_on
         answer: bytes = real(frame)
         return None if len(tries) == 2 else answer  # the answer is lost
 
-    bend(there, "q1", first_two_lost)
-    replies = ask(there, STEPS.count)
+    answer_visits_by(engine, "q1", first_two_lost)
+    replies = run_step(engine, STEPS.count)
     assert [reply.payload.number for reply in replies] == [1.0, 1.0, 1.0]
     assert len(tries) == 3 and len(set(tries)) == 1
-    assert [r.payload.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 2.0]
-    carried = there.take_traffic()
+    assert [r.payload.number for r in run_step(engine, STEPS.count, number=2)] == [2.0, 2.0, 2.0]
+    carried = engine.take_traffic()
     assert (carried.frames, carried.again, len(carried.seconds)) == (8, 2, 6)
 
 
-def test_a_site_that_is_busy_is_asked_again(here: Path) -> None:
-    there, tries = engine(here), []
+def test_a_request_to_a_busy_site_is_resent(folder: Path) -> None:
+    engine, tries = make_engine(folder), []
 
     def busy_once(frame: bytes, real: Any) -> bytes:
         tries.append(frame)
-        busy = error("busy")(frame, real)
+        busy = error_reply("busy")(frame, real)
         answer: bytes = busy if len(tries) == 1 else real(frame)
         return answer
 
-    bend(there, "q0", busy_once)
-    assert words(ask(there, STEPS.draw)) == ["", "", ""] and len(tries) == 2
+    answer_visits_by(engine, "q0", busy_once)
+    assert missing_reasons(run_step(engine, STEPS.draw)) == ["", "", ""] and len(tries) == 2
 
 
-def test_a_site_that_comes_back_at_another_address_is_found_again(here: Path) -> None:
-    there = engine(here)
-    ask(there, STEPS.count)
-    transport = transport_of(there)
+def test_a_site_that_restarts_at_another_address_is_found_again(folder: Path) -> None:
+    engine = make_engine(folder)
+    run_step(engine, STEPS.count)
+    transport = transport_of(engine)
     transport.handlers["elsewhere"] = transport.handlers.pop("at q1")
-    assert [r.payload.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 2.0]
+    assert [r.payload.number for r in run_step(engine, STEPS.count, number=2)] == [2.0, 2.0, 2.0]
 
 
-def test_a_second_site_of_one_name_that_comes_later_stops_the_run(here: Path) -> None:
-    there = engine(here)
-    transport_of(there).handlers["impostor"] = says("q0")
-    bend(there, "q1", nothing)  # so that the engine looks around
+def test_a_duplicate_site_that_appears_later_stops_the_run(folder: Path) -> None:
+    engine = make_engine(folder)
+    transport_of(engine).handlers["impostor"] = site_named("q0")
+    answer_visits_by(engine, "q1", no_reply)  # so that the engine searches again
     with pytest.raises(SiteError, match="Two sites call themselves q0"):
-        ask(there, STEPS.draw)
+        run_step(engine, STEPS.draw)
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        b"no letter",
+        b"no message",
         protocol.to_bytes(IdentifyRequest()),
-        protocol.to_bytes(StepResponse("f" * 64, message="Told", body=serialize(Told()))),
+        protocol.to_bytes(StepResponse("f" * 64, message="Payload", body=serialize(Payload()))),
         protocol.to_bytes(StepResponse("", error="rows: 1, 2")),
     ],
-    ids=["noise", "another letter", "to another visit", "a word of its own"],
+    ids=["noise", "another message", "to another visit", "an unknown error code"],
 )
-def test_an_answer_that_is_none_to_this_visit_is_not_taken(here: Path, answer: bytes) -> None:
-    there = engine(here, SKIP)
-    bend(there, "q0", lambda frame, real: answer)
-    assert words(ask(there, STEPS.draw)) == ["garbled", "", ""]
+def test_bytes_that_are_no_reply_to_this_visit_count_as_no_reply(
+    folder: Path, answer: bytes
+) -> None:
+    engine = make_engine(folder, SKIP)
+    answer_visits_by(engine, "q0", lambda frame, real: answer)
+    assert missing_reasons(run_step(engine, STEPS.draw)) == ["garbled", "", ""]
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"message": "Ack", "body": serialize(Ack())},
-        {"message": "Told", "body": b"\x80\x04N."},
-        {"message": "Told", "body": serialize(Told(t=torch.full((3,), float("nan"))))},
+        {"message": "Payload", "body": b"\x80\x04N."},
+        {"message": "Payload", "body": serialize(Payload(t=torch.full((3,), float("nan"))))},
         {"weight": -1.0},
         {"weight": 1.1e6},
         {"weight": 2.0, "charged": True},
     ],
     ids=[
         *("another class", "bytes", "not finite", "a weight below 0", "more than the rows of any"),
-        "a share where it was charged",
+        "a weight in a charged visit",
     ],
 )
-def test_a_reply_that_the_step_could_not_have_given_is_not_taken(
-    here: Path, change: dict[str, Any]
+def test_a_reply_that_the_step_cannot_produce_counts_as_no_reply(
+    folder: Path, change: dict[str, Any]
 ) -> None:
-    there = engine(here, SKIP)
-    bend(there, "q0", lambda frame, real: protocol.to_bytes(
+    engine = make_engine(folder, SKIP)
+    answer_visits_by(engine, "q0", lambda frame, real: protocol.to_bytes(
         dataclasses.replace(protocol.from_bytes(real(frame), StepResponse), **change)
     ))  # fmt: skip
-    assert words(ask(there, STEPS.draw)) == ["garbled", "", ""]
+    assert missing_reasons(run_step(engine, STEPS.draw)) == ["garbled", "", ""]
 
 
-# Going on without ------------------------------------------------------------------------------
+# Missing replies --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("word", sorted(set(protocol.ERROR_CODES) - {"busy", "version", "config"}))
-def test_a_run_stops_at_a_word_or_goes_on_without_the_agent_as_its_config_says(
-    here: Path, word: str
+def test_run_absent_decides_whether_an_error_code_stops_the_run_or_skips_the_agent(
+    folder: Path, word: str
 ) -> None:
-    strict, lenient = engine(here / "strict"), engine(here / "lenient", SKIP)
-    for there in (strict, lenient):
-        bend(there, "q1", error(word))
+    strict, lenient = make_engine(folder / "strict"), make_engine(folder / "lenient", SKIP)
+    for engine in (strict, lenient):
+        answer_visits_by(engine, "q1", error_reply(word))
     with pytest.raises(SiteError, match=rf"^q1 has no reply to draw in round 1 \({word}\): "):
-        ask(strict, STEPS.draw)
-    assert words(ask(lenient, STEPS.draw)) == ["", word, ""]
+        run_step(strict, STEPS.draw)
+    assert missing_reasons(run_step(lenient, STEPS.draw)) == ["", word, ""]
     with pytest.raises(SiteError, match=r"--resume with run\.absent=skip"):
-        ask(strict, STEPS.count, whom="q1")
-    assert words(ask(lenient, STEPS.count, whom="q1")) == [word]  # in sequence: skipped
+        run_step(strict, STEPS.count, whom="q1")
+    assert missing_reasons(run_step(lenient, STEPS.count, whom="q1")) == [
+        word
+    ]  # in sequence: skipped
 
 
-def test_an_agent_is_skipped_only_in_a_pass_from_agent_to_agent(here: Path) -> None:
-    there = engine(here, SKIP)
-    bend(there, "q1", error("failed"))
+def test_a_step_with_a_quorum_needs_at_least_one_reply(folder: Path) -> None:
+    engine = make_engine(folder, SKIP)
+    answer_visits_by(engine, "q1", error_reply("failed"))
     with pytest.raises(SiteError, match="Nobody else replied either"):
-        ask(there, STEPS.draw, whom="q1")  # a mean over one, who is away
+        run_step(engine, STEPS.draw, whom="q1")  # a mean of one agent, which is absent
 
 
-def test_a_step_that_stands_on_everyone_stops_a_run_whatever_its_config_says(here: Path) -> None:
-    there = engine(here, SKIP)
-    bend(there, "q1", error("failed"))
-    with pytest.raises(SiteError, match=r"q1 has no reply to look .*\. All are needed$"):
-        ask(there, STEPS.look)
+def test_a_missing_reply_to_a_step_that_needs_all_stops_the_run_despite_absent_skip(
+    folder: Path,
+) -> None:
+    engine = make_engine(folder, SKIP)
+    answer_visits_by(engine, "q1", error_reply("failed"))
+    with pytest.raises(SiteError, match=r"q1 has no reply to list_memory .*\. All are needed$"):
+        run_step(engine, STEPS.list_memory)
 
 
-def test_a_site_that_never_answers_is_gone_at_the_deadline(here: Path, clock: Clock) -> None:
-    there = engine(here, SKIP)
-    bend(there, "q2", nothing)
+def test_a_site_that_never_replies_is_gone_at_the_deadline(folder: Path, clock: Clock) -> None:
+    engine = make_engine(folder, SKIP)
+    answer_visits_by(engine, "q2", no_reply)
     begun = clock.now
-    assert words(ask(there, STEPS.draw)) == ["", "", "gone"]
+    assert missing_reasons(run_step(engine, STEPS.draw)) == ["", "", "gone"]
     assert clock.now - begun == pytest.approx(SKIP.visit_seconds)
 
 
-def test_below_the_quorum_a_parallel_step_stops_the_run(here: Path) -> None:
-    there = engine(here, dataclasses.replace(SKIP, quorum=0.6))
-    bend(there, "q1", error("failed"))
-    assert words(ask(there, STEPS.draw)) == ["", "failed", ""]  # 2 of 3 are enough
-    bend(there, "q0", error("lost"))
+def test_below_the_quorum_a_parallel_step_stops_the_run(folder: Path) -> None:
+    engine = make_engine(folder, dataclasses.replace(SKIP, quorum=0.6))
+    answer_visits_by(engine, "q1", error_reply("failed"))
+    assert missing_reasons(run_step(engine, STEPS.draw)) == ["", "failed", ""]  # 2 of 3 are enough
+    answer_visits_by(engine, "q0", error_reply("lost"))
     way = r"q0 has no reply .*\. 1 of 3 replied, and run\.quorum is 0\.6\. .*run\.quorum=0\.3333$"
     with pytest.raises(SiteError, match=way):
-        ask(there, STEPS.draw, number=2)
-    lower = engine(here / "lower", dataclasses.replace(SKIP, quorum=0.3333))  # what it said
+        run_step(engine, STEPS.draw, number=2)
+    lower = make_engine(
+        folder / "lower", dataclasses.replace(SKIP, quorum=0.3333)
+    )  # the value in the error
     for name in ("q0", "q1"):
-        bend(lower, name, error("lost"))
-    assert words(ask(lower, STEPS.draw)) == ["lost", "lost", ""]
+        answer_visits_by(lower, name, error_reply("lost"))
+    assert missing_reasons(run_step(lower, STEPS.draw)) == ["lost", "lost", ""]
 
 
 @pytest.mark.parametrize("word", ["version", "config"])
-def test_no_run_goes_on_where_no_visit_could_ever_be_made(here: Path, word: str) -> None:
-    there = engine(here, SKIP)
-    bend(there, "q1", error(word))
-    for whom in ("", "q1"):  # all; alone, as in a sequential pass
+def test_a_site_with_another_version_or_config_stops_the_run_despite_absent_skip(
+    folder: Path, word: str
+) -> None:
+    engine = make_engine(folder, SKIP)
+    answer_visits_by(engine, "q1", error_reply(word))
+    for whom in ("", "q1"):  # a parallel step; a sequential pass
         with pytest.raises(SiteError):
-            ask(there, STEPS.draw, whom=whom)
+            run_step(engine, STEPS.draw, whom=whom)
 
 
-def test_an_agent_that_is_absent_is_not_counted_among_those_that_declined(here: Path) -> None:
-    there = engine(here, SKIP)
-    bend(there, "q1", error("lost"))
-    federation = Federation(there, 3)
+def test_an_absent_agent_is_not_counted_as_declined(folder: Path) -> None:
+    engine = make_engine(folder, SKIP)
+    answer_visits_by(engine, "q1", error_reply("lost"))
+    federation = Federation(engine, 3)
     federation.begin(Round(1))
-    federation.call_all(federation.query, STEPS.hush, Told())
+    federation.call_all(federation.query, STEPS.decline, Payload())
     assert (federation.declines, federation.absences) == (2, 1)
 
 
-# What agents remember ---------------------------------------------------------------------------
+# Memories ---------------------------------------------------------------------------------------
 
 
-def test_memories_are_names_and_no_rows_and_another_engines_are_refused(here: Path) -> None:
-    there = engine(here)
-    ask(there, STEPS.count, whom="q0")
-    kept = there.memories()
+def test_memories_are_names_of_stored_ones_and_those_of_another_engine_are_refused(
+    folder: Path,
+) -> None:
+    engine = make_engine(folder)
+    run_step(engine, STEPS.count, whom="q0")
+    kept = engine.memories()
     assert {name: set(memory) for name, memory in kept.items()} == {
         name: {"run", "visit", "charged"} for name in ("q0", "q1", "q2")
     }
     assert len(kept["q0"]["visit"]) == 64 and len(kept["q1"]["visit"]) == 0
     with pytest.raises(RunFolderError, match=r"run\.engine=local"):
-        there.restore({"q0": {"n": torch.zeros(())}})
+        engine.restore({"q0": {"n": torch.zeros(())}})
 
 
-def test_a_run_that_goes_on_in_another_process_asks_for_what_was_done_and_gets_it(
-    here: Path,
+def test_a_resumed_run_gets_the_stored_replies_of_completed_visits(
+    folder: Path,
 ) -> None:
-    there = engine(here)
-    ask(there, STEPS.count)
-    kept = there.memories()
-    second = ask(there, STEPS.count, number=2)
-    again = engine(here)  # the same sites, another coordinator
-    assert again.run != there.run
+    engine = make_engine(folder)
+    run_step(engine, STEPS.count)
+    kept = engine.memories()
+    second = run_step(engine, STEPS.count, number=2)
+    again = make_engine(folder)  # the same sites, another coordinator
+    assert again.run != engine.run
     again.restore(kept)
-    assert again.run == there.run
-    assert [r.payload.number for r in ask(again, STEPS.count, number=2)] == [2.0] * 3
-    stored = list((here / "q0" / "runs" / there.run).glob("*.answer"))
-    assert len(stored) == len(second) - 1 == 2  # nothing was done anew
+    assert again.run == engine.run
+    assert [r.payload.number for r in run_step(again, STEPS.count, number=2)] == [2.0] * 3
+    stored = list((folder / "q0" / "runs" / engine.run).glob("*.answer"))
+    assert len(stored) == len(second) - 1 == 2  # no visit ran again
 
 
-def test_a_memory_that_a_site_no_longer_has_is_said_and_not_made_up(here: Path) -> None:
-    there = engine(here)
-    ask(there, STEPS.count)
-    for file in (here / "q0" / "runs").rglob("*.memory"):
+def test_a_memory_that_a_site_has_deleted_stops_the_run(folder: Path) -> None:
+    engine = make_engine(folder)
+    run_step(engine, STEPS.count)
+    for file in (folder / "q0" / "runs").rglob("*.memory"):
         file.unlink()
     with pytest.raises(SiteError, match=r"q0 .*\(forgotten\): .*Raise its keep_visits"):
-        ask(there, STEPS.count, number=2)
+        run_step(engine, STEPS.count, number=2)
 
 
-def test_at_the_end_sites_forget_the_run(here: Path) -> None:
-    there = engine(here)
-    ask(there, STEPS.count)
-    assert there.end_run(over=True) == {}
-    assert list(here.rglob("*.answer")) == []
+def test_sites_delete_stored_replies_at_the_end_of_a_run(folder: Path) -> None:
+    engine = make_engine(folder)
+    run_step(engine, STEPS.count)
+    assert engine.end_run(over=True) == {}
+    assert list(folder.rglob("*.answer")) == []
 
 
-def test_a_run_that_waits_at_its_end_says_for_whom_and_how_to_end_the_wait(
-    here: Path, caplog: pytest.LogCaptureFixture, clock: Clock
+def test_a_run_that_waits_at_its_end_names_the_site_and_how_to_stop_waiting(
+    folder: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    there = engine(here)
-    there.end_run(over=False)
+    engine = make_engine(folder)
+    engine.end_run(over=False)
     assert "did not answer" not in caplog.text  # the control
-    silent = there.roster()[0].id
-    transport_of(there).handlers[f"at {silent}"] = lambda _: None
-    there.end_run(over=False)
+    silent = engine.roster()[0].id
+    transport_of(engine).handlers[f"at {silent}"] = lambda _: None
+    engine.end_run(over=False)
     said = [line for line in caplog.messages if "did not answer" in line]
     assert len(said) == 1 and f"run {silent} did not answer" in said[0]
     assert "Ctrl-C ends the wait, and --resume asks again" in said[0]
 
 
-def test_messages_that_are_not_finite_are_not_sent(here: Path) -> None:
-    there = engine(here)
-    sent = len(transport_of(there).sent)
-    roster = there.roster()
+def test_a_request_with_numbers_that_are_not_finite_is_not_sent(folder: Path) -> None:
+    engine = make_engine(folder)
+    sent = len(transport_of(engine).sent)
+    roster = engine.roster()
     with pytest.raises(Exception, match="not finite"):
         list(
-            there.deliver([Call(roster[0], STEPS.draw, Told(t=torch.full((3,), float("nan"))), 1)])
+            engine.deliver(
+                [Call(roster[0], STEPS.draw, Payload(t=torch.full((3,), float("nan"))), 1)]
+            )
         )
-    assert len(transport_of(there).sent) == sent
+    assert len(transport_of(engine).sent) == sent
 
 
-def test_closing_lets_go_of_the_post(here: Path) -> None:
-    there = engine(here)
-    there.close()
-    assert transport_of(there).closed == 1
+def test_closing_the_engine_closes_the_transport(folder: Path) -> None:
+    engine = make_engine(folder)
+    engine.close()
+    assert transport_of(engine).closed == 1
 
 
-def test_agents_of_a_labelled_server_are_no_sites(here: Path) -> None:
+def test_a_labelled_server_is_not_a_site(folder: Path) -> None:
     parties = at_server().agents
-    there = transports.engine(parties, make("fedssl"), 0, here)
+    engine = transports.engine(parties, make("fedssl"), 0, folder)
     at_home: list[Agent] = [a for a in parties if a.id == "server"]
-    assert len(at_home) == 1 and "server" not in there._sites.address
+    assert len(at_home) == 1 and "server" not in engine._sites.address

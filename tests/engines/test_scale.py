@@ -1,4 +1,4 @@
-"""Many agents: a round costs what its agents cost, memory has a limit, and no bit moves."""
+"""Many agents: the cost of a round, the memory limit, and unchanged results."""
 
 import errno
 import gc
@@ -38,22 +38,22 @@ from privssl.storage.spill_store import SpillStore
 from privssl.storage.tensor_files import LazyTensors, TensorSlice
 from tests.support.command_line import PLAIN, assert_refused, command
 from tests.support.toy_worlds import at_server, make, same_bits, simulate
-from tests.support.transports import beside
+from tests.support.transports import process_at_work
 
 
-def in_ram(store: SpillStore) -> int:
+def bytes_in_ram(store: SpillStore) -> int:
     """Bytes of stored tensors in RAM."""
     store._release()
     return store._in_ram
 
 
-def on_disk(store: SpillStore) -> int:
-    """Bytes of its file, free slots included."""
+def bytes_on_disk(store: SpillStore) -> int:
+    """Size of its file in bytes, free slots included."""
     return store._end
 
 
-def numbers(count: int, first: float = 0.0) -> dict[str, Tensor]:
-    """One tensor of 8 bytes a number."""
+def make_tensors(count: int, first: float = 0.0) -> dict[str, Tensor]:
+    """One tensor of ``count`` numbers of 8 bytes."""
     return {"w": torch.arange(count, dtype=torch.float64) + first}
 
 
@@ -70,7 +70,7 @@ ODD = {
 
 
 def bits(tensors: Mapping[str, Tensor]) -> bytes:
-    """What safetensors makes of them: names, types, shapes and every bit."""
+    """The tensors as a safetensors file: names, dtypes, shapes and bits."""
     own = {
         name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
@@ -82,7 +82,7 @@ def bits(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 @pytest.mark.parametrize("tensors", [{}, ODD, {f"{n}": torch.ones(n) for n in range(12)}])
-def test_a_file_written_one_tensor_at_a_time_is_the_one_of_safetensors(
+def test_a_file_written_tensor_by_tensor_equals_that_of_safetensors(
     tmp_path: Path, tensors: dict[str, Tensor]
 ) -> None:
     size, _ = tensor_files.write_new_tensors(tmp_path / "t", tensors)
@@ -94,29 +94,29 @@ def test_a_file_written_one_tensor_at_a_time_is_the_one_of_safetensors(
     assert (tmp_path / "again").read_bytes() == bits(tensors)
 
 
-def test_a_tensor_in_a_file_is_read_when_it_is_asked_for_and_is_not_to_be_written_into(
+def test_lazy_tensors_are_read_on_access_as_independent_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor_files.write_new_tensors(tmp_path / "t", {"a": torch.ones(3), "b": torch.zeros(2)})
-    asked: list[int] = []
+    sizes_read: list[int] = []
     part_of = tensor_files.part_of
 
     def counted(path: Path, at: int, size: int) -> bytearray:
-        asked.append(size)
+        sizes_read.append(size)
         return part_of(path, at, size)
 
     monkeypatch.setattr(tensor_files, "part_of", counted)
-    there = tensor_files.open_lazily(tmp_path / "t")
-    asked.clear()
-    assert set(there) == {"a", "b"} and "a" in there and "c" not in there and len(there) == 2
-    assert asked == []
-    there["a"].zero_()
-    assert there["a"].tolist() == [1, 1, 1]
-    assert asked == [12, 12]
+    store = tensor_files.open_lazily(tmp_path / "t")
+    sizes_read.clear()
+    assert set(store) == {"a", "b"} and "a" in store and "c" not in store and len(store) == 2
+    assert sizes_read == []
+    store["a"].zero_()
+    assert store["a"].tolist() == [1, 1, 1]
+    assert sizes_read == [12, 12]
 
 
-class Counted:
-    """Reads zeros, and knows how many of the pieces that it read are still held."""
+class CountingReader:
+    """A reader of zeros that counts how many of its results are still in memory."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -136,11 +136,13 @@ class Counted:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_checkpoint_holds_one_tensor_of_what_is_on_a_disk(tmp_path: Path, held: bool) -> None:
-    read = Counted()
+def test_saving_a_checkpoint_holds_at_most_two_lazy_tensors_in_memory(
+    tmp_path: Path, held: bool
+) -> None:
+    read = CountingReader()
     places = {"w": TensorSlice(torch.float32, (100,), 0)}
     memories: dict[str, Any] = {f"q{n}": LazyTensors(read, places) for n in range(50)}
-    if held:  # the control: what had to be held to be written would be seen
+    if held:  # the control: tensors in memory are counted
         memories = {agent: dict(memory) for agent, memory in memories.items()}
     checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(1, {}, memories, "d"))
     assert read.most == 50 if held else read.most <= 2
@@ -148,44 +150,48 @@ def test_a_checkpoint_holds_one_tensor_of_what_is_on_a_disk(tmp_path: Path, held
     assert bits(back["q49"]) == bits({"w": torch.zeros(100)})
 
 
-def test_a_loaded_snapshot_holds_nothing_of_single_agents(tmp_path: Path) -> None:
-    state: Any = {"F": numbers(2), "held": {"q0": numbers(3), "q1": {}}, "t": torch.ones(1)}
-    memories = {"q0": numbers(4), "q1": {}}
+def test_a_loaded_snapshot_reads_the_tensors_of_agents_lazily(tmp_path: Path) -> None:
+    state: Any = {
+        "F": make_tensors(2),
+        "held": {"q0": make_tensors(3), "q1": {}},
+        "t": torch.ones(1),
+    }
+    memories = {"q0": make_tensors(4), "q1": {}}
     checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(1, state, memories, "d"))
     back: Any = checkpoint.load_snapshot(tmp_path, "d")
     assert isinstance(back.memories["q0"], LazyTensors) and isinstance(
         back.state["held"]["q0"], LazyTensors
     )
     assert isinstance(back.state["F"], dict) and isinstance(back.state["t"], Tensor)
-    assert bits(back.state["held"]["q0"]) == bits(numbers(3))
-    assert bits(back.memories["q0"]) == bits(numbers(4))
+    assert bits(back.state["held"]["q0"]) == bits(make_tensors(3))
+    assert bits(back.memories["q0"]) == bits(make_tensors(4))
     assert back.memories["q1"] == {}
 
 
-def test_what_an_agent_remembers_is_one_entry_of_a_file_however_many_tensors_it_is(
+def test_the_memory_of_an_agent_is_one_entry_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A file that may list no more than 60 agents, and JSON that could not list 6,000 tensors.
+    # Limits that allow 60 agents in the file, but not 6,000 tensors in the JSON.
     monkeypatch.setattr(tensor_files, "MAX_HEADER_BYTES", 60 * 80)
     monkeypatch.setattr(checkpoint, "MAX_JSON_BYTES", 60 * 300)
     many = {f"w{n}": torch.full((2, 3), float(n)) for n in range(96)}
     memories = {f"q{n}": {**many, **ODD, "own": torch.tensor(n)} for n in range(50)}
-    memories["other"] = numbers(3)  # of another form
+    memories["other"] = make_tensors(3)  # of another shape
     checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(1, {"held": memories}, memories, "d"))
     back: Any = checkpoint.load_snapshot(tmp_path, "d")
     for agent, memory in memories.items():
         assert bits(back.memories[agent]) == bits(memory) == bits(back.state["held"][agent])
-    # What was read can be written again, and the control: tensors of the server are each listed.
+    # Lazy memories can be saved again. The control: tensors of the server are listed one by one.
     checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(2, {}, back.memories, "d"))
     assert bits(checkpoint.load_snapshot(tmp_path, "d").memories["q49"]) == bits(memories["q49"])
     with pytest.raises(RunFolderError, match="cannot list 105 entries"):
         checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(3, {"F": memories["q0"]}, {}, "d"))
 
 
-def test_a_checkpoint_that_could_not_be_read_again_is_refused_and_the_older_one_stays(
+def test_a_checkpoint_with_too_many_entries_is_refused_and_the_older_one_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, many = ({f"q{n}": numbers(1) for n in range(count)} for count in (1, 40))
+    few, many = ({f"q{n}": make_tensors(1) for n in range(count)} for count in (1, 40))
     checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(1, {}, few, "d"))
     for module, name in ((checkpoint, "MAX_JSON_BYTES"), (tensor_files, "MAX_HEADER_BYTES")):
         with monkeypatch.context() as smaller:
@@ -200,34 +206,34 @@ def test_a_checkpoint_that_could_not_be_read_again_is_refused_and_the_older_one_
 # The spill store -----------------------------------------------------------------------------
 
 
-def test_what_fits_stays_as_it_is_and_no_file_is_made(tmp_path: Path) -> None:
-    there, given = SpillStore(tmp_path, 100), numbers(12)  # 96 bytes
-    kept = there.put(given)
-    assert kept["w"] is given["w"] and there.put(kept) is kept
-    assert (in_ram(there), on_disk(there)) == (96, 0)
+def test_tensors_that_fit_stay_in_ram_and_no_file_is_created(tmp_path: Path) -> None:
+    store, given = SpillStore(tmp_path, 100), make_tensors(12)  # 96 bytes
+    kept = store.put(given)
+    assert kept["w"] is given["w"] and store.put(kept) is kept
+    assert (bytes_in_ram(store), bytes_on_disk(store)) == (96, 0)
 
 
-def test_what_does_not_fit_comes_back_to_the_last_bit_and_takes_no_ram(tmp_path: Path) -> None:
-    there = SpillStore(tmp_path, 0)
-    kept = there.put(ODD)
+def test_tensors_that_do_not_fit_are_stored_on_disk_bit_for_bit(tmp_path: Path) -> None:
+    store = SpillStore(tmp_path, 0)
+    kept = store.put(ODD)
     assert bits(kept) == bits(ODD) and list(kept) == list(ODD)
-    assert there.put(kept) is kept
-    assert (in_ram(there), on_disk(there)) == (0, spill_store.PAGE)
-    assert there.put({}) == {}
-    there.close()
-    there.close()
+    assert store.put(kept) is kept
+    assert (bytes_in_ram(store), bytes_on_disk(store)) == (0, spill_store.PAGE)
+    assert store.put({}) == {}
+    store.close()
+    store.close()
 
 
-class Forgetful(SpillStore):
-    """Gives every room to everybody."""
+class OverlappingStore(SpillStore):
+    """Violates the contract: all tensors get the same slot."""
 
     def _room(self, size: int) -> int:
         super()._room(size)
         return 0
 
 
-class Hasty(SpillStore):
-    """Frees a room at once, though somebody lives in it."""
+class EarlyFreeingStore(SpillStore):
+    """Violates the contract: slots are freed while they are in use."""
 
     def _acquire(self, tenant: Mapping[str, Tensor], at: int | None, size: int) -> None:
         super()._acquire(tenant, at, size)
@@ -235,16 +241,16 @@ class Hasty(SpillStore):
             self._free.setdefault(size, []).append(at)
 
 
-def carry_out(there: SpillStore, limit: int, moves: list[tuple[int, int]]) -> bool:
-    """Put things of so many numbers in places; whether each is as it was put, to the end."""
+def put_and_compare(store: SpillStore, limit: int, moves: list[tuple[int, int]]) -> bool:
+    """Put tensors of given sizes; whether all tensors that are still held are intact."""
     held: dict[int, Mapping[str, Tensor]] = {}
     expected: dict[int, Mapping[str, Tensor]] = {}
     for step, (place, count) in enumerate(moves):
-        expected[place] = numbers(count, first=1000.0 * step)
-        held[place] = there.put(expected[place])
-        assert in_ram(there) <= limit
+        expected[place] = make_tensors(count, first=1000.0 * step)
+        held[place] = store.put(expected[place])
+        assert bytes_in_ram(store) <= limit
     whole = all(torch.equal(held[place]["w"], expected[place]["w"]) for place in held)
-    there.close()
+    store.close()
     return whole
 
 
@@ -253,76 +259,76 @@ def carry_out(there: SpillStore, limit: int, moves: list[tuple[int, int]]) -> bo
     st.sampled_from([0, 30, 10_000]),
 )
 @settings(max_examples=40, deadline=None)
-def test_whatever_comes_and_goes_all_stays_whole_and_ram_has_its_limit(
+def test_any_sequence_of_puts_keeps_all_tensors_intact_within_the_ram_limit(
     moves: list[tuple[int, int]], limit: int
 ) -> None:
-    assert carry_out(SpillStore(None, limit), limit, moves)
+    assert put_and_compare(SpillStore(None, limit), limit, moves)
 
 
-@pytest.mark.parametrize("broken", [Forgetful, Hasty])
-def test_that_property_notices_a_room_that_is_given_to_two(broken: type[SpillStore]) -> None:
-    assert not carry_out(broken(None, 0), 0, [(place, 3) for place in range(4)])
+@pytest.mark.parametrize("broken", [OverlappingStore, EarlyFreeingStore])
+def test_control_the_spill_test_notices_a_slot_used_twice(broken: type[SpillStore]) -> None:
+    assert not put_and_compare(broken(None, 0), 0, [(place, 3) for place in range(4)])
 
 
-def test_a_room_that_nobody_needs_is_used_again(tmp_path: Path) -> None:
-    there, all_of_them = SpillStore(tmp_path, 0), []
-    kept = there.put(numbers(10))
+def test_a_free_slot_of_the_spill_file_is_reused(tmp_path: Path) -> None:
+    store, all_of_them = SpillStore(tmp_path, 0), []
+    kept = store.put(make_tensors(10))
     for number in range(20):
-        kept = there.put(numbers(10, number))
-    # The old one is let go of when the new one is there, so two rooms take turns.
-    assert on_disk(there) == 2 * spill_store.PAGE
+        kept = store.put(make_tensors(10, number))
+    # The old tensor is freed after the new one is stored, so two slots alternate.
+    assert bytes_on_disk(store) == 2 * spill_store.PAGE
     assert kept["w"][0] == 19
-    for number in range(20):  # the control: rooms that are lived in are not used again
-        all_of_them.append(there.put(numbers(10, number)))
-    assert on_disk(there) >= 20 * spill_store.PAGE
-    there.close()
+    for number in range(20):  # the control: slots in use are not reused
+        all_of_them.append(store.put(make_tensors(10, number)))
+    assert bytes_on_disk(store) >= 20 * spill_store.PAGE
+    store.close()
 
 
-def test_ram_that_is_free_again_is_used_again(tmp_path: Path) -> None:
-    there = SpillStore(tmp_path, 100)
-    first = there.put(numbers(12))
-    assert isinstance(there.put(numbers(12)), LazyTensors)  # the control: there was no room
+def test_freed_ram_is_reused(tmp_path: Path) -> None:
+    store = SpillStore(tmp_path, 100)
+    first = store.put(make_tensors(12))
+    assert isinstance(store.put(make_tensors(12)), LazyTensors)  # the control: the RAM was full
     del first
-    assert not isinstance(there.put(numbers(12)), LazyTensors)
-    there.close()
+    assert not isinstance(store.put(make_tensors(12)), LazyTensors)
+    store.close()
 
 
 @dataclass(frozen=True)
-class Held:
-    """A server's state."""
+class State:
+    """The state of a server."""
 
     F: Mapping[str, Tensor]
     held: Mapping[str, Any]
     n: int
 
 
-def test_agents_that_share_weights_share_a_room(tmp_path: Path) -> None:
-    shared = numbers(3)
-    state = Held(F=numbers(2), held={"q0": shared, "q1": shared, "note": 4}, n=3)
-    there = SpillStore(tmp_path, 0)
-    moved = there.put_parts(state)
-    assert on_disk(there) == spill_store.PAGE
+def test_agents_that_share_weights_share_a_slot(tmp_path: Path) -> None:
+    shared = make_tensors(3)
+    state = State(F=make_tensors(2), held={"q0": shared, "q1": shared, "note": 4}, n=3)
+    store = SpillStore(tmp_path, 0)
+    moved = store.put_parts(state)
+    assert bytes_on_disk(store) == spill_store.PAGE
     assert moved.held["q0"] is moved.held["q1"] and bits(moved.held["q0"]) == bits(shared)
     assert moved.held["note"] == 4 and moved.F is state.F and moved.n == 3
-    assert there.put_parts(moved).held["q0"] is moved.held["q0"]
-    there.close()
+    assert store.put_parts(moved).held["q0"] is moved.held["q0"]
+    store.close()
 
 
-def test_the_file_has_no_name_and_is_gone_after_kill_9(tmp_path: Path) -> None:
+def test_the_spill_file_has_no_name_and_disappears_after_a_kill(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
 
-    def holds(is_at_work: Callable[[], None]) -> None:
+    def keep_tensors(is_at_work: Callable[[], None]) -> None:
         pid.write_text(str(os.getpid()))
-        there = SpillStore(tmp_path, 0)
-        kept = there.put({"w": torch.ones(100_000)})
-        assert kept and on_disk(there) >= 400_000
+        store = SpillStore(tmp_path, 0)
+        kept = store.put({"w": torch.ones(100_000)})
+        assert kept and bytes_on_disk(store) >= 400_000
         is_at_work()
         time.sleep(60)
 
-    with beside(holds) as kill:
+    with process_at_work(keep_tensors) as kill:
         files = [os.readlink(link) for link in Path(f"/proc/{pid.read_text()}/fd").iterdir()]
         deleted = [file for file in files if file.startswith(str(tmp_path))]
-        assert deleted  # the control: it is there
+        assert deleted  # the control: the file exists
         assert list(tmp_path.iterdir()) == [pid]
         kill()
     assert list(tmp_path.iterdir()) == [pid]
@@ -339,24 +345,24 @@ def count(agent: Agent, message: Ack, ctx: Context) -> Ack:
     return message
 
 
-@pytest.mark.parametrize(("kind", "whole"), [(SpillStore, True), (Hasty, False)])
-def test_a_round_that_is_interrupted_leaves_the_memories_of_the_round_before(
+@pytest.mark.parametrize(("kind", "whole"), [(SpillStore, True), (EarlyFreeingStore, False)])
+def test_an_interrupted_round_does_not_change_saved_memories(
     kind: type[SpillStore], whole: bool
 ) -> None:
     agents = [Agent(id=f"q{n}", held_unlabelled=ROWS) for n in range(3)]
-    lying = kind(None, 0)
-    there = LocalEngine(agents, seed=0, device=torch.device("cpu"), spill_store=lying)
+    spilling = kind(None, 0)
+    store = LocalEngine(agents, seed=0, device=torch.device("cpu"), spill_store=spilling)
     for number in (1, 2):
-        list(there.deliver([Call(agent, count, Ack(), number) for agent in there.roster()]))
-    before = there.memories()
-    # Round 3 breaks off after two of three agents; who is asked then must find what round 2 left.
-    list(there.deliver([Call(agent, count, Ack(), 3) for agent in there.roster()[:2]]))
+        list(store.deliver([Call(agent, count, Ack(), number) for agent in store.roster()]))
+    before = store.memories()
+    # Round 3 fails after two of three agents; the memories of round 2 must be unchanged.
+    list(store.deliver([Call(agent, count, Ack(), 3) for agent in store.roster()[:2]]))
     assert ([float(before[f"q{n}"]["n"]) for n in range(3)] == [2, 2, 2]) is whole
-    there.restore(before)
-    list(there.deliver([Call(agent, count, Ack(), 3) for agent in there.roster()]))
-    after = [float(memory["n"]) for memory in there.memories().values()]
+    store.restore(before)
+    list(store.deliver([Call(agent, count, Ack(), 3) for agent in store.roster()]))
+    after = [float(memory["n"]) for memory in store.memories().values()]
     assert (after == [3, 3, 3]) is whole
-    lying.close()
+    spilling.close()
 
 
 @pytest.mark.parametrize(
@@ -367,14 +373,14 @@ def test_a_round_that_is_interrupted_leaves_the_memories_of_the_round_before(
         ("fedmatch", {"helpers_every": 1, "keep_helpers": True}),
     ],
 )
-def test_agents_that_remember_on_a_disk_do_the_same_to_the_last_bit(
+def test_agents_with_memories_on_disk_have_the_same_bits(
     name: str, options: dict[str, Any]
 ) -> None:
-    lying = SpillStore(None, 0)
+    spilling = SpillStore(None, 0)
 
     class OnDisk(LocalEngine):
         def __init__(self, *agents: Any, **how: Any) -> None:
-            super().__init__(*agents, spill_store=lying, **how)
+            super().__init__(*agents, spill_store=spilling, **how)
 
     parties = at_server(query=3)
     known: dict[str, Any] = {}
@@ -383,21 +389,21 @@ def test_agents_that_remember_on_a_disk_do_the_same_to_the_last_bit(
     one = simulate(make(name, **known, **options), parties)
     plain = {agent: dict(memory) for agent, memory in one.engine.memories().items()}
     other = simulate(make(name, **known, **options), parties, engine=OnDisk)
-    remembered = other.engine.memories()
-    assert any(remembered.values())
-    assert all(isinstance(memory, LazyTensors) for memory in remembered.values() if memory)
-    assert same_bits(one.state, other.state) and same_bits(plain, remembered)
-    lying.close()
+    memories = other.engine.memories()
+    assert any(memories.values())
+    assert all(isinstance(memory, LazyTensors) for memory in memories.values() if memory)
+    assert same_bits(one.state, other.state) and same_bits(plain, memories)
+    spilling.close()
 
 
 def files_of(run: Path) -> dict[str, bytes]:
-    """What a run must have written to the last bit."""
+    """The files of a run that must be equal bit for bit."""
     last = sorted((run / "checkpoints").glob("round_*"))[-1]
     wanted = [run / "metrics.csv", run / "classifier.safetensors", *last.glob("*.safetensors")]
     return {path.name: path.read_bytes() for path in wanted}
 
 
-def test_a_run_is_the_same_with_its_memories_on_disk_also_with_workers(tmp_path: Path) -> None:
+def test_a_run_with_memories_on_disk_has_the_same_bits_also_with_workers(tmp_path: Path) -> None:
     config = tmp_path / "toy.yaml"
     config.write_text(PLAIN)
     seen = []
@@ -408,29 +414,32 @@ def test_a_run_is_the_same_with_its_memories_on_disk_also_with_workers(tmp_path:
         out = tmp_path / f"{place}"
         assert command(config, *chosen, f"run.output={out}", "--quiet").status == 0
         seen.append(files_of(out))
-    assert len(seen[0]["memories.safetensors"]) > 1000  # there is something to remember
+    assert len(seen[0]["memories.safetensors"]) > 1000  # memories are not empty
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_a_full_disk_ends_the_run_in_words_and_it_goes_on_from_its_checkpoint(
+def test_a_full_spill_disk_ends_the_run_with_an_error_and_it_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "toy.yaml"
     config.write_text(PLAIN)
     chosen = ["run.workers=1", "run.memories_mb=0", "run.checkpoint_every=1"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    written, room, pwrite = [0], [float("inf")], os.pwrite
+    written, allowed_writes, pwrite = [0], [float("inf")], os.pwrite
 
     def nearly_full(file: int, data: Any, at: int) -> int:
         written[0] += 1
-        if written[0] > room[0]:
+        if written[0] > allowed_writes[0]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(file, data, at)
 
     with monkeypatch.context() as full:
         full.setattr(os, "pwrite", nearly_full)
         assert command(config, *chosen, f"run.output={whole}", "--quiet").status == 0
-        room[0], written[0] = written[0] - 1, 0  # not the last of what the last round remembers
+        allowed_writes[0], written[0] = (
+            written[0] - 1,
+            0,
+        )  # fail at the last write of the last round
         ended = command(config, *chosen, f"run.output={cut}", "--quiet")
     assert_refused(ended, "remember takes more than run.memories_mb", str(cut), "No space left",
                    "continue with --resume")  # fmt: skip
@@ -440,7 +449,7 @@ def test_a_full_disk_ends_the_run_in_words_and_it_goes_on_from_its_checkpoint(
     assert files_of(cut) == files_of(whole)
 
 
-# What a round does ----------------------------------------------------------------------------
+# The work of a round --------------------------------------------------------------------------
 
 
 def rows(agents: int) -> Dataset:
@@ -451,19 +460,19 @@ def rows(agents: int) -> Dataset:
 
 
 def calls_of_a_round(name: str, agents: int, **options: Any) -> int:
-    """Functions, of Python and of C, that a round with two agents calls, what is kept included."""
+    """The number of calls of Python and C functions in a round with two agents."""
     parties = at_server(query=agents, dataset=rows(agents), unlabelled=10 * agents)
     played = simulate(make(name, query_per_round=2, **options), parties, 1)
-    there, seen = SpillStore(), [0]
+    store, seen = SpillStore(), [0]
 
-    def called(frame: Any, event: str, argument: Any) -> None:
+    def count_call(frame: Any, event: str, argument: Any) -> None:
         seen[0] += event in ("call", "c_call")
 
-    gc.disable()  # whose callbacks would be counted
-    sys.setprofile(called)
+    gc.disable()  # its callbacks would be counted
+    sys.setprofile(count_call)
     try:
         played.federation.begin(Round(2, "train", 2))
-        there.put_parts(played.algorithm.round(played.state, played.federation))
+        store.put_parts(played.algorithm.round(played.state, played.federation))
         played.engine.memories()
     finally:
         sys.setprofile(None)
@@ -471,18 +480,18 @@ def calls_of_a_round(name: str, agents: int, **options: Any) -> int:
     return seen[0]
 
 
-def test_a_round_of_two_agents_does_the_same_among_five_and_among_five_hundred() -> None:
+def test_the_work_of_a_round_does_not_grow_with_agents_that_are_not_sampled() -> None:
     few, many = (calls_of_a_round("fedmatch", agents) for agents in (5, 500))
     assert many < 1.05 * few  # else one more call for each agent: 495 of a few thousand
     known: dict[str, Any] = {"validation_rows": 4, "bootstrap_epochs": 0}
     few, many = (calls_of_a_round("fedseal", n, history="sampled", **known) for n in (5, 500))
     assert many < 1.05 * few
-    # The control: by the paper's rule all agents predict in every round.
+    # The control: under the paper's rule all agents predict in every round.
     assert calls_of_a_round("fedseal", 500, history="all", **known) > 10 * many
 
 
-def test_who_gets_a_row_of_the_richest_is_as_in_the_plain_loop() -> None:
-    def plainly(hands: list[Any], rng: np.random.Generator) -> list[Any]:
+def test_the_fast_reassignment_of_rows_equals_the_plain_loop() -> None:
+    def plain_loop(hands: list[Any], rng: np.random.Generator) -> list[Any]:
         for poor in [agent for agent, hand in enumerate(hands) if not len(hand)]:
             rich = max(range(len(hands)), key=lambda agent: len(hands[agent]))
             taken = rng.integers(len(hands[rich]))
@@ -495,7 +504,7 @@ def test_who_gets_a_row_of_the_richest_is_as_in_the_plain_loop() -> None:
         sizes = rng.multinomial(40, rng.dirichlet(np.full(25, 0.1)))
         hands = np.split(rng.permutation(40), np.cumsum(sizes)[:-1])
         one = _nobody_empty(list(hands), np.random.default_rng(seed))
-        other = plainly(list(hands), np.random.default_rng(seed))
+        other = plain_loop(list(hands), np.random.default_rng(seed))
         assert [a.tolist() for a in one] == [b.tolist() for b in other]
 
 
@@ -510,13 +519,13 @@ print(peak_megabytes() - before)
 """
 
 
-def test_the_peak_that_is_told_is_that_of_the_process() -> None:
+def test_peak_megabytes_measures_the_peak_of_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     assert 95 < float(done.stdout) < 110
 
 
 @pytest.mark.slow
-def test_the_benchmark_tells_a_line_for_each_number_of_agents(
+def test_the_benchmark_prints_a_line_for_each_number_of_agents(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     small = ["--agents", "3", "--rows", "4", "--sampled", "2", "--rounds", "3"]

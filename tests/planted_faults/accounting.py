@@ -150,8 +150,8 @@ FAULTS: tuple[Fault, ...] = (
         "a run's own limit is not held",
         ((LEDGER, "self._limit > 0 and own <= self._limit", "self._limit > 0"),),
         (
-            "tests/runs/test_shared_accounts.py::"
-            "test_a_runs_own_limit_holds_although_the_account_has_more",
+            "tests/runs/test_shared_accounts.py::test_a_runs_own_budget_limits_it_although_"
+            "the_account_has_more",
         ),
     ),
     Fault(

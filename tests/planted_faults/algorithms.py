@@ -617,7 +617,10 @@ FAULTS: tuple[Fault, ...] = (
                 "flat.index_copy_(0, where.to(flat.device), values.flip(0))",
             ),
         ),
-        ("tests/core/test_sparse_tensors.py::test_the_entries_that_changed_come_to_their_places",),
+        (
+            "tests/core/test_sparse_tensors.py::test_changed_entries_are_restored_at_their_"
+            "positions",
+        ),
     ),
     Fault(
         "data.test: test rows stay training rows",

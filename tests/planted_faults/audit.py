@@ -11,8 +11,8 @@ ATTACK = "privssl/audit/mechanism_attack.py"
 IN_TAMPERING = "tests/audit/test_audit_tampering.py::test_"
 IN_SITES = "tests/site/test_run_over_sites.py::test_"
 FORGETS = (
-    "tests/runs/test_shared_accounts.py::test_a_card_that_forgets_a_replaced_run_with_an_account_"
-    "of_its_own_is_violated"
+    "tests/runs/test_shared_accounts.py::test_the_audit_finds_a_card_without_the_ledger_of_a_"
+    "replaced_run"
 )
 ANEW = "a_card_rewritten_with_other_public_facts_is_violated"
 IN_CARD = "tests/audit/test_card_and_audit.py::test_"
@@ -27,19 +27,19 @@ FAULTS: tuple[Fault, ...] = (
                 "journal.plans[: -1 * local]",
             ),
         ),
-        (IN_SITES + "a_sites_ledger_that_is_written_anew_in_the_run_folder_is_violated",),
+        (IN_SITES + "the_audit_finds_a_rewritten_copy_of_a_sites_ledger_in_the_run_folder",),
     ),
     Fault(
         "the ledgers of sites are not compared with what checkpoints record as charged",
         ((CROSS, "found.problems += _unpaid(agent, journal, nearest, files)", "pass"),),
-        (IN_SITES + "a_sites_ledger_that_is_written_anew_in_the_run_folder_is_violated",),
+        (IN_SITES + "the_audit_finds_a_rewritten_copy_of_a_sites_ledger_in_the_run_folder",),
     ),
     Fault(
         "the copy of an account is not compared with the run's checkpoints",
         ((CROSS, "(agent, journal)] if files.ended else [journal]", "(agent, journal)][:1]"),),
         (
-            "tests/runs/test_shared_accounts.py::test_a_finished_runs_copy_has_every_line_that_"
-            "its_checkpoints_record[the account is here]",
+            "tests/runs/test_shared_accounts.py::test_the_audit_finds_a_ledger_copy_that_is_"
+            "older_than_the_runs_checkpoints[the account is here]",
         ),
     ),
     Fault(
@@ -245,10 +245,7 @@ FAULTS: tuple[Fault, ...] = (
                 "(MODEL_CARD, lambda _: 0, 0),",
             ),
         ),
-        (
-            "tests/runs/test_model_card.py::"
-            "test_the_audit_finds_a_model_card_that_claims_something_else",
-        ),
+        ("tests/runs/test_model_card.py::test_the_audit_finds_a_model_card_with_another_claim",),
     ),
     Fault(
         "what a stopped run was charged is called guaranteed",
@@ -286,7 +283,7 @@ FAULTS: tuple[Fault, ...] = (
                 'took = f" for',
             ),
         ),
-        ("tests/runs/test_model_card.py::test_the_page_of_a_private_run_has_no_time",),
+        ("tests/runs/test_model_card.py::test_the_model_card_of_a_private_run_contains_no_times",),
     ),
     Fault(
         "a card may name another data set than the run",

@@ -30,26 +30,17 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a line of a table has another account in single precision",
         ((FIELDS, "else float(np.float32(number)))", "else number)"),),
-        (
-            IN_FRAMES
-            + "a_row_of_a_frame_is_the_same_record_in_single_precision_and_by_another_reader",
-        ),
+        (IN_FRAMES + "a_rows_record_does_not_depend_on_precision_or_on_the_csv_reader",),
     ),
     Fault(
         "a row of a frame has another account in each process",
         (("privssl/api/frames.py", '_ADDRESS.sub("", str(plain))', "str(plain)"),),
-        (
-            IN_FRAMES
-            + "a_record_of_a_frame_does_not_depend_on_places_in_memory_or_on_the_order_of_a_set",
-        ),
+        (IN_FRAMES + "a_rows_record_does_not_depend_on_memory_addresses_or_on_set_order",),
     ),
     Fault(
         "a patient's number is rounded, and patients share an account",
         ((FIELDS, "number if number.is_integer() else float(", "float("),),
-        (
-            IN_FRAMES
-            + "a_row_of_a_frame_is_the_same_record_in_single_precision_and_by_another_reader",
-        ),
+        (IN_FRAMES + "a_rows_record_does_not_depend_on_precision_or_on_the_csv_reader",),
     ),
     Fault(
         "a whole number beside a missing one is no category",
@@ -92,8 +83,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/api/test_dataset.py::test_an_agent_that_scales_private_vectors_by_its_own_rows_"
-            "is_refused",
+            "tests/api/test_dataset.py::test_private_vectors_standardised_by_an_agents_own_"
+            "rows_are_refused",
         ),
     ),
     Fault(
@@ -106,8 +97,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/site/test_own_rows.py::test_a_site_that_scales_vectors_by_its_own_rows_is_"
-            "refused_where_their_number_is_public[public-True]",
+            "tests/site/test_own_rows.py::test_vectors_standardised_by_their_own_rows_are_"
+            "refused_if_the_row_count_is_public[public-True]",
         ),
     ),
     Fault(

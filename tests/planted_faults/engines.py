@@ -35,8 +35,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/privacy/test_stacked_rounding.py::"
-            "test_agents_are_computed_alone_where_a_stack_would_round_rows_by_other_rows[by_place]",
+            "tests/privacy/test_stacked_rounding.py::test_agents_are_computed_alone_where_a_stack_would_round_rows_by_other_rows[by_place]",
         ),
     ),
     Fault(
@@ -49,8 +48,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/privacy/test_stacked_rounding.py::"
-            "test_agents_are_computed_alone_where_a_stack_would_round_rows_by_other_rows[by_the_rows_of_another_agent]",
+            "tests/privacy/test_stacked_rounding.py::test_agents_are_computed_alone_where_a_stack_would_round_rows_by_other_rows[by_the_rows_of_another_agent]",
         ),
     ),
     # The mean ------------------------------------------------------------------------------------
@@ -63,7 +61,7 @@ FAULTS: tuple[Fault, ...] = (
                 "piece.mean.lerp_(piece.numbers, share and 0.5)",
             ),
         ),
-        (IN_MESSAGES + "the_average_weighs_every_agent_by_its_share",),
+        (IN_MESSAGES + "the_average_weighs_every_agent_by_its_weight",),
     ),
     Fault(
         "a mean loses digits",
@@ -84,12 +82,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "weights of another form are averaged",
         ((AGGREGATION, "        self._check_form(sent, sender)\n", ""),),
-        (IN_MESSAGES + "weights_of_another_form_are_not_averaged",),
+        (IN_MESSAGES + "tensors_of_unlike_shapes_dtypes_or_names_are_not_averaged",),
     ),
     Fault(
         "a share may be negative",
         ((AGGREGATION, "math.isfinite(share) and share >= 0", "math.isfinite(share)"),),
-        (IN_MESSAGES + "a_share_that_is_no_number_from_0_is_refused",),
+        (IN_MESSAGES + "a_negative_or_infinite_weight_is_refused",),
     ),
     Fault(
         "a mean follows the order of arrival",
@@ -100,18 +98,18 @@ FAULTS: tuple[Fault, ...] = (
                 "in replies:",
             ),
         ),
-        (IN_MESSAGES + "the_order_of_arrival_changes_no_bit_of_the_average",),
+        (IN_MESSAGES + "the_average_does_not_depend_on_the_order_of_arrival",),
     ),
     # Messages ------------------------------------------------------------------------------------
     Fault(
         "numbers that are not finite pass",
         ((MESSAGES, "not _all_finite(tensor)", "not len(tensor.shape) >= 0"),),
-        (IN_MESSAGES + "finite_numbers_pass_whatever_their_sum_and_others_never_do",),
+        (IN_MESSAGES + "finite_numbers_pass_even_if_their_sum_overflows_and_others_never_pass",),
     ),
     Fault(
         "a message may hold any type of numbers",
         ((MESSAGES, "tensor.dtype not in tensor_files.DTYPE_NAMES:", "tensor.dtype is None:"),),
-        (IN_MESSAGES + "numbers_of_a_type_that_no_network_has_are_refused",),
+        (IN_MESSAGES + "tensors_of_unsupported_dtypes_are_refused",),
     ),
     Fault(
         "a field may be of another type than declared",
@@ -127,27 +125,27 @@ FAULTS: tuple[Fault, ...] = (
                 "fields = {k: v for k, v in fields.items() if k in names}",
             ),
         ),
-        (IN_PROTOCOL + "a_field_that_no_such_message_has_is_refused",),
+        (IN_PROTOCOL + "an_unknown_field_is_refused",),
     ),
     Fault(
         "a stated size is believed",
         ((PROTOCOL, "if size > min(MAX_HEADER_BYTES, len(data) - _START):", "if size > 2**32:"),),
-        (IN_PROTOCOL + "a_header_beyond_its_bound_is_not_even_decoded",),
+        (IN_PROTOCOL + "a_header_above_its_size_limit_is_not_decoded",),
     ),
     Fault(
         "a request of any size is read",
         (("privssl/remote/framing.py", "if size > MAX_BYTES:", "if size > 2**62:"),),
-        (IN_SITE + "a_request_that_states_a_larger_size_than_any_has_is_not_read",),
+        (IN_SITE + "a_request_with_a_stated_size_above_the_limit_is_not_read",),
     ),
     Fault(
         "the id of a visit says nothing of its message",
         ((PROTOCOL, "hashlib.sha256(self.body).digest()", 'hashlib.sha256(b"").digest()'),),
-        (IN_PROTOCOL + "the_id_of_a_visit_follows_from_all_that_decides_over_its_work",),
+        (IN_PROTOCOL + "the_id_of_a_visit_depends_on_every_field_that_affects_its_result",),
     ),
     Fault(
         "the id of a visit follows its deadline",
         ((PROTOCOL, 'k not in ("deadline", "body")', 'k not in ("body",)'),),
-        (IN_PROTOCOL + "a_visit_that_is_sent_again_with_a_later_deadline_is_the_same",),
+        (IN_PROTOCOL + "the_id_of_a_visit_does_not_depend_on_its_deadline",),
     ),
     # A visit -------------------------------------------------------------------------------------
     Fault(
@@ -162,31 +160,27 @@ FAULTS: tuple[Fault, ...] = (
                 "                agent.memory = seen.memory\n",
             ),
         ),
-        (IN_RUNNER + "a_new_mapping_is_remembered_and_none_is_when_a_step_breaks_off",),
+        (IN_RUNNER + "a_new_memory_is_stored_unless_the_step_fails",),
     ),
     Fault(
         "a step may write into what is remembered",
         ((RUNNER, "if version != written[name]]", "if version < written[name]]"),),
-        (IN_RUNNER + "what_is_remembered_is_replaced_and_never_written_into",),
+        (IN_RUNNER + "a_step_cannot_write_into_its_memory_in_place",),
     ),
     Fault(
         "two visits of a round share their chance",
         (("privssl/core/task.py", 'f"{self.visit_key}:{purpose}"', "purpose"),),
-        (IN_CONFORMANCE + "randomness_follows_from_seed_round_agent_step_and_visit",),
+        (IN_CONFORMANCE + "random_numbers_differ_by_round_agent_and_visit_and_not_by_other_calls",),
     ),
     Fault(
         "two purposes share their chance",
         (("privssl/runtime/randomness.py", '{agent}/{purpose}".encode()', '{agent}".encode()'),),
-        (IN_FEDERATION + "no_two_purposes_rounds_agents_or_seeds_share_a_stream",),
+        (IN_FEDERATION + "streams_differ_for_every_seed_round_agent_and_purpose",),
     ),
     Fault(
         "curves of protected rows leave",
         ((LOCAL, "telemetry=agent.account is None,", "telemetry=True,"),),
-        (
-            ""
-            "tests/engines/test_local_engine.py::"
-            "test_no_curve_leaves_an_agent_whose_rows_are_under_a_claim",
-        ),
+        ("tests/engines/test_local_engine.py::test_an_agent_with_an_account_reports_no_metrics",),
     ),
     Fault(
         "an agent gets the server's own tensors",
@@ -203,12 +197,12 @@ FAULTS: tuple[Fault, ...] = (
                 "for place in reversed(range(len(now.calls))):",
             ),
         ),
-        (IN_POOL + "replies_come_in_the_order_of_calls_whoever_is_ready_first",),
+        (IN_POOL + "replies_come_in_the_order_of_calls_and_not_of_completion",),
     ),
     Fault(
         "workers keep what agents remember",
         ((POOL, 'if answer["memory_changed"]:', 'if answer["memory_changed"] is None:'),),
-        (IN_POOL + "an_agent_keeps_its_memory_whichever_worker_it_comes_to",),
+        (IN_POOL + "an_agent_keeps_its_memory_in_every_worker",),
     ),
     Fault(
         "workers open accounts",
@@ -219,12 +213,12 @@ FAULTS: tuple[Fault, ...] = (
                 "return bool(own == call.step)",
             ),
         ),
-        (IN_POOL + "an_agent_with_an_account_is_visited_in_this_process_alone",),
+        (IN_POOL + "an_agent_with_an_account_is_visited_in_this_process_and_reports_no_metrics",),
     ),
     Fault(
         "of several errors the last is raised",
         ((POOL, "raise now.failed[min(now.failed)]", "raise now.failed[max(now.failed)]"),),
-        (IN_POOL + "an_error_arrives_as_itself_and_of_several_the_first_by_the_order_of_calls",),
+        (IN_POOL + "a_workers_error_keeps_its_type_and_the_first_in_call_order_is_raised",),
     ),
     Fault(
         "agents side by side get each other's replies",
@@ -251,7 +245,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a site's private steps take a GPU",
         ((STARTUP, "private = site.budget is not None and", "private = site.budget is None and"),),
-        ("tests/site/test_site.py::test_a_site_with_a_budget_takes_the_cpu_for_private_steps",),
+        ("tests/site/test_site.py::test_a_site_with_a_budget_trains_on_the_cpu",),
     ),
     Fault(
         "private steps take networks that a plug-in moved to a GPU",
@@ -267,8 +261,8 @@ FAULTS: tuple[Fault, ...] = (
         "a private run whose steps took a GPU is resumed",
         (("privssl/runs/launch.py", "        runs_resume.check_device(folder)\n", ""),),
         (
-            "tests/runs/test_resume.py::test_a_private_run_whose_steps_took_a_gpu_is_not_resumed"
-            "[train.log-Device cpu, torch-Device cuda, torch]",
+            "tests/runs/test_resume.py::test_resume_refuses_a_private_run_that_trained_on_a_"
+            "gpu[train.log-Device cpu, torch-Device cuda, torch]",
         ),
     ),
     Fault(
@@ -321,32 +315,32 @@ FAULTS: tuple[Fault, ...] = (
                 "            if stored is not None and not visit.id:\n",
             ),
         ),
-        (IN_SITE + "a_visit_is_charged_and_the_same_request_again_gets_the_stored_reply",),
+        (IN_SITE + "a_visit_is_charged_once_and_a_repeated_request_gets_the_stored_reply",),
     ),
     Fault(
         "a visit that was charged and lost is done again",
         ((SITE, "if account.is_charged(_charge_id(request)):", "if not account:"),),
-        (IN_SITE + "a_reply_that_cannot_be_stored_does_not_leave_and_is_lost",),
+        (IN_SITE + "a_reply_that_cannot_be_stored_is_not_sent_and_the_visit_is_lost",),
     ),
     Fault(
         "a site takes any weights",
         ((SITE, "if largest > LARGEST_WEIGHT:", "if largest > 1e30:"),),
-        (IN_SITE + "a_site_with_a_budget_takes_no_weights_that_training_does_not_come_to",),
+        (IN_SITE + "a_site_with_a_budget_refuses_weights_above_one_million",),
     ),
     Fault(
         "a site imports the network of any config",
         ((STARTUP, "    _check_network(site, config)\n", ""),),
-        (IN_SITE + "a_site_imports_only_the_network_that_its_own_file_names",),
+        (IN_SITE + "a_site_imports_only_the_network_that_its_site_file_allows",),
     ),
     Fault(
         "a site works under another config",
         ((SITE, "if frame.agreement != self.agreement:", "if not frame.agreement:"),),
-        (IN_SITE + "less_noise_in_the_coordinators_config_is_another_config",),
+        (IN_SITE + "a_coordinator_config_with_less_noise_is_refused",),
     ),
     Fault(
         "losses leave a site beside its budget",
         ((SITE, "telemetry=account is None and self.share_notes,", "telemetry=self.share_notes,"),),
-        (IN_SITE + "losses_leave_only_where_the_operator_allows_it_and_never_beside_a_budget",),
+        (IN_SITE + "metrics_are_sent_only_if_the_operator_allows_it_and_never_with_a_budget",),
     ),
     Fault(
         "a site's error tells what it was",
@@ -357,7 +351,7 @@ FAULTS: tuple[Fault, ...] = (
                 "in codes if isinstance(error, kind)), str(error))",
             ),
         ),
-        (IN_SITE + "of_an_error_one_word_leaves_and_the_rest_stays_in_the_log",),
+        (IN_SITE + "an_error_sends_only_its_code_and_logs_its_message_at_the_site",),
     ),
     Fault(
         "a site forgets where its ledger ended",
@@ -373,12 +367,15 @@ FAULTS: tuple[Fault, ...] = (
                 "                pass\n        charged",
             ),
         ),
-        (IN_SITE + "the_ledgers_end_is_remembered_beside_it",),
+        (IN_SITE + "the_mark_records_the_end_of_the_ledger_and_a_damaged_mark_stops_visits",),
     ),
     Fault(
         "a site serves with a ledger that is not the one of its mark",
         ((STARTUP, "    _refuse_other_ledger(path, store)\n", ""),),
-        (IN_SITE + "a_ledger_that_every_step_would_be_refused_for_is_told_before_the_site_serves",),
+        (
+            IN_SITE + "the_command_reports_a_ledger_that_contradicts_its_mark_before_the_site_"
+            "serves",
+        ),
     ),
     Fault(
         "a site may name any share",
@@ -389,17 +386,17 @@ FAULTS: tuple[Fault, ...] = (
                 "bounded = 0 <= answer.weight",
             ),
         ),
-        (IN_REMOTE + "a_reply_that_the_step_could_not_have_given_is_not_taken",),
+        (IN_REMOTE + "a_reply_that_the_step_cannot_produce_counts_as_no_reply",),
     ),
     Fault(
         "a charged visit may name a share",
         ((REMOTE, "answer.weight == 1.0 if answer.charged else bounded", "bounded"),),
-        (IN_REMOTE + "a_reply_that_the_step_could_not_have_given_is_not_taken",),
+        (IN_REMOTE + "a_reply_that_the_step_cannot_produce_counts_as_no_reply",),
     ),
     Fault(
         "an answer to another visit is taken",
         ((REMOTE, "if answer.id != request.id or not (answer.weight", "if not (answer.weight"),),
-        (IN_REMOTE + "an_answer_that_is_none_to_this_visit_is_not_taken",),
+        (IN_REMOTE + "bytes_that_are_no_reply_to_this_visit_count_as_no_reply",),
     ),
     Fault(
         "a site works below the quorum",
@@ -409,7 +406,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an operator's delta may be another than the noise's",
         ((STARTUP, "if budget.delta != privacy.delta:", "if budget.delta > 1:"),),
-        (IN_SITE + "a_config_under_which_the_operators_promise_would_not_hold_is_refused",),
+        (IN_SITE + "a_config_that_contradicts_the_operators_budget_is_refused",),
     ),
     Fault(
         "a site spends what the config promises",
@@ -420,12 +417,12 @@ FAULTS: tuple[Fault, ...] = (
                 "budget = Budget(privacy.epsilon, site",
             ),
         ),
-        (IN_SITE + "a_smaller_budget_of_the_operator_holds_whatever_the_config_promises",),
+        (IN_SITE + "the_operators_smaller_budget_limits_spending_and_cannot_be_raised",),
     ),
     Fault(
         "with private counts a refusal tells of rows",
         ((STARTUP, "public = not config.hides_counts", "public = config is not None"),),
-        (IN_SITE + "with_private_counts_a_site_opens_whatever_the_number_of_its_rows",),
+        (IN_SITE + "with_private_counts_the_delta_is_not_compared_with_the_row_count",),
     ),
     Fault(
         "a site measures only weights that are fractions",
@@ -436,9 +433,6 @@ FAULTS: tuple[Fault, ...] = (
                 "if tensor.is_floating_point() and tensor.numel():",
             ),
         ),
-        (
-            IN_SITE
-            + "weights_that_are_too_large_are_refused_whatever_type_of_number_they_have[kind0]",
-        ),
+        (IN_SITE + "weights_that_are_too_large_are_refused_for_every_dtype[kind0]",),
     ),
 )

@@ -13,8 +13,7 @@ FAULTS: tuple[Fault, ...] = (
         "a convolution stays that oneDNN computes wrongly",
         (("privssl/models/__init__.py", "        avoid_overrun(module)\n", ""),),
         (
-            "tests/ops/test_pointwise_conv.py::"
-            "test_no_narrow_classifier_keeps_a_strided_1x1_convolution"
+            "tests/ops/test_pointwise_conv.py::test_no_narrow_classifier_keeps_a_strided_1x1_convolution"
             "[resnet18]",
         ),
     ),
@@ -29,7 +28,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
             ("privssl/runtime/plugins.py", "    if not is_allowed(name):\n", "    if False:\n"),
         ),
-        (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
+        (IN_NETWORKS + "reading_a_run_folder_imports_no_code",),
     ),
     Fault(
         "a run folder chooses code that generating imports",
@@ -41,7 +40,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    task = task_of(config, len(names), shape)\n",
             ),
         ),
-        (IN_NETWORKS + "synthetic_rows_of_a_run_need_no_network_that_its_folder_names",),
+        (IN_NETWORKS + "generating_rows_imports_no_network_that_the_run_folder_names",),
     ),
     Fault(
         "a private run begins with a classifier that has seen its rows",
@@ -62,7 +61,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            IN_WARM + "a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_without_"
+            f"{IN_WARM}a_private_run_refuses_the_classifier_of_a_run_that_used_its_rows_without_"
             "noise[its layer]",
         ),
     ),
@@ -101,12 +100,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "options of a library's network read files",
         (("privssl/models/own_networks.py", "    _refuse_files(settings)\n", ""),),
-        (IN_NETWORKS + "no_option_of_a_library_reads_or_downloads_a_file",),
+        (IN_NETWORKS + "library_options_that_read_or_download_files_are_refused",),
     ),
     Fault(
         "a network that gives probabilities is trained",
         (("privssl/models/network_checks.py", "    if (out >= 0).all() and", "    if False and"),),
-        (IN_NETWORKS + "a_layer_alone_and_outputs_that_are_no_logits_are_refused",),
+        (IN_NETWORKS + "a_network_of_one_layer_and_outputs_that_are_no_logits_are_refused",),
     ),
     Fault(
         "trackers get the folder of a text encoder",
@@ -123,8 +122,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/api/test_train.py::"
-            "test_a_private_run_tells_no_hash_of_its_rows_and_goes_on_with_them_alone",
+            "tests/api/test_train.py::test_a_private_run_writes_no_hash_of_its_rows_and_"
+            "resumes_only_with_them",
         ),
     ),
     Fault(
@@ -165,7 +164,10 @@ FAULTS: tuple[Fault, ...] = (
                 "    if dataset.tests_drawn and not (",
             ),
         ),
-        ("tests/api/test_dataset.py::test_test_rows_drawn_from_private_rows_make_no_class_public",),
+        (
+            "tests/api/test_dataset.py::test_test_rows_drawn_from_private_rows_do_not_make_"
+            "classes_public",
+        ),
     ),
     Fault(
         "labels of private rows decide how many test rows a class has",
@@ -177,17 +179,14 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/api/test_dataset.py::"
-            "test_with_declared_classes_no_training_label_decides_which_rows_test[declared]",
+            "tests/api/test_dataset.py::test_with_declared_classes_no_training_label_affects_"
+            "the_choice_of_test_rows[declared]",
         ),
     ),
     Fault(
         "a row of a frame has another account where other columns are declared",
         (("privssl/api/frames.py", "wanted, others=True)", "wanted)"),),
-        (
-            "tests/api/test_dataset.py::test_a_row_of_a_frame_is_the_same_record_to_an_account_"
-            "whatever_columns_are_declared",
-        ),
+        ("tests/api/test_dataset.py::test_a_rows_record_does_not_depend_on_the_declared_columns",),
     ),
     Fault(
         "a site takes a split whose order follows from labels",
@@ -198,7 +197,7 @@ FAULTS: tuple[Fault, ...] = (
                 "",
             ),
         ),
-        ("tests/site/test_site.py::test_a_site_takes_no_split_whose_order_follows_from_labels",),
+        ("tests/site/test_site.py::test_a_site_refuses_a_split_drawn_with_rows_ordered_by_class",),
     ),
     Fault(
         "how long a site takes is in metrics.csv",
@@ -217,7 +216,7 @@ FAULTS: tuple[Fault, ...] = (
                 "        pass\n",
             ),
         ),
-        ("tests/cli/test_export.py::test_a_file_names_no_path_and_has_no_line_of_source",),
+        ("tests/cli/test_export.py::test_an_exported_file_contains_no_path_and_no_source_code",),
     ),
     Fault(
         "features that an encoder keeps are no secret of a site",
@@ -229,8 +228,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/site/test_site.py::"
-            "test_features_that_an_encoder_has_kept_are_a_secret_of_the_site",
+            "tests/site/test_site.py::test_the_command_warns_if_other_users_can_read_cached_"
+            "encoder_features",
         ),
     ),
     Fault(
@@ -242,7 +241,7 @@ FAULTS: tuple[Fault, ...] = (
                 "",
             ),
         ),
-        (IN_NETWORKS + "the_card_says_that_network_and_initial_weights_are_taken_as_public",),
+        (IN_NETWORKS + "the_card_states_that_network_and_initial_weights_are_assumed_public",),
     ),
     Fault(
         "a network is trusted because another has the same text",
@@ -268,14 +267,14 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/runs/test_forecast.py::"
-            "test_which_agent_is_timed_does_not_tell_how_many_private_rows_agents_have",
+            "tests/runs/test_forecast.py::test_the_choice_of_the_timed_agent_does_not_depend_"
+            "on_private_row_counts",
         ),
     ),
     Fault(
         "a run folder chooses code that an audit imports",
         (("privssl/audit/canary_attack.py", "if is_imported(config.model.name):", "if False:"),),
-        (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
+        (IN_NETWORKS + "reading_a_run_folder_imports_no_code",),
     ),
     Fault(
         "other rows in memory are taken for those of the run",
@@ -286,7 +285,7 @@ FAULTS: tuple[Fault, ...] = (
                 'if known == "" != data.checksum[:0]:',
             ),
         ),
-        ("tests/api/test_train.py::test_a_run_of_rows_in_memory_is_not_resumed_without_them",),
+        ("tests/api/test_train.py::test_resume_of_a_run_on_rows_in_memory_needs_the_rows",),
     ),
     Fault(
         "a private run takes a network that remembers rows",
@@ -297,7 +296,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    if not kept and not torch.equal",
             ),
         ),
-        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Counting]",),
+        (IN_NETWORKS + "a_private_run_refuses_layers_that_clipping_does_not_bound[Counting]",),
     ),
     Fault(
         "a private run takes a network that remembers rows for evaluation",
@@ -308,7 +307,7 @@ FAULTS: tuple[Fault, ...] = (
                 "        if False:\n",
             ),
         ),
-        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Centring]",),
+        (IN_NETWORKS + "a_private_run_refuses_layers_that_clipping_does_not_bound[Centring]",),
     ),
     Fault(
         "a private step gets some of a network's parameters",
@@ -319,7 +318,7 @@ FAULTS: tuple[Fault, ...] = (
                 "        if False:\n",
             ),
         ),
-        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Halving]",),
+        (IN_NETWORKS + "a_private_run_refuses_layers_that_clipping_does_not_bound[Halving]",),
     ),
     Fault(
         "a site without a row does not start where the number of rows is private",
@@ -330,18 +329,12 @@ FAULTS: tuple[Fault, ...] = (
                 "    if not rows:\n",
             ),
         ),
-        (
-            IN_SITE_ROWS
-            + "whether_a_site_with_a_table_has_a_row_decides_nothing_that_it_refuses[0]",
-        ),
+        (IN_SITE_ROWS + "with_a_private_row_count_an_empty_table_is_treated_like_any_other[0]",),
     ),
     Fault(
         "one image decides whether a site with a private number of rows starts",
         (("privssl/site/startup.py", '    if config.data.name != "csv":\n', "    if False:\n"),),
-        (
-            IN_SITE_ROWS
-            + "a_folder_of_images_is_refused_where_the_number_of_rows_is_private[False]",
-        ),
+        (IN_SITE_ROWS + "an_image_folder_is_refused_if_the_row_count_is_private[False]",),
     ),
     Fault(
         "weights of a run that drew other test rows begin a private run",
@@ -355,7 +348,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "frozen weights are left to a private step",
         (("privssl/models/network_checks.py", "    if frozen:\n", "    if False:\n"),),
-        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Frozen]",),
+        (IN_NETWORKS + "a_private_run_refuses_layers_that_clipping_does_not_bound[Frozen]",),
     ),
     Fault(
         "a private run begins with weights that its rows trained without noise",
@@ -368,7 +361,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "over sites nobody says that the rows behind initial weights were not looked at",
-        ((WARM, "if not split.agents:  # they are sites", "if False:"),),
+        ((WARM, "if not split.agents:  # the agents are sites", "if False:"),),
         (IN_WARM + "over_sites_a_warning_says_that_rows_of_the_sites_were_not_checked[without]",),
     ),
     Fault(
@@ -390,10 +383,7 @@ FAULTS: tuple[Fault, ...] = (
                 "",
             ),
         ),
-        (
-            IN_SITE_ROWS
-            + "sites_whose_columns_have_other_bounds_values_or_another_order_do_not_agree",
-        ),
+        (IN_SITE_ROWS + "sites_with_other_column_bounds_values_or_order_have_other_hashes",),
     ),
     Fault(
         "each site scales a table by its own rows",
@@ -404,7 +394,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    if False:\n",
             ),
         ),
-        (IN_SITE_ROWS + "over_sites_a_table_must_declare_its_columns",),
+        (IN_SITE_ROWS + "a_run_over_sites_refuses_a_table_without_declared_columns",),
     ),
     Fault(
         "one private image in colour decides the rows of a site",
@@ -415,7 +405,7 @@ FAULTS: tuple[Fault, ...] = (
                 "by_train = False",
             ),
         ),
-        (IN_SITE_ROWS + "one_image_in_colour_does_not_decide_the_rows_of_a_private_site",),
+        (IN_SITE_ROWS + "a_private_site_refuses_colour_images_beside_grey_ones",),
     ),
     Fault(
         "an account goes on without the registry of its rows",
@@ -427,9 +417,9 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/site/test_site.py::test_a_ledger_is_moved_as_a_whole_folder_or_refused",
-            "tests/runs/test_shared_accounts.py::"
-            "test_an_account_that_was_copied_without_the_registry_of_its_rows_pays_for_nothing",
+            "tests/site/test_site.py::test_a_ledger_moved_without_its_row_registry_is_refused",
+            "tests/runs/test_shared_accounts.py::test_an_account_without_its_row_registry_is_"
+            "refused",
         ),
     ),
 )

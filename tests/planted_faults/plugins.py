@@ -16,12 +16,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a step writes into its agent's rows",
         ((RUNNER, "if number != rows[name]", "if number < 0"),),
-        (IN_MISTAKES + "a_mistake_in_a_round_is_told_with_its_place[RowsChanged]",),
+        (IN_MISTAKES + "a_mistake_in_a_round_is_reported_with_its_file_and_line[RowsChanged]",),
     ),
     Fault(
         "NumPy's numbers of a method from outside follow from what ran before",
         (("privssl/runtime/randomness.py", "    np.random.seed(seed)\n", ""),),
-        (IN_MISTAKES + "global_generators_are_seeded_for_a_method_from_outside",),
+        (IN_MISTAKES + "global_random_generators_are_seeded_for_a_users_algorithm",),
     ),
     Fault(
         "a run ends with a state that no checkpoint gives back",
@@ -32,7 +32,7 @@ FAULTS: tuple[Fault, ...] = (
                 "if state is None:",
             ),
         ),
-        (IN_MISTAKES + "a_mistake_in_a_round_is_told_with_its_place[OtherState]",),
+        (IN_MISTAKES + "a_mistake_in_a_round_is_reported_with_its_file_and_line[OtherState]",),
     ),
     Fault(
         "a site imports whatever the experiment names",
@@ -43,20 +43,23 @@ FAULTS: tuple[Fault, ...] = (
                 "    with plugins.imports_allowed(None, advice):\n",
             ),
         ),
-        ("tests/site/test_site.py::test_a_site_imports_only_the_plug_ins_that_its_own_file_names",),
+        (
+            "tests/site/test_site.py::test_a_site_imports_only_the_plug_ins_that_its_site_file_"
+            "allows",
+        ),
     ),
     Fault(
         "what reads a run folder imports what it names",
         (("privssl/runtime/plugins.py", "    if not is_allowed(name):\n", "    if False:\n"),),
         (
-            IN_PLUGINS + "nothing_is_imported_where_nobody_allowed_it",
-            IN_PLUGINS + "a_private_run_of_an_own_method_is_audited_only_with_its_name",
+            IN_PLUGINS + "no_plug_in_is_imported_without_permission",
+            IN_PLUGINS + "the_audit_of_a_users_algorithm_imports_it_only_if_the_caller_names_it",
         ),
     ),
     Fault(
         "a permission to import outlives its block",
         (("privssl/runtime/plugins.py", "        _permission.reset(token)\n", "        pass\n"),),
-        (IN_PLUGINS + "nothing_is_imported_where_nobody_allowed_it",),
+        (IN_PLUGINS + "no_plug_in_is_imported_without_permission",),
     ),
     Fault(
         "a method of one's own says what a visit costs",
@@ -67,7 +70,7 @@ FAULTS: tuple[Fault, ...] = (
                 "found.make_plan.__func__ is None",
             ),
         ),
-        (IN_CHECK + "mistakes_are_told_before_anything_is_played[OwnPlan]",),
+        (IN_CHECK + "wrong_arguments_are_refused_before_anything_is_simulated[OwnPlan]",),
     ),
     Fault(
         "the card is silent about a method of one's own",
@@ -78,7 +81,7 @@ FAULTS: tuple[Fault, ...] = (
                 "if algorithm else",
             ),
         ),
-        (IN_PLUGINS + "a_private_run_of_an_own_method_is_audited_only_with_its_name",),
+        (IN_PLUGINS + "the_audit_of_a_users_algorithm_imports_it_only_if_the_caller_names_it",),
     ),
     Fault(
         "an audit believes a card that names another algorithm",
@@ -89,12 +92,12 @@ FAULTS: tuple[Fault, ...] = (
                 "if not config.algorithm.name:",
             ),
         ),
-        (IN_PLUGINS + "a_card_that_hides_the_own_method_is_found",),
+        (IN_PLUGINS + "the_audit_finds_a_card_that_hides_the_users_algorithm",),
     ),
     Fault(
         "a partition of one's own gives a row to two agents",
         (("privssl/data/partition.py", " and np.bincount(ids).max() == 1", ""),),
-        (IN_PLUGINS + "a_mistake_is_one_clear_error[data.partition-Twice]",),
+        (IN_PLUGINS + "a_mistake_in_a_plug_in_raises_one_clear_error[data.partition-Twice]",),
     ),
     Fault(
         "a census of a method of one's own releases whatever it is given",
@@ -131,7 +134,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a private number of rows is read beside private training",
         ((RUNNER, "not (self._counted or mechanism_is_reading())", "not self._rows"),),
-        (IN_STEPS + "a_private_number_of_rows_is_read_by_private_training_alone",),
+        (IN_STEPS + "only_private_training_may_read_a_private_row_count",),
     ),
     Fault(
         "what a network of one's own keeps of a visit's rows is not looked for",
@@ -143,7 +146,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/private_release.py",
-                "    except (PrivacyError, AccountingError):  # of the mechanism itself\n",
+                "    except (PrivacyError, AccountingError):  # raised by the mechanism itself\n",
                 "    except Exception:\n",
             ),
         ),
@@ -172,7 +175,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    print(opened.name, ",
             ),
         ),
-        (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-fitted]",),
+        (IN_PLUGINS + "a_mistake_in_a_plug_in_raises_one_clear_error[data.encoder-fitted]",),
     ),
     Fault(
         "an encoder of one's own keeps something of rows",
@@ -183,7 +186,7 @@ FAULTS: tuple[Fault, ...] = (
                 "if max((a - b).max() for a, b in zip(first, second[::-1], strict=True)) > 0.01:",
             ),
         ),
-        (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-drifting]",),
+        (IN_PLUGINS + "a_mistake_in_a_plug_in_raises_one_clear_error[data.encoder-drifting]",),
     ),
     Fault(
         "a folder of a text encoder chooses code",
@@ -228,8 +231,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/api/test_dataset.py::"
-            "test_a_private_run_refuses_a_number_of_classes_that_labels_alone_say",
+            "tests/api/test_dataset.py::test_a_private_run_refuses_a_class_count_inferred_"
+            "from_labels",
         ),
     ),
     Fault(
@@ -269,7 +272,10 @@ FAULTS: tuple[Fault, ...] = (
                 "        return tree\n",
             ),
         ),
-        ("tests/runs/test_model_card.py::test_no_name_begins_a_section_or_a_line_of_its_own",),
+        (
+            "tests/runs/test_model_card.py::test_names_cannot_add_sections_or_lines_to_the_"
+            "model_card",
+        ),
     ),
     Fault(
         "a run goes on with another version of a plug-in",
@@ -303,8 +309,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/api/test_dataset.py::"
-            "test_a_private_run_refuses_bounds_from_its_rows_and_takes_declared_ones",
+            "tests/api/test_dataset.py::test_a_private_run_refuses_bounds_from_its_rows_and_"
+            "accepts_declared_ones",
         ),
     ),
     Fault(
@@ -316,6 +322,9 @@ FAULTS: tuple[Fault, ...] = (
                 "    if rest is None:\n",
             ),
         ),
-        (IN_CHECK + "a_method_that_breaks_a_promise_fails_with_its_name[Resume]",),
+        (
+            IN_CHECK + "an_algorithm_that_breaks_a_promise_fails_with_the_name_of_the_"
+            "promise[Resume]",
+        ),
     ),
 )

@@ -349,8 +349,8 @@ FAULTS: tuple[Fault, ...] = (
         "a message may hold more than its plan names",
         ((VISITS, "not set(sent) <= set(plan.update)", "False"),),
         (
-            IN_VISITS
-            + "test_a_visit_that_lets_go_of_more_than_its_plan_names_is_refused_and_stays_charged",
+            IN_VISITS + "test_a_visit_that_releases_more_than_its_plan_names_is_refused_and_"
+            "stays_charged",
         ),
         False,
     ),
@@ -363,7 +363,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    unprotected = [n for n in () if not is_release",
             ),
         ),
-        (IN_VISITS + "test_a_charged_step_sends_the_bits_that_a_private_mechanism_made",),
+        (IN_VISITS + "test_a_charged_step_may_send_only_the_bits_that_a_private_mechanism_made",),
         False,
     ),
     Fault(
@@ -375,20 +375,20 @@ FAULTS: tuple[Fault, ...] = (
                 "    return paid and ours",
             ),
         ),
-        (IN_VISITS + "test_a_mechanism_that_did_something_else_than_was_charged_is_refused",),
+        (IN_VISITS + "test_a_mechanism_with_another_event_than_the_charged_one_is_refused",),
         False,
     ),
     Fault(
         "a step looks at all labelled rows beside private training",
         ((VISITS, "and self._sealed and not mechanism_is_reading()", "and not self._sealed"),),
-        (IN_VISITS + "test_under_dp_sgd_private_training_alone_reads_rows",),
+        (IN_VISITS + "test_under_dp_sgd_only_private_training_may_read_rows",),
         False,
     ),
     Fault(
         "one charge pays for a mechanism twice",
         (("privssl/core/private_release.py", "    if made.begun:\n", "    if made is None:\n"),),
         (
-            IN_VISITS + "test_a_charged_step_sends_the_bits_that_a_private_mechanism_made",
+            IN_VISITS + "test_a_charged_step_may_send_only_the_bits_that_a_private_mechanism_made",
             IN_VISIT
             + "test_networks_trained_one_after_the_other_are_two_mechanisms_under_one_charge",
         ),
@@ -462,7 +462,7 @@ FAULTS: tuple[Fault, ...] = (
                 "return here",
             ),
         ),
-        (IN_VISITS + "test_a_step_that_has_not_paid_finds_no_labelled_row",),
+        (IN_VISITS + "test_a_step_cannot_read_labelled_rows_before_its_charge",),
         False,
     ),
     Fault(

@@ -42,22 +42,22 @@ FAULTS: tuple[Fault, ...] = (
                 "run.split[:12]",
             ),
         ),
-        ("tests/compare/test_compare.py::test_a_dry_run_withholds_the_hashes_of_private_splits",),
+        ("tests/compare/test_compare.py::test_a_dry_run_prints_no_hash_of_a_private_split",),
     ),
     Fault(
         "a comparison keeps quiet of configs that use private rows without protection",
         (("privssl/compare/table.py", "    found += _unprotected_beside_private(rows)\n", ""),),
         (
-            "tests/compare/test_compare.py::"
-            "test_a_config_without_a_guarantee_on_the_rows_of_a_private_one_is_named",
+            "tests/compare/test_compare.py::test_a_note_names_a_config_that_uses_private_"
+            "rows_without_a_guarantee",
         ),
     ),
     Fault(
         "a comparison keeps quiet of rows that have no noise in the split of another seed",
         (("privssl/compare/table.py", "    found += _unprotected_in_other_splits(rows)\n", ""),),
         (
-            "tests/compare/test_private_splits.py::"
-            "test_private_runs_on_several_splits_are_said_to_have_no_bound_together",
+            "tests/compare/test_private_splits.py::test_a_note_says_that_private_runs_on_"
+            "several_splits_have_no_joint_bound",
         ),
     ),
     Fault(
@@ -70,8 +70,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/compare/test_private_splits.py::"
-            "test_accounts_in_several_folders_are_said_to_add_up",
+            "tests/compare/test_private_splits.py::test_a_note_says_that_accounts_in_several_"
+            "folders_add_up",
         ),
     ),
     Fault(
@@ -169,9 +169,6 @@ FAULTS: tuple[Fault, ...] = (
                 "    if False:",
             ),
         ),
-        (
-            "tests/compare/test_compare.py::"
-            "test_a_seed_is_not_added_on_other_rows_than_those_of_finished_seeds",
-        ),
+        ("tests/compare/test_compare.py::test_a_further_seed_with_changed_data_is_refused",),
     ),
 )

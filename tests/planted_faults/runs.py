@@ -49,8 +49,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/cli/test_train_command.py::"
-            "test_a_former_run_comes_back_with_its_ledger_where_the_new_one_cannot_begin",
+            "tests/cli/test_train_command.py::test_the_replaced_run_is_restored_with_its_"
+            "ledger_if_the_new_run_cannot_start",
         ),
     ),
     Fault(
@@ -63,8 +63,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/cli/test_train_command.py::"
-            "test_a_run_that_is_replaced_leaves_its_ledger_beside_it",
+            "tests/cli/test_train_command.py::test_the_ledger_of_a_replaced_run_is_kept_"
+            "beside_the_new_run",
         ),
     ),
     # Paying ---------------------------------------------------------------------------------------
@@ -97,8 +97,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/runs/test_shared_accounts.py::"
-            "test_rows_that_two_agents_share_are_refused_in_a_private_run",
+            "tests/runs/test_shared_accounts.py::test_a_private_run_refuses_rows_that_two_"
+            "agents_share",
         ),
         False,
     ),
@@ -165,7 +165,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a charge is not forced to the disk",
         ((JOURNAL, "            os.fsync(self._file)\n", ""),),
-        (IN_FILES + "a_visit_is_on_the_disk_before_it_may_read_a_row",),
+        (IN_FILES + "a_charge_is_durable_before_a_row_can_be_read",),
     ),
     Fault(
         "a journal that somebody changed goes on",
@@ -182,9 +182,8 @@ FAULTS: tuple[Fault, ...] = (
         "after damage the smaller sum is claimed",
         ((LEDGER, "found.epsilon > self.spent()", "found.epsilon < self.spent()"),),
         (
-            ""
-            "tests/runs/test_journal_damage.py::"
-            "test_a_file_that_claims_more_than_was_charged_counts_as_well",
+            "tests/runs/test_journal_damage.py::test_charges_that_only_the_damaged_file_"
+            "records_count_as_well",
         ),
     ),
     Fault(
@@ -231,12 +230,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a checkpoint takes its name before it is on the disk",
         ((CHECKPOINT, "            atomic_files.sync_folder(temporary)\n", ""),),
-        (IN_FILES + "a_snapshot_takes_its_name_when_all_of_it_is_on_the_disk",),
+        (IN_FILES + "a_snapshot_is_renamed_only_after_its_content_is_durable",),
     ),
     Fault(
         "a damaged tensor file is read",
         ((CHECKPOINT, ' or tensor_files.sha256_of(path) != about["sha256"]', ""),),
-        (IN_CHECKPOINT + "a_damaged_snapshot_is_passed_over_for_the_one_before",),
+        (IN_CHECKPOINT + "a_damaged_snapshot_is_skipped_for_the_previous_one",),
     ),
     Fault(
         "a checkpoint of another config is taken",
@@ -252,7 +251,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a private run gets more rounds",
         ((LENGTHENING, "if config.privacy is not None:", "if False:"),),
-        (IN_LENGTHENING + "what_cannot_be_lengthened_is_refused_with_the_reason",),
+        (IN_LENGTHENING + "private_runs_and_scheduled_algorithms_cannot_be_lengthened",),
     ),
     Fault(
         "checkpoints remember no ledger",
@@ -269,8 +268,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/runs/test_accounts_of_a_run.py::"
-            "test_a_new_checkpoint_with_an_old_ledger_is_refused_before_anything_is_read",
+            "tests/runs/test_accounts_of_a_run.py::test_a_new_checkpoint_with_an_old_ledger_"
+            "is_refused_before_any_row_is_read",
         ),
     ),
     Fault(
@@ -284,42 +283,41 @@ FAULTS: tuple[Fault, ...] = (
                 "            pass\n        finally:",
             ),
         ),
-        (IN_FILES + "curves_are_on_the_disk_before_the_checkpoint_of_their_rounds",),
+        (IN_FILES + "metrics_csv_is_durable_before_the_checkpoint_of_its_rounds",),
     ),
     # A run that goes on --------------------------------------------------------------------------
     Fault(
         "agents forget in an interruption",
         ((LOOP, "self._engine.restore(snapshot.memories)", "self._engine.restore({})"),),
         (
-            IN_RESUME
-            + "an_interruption_in_a_round_ends_with_130_and_resume_ends_as_if_it_had_not_been",
+            IN_RESUME + "a_run_interrupted_in_a_round_exits_with_130_and_resumes_to_the_same_"
+            "results",
         ),
     ),
     Fault(
         "a run continues with other rows",
         ((RESUME, "if known not in (None, now.hash):", "if known not in (None, now.hash, then):"),),
-        (IN_RESUME + "a_run_whose_data_is_other_than_it_was_does_not_go_on",),
+        (IN_RESUME + "resume_refuses_changed_data",),
     ),
     Fault(
         "a private run continues without its split",
         ((RESUME, "if prepared.plan is not None:  #", "if prepared.plan is None and then:  #"),),
         (
-            IN_RESUME
-            + "a_split_that_is_lost_or_damaged_is_written_anew_without_privacy_and_needed_with_it",
+            IN_RESUME + "resume_rewrites_a_lost_split_of_a_plain_run_and_refuses_that_of_a_"
+            "private_run",
         ),
     ),
     Fault(
         "a run continues with another config",
         ((RESUME, "    if differing:\n", "    if len(differing) > 99:\n"),),
-        (IN_RESUME + "a_config_that_would_change_results_is_refused_with_what_differs",),
+        (IN_RESUME + "resume_refuses_a_config_that_would_change_results_and_names_the_key",),
     ),
     Fault(
         "a resumed run begins its visits' ids anew",
         (("privssl/core/task.py", 'f"{self.visit_key}@{self.session_id}"', "self.visit_key"),),
         (
-            ""
-            "tests/engines/test_local_engine.py::"
-            "test_a_visit_that_is_run_again_by_another_process_is_charged_anew",
+            "tests/engines/test_local_engine.py::test_a_visit_repeated_by_another_engine_has_"
+            "another_charge_id",
         ),
     ),
     # Results --------------------------------------------------------------------------------------
@@ -336,7 +334,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a resumed run forgets the warnings of its rounds",
         ((LOOP, "*json.loads(progress.warnings), ", ""),),
-        (IN_MEANINGLESS + "warnings_of_rounds_outlive_an_interruption",),
+        (IN_MEANINGLESS + "warnings_of_rounds_are_kept_across_an_interruption",),
     ),
     Fault(
         "an agent that sends back what it got has worked",
@@ -347,7 +345,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    return True or any(",
             ),
         ),
-        (IN_MEANINGLESS + "an_agent_worked_if_it_sent_other_tensors_than_it_got",),
+        (IN_MEANINGLESS + "an_agent_counts_as_trained_if_it_sends_other_tensors_than_it_received",),
     ),
     Fault(
         "a private run tells that all its labels are of one class",
@@ -358,10 +356,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    here =",
             ),
         ),
-        (
-            IN_MEANINGLESS
-            + "training_rows_that_teach_nothing_are_warned_of_unless_the_run_is_private",
-        ),
+        (IN_MEANINGLESS + "useless_training_rows_give_a_warning_unless_the_run_is_private",),
     ),
     Fault(
         "new rows go through whatever weights an encoder has",
@@ -373,8 +368,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/api/test_predict_encoded.py::"
-            "test_an_encoder_that_is_absent_or_has_other_weights_is_one_error",
+            "tests/api/test_predict_encoded.py::test_a_missing_or_changed_encoder_raises_one_"
+            "clear_error",
         ),
     ),
     Fault(
@@ -386,7 +381,7 @@ FAULTS: tuple[Fault, ...] = (
                 "numbers_of(part, dict(sorted(self.columns.items()))), np.array(part.labels)",
             ),
         ),
-        ("tests/api/test_predict_encoded.py::test_predictions_are_right_as_often_as_the_run_says",),
+        ("tests/api/test_predict_encoded.py::test_predictions_have_the_runs_test_accuracy",),
     ),
     Fault(
         "p values of several tests are those of one",
@@ -397,6 +392,6 @@ FAULTS: tuple[Fault, ...] = (
                 "min(1.0, p_values[place])",
             ),
         ),
-        ("tests/compare/test_vary.py::test_corrected_p_values_hold_the_rate_of_any_false_claim",),
+        ("tests/compare/test_vary.py::test_corrected_p_values_control_the_family_wise_error_rate",),
     ),
 )

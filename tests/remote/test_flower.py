@@ -1,14 +1,13 @@
-"""Over Flower itself: one SuperLink and five SuperNodes on loopback, for all tests here.
+"""Runs over Flower: one SuperLink and five SuperNodes on loopback, shared by all tests here.
 
-What sites and their engine owe is tested without a network (test_engine_conformance.py,
-test_remote_engine.py, test_run_over_sites.py); here, that Flower delivers their requests, and that
-all that Flower's processes can do to a run is to hold it up. It needs privssl[flower].
+Sites and their engine are tested without a network (test_engine_conformance.py,
+test_remote_engine.py, test_run_over_sites.py). These tests check that Flower delivers their
+requests, and that failures of Flower's processes only delay a run. They need privssl[flower].
 
-A request costs Flower some seconds and a process of its own, whatever is in it. So SuperNodes are
-started once and know sockets, not what is behind: each socket has a conformance site and one for
-each of five methods, and the first byte of a request says which of them it is for. The runs of
-the five methods go on side by side from the beginning, each with a relay of its own, while the
-tests of the conformance suite use the same SuperNodes.
+Every request costs Flower seconds and a process. So the SuperNodes are started once, and each
+socket serves a conformance site and one site for each of five algorithms; the first byte of a
+request selects the site. The runs of the five algorithms start first and go on in parallel, each
+with its own relay, while the conformance tests use the same SuperNodes.
 """
 
 import contextlib
@@ -49,8 +48,8 @@ from privssl.site.supernode import SuperNode
 from tests.support import engine_conformance as conformance
 from tests.support import transports
 from tests.support.command_line import command
-from tests.support.engine_conformance import STEPS, Told, ask
-from tests.support.resume import Place
+from tests.support.engine_conformance import STEPS, Payload, run_step
+from tests.support.resume import RunPaths
 from tests.support.run_over_sites import DIGITS, on_digits
 
 FLOWER = (Path(sys.executable).parent / "flwr").exists() or shutil.which("flwr")
@@ -59,16 +58,17 @@ pytestmark = [
     pytest.mark.skipif(not FLOWER, reason="Flower is not installed: pip install '.[flower]'"),
 ]
 NAMES = ("s0", "s1", "q0", "q1", "q2")
-#: Six runs begin at once, each with several processes of Flower: on a slow machine that takes
-#: minutes, in which nothing is wrong.
-LONG = 1200.0
-PATIENT = RemoteTimeouts(join_seconds=LONG, visit_seconds=LONG, hello_seconds=LONG)
-HUNG = 2 * LONG  # seconds after which a run says where it is, and ends
+#: Six runs start at once, each with several processes of Flower: slow machines need minutes.
+LONG_SECONDS = 1200.0
+LONG_TIMEOUTS = RemoteTimeouts(
+    join_seconds=LONG_SECONDS, visit_seconds=LONG_SECONDS, hello_seconds=LONG_SECONDS
+)
+HUNG_SECONDS = 2 * LONG_SECONDS  # seconds after which a run prints its stack and ends
 Handler = Callable[[bytes], bytes]
-#: Stands before a command that gets a network of its own.
-ALONE = ["unshare", "--map-root-user", "--net"]
+#: Prefix of a command that runs in its own network namespace.
+OWN_NETWORK = ["unshare", "--map-root-user", "--net"]
 
-#: First byte of a request: which of the sites behind a socket it is for.
+#: First byte of a request: selects the site behind a socket.
 CONFORMANCE = b"-"
 MARKS = {method: str(number).encode() for number, method in enumerate(DIGITS)}
 
@@ -78,12 +78,12 @@ MARKS = {method: str(number).encode() for number, method in enumerate(DIGITS)}
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A SuperLink, SuperNodes, and behind their sockets the sites of five runs, under way."""
+    """A SuperLink, SuperNodes, and the sites of five running runs behind their sockets."""
 
     folder: Path
     address: str
     runs: Mapping[str, BaseProcess]  # by method
-    seen: set[str]  # remote addresses of all connections until now
+    seen: set[str]  # remote addresses of all connections so far
 
 
 @pytest.fixture(scope="module")
@@ -91,32 +91,36 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     folder = tmp_path_factory.mktemp("net")
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(demo, "START_SECONDS", LONG)
+        patch.setattr(demo, "START_SECONDS", LONG_SECONDS)
         for limit in ("START_SECONDS", "GRACE_SECONDS"):
-            patch.setattr(flower_transport, limit, LONG)
+            patch.setattr(flower_transport, limit, LONG_SECONDS)
         address = stack.enter_context(superlink(folder / "link"))
         for name, sites in _sites(folder).items():
             (folder / name).mkdir()
-            stack.enter_context(kept_up(folder / name / "door", functools.partial(_chosen, sites)))
-        # Before the first SuperNode, whose thread greets the SuperLink: a fork at that very moment
-        # inherits locks of OpenSSL that nobody would ever open. Runs wait for their sites.
+            stack.enter_context(
+                served_by_restarting_process(
+                    folder / name / "door", functools.partial(_handle_by_mark, sites)
+                )
+            )
+        # Fork the runs before the first SuperNode connects: a fork during its handshake would
+        # inherit locked locks of OpenSSL. The runs wait for their sites.
         runs = {method: stack.enter_context(_run(folder, address, method)) for method in DIGITS}
         for name in NAMES:
             node = SuperNode(folder / name / "door", folder / name / "flower", address, "", "")
             stack.callback(node.stop)
             node.start()
-        yield Network(folder, address, runs, seen=stack.enter_context(_watched(folder)))
+        yield Network(folder, address, runs, seen=stack.enter_context(_addresses_recorded(folder)))
 
 
-def parties() -> list[Any]:
+def conformance_agents() -> list[Any]:
     """Five agents of the conformance suite."""
     return conformance.agents(4, 7, 5, 3, 6)
 
 
 def _sites(folder: Path) -> dict[str, dict[bytes, Handler]]:
-    """What is behind each socket, by the first byte of requests to it."""
+    """The handlers behind each socket, by the first byte of a request."""
     found: dict[str, dict[bytes, Handler]] = {name: {} for name in NAMES}
-    for name, agent in zip(NAMES, parties(), strict=True):
+    for name, agent in zip(NAMES, conformance_agents(), strict=True):
         found[name][CONFORMANCE] = transports.make_handler(
             agent, STEPS, folder / "conformance"
         ).handle
@@ -129,13 +133,13 @@ def _sites(folder: Path) -> dict[str, dict[bytes, Handler]]:
     return found
 
 
-def _chosen(sites: Mapping[bytes, Handler], frame: bytes) -> bytes:
+def _handle_by_mark(sites: Mapping[bytes, Handler], frame: bytes) -> bytes:
     return sites[frame[:1]](frame[1:])
 
 
 @contextlib.contextmanager
-def kept_up(path: Path, handle: Handler) -> Iterator[None]:
-    """A process behind a socket, and another one whenever it dies."""
+def served_by_restarting_process(path: Path, handle: Handler) -> Iterator[None]:
+    """Serve a socket from a process that is restarted whenever it dies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
         keeper = os.fork()
@@ -155,8 +159,8 @@ def kept_up(path: Path, handle: Handler) -> Iterator[None]:
         os.waitpid(keeper, 0)
 
 
-class Marked:
-    """A transport to one of the sites behind each socket."""
+class MarkedTransport:
+    """A transport that prefixes requests with the byte of a site."""
 
     def __init__(self, transport: FlowerTransport, mark: bytes) -> None:
         self._transport, self._mark = transport, mark
@@ -166,7 +170,7 @@ class Marked:
 
     def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
         return self._transport.exchange(
-            {a: self._mark + said for a, said in frames.items()}, seconds
+            {a: self._mark + output for a, output in frames.items()}, seconds
         )
 
     def close(self) -> None:
@@ -175,7 +179,7 @@ class Marked:
 
 @contextlib.contextmanager
 def _run(folder: Path, address: str, method: str) -> Iterator[BaseProcess]:
-    """The training command over the sites of a method, under way."""
+    """Run the training command over the sites of a method in the background."""
     process = multiprocessing.get_context("fork").Process(
         target=_train, args=(folder, address, method)
     )
@@ -190,25 +194,32 @@ def _run(folder: Path, address: str, method: str) -> Iterator[BaseProcess]:
 
 
 def _train(folder: Path, address: str, method: str) -> None:
-    """In a process of its own, whose status is that of the command."""
-    faulthandler.dump_traceback_later(HUNG, exit=True)
-    patch, there = pytest.MonkeyPatch(), place(folder, method)
+    """Run the training command; exit with its status."""
+    faulthandler.dump_traceback_later(HUNG_SECONDS, exit=True)
+    patch, paths = pytest.MonkeyPatch(), run_paths(folder, method)
     patch.setattr(
-        engine_factory, "FlowerTransport", lambda *to: Marked(FlowerTransport(*to), MARKS[method])
+        engine_factory,
+        "FlowerTransport",
+        lambda *to: MarkedTransport(FlowerTransport(*to), MARKS[method]),
     )
-    how = ("run.engine=flower", f"run.superlink={address}", f"run.join_seconds={LONG}", "--quiet")
-    outcome = command(there.config, there.output, *how)
+    how = (
+        "run.engine=flower",
+        f"run.superlink={address}",
+        f"run.join_seconds={LONG_SECONDS}",
+        "--quiet",
+    )
+    outcome = command(paths.config, paths.output, *how)
     print(outcome.out, outcome.err)
     sys.exit(outcome.status)
 
 
-def place(folder: Path, method: str) -> Place:
-    return Place(folder / method / "experiment.yaml", folder / method / "run")
+def run_paths(folder: Path, method: str) -> RunPaths:
+    return RunPaths(folder / method / "experiment.yaml", folder / method / "run")
 
 
 @contextlib.contextmanager
-def _watched(folder: Path) -> Iterator[set[str]]:
-    """Remote addresses of Flower's processes under a folder, looked at every half second."""
+def _addresses_recorded(folder: Path) -> Iterator[set[str]]:
+    """Record remote addresses of Flower's processes under a folder every half second."""
     seen, over = set[str](), threading.Event()
 
     def watch() -> None:
@@ -248,97 +259,104 @@ def _connections(folder: Path) -> set[str]:
     return found
 
 
-# What every engine owes ------------------------------------------------------------------------
+# Engine conformance ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def there(network: Network) -> Iterator[SitesEngine]:
-    """An engine over five sites that do the steps of the conformance suite."""
+def engine(network: Network) -> Iterator[SitesEngine]:
+    """An engine over five conformance sites."""
     engine = SitesEngine(
-        Marked(FlowerTransport(network.address, ""), CONFORMANCE),
-        [agent.ref for agent in parties()],
+        MarkedTransport(FlowerTransport(network.address, ""), CONFORMANCE),
+        [agent.ref for agent in conformance_agents()],
         algorithm=STEPS,
-        agreement=transports.AGREED,
+        agreement=transports.AGREEMENT,
         home=LocalEngine([], seed=3, device=transports.CPU),
-        timeouts=PATIENT,
+        timeouts=LONG_TIMEOUTS,
     )
     with contextlib.closing(engine):
         yield engine
 
 
-def test_replies_come_in_order_with_the_bits_of_other_engines_and_a_replay_is_the_same(
-    there: SitesEngine,
+def test_replies_keep_their_order_and_equal_those_of_other_engines_also_when_repeated(
+    engine: SitesEngine,
 ) -> None:
-    told, order = Told(number=2.0), "q3 q0 q4 q1 q2"
-    first = ask(there, STEPS.draw, told, order)
+    request, order = Payload(number=2.0), "q3 q0 q4 q1 q2"
+    first = run_step(engine, STEPS.draw, request, order)
     assert " ".join(reply.sender.id for reply in first) == order
     for other in ("local", "2 workers"):
-        with conformance.made(other, parties()) as reference:
-            assert conformance.all_same(first, ask(reference, STEPS.draw, told, order))
-    assert conformance.all_same(ask(there, STEPS.draw, told, "q4 q0"), [first[2], first[1]])
+        with conformance.running_engine(other, conformance_agents()) as reference:
+            assert conformance.same_replies(first, run_step(reference, STEPS.draw, request, order))
+    assert conformance.same_replies(
+        run_step(engine, STEPS.draw, request, "q4 q0"), [first[2], first[1]]
+    )
 
 
-def test_calls_of_one_agent_see_the_last_and_memories_stay_at_sites_and_are_put_back(
-    there: SitesEngine,
+def test_calls_of_one_agent_see_its_memory_and_memories_can_be_restored(
+    engine: SitesEngine,
 ) -> None:
-    there.restore({})
-    assert [r.payload.number for r in ask(there, STEPS.count, whom="q0 q0")] == [1.0, 2.0]
-    before, whom = there.memories(), "q1 q0"
-    assert [r.payload.number for r in ask(there, STEPS.count, None, whom, 2)] == [1.0, 3.0]
-    there.restore(before)
-    assert [r.payload.number for r in ask(there, STEPS.count, None, whom, 2)] == [1.0, 3.0]
+    engine.restore({})
+    assert [r.payload.number for r in run_step(engine, STEPS.count, whom="q0 q0")] == [1.0, 2.0]
+    before, whom = engine.memories(), "q1 q0"
+    assert [r.payload.number for r in run_step(engine, STEPS.count, None, whom, 2)] == [1.0, 3.0]
+    engine.restore(before)
+    assert [r.payload.number for r in run_step(engine, STEPS.count, None, whom, 2)] == [1.0, 3.0]
 
 
-def test_declining_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_run(
-    there: SitesEngine, monkeypatch: pytest.MonkeyPatch
+def test_declined_and_failed_replies_keep_their_order_and_the_first_error_is_raised(
+    engine: SitesEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(there, "_timeouts", dataclasses.replace(PATIENT, absent="skip"))
-        patch.setattr(there, "_policy", MissingReplyPolicy(skip=("fail", "diverge")))
-        steps = (STEPS.fail, STEPS.fail, STEPS.hush, STEPS.fail, STEPS.diverge)
+        patch.setattr(engine, "_timeouts", dataclasses.replace(LONG_TIMEOUTS, absent="skip"))
+        patch.setattr(engine, "_policy", MissingReplyPolicy(skip=("fail", "diverge")))
+        steps = (STEPS.fail, STEPS.fail, STEPS.decline, STEPS.fail, STEPS.diverge)
         replies = list(
-            there.deliver(
-                [Call(a, step, Told(), 1) for a, step in zip(there.roster(), steps, strict=True)]
+            engine.deliver(
+                [
+                    Call(a, step, Payload(), 1)
+                    for a, step in zip(engine.roster(), steps, strict=True)
+                ]
             )
         )
     absent = [r.content.reason if isinstance(r.content, NoReply) else "" for r in replies]
     assert absent == ["data", "failed", "", "", "diverged"]
     assert replies[2].declined and replies[3].payload.text == "q3"
     with pytest.raises(SiteError, match=r"q1 has no reply to fail .*\(failed\)"):
-        ask(there, STEPS.fail, whom="q3 q1 q0", number=2)
+        run_step(engine, STEPS.fail, whom="q3 q1 q0", number=2)
 
 
-def test_large_requests_are_carried_whole(there: SitesEngine) -> None:
-    wide = Told(w={"a": torch.arange(5_000_000.0)})  # 20 MB: Flower cuts it into pieces
-    said = ask(there, STEPS.scribble, wide, whom="q1")[0].payload
-    assert said.w["a"].shape == (5_000_000,) and float(said.w["a"].min()) == 9.0
+def test_a_large_request_arrives_complete(engine: SitesEngine) -> None:
+    wide = Payload(w={"a": torch.arange(5_000_000.0)})  # 20 MB: Flower cuts it into pieces
+    payload = run_step(engine, STEPS.overwrite_input, wide, whom="q1")[0].payload
+    assert payload.w["a"].shape == (5_000_000,) and float(payload.w["a"].min()) == 9.0
 
 
-def test_a_visit_whose_site_is_killed_is_done_by_the_next_process_to_the_same_bits(
-    there: SitesEngine, tmp_path: Path
+def test_a_visit_whose_site_is_killed_is_repeated_by_the_next_process_with_the_same_bits(
+    engine: SitesEngine, tmp_path: Path
 ) -> None:
     marker = tmp_path / "died"
-    told, order = Told(text=str(marker)), "q2 q1 q0"
-    replies = ask(there, STEPS.die_once, told, order)
+    request, order = Payload(text=str(marker)), "q2 q1 q0"
+    replies = run_step(engine, STEPS.die_once, request, order)
     assert marker.exists()
-    with conformance.made("local", parties()) as reference:
-        assert conformance.all_same(replies, ask(reference, STEPS.die_once, told, order))
+    with conformance.running_engine("local", conformance_agents()) as reference:
+        assert conformance.same_replies(
+            replies, run_step(reference, STEPS.die_once, request, order)
+        )
 
 
-# The same bits ---------------------------------------------------------------------------------
+# Equal bits ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", DIGITS)
-def test_five_sites_over_flower_come_to_the_weights_of_one_process_and_of_workers(
+def test_five_sites_over_flower_end_with_the_weights_of_one_process_and_of_workers(
     network: Network, tmp_path: Path, method: str
 ) -> None:
-    there = place(network.folder, method)
-    network.runs[method].join(HUNG + 60)
+    paths = run_paths(network.folder, method)
+    network.runs[method].join(HUNG_SECONDS + 60)
     assert network.runs[method].exitcode == 0
     for workers in (1, 2):
-        here = Place(there.config, tmp_path / f"{workers}")
+        here = RunPaths(paths.config, tmp_path / f"{workers}")
         assert command(here.config, here.output, f"run.workers={workers}", "--quiet").status == 0
-        mine, expected = there.weights(), here.weights()
+        mine, expected = paths.weights(), here.weights()
         assert mine.keys() == expected.keys()
         assert all((w == expected[name]).all() for name, w in mine.items())
 
@@ -346,39 +364,39 @@ def test_five_sites_over_flower_come_to_the_weights_of_one_process_and_of_worker
 # Nothing leaves loopback -------------------------------------------------------------------------
 
 
-def test_no_process_of_flower_had_a_connection_beyond_loopback(network: Network) -> None:
+def test_flowers_processes_connect_only_to_loopback(network: Network) -> None:
     for run in network.runs.values():
-        run.join(HUNG + 60)
+        run.join(HUNG_SECONDS + 60)
     assert network.seen, "the control: there are connections"
     assert [one for one in network.seen if not one.startswith(("127.", "::1"))] == []
 
 
 @pytest.mark.slow
-def test_a_whole_deployment_looks_for_no_way_out_of_loopback(tmp_path: Path) -> None:
+def test_a_deployment_seeks_no_route_beyond_loopback(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(PRIVATE)
     small = ("agents.support=1", "agents.query=1", "algorithm.rounds=1")
     demonstration = ("privssl.site.demo", tmp_path / "sites", "--config", tmp_path / "c.yaml")
-    looks, said = ways_out("-m", *demonstration, *small)
-    assert looks == 0
-    told = ("2 sites: s0, q0", "Finished. 1 rounds", "steps run", "GUARANTEE", "CONSISTENT")
-    places = [said.rfind(words) for words in told]
-    assert places[0] >= 0 and places == sorted(places), said
-    # The control: Flower itself, when it is not told what our launchers tell it.
-    looks, said = ways_out(flower_transport.program("flwr"), "--version")
-    assert looks > 0 and "Flower version" in said
+    routes_sought, output = count_routes_sought("-m", *demonstration, *small)
+    assert routes_sought == 0
+    milestones = ("2 sites: s0, q0", "Finished. 1 rounds", "steps run", "GUARANTEE", "CONSISTENT")
+    places = [output.rfind(text) for text in milestones]
+    assert places[0] >= 0 and places == sorted(places), output
+    # The control: Flower without the settings of our launchers.
+    routes_sought, output = count_routes_sought(flower_transport.program("flwr"), "--version")
+    assert routes_sought > 0 and "Flower version" in output
 
 
-def ways_out(*program: object) -> tuple[int, str]:
-    """How often a Python program, or what it starts, looks for a route that there is not.
+def count_routes_sought(*program: object) -> tuple[int, str]:
+    """Run a Python program in a network namespace with loopback only.
 
-    It runs where the network is loopback and nothing else; the system counts there. The second
-    value is what it said.
+    Returns:
+        How often it or its children sought a route that does not exist, and its output.
     """
-    if not shutil.which("ip") or subprocess.run([*ALONE, "true"], check=False).returncode:
+    if not shutil.which("ip") or subprocess.run([*OWN_NETWORK, "true"], check=False).returncode:
         pytest.skip("this system makes no network namespace for us (unshare, ip)")
     inside = 'ip link set lo up && "$@" >&2 && cat /proc/net/snmp /proc/net/snmp6'
     done = subprocess.run(
-        [*ALONE, "sh", "-c", inside, "sh", sys.executable, *map(str, program)],
+        [*OWN_NETWORK, "sh", "-c", inside, "sh", sys.executable, *map(str, program)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -399,11 +417,11 @@ algorithm:
 privacy: {epsilon: 9.0, delta: 1.0e-3, noise_multiplier: 2.0, sample_rate: 1.0, steps: 2}
 run: {checkpoint_every: 1, images_every: 1000}
 """
-HOW = ("run.absent=skip", "run.quorum=0.5", "run.visit_seconds=60.0", "--quiet")
+RUN_SETTINGS = ("run.absent=skip", "run.quorum=0.5", "run.visit_seconds=60.0", "--quiet")
 
 
 class Deployment:
-    """Coordinator, SuperLink and five sites with their SuperNodes, each a process to be killed."""
+    """A coordinator, a SuperLink and five sites with SuperNodes, each a process that tests kill."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         (folder / "c.yaml").write_text(PRIVATE)
@@ -419,7 +437,7 @@ class Deployment:
                 assert time.monotonic() < end, f"{name} did not start"
                 time.sleep(0.1)
         self.run = self.folder / "run"
-        self.train = demo.train(self.folder, self.address, *HOW)
+        self.train = demo.train(self.folder, self.address, *RUN_SETTINGS)
 
     def link(self, port: int = 0) -> str:
         return self.stack.enter_context(superlink(self.folder / "superlink", port))
@@ -429,7 +447,7 @@ class Deployment:
         self.sites[name] = self.stack.enter_context(opened)
 
     def worked(self, name: str) -> set[str]:
-        """The visits that a site has done, by its log."""
+        """The visits that a site has completed, from its log."""
         path = self.folder / name / "site.log"
         lines = path.read_text().splitlines() if path.exists() else []
         return {line.split("Step ")[1] for line in lines if line.endswith(" done")}
@@ -449,16 +467,16 @@ class Deployment:
             time.sleep(0.02)
 
 
-def ours(pattern: str, folder: Path) -> list[int]:
-    """Processes of Flower with this in their command line, of the test that has this folder."""
+def flower_processes(pattern: str, folder: Path) -> list[int]:
+    """Processes of Flower under a folder whose command line contains ``pattern``."""
     found = []
     for process in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         with contextlib.suppress(OSError):
             about = Path(f"/proc/{process}")
             settings_ = (about / "environ").read_bytes().split(b"\0")
             home = [part for part in settings_ if part.startswith(b"FLWR_HOME=" + bytes(folder))]
-            words = (about / "cmdline").read_bytes().replace(b"\0", b" ")
-            if home and pattern.encode() in words:
+            arguments = (about / "cmdline").read_bytes().replace(b"\0", b" ")
+            if home and pattern.encode() in arguments:
                 found.append(process)
     return found
 
@@ -471,55 +489,67 @@ def kill(processes: Iterable[int]) -> None:
 
 
 @pytest.mark.slow
-def test_a_private_run_survives_kills_at_six_moments_and_no_ledger_is_below_what_was_released(
+def test_a_private_run_survives_six_kills_and_every_released_result_was_charged(
     tmp_path: Path,
 ) -> None:
     with contextlib.ExitStack() as stack:
-        there = Deployment(tmp_path, stack)
+        deployment = Deployment(tmp_path, stack)
 
-        # 1: a site in the middle of a visit, as soon as the visit is charged; its SuperNode ends
-        # with it.
-        there.until(lambda: there.charged("s0") == 1, "the first charge")
-        os.killpg(there.sites["s0"].pid, signal.SIGKILL)
-        there.start("s0")
+        # 1: kill a site during a visit, as soon as it is charged. Its SuperNode ends with it.
+        deployment.until(lambda: deployment.charged("s0") == 1, "the first charge")
+        os.killpg(deployment.sites["s0"].pid, signal.SIGKILL)
+        deployment.start("s0")
 
-        # 2: a SuperNode, whose site goes on and gets its requests from another one.
-        kill(ours("flower-supernode", there.folder / "q1"))
-        there.until(lambda: there.rounds() >= 1, "a round after the death of a site")
-        there.until(lambda: there.worked("q1"), "a visit after the death of a SuperNode")
+        # 2: kill a SuperNode. Its site continues with a new SuperNode.
+        kill(flower_processes("flower-supernode", deployment.folder / "q1"))
+        deployment.until(lambda: deployment.rounds() >= 1, "a round after the death of a site")
+        deployment.until(lambda: deployment.worked("q1"), "a visit after the death of a SuperNode")
 
-        # 3: the carrier beside the coordinator.
-        done = there.rounds()
-        kill(ours("flwr-serverapp", there.folder))
-        there.until(lambda: there.rounds() > done, "a round after the death of the carrier")
-
-        # 4: the process of Flower that brings a request.
-        there.until(lambda: ours("flwr-clientapp", there.folder), "a letter on its way")
-        done = there.rounds()
-        kill(ours("flwr-clientapp", there.folder)[:1])
-        there.until(lambda: there.rounds() > done, "a round after the death of a bringer")
-
-        # 5: the SuperLink, which forgets its runs.
-        port, done = int(there.address.rpartition(":")[2]), there.rounds()
-        kill(ours("", there.folder / "superlink"))
-        time.sleep(1)
-        there.link(port)
-        there.until(lambda: there.rounds() > done, "a round after the death of the SuperLink")
-
-        # 6: the coordinator, in the middle of a round.
-        charged = there.charged("s0")
-        there.until(lambda: there.charged("s0") > charged, "another visit")
-        there.train.kill()
-        there.train.wait()
-        there.train = demo.train(
-            there.folder, there.address, *HOW, "--resume", str(there.run), output=False
+        # 3: kill the ServerApp beside the coordinator.
+        done = deployment.rounds()
+        kill(flower_processes("flwr-serverapp", deployment.folder))
+        deployment.until(
+            lambda: deployment.rounds() > done, "a round after the death of the ServerApp"
         )
-        assert there.train.wait(timeout=400) == 0
+
+        # 4: kill a ClientApp, the process of Flower that delivers a request.
+        deployment.until(
+            lambda: flower_processes("flwr-clientapp", deployment.folder), "a request in transit"
+        )
+        done = deployment.rounds()
+        kill(flower_processes("flwr-clientapp", deployment.folder)[:1])
+        deployment.until(
+            lambda: deployment.rounds() > done, "a round after the death of a ClientApp"
+        )
+
+        # 5: kill the SuperLink, which loses its runs.
+        port, done = int(deployment.address.rpartition(":")[2]), deployment.rounds()
+        kill(flower_processes("", deployment.folder / "superlink"))
+        time.sleep(1)
+        deployment.link(port)
+        deployment.until(
+            lambda: deployment.rounds() > done, "a round after the death of the SuperLink"
+        )
+
+        # 6: kill the coordinator during a round.
+        charged = deployment.charged("s0")
+        deployment.until(lambda: deployment.charged("s0") > charged, "another visit")
+        deployment.train.kill()
+        deployment.train.wait()
+        deployment.train = demo.train(
+            deployment.folder,
+            deployment.address,
+            *RUN_SETTINGS,
+            "--resume",
+            str(deployment.run),
+            output=False,
+        )
+        assert deployment.train.wait(timeout=400) == 0
 
         for name in ("s0", "s1"):
-            worked = there.worked(name)
-            # The control: kill 1 hit a visit that was charged, and of which nothing came.
-            assert len(worked) <= there.charged(name) - (name == "s0")
-            journal = read_journal(there.folder / name / "ledger" / f"{name}.jsonl")
+            worked = deployment.worked(name)
+            # The control: kill 1 hit a charged visit that never completed.
+            assert len(worked) <= deployment.charged(name) - (name == "s0")
+            journal = read_journal(deployment.folder / name / "ledger" / f"{name}.jsonl")
             assert journal.problems == [] and journal.epsilon <= 9.0
-    assert there.rounds() == 7
+    assert deployment.rounds() == 7

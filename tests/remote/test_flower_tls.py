@@ -1,8 +1,7 @@
-"""Over Flower with TLS and keys: who is let in, who is believed, and who is told what is wrong.
+"""Flower with TLS and registered keys: authentication, identity and error messages.
 
-A real SuperLink with certificate and registered keys, real SuperNodes and sites, the real training
-command; all on loopback. What each side looks at alone is in test_site_keys.py. All of it is slow,
-and needs privssl[flower].
+A SuperLink, SuperNodes, sites and the training command on loopback. test_site_keys.py tests each
+side alone. All tests are slow and need privssl[flower].
 """
 
 import contextlib
@@ -20,13 +19,15 @@ from accounting.ledger import read_journal
 from privssl.core.agents import Agent, AgentRef
 from privssl.engines.local import LocalEngine
 from privssl.engines.remote import SitesEngine
+from privssl.remote import protocol
 from privssl.remote.discovery import RemoteTimeouts, SiteError
 from privssl.remote.flower_transport import FlowerTransport
 from privssl.remote.node_keys import NodeKeys
+from privssl.remote.protocol import EndOfRun, IdentifyRequest, StepRequest
 from privssl.site import demo, keys
 from privssl.site.supernode import SuperNode
 from tests.support import certificates, transports
-from tests.support.engine_conformance import STEPS, agents, ask
+from tests.support.engine_conformance import STEPS, agents, run_step
 from tests.support.site import serving
 
 certificates.skip_without_cryptography()
@@ -52,7 +53,7 @@ run: {images_every: 1000}
 
 
 class Link:
-    """A SuperLink with TLS, SuperNodes with the keys of q0 and q1, and what delivers requests."""
+    """A SuperLink with TLS, SuperNodes with the keys of q0 and q1, and a transport."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self.folder, self.keys = folder, folder / "keys"
@@ -79,7 +80,7 @@ class Link:
             self.transport,
             [AgentRef(name, "query") for name in names],
             algorithm=STEPS,
-            agreement=transports.AGREED,
+            agreement=transports.AGREEMENT,
             home=LocalEngine([], seed=3, device=transports.CPU),
             timeouts=RemoteTimeouts(join_seconds=seconds, visit_seconds=60.0),
             key_owner=self.transport.key_owner,
@@ -103,7 +104,7 @@ def queries(*names: str) -> list[Agent]:
     return [agent for agent in agents() if agent.id in names]
 
 
-def test_the_coordinator_knows_each_site_by_the_key_that_it_signs_with(
+def test_the_coordinator_identifies_each_site_by_its_signing_key(
     link: Link, tmp_path: Path
 ) -> None:
     assert sorted(map(link.transport.key_owner, link.transport.addresses())) == ["q0", "q1"]
@@ -111,14 +112,17 @@ def test_the_coordinator_knows_each_site_by_the_key_that_it_signs_with(
         for agent in queries("q0", "q1"):
             handler = transports.make_handler(agent, STEPS, tmp_path)
             stack.enter_context(serving(link.socket_path(agent.id), handler.handle))
-        there = link.engine("q0", "q1")
-        assert {n: link.transport.key_owner(a) for n, a in there._sites.address.items()} == {
+        engine = link.engine("q0", "q1")
+        assert {n: link.transport.key_owner(a) for n, a in engine._sites.address.items()} == {
             "q0": "q0", "q1": "q1",
         }  # fmt: skip
-        assert [reply.sender.id for reply in ask(there, STEPS.draw, whom="q0 q1")] == ["q0", "q1"]
+        assert [reply.sender.id for reply in run_step(engine, STEPS.draw, whom="q0 q1")] == [
+            "q0",
+            "q1",
+        ]
 
 
-def test_a_registered_site_that_takes_the_name_of_one_that_is_away_is_refused_and_not_visited(
+def test_a_registered_site_with_the_name_of_an_absent_agent_is_refused_and_not_visited(
     link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [q0] = queries("q0")
@@ -131,22 +135,24 @@ def test_a_registered_site_that_takes_the_name_of_one_that_is_away_is_refused_an
 
     monkeypatch.setattr(link.transport, "exchange", exchange)
     impostor = serving(link.socket_path("q1"), transports.make_handler(q0, STEPS, tmp_path).handle)
-    # q0's own SuperNode is there, and nobody behind its socket.
+    # q0's own SuperNode runs, but no site serves its socket.
     with impostor, pytest.raises(SiteError, match="with the key of q1 says that it is q0"):
         link.engine("q0", seconds=20.0)
-    assert sent and not any(b'"letter":"Visit"' in frame for frame in sent)
+    expected = (IdentifyRequest, StepRequest, EndOfRun)
+    kinds = {type(protocol.from_bytes(frame, *expected)) for frame in sent}
+    assert IdentifyRequest in kinds and StepRequest not in kinds
 
 
-def test_a_key_that_is_registered_and_of_no_agent_is_nobodys(link: Link, tmp_path: Path) -> None:
+def test_a_registered_key_of_no_agent_has_no_owner(link: Link, tmp_path: Path) -> None:
     others = NodeKeys(link.keys, ["q2"])
     assert [others.owner(link.transport._keys[a]) for a in link.transport.addresses()] == ["", ""]
 
 
-# What is wrong, and who is told -------------------------------------------------------------------
+# Error messages -----------------------------------------------------------------------------------
 
 
 class Sites:
-    """Folders of a support and a query site with a budget, and what is said at each side."""
+    """Folders of a support site and a query site, and the output of each side."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         (folder / "c.yaml").write_text(PRIVATE)
@@ -156,18 +162,18 @@ class Sites:
     def start(self, name: str, address: str, *more: str) -> None:
         self.stack.enter_context(demo.site(self.folder / name, address, *more))
 
-    def says(self, name: str, text: str) -> None:
-        """In its log and on its terminal."""
+    def wait_for_output(self, name: str, text: str) -> None:
+        """Wait until a site prints a text to its log and to its terminal."""
         for file in ("site.log", "out"):
             path = self.folder / name / file
 
-            def said(path: Path = path) -> bool:
+            def printed(path: Path = path) -> bool:
                 return path.exists() and text in " ".join(path.read_text().split())
 
-            until(said, f"{file} of {name} with: {text}")
+            until(printed, f"{file} of {name} with: {text}")
 
-    def coordinator_says(self, address: str, *more: str) -> str:
-        """What the training command ends with, before any visit."""
+    def coordinator_error(self, address: str, *more: str) -> str:
+        """Run the training command, which fails before any visit; return its output."""
         with (self.folder / "said").open("wb+") as file:
             process = demo.train(
                 self.folder, address, "run.join_seconds=5.0", "run.overwrite=true", *more, said=file
@@ -177,7 +183,7 @@ class Sites:
             return " ".join(file.read().decode().split())
 
     def charged(self) -> int:
-        """Visits that were paid for; 0 also before there is an account."""
+        """The number of charged visits; 0 before there is an account."""
         path = self.folder / "s0" / "ledger" / "s0.jsonl"
         return len(read_journal(path).events) if path.exists() else 0
 
@@ -188,43 +194,41 @@ def sites(tmp_path: Path) -> Iterator[Sites]:
         yield Sites(tmp_path, stack)
 
 
-def test_a_site_in_clear_and_one_with_an_unknown_key_are_told_so_and_the_coordinator_waits(
+def test_sites_without_tls_or_with_an_unknown_key_report_it_and_do_not_join(
     sites: Sites, link: Link
 ) -> None:
     keys.make(sites.folder / "others", "127.0.0.1", ["s0", "q0"])
-    stranger = (
+    unregistered = (
         "--certificate",
         str(link.keys / "ca.crt"),
         "--key",
         str(sites.folder / "others/q0"),
     )
     sites.start("s0", link.address)
-    sites.start("q0", link.address, *stranger)
-    sites.says("s0", "speaks TLS. Give its root certificate")
-    sites.says("q0", "the SuperLink does not know the key of this site")
-    said = sites.coordinator_says(link.address, f"run.certificate={link.keys / 'ca.crt'}")
-    assert "2 of 2 sites are not there after 5 s: s0, q0" in said
-    assert "names are pinned to no keys" in said
+    sites.start("q0", link.address, *unregistered)
+    sites.wait_for_output("s0", "speaks TLS. Give its root certificate")
+    sites.wait_for_output("q0", "the SuperLink does not know the key of this site")
+    printed = sites.coordinator_error(link.address, f"run.certificate={link.keys / 'ca.crt'}")
+    assert "2 of 2 sites are not there after 5 s: s0, q0" in printed
+    assert "names are pinned to no keys" in printed
     assert sites.charged() == 0
 
 
-def test_a_site_without_a_key_is_told_that_it_needs_one(sites: Sites, link: Link) -> None:
+def test_a_site_without_a_key_reports_that_it_needs_one(sites: Sites, link: Link) -> None:
     sites.start("q0", link.address, "--certificate", str(link.keys / "ca.crt"))
-    sites.says("q0", "requires a key of every site. Give --key")
+    sites.wait_for_output("q0", "requires a key of every site. Give --key")
 
 
-def test_a_coordinator_without_the_certificate_or_with_another_is_told_so(
-    sites: Sites, link: Link
-) -> None:
+def test_a_coordinator_without_the_right_certificate_reports_it(sites: Sites, link: Link) -> None:
     keys.make(sites.folder / "others", "127.0.0.1", ["s0"])
-    assert "speaks TLS. Give its root certificate" in sites.coordinator_says(link.address)
+    assert "speaks TLS. Give its root certificate" in sites.coordinator_error(link.address)
     other = f"run.certificate={sites.folder / 'others' / 'ca.crt'}"
-    said = sites.coordinator_says(link.address, other)
-    assert "the certificate of the SuperLink" in said and "is refused by" in said
+    printed = sites.coordinator_error(link.address, other)
+    assert "the certificate of the SuperLink" in printed and "is refused by" in printed
     assert not (sites.folder / "run" / "checkpoints").exists() and sites.charged() == 0
 
 
-def test_an_expired_certificate_of_the_superlink_is_told_to_sites_and_coordinator(
+def test_sites_and_coordinator_report_an_expired_superlink_certificate(
     sites: Sites,
 ) -> None:
     made = certificates.with_expired_link(sites.folder / "keys", "s0", "q0")
@@ -233,22 +237,24 @@ def test_an_expired_certificate_of_the_superlink_is_told_to_sites_and_coordinato
             sites.start(name, address, *demo.of_site(made, name))
         expired = "certificate has expired. Whoever runs the SuperLink must renew it"
         for name in ("s0", "q0"):
-            sites.says(name, expired)
-        assert expired in sites.coordinator_says(address, *demo.of_coordinator(made))
+            sites.wait_for_output(name, expired)
+        assert expired in sites.coordinator_error(address, *demo.of_coordinator(made))
     assert sites.charged() == 0
 
 
-def test_an_expired_root_is_told_before_anything_starts(sites: Sites, link: Link) -> None:
+def test_an_expired_root_certificate_is_reported_before_anything_starts(
+    sites: Sites, link: Link
+) -> None:
     old = certificates.expired_root(sites.folder / "old")
     sites.start("s0", link.address, "--certificate", str(old))
     out = sites.folder / "s0" / "out"
-    until(lambda: "expired on 2020-02-01. Get a new one" in out.read_text(), "a word")
+    until(lambda: "expired on 2020-02-01. Get a new one" in out.read_text(), "the error")
     assert not (sites.folder / "s0" / "door").exists()
-    said = sites.coordinator_says(link.address, f"run.certificate={old}")
-    assert "expired on 2020-02-01. Get a new one" in said
+    printed = sites.coordinator_error(link.address, f"run.certificate={old}")
+    assert "expired on 2020-02-01. Get a new one" in printed
 
 
-# The whole ---------------------------------------------------------------------------------------
+# Whole runs ---------------------------------------------------------------------------------------
 
 
 def test_the_demonstration_runs_over_tls_with_pinned_keys_to_a_guarantee(tmp_path: Path) -> None:

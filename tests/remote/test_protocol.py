@@ -1,4 +1,4 @@
-"""Messages: what was put in comes out, what was not asked for does not, and nothing is run."""
+"""The wire protocol: round trips, refused input, and no execution of received code."""
 
 import dataclasses
 import json
@@ -45,18 +45,18 @@ FRAMES = (
     LedgerResponse("s0", b'{"seq":0}\n'),
     LedgerResponse("q0"),
 )
-EVERY = (IdentifyRequest, Identity, StepRequest, StepResponse, EndOfRun, LedgerResponse)
+ALL_KINDS = (IdentifyRequest, Identity, StepRequest, StepResponse, EndOfRun, LedgerResponse)
 
 
-def word_of(data: bytes, *expected: Any) -> str:
+def error_code_of(data: bytes, *expected: Any) -> str:
     with pytest.raises(WireError) as error:
-        protocol.from_bytes(data, *(expected or EVERY))
+        protocol.from_bytes(data, *(expected or ALL_KINDS))
     return error.value.error_code
 
 
 @pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
-def test_a_message_comes_out_as_it_was_put_in(frame: Any) -> None:
-    back = protocol.from_bytes(protocol.to_bytes(frame), *EVERY)
+def test_every_message_survives_serialisation(frame: Any) -> None:
+    back = protocol.from_bytes(protocol.to_bytes(frame), *ALL_KINDS)
     assert type(back) is type(frame) and back == frame
     if isinstance(frame, StepResponse):  # -0.0 == 0.0
         assert [struct.pack("d", v) for v in back.notes.values()] == [
@@ -66,36 +66,38 @@ def test_a_message_comes_out_as_it_was_put_in(frame: Any) -> None:
 
 # The id of a visit ---------------------------------------------------------------------------
 
-OTHERS: dict[str, Any] = {
+CHANGES: dict[str, Any] = {
     "run": "r2", "agreement": "e" * 64, "agent": "s1", "round": 4, "step": "other", "visit": 1,
     "memory": "", "message": "Other", "body": b"\x01tensors\xff",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("field", OTHERS)
-def test_the_id_of_a_visit_follows_from_all_that_decides_over_its_work(field: str) -> None:
-    assert dataclasses.replace(VISIT, **{field: OTHERS[field]}).id != VISIT.id
+@pytest.mark.parametrize("field", CHANGES)
+def test_the_id_of_a_visit_depends_on_every_field_that_affects_its_result(field: str) -> None:
+    assert dataclasses.replace(VISIT, **{field: CHANGES[field]}).id != VISIT.id
 
 
-def test_a_visit_that_is_sent_again_with_a_later_deadline_is_the_same() -> None:
+def test_the_id_of_a_visit_does_not_depend_on_its_deadline() -> None:
     assert dataclasses.replace(VISIT, deadline=2000).id == VISIT.id
-    assert {*OTHERS, "deadline"} == {spec.name for spec in dataclasses.fields(StepRequest)}
+    assert {*CHANGES, "deadline"} == {spec.name for spec in dataclasses.fields(StepRequest)}
 
 
 # What is refused -----------------------------------------------------------------------------
 
 
-def test_another_version_or_format_is_refused_with_that_word(
+def test_another_version_or_format_is_refused_with_the_code_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = protocol.to_bytes(VISIT)
-    assert word_of(data[:7] + bytes([protocol.FORMAT + 1]) + data[8:]) == "version"
+    assert error_code_of(data[:7] + bytes([protocol.FORMAT + 1]) + data[8:]) == "version"
     monkeypatch.setattr(protocol, "__version__", "9.9.9")
-    assert word_of(data) == "version"
-    # Even where that version has other messages: what is not understood is not judged.
-    newer = protocol.to_bytes(VISIT).replace(b'"Visit"', b'"Lisit"')
+    assert error_code_of(data) == "version"
+    # Also if the other version has messages that this one does not know.
+    newer = protocol.to_bytes(VISIT)
+    assert newer.count(b'"Visit"') == 1
+    newer = newer.replace(b'"Visit"', b'"Lisit"')
     monkeypatch.undo()
-    assert word_of(newer) == "version"
+    assert error_code_of(newer) == "version"
 
 
 @pytest.mark.parametrize(
@@ -118,13 +120,13 @@ def test_another_version_or_format_is_refused_with_that_word(
     ],
     ids=range(14),
 )
-def test_what_is_not_a_message_in_form_is_refused(change: Callable[[bytes], bytes]) -> None:
+def test_a_malformed_message_is_refused(change: Callable[[bytes], bytes]) -> None:
     data = protocol.to_bytes(VISIT)
     assert change(data) != data
-    assert word_of(change(data)) == "refused"
+    assert error_code_of(change(data)) == "refused"
 
 
-def test_a_field_that_no_such_message_has_is_refused() -> None:
+def test_an_unknown_field_is_refused() -> None:
     data = protocol.to_bytes(VISIT)
     size = int.from_bytes(data[8:12], "little")
     about = json.loads(data[12 : 12 + size])
@@ -134,57 +136,57 @@ def test_a_field_that_no_such_message_has_is_refused() -> None:
         return data[:8] + len(header).to_bytes(4, "little") + header + data[12 + size :]
 
     assert frame(about["fields"]) == data  # the control
-    assert word_of(frame({**about["fields"], "more": 1})) == "refused"
+    assert error_code_of(frame({**about["fields"], "more": 1})) == "refused"
 
 
-def test_a_header_beyond_its_bound_is_not_even_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_above_its_size_limit_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     def decoded(_: bytes) -> dict[str, object]:
         raise AssertionError("it was decoded")
 
     monkeypatch.setattr(protocol, "decode", decoded)
     start, most = protocol.to_bytes(VISIT)[:8], protocol.MAX_HEADER_BYTES
     for size in (most + 1, 10 * most):
-        assert word_of(start + size.to_bytes(4, "little") + b" " * size) == "refused"
+        assert error_code_of(start + size.to_bytes(4, "little") + b" " * size) == "refused"
     with pytest.raises(AssertionError, match="decoded"):  # the control
-        word_of(start + most.to_bytes(4, "little") + b" " * most)
+        error_code_of(start + most.to_bytes(4, "little") + b" " * most)
 
 
-def test_a_kind_that_was_not_asked_for_is_refused() -> None:
+def test_a_message_of_an_unexpected_kind_is_refused() -> None:
     data = protocol.to_bytes(ANSWER)
-    assert word_of(data, IdentifyRequest, StepRequest) == "refused"
+    assert error_code_of(data, IdentifyRequest, StepRequest) == "refused"
     assert protocol.from_bytes(data, StepResponse) == ANSWER  # the control
 
 
 @given(st.integers(0, len(protocol.to_bytes(VISIT)) - 1), st.integers(1, 255), st.booleans())
-def test_damage_ends_in_a_word_or_in_another_visit_never_in_another_error(
+def test_a_damaged_message_gives_an_error_code_or_another_visit_and_no_other_error(
     place: int, change: int, cut: bool
 ) -> None:
     data = bytearray(protocol.to_bytes(VISIT))
     data[place] ^= change
     try:
-        found = protocol.from_bytes(bytes(data[:place] if cut else data), *EVERY)
+        found = protocol.from_bytes(bytes(data[:place] if cut else data), *ALL_KINDS)
     except WireError as error:
         assert error.error_code in protocol.ERROR_CODES
     else:
         assert found != VISIT
 
 
-def made_by_hand(kind: str, fields: Any) -> bytes:
+def handmade_frame(kind: str, fields: Any) -> bytes:
     header = encode({"letter": kind, "privssl": __version__, "fields": fields})
     start = b"privssl" + bytes([protocol.FORMAT])
     return start + len(header).to_bytes(4, "little") + header
 
 
-@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
-def test_a_list_of_the_names_of_fields_is_no_message(kind: Any) -> None:
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.__name__)
+def test_a_list_of_field_names_is_no_message(kind: Any) -> None:
     names = [spec.name for spec in dataclasses.fields(kind) if spec.name != "body"]
-    assert word_of(made_by_hand(kind.__name__, names)) == "refused"
+    assert error_code_of(handmade_frame(kind.__name__, names)) == "refused"
 
 
 @pytest.mark.parametrize(
     "name", ["test/accuracy", "round", "loss", "train/a,b", "train/\x1b[2J", "train/a\n", "train/"]
 )
-def test_a_site_names_no_measure_that_is_not_its_own(name: str) -> None:
+def test_a_site_can_report_only_training_metrics(name: str) -> None:
     fields = {
         "id": "",
         "error": "",
@@ -193,14 +195,16 @@ def test_a_site_names_no_measure_that_is_not_its_own(name: str) -> None:
         "memory": "",
         "charged": False,
     }
-    assert word_of(made_by_hand("Answer", fields | {"notes": {name: real(0.5)}})) == "refused"
-    own = made_by_hand("Answer", fields | {"notes": {"train/loss": real(0.5)}})
+    assert (
+        error_code_of(handmade_frame("Answer", fields | {"notes": {name: real(0.5)}})) == "refused"
+    )
+    own = handmade_frame("Answer", fields | {"notes": {"train/loss": real(0.5)}})
     assert protocol.from_bytes(own, StepResponse).notes == {"train/loss": 0.5}  # the control
 
 
-def test_numbers_that_are_none_do_not_travel() -> None:
+def test_a_metric_that_is_not_finite_is_refused() -> None:
     data = protocol.to_bytes(StepResponse("", notes={"train/loss": float("nan")}))
-    assert word_of(data) == "refused"
+    assert error_code_of(data) == "refused"
 
 
 # Tensors -------------------------------------------------------------------------------------
@@ -211,7 +215,7 @@ class Weights(Message):
     w: StateDict
 
 
-def test_bfloat16_travels_as_its_own_bits() -> None:
+def test_bfloat16_keeps_its_bits_in_a_message() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     finite = every[every.isfinite()]
     assert len(finite) == 2**16 - 2 * 2**7  # all but two exponents' worth of mantissas
@@ -223,16 +227,16 @@ def test_bfloat16_travels_as_its_own_bits() -> None:
     assert torch.equal(back.view(torch.int16), finite.view(torch.int16))
 
 
-def test_the_bytes_of_equal_messages_are_equal_whatever_their_strides() -> None:
+def test_equal_messages_have_equal_bytes_whatever_the_strides_of_their_tensors() -> None:
     plain = torch.arange(12.0).reshape(3, 4)
     turned = plain.t().contiguous().t()
     assert plain.stride() != turned.stride()
     assert serialize(Weights({"w": plain})) == serialize(Weights({"w": turned}))
 
 
-def test_a_pickle_in_the_place_of_a_message_is_not_run(tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_a_message_is_not_executed(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    # What pickle.dumps makes of an object whose __reduce__ calls os.mkdir.
+    # The pickle of an object whose __reduce__ calls os.mkdir.
     bomb = b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR."
     body = protocol.from_bytes(
         protocol.to_bytes(dataclasses.replace(VISIT, body=bomb)), StepRequest
@@ -242,7 +246,7 @@ def test_a_pickle_in_the_place_of_a_message_is_not_run(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-# What both sides must have alike -------------------------------------------------------------
+# The compatibility hash ----------------------------------------------------------------------
 
 CONFIG = """
 data: {name: toy, labelled: 24, unlabelled: 30}
@@ -254,7 +258,7 @@ privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 1.0, steps: 2}
 TASK = (tuple("0123456789"), (1, 8, 8))
 
 
-def agreed(folder: Path, *arguments: str) -> str:
+def compatibility_hash(folder: Path, *arguments: str) -> str:
     (folder / "c.yaml").write_text(CONFIG)
     return configs.compatibility_hash(configs.load_config(folder / "c.yaml", arguments), *TASK)
 
@@ -266,11 +270,11 @@ def agreed(folder: Path, *arguments: str) -> str:
      "privacy.steps=3", "privacy.clip_norm=1.1", "privacy.sample_rate=0.9", "privacy=null",
      "privacy.delta=1.0e-6", "privacy.record_counts=private"],
 )  # fmt: skip
-def test_whoever_has_another_number_in_the_plan_does_not_agree(
+def test_the_compatibility_hash_depends_on_settings_that_affect_results(
     tmp_path: Path, argument: str
 ) -> None:
-    more = ["privacy=null"] if "precision" in argument else []  # which go not together
-    assert agreed(tmp_path, argument, *more) != agreed(tmp_path, *more)
+    more = ["privacy=null"] if "precision" in argument else []  # privacy excludes bfloat16
+    assert compatibility_hash(tmp_path, argument, *more) != compatibility_hash(tmp_path, *more)
 
 
 @pytest.mark.parametrize(
@@ -278,16 +282,20 @@ def test_whoever_has_another_number_in_the_plan_does_not_agree(
     ["data.split=s.json", "run.name=other", "run.checkpoint_every=3",
      "run.workers=1"],
 )  # fmt: skip
-def test_what_belongs_to_one_machine_need_not_be_alike(tmp_path: Path, argument: str) -> None:
-    assert agreed(tmp_path, argument) == agreed(tmp_path)
+def test_the_compatibility_hash_does_not_depend_on_settings_of_one_machine(
+    tmp_path: Path, argument: str
+) -> None:
+    assert compatibility_hash(tmp_path, argument) == compatibility_hash(tmp_path)
 
 
-def test_data_may_lie_elsewhere_on_each_machine(tmp_path: Path) -> None:
-    here, there = (agreed(tmp_path, "data.name=npz", f"data.root={root}") for root in "ab")
+def test_the_compatibility_hash_does_not_depend_on_the_data_folder(tmp_path: Path) -> None:
+    here, there = (
+        compatibility_hash(tmp_path, "data.name=npz", f"data.root={root}") for root in "ab"
+    )
     assert here == there
 
 
-def test_parties_with_other_classes_or_rows_of_another_shape_do_not_agree(tmp_path: Path) -> None:
+def test_the_compatibility_hash_depends_on_class_names_and_row_shape(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     config = configs.load_config(tmp_path / "c.yaml")
     tasks = [TASK, (("cat", "dog"), (1, 8, 8)), (("dog", "cat"), (1, 8, 8)), (TASK[0], (1, 8, 9))]

@@ -69,7 +69,7 @@ def test_columns_become_numbers_by_the_bounds_and_categories_of_training_rows(
     assert_allclose(found.x_train, np.array(wanted))
     assert_allclose(found.x_test, [[1, -1, -1, 1], [0, -1, -1, -1]])
     assert "column size has values beyond its bounds (1)" in caplog.text
-    assert "1 values of column colour are no category of it" in caplog.text
+    assert "1 values of column colour are not among its categories" in caplog.text
 
 
 def test_declared_bounds_and_categories_fix_the_scaling(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_missing_number_becomes_the_middle_and_an_indicator(
     assert_allclose(found.x_train[:, :2], size)
     # the middle and a missing number differ
     assert_allclose(found.x_test[:, :2], [[0, 1], [0, -1]])
-    assert "says where: size (3 of 5)." in caplog.text
+    assert "number for them: size (3 of 5)." in caplog.text
     # All spellings of a missing value are one record to an account.
     assert found.records is not None
     assert found.records[1] == found.records[3] == found.records[4] != found.records[0]

@@ -149,7 +149,7 @@ def test_features_that_cannot_be_cached_on_a_full_disk_are_still_used(
 
     monkeypatch.setattr(atomic_files, "replace", full)
     assert torch.equal(encode(counting.encoder, IMAGES, tmp_path), expected(IMAGES))
-    assert "cannot be kept" in caplog.text
+    assert "cannot be cached" in caplog.text
 
 
 # Features ------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_integer_categories_beside_a_missing_value_keep_their_category(
     ward[:2] = np.nan, 1.5
     found = run.predict(patients(ward=ward), probabilities=True)
     assert (found != wanted).any(axis=1).tolist() == [True, True] + [False] * (ROWS - 2)
-    said = "2 values of column ward are no category of it (the first: ''; it has 1, 2, 3)"
+    said = "2 values of column ward are not among its categories (the first: ''; it has 1, 2, 3)"
     assert said in caplog.text
 
 

@@ -1,6 +1,6 @@
-"""The accounts of a whole run, through the command: refused, tampered with, rolled back, full disk.
+"""Accounts in runs of the training command: bad numbers, tampering, rollback, locks and full disks.
 
-One account is tests/accounting/test_ledger.py; here is what a run makes of it, with real processes.
+tests/accounting/test_ledger.py tests single accounts.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ from privssl.experiment import prepare
 from tests.support.command_line import Outcome, assert_refused, tree
 from tests.support.ledger import rebuilt
 from tests.support.private_fedssl import sealed
-from tests.support.resume import PRIVATE, Place, command, ledgers, place, signalled
-from tests.support.transports import beside
+from tests.support.resume import PRIVATE, RunPaths, command, ledgers, place, signals_at_call
+from tests.support.transports import process_at_work
 
 
 @pytest.fixture
 def library() -> None:
-    """For tests of the second library; all others do without it, which takes seconds a run."""
+    """Use the second accounting library; it takes seconds a run, so other tests omit it."""
     if not verify.available():
         pytest.skip("dp-accounting is not installed")
 
 
 @pytest.fixture(autouse=True)
-def quick(request: pytest.FixtureRequest) -> Iterator[None]:
+def without_second_library(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if "library" not in request.fixturenames:
             patch.setattr(verify, "available", lambda: False)
@@ -55,31 +55,31 @@ SHORT = PRIVATE.replace("rounds: 4", "rounds: 2")
 
 
 @pytest.fixture
-def seal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run of the command is sealed."""
+def sealed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make reading a labelled row raise AssertionError in every run of the command."""
     real_prepare = prepare.prepare
     monkeypatch.setattr(prepare, "prepare", lambda config: sealed(real_prepare(config)))
 
 
-# Numbers from which no promise follows ----------------------------------------------------------
+# Numbers without a privacy bound ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [".inf", "-.inf", ".nan", "-1.0", "-1.0e-300"])
 @pytest.mark.parametrize("acknowledged", ["true", "false"])
-def test_a_budget_that_is_no_number_from_zero_up_is_refused_even_when_acknowledged(
+def test_a_budget_that_is_negative_or_not_finite_is_refused_even_if_acknowledged(
     tmp_path: Path, number: str, acknowledged: str
 ) -> None:
-    # A run without a budget is one without a privacy section, so that nothing looks like a promise.
-    at = place(tmp_path, PRIVATE.replace("epsilon: 4.0", f"epsilon: {number}"))
-    outcome = command(at.config, at.output, f"privacy.acknowledge_unsound={acknowledged}")
+    # A run without a budget has no privacy section, so nothing looks like a guarantee.
+    paths = place(tmp_path, PRIVATE.replace("epsilon: 4.0", f"epsilon: {number}"))
+    outcome = command(paths.config, paths.output, f"privacy.acknowledge_unsound={acknowledged}")
 
     assert_refused(outcome, "privacy.epsilon", "leave the privacy section out")
 
-    assert not at.run.exists()
+    assert not paths.run.exists()
 
 
-def memory_of(action: Callable[[], object]) -> int:
-    """Bytes that an action held at most."""
+def peak_memory_of(action: Callable[[], object]) -> int:
+    """Peak memory of an action in bytes."""
     tracemalloc.start()
     try:
         action()
@@ -89,42 +89,42 @@ def memory_of(action: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("noise", ["0.0", "-1.0", ".nan", ".inf", "1.0e-9", "1e-3", "true"])
-def test_noise_from_which_no_bound_follows_is_refused_in_no_time_and_no_memory(
+def test_noise_without_a_privacy_bound_is_refused_in_little_time_and_memory(
     tmp_path: Path, noise: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_far(*_: object, **__: object) -> NoReturn:
+    def fail_if_called(*_: object, **__: object) -> NoReturn:
         raise AssertionError("an accountant ran, or data was read")
 
-    at = place(tmp_path, PRIVATE)
-    command(at.config, "--dry-run", "privacy.noise_multiplier=-2.0")  # everything is imported
-    monkeypatch.setattr(rdp, "compute_rdp", too_far)
-    monkeypatch.setattr(prepare, "prepare", too_far)
+    paths = place(tmp_path, PRIVATE)
+    command(paths.config, "--dry-run", "privacy.noise_multiplier=-2.0")  # imports everything
+    monkeypatch.setattr(rdp, "compute_rdp", fail_if_called)
+    monkeypatch.setattr(prepare, "prepare", fail_if_called)
     outcomes: list[Outcome] = []
-    given = (at.config, at.output, f"privacy.noise_multiplier={noise}")
+    arguments = (paths.config, paths.output, f"privacy.noise_multiplier={noise}")
 
     started = time.process_time()
-    outcomes.append(command(*given))
-    assert time.process_time() - started < 5  # an accountant of such noise would take minutes
-    assert memory_of(lambda: outcomes.append(command(*given))) < 50 * 2**20
+    outcomes.append(command(*arguments))
+    assert time.process_time() - started < 5  # accounting of such noise would take minutes
+    assert peak_memory_of(lambda: outcomes.append(command(*arguments))) < 50 * 2**20
 
     for outcome in outcomes:
         assert_refused(outcome, "privacy.noise_multiplier")
-    assert not at.run.exists()
+    assert not paths.run.exists()
 
 
-def test_the_check_of_memory_notices_sixty_megabytes() -> None:
-    assert memory_of(lambda: np.ones(60 * 2**17)) > 50 * 2**20
+def test_control_the_memory_check_notices_sixty_megabytes() -> None:
+    assert peak_memory_of(lambda: np.ones(60 * 2**17)) > 50 * 2**20
 
 
 @pytest.mark.usefixtures("library")
-def test_a_delta_beyond_numeric_composition_makes_a_run_without_bounds_not_an_infinite_claim(
+def test_a_delta_too_small_for_the_second_library_gives_a_card_without_bounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    at = place(tmp_path, PRIVATE.replace("1.0e-3", "1.0e-15"))
+    paths = place(tmp_path, PRIVATE.replace("1.0e-3", "1.0e-15"))
 
-    assert command(at.config, at.output, "algorithm.rounds=1").status == 0
+    assert command(paths.config, paths.output, "algorithm.rounds=1").status == 0
 
-    text = (at.run / "privacy.json").read_text()
+    text = (paths.run / "privacy.json").read_text()
     assert "Infinity" not in text and "NaN" not in text
     for entry in json.loads(text)["agents"]:
         numbers = entry["epsilon"]
@@ -132,86 +132,88 @@ def test_a_delta_beyond_numeric_composition_makes_a_run_without_bounds_not_an_in
         assert (numbers["pld_lower"], numbers["pld_upper"]) == (None, None)
         assert "delta 1e-15 is below 1e-12" in numbers["why_no_bounds"]
         assert "Use the RDP value" in numbers["why_no_bounds"]
-    assert audit.main([str(at.run)]) == 0
+    assert audit.main([str(paths.run)]) == 0
     capsys.readouterr()
 
 
-# Runs of the command, for all below ----------------------------------------------------------
+# Runs shared by the tests below --------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """A private run, interrupted after the visits of round 2 of 4: its checkpoint is of round 1."""
-    at = place(tmp_path_factory.mktemp("stopped"), PRIVATE.replace("every: 2", "every: 1"))
+    paths = place(tmp_path_factory.mktemp("stopped"), PRIVATE.replace("every: 2", "every: 1"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "available", lambda: False)
-        with signalled(LocalEngine, "deliver", 3 + 3, signal.SIGINT):  # s0, s1, then the others
-            assert command(at.config, at.output).status == 130
-    assert {len(read_journal(path).events) for path in ledgers(at).values()} == {2}
-    return at
+        with signals_at_call(
+            LocalEngine, "deliver", 3 + 3, signal.SIGINT
+        ):  # s0, s1, then the query agents
+            assert command(paths.config, paths.output).status == 130
+    assert {len(read_journal(path).events) for path in ledgers(paths).values()} == {2}
+    return paths
 
 
 @pytest.fixture(scope="module")
-def ended(stopped: Place, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """The same run at its end."""
-    at = Place(stopped.config, tmp_path_factory.mktemp("ended") / "run")
-    shutil.copytree(stopped.run, at.run)
+def ended(stopped: RunPaths, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """The same run, resumed to its end."""
+    paths = RunPaths(stopped.config, tmp_path_factory.mktemp("ended") / "run")
+    shutil.copytree(stopped.run, paths.run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "available", lambda: False)
-        assert command(at.config, "--resume", at.run).status == 0
-    return at
+        assert command(paths.config, "--resume", paths.run).status == 0
+    return paths
 
 
 @pytest.fixture
-def copy(stopped: Place, tmp_path: Path) -> Place:
-    at = Place(stopped.config, tmp_path / "run")
-    shutil.copytree(stopped.run, at.run)
-    return at
+def copy(stopped: RunPaths, tmp_path: Path) -> RunPaths:
+    paths = RunPaths(stopped.config, tmp_path / "run")
+    shutil.copytree(stopped.run, paths.run)
+    return paths
 
 
-def changed(at: Place, before: dict[str, tuple[bytes, int]]) -> set[str]:
-    after = tree(at.run)
+def changed_files(paths: RunPaths, before: dict[str, tuple[bytes, int]]) -> set[str]:
+    after = tree(paths.run)
     return {name for name in before | after if before.get(name) != after.get(name)}
 
 
-# Tampering, told by the commands ----------------------------------------------------------------
+# Tampering --------------------------------------------------------------------------------------
 
 
-def flipped(lines: list[bytes]) -> list[bytes]:
+def flip_byte(lines: list[bytes]) -> list[bytes]:
     middle = bytearray(lines[1])
     middle[len(middle) // 2] ^= 1
     return [lines[0], bytes(middle), *lines[2:]]
 
 
-def forged(lines: list[bytes]) -> list[bytes]:
+def forge_sum(lines: list[bytes]) -> list[bytes]:
     records = [json.loads(line) for line in lines]
-    told = float.fromhex(records[3]["eps_after"]["hex"])
-    records[3]["eps_after"] = real(0.99 * told)
+    error_text = float.fromhex(records[3]["eps_after"]["hex"])
+    records[3]["eps_after"] = real(0.99 * error_text)
     return rebuilt(records).splitlines()
 
 
-def not_a_number(lines: list[bytes]) -> list[bytes]:
+def write_nan(lines: list[bytes]) -> list[bytes]:
     assert b'"steps":2' in lines[1]
     return [lines[0], lines[1].replace(b'"steps":2', b'"steps":NaN', 1), *lines[2:]]
 
 
-#: The lines of the ledger: a plan, then reserve and settle of two visits. More ways to tamper with
-#: one are in tests/accounting/test_ledger.py; here is what the commands say.
+#: The lines of the ledger: a plan, then reserve and settle of two visits.
+#: tests/accounting/test_ledger.py has more kinds of tampering.
 TAMPERING: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
-    "a byte is flipped": (flipped, "line "),  # 2 or 3: not JSON any more, or another hash
+    "a byte is flipped": (flip_byte, "line "),  # 2 or 3: invalid JSON, or another hash
     "a line is deleted": (lambda lines: [*lines[:2], *lines[3:]], "line 3: does not continue"),
-    "a number is NaN": (not_a_number, "line 2: NaN"),
+    "a number is NaN": (write_nan, "line 2: NaN"),
     "the tail is cut off": (lambda lines: lines[:3], "it was cut or rolled back"),
-    "the sum is forged and the chain rebuilt": (forged, "line 4: says epsilon"),
+    "the sum is forged and the chain rebuilt": (forge_sum, "line 4: says epsilon"),
 }
 
 
 @pytest.mark.parametrize("how", TAMPERING)
-def test_no_run_goes_on_and_no_audit_passes_on_a_ledger_that_was_tampered_with(
-    copy: Place, capsys: pytest.CaptureFixture[str], seal: None, how: str
+def test_a_tampered_ledger_is_refused_by_resume_and_by_the_audit(
+    copy: RunPaths, capsys: pytest.CaptureFixture[str], sealed_runs: None, how: str
 ) -> None:
     path = ledgers(copy)["s1"]
-    tamper, told = TAMPERING[how]
+    tamper, error_text = TAMPERING[how]
     lines = path.read_bytes().splitlines()
     assert len(lines) == 5
     tampered = tamper(lines)
@@ -221,23 +223,23 @@ def test_no_run_goes_on_and_no_audit_passes_on_a_ledger_that_was_tampered_with(
 
     outcome = command(copy.config, "--resume", copy.run)
 
-    assert_refused(outcome, str(path), told, "Put the true journal back")
-    assert changed(copy, before) <= {"train.log"}  # which tells of the attempt
+    assert_refused(outcome, str(path), error_text, "Put the true journal back")
+    assert changed_files(copy, before) <= {"train.log"}  # which logs the attempt
     assert audit.main([str(copy.run)]) == 1
     capsys.readouterr()
 
 
-def test_the_same_ledger_written_anew_is_accepted(
-    copy: Place, capsys: pytest.CaptureFixture[str]
+def test_control_a_rewritten_ledger_with_the_same_content_is_accepted(
+    copy: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The control: what is refused above is not refused for having been touched.
+    # The control: a file is not refused merely because it was written again.
     path = ledgers(copy)["s1"]
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(rebuilt([json.loads(line) for line in content.splitlines()]))
     assert path.read_bytes() == content
 
-    assert audit.main([str(copy.run)]) == 3  # as of any interrupted run; a tampered one has 1
+    assert audit.main([str(copy.run)]) == 3  # as for any interrupted run; a tampered one gives 1
     assert command(copy.config, "--resume", copy.run).status == 0
     assert audit.main([str(copy.run)]) == 0
     capsys.readouterr()
@@ -246,43 +248,43 @@ def test_the_same_ledger_written_anew_is_accepted(
 # Rollback in both directions --------------------------------------------------------------------
 
 
-def put(name: str, source: Place, target: Place) -> None:
-    """Put the folder ``name`` of one run in the place of another's."""
+def replace_folder(name: str, source: RunPaths, target: RunPaths) -> None:
+    """Replace the folder ``name`` of a run by that of another run."""
     shutil.rmtree(target.run / name)
     shutil.copytree(source.run / name, target.run / name)
 
 
-def test_an_old_checkpoint_with_the_new_ledger_keeps_every_charge(
-    copy: Place, ended: Place, capsys: pytest.CaptureFixture[str]
+def test_an_old_checkpoint_with_a_new_ledger_keeps_every_charge(
+    copy: RunPaths, ended: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put("ledger", ended, copy)
-    paid = {name: path.read_bytes() for name, path in ledgers(copy).items()}
+    replace_folder("ledger", ended, copy)
+    charged = {name: path.read_bytes() for name, path in ledgers(copy).items()}
     spent = {name: read_journal(path).epsilon for name, path in ledgers(copy).items()}
 
     assert command(copy.config, "--resume", copy.run).status == 0
 
     for name, path in ledgers(copy).items():
-        assert path.read_bytes().startswith(paid[name])
+        assert path.read_bytes().startswith(charged[name])
         assert spent[name] <= read_journal(path).epsilon <= 4.0
-    # The rounds were made again, and the budget had been used up by those that came before.
+    # The rounds ran again, and the earlier visits had spent the budget.
     assert copy.results()["status"] == "budget_exhausted"
     assert copy.results()["privacy"]["guarantee"]["epsilon"] >= max(spent.values())
     assert audit.main([str(copy.run)]) == 0
     capsys.readouterr()
 
 
-def test_a_new_checkpoint_with_an_old_ledger_is_refused_before_anything_is_read(
-    copy: Place, ended: Place, seal: None
+def test_a_new_checkpoint_with_an_old_ledger_is_refused_before_any_row_is_read(
+    copy: RunPaths, ended: RunPaths, sealed_runs: None
 ) -> None:
-    put("checkpoints", ended, copy)
+    replace_folder("checkpoints", ended, copy)
     before = tree(copy.run)
 
     outcome = command(copy.config, "--resume", copy.run)
 
     assert_refused(outcome, str(copy.run / "ledger"), "cut or rolled back", "Put the true journal")
-    assert changed(copy, before) <= {"train.log"}
+    assert changed_files(copy, before) <= {"train.log"}
 
-    put("ledger", ended, copy)  # the control: with the ledger that belongs to it, it is not
+    replace_folder("ledger", ended, copy)  # the control: its own ledger is accepted
     assert command(copy.config, "--resume", copy.run).status == 0
 
 
@@ -290,12 +292,12 @@ def test_a_new_checkpoint_with_an_old_ledger_is_refused_before_anything_is_read(
 
 
 @pytest.fixture
-def in_use(tmp_path: Path) -> Iterator[tuple[Place, Callable[[], None]]]:
-    """A run in which another process is training, and what kills that process."""
-    at = place(tmp_path, SHORT)
+def run_in_use(tmp_path: Path) -> Iterator[tuple[RunPaths, Callable[[], None]]]:
+    """A run that another process is training, and a function that kills the process."""
+    paths = place(tmp_path, SHORT)
 
     def train_slowly(is_inside: Callable[[], None]) -> None:
-        """The command, which stays for ever in the visit of s0 in round 1."""
+        """Run the command, which blocks in the visit of s0 in round 1."""
         deliver = LocalEngine.deliver
 
         def deliver_and_stay(self: LocalEngine, calls: Any) -> NoReturn:
@@ -305,43 +307,45 @@ def in_use(tmp_path: Path) -> Iterator[tuple[Place, Callable[[], None]]]:
             raise AssertionError
 
         LocalEngine.deliver = deliver_and_stay  # type: ignore[method-assign]
-        train.main([str(at.config), at.output, "--quiet", "run.workers=1"])
+        train.main([str(paths.config), paths.output, "--quiet", "run.workers=1"])
 
-    with beside(train_slowly) as kill:
-        yield at, kill
+    with process_at_work(train_slowly) as kill:
+        yield paths, kill
 
 
-def test_of_two_processes_in_one_run_folder_the_second_fails_until_the_first_is_gone(
-    in_use: tuple[Place, Callable[[], None]], seal: None, monkeypatch: pytest.MonkeyPatch
+def test_a_second_process_in_a_run_folder_is_refused_until_the_first_has_ended(
+    run_in_use: tuple[RunPaths, Callable[[], None]],
+    sealed_runs: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    at, kill = in_use
-    before = tree(at.run)
+    paths, kill = run_in_use
+    before = tree(paths.run)
 
     for second in (
-        [at.config, "--resume", at.run],
-        [at.config, at.output, "run.overwrite=true"],
+        [paths.config, "--resume", paths.run],
+        [paths.config, paths.output, "run.overwrite=true"],
     ):
-        assert_refused(command(*second), str(at.run), "another process")
-    assert_refused(command(at.config, at.output), str(at.run), "exists and holds a run")
-    # Nor does the account let anybody in who comes by another way.
-    promise = read_journal(ledgers(at)["s0"]).plan
+        assert_refused(command(*second), str(paths.run), "another process")
+    assert_refused(command(paths.config, paths.output), str(paths.run), "exists and holds a run")
+    # The account itself is locked as well.
+    promise = read_journal(ledgers(paths)["s0"]).plan
     with pytest.raises(LedgerError, match="another process is using this account"):
-        Account.open(ledgers(at)["s0"], promise, resume=True)
-    assert tree(at.run) == before
+        Account.open(ledgers(paths)["s0"], promise, resume=True)
+    assert tree(paths.run) == before
 
-    # The locks are the operating system's: nobody has to remove one after a crash.
+    # The operating system releases the locks of a killed process.
     kill()
     monkeypatch.undo()
-    assert command(at.config, "--resume", at.run).status == 0
-    assert len(read_journal(ledgers(at)["s0"]).events) == 2  # with the visit that was killed
+    assert command(paths.config, "--resume", paths.run).status == 0
+    assert len(read_journal(ledgers(paths)["s0"]).events) == 2  # including the killed visit
 
 
-# A disk that does not take the charge -----------------------------------------------------------
+# Disks that fail at the charge ------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def failing_reserve(call: str, number: int) -> Iterator[None]:
-    """Inside, the system fails when the line that pays for a visit is written, or made durable."""
+    """Let ``write`` or ``fsync`` of the line that charges a visit fail."""
     write, fsync = os.write, os.fsync
     reserved = False
 
@@ -351,7 +355,7 @@ def failing_reserve(call: str, number: int) -> Iterator[None]:
             if call == "write":
                 raise OSError(number, os.strerror(number))
             reserved = True
-            if call == "full":  # for good: the file takes forty bytes more
+            if call == "full":  # permanently: the file can grow by forty bytes
                 size = os.fstat(descriptor).st_size + 40
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
         return write(descriptor, data)
@@ -377,29 +381,33 @@ DISKS = [
 
 
 @pytest.mark.parametrize(("call", "number"), DISKS)
-def test_where_a_charge_cannot_be_written_the_run_ends_in_one_message_and_reads_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seal: None, call: str, number: int
+def test_a_run_whose_charge_cannot_be_written_ends_with_one_error_and_reads_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed_runs: None, call: str, number: int
 ) -> None:
-    at = place(tmp_path, SHORT)
+    paths = place(tmp_path, SHORT)
 
     with failing_reserve(call, number):
-        outcome = command(at.config, at.output)
+        outcome = command(paths.config, paths.output)
 
     assert_refused(
-        outcome, str(ledgers(at)["s0"]), f"could not be written ({os.strerror(number)})",
+        outcome, str(ledgers(paths)["s0"]), f"could not be written ({os.strerror(number)})",
         "Its rows were not read", "Free space or repair the disk, then resume",
     )  # fmt: skip
     assert outcome.err.count("\n") == 1
-    # With the disk mended the run goes on, and never charges less than what may be on it.
-    left = {name: len(read_journal(path).events) for name, path in ledgers(at).items()}
-    assert left == {"s0": 0 if call == "write" else 1, "s1": 0}
+    # With a repaired disk the run can be resumed; what may be on the disk stays charged.
+    charges = {name: len(read_journal(path).events) for name, path in ledgers(paths).items()}
+    assert charges == {"s0": 0 if call == "write" else 1, "s1": 0}
     monkeypatch.undo()
-    assert command(at.config, "--resume", at.run).status == 0
-    assert len(read_journal(ledgers(at)["s0"]).events) == 2  # the budget's two, that one included
+    assert command(paths.config, "--resume", paths.run).status == 0
+    assert (
+        len(read_journal(ledgers(paths)["s0"]).events) == 2
+    )  # both visits of the budget, including that one
 
 
-def test_the_check_of_a_failing_disk_notices_rows_that_are_read(tmp_path: Path, seal: None) -> None:
-    # The control: without the failure the seal is broken.
-    at = place(tmp_path, SHORT)
+def test_control_the_same_run_on_a_working_disk_reads_rows(
+    tmp_path: Path, sealed_runs: None
+) -> None:
+    # The control: without the failure, rows are read.
+    paths = place(tmp_path, SHORT)
     with pytest.raises(AssertionError, match="a labelled row was read"):
-        command(at.config, at.output)
+        command(paths.config, paths.output)

@@ -1,4 +1,4 @@
-"""Snapshots: what is saved comes back, a damaged one is noticed, a failed write harms nothing."""
+"""Snapshots: round trips, damaged files and failed writes."""
 
 import errno
 import hashlib
@@ -41,7 +41,7 @@ def snapshot(round_number: int, digest: str = "d") -> Snapshot:
     return Snapshot(round_number, state, memories, digest, {"best": 0.1, "up": 3, "note": "x"})
 
 
-def same(a: Any, b: Any) -> bool:
+def same_tree(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return (
             isinstance(b, Tensor)
@@ -51,12 +51,12 @@ def same(a: Any, b: Any) -> bool:
         )
     if isinstance(a, dict):
         return (
-            isinstance(b, Mapping)  # or one whose tensors are read when they are asked for
+            isinstance(b, Mapping)  # or a mapping that reads tensors lazily
             and a.keys() == b.keys()
-            and all(same(item, b[key]) for key, item in a.items())
+            and all(same_tree(item, b[key]) for key, item in a.items())
         )
     if isinstance(a, tuple):
-        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same_tree, a, b))
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
@@ -86,7 +86,7 @@ trees = st.recursive(
 
 @given(trees)
 @settings(max_examples=40, deadline=None)
-def test_any_tree_comes_back_with_its_types_and_bits(
+def test_any_state_tree_is_restored_with_its_types_and_bits(
     tmp_path_factory: pytest.TempPathFactory, tree: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -94,28 +94,28 @@ def test_any_tree_comes_back_with_its_types_and_bits(
         folder, Snapshot(1, tree, {"q0": {"__metadata__": torch.ones(1)}, "a/b": {}}, "d")
     )
     back = load_snapshot(folder, "d")
-    assert same(tree, back.state)
-    assert same({"q0": {"__metadata__": torch.ones(1)}, "a/b": {}}, back.memories)
+    assert same_tree(tree, back.state)
+    assert same_tree({"q0": {"__metadata__": torch.ones(1)}, "a/b": {}}, back.memories)
 
 
-def test_the_comparison_in_these_tests_sees_differences() -> None:
-    assert not same({"a": torch.ones(2)}, {"a": torch.ones(2, dtype=torch.float64)})
-    assert not same((1,), (1.0,))
-    assert not same({"a": {}}, {"a": None})
+def test_control_the_comparison_of_trees_notices_differences() -> None:
+    assert not same_tree({"a": torch.ones(2)}, {"a": torch.ones(2, dtype=torch.float64)})
+    assert not same_tree((1,), (1.0,))
+    assert not same_tree({"a": {}}, {"a": None})
 
 
-def test_everything_of_a_snapshot_comes_back(tmp_path: Path) -> None:
+def test_every_part_of_a_snapshot_is_restored(tmp_path: Path) -> None:
     written = save_snapshot(tmp_path / "checkpoints", snapshot(10))
     assert written == tmp_path / "checkpoints/round_00010"
     assert names(tmp_path / "checkpoints") == ["latest", "round_00010"]
     back = load_snapshot(tmp_path / "checkpoints", "d")
     assert (back.round, back.config_digest) == (10, "d")
     assert back.extra == {"best": 0.1, "up": 3, "note": "x"}
-    assert same(snapshot(10).state, back.state)
-    assert same(snapshot(10).memories, back.memories)
+    assert same_tree(snapshot(10).state, back.state)
+    assert same_tree(snapshot(10).memories, back.memories)
 
 
-def test_tensors_that_share_memory_are_saved_each_on_its_own(tmp_path: Path) -> None:
+def test_tensors_that_share_memory_are_restored_as_separate_tensors(tmp_path: Path) -> None:
     both = torch.arange(6.0)
     save_snapshot(tmp_path, Snapshot(1, {"F": both, "teacher": both, "part": both[2:4]}, {}, "d"))
     back: Any = load_snapshot(tmp_path, "d").state
@@ -124,7 +124,7 @@ def test_tensors_that_share_memory_are_saved_each_on_its_own(tmp_path: Path) -> 
     assert back["part"].tolist() == [2, 3]
 
 
-def test_a_tree_with_something_else_in_it_is_refused_before_anything_is_written(
+def test_a_tree_with_unsupported_values_is_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
     for tree in ({"a": object()}, {"a": [1]}, {1: 2}):
@@ -133,7 +133,7 @@ def test_a_tree_with_something_else_in_it_is_refused_before_anything_is_written(
     assert names(tmp_path) == []
 
 
-def test_old_snapshots_go_and_the_best_one_stays(tmp_path: Path) -> None:
+def test_old_snapshots_are_deleted_except_the_best_one(tmp_path: Path) -> None:
     for number in (10, 20, 30, 40):
         save_snapshot(tmp_path, snapshot(number), keep=2)
         if number == 10:
@@ -143,7 +143,7 @@ def test_old_snapshots_go_and_the_best_one_stays(tmp_path: Path) -> None:
     assert (tmp_path / "best").read_text() == "round_00010\n"
 
 
-def test_a_run_that_went_back_drops_what_came_after(tmp_path: Path) -> None:
+def test_saving_an_earlier_round_deletes_later_snapshots(tmp_path: Path) -> None:
     for number in (10, 20, 30):
         save_snapshot(tmp_path, snapshot(number), keep=3)
     save_snapshot(tmp_path, snapshot(20, "again"), keep=3)  # after a resume from round 10
@@ -163,7 +163,7 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
         load_snapshot(tmp_path, "theirs")
 
 
-def test_a_folder_without_a_snapshot_says_so(tmp_path: Path) -> None:
+def test_loading_from_a_folder_without_a_snapshot_is_an_error(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(RunFolderError, match="there is no checkpoint to resume from"):
             load_snapshot(folder, "d")
@@ -177,18 +177,18 @@ def edit_json(**changes: Any) -> Any:
     return damage
 
 
-def cut(name: str, size: int) -> Any:
+def truncate(name: str, size: int) -> Any:
     return lambda folder: os.truncate(folder / name, size)
 
 
-def flip(folder: Path) -> None:
+def flip_last_bit(folder: Path) -> None:
     data = bytearray((folder / "state.safetensors").read_bytes())
     data[-1] ^= 1
     (folder / "state.safetensors").write_bytes(data)
 
 
-def replace(old: str, new: str) -> Any:
-    """In snapshot.json: what is still of the right form, and says something else."""
+def replace_in_json(old: str, new: str) -> Any:
+    """Change snapshot.json to other values of valid types."""
 
     def damage(folder: Path) -> None:
         path = folder / "snapshot.json"
@@ -199,26 +199,26 @@ def replace(old: str, new: str) -> Any:
     return damage
 
 
-def text(content: str) -> Any:
+def replace_json(content: str) -> Any:
     return lambda folder: (folder / "snapshot.json").write_text(content)
 
 
 DAMAGES = {
-    "one bit flipped": flip,
-    "tensors cut": cut("state.safetensors", 20),
-    "tensors empty": cut("memories.safetensors", 0),
-    "one bit of a number flipped": replace('"best": 0.1', '"best": 0.3'),
-    "one bit of a name flipped": replace('"up"', '"uq"'),
-    "one bit of the format flipped": replace('"format": 3', '"format": 2'),
-    "one bit of its checksum's name flipped": replace('\n "sha256": "', '\n "sha257": "'),
-    "json cut": cut("snapshot.json", 40),
+    "one bit flipped": flip_last_bit,
+    "tensors cut": truncate("state.safetensors", 20),
+    "tensors empty": truncate("memories.safetensors", 0),
+    "one bit of a number flipped": replace_in_json('"best": 0.1', '"best": 0.3'),
+    "one bit of a name flipped": replace_in_json('"up"', '"uq"'),
+    "one bit of the format flipped": replace_in_json('"format": 3', '"format": 2'),
+    "one bit of its checksum's name flipped": replace_in_json('\n "sha256": "', '\n "sha257": "'),
+    "json cut": truncate("snapshot.json", 40),
     "tensors longer": lambda folder: os.truncate(folder / "state.safetensors", 10**6),
     "file gone": lambda folder: (folder / "memories.safetensors").unlink(),
     "json gone": lambda folder: (folder / "snapshot.json").unlink(),
-    "not a number": text('{"format": NaN}'),
-    "key twice": text('{"format": 1, "format": 1}'),
-    "a list": text("[]"),
-    "deep": text("[" * 100_000),
+    "not a number": replace_json('{"format": NaN}'),
+    "key twice": replace_json('{"format": 1, "format": 1}'),
+    "a list": replace_json("[]"),
+    "deep": replace_json("[" * 100_000),
     "another format": edit_json(format=4),
     "another round": edit_json(round=21),
     "round no number": edit_json(round="20"),
@@ -230,12 +230,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_a_damaged_snapshot_is_passed_over_for_the_one_before(
+def test_a_damaged_snapshot_is_skipped_for_the_previous_one(
     tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_snapshot(tmp_path, snapshot(10))
     save_snapshot(tmp_path, snapshot(20))
-    assert load_snapshot(tmp_path, "d").round == 20  # as long as nothing is wrong with it
+    assert load_snapshot(tmp_path, "d").round == 20  # the control: without damage
     damage(tmp_path / "round_00020")
     with caplog.at_level(logging.WARNING):
         assert load_snapshot(tmp_path, "d").round == 10
@@ -245,7 +245,9 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(
         load_snapshot(tmp_path, "d")
 
 
-def test_a_pickle_in_place_of_tensors_is_not_run_even_with_a_right_checksum(tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_tensors_is_not_executed_even_with_a_valid_checksum(
+    tmp_path: Path,
+) -> None:
     pickled = f"cposix\nsystem\n(S'touch {tmp_path}/pwned'\ntR.".encode()
     folder = save_snapshot(tmp_path, snapshot(10))
     (folder / "state.safetensors").write_bytes(pickled)
@@ -257,7 +259,9 @@ def test_a_pickle_in_place_of_tensors_is_not_run_even_with_a_right_checksum(tmp_
 
 
 @pytest.mark.parametrize("content", [None, "", "../../etc", "round_00099\n", "\xff"])
-def test_a_lost_or_wrong_latest_still_finds_the_newest(tmp_path: Path, content: str | None) -> None:
+def test_without_a_valid_latest_pointer_the_newest_snapshot_is_loaded(
+    tmp_path: Path, content: str | None
+) -> None:
     save_snapshot(tmp_path, snapshot(10))
     save_snapshot(tmp_path, snapshot(20))
     (tmp_path / "latest").unlink()
@@ -266,7 +270,7 @@ def test_a_lost_or_wrong_latest_still_finds_the_newest(tmp_path: Path, content: 
     assert load_snapshot(tmp_path, "d").round == 20
 
 
-def test_latest_decides_where_to_go_on(tmp_path: Path) -> None:
+def test_the_latest_pointer_selects_the_snapshot(tmp_path: Path) -> None:
     save_snapshot(tmp_path, snapshot(10))
     save_snapshot(tmp_path, snapshot(20))
     update_pointer(tmp_path, "latest", 10)
@@ -275,14 +279,14 @@ def test_latest_decides_where_to_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing_call", range(1, 8))
 @pytest.mark.parametrize("function", ["fsync", "rename", "replace"])
-def test_a_full_disk_is_told_and_leaves_the_snapshot_before_untouched(
+def test_a_full_disk_is_reported_and_leaves_the_previous_snapshot_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, failing_call: int
 ) -> None:
     save_snapshot(tmp_path, snapshot(10))
     calls = 0
     real = getattr(os, function)
 
-    def fails(*args: Any, **kwargs: Any) -> Any:
+    def fail_on_call(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == failing_call:
@@ -290,17 +294,17 @@ def test_a_full_disk_is_told_and_leaves_the_snapshot_before_untouched(
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, function, fails)
+        patch.setattr(os, function, fail_on_call)
         try:
             save_snapshot(tmp_path, snapshot(20))
         except RunFolderError as error:
             assert "cannot be written: No space left on device" in str(error)
             assert str(tmp_path) in str(error)
         else:
-            assert calls < failing_call  # the write needs fewer such calls than that
-    assert same(snapshot(10).state, load_round(tmp_path, 10).state)
+            assert calls < failing_call  # the write makes fewer such calls
+    assert same_tree(snapshot(10).state, load_round(tmp_path, 10).state)
     assert load_snapshot(tmp_path, "d").round in (10, 20)
-    save_snapshot(tmp_path, snapshot(20))  # there is room again
+    save_snapshot(tmp_path, snapshot(20))  # the disk has space again
     assert names(tmp_path) == ["latest", "round_00010", "round_00020"]
     assert load_snapshot(tmp_path, "d").round == 20
 
@@ -310,16 +314,16 @@ def load_round(folder: Path, number: int) -> Snapshot:
     return load_snapshot(folder, "d")
 
 
-def test_a_write_that_is_killed_is_invisible_and_cleaned_up_by_the_next(
+def test_a_killed_write_is_ignored_and_removed_by_the_next_save(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     save_snapshot(tmp_path, snapshot(10))
 
-    def killed(folder: Path) -> None:
+    def kill_this_process(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def save(_: object) -> int:
-        atomic_files.sync_folder = killed
+        atomic_files.sync_folder = kill_this_process
         save_snapshot(tmp_path, Snapshot(20, {"w": torch.ones(3)}, {}, "d"))
         return 0
 
@@ -330,31 +334,31 @@ def test_a_write_that_is_killed_is_invisible_and_cleaned_up_by_the_next(
     assert names(tmp_path) == ["latest", "round_00010", "round_00020"]
 
 
-def test_a_write_that_ctrl_c_ends_leaves_nothing_behind(
+def test_a_write_interrupted_by_ctrl_c_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_snapshot(tmp_path, snapshot(10))
 
-    def pressed(path: Path, content: bytes) -> None:
+    def raise_interrupt(path: Path, content: bytes) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(atomic_files, "write_new", pressed)
+    monkeypatch.setattr(atomic_files, "write_new", raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
         save_snapshot(tmp_path, snapshot(20))
     assert names(tmp_path) == ["latest", "round_00010"]
 
 
-def test_snapshots_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_snapshots(tmp_path: Path) -> None:
     folder = save_snapshot(tmp_path, snapshot(10))
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
-def test_weights_are_a_plain_state_dict_that_safetensors_reads_alone(tmp_path: Path) -> None:
+def test_saved_weights_are_a_plain_state_dict_for_safetensors(tmp_path: Path) -> None:
     layer = torch.nn.Linear(3, 2)
     path = tmp_path / "released/classifier.safetensors"
     save_weights(path, layer.state_dict())
-    save_weights(path, layer.state_dict())  # a second time takes its place
+    save_weights(path, layer.state_dict())  # the second file replaces the first
     again = torch.nn.Linear(3, 2)
     again.load_state_dict(safetensors.torch.load_file(path))
     assert torch.equal(again.weight, layer.weight)

@@ -1,7 +1,4 @@
-"""A dry run's estimate: bytes and disk are those of a real run, times add up, nothing stays.
-
-Each promise has a control that breaks it.
-"""
+"""The forecast of a dry run: bytes, disk and times; it leaves no files and no charges."""
 
 import dataclasses
 import functools
@@ -21,7 +18,7 @@ from privssl.experiment.prepare import Prepared, prepare
 from privssl.runs import dry_run, forecast
 from tests.support.command_line import PLAIN, command, tree
 
-#: Algorithms with unlike traffic: phases, a warm-up, a labelled server, memories.
+#: Algorithms with different traffic: phases, a warm-up, a labelled server, memories.
 RUNS = {
     "fedssl": PLAIN,
     "fedavg": """\
@@ -54,16 +51,16 @@ privacy: {epsilon: 4.0, delta: 1.0e-3, sample_rate: 0.5, steps: 4, visits: 2, le
 )
 
 
-def prepared(folder: Path, text: str, *overrides: str) -> Prepared:
-    """A config in a folder, prepared."""
+def prepare_text(folder: Path, text: str, *overrides: str) -> Prepared:
+    """Prepare a run from a config in a folder."""
     path = folder / "tiny.yaml"
     path.write_text(text)
     return prepare(load_config(path, [*overrides, f"run.output={folder / 'run'}"]))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_bytes_and_disk_are_those_of_a_real_run(name: str, tmp_path: Path) -> None:
-    estimate = forecast.forecast(prepared(tmp_path, RUNS[name]))
+def test_the_forecast_of_rounds_bytes_and_disk_equals_a_real_run(name: str, tmp_path: Path) -> None:
+    estimate = forecast.forecast(prepare_text(tmp_path, RUNS[name]))
 
     assert command(tmp_path / "tiny.yaml", f"run.output={tmp_path / 'run'}", "--quiet").status == 0
     results = json.loads((tmp_path / "run/results.json").read_text())
@@ -71,27 +68,27 @@ def test_bytes_and_disk_are_those_of_a_real_run(name: str, tmp_path: Path) -> No
     assert estimate.total_bytes == (results["bytes"]["up"], results["bytes"]["down"])
     last = tmp_path / "run/checkpoints" / (tmp_path / "run/checkpoints/latest").read_text().strip()
     written = sum(file.stat().st_size for file in last.glob("*.safetensors"))
-    # Headers name each tensor.
+    # Files also contain headers with the names of tensors.
     assert written * 0.8 <= estimate.snapshot_bytes + 20_000
     assert estimate.snapshot_bytes <= written
     everything = sum(f.stat().st_size for f in (tmp_path / "run/checkpoints").rglob("*.saf*"))
     assert estimate.disk_bytes >= everything - 60_000
 
 
-def test_a_warm_up_that_is_taken_for_all_rounds_would_be_noticed(
+def test_control_a_forecast_from_the_warm_up_alone_is_too_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = forecast.forecast(prepared(tmp_path, RUNS["fedssl"])).total_bytes
+    right = forecast.forecast(prepare_text(tmp_path, RUNS["fedssl"])).total_bytes
     all_sampled = forecast.sampled_rounds
     monkeypatch.setattr(
         forecast, "sampled_rounds", lambda algorithm: [(next(all_sampled(algorithm))[0], 3)]
     )
-    assert forecast.forecast(prepared(tmp_path, RUNS["fedssl"])).total_bytes < right
+    assert forecast.forecast(prepare_text(tmp_path, RUNS["fedssl"])).total_bytes < right
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_sampled_rounds_stand_for_every_round_once(name: str, tmp_path: Path) -> None:
-    algorithm = prepared(tmp_path, RUNS[name]).algorithm
+def test_the_sampled_rounds_represent_every_round_exactly_once(name: str, tmp_path: Path) -> None:
+    algorithm = prepare_text(tmp_path, RUNS[name]).algorithm
     sampled = list(forecast.sampled_rounds(algorithm))
     covered = [n for now, count in sampled for n in range(now.number, now.number + count)]
     assert covered == list(range(1, sum(phase.rounds for phase in algorithm.phases()) + 1))
@@ -102,7 +99,7 @@ def test_sampled_rounds_stand_for_every_round_once(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("costs_of_users")
-def test_times_add_up_over_agents_and_rounds(
+def test_the_forecast_multiplies_visit_times_by_agents_and_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, real, now = [], FedAvg.labelled_pass, [0.0]
@@ -110,21 +107,21 @@ def test_times_add_up_over_agents_and_rounds(
     @functools.wraps(real)
     def labelled_pass(self: Any, agent: Any, message: Any, ctx: Any) -> Any:
         seen.append(agent.id)
-        now[0] += 0.05  # however long it takes a slow machine
+        now[0] += 0.05  # independent of the speed of the machine
         return real(self, agent, message, ctx)
 
     monkeypatch.setattr(FedAvg, "labelled_pass", labelled_pass)
     monkeypatch.setattr(forecast, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    ready = prepared(tmp_path, RUNS["fedavg"], "run.workers=1", "algorithm.rounds=20")
-    estimate = forecast.forecast(ready)
+    prepared = prepare_text(tmp_path, RUNS["fedavg"], "run.workers=1", "algorithm.rounds=20")
+    estimate = forecast.forecast(prepared)
 
-    assert set(seen) == {estimate.visits[0].agent}  # one agent worked
-    assert len(seen) <= 9  # and not in every round
+    assert set(seen) == {estimate.visits[0].agent}  # one agent was timed
+    assert len(seen) <= 9  # not in every round
     assert estimate.visits[0].seconds == pytest.approx(0.05)
     assert estimate.round_seconds == pytest.approx(4 * 0.05)
     assert estimate.total_seconds == pytest.approx(20 * 4 * 0.05)
     halved = forecast.forecast(
-        prepared(tmp_path, RUNS["fedavg"], "run.workers=2", "algorithm.rounds=20")
+        prepare_text(tmp_path, RUNS["fedavg"], "run.workers=2", "algorithm.rounds=20")
     )
     assert halved.round_seconds == pytest.approx(estimate.round_seconds / 2)
 
@@ -137,26 +134,26 @@ def test_times_add_up_over_agents_and_rounds(
         (PRIVATE, ["privacy.steps=6"], "private steps"),
     ],
 )
-def test_a_long_visit_is_timed_in_part_and_that_is_said(
+def test_a_long_visit_is_timed_in_part_and_the_output_says_so(
     text: str, overrides: Sequence[str], unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready = prepared(tmp_path, text, *overrides)
+    prepared = prepare_text(tmp_path, text, *overrides)
     monkeypatch.setattr(forecast, "LEAST", 60.0)
-    whole = forecast.forecast(ready)
+    whole = forecast.forecast(prepared)
     assert all(visit.timed == visit.whole for visit in whole.visits)  # the control
 
     monkeypatch.setattr(forecast, "LEAST", 0.0)
     monkeypatch.setattr(forecast, "SHARE", 0.0)
     monkeypatch.setattr(forecast, "FEW_ROWS", 64)
-    part = forecast.forecast(ready)
+    part = forecast.forecast(prepared)
     visit = next(visit for visit in part.visits if visit.unit == unit)
     assert visit.timed < visit.whole
     assert f"from {visit.timed} of {visit.whole} {unit}" in "\n".join(dry_run.lines_of(part))
-    assert part.total_bytes == whole.total_bytes  # messages have their shapes all the same
+    assert part.total_bytes == whole.total_bytes  # messages keep their full shapes
 
 
-class Unreadable(LabelledRows):
-    """Labelled rows that nobody may read."""
+class UnreadableRows(LabelledRows):
+    """Labelled rows that raise AssertionError when read."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("x", "y"):
@@ -164,35 +161,35 @@ class Unreadable(LabelledRows):
         return super().__getattribute__(name)
 
 
-def unreadable(ready: Prepared) -> Prepared:
-    for agent in ready.federated_data.agents:
+def with_unreadable_rows(prepared: Prepared) -> Prepared:
+    for agent in prepared.federated_data.agents:
         if (rows := agent.held_labelled) is not None:
-            agent.held_labelled = Unreadable(rows.x, rows.y, rows.ids)
-    return ready
+            agent.held_labelled = UnreadableRows(rows.x, rows.y, rows.ids)
+    return prepared
 
 
-def test_a_private_visit_is_timed_on_made_up_rows_and_nothing_is_charged_or_kept(
+def test_a_private_visit_is_timed_on_invented_rows_without_a_charge_or_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     for text in (PRIVATE, RUNS["label_census"]):
-        ready = unreadable(prepared(tmp_path, text))
+        prepared = with_unreadable_rows(prepare_text(tmp_path, text))
         before = tree(tmp_path)
-        estimate = forecast.forecast(ready)
+        estimate = forecast.forecast(prepared)
         assert {visit.role for visit in estimate.visits} == {"support", "query"}
         assert {visit.role for visit in estimate.visits if visit.made_up} == {"support"}
-        assert all(agent.account is None for agent in ready.federated_data.agents)
-        assert all(not agent.memory for agent in ready.federated_data.agents)
+        assert all(agent.account is None for agent in prepared.federated_data.agents)
+        assert all(not agent.memory for agent in prepared.federated_data.agents)
         assert tree(tmp_path) == before
         assert list(temporary.iterdir()) == []
 
     with pytest.raises(AssertionError, match="a labelled row was read"):  # the control
-        forecast.forecast(unreadable(prepared(tmp_path, RUNS["fedssl"])))
+        forecast.forecast(with_unreadable_rows(prepare_text(tmp_path, RUNS["fedssl"])))
 
 
-def test_which_agent_is_timed_does_not_tell_how_many_private_rows_agents_have() -> None:
+def test_the_choice_of_the_timed_agent_does_not_depend_on_private_row_counts() -> None:
     def agents(*rows: int) -> list[Agent]:
         return [
             Agent(id=f"s{n}", location=AgentLocation.EDGE, held_labelled=LabelledRows(
@@ -200,23 +197,25 @@ def test_which_agent_is_timed_does_not_tell_how_many_private_rows_agents_have() 
             for n, count in enumerate(rows)
         ]  # fmt: skip
 
-    every = {"s0", "s1", "s2"}
+    all_ids = {"s0", "s1", "s2"}
     timed = [
-        forecast._typical(agents(*rows), every).id for rows in ((1, 2, 3), (9, 8, 7), (5, 9, 1))
+        forecast._typical(agents(*rows), all_ids).id for rows in ((1, 2, 3), (9, 8, 7), (5, 9, 1))
     ]
     assert len(set(timed)) == 1
-    assert forecast._typical(agents(5, 9, 1), set()).id == "s0"  # the control: by rows
+    assert (
+        forecast._typical(agents(5, 9, 1), set()).id == "s0"
+    )  # the control: public row counts are used
 
 
-def test_what_cannot_be_timed_is_said_and_the_dry_run_goes_on(
+def test_a_dry_run_continues_without_an_estimate_if_timing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(PRIVATE)
 
-    def full(*_: Any, **__: Any) -> str:
+    def raise_disk_full(*_: Any, **__: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tempfile.mkdtemp", full)
+    monkeypatch.setattr("tempfile.mkdtemp", raise_disk_full)
     outcome = command(tmp_path / "tiny.yaml", "--dry-run")
     assert outcome.status == 0
     assert "cannot be estimated: [Errno 28] No space left on device" in outcome.out
@@ -224,7 +223,7 @@ def test_what_cannot_be_timed_is_said_and_the_dry_run_goes_on(
     assert "cannot be estimated" not in command(tmp_path / "tiny.yaml", "--dry-run").out
 
 
-def test_a_dry_run_gives_its_estimate_as_json_and_nothing_else_there(tmp_path: Path) -> None:
+def test_a_dry_run_prints_its_estimate_as_json_and_writes_no_file(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(PLAIN)
     outcome = command(tmp_path / "tiny.yaml", "--dry-run", "--json")
     estimate = json.loads(outcome.out)["estimate"]
@@ -234,15 +233,17 @@ def test_a_dry_run_gives_its_estimate_as_json_and_nothing_else_there(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
-def test_who_holds_which_classes_is_a_table_unless_the_run_is_private(tmp_path: Path) -> None:
-    ready = prepared(tmp_path, PLAIN)
+def test_a_dry_run_prints_the_classes_of_each_agent_unless_the_run_is_private(
+    tmp_path: Path,
+) -> None:
+    prepared = prepare_text(tmp_path, PLAIN)
     outcome = command(tmp_path / "tiny.yaml", "--dry-run")
-    for agent in ready.federated_data.agents:
+    for agent in prepared.federated_data.agents:
         labels, unlabelled = torch.zeros(10, dtype=torch.long), torch.zeros(10, dtype=torch.long)
         if agent.held_labelled is not None:
             labels = agent.held_labelled.y.bincount(minlength=10)
         if agent.held_unlabelled is not None:
-            truth = ready.federated_data.true_labels[agent.held_unlabelled.ids]
+            truth = prepared.federated_data.true_labels[agent.held_unlabelled.ids]
             unlabelled = truth.bincount(minlength=10)
         cells = [f"{a}+{b}" for a, b in zip(labels.tolist(), unlabelled.tolist(), strict=True)]
         assert any(line.split() == [agent.id, *cells] for line in outcome.out.splitlines())
@@ -250,12 +251,12 @@ def test_who_holds_which_classes_is_a_table_unless_the_run_is_private(tmp_path: 
     assert "+" not in command(tmp_path / "tiny.yaml", "--dry-run").out.replace("e+", "")
 
 
-def test_a_split_of_the_users_own_is_held_against_the_one_that_would_be_drawn(
+def test_a_dry_run_compares_a_users_split_with_the_one_the_config_would_draw(
     tmp_path: Path,
 ) -> None:
-    ready = prepared(tmp_path, PLAIN)
+    prepared = prepare_text(tmp_path, PLAIN)
     path = tmp_path / "own.json"
-    ready.federated_data.manifest.write(path)
+    prepared.federated_data.manifest.write(path)
     config = tmp_path / "tiny.yaml"
     assert (
         "is the split that the config would draw"
@@ -264,7 +265,7 @@ def test_a_split_of_the_users_own_is_held_against_the_one_that_would_be_drawn(
     other = command(config, "--dry-run", f"data.split={path}", "run.seed=1").out
     assert "differs from the split that the config would draw (run.seed 1)" in other
 
-    manifest = ready.federated_data.manifest
+    manifest = prepared.federated_data.manifest
     held = dict(manifest.agents)
     held["q0"], held["q1"] = (
         dataclasses.replace(held["q0"], unlabelled=held["q1"].unlabelled),

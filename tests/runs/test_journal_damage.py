@@ -1,8 +1,8 @@
-"""A journal that is damaged while a run goes on never ends in a guarantee.
+"""A run whose journal is damaged while it runs ends without a guarantee.
 
-A small private run is carried out fifty times: five kinds of damage, in and after each of its five
-visits. What was really charged is counted beside the accounts. The control plants the fault: with
-a file that is believed, the same damage ends in guarantees far below what was spent.
+A small private run is repeated fifty times: five kinds of damage, in and after each of its five
+visits. The true charges are counted independently of the accounts. The control disables the damage
+checks: the same damage then gives guarantees far below what was spent.
 """
 
 import json
@@ -21,7 +21,7 @@ from privssl.experiment.prepare import Prepared, prepare
 from privssl.reporting.trackers import Image, RoundRecord, Tracker
 from privssl.runs import round_loop
 from tests.support.command_line import Outcome, assert_refused, command
-from tests.support.damage import KINDS, Watched, believing, damaged
+from tests.support.damage import KINDS, ChargeRecord, damage_checks_disabled, damaged
 
 VISITS = 5
 DELTA = 1e-5
@@ -41,8 +41,8 @@ MOMENTS = [
 ]
 
 
-class Shown(Tracker):
-    """The epsilons that were shown, round by round."""
+class EpsilonTracker(Tracker):
+    """A tracker that records the logged epsilon of each round."""
 
     def __init__(self) -> None:
         self.epsilons: list[float] = []
@@ -69,7 +69,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 @pytest.fixture(autouse=True)
 def no_second_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds of dp-accounting take seconds a card, and are not what is tested."""
+    """Skip the bounds of dp-accounting, which take seconds per card and are not tested here."""
 
     def refuse(*_: object) -> None:
         raise AccountingError("left out")
@@ -77,17 +77,17 @@ def no_second_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "pld_bracket", refuse)
 
 
-class Ended:
-    """How a run came to its end."""
+class FinishedRun:
+    """Train a run to its end; keep its error, results and card."""
 
     def __init__(self, prepared: Prepared, folder: Path) -> None:
-        self.folder, self.error, shown = folder, "", Shown()
+        self.folder, self.error, tracker = folder, "", EpsilonTracker()
         folder.mkdir()
         try:
-            round_loop.train(prepared, folder, lambda: [shown], None)
+            round_loop.train(prepared, folder, lambda: [tracker], None)
         except LedgerError as error:
             self.error = str(error)
-        self.shown = shown.epsilons
+        self.epsilons = tracker.epsilons
         self.results = self._read("results.json")
         self.card = self._read("privacy.json")
         self.guarantee = self.results["privacy"]["guarantee"]
@@ -96,7 +96,7 @@ class Ended:
         return json.loads((self.folder / name).read_text())
 
 
-def test_there_are_fifty_moments() -> None:
+def test_there_are_fifty_moments_of_damage() -> None:
     assert len(set(MOMENTS)) == 50
 
 
@@ -104,47 +104,49 @@ def test_there_are_fifty_moments() -> None:
 def test_damage_at_any_moment_ends_without_a_guarantee(
     prepared: Prepared, tmp_path: Path, kind: str, visit: int, when: str
 ) -> None:
-    with damaged(kind, visit, when, seed=MOMENTS.index((kind, visit, when))) as watched:
-        ended = Ended(prepared, tmp_path / "run")
-    assert watched.at_damage == visit
+    with damaged(kind, visit, when, seed=MOMENTS.index((kind, visit, when))) as record:
+        ended = FinishedRun(prepared, tmp_path / "run")
+    assert record.at_damage == visit
     assert ended.guarantee is ended.card["guarantee"] is ended.card["headline"] is None
     assert ended.error.startswith("NO GUARANTEE") and ended.error == ended.card["sentence"]
     assert ended.error in (tmp_path / "run/privacy.md").read_text()
     assert ended.results["status"] == "interrupted"
     assert ended.results["privacy"]["problems"] == ended.card["ledger_problems"] != []
-    # The number that is told is not below what was charged, nor does it fall from round to round.
-    assert ended.card["epsilon"]["overall"] >= watched.spent(DELTA) - 1e-9
-    assert ended.shown == sorted(ended.shown)
-    # A changed bit may share its time with this process's own line. All else stops the next visit.
-    assert len(watched.entered) == visit or kind == "flip"
+    # The epsilon of the card is at least what was charged, and never falls between rounds.
+    assert ended.card["epsilon"]["overall"] >= record.spent(DELTA) - 1e-9
+    assert ended.epsilons == sorted(ended.epsilons)
+    # A flipped bit may be noticed late, with the next line. All other damage stops the next visit.
+    assert len(record.entered) == visit or kind == "flip"
 
 
-def test_without_damage_the_same_run_has_its_guarantee(prepared: Prepared, tmp_path: Path) -> None:
-    with damaged("", 0, "in") as watched:
-        ended = Ended(prepared, tmp_path / "run")
+def test_control_without_damage_the_run_has_its_guarantee(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    with damaged("", 0, "in") as record:
+        ended = FinishedRun(prepared, tmp_path / "run")
     assert ended.error == "" and ended.results["status"] == "finished"
-    assert ended.guarantee["epsilon"] == pytest.approx(watched.spent(DELTA))
+    assert ended.guarantee["epsilon"] == pytest.approx(record.spent(DELTA))
     assert set(ended.results["privacy"]) == {"guarantee", "nominal_epsilon", "scope"}
 
 
-def test_control_a_file_that_is_believed_tells_less_than_what_was_spent(
+def test_control_without_damage_checks_the_card_claims_less_than_was_spent(
     prepared: Prepared, tmp_path: Path
 ) -> None:
-    false = set()
+    understated = set()
     for number, (kind, visit, when) in enumerate(MOMENTS):
         if kind in ("flip", "cut", "replace") and visit == 4:
-            with believing(), damaged(kind, visit, when, seed=number) as watched:
-                ended = Ended(prepared, tmp_path / str(number))
+            with damage_checks_disabled(), damaged(kind, visit, when, seed=number) as record:
+                ended = FinishedRun(prepared, tmp_path / str(number))
             assert ended.error == ""
-            if ended.card["epsilon"]["overall"] < watched.spent(DELTA) / 1.5:
-                false.add(kind)
-    assert false == {"flip", "cut", "replace"}
+            if ended.card["epsilon"]["overall"] < record.spent(DELTA) / 1.5:
+                understated.add(kind)
+    assert understated == {"flip", "cut", "replace"}
 
 
-def test_a_file_that_claims_more_than_was_charged_counts_as_well(
+def test_charges_that_only_the_damaged_file_records_count_as_well(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other_visits_too(account: Account) -> None:
+    def claim_nine_more_visits(account: Account) -> None:
         account._file._unsure = b""
         journal = read_journal(account._file.path)
         journal.events += [journal.plan.event] * 9
@@ -154,12 +156,12 @@ def test_a_file_that_claims_more_than_was_charged_counts_as_well(
     real = Account.balance
 
     def balance(self: Account) -> Any:
-        other_visits_too(self)
+        claim_nine_more_visits(self)
         monkeypatch.setattr(self._file, "damage", lambda: "bytes were added by another writer")
         return real(self)
 
     monkeypatch.setattr(Account, "balance", balance)
-    ended = Ended(prepared, tmp_path / "run")
+    ended = FinishedRun(prepared, tmp_path / "run")
     plan = prepared.account_plans["s0"]
     assert ended.card["epsilon"]["overall"] == plan.epsilon(plan.visit_cost.times(VISITS + 9))
 
@@ -168,47 +170,49 @@ def test_a_file_that_claims_more_than_was_charged_counts_as_well(
 
 
 @pytest.fixture(scope="module")
-def struck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcome, Watched]]:
-    """A run of the command whose journal went back to an older copy after visit 3."""
+def damaged_run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, Outcome, ChargeRecord]]:
+    """A run of the command whose journal was replaced by an older copy after visit 3."""
     folder = tmp_path_factory.mktemp("command")
     (folder / "tiny.yaml").write_text(TINY)
-    true = folder / "true.jsonl"
+    true_ledger = folder / "true.jsonl"
     real = KINDS["replace"]
 
     def keep(path: Path, older: bytes, chance: Any) -> None:
-        true.write_bytes(path.read_bytes())
+        true_ledger.write_bytes(path.read_bytes())
         real(path, older, chance)
 
-    with pytest.MonkeyPatch.context() as patch, damaged("replace", 3, "after") as watched:
+    with pytest.MonkeyPatch.context() as patch, damaged("replace", 3, "after") as record:
         patch.setitem(KINDS, "replace", keep)
         outcome = command(folder / "tiny.yaml", f"run.output={folder / 'run'}", "--quiet")
-    yield folder, outcome, watched
+    yield folder, outcome, record
 
 
-def test_the_command_says_so_and_ends_with_status_2(
-    struck: tuple[Path, Outcome, Watched],
+def test_the_command_ends_with_no_guarantee_and_status_2(
+    damaged_run: tuple[Path, Outcome, ChargeRecord],
 ) -> None:
-    folder, outcome, watched = struck
+    folder, outcome, record = damaged_run
     assert_refused(outcome, "s0.jsonl", "NO GUARANTEE", "Put the true ledger back", "--resume")
     assert outcome.err.rstrip().splitlines()[-1].startswith("NO GUARANTEE")
-    assert f"epsilon {watched.spent(DELTA):.3f}" in outcome.err
+    assert f"epsilon {record.spent(DELTA):.3f}" in outcome.err
     assert not any("GUARANTEE:" in t.replace("NO GUARANTEE:", "") for t in outcome.err.split("\n"))
     assert audit.audit(folder / "run").verdict == audit.Verdict.VIOLATED
 
 
-def test_with_the_true_ledger_put_back_the_run_goes_on_to_its_guarantee(
-    struck: tuple[Path, Outcome, Watched],
+def test_with_the_true_ledger_restored_the_run_resumes_to_its_guarantee(
+    damaged_run: tuple[Path, Outcome, ChargeRecord],
 ) -> None:
-    folder, _, watched = struck
+    folder, _, record = damaged_run
     ledger = folder / "run/ledger/s0.jsonl"
-    assert_refused(command("--resume", folder / "run", "--quiet"), "s0", "true")  # not there yet
+    assert_refused(command("--resume", folder / "run", "--quiet"), "s0", "true")  # not restored yet
     ledger.write_bytes((folder / "true.jsonl").read_bytes())
     report = audit.audit(folder / "run")
-    assert report.verdict == audit.Verdict.NO_GUARANTEE  # whole, but the card claims nothing
+    assert report.verdict == audit.Verdict.NO_GUARANTEE  # valid, but the card has no guarantee
     outcome = command("--resume", folder / "run", "--quiet")
     assert outcome.status == 0, outcome
     results = json.loads((folder / "run/results.json").read_text())
     spent = read_journal(ledger).epsilon
     assert results["privacy"]["guarantee"]["epsilon"] == pytest.approx(spent)
-    assert spent > watched.spent(DELTA)
+    assert spent > record.spent(DELTA)
     assert audit.audit(folder / "run").verdict == audit.Verdict.CONSISTENT

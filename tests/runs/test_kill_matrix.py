@@ -1,11 +1,11 @@
-"""Runs that are killed with SIGKILL at each of twelve points, in processes of their own.
+"""Runs killed with SIGKILL at each of twelve points.
 
-Whatever the moment, the ledgers that are left charge at least what reading rows so often can
-have released, and the run that goes on charges no less and draws other noise. Each process
-writes down whose rows it reads, and the noise it draws, before either can be released.
+At every point the ledgers must charge at least for all rows that were read. The resumed run must
+not charge less, and must draw other noise. Each process records the rows it reads and the noise it
+draws before either can be released.
 
-One kill at each point is part of every test run; fifty, with the visit and with it the agent
-varied, are marked slow. The controls break the promise and are found out.
+One kill at each point is part of every test run; fifty, at varying visits and agents, are slow
+tests. The controls plant a bug that the checks must notice.
 """
 
 import contextlib
@@ -42,23 +42,23 @@ from tests.support.private_fedssl import FULL_BATCHES
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
 
-CONFIG = FULL_BATCHES  # the budget is never used up
+CONFIG = FULL_BATCHES  # its budget is larger than the run needs
 ROUNDS = 2
-VISITS = 2  # paid ones of a round: s0, then s1
-STEPS = 2  # of a visit
-WRITES = 4  # of a checkpoint: three files and the name of the latest
+VISITS = 2  # charged visits per round: s0, then s1
+STEPS = 2  # per visit
+WRITES = 4  # per checkpoint: three files and the pointer to the latest
 POINTS = (
     "before the reserve", "within the reserve", "after the reserve", "before the first gradient",
     "between two steps", "after the noise", "before the settle", "after the settle",
     "before the checkpoint", "within the checkpoint", "after the checkpoint", "before the results",
 )  # fmt: skip
 REPETITIONS = 50
-IN_A_ROW = 5  # kills of one run before it may go on to its end
+IN_A_ROW = 5  # kills of one run before it is resumed to its end
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Where a process dies.
+    """The point at which a process is killed.
 
     Args:
         point: one of POINTS.
@@ -72,42 +72,44 @@ class Kill:
     write: int = 2
 
 
-# The life of a process ----------------------------------------------------------------------
+# Processes that are killed -----------------------------------------------------------------
 
 
-def die(*_: object, **__: object) -> None:
+def kill_this_process(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def nth(number: int, action: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
-    """``real``, but the call of this number goes to ``action``."""
+def on_call(
+    number: int, action: Callable[..., Any], real: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``real``, except that call number ``number`` goes to ``action``."""
     calls = iter(range(1, 10**9))
     return lambda *given, **named: (action if next(calls) == number else real)(*given, **named)
 
 
-def and_then_die(real: Callable[..., Any]) -> Callable[..., Any]:
+def then_kill(real: Callable[..., Any]) -> Callable[..., Any]:
     def act(*given: Any, **named: Any) -> None:
         real(*given, **named)
-        die()
+        kill_this_process()
 
     return act
 
 
-def plant(kill: Kill, *, resumed: bool) -> None:
-    """Arrange for this process to die at a point of a visit, or soon after it."""
+def install_kill(kill: Kill, *, resumed: bool) -> None:
+    """Make this process kill itself at a point of a visit, or soon after it."""
 
-    def on_append(kind: str, action: Callable[..., Any]) -> None:
+    def at_journal_line(kind: str, action: Callable[..., Any]) -> None:
         real = journals.JournalFile.append
-        special = nth(kill.visit, action, real)
+        special = on_call(kill.visit, action, real)
 
         def append(self: Any, record: Any) -> Any:
             return (special if record["type"] == kind else real)(self, record)
 
         journals.JournalFile.append = append  # type: ignore[method-assign]
 
-    def half_a_line(self: Any, record: Any) -> None:
+    def write_half_a_line(self: Any, record: Any) -> None:
         os.write(self._file, b'{"type": "res')
-        die()
+        kill_this_process()
 
     append, save, write = (
         journals.JournalFile.append,
@@ -116,39 +118,41 @@ def plant(kill: Kill, *, resumed: bool) -> None:
     )
     gradients, noise = per_example_gradients.factored_gradients, SecureNoise.add_noise
     first_step = STEPS * (kill.visit - 1) + 1
-    # A run that begins saves its state before round 1 as well.
+    # A new run also saves a checkpoint before round 1.
     saves = (kill.visit + 1) // VISITS + (not resumed)
     match kill.point:
         case "before the reserve":
-            on_append("reserve", die)
+            at_journal_line("reserve", kill_this_process)
         case "within the reserve":
-            on_append("reserve", half_a_line)
+            at_journal_line("reserve", write_half_a_line)
         case "after the reserve":
-            on_append("reserve", and_then_die(append))
+            at_journal_line("reserve", then_kill(append))
         case "before the first gradient":
-            vars(dp_sgd)["factored_gradients"] = nth(first_step, die, gradients)
+            vars(dp_sgd)["factored_gradients"] = on_call(first_step, kill_this_process, gradients)
         case "between two steps":
-            vars(dp_sgd)["factored_gradients"] = nth(first_step + 1, die, gradients)
+            vars(dp_sgd)["factored_gradients"] = on_call(
+                first_step + 1, kill_this_process, gradients
+            )
         case "after the noise":
-            dies = nth(first_step, and_then_die(noise), noise)
+            dies = on_call(first_step, then_kill(noise), noise)
             SecureNoise.add_noise = dies  # type: ignore[method-assign]
         case "before the settle":
-            on_append("settle", die)
+            at_journal_line("settle", kill_this_process)
         case "after the settle":
-            on_append("settle", and_then_die(append))
+            at_journal_line("settle", then_kill(append))
         case "before the checkpoint":
-            checkpoint.save_snapshot = nth(saves, die, save)
+            checkpoint.save_snapshot = on_call(saves, kill_this_process, save)
         case "within the checkpoint":
             number = WRITES * (saves - 1) + kill.write
-            atomic_files.write_new = nth(number, and_then_die(write), write)
+            atomic_files.write_new = on_call(number, then_kill(write), write)
         case "after the checkpoint":
-            checkpoint.save_snapshot = nth(saves, and_then_die(save), save)
+            checkpoint.save_snapshot = on_call(saves, then_kill(save), save)
         case "before the results":
-            round_loop.RoundLoop.write_results = die  # type: ignore[method-assign]
+            round_loop.RoundLoop.write_results = kill_this_process  # type: ignore[method-assign]
 
 
-def observe(path: Path) -> None:
-    """Write down, before it can be released, whose rows are read and what noise is drawn."""
+def record_reads_and_noise(path: Path) -> None:
+    """Record reads of rows and drawn noise in a file, before either can be released."""
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     read, normal = FedSSL._train_privately, secure_noise.secure_normal
 
@@ -166,7 +170,7 @@ def observe(path: Path) -> None:
 
 
 def charge_late() -> None:
-    """The bug that the ledger exists to prevent: rows are read first and paid for afterwards."""
+    """Plant a bug: rows are read first and charged afterwards."""
     real = Account.spend
 
     @contextlib.contextmanager
@@ -178,14 +182,14 @@ def charge_late() -> None:
     Account.spend = spend  # type: ignore[method-assign]
     vars(step_runner)["ChargedRows"] = lambda rows, paid, *_, **__: (
         rows
-    )  # which alone would refuse it
+    )  # which would refuse the read
 
 
 def refund_open_visits() -> None:
-    """The bug of a resume that takes a visit without its end for one that never was."""
+    """Plant a bug: a resume deletes the charge of an unfinished visit."""
     real = read_journal
 
-    def forgetful(path: Path) -> Journal:
+    def read_and_refund(path: Path) -> Journal:
         found = real(path)
         if found.unsettled:
             path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
@@ -194,11 +198,11 @@ def refund_open_visits() -> None:
 
     from accounting import ledger
 
-    ledger.read_journal = forgetful
+    ledger.read_journal = read_and_refund
 
 
 def seed_the_noise() -> None:
-    """The bug of noise that is resumed with the run: each process draws the same."""
+    """Plant a bug: every process draws the same noise."""
     generator = np.random.default_rng(0)
 
     def draws(count: int) -> np.ndarray:
@@ -210,27 +214,27 @@ def seed_the_noise() -> None:
 BUGS = {"late": charge_late, "refund": refund_open_visits, "seeded": seed_the_noise}
 
 
-def drive(folder: Path, path: Path, kill: Kill | None, bug: str) -> None:
-    """The life of one process: begin a run or continue it, to the end or until it is killed."""
+def run_or_resume(folder: Path, path: Path, kill: Kill | None, bug: str) -> None:
+    """Start or resume a run, to its end or until it is killed."""
     if bug:
         BUGS[bug]()
-    observe(folder / "observed.txt")
+    record_reads_and_noise(folder / "observed.txt")
     chosen = config.load_config(path)
     snapshot = None
     if (folder / "checkpoints").exists():
         snapshot = checkpoint.load_snapshot(folder / "checkpoints", config.config_hash(chosen))
     if kill is not None:
-        plant(kill, resumed=snapshot is not None)
+        install_kill(kill, resumed=snapshot is not None)
     round_loop.train(prepare(chosen), folder, list, snapshot)
 
 
-def bear(calls: Connection, warm_up: Path, path: Path) -> None:
-    """In a process of its own: for each call make another one, which drives and may die.
+def fork_server(calls: Connection, warm_up: Path, path: Path) -> None:
+    """Fork a process for each received call, which runs and may be killed.
 
-    What torch does only once was done here, so that a life takes half the time.
+    This process has trained a run already, so the initialisation of torch is not repeated.
     """
     torch.set_num_threads(1)
-    # The second opinion on epsilon takes longer than the run, and is not at stake here.
+    # The second accounting library takes longer than the run, and is not tested here.
     verify.available = lambda: False
     round_loop.train(prepare(config.load_config(path)), warm_up, list, None)
     while True:
@@ -238,7 +242,7 @@ def bear(calls: Connection, warm_up: Path, path: Path) -> None:
         child = os.fork()
         if child == 0:
             try:
-                drive(folder, path, kill, bug)
+                run_or_resume(folder, path, kill, bug)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -246,41 +250,41 @@ def bear(calls: Connection, warm_up: Path, path: Path) -> None:
         calls.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
-Life = Callable[..., int | None]
+RunProcess = Callable[..., int | None]
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
-    """``live(folder, kill, bug)``: ``drive`` in a process of its own; returns its exit code."""
-    # A fork: a process that starts anew would take seconds to import what is here already.
-    maker = multiprocessing.get_context("fork")
-    place = tmp_path_factory.mktemp("killed")
-    path, warm_up = place / "tiny.yaml", place / "warm_up"
+def run_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunProcess]:
+    """A function that calls ``run_or_resume`` in a new process and returns its exit code."""
+    # A fork, because a new process would take seconds for imports.
+    context = multiprocessing.get_context("fork")
+    folder_of_server = tmp_path_factory.mktemp("killed")
+    path, warm_up = folder_of_server / "tiny.yaml", folder_of_server / "warm_up"
     path.write_text(CONFIG)
     warm_up.mkdir()
-    here, there = maker.Pipe()
-    mother = maker.Process(target=bear, args=(there, warm_up, path), daemon=True)
+    connection, server_end = context.Pipe()
+    server = context.Process(target=fork_server, args=(server_end, warm_up, path), daemon=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
-        mother.start()
-    there.close()  # so that its end is noticed here
+        server.start()
+    server_end.close()  # so that this process notices its end
 
-    def live(folder: Path, kill: Kill | None = None, bug: str = "") -> int | None:
+    def run_process(folder: Path, kill: Kill | None = None, bug: str = "") -> int | None:
         folder.mkdir(exist_ok=True)
-        here.send((folder, kill, bug))
-        assert here.poll(600), "the process neither ended nor died"
-        exit_code: int = here.recv()
+        connection.send((folder, kill, bug))
+        assert connection.poll(600), "the process neither ended nor died"
+        exit_code: int = connection.recv()
         return exit_code
 
-    yield live
-    mother.kill()
-    mother.join()
+    yield run_process
+    server.kill()
+    server.join()
 
 
-# What is left of a run ----------------------------------------------------------------------
+# State of a killed run ----------------------------------------------------------------------
 
 
-def observed(folder: Path, kind: str) -> list[str]:
+def recorded(folder: Path, kind: str) -> list[str]:
     lines = (folder / "observed.txt").read_text().splitlines()
     return [line.split()[1] for line in lines if line.startswith(kind)]
 
@@ -290,14 +294,14 @@ def ledgers(folder: Path) -> dict[str, Journal]:
 
 
 def charges(folder: Path) -> Counter[str]:
-    """Visits that each agent's ledger charges."""
+    """The number of charged visits per agent."""
     return Counter({agent: len(journal.events) for agent, journal in ledgers(folder).items()})
 
 
-def everything_is_paid_for(folder: Path) -> bool:
-    """Whether the ledgers charge at least what reading rows that often can have released."""
+def all_reads_are_charged(folder: Path) -> bool:
+    """Whether the ledgers charge at least for all recorded reads of rows."""
     found = ledgers(folder)
-    for agent, times in Counter(observed(folder, "read")).items():
+    for agent, times in Counter(recorded(folder, "read")).items():
         journal = found[agent]
         one = journal.plan.event
         charged = epsilon(journal.events, 1e-5) if journal.events else 0.0
@@ -306,24 +310,24 @@ def everything_is_paid_for(folder: Path) -> bool:
     return True
 
 
-def no_noise_is_drawn_twice(folder: Path) -> bool:
-    """Whether a visit that is made again draws other noise."""
-    noise = observed(folder, "noise")
+def all_noise_differs(folder: Path) -> bool:
+    """Whether repeated visits drew other noise."""
+    noise = recorded(folder, "noise")
     return len(set(noise)) == len(noise)
 
 
-def assert_ended_well(folder: Path, before: Counter[str]) -> None:
-    """The run came to its end, paid for everything, and charged no less than ``before``."""
+def assert_finished(folder: Path, before: Counter[str]) -> None:
+    """Assert that the run finished, charged all reads, and charged no less than ``before``."""
     assert json.loads((folder / "results.json").read_text())["status"] == "finished"
-    assert everything_is_paid_for(folder)
+    assert all_reads_are_charged(folder)
     after = charges(folder)
-    # A run that is never killed charges each agent once in a round.
+    # A run without kills charges each agent once per round.
     assert all(after[agent] >= max(ROUNDS, before[agent]) for agent in ("s0", "s1"))
-    assert no_noise_is_drawn_twice(folder)
+    assert all_noise_differs(folder)
 
 
 def visits_left(folder: Path) -> int:
-    """Visits after the latest checkpoint."""
+    """The number of visits after the latest checkpoint."""
     latest = folder / "checkpoints" / "latest"
     done = int(latest.read_text().strip().removeprefix("round_")) if latest.exists() else 0
     return VISITS * (ROUNDS - done)
@@ -333,23 +337,23 @@ def visits_left(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_run_that_was_killed_has_charged_for_all_it_may_have_released(
-    point: str, live: Life, tmp_path: Path
+def test_a_killed_run_has_charged_for_everything_it_may_have_released(
+    point: str, run_process: RunProcess, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    assert live(folder, Kill(point)) == -signal.SIGKILL
-    assert everything_is_paid_for(folder)
+    assert run_process(folder, Kill(point)) == -signal.SIGKILL
+    assert all_reads_are_charged(folder)
     after_the_kill = charges(folder)
-    assert live(folder) == 0
-    assert_ended_well(folder, after_the_kill)
+    assert run_process(folder) == 0
+    assert_finished(folder, after_the_kill)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
-def test_fifty_kills_at_each_point_of_any_visit_leave_everything_paid_for(
-    point: str, live: Life, tmp_path: Path
+def test_fifty_kills_at_each_point_leave_all_reads_charged(
+    point: str, run_process: RunProcess, tmp_path: Path
 ) -> None:
-    # Up to five kills in a row, so that a run goes on from what other kills have left.
+    # Up to five kills in a row, so a run is resumed from the state after other kills.
     killed: list[Kill] = []
     while len(killed) < REPETITIONS:
         folder, before = tmp_path / str(len(killed)), Counter[str]()
@@ -359,40 +363,40 @@ def test_fifty_kills_at_each_point_of_any_visit_leave_everything_paid_for(
             number = len(killed)
             kill = Kill(point, visit=1 + number % left, write=1 + number % WRITES)
             killed.append(kill)
-            assert live(folder, kill) == -signal.SIGKILL, killed
-            assert everything_is_paid_for(folder), killed
+            assert run_process(folder, kill) == -signal.SIGKILL, killed
+            assert all_reads_are_charged(folder), killed
             after = charges(folder)
             assert all(after[agent] >= before[agent] for agent in before), killed
             before = after
-        assert live(folder) == 0, killed
-        assert_ended_well(folder, before)
-    assert {kill.visit % VISITS for kill in killed} == {0, 1}  # of both agents
+        assert run_process(folder) == 0, killed
+        assert_finished(folder, before)
+    assert {kill.visit % VISITS for kill in killed} == {0, 1}  # visits of both agents
 
 
 # Controls -----------------------------------------------------------------------------------
 
 
-def test_the_check_of_killed_runs_notices_a_charge_that_comes_too_late(
-    live: Life, tmp_path: Path
+def test_control_the_kill_test_notices_a_charge_after_the_read(
+    run_process: RunProcess, tmp_path: Path
 ) -> None:
-    assert live(tmp_path / "run", Kill("after the noise"), "late") == -signal.SIGKILL
-    assert not everything_is_paid_for(tmp_path / "run")
+    assert run_process(tmp_path / "run", Kill("after the noise"), "late") == -signal.SIGKILL
+    assert not all_reads_are_charged(tmp_path / "run")
 
 
-def test_the_check_of_killed_runs_notices_a_resume_that_refunds_open_visits(
-    live: Life, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    assert live(folder, Kill("before the settle", visit=2)) == -signal.SIGKILL
-    assert everything_is_paid_for(folder)
-    assert live(folder, bug="refund") == 0
-    assert not everything_is_paid_for(folder)
-
-
-def test_the_check_of_noise_notices_a_resume_that_draws_it_again(
-    live: Life, tmp_path: Path
+def test_control_the_kill_test_notices_a_resume_that_refunds_open_visits(
+    run_process: RunProcess, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    assert live(folder, Kill("after the noise", visit=1), "seeded") == -signal.SIGKILL
-    assert live(folder, bug="seeded") == 0
-    assert not no_noise_is_drawn_twice(folder)
+    assert run_process(folder, Kill("before the settle", visit=2)) == -signal.SIGKILL
+    assert all_reads_are_charged(folder)
+    assert run_process(folder, bug="refund") == 0
+    assert not all_reads_are_charged(folder)
+
+
+def test_control_the_noise_check_notices_a_resume_with_the_same_noise(
+    run_process: RunProcess, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    assert run_process(folder, Kill("after the noise", visit=1), "seeded") == -signal.SIGKILL
+    assert run_process(folder, bug="seeded") == 0
+    assert not all_noise_differs(folder)

@@ -1,4 +1,4 @@
-"""``--resume RUN algorithm.rounds=N``: the bits of a run of N rounds, or a reason."""
+"""``--resume RUN algorithm.rounds=N``: the bits of a run of N rounds, or an error."""
 
 import json
 import re
@@ -24,25 +24,25 @@ PRIVATE = FEDAVG.replace(", learning_rate_decay: 0.9, momentum: 0.9", "") + (
 )
 TEXTS = {"fedssl": PLAIN, "pseudo": PLAIN.replace("fedssl", "pseudo").replace(
     "  generator_width: 4\n", ""), "fedavg": FEDAVG}  # fmt: skip
-QUIET = ("--quiet", "run.workers=1", "run.images_every=2")  # the last round has pictures
+ARGUMENTS = ("--quiet", "run.workers=1", "run.images_every=2")  # the last round logs images
 
 
-def trained(folder: Path, text: str, rounds: int) -> Path:
+def train_run(folder: Path, text: str, rounds: int) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / "run.yaml"
     path.write_text(text)
     output = folder / f"run-{rounds}"
-    outcome = command(path, f"algorithm.rounds={rounds}", f"run.output={output}", *QUIET)
+    outcome = command(path, f"algorithm.rounds={rounds}", f"run.output={output}", *ARGUMENTS)
     assert outcome.status == 0, outcome
     return output
 
 
-def longer(folder: Path, rounds: int) -> None:
+def lengthen(folder: Path, rounds: int) -> None:
     outcome = command("--resume", folder, f"algorithm.rounds={rounds}", "--quiet")
     assert outcome.status == 0, outcome
 
 
-def same(one: Path, other: Path) -> None:
+def assert_same_run(one: Path, other: Path) -> None:
     for name in ("classifier.safetensors", "metrics.csv"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     found = [json.loads((folder / "results.json").read_text()) for folder in (one, other)]
@@ -53,23 +53,23 @@ def same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_longer_run_has_the_bits_of_one_that_was_asked_for_at_once(
-    name: str, tmp_path: Path
-) -> None:
-    at_once, run = trained(tmp_path, TEXTS[name], 4), trained(tmp_path, TEXTS[name], 2)
+def test_a_lengthened_run_has_the_bits_of_a_run_of_that_length(name: str, tmp_path: Path) -> None:
+    at_once, run = train_run(tmp_path, TEXTS[name], 4), train_run(tmp_path, TEXTS[name], 2)
     before = (run / "classifier.safetensors").read_bytes()
-    longer(run, 4)
-    same(run, at_once)
-    assert (run / "classifier.safetensors").read_bytes() != before  # it did learn on
+    lengthen(run, 4)
+    assert_same_run(run, at_once)
+    assert (run / "classifier.safetensors").read_bytes() != before  # training continued
     again = tree(run)
-    assert command("--resume", run).status == 0  # finished: nothing is done
+    assert command("--resume", run).status == 0  # finished: nothing changes
     assert {k: v for k, v in tree(run).items() if k != "train.log"} == {
         k: v for k, v in again.items() if k != "train.log"
     }
 
 
-def test_a_kill_at_any_moment_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once, run = trained(tmp_path, FEDAVG, 4), trained(tmp_path, FEDAVG, 2)
+def test_a_run_killed_while_it_is_lengthened_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once, run = train_run(tmp_path, FEDAVG, 4), train_run(tmp_path, FEDAVG, 2)
     for module, name in ((configs, "to_yaml"), (round_loop, "train")):
         with monkeypatch.context() as patch:
 
@@ -78,40 +78,40 @@ def test_a_kill_at_any_moment_is_resumed(tmp_path: Path, monkeypatch: pytest.Mon
 
             patch.setattr(module, name, killed)
             with pytest.raises(SystemExit):
-                longer(run, 4)
+                lengthen(run, 4)
         assert json.loads((run / "results.json").read_text())["status"] == "interrupted"
-        # After the first kill it is a run of two rounds again, after the second one of four.
+        # After the first kill the config has two rounds, after the second one four.
         assert command("--resume", run, "--quiet").status == 0
-    same(run, at_once)
+    assert_same_run(run, at_once)
 
 
-def test_what_cannot_be_lengthened_is_refused_with_the_reason(tmp_path: Path) -> None:
-    private = trained(tmp_path / "private", PRIVATE, 2)
+def test_private_runs_and_scheduled_algorithms_cannot_be_lengthened(tmp_path: Path) -> None:
+    private = train_run(tmp_path / "private", PRIVATE, 2)
     semifl = "algorithm: {name: semifl, rounds: 2, epochs: 1}\n"
-    scheduled = trained(
+    scheduled = train_run(
         tmp_path / "semifl", PLAIN.partition("algorithm")[0].replace(
             "support: 2, ", "").replace("40,", "40, labels: labels-at-server,") + semifl, 2,
     )  # fmt: skip
-    for folder, said in (
+    for folder, error_text in (
         (private, "its privacy plan fixes"),
         (scheduled, "rounds of semifl may depend on how many there are"),
     ):
         before = tree(folder)
         refused = command("--resume", folder, "algorithm.rounds=3", "--quiet")
-        assert_refused(refused, "algorithm.rounds is 3 here, but 2 there", said)
+        assert_refused(refused, "algorithm.rounds is 3 here, but 2 there", error_text)
         assert tree(folder) == before
     other = command("--resume", private, "algorithm.rounds=3", "run.seed=9", "--quiet")
     assert_refused(other, "belongs to another config: run.seed is 9 here")
 
 
-def test_fewer_rounds_and_other_changes_are_refused_as_ever(tmp_path: Path) -> None:
-    run = trained(tmp_path, FEDAVG, 2)
+def test_fewer_rounds_or_other_changed_settings_are_refused(tmp_path: Path) -> None:
+    run = train_run(tmp_path, FEDAVG, 2)
     before = tree(run)
-    for values, said in (
+    for values, error_text in (
         (["algorithm.rounds=1"], "algorithm.rounds is 1 here, but 2 there"),
         (["algorithm.rounds=3", "algorithm.momentum=0.5"], "algorithm.momentum is 0.5 here"),
     ):
-        assert_refused(command("--resume", run, *values, "--quiet"), said)
+        assert_refused(command("--resume", run, *values, "--quiet"), error_text)
     assert command("--resume", run, "algorithm.rounds=3", "--dry-run").status == 0
     results = json.loads((run / "results.json").read_text())
     assert tree(run) == before
@@ -120,16 +120,16 @@ def test_fewer_rounds_and_other_changes_are_refused_as_ever(tmp_path: Path) -> N
     assert_refused(refused, "it has not finished. First end it")
 
 
-def test_methods_whose_rounds_know_their_number_cannot_be_lengthened() -> None:
-    able = {name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened}
-    assert able == {
+def test_the_list_of_algorithms_that_can_be_lengthened_is_as_expected() -> None:
+    names = {name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened}
+    assert names == {
         *("fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "server_sl", "fedavg"),
         *("fedprox", "feddyn", "lg_fedavg", "heterofl"),
     }
 
 
-def test_the_page_names_the_methods_that_can_be_lengthened() -> None:
+def test_the_docs_name_the_algorithms_that_can_be_lengthened() -> None:
     page = (ROOT / "docs" / "run_folder.md").read_text(encoding="utf-8")
     [sentence] = re.findall(r"^- Runs of (.*?) can be lengthened", page, re.MULTILINE | re.DOTALL)
-    able = {name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened}
-    assert set(re.findall(r"`(\w+)`", sentence)) == able
+    names = {name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened}
+    assert set(re.findall(r"`(\w+)`", sentence)) == names

@@ -23,18 +23,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, privssl.Run]:
     }
 
 
-def read(run: privssl.Run) -> tuple[dict[str, Any], str]:
-    """Header and page."""
+def header_and_page(run: privssl.Run) -> tuple[dict[str, Any], str]:
+    """The header and the page of a model card."""
     _, header, page = (run.folder / "model_card.md").read_text().split("---\n", 2)
     found: dict[str, Any] = yaml.safe_load(header)
     return found, page
 
 
 @pytest.mark.parametrize("name", ["plain", "private"])
-def test_the_header_has_the_metrics_of_results_json_in_the_form_of_a_hub(
+def test_the_model_cards_header_has_the_metrics_of_results_json_in_hub_format(
     name: str, runs: dict[str, privssl.Run]
 ) -> None:
-    header, _ = read(runs[name])
+    header, _ = header_and_page(runs[name])
     results = runs[name].results
     [index] = header["model-index"]
     [measured] = index["results"]
@@ -46,47 +46,49 @@ def test_the_header_has_the_metrics_of_results_json_in_the_form_of_a_hub(
     assert ("differential-privacy" in header["tags"]) == (name == "private")
 
 
-def test_the_page_of_a_private_run_has_no_time(runs: dict[str, privssl.Run]) -> None:
-    assert " seconds" in read(runs["plain"])[1]  # the control
-    assert " seconds" not in read(runs["private"])[1]
+def test_the_model_card_of_a_private_run_contains_no_times(runs: dict[str, privssl.Run]) -> None:
+    assert " seconds" in header_and_page(runs["plain"])[1]  # the control
+    assert " seconds" not in header_and_page(runs["private"])[1]
 
 
 @pytest.mark.parametrize("name", ["plain", "private"])
-def test_the_page_repeats_the_last_line_of_the_run_and_nothing_stronger(
+def test_the_model_card_repeats_the_guarantee_of_the_run_exactly_once(
     name: str, runs: dict[str, privssl.Run]
 ) -> None:
     run = runs[name]
-    _, page = read(run)
-    said = run.guarantee or "NO GUARANTEE: this run is not private."
-    assert said in page
+    _, page = header_and_page(run)
+    guarantee = run.guarantee or "NO GUARANTEE: this run is not private."
+    assert guarantee in page
     assert page.count("GUARANTEE") == 1
     assert f"classes in order: {', '.join(run.class_names)}" in page
     assert f"| accuracy | {run.results['test_accuracy']['final']:.4f} |" in page
 
 
-def test_the_audit_finds_a_model_card_that_claims_something_else(
+def test_the_audit_finds_a_model_card_with_another_claim(
     runs: dict[str, privssl.Run],
 ) -> None:
     run = runs["private"]
     assert run.audit()["problems"] == []
     path = run.folder / "model_card.md"
-    true = path.read_text()
+    original = path.read_text()
     for old, new in (
         ("1e-05)-DP", "1e-06)-DP"),
         ("## Privacy", "## Privacy\n\n(1.0000, 1e-05)-DP\n\n## Privacy"),
         ("## Privacy", "## Secrecy"),
     ):
-        assert old in true
-        path.write_text(true.replace(old, new))
+        assert old in original
+        path.write_text(original.replace(old, new))
         assert any("model_card.md is not" in text for text in run.audit()["problems"])
-    path.write_text(true.replace("A classifier of", "Our classifier of"))  # an author's words
+    path.write_text(
+        original.replace("A classifier of", "Our classifier of")
+    )  # an edit by the author
     assert run.audit()["problems"] == []
-    path.unlink()  # runs of former versions have none
+    path.unlink()  # runs of former versions have no model card
     assert run.audit()["problems"] == []
-    path.write_text(true)
+    path.write_text(original)
 
 
-def test_no_name_begins_a_section_or_a_line_of_its_own(runs: dict[str, privssl.Run]) -> None:
+def test_names_cannot_add_sections_or_lines_to_the_model_card(runs: dict[str, privssl.Run]) -> None:
     from privssl.runs.model_card import model_card
 
     claim = "x\n\n## Privacy\n\nGUARANTEE: for every support agent\u2028- epsilon 0.1"
@@ -114,7 +116,7 @@ def test_no_name_begins_a_section_or_a_line_of_its_own(runs: dict[str, privssl.R
         ({"kind": "sequence", "encoder": {}}, "text-classification"),
     ],
 )
-def test_the_task_is_that_of_the_rows_before_an_encoder(
+def test_the_model_cards_task_follows_from_the_rows_before_encoding(
     rows: dict[str, Any], task: str, runs: dict[str, privssl.Run]
 ) -> None:
     from privssl.runs.model_card import model_card
@@ -128,7 +130,7 @@ def test_the_task_is_that_of_the_rows_before_an_encoder(
     assert ("minilm" in page) == (rows["encoder"] is not None)
 
 
-def test_a_card_is_removed_when_a_run_is_not_finished_any_more(tmp_path: Path) -> None:
+def test_remove_claim_deletes_the_model_card(tmp_path: Path) -> None:
     from privssl.runs.run_dir import MODEL_CARD, remove_claim
 
     (tmp_path / MODEL_CARD).write_text("x")

@@ -1,6 +1,6 @@
-"""Accounts that outlive a run (``privacy.ledger``): several runs, one budget for each row.
+"""Shared accounts (``privacy.ledger``): several runs charge one budget per row.
 
-The runs are real and tiny. Every promise has its control: without it the same steps go through.
+The runs are tiny. Each property has a control in which the same steps succeed.
 """
 
 import json
@@ -42,8 +42,8 @@ def cost(visits: int) -> float:
     return epsilon([VISIT] * visits, DELTA)
 
 
-class Workplace:
-    """A folder with a config, an account folder, and runs that draw from it."""
+class AccountFolder:
+    """A folder with a config, shared accounts, and runs that charge them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.ledger = folder, folder / "accounts"
@@ -53,7 +53,7 @@ class Workplace:
         return self.folder / name
 
     def train(self, name: str, *overrides: str, total: float = 8.0, **flags: Any) -> Any:
-        """``python -m privssl.train``; later runs use the first one's split."""
+        """Run ``python -m privssl.train``; later runs use the first run's split."""
         chosen = {
             "run.output": str(self.run(name)),
             "privacy.ledger": str(self.ledger),
@@ -68,8 +68,8 @@ class Workplace:
         resume = ["--resume", flags["resume"]] if "resume" in flags else []
         return command(self.folder / "tiny.yaml", *given, "--quiet", *resume)
 
-    def trained(self, name: str, *overrides: str, **given: Any) -> dict[str, Any]:
-        """A run that came to its end; its card."""
+    def train_to_end(self, name: str, *overrides: str, **given: Any) -> dict[str, Any]:
+        """Train a run to its end; return its card."""
         outcome = self.train(name, *overrides, **given)
         assert outcome.status == 0, outcome
         return self.card(name)
@@ -86,26 +86,26 @@ class Workplace:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return Workplace(tmp_path)
+def shared(tmp_path: Path) -> AccountFolder:
+    return AccountFolder(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def _once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = Workplace(tmp_path_factory.mktemp("once"))
-    place.trained("one")
+def _folder_of_run_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = AccountFolder(tmp_path_factory.mktemp("once"))
+    place.train_to_end("one")
     return place.folder
 
 
 @pytest.fixture
-def after_one(_once: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
-    """One run of two visits to each agent has been; put back after each test."""
-    place = Workplace(_once)
-    kept = _once.with_name("kept")
+def after_run_one(_folder_of_run_one: Path, monkeypatch: pytest.MonkeyPatch) -> AccountFolder:
+    """A folder after one run with two visits to each agent, restored for each test."""
+    place = AccountFolder(_folder_of_run_one)
+    kept = _folder_of_run_one.with_name("kept")
     if not kept.exists():
-        shutil.copytree(_once, kept)
-    shutil.rmtree(_once)
-    shutil.copytree(kept, _once)
+        shutil.copytree(_folder_of_run_one, kept)
+    shutil.rmtree(_folder_of_run_one)
+    shutil.copytree(kept, _folder_of_run_one)
     return place
 
 
@@ -113,134 +113,152 @@ Audit = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def audited(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Audit:
+def run_audit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Audit:
     from accounting import verify
 
     monkeypatch.setattr(verify, "available", lambda: False)  # it takes a second
 
-    def run_it(run: Path) -> tuple[int, str]:
+    def run_audit_of(run: Path) -> tuple[int, str]:
         capsys.readouterr()
         status = audit.main([str(run)])
         return status, " ".join(capsys.readouterr().out.split())
 
-    return run_it
+    return run_audit_of
 
 
 # One budget for all runs ------------------------------------------------------------------------
 
 
-def test_a_second_run_draws_from_the_same_account_and_its_card_counts_both(
-    after_one: Workplace,
+def test_a_second_run_is_charged_to_the_same_account_and_its_card_counts_both(
+    after_run_one: AccountFolder,
 ) -> None:
-    first = after_one.card("one")
+    first = after_run_one.card("one")
     assert first["this_run"] == pytest.approx({"s0": cost(2), "s1": cost(2)})
-    card = after_one.trained("two", "run.seed=7")
+    card = after_run_one.train_to_end("two", "run.seed=7")
     assert card["epsilon"]["overall"] == pytest.approx(cost(4))
-    assert card["guarantee"]["epsilon"] == 8.0  # who planned the second run had seen the first
+    assert (
+        card["guarantee"]["epsilon"] == 8.0
+    )  # the second run was planned after the first was seen
     assert [entry["visits"] for entry in card["agents"]] == [4, 4]
     assert card["this_run"] == pytest.approx({"s0": cost(2), "s1": cost(2)})
-    page = (after_one.run("two") / "privacy.md").read_text()
+    page = (after_run_one.run("two") / "privacy.md").read_text()
     assert "The accounts outlive this run" in page
     assert f"charged epsilon {round_up(cost(4))}" in page and "(8.0000, 1e-05)-DP" in page
-    assert not list(after_one.run("two").glob("ledger/registry"))  # it stays with the rows
+    assert not list(
+        after_run_one.run("two").glob("ledger/registry")
+    )  # the registry stays with the accounts
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["the account is here", "it is elsewhere"])
-def test_a_finished_runs_copy_has_every_line_that_its_checkpoints_record(
-    here: bool, after_one: Workplace, audited: Audit
+def test_the_audit_finds_a_ledger_copy_that_is_older_than_the_runs_checkpoints(
+    here: bool, after_run_one: AccountFolder, run_audit: Audit
 ) -> None:
-    after_one.trained("two", "run.seed=7")
+    after_run_one.train_to_end("two", "run.seed=7")
     if not here:
-        after_one.ledger.rename(after_one.folder / "elsewhere")
-    assert audited(after_one.run("two"))[0] == 0
-    for copy in after_one.run("two").glob("ledger/*.jsonl"):  # the first run's: it spent less
-        shutil.copy(after_one.run("one") / "ledger" / copy.name, copy)
-    status, said = audited(after_one.run("two"))
-    assert status == 1 and "was cut or replaced: checkpoint" in said
+        after_run_one.ledger.rename(after_run_one.folder / "elsewhere")
+    assert run_audit(after_run_one.run("two"))[0] == 0
+    for copy in after_run_one.run("two").glob(
+        "ledger/*.jsonl"
+    ):  # the copy of the first run, which spent less
+        shutil.copy(after_run_one.run("one") / "ledger" / copy.name, copy)
+    status, printed = run_audit(after_run_one.run("two"))
+    assert status == 1 and "was cut or replaced: checkpoint" in printed
 
 
-def test_without_a_common_account_each_run_counts_its_own(after_one: Workplace) -> None:
-    # The control: the same second run with accounts of its own says nothing of the first.
-    card = after_one.trained("two", "run.seed=7", "privacy.ledger=", "privacy.ledger_epsilon=")
+def test_control_without_a_shared_account_each_run_counts_only_its_own_charges(
+    after_run_one: AccountFolder,
+) -> None:
+    # The control: the same second run with its own accounts does not count the first.
+    card = after_run_one.train_to_end(
+        "two", "run.seed=7", "privacy.ledger=", "privacy.ledger_epsilon="
+    )
     assert card["guarantee"]["epsilon"] == pytest.approx(cost(2))
     assert card["this_run"] is None
 
 
-def test_the_accounts_budget_ends_the_visits_of_a_later_run(work: Workplace) -> None:
+def test_the_accounts_budget_limits_a_later_run(shared: AccountFolder) -> None:
     total = (cost(5) + cost(6)) / 2  # pays for five visits
     small = f"privacy.epsilon={(cost(3) + cost(4)) / 2}"
     for name in ("one", "two"):
-        work.trained(name, small, total=total)
-        assert work.status(name) == "finished"
-    card = work.trained("three", small, total=total)
-    assert work.status("three") == "budget_exhausted"
-    assert work.visits() == 5
+        shared.train_to_end(name, small, total=total)
+        assert shared.status(name) == "finished"
+    card = shared.train_to_end("three", small, total=total)
+    assert shared.status("three") == "budget_exhausted"
+    assert shared.visits() == 5
     assert card["epsilon"]["overall"] == pytest.approx(cost(5))
     assert card["guarantee"]["epsilon"] == pytest.approx(total)
     assert card["this_run"]["s0"] == pytest.approx(cost(1))
 
 
-def test_a_runs_own_limit_holds_although_the_account_has_more(work: Workplace) -> None:
+def test_a_runs_own_budget_limits_it_although_the_account_has_more(shared: AccountFolder) -> None:
     limit = (cost(2) + cost(3)) / 2
-    work.trained("one", "algorithm.rounds=4", f"privacy.epsilon={limit}", total=50.0)
-    assert work.status("one") == "budget_exhausted"
-    assert work.visits() == 2
-    work.trained("two", "algorithm.rounds=4", f"privacy.epsilon={cost(4)}", total=50.0)
-    assert work.visits() == 2 + 4  # the control: the limit was the run's, not the account's
+    shared.train_to_end("one", "algorithm.rounds=4", f"privacy.epsilon={limit}", total=50.0)
+    assert shared.status("one") == "budget_exhausted"
+    assert shared.visits() == 2
+    shared.train_to_end("two", "algorithm.rounds=4", f"privacy.epsilon={cost(4)}", total=50.0)
+    assert shared.visits() == 2 + 4  # the control: the limit was of the run, not of the account
 
 
-def test_a_runs_own_limit_holds_over_a_kill_and_a_resume(
-    work: Workplace, monkeypatch: pytest.MonkeyPatch
+def test_a_runs_own_budget_limits_it_across_a_kill_and_a_resume(
+    shared: AccountFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = (cost(3) + cost(4)) / 2
     overrides = ("algorithm.rounds=6", f"privacy.epsilon={limit}")
     real = checkpoint.save_snapshot
 
-    def dies(folder: Path, snapshot: Any) -> None:
-        if snapshot.round == 2:  # two visits of each agent are paid for, one is in a checkpoint
+    def fail_in_round(folder: Path, snapshot: Any) -> None:
+        if snapshot.round == 2:  # two visits of each agent are charged, one is in a checkpoint
             raise MemoryError("killed")
         real(folder, snapshot)
 
-    monkeypatch.setattr(checkpoint, "save_snapshot", dies)
+    monkeypatch.setattr(checkpoint, "save_snapshot", fail_in_round)
     with pytest.raises(MemoryError):
-        work.train("one", *overrides, total=50.0)
+        shared.train("one", *overrides, total=50.0)
     monkeypatch.setattr(checkpoint, "save_snapshot", real)
-    assert work.visits() == 2
-    outcome = work.train("one", *overrides, total=50.0, resume=work.run("one"))
+    assert shared.visits() == 2
+    outcome = shared.train("one", *overrides, total=50.0, resume=shared.run("one"))
     assert outcome.status == 0, outcome
-    assert work.visits() == 3  # not three more
-    assert work.card("one")["this_run"]["s0"] == pytest.approx(cost(3))
-    journal = read_journal(work.ledger / "s0.jsonl")
+    assert shared.visits() == 3  # three in all, not three more
+    assert shared.card("one")["this_run"]["s0"] == pytest.approx(cost(3))
+    journal = read_journal(shared.ledger / "s0.jsonl")
     assert len(set(journal.runs)) == 1
 
 
-# What is refused, with nothing spent -------------------------------------------------------------
+# Refused runs, without charges -------------------------------------------------------------------
 
 
-def untouched(work: Workplace, name: str, *overrides: str, words: str, **given: Any) -> None:
-    """The run is refused in these words; no account and no run folder has changed."""
-    before = tree(work.folder)
-    assert_refused(work.train(name, *overrides, **given), words)
-    assert tree(work.folder) == before
-    assert not (work.run(name) / "checkpoints").exists() or name == "one"
+def assert_refused_without_changes(
+    shared: AccountFolder, name: str, *overrides: str, error_text: str, **given: Any
+) -> None:
+    """Assert that a run is refused with this error, and no account and run folder changes."""
+    before = tree(shared.folder)
+    assert_refused(shared.train(name, *overrides, **given), error_text)
+    assert tree(shared.folder) == before
+    assert not (shared.run(name) / "checkpoints").exists() or name == "one"
 
 
 #: The same 24 rows, but three agents hold them.
 ANOTHER_SPLIT = ("agents.support=3", "data.split=")
 
 
-def test_another_split_is_refused(after_one: Workplace) -> None:
-    untouched(after_one, "two", *ANOTHER_SPLIT, words="would be in the accounts of s0 and")
-    assert not after_one.run("two").exists()
+def test_a_shared_account_refuses_another_split(after_run_one: AccountFolder) -> None:
+    assert_refused_without_changes(
+        after_run_one, "two", *ANOTHER_SPLIT, error_text="would be in the accounts of s0 and"
+    )
+    assert not after_run_one.run("two").exists()
 
 
-def test_another_split_does_not_even_replace_the_former_run(after_one: Workplace) -> None:
+def test_a_refused_run_with_another_split_does_not_replace_the_former_run(
+    after_run_one: AccountFolder,
+) -> None:
     overrides = (*ANOTHER_SPLIT, "run.overwrite=true")
-    untouched(after_one, "one", *overrides, words="would be in the accounts of s0 and")
+    assert_refused_without_changes(
+        after_run_one, "one", *overrides, error_text="would be in the accounts of s0 and"
+    )
 
 
 @pytest.mark.parametrize(
-    ("override", "given", "words"),
+    ("override", "given", "error_text"),
     [
         ("run.seed=1", {"total": 9.0}, "the budget cannot rise from 8 to 9"),
         ("privacy.delta=0.001", {}, "delta cannot change from 1e-05 to 0.001"),
@@ -248,94 +266,106 @@ def test_another_split_does_not_even_replace_the_former_run(after_one: Workplace
         ("privacy.record_counts=private", {}, "adjacency cannot change"),
     ],
 )
-def test_what_would_break_the_accounts_promise_is_refused(
-    after_one: Workplace, override: str, given: dict[str, Any], words: str
+def test_settings_that_would_weaken_the_accounts_guarantee_are_refused(
+    after_run_one: AccountFolder, override: str, given: dict[str, Any], error_text: str
 ) -> None:
-    untouched(after_one, "two", override, words=words, **given)
+    assert_refused_without_changes(after_run_one, "two", override, error_text=error_text, **given)
 
 
-def test_a_smaller_budget_is_no_broken_promise(after_one: Workplace, audited: Audit) -> None:
-    card = after_one.trained("two", total=7.0)
+def test_a_smaller_account_budget_is_accepted_but_does_not_lower_the_guarantee(
+    after_run_one: AccountFolder, run_audit: Audit
+) -> None:
+    card = after_run_one.train_to_end("two", total=7.0)
     assert card["agents"][0]["budget"]["epsilon"] == 7.0
-    # Who lowered it had seen a run: what holds whatever was seen is what the account began with.
+    # It was lowered after a run was seen, so the guarantee is the account's first budget.
     assert card["guarantee"]["epsilon"] == 8.0
-    assert audited(after_one.run("two"))[0] == 0
+    assert run_audit(after_run_one.run("two"))[0] == 0
     card["guarantee"]["epsilon"] = 7.0
-    (after_one.run("two") / "privacy.json").write_text(json.dumps(card))
-    status, shown = audited(after_one.run("two"))
+    (after_run_one.run("two") / "privacy.json").write_text(json.dumps(card))
+    status, printed = run_audit(after_run_one.run("two"))
     assert status == 1
-    assert "the card claims epsilon 7.000000" in shown
+    assert "the card claims epsilon 7.000000" in printed
 
 
-def test_a_sound_run_after_the_published_scheme_is_refused(work: Workplace) -> None:
-    card = work.trained("one", *AS_PUBLISHED)
+def test_a_sound_run_after_the_published_scheme_is_refused(shared: AccountFolder) -> None:
+    card = shared.train_to_end("one", *AS_PUBLISHED)
     assert card["guarantee"] is None
-    untouched(work, "two", words="scope cannot change from as_published to sound")
+    assert_refused_without_changes(
+        shared, "two", error_text="scope cannot change from as_published to sound"
+    )
 
 
-def test_the_published_scheme_after_a_sound_run_is_refused(after_one: Workplace) -> None:
-    untouched(after_one, "two", *AS_PUBLISHED, words="scope cannot change from sound")
+def test_the_published_scheme_after_a_sound_run_is_refused(after_run_one: AccountFolder) -> None:
+    assert_refused_without_changes(
+        after_run_one, "two", *AS_PUBLISHED, error_text="scope cannot change from sound"
+    )
 
 
-def test_a_second_run_at_the_same_time_is_refused(after_one: Workplace) -> None:
-    holder = command_config(after_one, "two")
-    after_one.run("two").mkdir()
-    with open_accounts(prepare(holder), after_one.run("two"), None):
-        spent = [after_one.visits(agent) for agent in ("s0", "s1")]
-        assert_refused(after_one.train("three"), "another process is using this account")
-        assert [after_one.visits(agent) for agent in ("s0", "s1")] == spent
-    assert after_one.trained("three", "run.overwrite=true")["agents"][0]["visits"] == 4
+def test_a_second_run_at_the_same_time_is_refused(after_run_one: AccountFolder) -> None:
+    holder = command_config(after_run_one, "two")
+    after_run_one.run("two").mkdir()
+    with open_accounts(prepare(holder), after_run_one.run("two"), None):
+        spent = [after_run_one.visits(agent) for agent in ("s0", "s1")]
+        assert_refused(after_run_one.train("three"), "another process is using this account")
+        assert [after_run_one.visits(agent) for agent in ("s0", "s1")] == spent
+    assert after_run_one.train_to_end("three", "run.overwrite=true")["agents"][0]["visits"] == 4
 
 
-def command_config(work: Workplace, name: str) -> config.Config:
+def command_config(shared: AccountFolder, name: str) -> config.Config:
     return config.load_config(
-        work.folder / "tiny.yaml",
+        shared.folder / "tiny.yaml",
         [
-            f"run.output={work.run(name)}", f"privacy.ledger={work.ledger}",
-            "privacy.ledger_epsilon=8.0", f"data.split={work.run('one') / 'split.json'}",
+            f"run.output={shared.run(name)}", f"privacy.ledger={shared.ledger}",
+            "privacy.ledger_epsilon=8.0", f"data.split={shared.run('one') / 'split.json'}",
         ],
     )  # fmt: skip
 
 
-def test_replacing_a_run_refunds_nothing(after_one: Workplace) -> None:
-    card = after_one.trained("one", "run.overwrite=true")
+def test_replacing_a_run_refunds_no_charges(after_run_one: AccountFolder) -> None:
+    card = after_run_one.train_to_end("one", "run.overwrite=true")
     assert [entry["visits"] for entry in card["agents"]] == [4, 4]
     assert card["this_run"]["s0"] == pytest.approx(cost(2))
 
 
-def test_a_card_that_forgets_a_replaced_run_with_an_account_of_its_own_is_violated(
-    work: Workplace, audited: Audit
+def test_the_audit_finds_a_card_without_the_ledger_of_a_replaced_run(
+    shared: AccountFolder, run_audit: Audit
 ) -> None:
-    work.trained("one", "privacy.ledger=", "privacy.ledger_epsilon=")
-    card = work.trained("one", "run.overwrite=true")  # from here on accounts outlive the runs
+    shared.train_to_end("one", "privacy.ledger=", "privacy.ledger_epsilon=")
+    card = shared.train_to_end("one", "run.overwrite=true")  # from here on the accounts are shared
     assert [entry["ledger"] for entry in card["former_ledgers"]] == ["one.ledger-001"] * 2
-    work.trained("one", "run.overwrite=true")
-    assert audited(work.run("one"))[0] == 0  # the control: what the account goes on with is in it
-    card = work.card("one") | {"former_ledgers": []}
+    shared.train_to_end("one", "run.overwrite=true")
+    assert run_audit(shared.run("one"))[0] == 0  # the control: the card lists the former ledger
+    card = shared.card("one") | {"former_ledgers": []}
     for number in (1, 2):
-        shutil.rmtree(work.folder / f"one.ledger-00{number}")
-    (work.run("one") / "privacy.json").write_text(json.dumps(card))
-    (work.run("one") / "privacy.md").write_text(render_markdown(card))
-    (work.run("one") / "model_card.md").unlink()
-    status, shown = audited(work.run("one"))
+        shutil.rmtree(shared.folder / f"one.ledger-00{number}")
+    (shared.run("one") / "privacy.json").write_text(json.dumps(card))
+    (shared.run("one") / "privacy.md").write_text(render_markdown(card))
+    (shared.run("one") / "model_card.md").unlink()
+    status, printed = run_audit(shared.run("one"))
     assert status == 1
-    assert "record one.ledger-001, the ledger of a replaced run" in shown
+    assert "record one.ledger-001, the ledger of a replaced run" in printed
 
 
 @pytest.mark.parametrize("place", ["", "ledger", "deep/er"])
-def test_accounts_within_the_folder_of_a_run_are_refused(after_one: Workplace, place: str) -> None:
-    # They would go when the run is replaced, and all that was spent would be forgotten.
+def test_a_shared_account_inside_a_run_folder_is_refused(
+    after_run_one: AccountFolder, place: str
+) -> None:
+    # They would be deleted with the run, and their charges would be lost.
     for name in ("one", "two"):
-        inside = after_one.run(name) / place
+        inside = after_run_one.run(name) / place
         mine = "run.overwrite=true" if name == "one" else "run.seed=3"
-        untouched(after_one, name, f"privacy.ledger={inside}", mine, words="the folder of a run")
-        assert not (after_one.run(name) / "registry").exists()
-    other = after_one.run("one") / place  # of another run than the one that is asked for
-    untouched(after_one, "three", f"privacy.ledger={other}", words="the folder of a run")
+        assert_refused_without_changes(
+            after_run_one, name, f"privacy.ledger={inside}", mine, error_text="the folder of a run"
+        )
+        assert not (after_run_one.run(name) / "registry").exists()
+    other = after_run_one.run("one") / place  # inside the folder of another run
+    assert_refused_without_changes(
+        after_run_one, "three", f"privacy.ledger={other}", error_text="the folder of a run"
+    )
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "error_text"),
     [
         ("ledger: accounts", "privacy.ledger_epsilon"),
         ("ledger_epsilon: 8.0", "privacy.ledger "),
@@ -343,25 +373,27 @@ def test_accounts_within_the_folder_of_a_run_are_refused(after_one: Workplace, p
         ("ledger: accounts, ledger_epsilon: .inf", "at least epsilon (4)"),
     ],
 )
-def test_a_ledger_and_its_budget_are_given_together(tmp_path: Path, line: str, words: str) -> None:
+def test_privacy_ledger_and_its_budget_are_required_together(
+    tmp_path: Path, line: str, error_text: str
+) -> None:
     text = TINY.replace("privacy: {", f"privacy: {{{line}, ")
     (tmp_path / "tiny.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         config.load_config(tmp_path / "tiny.yaml")
-    assert words in f"{caught.value} "
+    assert error_text in f"{caught.value} "
     number = 1 + text.splitlines().index(next(s for s in text.splitlines() if "privacy" in s))
     assert f"line {number}" in str(caught.value)
 
 
-# Rows beside the accounts ------------------------------------------------------------------------
+# Rows without protection -------------------------------------------------------------------------
 
 #: One agent holds all labelled rows and every other row is used without noise, whatever the split.
 #: So a row that leaves the labelled ones is an unlabelled one, and never another agent's.
-ALONE = ("agents.support=1", "data.unlabelled=null", "data.split=")
+ONE_SUPPORT_AGENT = ("agents.support=1", "data.unlabelled=null", "data.split=")
 OTHER_USES = {
     "rows of the account become unlabelled": ("data.labelled=12",),
     "unlabelled rows get an account": ("data.labelled=36",),
-    # One row of the account at most is unlabelled and twelve are labelled: eleven are neither.
+    # At most one row of the account is unlabelled and twelve are labelled: eleven are neither.
     "rows of the account become validation rows": (
         "data.labelled=12", "data.validation=REST", "data.unlabelled=1",
     ),
@@ -371,38 +403,40 @@ OTHER_USES = {
 }  # fmt: skip
 
 
-def accept(work: Workplace, name: str, *overrides: str) -> None:
-    """What a run does before its first visit: it puts its rows under the accounts."""
-    chosen = [text for text in (*ALONE, *overrides) if text != "data.split="]
+def open_and_close_accounts(shared: AccountFolder, name: str, *overrides: str) -> None:
+    """Register a run's rows with the accounts, as a run does before its first visit."""
+    chosen = [text for text in (*ONE_SUPPORT_AGENT, *overrides) if text != "data.split="]
     last = {text.partition("=")[0]: text for text in chosen}  # an override may be given once
     given = [
-        f"run.output={work.run(name)}", f"privacy.ledger={work.ledger}",
+        f"run.output={shared.run(name)}", f"privacy.ledger={shared.ledger}",
         "privacy.ledger_epsilon=8.0", *last.values(),
     ]  # fmt: skip
     with open_accounts(
-        prepare(config.load_config(work.folder / "tiny.yaml", given)), work.run(name), None
+        prepare(config.load_config(shared.folder / "tiny.yaml", given)), shared.run(name), None
     ):
         pass
 
 
 @pytest.mark.parametrize("what", OTHER_USES)
-def test_a_row_of_an_account_is_used_without_protection_in_no_run(
-    work: Workplace, what: str, monkeypatch: pytest.MonkeyPatch
+def test_no_run_may_use_a_row_of_an_account_without_protection(
+    shared: AccountFolder, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rest = toy_rows() - 12 - 1
     overrides = tuple(text.replace("REST", str(rest)) for text in OTHER_USES[what])
-    accept(work, "one")
-    accept(work, "again")  # the same split is no other use
-    words = "rows in the account of s0 would be used without protection"
-    untouched(work, "two", *ALONE, *overrides, words=words)
-    assert not work.run("two").exists()
-    with pytest.raises(LedgerError, match=words):
-        accept(work, "two", *overrides)
-    # The control: as it was when the registry knew of labelled rows alone.
-    shutil.rmtree(work.ledger)
+    open_and_close_accounts(shared, "one")
+    open_and_close_accounts(shared, "again")  # the same split again is allowed
+    error_text = "rows in the account of s0 would be used without protection"
+    assert_refused_without_changes(
+        shared, "two", *ONE_SUPPORT_AGENT, *overrides, error_text=error_text
+    )
+    assert not shared.run("two").exists()
+    with pytest.raises(LedgerError, match=error_text):
+        open_and_close_accounts(shared, "two", *overrides)
+    # The control: without the check of unprotected rows.
+    shutil.rmtree(shared.ledger)
     monkeypatch.setattr(accounts, "find_unprotected_rows", lambda _: iter(()))
-    accept(work, "one")
-    accept(work, "two", *overrides)
+    open_and_close_accounts(shared, "one")
+    open_and_close_accounts(shared, "two", *overrides)
 
 
 def toy_rows() -> int:
@@ -410,7 +444,7 @@ def toy_rows() -> int:
 
 
 @pytest.mark.parametrize("kind", ["unlabelled", "validation"])
-def test_a_labelled_row_that_is_unprotected_in_the_same_run_is_refused_if_it_is_private(
+def test_a_private_run_refuses_a_labelled_row_that_it_also_uses_without_protection(
     tmp_path: Path, kind: str
 ) -> None:
     rng = np.random.default_rng(0)
@@ -419,24 +453,24 @@ def test_a_labelled_row_that_is_unprotected_in_the_same_run_is_refused_if_it_is_
     text = text.replace("unlabelled: 30", "unlabelled: 5").replace("labelled: 24", "labelled: 40")
     (tmp_path / "npz.yaml").write_text(text)
 
-    def asked(*overrides: str) -> Any:
+    def dry_run(*overrides: str) -> Any:
         rows: dict[str, Any] = {"x_test": x[50:], "y_test": y[50:]}
         np.savez(tmp_path / "rows.npz", x_train=x[:50], y_train=y[:50], **rows)
         return command(tmp_path / "npz.yaml", "--dry-run", *overrides)
 
-    assert asked().status == 0  # the control: no row is doubled
+    assert dry_run().status == 0  # the control: no duplicate rows
     split = prepare(config.load_config(tmp_path / "npz.yaml")).federated_data.manifest
     unprotected = split.agents["q0"].unlabelled if kind == "unlabelled" else split.validation
     for copy, row in zip(unprotected, split.agents["s1"].labelled[:2], strict=False):
         x[copy] = x[row]
-    words = "2 labelled rows of s1 are unlabelled or validation rows as well"
-    assert_refused(asked(), words, "without protection. Remove doubled rows")
+    error_text = "2 labelled rows of s1 are unlabelled or validation rows as well"
+    assert_refused(dry_run(), error_text, "without protection. Remove doubled rows")
     plain = text[: text.index("privacy:")]
     (tmp_path / "npz.yaml").write_text(plain)
-    assert asked().status == 0  # the control: who promises nothing may use any row twice
+    assert dry_run().status == 0  # the control: a run without privacy may use rows twice
 
 
-def test_rows_that_two_agents_share_are_refused_in_a_private_run(tmp_path: Path) -> None:
+def test_a_private_run_refuses_rows_that_two_agents_share(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (60, 16, 16), dtype=np.uint8)
     y = np.arange(60) % 4
@@ -446,7 +480,7 @@ def test_rows_that_two_agents_share_are_refused_in_a_private_run(tmp_path: Path)
     (tmp_path / "npz.yaml").write_text(text)
     np.savez(tmp_path / "rows.npz", x_train=x[:50], y_train=y[:50], **rows)
     assert command(tmp_path / "npz.yaml", "--dry-run").status == 0  # the control
-    x[:50] = x[:1]  # one image fifty times: whatever the split, two agents have it
+    x[:50] = x[:1]  # one image fifty times: in any split two agents have it
     np.savez(tmp_path / "rows.npz", x_train=x[:50], y_train=y[:50], **rows)
     outcome = command(tmp_path / "npz.yaml", "--dry-run")
     assert_refused(outcome, "labelled rows of s0 are rows of s1 as well", "Remove doubled rows")
@@ -455,131 +489,133 @@ def test_rows_that_two_agents_share_are_refused_in_a_private_run(tmp_path: Path)
 # The audit --------------------------------------------------------------------------------------
 
 
-def test_the_run_folder_holds_a_copy_of_the_journals(after_one: Workplace) -> None:
+def test_the_run_folder_has_a_private_copy_of_the_journals(after_run_one: AccountFolder) -> None:
     for agent in ("s0", "s1"):
-        own = after_one.run("one") / "ledger" / f"{agent}.jsonl"
-        assert own.read_bytes() == (after_one.ledger / f"{agent}.jsonl").read_bytes()
+        own = after_run_one.run("one") / "ledger" / f"{agent}.jsonl"
+        assert own.read_bytes() == (after_run_one.ledger / f"{agent}.jsonl").read_bytes()
         assert own.stat().st_mode & 0o077 == 0
 
 
-def test_a_run_stays_consistent_when_another_spends_more_and_the_audit_notes_it(
-    after_one: Workplace, audited: Audit
+def test_the_audit_of_a_run_stays_consistent_and_notes_later_charges_of_other_runs(
+    after_run_one: AccountFolder, run_audit: Audit
 ) -> None:
-    status, shown = audited(after_one.run("one"))
-    assert (status, "gone on" in shown) == (0, False)
-    after_one.trained("two")
-    status, shown = audited(after_one.run("one"))
-    assert status == 0, shown
+    status, printed = run_audit(after_run_one.run("one"))
+    assert (status, "gone on" in printed) == (0, False)
+    after_run_one.train_to_end("two")
+    status, printed = run_audit(after_run_one.run("one"))
+    assert status == 0, printed
     assert f"other runs used the account since, and it has spent epsilon {cost(4):.4f} of 8" in (
-        shown
+        printed
     )
-    assert audited(after_one.run("two"))[0] == 0
+    assert run_audit(after_run_one.run("two"))[0] == 0
 
 
-def test_an_audit_without_the_accounts_says_that_it_checks_the_copy(
-    after_one: Workplace, audited: Audit
+def test_an_audit_without_the_accounts_reports_that_it_checks_the_copy(
+    after_run_one: AccountFolder, run_audit: Audit
 ) -> None:
-    shutil.rmtree(after_one.ledger)
-    status, shown = audited(after_one.run("one"))
+    shutil.rmtree(after_run_one.ledger)
+    status, printed = run_audit(after_run_one.run("one"))
     assert status == 0
-    assert "are not here; checked is the copy made then" in shown
+    assert "are not here; checked is the copy made then" in printed
 
 
-def test_an_account_whose_journal_is_gone_pays_for_nothing_though_it_looks_new(
-    after_one: Workplace,
+def test_an_account_with_a_missing_journal_is_refused_and_not_started_anew(
+    after_run_one: AccountFolder,
 ) -> None:
-    journal = after_one.ledger / "s0.jsonl"
+    journal = after_run_one.ledger / "s0.jsonl"
     kept = journal.read_bytes()
     journal.unlink()
-    outcome = after_one.train("two")
+    outcome = after_run_one.train("two")
     assert outcome.status == 2
     assert "missing, though rows have been put under it" in outcome.err
-    assert not journal.exists() and not after_one.run("two").exists()
+    assert not journal.exists() and not after_run_one.run("two").exists()
     journal.write_bytes(kept)
-    after_one.trained("two")
+    after_run_one.train_to_end("two")
 
 
-def test_an_account_that_was_copied_without_the_registry_of_its_rows_pays_for_nothing(
-    after_one: Workplace,
+def test_an_account_without_its_row_registry_is_refused(
+    after_run_one: AccountFolder,
 ) -> None:
-    """The registry knows which rows were used without protection: without it they get a budget."""
-    registry = after_one.ledger / "registry"
-    registry.rename(after_one.ledger / "left behind")
-    outcome = after_one.train("two")
+    """The registry lists rows used without protection; without it they would get a budget."""
+    registry = after_run_one.ledger / "registry"
+    registry.rename(after_run_one.ledger / "left behind")
+    outcome = after_run_one.train("two")
     assert outcome.status == 2
     assert "s0.rows: missing" in outcome.err and "copy the whole folder" in outcome.err
-    assert not registry.exists() and not after_one.run("two").exists()
-    (after_one.ledger / "left behind").rename(registry)
-    after_one.trained("two")  # the control
+    assert not registry.exists() and not after_run_one.run("two").exists()
+    (after_run_one.ledger / "left behind").rename(registry)
+    after_run_one.train_to_end("two")  # the control
 
 
-def test_an_account_that_forgot_a_run_is_violated(after_one: Workplace, audited: Audit) -> None:
-    early = tree_of(after_one.ledger)
-    after_one.trained("two")
-    for name, content in early.items():  # rolled back behind the second run
-        (after_one.ledger / name).write_bytes(content)
-    status, shown = audited(after_one.run("two"))
+def test_the_audit_finds_an_account_that_lacks_a_runs_charges(
+    after_run_one: AccountFolder, run_audit: Audit
+) -> None:
+    older_journals = journals_of(after_run_one.ledger)
+    after_run_one.train_to_end("two")
+    for name, content in older_journals.items():  # rolled back to before the second run
+        (after_run_one.ledger / name).write_bytes(content)
+    status, printed = run_audit(after_run_one.run("two"))
     assert status == 1
-    assert "is not the continuation of the copy in this folder" in shown
+    assert "is not the continuation of the copy in this folder" in printed
 
 
-def tree_of(folder: Path) -> dict[str, bytes]:
+def journals_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
 
 
-def test_a_card_that_says_too_little_of_this_run_is_violated(
-    after_one: Workplace, audited: Audit
+def test_the_audit_finds_a_card_that_understates_this_runs_charges(
+    after_run_one: AccountFolder, run_audit: Audit
 ) -> None:
-    card = after_one.card("one")
+    card = after_run_one.card("one")
     card["this_run"]["s1"] *= 0.9
-    (after_one.run("one") / "privacy.json").write_text(json.dumps(card))
-    status, shown = audited(after_one.run("one"))
+    (after_run_one.run("one") / "privacy.json").write_text(json.dumps(card))
+    status, printed = run_audit(after_run_one.run("one"))
     assert status == 1
-    assert "s1: the card says that this run alone spent" in shown
+    assert "s1: the card says that this run alone spent" in printed
 
 
-def test_a_card_that_claims_what_was_charged_is_violated_until_it_is_written_anew(
-    after_one: Workplace, audited: Audit
+def test_the_audit_finds_a_card_that_claims_the_charges_instead_of_the_budget(
+    after_run_one: AccountFolder, run_audit: Audit
 ) -> None:
-    # As former versions claimed of accounts that outlive a run.
-    card = after_one.card("one")
+    # As former versions claimed for shared accounts.
+    card = after_run_one.card("one")
     card["guarantee"]["epsilon"] = card["epsilon"]["overall"]
-    (after_one.run("one") / "privacy.json").write_text(json.dumps(card))
-    status, shown = audited(after_one.run("one"))
+    (after_run_one.run("one") / "privacy.json").write_text(json.dumps(card))
+    status, printed = run_audit(after_run_one.run("one"))
     assert status == 1
-    assert "so its accounts guarantee their budget, 8.000000" in shown
+    assert "so its accounts guarantee their budget, 8.000000" in printed
     for name in ("privacy.json", "results.json"):  # or --resume finds that the run is finished
-        (after_one.run("one") / name).unlink()
-    assert after_one.train("one", resume=after_one.run("one")).status == 0
-    assert audited(after_one.run("one"))[0] == 0
+        (after_run_one.run("one") / name).unlink()
+    assert after_run_one.train("one", resume=after_run_one.run("one")).status == 0
+    assert run_audit(after_run_one.run("one"))[0] == 0
 
 
-def test_a_stopped_run_whose_account_it_charged_again_is_inconclusive(
-    work: Workplace, audited: Audit, monkeypatch: pytest.MonkeyPatch
+def test_the_audit_of_a_run_with_charges_after_its_card_is_inconclusive(
+    shared: AccountFolder, run_audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Interrupted with a card, resumed, killed: the copy in the folder knows nothing of the last.
+    # Interrupted with a card, resumed, killed: the copy in the folder lacks the last charges.
     real = round_loop.RoundLoop._one_round
 
-    def stops(self: Any, now: Any, *, last: bool) -> None:
+    def interrupt_in_round_2(self: Any, now: Any, *, last: bool) -> None:
         if now.number == 2:
             raise KeyboardInterrupt
         real(self, now, last=last)
 
-    monkeypatch.setattr(round_loop.RoundLoop, "_one_round", stops)
-    assert work.train("one", "algorithm.rounds=3").status == 130
-    assert "verdict: INCONCLUSIVE" in audited(work.run("one"))[1]
+    monkeypatch.setattr(round_loop.RoundLoop, "_one_round", interrupt_in_round_2)
+    assert shared.train("one", "algorithm.rounds=3").status == 130
+    assert "verdict: INCONCLUSIVE" in run_audit(shared.run("one"))[1]
 
-    def dies(self: Any, now: Any, *, last: bool) -> None:
+    def fail_in_round(self: Any, now: Any, *, last: bool) -> None:
         real(self, now, last=last)
         raise MemoryError("killed")
 
-    monkeypatch.setattr(round_loop.RoundLoop, "_one_round", dies)
+    monkeypatch.setattr(round_loop.RoundLoop, "_one_round", fail_in_round)
     with pytest.raises(MemoryError):
-        work.train("one", "algorithm.rounds=3", resume=work.run("one"))
-    status, shown = audited(work.run("one"))
-    assert status == 3, shown
-    assert "visits were charged after the card was written" in shown
-    assert "Resume the run" in shown
+        shared.train("one", "algorithm.rounds=3", resume=shared.run("one"))
+    status, printed = run_audit(shared.run("one"))
+    assert status == 3, printed
+    assert "visits were charged after the card was written" in printed
+    assert "Resume the run" in printed
     monkeypatch.setattr(round_loop.RoundLoop, "_one_round", real)
-    assert work.train("one", "algorithm.rounds=3", resume=work.run("one")).status == 0
-    assert audited(work.run("one"))[0] == 0
+    assert shared.train("one", "algorithm.rounds=3", resume=shared.run("one")).status == 0
+    assert run_audit(shared.run("one"))[0] == 0

@@ -1,4 +1,4 @@
-"""Standard output and error whose reader has left, or which a caller closed: no run ends for it."""
+"""Closed standard streams and closed readers do not end a run."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from privssl.runtime.console import (
 )
 
 ROOT = Path(__file__).parents[2]
-#: The least that a run can be: processes here start anew, with the streams that they get.
+#: The smallest run: these tests start new processes.
 TINY = """\
 data: {name: toy, labels: labels-at-server, labelled: 20}
 agents: {query: 1}
@@ -31,8 +31,8 @@ algorithm: {name: server_sl, rounds: 1, local_epochs: 1}
 """
 
 
-class Gone(io.StringIO):
-    """What nobody reads any more."""
+class FailingStream(io.StringIO):
+    """A stream whose writes fail."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class Gone(io.StringIO):
         raise self.error
 
 
-GONE = [BrokenPipeError(32, "Broken pipe"), OSError(5, "Input/output error")]
+READER_GONE = [BrokenPipeError(32, "Broken pipe"), OSError(5, "Input/output error")]
 
 
-@pytest.mark.parametrize("error", GONE, ids=["pipe", "terminal"])
-def test_a_console_a_log_and_progress_go_on_without_a_reader(
+@pytest.mark.parametrize("error", READER_GONE, ids=["pipe", "terminal"])
+def test_console_log_and_progress_ignore_a_closed_reader(
     error: OSError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = Gone(error)
+    stream = FailingStream(error)
     Terminal(file=stream).print("words")
     monkeypatch.setattr(sys, "stderr", stream)
     with process.logging_to(Screen()):
@@ -61,7 +61,7 @@ def test_a_console_a_log_and_progress_go_on_without_a_reader(
     assert stream.tried >= 3
 
 
-def test_a_mistake_of_ours_is_not_taken_for_a_reader_who_left() -> None:
+def test_other_errors_than_a_closed_stream_are_raised() -> None:
     with pytest.raises(ValueError, match="ours"), ignore_closed_stream(io.StringIO()):
         raise ValueError("ours")
     closed = io.StringIO()
@@ -70,25 +70,25 @@ def test_a_mistake_of_ours_is_not_taken_for_a_reader_who_left() -> None:
         closed.write("words")
 
 
-FULL = OSError(28, "No space left on device")
+DISK_FULL = OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("error", [*GONE, FULL], ids=["pipe", "terminal", "disk"])
+@pytest.mark.parametrize("error", [*READER_GONE, DISK_FULL], ids=["pipe", "terminal", "disk"])
 @pytest.mark.parametrize("how", ["results", "table"])
-def test_results_that_cannot_be_written_are_told_unless_their_reader_left(
+def test_unwritable_results_are_an_error_unless_the_reader_has_closed_the_stream(
     error: OSError, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", Gone(error))
+    monkeypatch.setattr(sys, "stdout", FailingStream(error))
     written = results_to_standard_output if how == "results" else Terminal().print
-    if error is FULL:
+    if error is DISK_FULL:
         with pytest.raises(UserError, match="Standard output cannot be written: No space"):
             written("{}")
     else:
         written("{}")
 
 
-def test_a_full_disk_under_standard_error_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Gone(FULL))
+def test_a_full_disk_behind_standard_error_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", FailingStream(DISK_FULL))
     Terminal(stderr=True).print("words")
 
 
@@ -106,7 +106,7 @@ def status_of(folder: Path) -> str:
     return str(results["status"])
 
 
-def test_a_run_is_finished_although_the_readers_of_both_streams_have_left(tmp_path: Path) -> None:
+def test_a_run_finishes_although_the_readers_of_both_streams_are_closed(tmp_path: Path) -> None:
     ends = [os.pipe() for _ in range(2)]
     for read, _ in ends:
         os.close(read)
@@ -117,11 +117,11 @@ def test_a_run_is_finished_although_the_readers_of_both_streams_have_left(tmp_pa
     assert status_of(tmp_path) == "finished"
 
 
-def test_files_never_get_the_numbers_of_streams_that_a_caller_closed(tmp_path: Path) -> None:
-    def close_them() -> None:
+def test_a_run_finishes_if_its_standard_streams_are_closed_at_the_start(tmp_path: Path) -> None:
+    def close_standard_streams() -> None:
         os.closerange(0, 3)
 
-    process = run(tmp_path, preexec_fn=close_them)
+    process = run(tmp_path, preexec_fn=close_standard_streams)
     assert process.wait(timeout=600) == 0
     assert status_of(tmp_path) == "finished"
 
@@ -129,8 +129,8 @@ def test_files_never_get_the_numbers_of_streams_that_a_caller_closed(tmp_path: P
 # Signals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("hang_up_heard")
-def test_a_terminal_that_is_closed_stops_a_command_unless_it_is_to_be_ignored() -> None:
+@pytest.mark.usefixtures("default_sighup")
+def test_sighup_interrupts_a_command_unless_it_is_ignored() -> None:
     with process.interrupt_on_signals(*process.STOPPING), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGHUP)
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
@@ -142,17 +142,17 @@ def test_a_terminal_that_is_closed_stops_a_command_unless_it_is_to_be_ignored() 
         signal.signal(signal.SIGHUP, former)
 
 
-def test_an_interrupt_that_python_swallowed_is_raised_again_where_it_is_asked_for(
+def test_an_interrupt_raised_in_a_finalizer_is_raised_again_at_the_next_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Dying:
+    class InterruptingFinalizer:
         def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)  # its exception cannot leave from here
+            signal.raise_signal(signal.SIGINT)  # an exception cannot leave a finalizer
 
     monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)
     with process.interrupt_on_signals(signal.SIGINT):
         process.raise_if_interrupted()
-        dying = Dying()
+        dying = InterruptingFinalizer()
         del dying
         with pytest.raises(KeyboardInterrupt):
             process.raise_if_interrupted()

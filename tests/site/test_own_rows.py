@@ -1,5 +1,5 @@
-"""Rows that a site has of its own, as tables and image folders: read without the test rows, and in
-the form that all sites share, or refused."""
+"""A site's own tables and image folders: read without test rows, in the format that all sites
+share, or refused."""
 
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,13 @@ HEAD = "age,sex,weight,ill\n"
 def site(
     folder: Path, config: str, rows: str, role: str = "support", agent: str = "s0", budget: str = ""
 ) -> SiteRequestHandler:
-    """A site whose folder has its config, its rows and columns.yaml."""
+    """Open a site from a folder with its config, its rows and columns.yaml."""
     text = config.replace("COLUMNS", str(folder / "columns.yaml"))
     (folder / "c.yaml").write_text(text.replace("ROWS", str(folder / "rows")))
-    with_labels = "" if role == "query" else f"budget: {budget or 'null'}\n"
+    budget_line = "" if role == "query" else f"budget: {budget or 'null'}\n"
     (folder / "site.yaml").write_text(
         f"site: {{agent: {agent}, role: {role}, config: c.yaml, folder: kept}}\n"
-        f"rows: {rows}\n{with_labels}"
+        f"rows: {rows}\n{budget_line}"
     )
     return startup.open_site(settings.load_site_config(folder / "site.yaml"))
 
@@ -64,22 +64,22 @@ def image(path: Path, grey: int = 9, mode: str = "L") -> None:
 # Tables --------------------------------------------------------------------------------------
 
 TRAIN = HEAD + "40,f,60,no\n50,m,80,yes\n60,f,70,no\n"
-NAMED = "{root: rows, classes: ['no', 'yes']}"
+ROWS_WITH_CLASSES = "{root: rows, classes: ['no', 'yes']}"
 
 
-def test_sites_whose_columns_have_other_bounds_values_or_another_order_do_not_agree(
+def test_sites_with_other_column_bounds_values_or_order_have_other_hashes(
     tmp_path: Path,
 ) -> None:
-    """Shape and classes are equal in all of them. Scaled otherwise, equal rows would differ."""
+    """Shape and classes are equal in all of them, but equal rows would be scaled differently."""
     others = {
         "alike": COLUMNS,
         "bounds": COLUMNS.replace("200", "150"),
         "values": COLUMNS.replace("['f', 'm']", "['m', 'f']"),
         "order": "weight: [0, 200]\nsex: ['f', 'm']\nage: [0, 100]\n",
     }
-    ours = site(table(tmp_path / "ours", TRAIN), TABLE, NAMED)
+    ours = site(table(tmp_path / "ours", TRAIN), TABLE, ROWS_WITH_CLASSES)
     found = {
-        name: site(table(tmp_path / name, TRAIN, columns), TABLE, NAMED)
+        name: site(table(tmp_path / name, TRAIN, columns), TABLE, ROWS_WITH_CLASSES)
         for name, columns in others.items()
     }
     assert found["alike"].agreement == ours.agreement
@@ -87,61 +87,73 @@ def test_sites_whose_columns_have_other_bounds_values_or_another_order_do_not_ag
     assert {site.task for site in found.values()} == {ours.task}
 
 
-def test_a_site_without_test_rows_agrees_with_the_coordinator_that_has_them(tmp_path: Path) -> None:
-    here = table(table(tmp_path / "here", TRAIN), TRAIN, name="test")
-    there = site(table(tmp_path / "there", HEAD + "30,m,90,\n"), TABLE, NAMED, "query", "q0")
-    assert len(there.agent.held_unlabelled or ()) == 1
-    text = TABLE.replace("COLUMNS", str(here / "columns.yaml"))
-    (here / "c.yaml").write_text(text.replace("ROWS", str(here / "rows")))
-    config = configs.load_config(here / "c.yaml")
+def test_a_site_without_test_rows_has_the_hash_of_the_coordinator_with_test_rows(
+    tmp_path: Path,
+) -> None:
+    coordinator = table(table(tmp_path / "here", TRAIN), TRAIN, name="test")
+    other_site = site(
+        table(tmp_path / "with_image", HEAD + "30,m,90,\n"), TABLE, ROWS_WITH_CLASSES, "query", "q0"
+    )
+    assert len(other_site.agent.held_unlabelled or ()) == 1
+    text = TABLE.replace("COLUMNS", str(coordinator / "columns.yaml"))
+    (coordinator / "c.yaml").write_text(text.replace("ROWS", str(coordinator / "rows")))
+    config = configs.load_config(coordinator / "c.yaml")
     data = load_dataset(config.data)
     ours = configs.compatibility_hash(config, data.class_names, data.shape, None, data.scales)
-    assert there.agreement == ours
+    assert other_site.agreement == ours
 
 
-def test_over_sites_a_table_must_declare_its_columns(tmp_path: Path) -> None:
-    """Otherwise each site would scale by its own rows."""
+def test_a_run_over_sites_refuses_a_table_without_declared_columns(tmp_path: Path) -> None:
+    """Without declared columns each site would scale by its own rows."""
     bare = TABLE.replace(", columns: COLUMNS", "")
     with pytest.raises(ConfigError, match=r"data\.columns is missing: each site would scale"):
-        site(table(tmp_path / "there", TRAIN), bare, NAMED)
-    here = table(table(tmp_path / "here", TRAIN), TRAIN, name="test")
-    (here / "c.yaml").write_text(bare.replace("ROWS", str(here / "rows")))
+        site(table(tmp_path / "with_image", TRAIN), bare, ROWS_WITH_CLASSES)
+    coordinator = table(table(tmp_path / "here", TRAIN), TRAIN, name="test")
+    (coordinator / "c.yaml").write_text(bare.replace("ROWS", str(coordinator / "rows")))
     with pytest.raises(ConfigError, match=r"data\.columns is missing: each site would scale"):
-        prepare(configs.load_config(here / "c.yaml", ["run.engine=flower"]))
+        prepare(configs.load_config(coordinator / "c.yaml", ["run.engine=flower"]))
 
 
-def test_arrays_are_refused_where_the_coordinator_has_a_table(tmp_path: Path) -> None:
-    """Nothing says how they were scaled."""
+def test_a_site_refuses_arrays_if_the_coordinator_has_a_table(tmp_path: Path) -> None:
+    """Arrays do not record how they were scaled."""
     np.savez(table(tmp_path, TRAIN) / "rows.npz", x_labelled=np.zeros((2, 4)), y_labelled=[0, 1])
     with pytest.raises(ConfigError, match=r"rows\.arrays has no columns, and .* has a table"):
         site(tmp_path, TABLE, "{arrays: rows.npz, classes: ['no', 'yes']}")
 
 
-def test_the_rows_of_a_mixed_site_without_a_label_are_its_unlabelled_ones(tmp_path: Path) -> None:
+def test_rows_without_a_label_are_the_unlabelled_rows_of_a_mixed_site(tmp_path: Path) -> None:
     mixed = TABLE.replace("support: 1, query: 1", "mixed: 1").replace(
         "label: ill", "label: ill, labels: labels-at-client"
     )
     rows = table(tmp_path, TRAIN + "30,m,90,\n20,f,50,\n")
-    agent = site(rows, mixed, NAMED, "mixed", "m0").agent
+    agent = site(rows, mixed, ROWS_WITH_CLASSES, "mixed", "m0").agent
     assert agent.held_labelled is not None and agent.held_unlabelled is not None
     assert len(agent.held_labelled) == 3 and len(agent.held_unlabelled) == 2
     table(tmp_path, TRAIN)
     with pytest.raises(DataError, match="has no unlabelled rows of m0, which is a mixed agent"):
-        site(rows, mixed, NAMED, "mixed", "m0")
+        site(rows, mixed, ROWS_WITH_CLASSES, "mixed", "m0")
 
 
 @pytest.mark.parametrize(
     ("lines", "rows", "text"),
     [
-        (TRAIN.replace("yes", "maybe"), NAMED, r"line 3: the label is 'maybe', which is no decl"),
-        (TRAIN.replace("weight", "kg"), NAMED, r"train\.csv has no column weight; it has age"),
+        (
+            TRAIN.replace("yes", "maybe"),
+            ROWS_WITH_CLASSES,
+            r"line 3: the label is 'maybe', which is no decl",
+        ),
+        (
+            TRAIN.replace("weight", "kg"),
+            ROWS_WITH_CLASSES,
+            r"train\.csv has no column weight; it has age",
+        ),
         (TRAIN, "{root: rows, classes: ['no']}", r"rows\.classes .*too few"),
         (TRAIN, "{split: s.json, classes: ['no', 'yes']}", r"rows\.classes .*has no effect"),
         (TRAIN, "{root: rows}", r"test\.csv: No such file"),
     ],
     ids=["class", "column", "one class", "split", "no classes"],
 )
-def test_what_is_wrong_with_a_table_is_said_with_its_place(
+def test_an_error_in_a_sites_table_names_the_line_column_or_key(
     tmp_path: Path, lines: str, rows: str, text: str
 ) -> None:
     with pytest.raises((DataError, ConfigError), match=text):
@@ -153,7 +165,9 @@ def test_what_is_wrong_with_a_table_is_said_with_its_place(
 CLASSES = "{root: rows, classes: [cyst, normal, tumour]}"
 
 
-def test_sites_with_some_classes_or_unlabelled_images_alone_agree(tmp_path: Path) -> None:
+def test_sites_with_some_classes_or_only_unlabelled_images_have_the_same_hash(
+    tmp_path: Path,
+) -> None:
     labelled, bare = tmp_path / "s0", tmp_path / "q0"
     image(labelled / "rows/train/tumour/a.png")
     image(labelled / "rows/train/cyst/b.png", 200)
@@ -166,53 +180,53 @@ def test_sites_with_some_classes_or_unlabelled_images_alone_agree(tmp_path: Path
     assert torch.equal(one.agent.held_labelled.y, torch.tensor([0, 2]))
     assert len(other.agent.held_unlabelled) == 1
     again = site(labelled, IMAGES, "{root: rows, classes: [tumour, normal, cyst]}")
-    assert again.agreement != one.agreement  # the control: names in another order
+    assert again.agreement != one.agreement  # the control: class names in another order
 
 
-def test_a_folder_of_images_that_is_no_declared_class_is_refused(tmp_path: Path) -> None:
+def test_an_image_folder_of_an_undeclared_class_is_refused(tmp_path: Path) -> None:
     image(tmp_path / "rows/train/Tumour/a.png")
     with pytest.raises(DataError, match=r"'Tumour' is no declared class\. Give one of cyst"):
         site(tmp_path, IMAGES, CLASSES)
 
 
-def test_a_folder_without_an_image_is_refused(tmp_path: Path) -> None:
+def test_an_image_folder_without_images_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     with pytest.raises(DataError, match="holds no image in train/CLASS or unlabelled"):
         site(tmp_path, IMAGES, CLASSES, "query", "q0")
 
 
-def test_one_image_in_colour_does_not_decide_the_rows_of_a_private_site(tmp_path: Path) -> None:
+def test_a_private_site_refuses_colour_images_beside_grey_ones(tmp_path: Path) -> None:
     private = IMAGES + "privacy: {epsilon: 8.0, noise_multiplier: 2.0, sample_rate: 1.0}\n"
     how: dict[str, Any] = {"budget": "{epsilon: 8.0}"}
     image(tmp_path / "rows/train/cyst/a.png", mode="RGB")
     image(tmp_path / "rows/train/normal/b.png", mode="RGB")
-    site(tmp_path, private, CLASSES, **how)  # the control: all have it
+    site(tmp_path, private, CLASSES, **how)  # the control: all images are in colour
     image(tmp_path / "rows/train/normal/b.png")
     with pytest.raises(PrivacyError, match="colour"):
         site(tmp_path, private, CLASSES, **how)
 
 
-# Private numbers of rows ------------------------------------------------------------------------
+# Private row counts -----------------------------------------------------------------------------
 
-HIDDEN = (
+PRIVATE_COUNTS = (
     "privacy: {epsilon: 8.0, noise_multiplier: 2.0, sample_rate: 1.0, record_counts: private}\n"
 )
 
 
 @pytest.mark.parametrize(("counts", "refused"), [("public", True), ("private", False)])
-def test_a_site_that_scales_vectors_by_its_own_rows_is_refused_where_their_number_is_public(
+def test_vectors_standardised_by_their_own_rows_are_refused_if_the_row_count_is_public(
     tmp_path: Path, counts: str, refused: bool
 ) -> None:
     x = np.random.default_rng(0).normal(5.0, 2.0, (40, 6))
     y, rows = np.arange(40) % 2, "{arrays: rows.npz, classes: 2}"
     of_table = "name: csv, root: ROWS, label: ill, columns: COLUMNS"
     vectors = TABLE.replace(of_table, "name: npz, root: none.npz, labelled: 40")
-    vectors += HIDDEN.replace("private}", counts + "}")
+    vectors += PRIVATE_COUNTS.replace("private}", counts + "}")
     how: dict[str, Any] = {"budget": "{epsilon: 8.0}"}
     np.savez(tmp_path / "rows.npz", x_labelled=x, y_labelled=y)
     site(tmp_path, vectors, rows, **how)
     np.savez(tmp_path / "rows.npz", x_labelled=(x - x.mean(axis=0)) / x.std(axis=0), y_labelled=y)
-    if not refused:  # a site with few rows would not be
+    if not refused:  # a refusal would reveal whether there are few rows
         site(tmp_path, vectors, rows, **how)
         return
     with pytest.raises(PrivacyError, match="rows were scaled by their own statistics"):
@@ -220,41 +234,41 @@ def test_a_site_that_scales_vectors_by_its_own_rows_is_refused_where_their_numbe
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_whether_a_site_with_a_table_has_a_row_decides_nothing_that_it_refuses(
+def test_with_a_private_row_count_an_empty_table_is_treated_like_any_other(
     tmp_path: Path, rows: int
 ) -> None:
     table(tmp_path, "".join(TRAIN.splitlines(keepends=True)[: rows + 1]))
     how: dict[str, Any] = {"budget": "{epsilon: 8.0}"}
-    shown = site(tmp_path, TABLE + HIDDEN, NAMED, **how)
-    assert len(shown.agent.labelled) == rows
+    handler = site(tmp_path, TABLE + PRIVATE_COUNTS, ROWS_WITH_CLASSES, **how)
+    assert len(handler.agent.labelled) == rows
     with pytest.raises(ConfigError, match=r"class names would follow.* in rows\.classes"):
-        site(tmp_path, TABLE + HIDDEN, "{root: rows}", **how)
+        site(tmp_path, TABLE + PRIVATE_COUNTS, "{root: rows}", **how)
 
 
-def test_a_table_without_a_row_is_refused_where_the_number_of_rows_is_public(
+def test_an_empty_table_is_refused_if_the_row_count_is_public(
     tmp_path: Path,
 ) -> None:
-    public = TABLE + HIDDEN.replace("record_counts: private", "steps: 1")
+    public = TABLE + PRIVATE_COUNTS.replace("record_counts: private", "steps: 1")
     with pytest.raises(DataError, match="has no rows"):
-        site(table(tmp_path, HEAD), public, NAMED, budget="{epsilon: 8.0}")
+        site(table(tmp_path, HEAD), public, ROWS_WITH_CLASSES, budget="{epsilon: 8.0}")
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_folder_of_images_is_refused_where_the_number_of_rows_is_private(
-    tmp_path: Path, there: bool
+@pytest.mark.parametrize("with_image", [False, True])
+def test_an_image_folder_is_refused_if_the_row_count_is_private(
+    tmp_path: Path, with_image: bool
 ) -> None:
-    """The form of all rows would follow from one image, and there may be none."""
-    if there:
+    """The shape of all rows would follow from one image, and there may be none."""
+    if with_image:
         image(tmp_path / "rows/train/cyst/a.png")
     tmp_path.joinpath("rows").mkdir(exist_ok=True)
     with pytest.raises(ConfigError, match=r"tells whether there are any\. Give rows\.arrays"):
-        site(tmp_path, IMAGES + HIDDEN, CLASSES, budget="{epsilon: 8.0}")
+        site(tmp_path, IMAGES + PRIVATE_COUNTS, CLASSES, budget="{epsilon: 8.0}")
 
 
 # The command ---------------------------------------------------------------------------------
 
 
-def test_a_site_whose_folder_cannot_be_written_says_so_without_a_traceback(
+def test_a_site_with_an_unwritable_folder_reports_it_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image(tmp_path / "rows/unlabelled/c.png")
@@ -262,7 +276,7 @@ def test_a_site_whose_folder_cannot_be_written_says_so_without_a_traceback(
     path = tmp_path / "site.yaml"
     path.write_text(path.read_text().replace("folder: kept", "folder: c.yaml/kept"))
     assert main([str(path), "--serve"]) == 2
-    told = capsys.readouterr()
-    assert "3 classes (cyst, normal, tumour), rows of 1x8x8." in told.out
-    assert "Traceback" not in told.err
-    assert f"{tmp_path}/c.yaml/kept: cannot be written: Not a directory" in told.err
+    printed = capsys.readouterr()
+    assert "3 classes (cyst, normal, tumour), rows of 1x8x8." in printed.out
+    assert "Traceback" not in printed.err
+    assert f"{tmp_path}/c.yaml/kept: cannot be written: Not a directory" in printed.err

@@ -1,4 +1,4 @@
-"""Behind the sandbox: what is allowed can be had, what is not cannot, and each has its control."""
+"""The sandbox: allowed actions work, forbidden ones fail; each has a control outside of it."""
 
 import os
 import signal
@@ -17,68 +17,73 @@ from privssl.site import sandbox
 pytestmark = pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
 
 
-def run(code: str, *flags: object) -> subprocess.CompletedProcess[str]:
-    """Python code behind a sandbox; without one where there are no flags."""
+def run_code(code: str, *flags: object) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a sandbox with these flags, or without a sandbox if there are none."""
     python = [sys.executable, "-c", code]
-    wall = [sys.executable, "-m", "privssl.site.sandbox", *map(str, flags), "--"] if flags else []
+    sandbox_command = (
+        [sys.executable, "-m", "privssl.site.sandbox", *map(str, flags), "--"] if flags else []
+    )
     root = Path(__file__).parents[2]
     return subprocess.run(
-        [*wall, *python], capture_output=True, text=True, check=False, cwd=root,
+        [*sandbox_command, *python], capture_output=True, text=True, check=False, cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
     )  # fmt: skip
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def own_folder(tmp_path: Path) -> Path:
     (tmp_path / "own").mkdir()
     (tmp_path / "rows.npz").write_text("patient 4711")
     return tmp_path / "own"
 
 
-def tries(own: Path) -> Sequence[tuple[str, str]]:
-    secret, pid = own.parent / "rows.npz", os.getpid()
+def forbidden_actions(own_folder: Path) -> Sequence[tuple[str, str]]:
+    secret, pid = own_folder.parent / "rows.npz", os.getpid()
     return [
         ("read a file", f"open({str(secret)!r}).read()"),
-        ("list a folder", f"__import__('os').listdir({str(own.parent)!r})"),
-        ("write a file", f"open({str(own.parent / 'new')!r}, 'w')"),
+        ("list a folder", f"__import__('os').listdir({str(own_folder.parent)!r})"),
+        ("write a file", f"open({str(own_folder.parent / 'new')!r}, 'w')"),
         ("remove a file", f"__import__('os').unlink({str(secret)!r})"),
         ("look into memory", f"open('/proc/{pid}/mem', 'rb')"),
         ("look into the environment", f"assert open('/proc/{pid}/environ').read()"),
-        ("go by a child", f"__import__('subprocess').run(['cat', {str(secret)!r}], check=True)"),
+        (
+            "use a child process",
+            f"__import__('subprocess').run(['cat', {str(secret)!r}], check=True)",
+        ),
     ]
 
 
 @pytest.mark.parametrize("number", range(7))
-def test_what_is_not_allowed_is_refused_behind_the_sandbox_and_possible_without(
-    own: Path, number: int
+def test_each_forbidden_action_fails_in_the_sandbox_and_works_outside(
+    own_folder: Path, number: int
 ) -> None:
-    what, code = tries(own)[number]
+    what, code = forbidden_actions(own_folder)[number]
     if "environment" in what and os.geteuid() == 0:
         pytest.skip("root may read the environment of any process (CAP_PERFMON)")
-    behind = run(code, "--write", own)
-    assert behind.returncode != 0, what
+    inside = run_code(code, "--write", own_folder)
+    assert inside.returncode != 0, what
     refused = ("Permission denied", "Operation not permitted", "exit status 1", "AssertionError")
-    assert any(text in behind.stderr for text in refused), behind.stderr
-    assert "4711" not in behind.stdout + behind.stderr
-    assert run(code).returncode == 0, what  # the control
+    assert any(text in inside.stderr for text in refused), inside.stderr
+    assert "4711" not in inside.stdout + inside.stderr
+    assert run_code(code).returncode == 0, what  # the control
 
 
-def test_the_own_folder_and_what_is_given_can_be_used(own: Path) -> None:
-    key = own.parent / "key"
+def test_sandboxed_code_can_use_its_folder_and_the_files_given_to_it(own_folder: Path) -> None:
+    key = own_folder.parent / "key"
     key.write_text("of the node")
     code = (
-        f"from pathlib import Path; p = Path({str(own)!r}) / 'a'; p.mkdir(); "
+        f"from pathlib import Path; p = Path({str(own_folder)!r}) / 'a'; p.mkdir(); "
         f"(p / 'f').write_text('x'); (p / 'f').rename(p / 'g'); print(open({str(key)!r}).read()); "
         "import socket, ssl, json, subprocess; subprocess.run(['true'], check=True)"
     )
-    done = run(code, "--write", own, "--read", key)
+    done = run_code(code, "--write", own_folder, "--read", key)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "of the node\n" and (own / "a" / "g").read_text() == "x"
+    assert done.stdout == "of the node\n" and (own_folder / "a" / "g").read_text() == "x"
 
 
-def test_what_the_sandbox_does_not_close_is_what_the_docs_say_it_does_not(own: Path) -> None:
-    """Landlock knows nothing of these; docs/deploy.md names them, and another user closes them."""
-    secret, path = own.parent / "rows.npz", own.parent / "service"
+def test_sandboxed_code_can_do_what_the_docs_list_as_not_prevented(own_folder: Path) -> None:
+    """Landlock cannot prevent these; docs/deploy.md names them. A separate user prevents them."""
+    secret, path = own_folder.parent / "rows.npz", own_folder.parent / "service"
     with socket.socket(socket.AF_UNIX) as service:
         service.bind(str(path))
         service.listen()
@@ -89,61 +94,63 @@ def test_what_the_sandbox_does_not_close_is_what_the_docs_say_it_does_not(own: P
             f"socket.socket(1).connect({str(path)!r})",
             f"resource.prlimit({os.getpid()}, resource.RLIMIT_CORE)",
         ):
-            done = run(f"import os, socket, resource; {code}", "--write", own)
+            done = run_code(f"import os, socket, resource; {code}", "--write", own_folder)
             assert done.returncode == 0, (code, done.stderr)
     secret.chmod(0o600)
 
 
-@pytest.mark.skipif(sandbox.version() < 6, reason="signals pass the fence before Linux 6.12")
-def test_signals_do_not_cross_the_sandbox(own: Path) -> None:
+@pytest.mark.skipif(sandbox.version() < 6, reason="Landlock cannot block signals before Linux 6.12")
+def test_sandboxed_code_cannot_signal_other_processes(own_folder: Path) -> None:
     code = f"import os; os.kill({os.getpid()}, 0)"
-    assert "Operation not permitted" in run(code, "--write", own).stderr
-    assert run(code).returncode == 0
+    assert "Operation not permitted" in run_code(code, "--write", own_folder).stderr
+    assert run_code(code).returncode == 0
 
 
-def test_the_socket_can_be_reached(own: Path) -> None:
-    path = own.parent / "door"
+def test_sandboxed_code_can_connect_to_the_sites_socket(own_folder: Path) -> None:
+    path = own_folder.parent / "socket"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        heard: list[bytes] = []
+        received: list[bytes] = []
 
-        def answer() -> None:
-            with listener.accept()[0] as wire:
-                heard.append(wire.recv(9))
+        def accept_one() -> None:
+            with listener.accept()[0] as connection:
+                received.append(connection.recv(9))
 
-        waits = threading.Thread(target=answer)
-        waits.start()
-        code = f"import socket; s = socket.socket(1); s.connect({str(path)!r}); s.send(b'knock')"
-        assert run(code, "--write", own).returncode == 0
-        waits.join(120)
-    assert heard == [b"knock"]
+        waiting = threading.Thread(target=accept_one)
+        waiting.start()
+        code = f"import socket; s = socket.socket(1); s.connect({str(path)!r}); s.send(b'hello')"
+        assert run_code(code, "--write", own_folder).returncode == 0
+        waiting.join(120)
+    assert received == [b"hello"]
 
 
-def test_what_is_behind_the_sandbox_ends_with_whoever_asked_for_it(own: Path) -> None:
-    note = f"open({str(own / 'pid')!r}, 'w').write(str(os.getpid()))"
-    wait = f"import os, time; {note}; time.sleep(600)"
-    fenced = [sys.executable, "-m", "privssl.site.sandbox", "--write", str(own)]
+def test_a_sandboxed_process_ends_with_its_parent_if_asked_to(own_folder: Path) -> None:
+    write_pid = f"open({str(own_folder / 'pid')!r}, 'w').write(str(os.getpid()))"
+    wait = f"import os, time; {write_pid}; time.sleep(600)"
+    sandboxed = [sys.executable, "-m", "privssl.site.sandbox", "--write", str(own_folder)]
     for flags in ([], ["--parent"]):
-        (own / "pid").unlink(missing_ok=True)
+        (own_folder / "pid").unlink(missing_ok=True)
         code = (
             f"import os, subprocess; flags = {flags} + [str(os.getpid())] * {len(flags)}; "
-            f"subprocess.run([*{fenced}, *flags, '--', {sys.executable!r}, '-c', {wait!r}])"
+            f"subprocess.run([*{sandboxed}, *flags, '--', {sys.executable!r}, '-c', {wait!r}])"
         )
         parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
-        assert soon(lambda: (own / "pid").exists() and (own / "pid").read_text() != "")
-        child = int((own / "pid").read_text())
+        assert becomes_true(
+            lambda: (own_folder / "pid").exists() and (own_folder / "pid").read_text() != ""
+        )
+        child = int((own_folder / "pid").read_text())
         parent.kill()
         parent.wait()
         if flags:
-            assert soon(lambda child=child: not runs(child))  # type: ignore[misc]
+            assert becomes_true(lambda child=child: not is_running(child))  # type: ignore[misc]
         else:  # the control
             time.sleep(0.3)
-            assert runs(child)
+            assert is_running(child)
             os.kill(child, signal.SIGKILL)
 
 
-def soon(true: Callable[[], bool]) -> bool:
+def becomes_true(true: Callable[[], bool]) -> bool:
     end = time.monotonic() + 120
     while time.monotonic() < end:
         if true():
@@ -152,13 +159,13 @@ def soon(true: Callable[[], bool]) -> bool:
     return False
 
 
-def runs(process: int) -> bool:
+def is_running(process: int) -> bool:
     try:
         return ") Z " not in Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return False
 
 
-def test_a_command_does_not_start_where_the_sandbox_cannot_stand(own: Path) -> None:
-    done = run("print('runs')", "--write", own / "nowhere")
+def test_a_command_is_not_started_if_the_sandbox_cannot_be_set_up(own_folder: Path) -> None:
+    done = run_code("print('runs')", "--write", own_folder / "nowhere")
     assert done.returncode == 2 and "was not started" in done.stderr and done.stdout == ""

@@ -1,4 +1,4 @@
-"""What is around a site: the SuperNode that it keeps up, keys for a trial, the demonstration."""
+"""Tools of a site: its SuperNode, generated keys for a trial, and the demonstration."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ from tests.support.certificates import listening
 
 @pytest.fixture
 def flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Programs of Flower's names that write down how they were started, and wait."""
+    """Programs of Flower's names that record their arguments and environment, and wait."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("flwr", "flower-supernode", "flower-superlink"):
@@ -50,93 +50,95 @@ def link() -> Iterator[str]:
         yield address
 
 
-def soon(true: Callable[[], bool]) -> bool:
-    """Whether something becomes true."""
+def becomes_true(true: Callable[[], bool]) -> bool:
+    """Wait until a condition is true; whether it became true."""
     end = time.monotonic() + 300
     while not true() and time.monotonic() < end:
         time.sleep(0.02)
     return true()
 
 
-def started(there: Any, folder: Path) -> str:
-    """What a SuperNode was started with. A shell makes a file before it writes a line into it."""
-    there.start()
+def start_and_read_arguments(node: Any, folder: Path) -> str:
+    """The arguments of a started SuperNode, read once the line is complete."""
+    node.start()
     file = folder / "flower-supernode"
-    assert soon(lambda: file.exists() and file.read_text().endswith("\n"))
+    assert becomes_true(lambda: file.exists() and file.read_text().endswith("\n"))
     return file.read_text()
 
 
-def test_a_supernode_is_started_offline_with_the_socket_and_nothing_else_of_the_site(
+def test_a_supernode_is_started_offline_with_only_the_sites_socket(
     flower: Path, link: str, tmp_path: Path
 ) -> None:
     own = tmp_path / "own"
-    there = SuperNode(tmp_path / "door", own, link, "", "")
+    node = SuperNode(tmp_path / "door", own, link, "", "")
     try:
-        said = started(there, own)
-        told = dict(
+        arguments = start_and_read_arguments(node, own)
+        variables = dict(
             line.split("=", 1) for line in (own / "env").read_text().splitlines() if "=" in line
         )
     finally:
-        there.stop()
-    assert f'--node-config door="{tmp_path / "door"}"' in said
-    assert "--insecure" in said and f"--superlink {link}" in said
-    assert {name: told[name] for name in OFFLINE} == OFFLINE
-    assert told["FLWR_HOME"] == told["TMPDIR"] == str(own) and "PYTHONPATH" not in told
-    assert there._process is not None and there._process.poll() is not None  # it was ended
+        node.stop()
+    assert f'--node-config door="{tmp_path / "door"}"' in arguments
+    assert "--insecure" in arguments and f"--superlink {link}" in arguments
+    assert {name: variables[name] for name in OFFLINE} == OFFLINE
+    assert (
+        variables["FLWR_HOME"] == variables["TMPDIR"] == str(own) and "PYTHONPATH" not in variables
+    )
+    assert node._process is not None and node._process.poll() is not None  # it has ended
 
 
-def test_a_supernode_that_ends_is_followed_by_another(
+def test_a_supernode_that_ends_is_restarted(
     flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.05)
-    there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
+    node = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
     try:
-        started(there, tmp_path / "own")
-        assert there._process is not None
-        first = there._process
+        start_and_read_arguments(node, tmp_path / "own")
+        assert node._process is not None
+        first = node._process
         os.killpg(first.pid, signal.SIGKILL)
-        assert soon(lambda: there._process is not first)
+        assert becomes_true(lambda: node._process is not first)
     finally:
-        there.stop()
+        node.stop()
 
 
-def test_a_supernode_that_starts_while_its_site_is_stopped_is_ended(
+def test_a_supernode_that_starts_while_its_site_stops_is_ended(
     flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
+    node = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
     start = subprocess.Popen
 
-    def stopped_before(*command: Any, **how: Any) -> Any:
-        there.stop()  # there is no process yet that it could end
+    def stop_then_start(*command: Any, **how: Any) -> Any:
+        node.stop()  # there is no process yet to end
         return start(*command, **how)
 
-    monkeypatch.setattr(subprocess, "Popen", stopped_before)
-    there.start()
-    there._thread.join(60)
-    assert not there._thread.is_alive()
-    assert there._process is not None and there._process.poll() is not None
+    monkeypatch.setattr(subprocess, "Popen", stop_then_start)
+    node.start()
+    node._thread.join(60)
+    assert not node._thread.is_alive()
+    assert node._process is not None and node._process.poll() is not None
 
 
 @pytest.mark.parametrize("blocked", ["supernode.log", "own"])
-def test_a_supernode_whose_files_cannot_be_written_is_started_when_they_can(
+def test_a_supernode_with_unwritable_files_is_started_once_they_are_writable(
     flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, blocked: str,
 ) -> None:  # fmt: skip
-    """Otherwise a site would run for ever without a connection, and nothing would restart it."""
+    """Otherwise the site would run without a connection for ever."""
     monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.05)
     if blocked == "own":
         (tmp_path / blocked).write_text("no folder")
     else:
         (tmp_path / blocked).mkdir()
-    there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
-    there.start()
+    node = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
+    node.start()
     try:
-        assert soon(lambda: "Check space and rights of" in caplog.text)
-        assert there._process is None
+        assert becomes_true(lambda: "Check space and rights of" in caplog.text)
+        assert node._process is None
         (tmp_path / blocked).rename(tmp_path / "away")
-        assert soon(lambda: there._process is not None)
+        assert becomes_true(lambda: node._process is not None)
     finally:
-        there.stop()
+        node.stop()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_a_supernode_whose_files_cannot_be_written_is_started_when_they_can(
         ("example.org:443/", "ca.crt", 7, "give host:port"),
     ],
 )
-def test_no_supernode_is_started_where_rows_would_be_at_risk(
+def test_a_supernode_is_refused_without_tls_or_sandbox_for_a_remote_superlink(
     flower: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, certificate: str,
     landlock: int, text: str,
 ) -> None:  # fmt: skip
@@ -162,33 +164,31 @@ def test_no_supernode_is_started_where_rows_would_be_at_risk(
 
 
 @pytest.mark.usefixtures("flower")
-def test_a_key_without_a_certificate_is_refused_because_flower_would_end(tmp_path: Path) -> None:
+def test_a_key_without_a_certificate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--key needs --certificate"):
         SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "s0")
     SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "ca.crt", "s0")  # the control
 
 
 @pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
-def test_the_supernode_of_a_site_cannot_read_the_sites_folder(
-    flower: Path, link: str, tmp_path: Path
-) -> None:
+def test_a_supernode_cannot_read_the_sites_folder(flower: Path, link: str, tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("patient 4711")
     (flower / "flower-supernode").write_text(
         f'#!/bin/sh\ncat {tmp_path / "rows"} > "$FLWR_HOME/stolen" 2> "$FLWR_HOME/error"\n'
         'echo "$@" > "$FLWR_HOME/flower-supernode"\nsleep 600\n'
     )
     own = tmp_path / "own"
-    there = SuperNode(tmp_path / "door", own, link, "", "")
+    node = SuperNode(tmp_path / "door", own, link, "", "")
     try:
-        started(there, own)
+        start_and_read_arguments(node, own)
     finally:
-        there.stop()
+        node.stop()
     assert (own / "stolen").read_text() == ""
     assert "Permission denied" in (own / "error").read_text()
 
 
 @pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
-def test_code_behind_the_sandbox_cannot_have_the_site_write_for_it(
+def test_sandboxed_code_cannot_redirect_the_sites_log_to_another_file(
     flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site opens the SuperNode's log, with its own rights, each time that it starts one."""
@@ -200,25 +200,25 @@ def test_code_behind_the_sandbox_cannot_have_the_site_write_for_it(
         'echo once >> started\ntest $(wc -l < started) -ge 3 && echo "$@" > flower-supernode\n'
         "test $(wc -l < started) -ge 3 && sleep 600\n"
     )
-    there = SuperNode(tmp_path / "door", own, link, "", "")
+    node = SuperNode(tmp_path / "door", own, link, "", "")
     try:
-        started(there, own)
+        start_and_read_arguments(node, own)
     finally:
-        there.stop()
-    assert (own / "supernode.log").is_symlink()  # the control: the trap was set
+        node.stop()
+    assert (own / "supernode.log").is_symlink()  # the control: the attack was attempted
     assert not target.exists()
     assert "import os" in (tmp_path / "supernode.log").read_text()
 
 
 @pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
-def test_a_site_whose_rows_lie_inside_the_sandbox_is_refused(flower: Path, tmp_path: Path) -> None:
+def test_a_site_whose_rows_the_sandbox_can_read_is_refused(flower: Path, tmp_path: Path) -> None:
     for inside in (Path(sys.prefix) / "rows.npz", tmp_path / "own" / "rows"):
         with pytest.raises(ConfigError, match="which a SuperNode has to read"):
             SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "", [inside])
     SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "", [tmp_path / "rows"])
 
 
-def test_the_coordinator_says_what_flower_said_where_it_takes_no_run(
+def test_the_coordinator_reports_flowers_error_if_the_run_is_refused(
     flower: Path, tmp_path: Path
 ) -> None:
     (flower / "flwr").write_text("#!/bin/sh\necho 'I would rather not'\nexit 3\n")
@@ -235,7 +235,7 @@ def test_the_coordinator_says_what_flower_said_where_it_takes_no_run(
 
 @pytest.mark.usefixtures("flower")
 @pytest.mark.parametrize("named", [True, False])
-def test_a_superlink_that_cannot_reach_itself_by_its_certificate_is_explained(
+def test_the_error_explains_a_superlink_certificate_without_127_0_0_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     certificates.skip_without_cryptography()
@@ -243,7 +243,7 @@ def test_a_superlink_that_cannot_reach_itself_by_its_certificate_is_explained(
     if named:
         keys.make(made, "localhost", ["s0"])
     else:
-        certificates.for_host_alone(made, "localhost")
+        certificates.for_host_only(made, "localhost")
     monkeypatch.setattr(flower_transport, "START_SECONDS", 0.2)
     monkeypatch.setattr(FlowerTransport, "_flwr", lambda *_, **__: "")
     with listening(made) as address:
@@ -255,24 +255,24 @@ def test_a_superlink_that_cannot_reach_itself_by_its_certificate_is_explained(
 
 
 @pytest.mark.usefixtures("flower")
-def test_a_temporary_folder_that_takes_no_socket_is_told_and_leaves_nothing(
+def test_a_temporary_folder_where_no_socket_can_be_created_is_reported(
     link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = tmp_path / ("x" * 100)  # a socket's path may have 107 bytes
-    long.mkdir()
+    long_folder = tmp_path / ("x" * 100)  # the path of a socket has at most 107 bytes
+    long_folder.mkdir()
     text = "cannot be made here: .*Set TMPDIR to a short path with free space"
-    for folder in (long, tmp_path / "none"):
+    for folder in (long_folder, tmp_path / "none"):
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         with pytest.raises(SiteError, match=text):
             FlowerTransport(link, "")
-    assert list(long.iterdir()) == []
+    assert list(long_folder.iterdir()) == []
 
 
 @pytest.mark.usefixtures("flower")
-def test_after_ctrl_c_no_late_answer_is_taken_for_another(
+def test_after_ctrl_c_a_late_reply_is_not_taken_for_the_next_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ctrl-C while requests are away; then, as a run does that stops, leave is taken."""
+    """Ctrl-C arrives while a visit is pending; then the run sends its end to the site."""
 
     def deliver(counter: socket.socket) -> None:
         with counter, contextlib.suppress(OSError):
@@ -287,29 +287,29 @@ def test_after_ctrl_c_no_late_answer_is_taken_for_another(
         threading.Thread(target=deliver, args=(far,), daemon=True).start()
         return transport._relay
 
-    def stopped(_: socket.socket) -> bytes:
+    def raise_interrupt(_: socket.socket) -> bytes:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FlowerTransport, "_write_app", lambda *_: None)
     monkeypatch.setattr(FlowerTransport, "_connect", connect)
     with contextlib.closing(FlowerTransport("127.0.0.1:1", "")) as transport:
         with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
-            now.setattr(flower_transport, "receive", stopped)
+            now.setattr(flower_transport, "receive", raise_interrupt)
             transport.exchange({"7": b"a visit"}, 60.0)
         assert transport.exchange({"7": b"farewell"}, 60.0) == {"7": b"answer to farewell"}
     assert "is lost" not in caplog.text
 
 
-def test_flowers_own_files_go_where_they_are_told_to_and_our_secrets_nowhere(
+def test_flower_gets_its_own_folder_and_no_secrets_of_our_environment(
     flower: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "DATABASE_URL", "PYTHONPATH"):
         monkeypatch.setenv(name, "ours")
     for name in ("https_proxy", "LC_ALL", "SSL_CERT_FILE", "GRPC_VERBOSITY"):
         monkeypatch.setenv(name, "needed")
-    there = environment(tmp_path)
-    assert "ours" not in there.values() and list(there.values()).count("needed") == 4
-    assert there["FLWR_HOME"] == str(tmp_path) and there["PATH"].startswith(str(flower))
+    variables = environment(tmp_path)
+    assert "ours" not in variables.values() and list(variables.values()).count("needed") == 4
+    assert variables["FLWR_HOME"] == str(tmp_path) and variables["PATH"].startswith(str(flower))
     assert flower_transport.program("flwr") == str(flower / "flwr")
 
 
@@ -317,7 +317,7 @@ def test_flowers_own_files_go_where_they_are_told_to_and_our_secrets_nowhere(
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
-def test_keys_for_a_trial_fit_together_and_are_their_owners_alone(
+def test_generated_keys_and_certificates_match_and_are_private_to_their_owner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("cryptography")
@@ -328,13 +328,13 @@ def test_keys_for_a_trial_fit_together_and_are_their_owners_alone(
     }  # fmt: skip
     ca, link = folder / "ca.crt", folder / "link.crt"
 
-    def verified(host: str, by: str = "-verify_hostname") -> bool:
+    def is_verified(host: str, by: str = "-verify_hostname") -> bool:
         asked = ["openssl", "verify", "-CAfile", str(ca), by, host, str(link)]
         return subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
-    assert verified("link.example.org") and not verified("other.example.org")
+    assert is_verified("link.example.org") and not is_verified("other.example.org")
     # A SuperLink on 0.0.0.0 starts processes that connect to it at this address.
-    assert verified("127.0.0.1", "-verify_ip") and not verified("127.0.0.2", "-verify_ip")
+    assert is_verified("127.0.0.1", "-verify_ip") and not is_verified("127.0.0.2", "-verify_ip")
     assert {path.stat().st_mode & 0o077 for path in folder.iterdir() if path.suffix != ".pub"} == {
         0
     }
@@ -347,7 +347,7 @@ def test_keys_for_a_trial_fit_together_and_are_their_owners_alone(
 # The demonstration ------------------------------------------------------------------------------
 
 
-def test_the_demonstration_writes_a_site_for_each_agent_and_none_for_a_labelled_server(
+def test_the_demonstration_writes_a_site_per_agent_and_none_for_a_labelled_server(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "c.yaml").write_text(
@@ -355,28 +355,32 @@ def test_the_demonstration_writes_a_site_for_each_agent_and_none_for_a_labelled_
         "model: {width: 4}\nalgorithm: {name: fedssl, rounds: 2, generator_width: 4, warm_up: 1}\n"
     )
     assert demo.write_sites(tmp_path / "a", tmp_path / "c.yaml", []) == ["q0", "q1"]
-    site = settings.load_site_config(tmp_path / "a" / "q1" / "site.yaml")
-    assert (site.site.agent, site.site.role, site.budget) == ("q1", "query", None)
+    record_at_exit = settings.load_site_config(tmp_path / "a" / "q1" / "site.yaml")
+    assert (record_at_exit.site.agent, record_at_exit.site.role, record_at_exit.budget) == (
+        "q1",
+        "query",
+        None,
+    )
     with pytest.raises(UserError, match="Give a new folder"):
         demo.write_sites(tmp_path / "a", tmp_path / "c.yaml", [])
 
 
-def test_a_demonstration_on_a_full_disk_is_told_in_words(
+def test_a_demonstration_on_a_full_disk_ends_with_an_error_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: object) -> int:
+    def raise_disk_full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a"))
 
-    monkeypatch.setattr(demo, "demonstrate", full)
+    monkeypatch.setattr(demo, "demonstrate", raise_disk_full)
     assert demo.main([str(tmp_path / "a")]) == 2
     assert f"{tmp_path / 'a'}: No space left on device. Free space" in capsys.readouterr().err
     pytest.importorskip("cryptography")
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_bytes", raise_disk_full)
     assert keys.main([str(tmp_path / "keys"), "s0"]) == 2
     assert "keys: cannot be written: No space left" in capsys.readouterr().err
 
 
-def test_arguments_beat_what_makes_the_demonstration_small(tmp_path: Path) -> None:
+def test_arguments_override_the_small_defaults_of_the_demonstration(tmp_path: Path) -> None:
     names = demo.write_sites(tmp_path / "a", None, ["agents.query=4"])
     assert names == ["s0", "s1", "q0", "q1", "q2", "q3"]
     written = yaml.safe_load((tmp_path / "a" / "experiment.yaml").read_text())
@@ -386,7 +390,7 @@ def test_arguments_beat_what_makes_the_demonstration_small(tmp_path: Path) -> No
     ).budget == settings.BudgetSettings(epsilon=8.0, delta=1e-5)
 
 
-def test_without_flower_the_demonstration_makes_no_folder(
+def test_without_flower_the_demonstration_creates_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
@@ -408,26 +412,26 @@ time.sleep(600)
 """
 
 
-@pytest.mark.usefixtures("hang_up_heard")
+@pytest.mark.usefixtures("default_sighup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_demonstration_that_is_stopped_waits_for_the_checkpoint_before_its_sites_end(
+def test_an_interrupted_demonstration_ends_its_sites_only_after_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    """The training command asks sites for their ledgers; nothing may outlive the demonstration."""
-    wrote, found = tmp_path / "checkpoint", []
+    """The training command needs the sites for their ledgers, and no process may remain."""
+    checkpoint, checkpoint_at_exit = tmp_path / "checkpoint", []
 
     @contextlib.contextmanager
-    def site() -> Iterator[None]:
+    def record_at_exit() -> Iterator[None]:
         try:
             yield
         finally:
-            found.append(wrote.exists())
+            checkpoint_at_exit.append(checkpoint.exists())
 
     def demonstrate(*_: object) -> int:
-        with site():
-            command = [sys.executable, "-c", SLOW_TO_STOP, str(wrote)]
+        with record_at_exit():
+            command = [sys.executable, "-c", SLOW_TO_STOP, str(checkpoint)]
             process = subprocess.Popen(command, start_new_session=True)
-            demo.wait_until(wrote.with_suffix(".begun").exists, process, wrote)
+            demo.wait_until(checkpoint.with_suffix(".begun").exists, process, checkpoint)
             waits = process.wait
 
             def stopped_while_it_waits() -> int:
@@ -440,4 +444,4 @@ def test_a_demonstration_that_is_stopped_waits_for_the_checkpoint_before_its_sit
 
     monkeypatch.setattr(demo, "demonstrate", demonstrate)
     assert demo.main([str(tmp_path / "a")]) == 130
-    assert found == [True]
+    assert checkpoint_at_exit == [True]

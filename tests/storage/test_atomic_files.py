@@ -1,8 +1,7 @@
-"""What was paid for, claimed or saved is on the disk before anybody relies on it.
+"""Charges, registered rows and saved files are durable before they are used.
 
-A power cut cannot be had in a test, so what is looked at is the order of the calls that make a
-write durable: the whole file is forced to the disk, then it takes its name, then the folder's entry
-is forced. Which of them a writer leaves out, an error that all of them raise would not show.
+Tests cannot cut the power, so they check the order of system calls: fsync of the whole file, then
+the rename, then fsync of the folder.
 """
 
 import os
@@ -27,35 +26,35 @@ from tests.support import command_line
 VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 
 
-class Tape:
-    """Calls in their order: (what, its name); of a file that is forced, (size then, its name)."""
+class CallRecorder:
+    """Records calls as (kind, name): file size or "folder" for fsync, "named" for renames."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Any, str]] = []
         fsync, replace, rename = os.fsync, os.replace, Path.rename
 
-        def forced(descriptor: int) -> None:
+        def record_fsync(descriptor: int) -> None:
             found, path = os.fstat(descriptor), Path(os.readlink(f"/proc/self/fd/{descriptor}"))
             what = "folder" if stat.S_ISDIR(found.st_mode) else found.st_size
             self.calls.append((what, path.name))
             fsync(descriptor)
 
-        def replaced(source: Any, target: Any, **how: Any) -> None:
+        def record_replace(source: Any, target: Any, **how: Any) -> None:
             self.calls.append(("named", Path(target).name))
             replace(source, target, **how)
 
-        def renamed(self_: Path, target: Path) -> Path:
+        def record_rename(self_: Path, target: Path) -> Path:
             self.calls.append(("named", target.name))
             return rename(self_, target)
 
-        monkeypatch.setattr(os, "fsync", forced)
-        monkeypatch.setattr(os, "replace", replaced)
-        monkeypatch.setattr(Path, "rename", renamed)
+        monkeypatch.setattr(os, "fsync", record_fsync)
+        monkeypatch.setattr(os, "replace", record_replace)
+        monkeypatch.setattr(Path, "rename", record_rename)
 
 
 @pytest.fixture
-def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
-    return Tape(monkeypatch)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> CallRecorder:
+    return CallRecorder(monkeypatch)
 
 
 def account(folder: Path) -> Account:
@@ -66,49 +65,56 @@ def account(folder: Path) -> Account:
     return Account.open(folder / "s0.jsonl", plan, resume=False)
 
 
-def test_a_visit_is_on_the_disk_before_it_may_read_a_row(tape: Tape, tmp_path: Path) -> None:
+def test_a_charge_is_durable_before_a_row_can_be_read(
+    recorder: CallRecorder, tmp_path: Path
+) -> None:
     folder = tmp_path / "ledger"
     opened = account(folder)
-    tape.calls.clear()
+    recorder.calls.clear()
     with opened.spend(VISIT, visit="round 1"):
         size = (folder / "s0.jsonl").stat().st_size
-        assert tape.calls == [(size, "s0.jsonl"), ("folder", "ledger")]
+        assert recorder.calls == [(size, "s0.jsonl"), ("folder", "ledger")]
     opened.close()
 
 
-def test_a_new_account_has_its_folders_on_the_disk(tape: Tape, tmp_path: Path) -> None:
+def test_the_folders_of_a_new_account_are_durable(recorder: CallRecorder, tmp_path: Path) -> None:
     account(tmp_path / "above" / "ledger").close()
-    made = [("folder", tmp_path.name), ("folder", "above")]  # the entry of above, that of ledger
-    assert tape.calls[:2] == made
+    made = [
+        ("folder", tmp_path.name),
+        ("folder", "above"),
+    ]  # the entries of the folders above and ledger
+    assert recorder.calls[:2] == made
     size = (tmp_path / "above" / "ledger" / "s0.jsonl").stat().st_size
-    assert tape.calls[2:] == [(size, "s0.jsonl"), ("folder", "ledger")]
+    assert recorder.calls[2:] == [(size, "s0.jsonl"), ("folder", "ledger")]
 
 
-def test_rows_that_are_claimed_are_on_the_disk(tape: Tape, tmp_path: Path) -> None:
+def test_registered_rows_are_durable(recorder: CallRecorder, tmp_path: Path) -> None:
     row_registry.claim(tmp_path, {"s0": [b"a" * 40]})
     size = (tmp_path / "registry" / "s0.rows").stat().st_size
-    assert tape.calls[-3:] == [(size, "s0.new"), ("named", "s0.rows"), ("folder", "registry")]
+    assert recorder.calls[-3:] == [(size, "s0.new"), ("named", "s0.rows"), ("folder", "registry")]
 
 
-def test_a_file_takes_its_name_when_all_of_it_is_on_the_disk(tape: Tape, tmp_path: Path) -> None:
+def test_a_file_is_renamed_only_after_its_content_is_durable(
+    recorder: CallRecorder, tmp_path: Path
+) -> None:
     atomic_files.replace(tmp_path / "results.json", b"x" * 5000)
     temporary = f"{atomic_files.TEMPORARY}results.json"
-    assert tape.calls == [
+    assert recorder.calls == [
         (5000, temporary), ("named", "results.json"), ("folder", tmp_path.name)
     ]  # fmt: skip
 
 
-def test_a_snapshot_takes_its_name_when_all_of_it_is_on_the_disk(
-    tape: Tape, tmp_path: Path
+def test_a_snapshot_is_renamed_only_after_its_content_is_durable(
+    recorder: CallRecorder, tmp_path: Path
 ) -> None:
     checkpoint.save_snapshot(tmp_path, snapshot(7))
-    named = tape.calls.index(("named", "round_00007"))
+    named = recorder.calls.index(("named", "round_00007"))
     inside = {path.name: path.stat().st_size for path in (tmp_path / "round_00007").iterdir()}
-    before = [(size, name) for size, name in tape.calls[:named] if size != "folder"]
+    before = [(size, name) for size, name in recorder.calls[:named] if size != "folder"]
     assert sorted(before, key=str) == sorted(((s, n) for n, s in inside.items()), key=str)
-    assert tape.calls[named - 1] == ("folder", f"{atomic_files.TEMPORARY}round_00007")
-    assert tape.calls[named + 1] == ("folder", tmp_path.name)
-    assert tape.calls[-2:] == [("named", "latest"), ("folder", tmp_path.name)]
+    assert recorder.calls[named - 1] == ("folder", f"{atomic_files.TEMPORARY}round_00007")
+    assert recorder.calls[named + 1] == ("folder", tmp_path.name)
+    assert recorder.calls[-2:] == [("named", "latest"), ("folder", tmp_path.name)]
 
 
 def snapshot(number: int) -> Snapshot:
@@ -116,7 +122,7 @@ def snapshot(number: int) -> Snapshot:
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_snapshot_that_is_made_again_and_interrupted_leaves_the_former_one(
+def test_an_interrupted_replacement_of_a_snapshot_keeps_the_former_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     checkpoint.save_snapshot(tmp_path, snapshot(7))
@@ -140,19 +146,21 @@ def test_a_snapshot_that_is_made_again_and_interrupted_leaves_the_former_one(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(atomic_files.TEMPORARY)]
 
 
-def test_a_writer_that_forces_nothing_would_be_noticed(tape: Tape, tmp_path: Path) -> None:
+def test_control_the_recorder_notices_a_write_without_fsync(
+    recorder: CallRecorder, tmp_path: Path
+) -> None:
     (tmp_path / "new").write_bytes(b"x")
     shutil.move(tmp_path / "new", tmp_path / "file")
     os.replace(tmp_path / "file", tmp_path / "other")
-    assert tape.calls == [("named", "other")]
+    assert recorder.calls == [("named", "other")]
 
 
-def test_curves_are_on_the_disk_before_the_checkpoint_of_their_rounds(
-    tape: Tape, tmp_path: Path
+def test_metrics_csv_is_durable_before_the_checkpoint_of_its_rounds(
+    recorder: CallRecorder, tmp_path: Path
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(command_line.PLAIN)
     output = f"run.output={tmp_path / 'run'}"
     assert command_line.command(tmp_path / "tiny.yaml", output, "run.workers=1").status == 0
     size = (tmp_path / "run" / "metrics.csv").stat().st_size
-    curves = tape.calls.index((size, "metrics.csv"))  # with the line of the last round
-    assert curves < tape.calls.index(("named", "round_00003"))
+    curves = recorder.calls.index((size, "metrics.csv"))  # including the line of the last round
+    assert curves < recorder.calls.index(("named", "round_00003"))

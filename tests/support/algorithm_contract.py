@@ -1,4 +1,4 @@
-"""What test_algorithm_contract.py shares with other tests."""
+"""The cases of test_algorithm_contract.py, shared with other tests."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ NEEDS: dict[str, dict[str, Any]] = {
     "pi_model": NO_RAMP,
     "mean_teacher": NO_RAMP | {"teacher_decay": 0.5},
     "remixmatch": NO_RAMP | {"teacher_decay": 0.5, "strong_views": 1, "strong": "strong"},
-    # with a higher threshold no agent is sure of a row, and none learns
+    # with a higher threshold no row is confident, and no agent learns
     "semifl": {"threshold": 0.0, "epochs": 1.0, "server_epochs": 1.0},
     "fedseal": {"bootstrap_epochs": 3, "client_epochs": 1, "server_epochs": 1},
     "fixmatch": {"threshold": 0.0, "local_epochs": 1},
     "uda": {"threshold": 0.0, "annealing": "none", "local_epochs": 1},
     "fl2": {"sure_above": 0.1, "local_epochs": 1},
     "sage": {"threshold": 0.0, "local_epochs": 1, "batch_size": 20},
-    # as few rounds as have every phase in them
+    # the fewest rounds that contain every phase
     "label_census": {
         "clusters": 5,
         "cells": 12,
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-#: Algorithms that take rows of every kind, and the view that takes the place of RandAugment.
+#: Algorithms that accept rows of every kind, and the view that replaces RandAugment.
 FOR_VECTORS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("supervise", "pseudo", "mixmatch", "server_sl", "fedavg", "fedprox")},
     **{name: {"strong": "strong"} for name in ("fedmatch", "fixmatch", "uda")},
@@ -101,5 +101,5 @@ def algorithm(case: str, **settings: Any) -> Algorithm[Any]:
 
 
 def rows_of(case: str) -> Dataset:
-    """The toy rows in the shape that a case takes."""
+    """The toy rows in the shape that a case needs."""
     return toy_rows(CASES[case][1].get("rows", "image"))

@@ -1,4 +1,4 @@
-"""What test_batched_agents.py shares with other tests."""
+"""A float64 fixture that test_batched_agents.py shares with other tests."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,13 @@ from privssl.training import local_training
 
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Networks and rows are float64, and so is what is computed of them."""
+    """Make networks, rows and all computations float64."""
     narrow = local_training.network_input
     monkeypatch.setattr(
         local_training, "network_input", lambda *x, **how: narrow(*x, **how).double()
     )
     torch.set_default_dtype(torch.float64)
-    affine_augment._places.cache_clear()  # its numbers are of the default type
+    affine_augment._places.cache_clear()  # it caches numbers of the default dtype
     yield
     torch.set_default_dtype(torch.float32)
     affine_augment._places.cache_clear()

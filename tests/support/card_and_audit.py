@@ -1,4 +1,4 @@
-"""What test_card_and_audit.py shares with other tests."""
+"""Privacy cards and run folders that test_card_and_audit.py shares with other tests."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def write_run(
     make_plan: Callable[[str], AccountPlan] = plan,
     card_events: Callable[[tuple[Event, ...]], Sequence[Event]] = tuple,
 ) -> dict[str, Any]:
-    """A run folder: a ledger for each agent with so many visits, and the card."""
+    """Write a run folder: a ledger per agent with this number of visits, and the card."""
     accounts: list[AgentSpend] = []
     for agent, count in visits.items():
         account = Account.open(run / "ledger" / f"{agent}.jsonl", make_plan(agent), resume=False)

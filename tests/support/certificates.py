@@ -17,7 +17,7 @@ NEVER = datetime(2200, 1, 1, tzinfo=timezone.utc)
 
 
 def with_expired_link(folder: Path, *names: str) -> Path:
-    """As ``keys.make``, for 127.0.0.1, with a SuperLink's certificate that has expired."""
+    """As ``keys.make`` for 127.0.0.1, but the SuperLink's certificate has expired."""
     keys.make(folder, "127.0.0.1", names)
     authority, link = keys.new_key(), keys.new_key()
     (folder / "ca.crt").write_bytes(keys.certificate(authority, authority, (LONG_AGO[0], NEVER)))
@@ -26,8 +26,8 @@ def with_expired_link(folder: Path, *names: str) -> Path:
     return folder
 
 
-def for_host_alone(folder: Path, host: str) -> Path:
-    """A SuperLink's certificate that does not name 127.0.0.1, as of an authority of others."""
+def for_host_only(folder: Path, host: str) -> Path:
+    """A SuperLink's certificate without 127.0.0.1, as another authority may issue it."""
     keys.make(folder, host, ["s0"])
     authority, link = keys.new_key(), keys.new_key()
     dates = (LONG_AGO[0], NEVER)
@@ -47,7 +47,7 @@ def expired_root(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def listening(folder: Path | None) -> Iterator[str]:
-    """A server on loopback, with TLS by the certificate of a folder; its address."""
+    """Run a server on loopback, with TLS if a folder is given; yields its address."""
     stopped = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.05)
@@ -55,16 +55,16 @@ def listening(folder: Path | None) -> Iterator[str]:
         def answer() -> None:
             while not stopped.is_set():
                 with contextlib.suppress(OSError):
-                    line, _ = server.accept()
-                    line.settimeout(5)
-                    with line:
+                    connection, _ = server.accept()
+                    connection.settimeout(5)
+                    with connection:
                         if folder is None:
-                            line.recv(10)
-                            line.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                            connection.recv(10)
+                            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
                         else:
                             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
                             context.load_cert_chain(folder / "link.crt", folder / "link.key")
-                            context.wrap_socket(line, server_side=True).close()
+                            context.wrap_socket(connection, server_side=True).close()
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -76,5 +76,5 @@ def listening(folder: Path | None) -> Iterator[str]:
 
 
 def skip_without_cryptography() -> None:
-    """For the top of a test module."""
+    """Skip a test module without the package cryptography; call it at module level."""
     pytest.importorskip("cryptography", reason="needs pip install '.[flower]'")

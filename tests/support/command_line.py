@@ -1,4 +1,4 @@
-"""The training command as its tests use it: called in this process, with what it printed.
+"""The training command, run in this process with its output captured.
 
 Not a test itself; test_train_command.py and test_resume.py import it.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import privssl.train as train
 
-#: A run of a second or so, that does everything.
+#: A run of about a second that uses every part of a run.
 PLAIN = """\
 data: {name: toy, labelled: 40, unlabelled: 80}
 agents: {support: 2, query: 2}
@@ -35,8 +35,8 @@ class Outcome:
     err: str
 
 
-def called(main: Callable[[list[str]], int], *arguments: object) -> Outcome:
-    """The ``main`` of a command with these arguments."""
+def run_main(main: Callable[[list[str]], int], *arguments: object) -> Outcome:
+    """Run the ``main`` of a command with these arguments."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(argument) for argument in arguments])
@@ -44,12 +44,12 @@ def called(main: Callable[[list[str]], int], *arguments: object) -> Outcome:
 
 
 def command(*arguments: object) -> Outcome:
-    """``python -m privssl.train`` with these arguments."""
-    return called(train.main, *arguments)
+    """Run ``python -m privssl.train`` with these arguments."""
+    return run_main(train.main, *arguments)
 
 
 def assert_refused(outcome: Outcome, *fragments: str) -> None:
-    """Exit status 2, a message with these words, nothing on standard output, no traceback."""
+    """Assert exit status 2, an error with these texts, no standard output and no traceback."""
     assert outcome.status == 2, outcome
     assert outcome.out == "", outcome
     assert "Traceback" not in outcome.err, outcome
@@ -58,7 +58,7 @@ def assert_refused(outcome: Outcome, *fragments: str) -> None:
 
 
 def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Content and time of change of every file, to see that nothing was touched."""
+    """Content and modification time of every file, to check that nothing was changed."""
     return {
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))

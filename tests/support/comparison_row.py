@@ -1,4 +1,4 @@
-"""A row of a comparison's table, of the results of runs that never were."""
+"""A row of a comparison table, made of invented results of runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from privssl.compare.table import Row, epsilon_of
 
 
 def results(**changes: Any) -> dict[str, Any]:
-    """results.json of a run that never was."""
+    """An invented results.json."""
     return {
         "algorithm": "fedssl", "dataset": "toy", "seed": 0, "status": "finished", "rounds": 4,
         "labels": 40, "test_accuracy": {"final": 0.5, "best": 0.5, "best_round": 4},
@@ -21,7 +21,7 @@ def row(
     config: str, runs: Sequence[Mapping[str, Any]], delta: float | None = None, *,
     lasting: bool = False, **more: Any,
 ) -> Row:  # fmt: skip
-    """Evaluated after each round, with the split of all, unless told otherwise."""
+    """A row of runs on one split, evaluated after each round by default."""
     usual: dict[str, Any] = {
         "differs": (), "evaluate_every": (1,) * len(runs), "other_code": (),
         "splits": ("a split",) * len(runs), "unprotected": True, "accounts": "",

@@ -1,5 +1,8 @@
-"""What each run pays for and few tests ask about is small in tests, unless they say
-``usefixtures("costs_of_users")``, or ``"costs_of_users_in_file"``."""
+"""Reduced costs of what every run computes and few tests check.
+
+Tests that need the costs of users ask for the fixture ``costs_of_users`` or
+``costs_of_users_in_file``.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,15 +19,15 @@ from privssl.runs import forecast
 Constants = Mapping[tuple[Any, str], float | tuple[float, ...]]
 
 SMALL: Constants = {
-    (generator_quality, "SAMPLES"): 50,  # rows that are judged: a tenth of a short run
-    (generator_quality, "LEAST_STEPS"): 20,  # in which a judge learns
+    (generator_quality, "SAMPLES"): 50,  # judged rows: a tenth of the time of a short run
+    (generator_quality, "LEAST_STEPS"): 20,  # training steps of a judge
     (generator_quality, "MOST_STEPS"): 20,
-    (figures, "SAMPLES"): 1,  # of each class on a contact sheet
+    (figures, "SAMPLES"): 1,  # per class on a contact sheet
     (figures, "TILE"): 8,  # pixels of a row in a picture
-    (row_bits, "SCALES"): (1.0,),  # of weights, and
-    (row_bits, "TRIES"): 1,  # weights with which rounding is checked, of each kind of network
-    (verify, "_INTERVAL"): 1e-3,  # of privacy losses: bounds on epsilon are rougher
-    (forecast, "SECONDS"): 0.0,  # of timing in a dry run, and what a visit may take
+    (row_bits, "SCALES"): (1.0,),  # scales of weights
+    (row_bits, "TRIES"): 1,  # sets of weights per kind of network in the check of rounding
+    (verify, "_INTERVAL"): 1e-3,  # grid of privacy losses: coarser bounds on epsilon
+    (forecast, "SECONDS"): 0.0,  # timing in a dry run
     (forecast, "LEAST"): 0.0,
     (forecast, "WARM"): 0.0,
 }
@@ -34,15 +37,15 @@ OF_USERS: Constants = {(module, name): getattr(module, name) for module, name in
 @contextmanager
 def costs_set_to(constants: Constants) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.callback(_forget)
+        stack.callback(_clear_caches)
         for (module, name), value in constants.items():
             stack.enter_context(patch.object(module, name, value))
-        _forget()
+        _clear_caches()
         yield
 
 
-def _forget() -> None:
-    """Caches do not ask how wide a cell is, or how long a judge was trained."""
+def _clear_caches() -> None:
+    """Clear caches whose keys do not contain these constants."""
     verify._compose.cache_clear()
     card_numbers._numeric_bounds.cache_clear()
     generator_quality._KNOWN.clear()
@@ -56,7 +59,7 @@ def small_costs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def costs_of_users_in_file() -> Iterator[None]:
-    """From the first test of a file that asks, to the last of the file."""
+    """The costs of users, from the first test of a file that asks for them to the last test."""
     with costs_set_to(OF_USERS):
         yield
 

@@ -1,6 +1,6 @@
-"""Damage to a journal while an account has it open, and the moments at which it is done.
+"""Damage to a journal while an account has it open, at chosen moments.
 
-Not a test itself. Each kind of damage changes the file; none asks for its locks.
+Not a test itself. Each kind of damage changes the file without taking its locks.
 """
 
 import contextlib
@@ -20,35 +20,35 @@ from accounting.journal import JournalFile
 from accounting.ledger import Account, Balance, read_journal
 
 
-def flip(path: Path, older: bytes, chance: random.Random) -> None:
-    """One bit of the file changes in place."""
+def flip(path: Path, older_copy: bytes, rng: random.Random) -> None:
+    """Flip one bit of the file in place."""
     content = bytearray(path.read_bytes())
-    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     with path.open("r+b") as file:
         file.write(content)
 
 
-def cut(path: Path, older: bytes, chance: random.Random) -> None:
-    """The end of the file is lost, the last charge with it."""
+def cut(path: Path, older_copy: bytes, rng: random.Random) -> None:
+    """Truncate the file so that the last charge is lost."""
     before = path.read_bytes().rindex(b'"type":"reserve"')
-    os.truncate(path, chance.randrange(path.read_bytes()[:before].rindex(b"\n") + 1))
+    os.truncate(path, rng.randrange(path.read_bytes()[:before].rindex(b"\n") + 1))
 
 
-def delete(path: Path, older: bytes, chance: random.Random) -> None:
+def delete(path: Path, older_copy: bytes, rng: random.Random) -> None:
     path.unlink()
 
 
-def replace(path: Path, older: bytes, chance: random.Random) -> None:
-    """An older copy is put back: under the same name, or into the same file."""
-    if chance.random() < 0.5:
-        path.write_bytes(older)
+def replace(path: Path, older_copy: bytes, rng: random.Random) -> None:
+    """Restore an older copy, as a new file or into the same file."""
+    if rng.random() < 0.5:
+        path.write_bytes(older_copy)
     else:
-        (path.parent / "copy").write_bytes(older)
+        (path.parent / "copy").write_bytes(older_copy)
         os.replace(path.parent / "copy", path)
 
 
-def two_writers(path: Path, older: bytes, chance: random.Random) -> None:
-    """Another process removes the lock file, is refused all the same, and writes without asking."""
+def two_writers(path: Path, older_copy: bytes, rng: random.Random) -> None:
+    """Remove the lock file, be refused all the same, and append a line without a lock."""
     path.with_suffix(".lock").unlink()
     journal = read_journal(path)
     with pytest.raises(Exception, match="another process is using this account"):
@@ -65,52 +65,52 @@ KINDS: dict[str, Callable[[Path, bytes, random.Random], None]] = {
 
 
 @dataclass
-class Watched:
-    """What really happened to accounts, whatever their journals say."""
+class ChargeRecord:
+    """What accounts were really charged, independent of their journals."""
 
-    entered: list[Event] = field(default_factory=list)  # visits in which rows could be read
-    at_damage: int = 0  # visits until then
+    entered: list[Event] = field(default_factory=list)  # charges of visits that could read rows
+    at_damage: int = 0  # visits until the damage
 
     def spent(self, delta: float) -> float:
         return epsilon(self.entered, delta)
 
 
 @contextlib.contextmanager
-def damaged(kind: str, visit: int, when: str, seed: int = 0) -> Iterator[Watched]:
-    """Inside, the journal of the account that pays for the ``visit``-th visit is damaged.
+def damaged(kind: str, visit: int, when: str, seed: int = 0) -> Iterator[ChargeRecord]:
+    """Damage the journal of the account that is charged for the ``visit``-th visit.
 
     Args:
         kind: one of ``KINDS``, or "" for none.
         when: "in" the visit, or "after" it.
     """
-    chance, real, watched = random.Random(seed), Account.spend, Watched()
+    rng, real, record = random.Random(seed), Account.spend, ChargeRecord()
     copies: list[bytes] = []
 
-    def strike(account: Account) -> None:
-        if kind and len(watched.entered) == visit and not watched.at_damage:
-            watched.at_damage = visit
-            KINDS[kind](account._file.path, chance.choice(copies), chance)
+    def damage_now(account: Account) -> None:
+        if kind and len(record.entered) == visit and not record.at_damage:
+            record.at_damage = visit
+            KINDS[kind](account._file.path, rng.choice(copies), rng)
 
     @contextlib.contextmanager
     def spend(self: Account, event: Event, visit: str) -> Iterator[None]:
         if self._file.path.exists():
             copies.append(self._file.path.read_bytes())
         with real(self, event, visit):
-            watched.entered.append(event)
+            record.entered.append(event)
             if when == "in":
-                strike(self)
+                damage_now(self)
             yield
-        strike(self)
+        damage_now(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Account, "spend", spend)
-        patch.setattr(os, "fsync", lambda _: None)  # the disk is not what is tested
-        yield watched
+        patch.setattr(os, "fsync", lambda _: None)  # durability is not tested here
+        yield record
 
 
 @contextlib.contextmanager
-def believing() -> Iterator[None]:
-    """The fault that is guarded against: the file is believed whatever happened to it."""
+def damage_checks_disabled() -> Iterator[None]:
+    """Disable the checks that notice a damaged journal (for controls)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JournalFile, "refuse_damage", lambda self: None)
         patch.setattr(JournalFile, "damage", lambda self: "")

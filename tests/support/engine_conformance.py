@@ -1,4 +1,4 @@
-"""What test_engine_conformance.py shares with other tests."""
+"""Steps, engines and comparisons that test_engine_conformance.py shares with other tests."""
 
 import contextlib
 import functools
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Told(Message):
-    """What a step found, and what it is told."""
+class Payload(Message):
+    """The content of every request to a conformance step, and of every reply."""
 
     text: str = ""
     number: float = 0.0
@@ -39,7 +39,7 @@ class Told(Message):
 
 
 class Steps:
-    """Stands for an algorithm. ``text`` of a message is a file, where a step needs one."""
+    """A minimal algorithm. Steps that need a file get its path as ``text`` of the request."""
 
     plan = cfg = None
     buffer = torch.zeros(3)
@@ -47,72 +47,74 @@ class Steps:
     @classmethod
     def missing_reply_policy_for(cls, cfg: object, *, private: bool) -> MissingReplyPolicy:
         return MissingReplyPolicy(
-            quorum=("draw", "hush"), skip=("count",), needed_because="All are needed"
+            quorum=("draw", "decline"), skip=("count",), needed_because="All are needed"
         )
 
     @on_agent
-    def draw(self, agent: Agent, msg: Told, ctx: Context) -> Told:
-        """All that a reply has: content, weight, notes; and all the randomness of a visit."""
+    def draw(self, agent: Agent, msg: Payload, ctx: Context) -> Payload:
+        """Fill every field of a reply, and draw from both sources of randomness of a visit."""
         ctx.weight = float(len(agent.unlabelled))
         ctx.log_metric("train/loss", msg.number / 3)
-        drawn = torch.rand(3, generator=ctx.rng("z")) + torch.rand(3)  # the second is dropout's
+        drawn = torch.rand(3, generator=ctx.rng("z")) + torch.rand(
+            3
+        )  # the global generator: dropout
         wide = {"a": drawn.bfloat16(), "b": drawn[:0], "c": torch.tensor(7)}
-        return Told(agent.id, msg.number, drawn, wide)
+        return Payload(agent.id, msg.number, drawn, wide)
 
     @on_agent
-    def count(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+    def count(self, agent: Agent, msg: Payload, ctx: Context) -> Payload:
         seen = agent.memory.get("n", torch.zeros(())) + 1
-        # Not in the order of the alphabet, of equal content, and with a number that is none.
+        # Keys out of alphabetical order, two equal values, and one that is not finite.
         agent.memory = {"z": torch.tensor(float("inf")), "n": seen, "a": seen}
-        return Told(" ".join(agent.memory), float(seen))
+        return Payload(" ".join(agent.memory), float(seen))
 
     @on_agent
-    def look(self, agent: Agent, msg: Told, ctx: Context) -> Told:
-        """Remembers nothing new."""
-        return Told(" ".join(agent.memory))
+    def list_memory(self, agent: Agent, msg: Payload, ctx: Context) -> Payload:
+        """Leave memory unchanged and return its keys."""
+        return Payload(" ".join(agent.memory))
 
     @on_agent
-    def recall(self, agent: Agent, msg: Told, ctx: Context) -> Told:
-        return Told(w=agent.memory)
+    def send_memory(self, agent: Agent, msg: Payload, ctx: Context) -> Payload:
+        return Payload(w=agent.memory)
 
     @on_agent
-    def scribble(self, agent: Agent, msg: Told, ctx: Context) -> Told:
-        """Writes into what it was given, keeps it, and sends it back."""
+    def overwrite_input(self, agent: Agent, msg: Payload, ctx: Context) -> Payload:
+        """Overwrite the request's tensors, keep them in memory, and send them back."""
         msg.w["a"].fill_(9.0)
         msg.t.fill_(9.0)
         agent.memory = {"a": msg.w["a"], "t": msg.t}
         return msg
 
     @on_agent
-    def add_one(self, agent: Agent, msg: Told, ctx: Context) -> Told:
-        """Writes into what it was given, in ways that torch has for it."""
+    def add_one(self, agent: Agent, msg: Payload, ctx: Context) -> Payload:
+        """Change the request's tensors in place with torch's in-place operations."""
         msg.t.add_(1)
         torch._foreach_add_([msg.w["a"].requires_grad_().detach()[:1]], 1)
-        return Told(t=msg.t, w={"a": msg.w["a"].detach()})
+        return Payload(t=msg.t, w={"a": msg.w["a"].detach()})
 
     @on_agent
-    def fill(self, agent: Agent, msg: Told, ctx: Context) -> Told:
-        """Sends what it will write over in the next visit."""
-        return Told(t=self.buffer.fill_(len(agent.unlabelled)), w={"a": self.buffer[:2]})
+    def fill(self, agent: Agent, msg: Payload, ctx: Context) -> Payload:
+        """Send a buffer that the next visit overwrites."""
+        return Payload(t=self.buffer.fill_(len(agent.unlabelled)), w={"a": self.buffer[:2]})
 
     @on_agent
-    def hush(self, agent: Agent, msg: Told, ctx: Context) -> Told | Declined:
-        return Declined(f"{agent.id} has nothing to say") if agent.id != "q1" else Told("speaks")
+    def decline(self, agent: Agent, msg: Payload, ctx: Context) -> Payload | Declined:
+        return Declined(f"{agent.id} has nothing to say") if agent.id != "q1" else Payload("speaks")
 
     @on_agent
-    def fail(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+    def fail(self, agent: Agent, msg: Payload, ctx: Context) -> Payload:
         if agent.id == "q0":
             raise DataError("q0 has no such file")
         if agent.id == "q1":
             raise KeyError("of q1")
-        return Told(agent.id)
+        return Payload(agent.id)
 
     @on_agent
-    def diverge(self, agent: Agent, msg: Told, ctx: Context) -> Told:
-        return Told(t=torch.full((3,), float("nan")))
+    def diverge(self, agent: Agent, msg: Payload, ctx: Context) -> Payload:
+        return Payload(t=torch.full((3,), float("nan")))
 
     @on_agent
-    def die_once(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+    def die_once(self, agent: Agent, msg: Payload, ctx: Context) -> Payload:
         if agent.id == "q1" and not os.path.exists(msg.text):
             Path(msg.text).touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -123,7 +125,7 @@ STEPS: Any = Steps()
 
 
 def agents(*sizes: int) -> list[Agent]:
-    """q0, q1 and so on, with so many rows each: 4, 7 and 5 unless told otherwise."""
+    """Agents q0, q1 and so on, with these numbers of rows (default: 4, 7 and 5)."""
     return [
         Agent(id=f"q{i}", held_unlabelled=UnlabelledRows(torch.zeros(n, 1, 8, 8), torch.arange(n)))
         for i, n in enumerate(sizes or (4, 7, 5))
@@ -134,13 +136,13 @@ def agents(*sizes: int) -> list[Agent]:
 
 
 @dataclass(frozen=True)
-class Under:
+class EngineCase:
     """An engine under test.
 
-    ``make(agents, algorithm, seed, folder)`` gives one; ``folder`` is empty, and its own.
-    ``errors`` are those that it raises for a DataError and for a KeyError in a step, and for
-    numbers that are not finite. ``survives`` says whether an agent's process can be lost, and
-    ``rare`` that this one is a variant, tested among the slow ones.
+    ``make(agents, algorithm, seed, folder)`` creates it; ``folder`` is new and empty.
+    ``errors``: what it raises for a DataError in a step, for a KeyError in a step, and for numbers
+    that are not finite. ``survives``: whether it repeats a visit whose process was killed.
+    ``rare``: a variant that only the slow tests run.
     """
 
     make: Callable[..., Engine]
@@ -165,14 +167,14 @@ def _workers(
     return WorkerEngine(parties, algorithm=algorithm, workers=workers, seed=seed, device=CPU)
 
 
-ENGINES: dict[str, Under] = {
-    "local": Under(_local),
-    "local, as bytes": Under(_wire),
-    "2 workers": Under(_workers, survives=True),
-    "1 worker": Under(functools.partial(_workers, workers=1), rare=True),
-    "4 workers": Under(functools.partial(_workers, workers=4), survives=True, rare=True),
-    "sites": Under(transports.engine, (SiteError,) * 3),
-    "sites in processes": Under(
+ENGINES: dict[str, EngineCase] = {
+    "local": EngineCase(_local),
+    "local, as bytes": EngineCase(_wire),
+    "2 workers": EngineCase(_workers, survives=True),
+    "1 worker": EngineCase(functools.partial(_workers, workers=1), rare=True),
+    "4 workers": EngineCase(functools.partial(_workers, workers=4), survives=True, rare=True),
+    "sites": EngineCase(transports.engine, (SiteError,) * 3),
+    "sites in processes": EngineCase(
         functools.partial(transports.engine, transport=transports.ForkedTransport),
         (SiteError,) * 3,
         survives=True,
@@ -181,27 +183,29 @@ ENGINES: dict[str, Under] = {
 
 
 @contextlib.contextmanager
-def made(name: str, parties: Sequence[Agent] = (), algorithm: Any = STEPS) -> Iterator[Engine]:
+def running_engine(
+    name: str, parties: Sequence[Agent] = (), algorithm: Any = STEPS
+) -> Iterator[Engine]:
     with tempfile.TemporaryDirectory() as folder:
-        there = ENGINES[name].make(parties or agents(), algorithm, 3, Path(folder))
-        with contextlib.closing(there):
-            yield there
+        engine = ENGINES[name].make(parties or agents(), algorithm, 3, Path(folder))
+        with contextlib.closing(engine):
+            yield engine
 
 
-def ask(
-    there: Engine, step: Any, message: Message | None = None, whom: str = "", number: int = 1
+def run_step(
+    engine: Engine, step: Any, message: Message | None = None, whom: str = "", number: int = 1
 ) -> list[Reply[Any]]:
-    """All agents, or those named, do one step with the same message."""
-    roster = {agent.id: agent for agent in there.roster()}
-    names, what = whom.split() or list(roster), message or Told()
-    return list(there.deliver([Call(roster[name], step, what, number) for name in names]))
+    """Run one step with the same message at all agents, or at those named in ``whom``."""
+    roster = {agent.id: agent for agent in engine.roster()}
+    names, what = whom.split() or list(roster), message or Payload()
+    return list(engine.deliver([Call(roster[name], step, what, number) for name in names]))
 
 
-def same(one: Reply[Any], other: Reply[Any]) -> bool:
-    """Whether two replies agree in sender, weight, notes, and every bit of content."""
+def same_reply(one: Reply[Any], other: Reply[Any]) -> bool:
+    """Whether two replies have the same sender, weight, metrics and content, bit for bit."""
     about = [(r.sender, r.weight, dict(r.metrics), type(r.content)) for r in (one, other)]
     return about[0] == about[1] and same_bits(one.content, other.content)
 
 
-def all_same(some: Sequence[Reply[Any]], others: Sequence[Reply[Any]]) -> bool:
-    return len(some) == len(others) and all(map(same, some, others))
+def same_replies(some: Sequence[Reply[Any]], others: Sequence[Reply[Any]]) -> bool:
+    return len(some) == len(others) and all(map(same_reply, some, others))

@@ -1,4 +1,4 @@
-"""FedMatch on a linear network and on toy rows: what its test files share."""
+"""FedMatch on a linear network and on toy rows, for its test files."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from tests.support.toy_worlds import (
 
 Floats = NDArray[np.float64]
 PLACES = {"support": federated_data, "labels-at-server": at_server, "labels-at-client": at_clients}
-#: Every row is sure and helpers come as soon as there are any: all paths are taken at once.
+#: Every row is confident and helpers are sent at once, so all code paths are taken.
 EAGER: dict[str, Any] = {
     "threshold": 0.0, "helpers_every": 1, "learning_rate": 0.01, "batch_size": 10, "strong": "weak",
 }  # fmt: skip
@@ -36,7 +36,7 @@ def fedmatch(**settings: Any) -> FedMatch:
     return found
 
 
-# A linear network on rows of two pixels, three classes: gradients are known by hand. ----------
+# A linear network on rows of two pixels, three classes: gradients are derived by hand. ---------
 
 LINEAR = Task(3, (1, 1, 2), lambda: nn.Sequential(nn.Flatten(), nn.Linear(2, 3, bias=False)))
 KEY = "1.weight"
@@ -66,7 +66,7 @@ def party(kind: str, levels: NDArray[Any] = LEVELS) -> Agent:
 
 
 class RecordingMeter:
-    """A meter that keeps what it is told."""
+    """A meter that records its observations."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -87,7 +87,7 @@ def context(round_number: int = 1, meter: RecordingMeter | None = None) -> Conte
 
 
 def linear(**settings: Any) -> FedMatch:
-    """Steps large enough that float32 shows them; no strong view; nothing cut."""
+    """FedMatch with steps large enough for float32, no strong view and no truncation."""
     own: dict[str, Any] = {
         "strong": "none", "learning_rate": 0.05, "threshold": 0.0, "labelled_weight": 2.0,
         "agreement_weight": 0.7, "inter_client_weight": 0.3, "l2_weight": 1.5, "l1_weight": 0.02,
@@ -108,8 +108,8 @@ def stepped_psi(
 ) -> Floats:  # fmt: skip
     """One step of Eq. 5 on all rows, with Eq. 1 and 3.
 
-    sent: sigma when the visit began, which helpers predict with; absent: sigma.
-    of_all: Eq. 1 is of all rows, not of the sure ones.
+    sent: sigma at the start of the visit, with which helpers predict; None: ``sigma``.
+    of_all: Eq. 1 uses all rows, not only the confident ones.
     """
     at_first = sigma if sent is None else sent
     everywhere = softmax(X @ (sigma + psi).T)
@@ -128,7 +128,7 @@ def stepped_psi(
     return np.asarray(psi - 0.05 * gradient)
 
 
-# What travelled -----
+# Recorded messages -----
 
 
 def row(*values: float) -> dict[str, Tensor]:

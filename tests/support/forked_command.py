@@ -1,7 +1,7 @@
-"""A command in a process of its own, for tests of signals and of how processes end.
+"""A command in a forked process, for tests of signals and of how processes end.
 
-It is a fork of this process, which has torch loaded: a fresh one would take seconds to import it.
-What a fresh process alone has, its imports and its streams, is asked of a fresh one.
+The fork has torch loaded already, which saves seconds. Tests of imports and standard streams need a
+new process instead.
 """
 
 import io
@@ -16,13 +16,13 @@ from pathlib import Path
 
 
 class ForkedCommand:
-    """``main(arguments)`` in a fork; a ``subprocess.Popen`` as far as tests use one."""
+    """``main(arguments)`` in a fork, with the methods of ``subprocess.Popen`` that tests use."""
 
     def __init__(
         self, main: Callable[[list[str]], int], arguments: Sequence[object], folder: Path,
         *, cwd: Path | None = None, own_session: bool = False,
     ) -> None:  # fmt: skip
-        """``folder``: where what it prints is kept."""
+        """``folder``: for files with the output."""
         self._printed = folder / "printed-out", folder / "printed-err"
         texts = [str(argument) for argument in arguments]
         self._process = multiprocessing.get_context("fork").Process(
@@ -36,14 +36,14 @@ class ForkedCommand:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, or minus a signal's number; None: it goes on."""
+        """The exit status, or minus a signal's number; None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for its end, at most so many seconds."""
+        """Wait for its end, at most ``timeout`` seconds."""
         self._process.join(timeout)
         return self.returncode
 
@@ -54,7 +54,7 @@ class ForkedCommand:
         self._process.kill()
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for its end: what it printed to standard output and error."""
+        """Wait for its end; return its standard output and error."""
         if self.wait(timeout) is None:
             self.kill()
             raise TimeoutError(f"it did not end within {timeout} s")
@@ -83,7 +83,7 @@ def _live(
         os.chdir(cwd)
     for number, path in zip((1, 2), printed, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    # pytest holds other streams, and may have other answers to signals, than a program begins with.
+    # pytest replaces the standard streams and perhaps signal handlers: restore the defaults.
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.FileIO(number, "w", closefd=False), encoding="utf-8")
         for number in (1, 2)

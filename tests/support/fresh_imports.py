@@ -1,6 +1,6 @@
-"""Imports of the product that happen again, without the seconds in which a process loads torch.
+"""Repeated imports of our packages, without the seconds in which a new process loads torch.
 
-Code runs in a fork of this process that has forgotten the modules of the product.
+Code runs in a fork of this process whose ``sys.modules`` lacks our packages.
 """
 
 import sys
@@ -12,10 +12,10 @@ OURS = ("privssl", "accounting", "generators")
 
 
 def run_afresh(code: str, *, also: Collection[str] = ()) -> str:
-    """Run code in a fork where neither our packages nor those of ``also`` are imported.
+    """Run code in a fork in which neither our packages nor those of ``also`` are imported.
 
     Returns:
-        What the code assigned to ``said``, as text.
+        The value that the code assigned to ``said``, as a string.
 
     Raises:
         AssertionError: the code fails; its traceback is on standard error.

@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen moment of a command that does several runs."""
+"""Ctrl-C in a chosen round of a command with several runs."""
 
 import contextlib
 import signal
@@ -11,7 +11,7 @@ from privssl.core.federation import Federation, Round
 
 @contextlib.contextmanager
 def interrupted_in(round_of_all: int) -> Iterator[None]:
-    """Ctrl-C at the start of a round, counted over all runs of the command."""
+    """Raise SIGINT at the start of a round, counted over all runs of the command."""
     real, count = Federation.begin, 0
 
     def begin(self: Federation, now: Round) -> None:

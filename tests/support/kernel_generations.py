@@ -1,5 +1,7 @@
-"""The generations of processors that our kernels were compiled for and that this one knows. None
-where ``PRIVSSL_KERNELS=torch`` asks for torch's alone."""
+"""The instruction sets that our kernels were compiled for and that this processor has.
+
+Empty if ``PRIVSSL_KERNELS=torch`` selects torch's kernels.
+"""
 
 from privssl.ops import dispatch
 

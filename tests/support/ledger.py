@@ -1,4 +1,4 @@
-"""Accounts for tests: a plan, the visits that it pays for, and journals that were tampered with."""
+"""Accounts for tests: a plan, the number of visits that it allows, and tampered journals."""
 
 import itertools
 from dataclasses import replace
@@ -13,7 +13,7 @@ from accounting.events import PoissonSampledGaussianEvent
 from accounting.journal import FIRST_PREV, line_hash
 from accounting.ledger import Account, AccountPlan
 
-# Full batches: closed form, so the tests need no slow accountant. One visit costs 1.0 or so.
+# Full batches have a closed form, so tests need no slow accountant. One visit costs about 1.0.
 VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 
 
@@ -34,7 +34,7 @@ def plan(**changes: Any) -> AccountPlan:
 
 
 def rebuilt(lines: list[dict[str, Any]]) -> bytes:
-    """The lines with a fresh, valid chain: what somebody with the file in hand can do."""
+    """The lines with a new valid hash chain, as anyone with write access can make it."""
     out, previous = b"", FIRST_PREV
     for number, line in enumerate(lines):
         record = {**line, "seq": number, "prev": previous}
@@ -45,14 +45,14 @@ def rebuilt(lines: list[dict[str, Any]]) -> bytes:
 
 
 def visits_left(account: Account) -> int:
-    """How many more visits of the plan's size the budget pays for."""
+    """The number of further visits that the budget allows."""
     plan, spent = account.plan, account.balance().journal.cost
     budget, delta = plan.budget.epsilon, plan.delta_of(spent)
     return max_repeats(plan.visit_cost, budget=budget, delta=delta, spent=spent)
 
 
 def spend_all(path: Path, promise: AccountPlan) -> int:
-    """Visits until the account refuses; how many there were."""
+    """Spend until the account refuses; return the number of visits."""
     account = Account.open(path / f"{promise.agent}.jsonl", promise, resume=False)
     try:
         for number in itertools.count():

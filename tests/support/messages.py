@@ -1,4 +1,4 @@
-"""What test_messages.py shares with other tests."""
+"""A message and a reply that test_messages.py shares with other tests."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from privssl.core.messages import (
 
 @dataclasses.dataclass(frozen=True)
 class Note(Message):
-    """A message with a field of every kind."""
+    """A message with a field of every type."""
 
     w: StateDict | None
     t: Tensor | None = None

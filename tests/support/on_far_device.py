@@ -1,7 +1,7 @@
-"""The program of ``test_far_device.py``: a process that has begun a far device keeps it for life.
+"""The program of ``test_far_device.py``, which needs a process of its own for the simulated device.
 
-Plays everything on the CPU and on the far device, or ``some`` of it, and prints as JSON what was
-equal.
+Run everything, or ``some`` of it, on the CPU and on the simulated device. Print as JSON which
+results were equal.
 """
 
 import json
@@ -32,7 +32,7 @@ from tests.support.toy_worlds import federated_data, same_bits, simulate
 CPU = torch.device("cpu")
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHORT = ["agents.query=2", "algorithm.rounds=2", "algorithm.warm_up=1", "algorithm.local_steps=2"]
-#: Whole runs: a config, and what makes it short. DP-SGD is not among them: it takes the CPU alone.
+#: Whole runs: a config, and arguments that make it short. DP-SGD is absent: it needs the CPU.
 RUNS = {
     "no privacy": ("fedssl", SHORT),
     "label census": (
@@ -41,7 +41,7 @@ RUNS = {
     ),
 }  # fmt: skip
 
-#: What differs most in the way in which it uses a device, for when not everything is run.
+#: A selection of cases that use a device in different ways.
 SOME: Mapping[str, Collection[str]] = {
     "alone": ("fedmatch", "label_census"),
     "together": ("fedssl, gate open", "fedmatch_mixup"),
@@ -50,7 +50,7 @@ SOME: Mapping[str, Collection[str]] = {
 
 
 def rounds(case: str, device: torch.device, *, together: bool, seed: int = 0) -> Any:
-    """State and memories after a few rounds."""
+    """Simulate a few rounds; return state and memories."""
     ours = algorithm(case)
 
     def engine(agents: Sequence[Agent], **how: Any) -> LocalEngine:
@@ -64,7 +64,7 @@ def rounds(case: str, device: torch.device, *, together: bool, seed: int = 0) ->
 
 
 def run(name: str, device: torch.device, folder: str) -> bytes:
-    """The weights that a whole run leaves behind; noise is the same every time."""
+    """Run the training command with fixed noise; return the file of weights."""
     config, short = RUNS[name]
     output = Path(folder, f"{name} {device}".replace(" ", "-"))
     arguments = [str(CONFIGS / f"{config}.yaml"), *short]
@@ -84,7 +84,7 @@ def run(name: str, device: torch.device, folder: str) -> bytes:
 
 
 def refusals(far: torch.device) -> dict[str, str]:
-    """What is said where tensors of two devices meet, or one goes where it cannot."""
+    """The errors of operations on tensors of two devices, and of impossible conversions."""
     x, y = torch.rand(3, 3).to(far), torch.rand(3, 3)
     real = local_training.network_input
 
@@ -112,7 +112,7 @@ def refusals(far: torch.device) -> dict[str, str]:
 
 
 def counted(far: torch.device) -> dict[str, int]:
-    """What is counted of work that can be counted by hand."""
+    """The counts of a computation whose kernels and copies are counted by hand."""
     far_device.asked()
     x = torch.ones(2, 2).to(far)  # a copy
     total = ((x + x) @ x).sum()  # three kernels
@@ -136,7 +136,7 @@ def main() -> None:
             )
             for case in some[how]
         }
-        # side by side a visit does all that it does alone, and meets the others
+        # alone: one agent at a time; together: batched agents
         for how, together in (("alone", False), ("together", True))
     }
     asked = far_device.asked()

@@ -1,4 +1,4 @@
-"""Plans, networks, rows and losses of the tests of DP-SGD, and what they measure."""
+"""Plans, networks, rows, losses and measurements for the tests of DP-SGD."""
 
 import copy
 import dataclasses
@@ -47,7 +47,7 @@ def plan(**changes: Any) -> PrivatePlan:
 
 
 def draw_rows(monkeypatch: pytest.MonkeyPatch, *masks: list[bool]) -> None:
-    """Each call for a mask gets the next of these."""
+    """Replace the sampled masks by these, one per call."""
     draws = itertools.cycle(masks)
     monkeypatch.setattr(
         secure_noise,
@@ -68,7 +68,7 @@ def networks(*, spectral: bool = False) -> dict[str, nn.Module]:
 
 
 def mixing(rows: int, views: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Fields of rows, each with its own views (B, views, ...)."""
+    """Fields of rows, each of shape (rows, views, ...)."""
     generator = torch.Generator().manual_seed(11)
 
     def uniform(*shape: int) -> Tensor:
@@ -125,7 +125,7 @@ SHIPPED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
         generator_rows,
     ),
     "ImageDiscriminator": (lambda: networks()["D"], discriminator_rows),
-    # As the published scheme has it: spectral, therefore frozen and in eval.
+    # As in the published scheme: spectral norm, so frozen and in eval mode.
     "spectral ImageDiscriminator": (
         lambda: networks(spectral=True)["D"].eval(), discriminator_rows,
     ),
@@ -138,21 +138,21 @@ def repeats(drawn: list[np.ndarray]) -> int:
 
 
 def largest_correlation(masks: np.ndarray) -> float:
-    """Between two rows of one step, or between a row and itself in the next step."""
+    """Largest correlation between two rows of one step, or of a row between two steps."""
     between = np.corrcoef(masks.T) - np.eye(masks.shape[1])
     steps = [np.corrcoef(column[:-1], column[1:])[0, 1] for column in masks.T]
     return float(max(np.abs(between).max(), np.abs(steps).max()))
 
 
 def frequency_is(masks: np.ndarray, rate: float) -> bool:
-    """Whether every row is in as often as it should be, within six standard deviations."""
+    """Whether every row is sampled at this rate, within six standard deviations."""
     allowed = 6 * math.sqrt(rate * (1 - rate) / len(masks))
     return bool((np.abs(masks.mean(axis=0) - rate) < allowed).all())
 
 
 @pytest.fixture(params=[None, *HERE], ids=str)
 def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Torch does all work, and our kernels do, as they were compiled for each generation."""
+    """Use torch's kernels, and ours as compiled for each instruction set."""
     with patch.object(dispatch, "_latest", lambda: request.param):
         yield
 
@@ -164,7 +164,7 @@ def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def torch_begins_alike() -> Iterator[None]:
-    """Untrained networks are the same in every run of a test, and no other test notices."""
+    """Seed torch for the initial weights of networks, without effect on other tests."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         yield
@@ -194,7 +194,7 @@ def flat(network: nn.Module) -> Tensor:
 
 
 def moved_by(network: nn.Module, x: Tensor, the_plan: PrivatePlan, at_once: int = 64) -> Tensor:
-    """By how much one visit moves the weights, downhill, all parameters in one vector."""
+    """The change of the weights by one visit, against the gradient, as one vector."""
     trained = copy.deepcopy(network)
     p = torch.eye(CLASSES, dtype=torch.float64)[torch.arange(len(x)) % CLASSES]
     training = PrivateTraining(the_plan, {"F": trained})

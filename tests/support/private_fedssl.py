@@ -1,4 +1,4 @@
-"""What test_private_fedssl.py shares with other tests."""
+"""Configs, accounts and runs that test_private_fedssl.py shares with other tests."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ algorithm:
   {name: fedssl, rounds: 3, local_steps: 2, batch_size: 8, generator_width: 4, gate: 0.0,
    warm_up: 0}
 """
-#: Two rounds of full batches: epsilon of them is a formula and takes no time.
+#: Two rounds of full batches: epsilon has a closed form, which is fast.
 FULL_BATCHES = (
     TINY.replace("rounds: 3, local_steps: 2", "rounds: 2, local_steps: 1")
     + "privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 1.0, steps: 2}\n"
@@ -51,7 +51,7 @@ def configured(tmp_path: Path) -> Callable[..., Config]:
 
 @contextlib.contextmanager
 def accounts(prepared: Prepared, folder: Path) -> Iterator[dict[str, Agent]]:
-    """The agents by id, those with labels with their accounts."""
+    """The agents by id; labelled agents have open accounts."""
     with contextlib.ExitStack() as stack:
         for agent in prepared.labelled_agents:
             path, promise = folder / f"{agent.id}.jsonl", prepared.account_plans[agent.id]
@@ -61,7 +61,7 @@ def accounts(prepared: Prepared, folder: Path) -> Iterator[dict[str, Agent]]:
 
 
 def carry_out(prepared: Prepared, folder: Path) -> dict[str, Any]:
-    """A whole run without trackers; its results.json."""
+    """Train a whole run without trackers; return its results.json."""
     folder.mkdir()
     round_loop.train(prepared, folder, list, None)
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
@@ -73,7 +73,7 @@ def context(agent: str, key: str = "1", seed: int = 0) -> Context:
 
 
 def make_request(prepared: Prepared) -> FedSSLRequest:
-    """What an agent gets in the first round of a run."""
+    """The request of the first round of a run."""
     nets = prepared.algorithm.networks()
     F, G, D = ({k: v.clone() for k, v in nets[n].state_dict().items()} for n in ("F", "G", "D"))
     return FedSSLRequest(F, G, D, teacher=F, trains_classifier=True, mixes_teach=True)
@@ -103,7 +103,7 @@ def epsilon_of_full_batches(steps: int, noise: float, delta: float) -> float:
 
 
 class Sealed(LabelledRows):
-    """Labelled rows that must not be read; how many there are is public."""
+    """Labelled rows that raise AssertionError when read; their number is public."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("x", "y"):
@@ -112,7 +112,7 @@ class Sealed(LabelledRows):
 
 
 def sealed(prepared: Prepared) -> Prepared:
-    """The same run, in which reading a labelled row raises AssertionError."""
+    """Make reading a labelled row of this run raise AssertionError."""
     for agent in prepared.labelled_agents:
         rows = agent.labelled
         agent.held_labelled = Sealed(rows.x, rows.y, rows.ids)

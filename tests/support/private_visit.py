@@ -1,4 +1,4 @@
-"""A visit of FedSSL with other rows, and what it sends."""
+"""A visit of FedSSL with changed rows, and the tensors that it sends."""
 
 import json
 from collections.abc import Callable
@@ -18,8 +18,7 @@ ALL = ("privacy.update_at_support=[F, D, G]", "privacy.protect=[F, D, G]")
 
 
 CLIP = 0.5
-#: One step with every row, whose sum moves the weights a thousand times as far as it is long,
-#: so that reading it off float32 weights loses nothing that counts.
+#: One step with every row. The learning rate is 1000, so float32 weights show the sum accurately.
 ONE_STEP = (
     *("privacy.sample_rate=1.0", "privacy.steps=1", "privacy.learning_rate=1000.0"),
     *(f"privacy.clip_norm={CLIP}", "privacy.noise_multiplier=4.0"),
@@ -32,7 +31,7 @@ def visit_with(
     change: Callable[[LabelledRows], LabelledRows],
     came: FedSSLRequest,
 ) -> dict[str, Tensor]:
-    """What s0 sends, as network/parameter -> tensor, when its rows are changed beforehand."""
+    """The tensors that s0 sends with changed rows, as network/parameter -> tensor."""
     folder.mkdir()
     with accounts(prepared, folder) as agents:
         agent = agents["s0"]
@@ -52,7 +51,7 @@ def as_floats(rows: LabelledRows) -> LabelledRows:
 
 
 def with_row(value: float) -> Callable[[LabelledRows], LabelledRows]:
-    """The rows with one of them, the fifth, in another shade. NaN: a row that counts nothing."""
+    """Set all pixels of the fifth row to a value. NaN: a row without contribution."""
 
     def change(rows: LabelledRows) -> LabelledRows:
         x = rows.x.clone()
@@ -68,7 +67,7 @@ def without_row(rows: LabelledRows) -> LabelledRows:
 
 
 def header(message: Message) -> dict[str, Any]:
-    """The header of a message's bytes: names, shapes and places of its tensors."""
+    """The header of a serialised message: names, shapes and offsets of its tensors."""
     packed = serialize(message)
     found: dict[str, Any] = json.loads(packed[8 : 8 + int.from_bytes(packed[:8], "little")])
     return found

@@ -1,4 +1,4 @@
-"""The modules of the product, read from the checkout, and what each of them imports."""
+"""The modules of our packages, read from the checkout, and their imports."""
 
 import ast
 import subprocess
@@ -14,14 +14,14 @@ PACKAGES = ("privssl", "generators", "accounting")
 
 
 class Module(NamedTuple):
-    """One Python file of the product."""
+    """One Python file of our packages."""
 
     name: str  # dotted, as it is imported
     source: str
 
 
 def repository_files() -> list[Path]:
-    """Every file that is tracked, or would be after ``git add``."""
+    """All files that git tracks or would track after ``git add``."""
     try:
         listing = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -55,7 +55,7 @@ def inside(name: str, *prefixes: str) -> bool:
 
 @cache
 def parsed(source: str) -> ast.Module:
-    """The tree of a module, which many rules read and none changes."""
+    """The syntax tree of a module; callers must not change it."""
     return ast.parse(source)
 
 
@@ -66,7 +66,7 @@ def nodes(source: str) -> tuple[ast.AST, ...]:
 
 
 def dotted(node: ast.AST) -> str:
-    """The name that names and attributes spell; empty where they hang on anything else."""
+    """The dotted name of a chain of attributes; empty for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
     owner = dotted(node.value) if isinstance(node, ast.Attribute) else ""
@@ -80,7 +80,7 @@ def imports(source: str) -> tuple[tuple[int, str, str], ...]:
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """Every import at any depth: its line, the name it gets here, and the full name it has."""
+    """Every import at any depth: its line, its local name, and its full name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -1,4 +1,4 @@
-"""What test_resume.py shares with other tests."""
+"""Run paths, comparisons and signals that test_resume.py shares with other tests."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ def command(*arguments: object) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPaths:
     """A config and the folder of its run."""
 
     config: Path
@@ -46,13 +46,13 @@ class Place:
         return found
 
 
-def place(folder: Path, text: str = PLAIN) -> Place:
+def place(folder: Path, text: str = PLAIN) -> RunPaths:
     config = folder / "tiny.yaml"
     config.write_text(text)
-    return Place(config, folder / "run")
+    return RunPaths(config, folder / "run")
 
 
-def same(one: Place, other: Place) -> bool:
+def same_results(one: RunPaths, other: RunPaths) -> bool:
     mine, theirs = one.weights(), other.weights()
     equal = mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
     return equal and one.metrics() == other.metrics()
@@ -60,7 +60,7 @@ def same(one: Place, other: Place) -> bool:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``owner.name`` is ``new(the old one, ...)``."""
+    """Replace ``owner.name`` by ``new(original, ...)``."""
     old = getattr(owner, name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, lambda *args, **kwargs: new(old, *args, **kwargs))
@@ -68,10 +68,10 @@ def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signalled(
+def signals_at_call(
     owner: Any, name: str, call: int, *signals: signal.Signals, late: bool = False
 ) -> Iterator[None]:
-    """Inside, signals arrive at the given call of a function: before it, or after its work."""
+    """Raise signals at the given call of a function: before it, or after its work if ``late``."""
     count = 0
 
     def wrapped(old: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,5 +88,5 @@ def signalled(
         yield
 
 
-def ledgers(at: Place) -> dict[str, Path]:
+def ledgers(at: RunPaths) -> dict[str, Path]:
     return {path.stem: path for path in (at.run / "ledger").glob("*.jsonl")}

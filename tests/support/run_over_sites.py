@@ -1,4 +1,4 @@
-"""What test_run_over_sites.py shares with other tests."""
+"""Configs on digits that test_run_over_sites.py shares with other tests."""
 
 DIGITS = {
     "fedssl": "rounds: 2, local_steps: 2, batch_size: 8, generator_width: 4, gate: 0.0",

@@ -1,4 +1,4 @@
-"""What every test has: one thread, one answer, and expensive parts of short runs made once."""
+"""Settings of every test: one thread, deterministic results, and caches of expensive parts."""
 
 import copy
 import functools
@@ -21,29 +21,28 @@ from privssl.runs import engine_factory
 from privssl.settings import yaml_reader
 from tests.support.kernel_generations import HERE
 
-# More threads would change the order of sums, and with it the last bits of a result.
+# More threads would change the order of sums, and so the last bits of a result.
 torch.set_num_threads(1)
-# An operation that cannot promise the same bits twice raises instead of passing by luck.
-# (Said this way torch does not load its compiler, which takes each worker seconds.)
+# Nondeterministic operations raise an error. (Set in this way, torch does not load its compiler,
+# which would take each worker seconds.)
 torch.set_deterministic_debug_mode("error")
-# Autograd begins without threads. After the first torch.export it would begin with some, and no
-# later test could train in a worker process.
+# Start autograd without threads. After a torch.export it would start with threads, and no later
+# test could train in a worker process.
 torch.autograd.backward(torch.zeros((), requires_grad=True))
-# Every run reads a few configs, several times, and nobody changes what was parsed.
+# Every run reads its configs several times, and nothing changes the parsed result.
 patch.object(yaml_reader, "_root", functools.cache(yaml_reader._root)).start()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Every test begins with the same random numbers, whatever was tested before it: workers take
-    tests in an order that depends on their speed."""
+    """Seed every test alike: the order of tests in a pytest worker depends on their speed."""
     torch.manual_seed(27182)
     np.random.seed(27182)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def equal_splits_are_drawn_once() -> Iterator[None]:
-    """A quarter of a short run is the figure of its split, and most tests have the same one."""
+    """Draw the figure of equal splits once: it takes a quarter of a short run."""
     draw, drawn = figures.partition_plot, dict[str, figures.Picture]()
 
     def draw_once(*counts: dict[str, NDArray[np.int64]]) -> figures.Picture:
@@ -58,7 +57,7 @@ def equal_splits_are_drawn_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def runs_have_as_many_workers_as_they_ask_for() -> Iterator[None]:
-    """Half the time of a short run is to start workers: "auto" is one process here."""
+    """Make "auto" one worker: starting workers takes half of a short run."""
 
     def count_asked(
         asked: int | Literal["auto"], agents: Sequence[Agent], device: torch.device
@@ -71,7 +70,7 @@ def runs_have_as_many_workers_as_they_ask_for() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def equal_judges_are_trained_once() -> Iterator[None]:
-    """Every run with a generator trains one, on test rows that most tests share."""
+    """Train the judge of generators once per set of test rows."""
     train, trained = generator_quality.train_judge, dict[Any, generator_quality.Judge]()
 
     def train_once(x: Tensor, y: Tensor, classes: int) -> generator_quality.Judge:
@@ -89,14 +88,14 @@ def equal_judges_are_trained_once() -> Iterator[None]:
 
 @pytest.fixture(params=HERE)
 def each_generation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Kernels of ours do the work, as they were compiled for each generation of processors."""
+    """Use our kernels as compiled for each instruction set."""
     with patch.object(dispatch, "_latest", lambda: request.param):
         yield request.param
 
 
 @pytest.fixture
-def hang_up_heard() -> Iterator[None]:
-    """A closed terminal is noticed, as where tests are not run by nohup."""
+def default_sighup() -> Iterator[None]:
+    """Restore the default handler of SIGHUP, which nohup ignores."""
     former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, former)

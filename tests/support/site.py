@@ -1,4 +1,4 @@
-"""What test_site.py shares with other tests."""
+"""A site's socket, served by a process, for tests."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from tests.support.transports import fork
 
 @contextlib.contextmanager
 def serving(path: Path, handle: Callable[[bytes], bytes]) -> Iterator[None]:
-    """A process behind a socket, which is killed in the end."""
+    """Serve a socket from another process, which is killed at the end."""
     child = fork()
     if child == 0:
         try:
@@ -37,15 +37,15 @@ def serving(path: Path, handle: Callable[[bytes], bytes]) -> Iterator[None]:
 
 def send_request(path: Path, frame: bytes, seconds: float) -> bytes:
     """Send a message to a site's socket and return the answer, within ``seconds``."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wire:
-        wire.settimeout(seconds)
-        wire.connect(str(path))
-        send(wire, frame)
-        return receive(wire)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(seconds)
+        connection.connect(str(path))
+        send(connection, frame)
+        return receive(connection)
 
 
 def _open(path: Path) -> bool:
-    """Whether somebody listens: a socket has its mode after that, and its name before."""
+    """Whether a process listens: the socket gets its mode only after ``listen``."""
     try:
         return stat.S_IMODE(path.stat().st_mode) == 0o660
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A clone with one small table, for the tests of ``privssl.reproduce``; its entries may be made up.
+"""A clone with one small table, for the tests of ``privssl.reproduce``; entries may be invented.
 
 Not a test itself.
 """
@@ -50,7 +50,7 @@ orders:
 
 @cache
 def shipped_tables() -> tuple[Table, ...]:
-    """The tables of the repository, read once: many tests ask, and none changes them."""
+    """The tables of the repository, read once; no test changes them."""
     return tuple(load_tables(ROOT))
 
 
@@ -74,7 +74,7 @@ class Clone:
 
     @property
     def store(self) -> Store:
-        """What a new command would see."""
+        """The store as a new command reads it."""
         return Store(self.root)
 
     def change(self, old: str, new: str) -> None:
@@ -83,7 +83,7 @@ class Clone:
         self.file.write_text(text.replace(old, new))
 
     def put(self, row: str, column: str, seed: int, value: float, **changes: Any) -> Path:
-        """An entry that no run has given."""
+        """Write an invented entry."""
         cell = self.table.cell(row, column)
         assert cell is not None
         path = self.store.path(cell, seed)
@@ -93,7 +93,7 @@ class Clone:
 
 
 def made_up(store: Store, cell: Cell, seed: int, value: float) -> dict[str, Any]:
-    """An entry of today's config and method."""
+    """An invented entry for the current config and sources."""
     config = store.config(cell, seed)
     sections = {name: vars(getattr(config, name)) for name in ("run", "data", "agents", "model")}
     return {
@@ -125,7 +125,7 @@ def make_clone(root: Path, table: str = TABLE) -> Clone:
 
 
 def train_here(arguments: Sequence[str], log: Path, lock: int, until: float) -> Ended:
-    """Training in this process: as ``runner.train_in_a_process``, without its start of seconds."""
+    """Train in this process: as ``runner.train_in_a_process``, without the slow start."""
     begun = time.monotonic()
     outcome = command(*arguments, "--quiet")
     log.write_text(outcome.out + outcome.err)

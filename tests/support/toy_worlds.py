@@ -1,7 +1,6 @@
-"""What the tests of algorithms share beside ``privssl.testing``.
+"""Helpers of the tests of algorithms beside ``privssl.testing``.
 
-The engines here each break a promise of the local engine, so that a test can show that it would
-notice.
+Each engine here violates the contract of engines, for controls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,13 +50,13 @@ def make(name: str, **settings: Any) -> Algorithm[Any]:
 
 
 class PlainLayoutEngine(UnusedAlgorithmEngine):
-    """Networks as torch lays them out."""
+    """Networks in torch's default memory layout."""
 
     layout = torch.contiguous_format
 
 
 class SharedMemoryEngine(LocalEngine):
-    """Breaks a promise: all agents share one memory, so each sees what the one before did."""
+    """Violates the contract: all agents share one memory."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         replies = []
@@ -70,14 +69,14 @@ class SharedMemoryEngine(LocalEngine):
 
 
 class SharedMemoryReverseEngine(SharedMemoryEngine):
-    """As OneMemory, in the opposite order."""
+    """As SharedMemoryEngine, with agents visited in reverse order."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         return list(super().deliver(calls[::-1]))[::-1]
 
 
 class Lossy(LocalEngine):
-    """Breaks a promise: what crosses the border comes out in half precision."""
+    """Violates the contract: messages are rounded to half precision."""
 
     def _copy_message(self, message: Message) -> Message:
         return type(message)(
@@ -94,6 +93,6 @@ def _halved(value: Any) -> Any:
 
 
 def without_noise(patch: pytest.MonkeyPatch) -> None:
-    """Private steps release their sums as they are: neither with noise nor rounded."""
+    """Make private steps release their sums without noise and rounding."""
     patch.setattr(secure_noise, "secure_normal", np.zeros)
     patch.setattr(noisy_optimizer, "rounding_grid", lambda deviation: 0.0)

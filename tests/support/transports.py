@@ -1,8 +1,7 @@
 """Sites without a network, for tests: requests are delivered by a function call, or by a fork.
 
-``InProcessTransport`` hands a request to the handler in this process; ``ForkedTransport`` to a
-process of its own for each request, as Flower does, which a test can have killed at a chosen
-moment. Not a test itself.
+``InProcessTransport`` calls the handler in this process. ``ForkedTransport`` calls it in a new
+process for each request, as Flower does; a test can kill that process. Not a test itself.
 """
 
 import contextlib
@@ -25,15 +24,15 @@ from privssl.site.request_handler import SiteRequestHandler
 from privssl.site.storage import Store
 
 CPU = torch.device("cpu")
-AGREED = "a" * 64
-#: So short that a test of a site that never answers takes no second.
-SOON = RemoteTimeouts(join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01)
+AGREEMENT = "a" * 64
+#: Short enough that a test of a site that never replies takes under a second.
+SHORT_TIMEOUTS = RemoteTimeouts(join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01)
 
 Handler = Callable[[bytes], bytes | None]
 
 
 class InProcessTransport:
-    """A transport whose addresses are functions. ``sent`` has every request that was sent."""
+    """A transport whose addresses are functions. ``sent`` lists every request that was sent."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self.handlers = dict(handlers)
@@ -45,8 +44,8 @@ class InProcessTransport:
 
     def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
         self.sent += frames.items()
-        came = {address: self.deliver(address, frame) for address, frame in frames.items()}
-        return {address: answer for address, answer in came.items() if answer is not None}
+        answers = {address: self.deliver(address, frame) for address, frame in frames.items()}
+        return {address: answer for address, answer in answers.items() if answer is not None}
 
     def deliver(self, address: str, frame: bytes) -> bytes | None:
         if address not in self.handlers:
@@ -58,7 +57,7 @@ class InProcessTransport:
 
 
 class ForkedTransport(InProcessTransport):
-    """Each request is answered by a process of its own; one that ends otherwise has no answer."""
+    """A new process handles each request; if it ends early, there is no reply."""
 
     def deliver(self, address: str, frame: bytes) -> bytes | None:
         return in_a_fork(lambda: self.handlers[address](frame) or b"")
@@ -72,14 +71,16 @@ def fork() -> int:
 
 
 def open_files() -> set[str]:
-    """The files that this process has open, by number. Garbage that earlier tests left may hold
-    some, and would close them at any moment: it is collected first."""
+    """Descriptors of the open files of this process.
+
+    Garbage of earlier tests may own some and close them at any moment, so it is collected first.
+    """
     gc.collect()
     return set(os.listdir("/proc/self/fd"))
 
 
 def in_a_fork(work: Callable[[], bytes]) -> bytes | None:
-    """What ``work`` gives in a process of its own; None where that process ended before."""
+    """Call ``work`` in a fork and return its result, or None if the fork ended early."""
     ours, theirs = os.pipe()
     if (child := fork()) == 0:
         status = 1
@@ -92,15 +93,14 @@ def in_a_fork(work: Callable[[], bytes]) -> bytes | None:
             os._exit(status)
     os.close(theirs)
     with open(ours, "rb") as pipe:
-        said = pipe.read()
+        output = pipe.read()
     os.waitpid(child, 0)
-    return said[1:] if said else None
+    return output[1:] if output else None
 
 
 @contextlib.contextmanager
-def beside(work: Callable[[Callable[[], None]], None]) -> Iterator[Callable[[], None]]:
-    """A process of its own at work, from when it has called what ``work`` is given; yields what
-    kills it."""
+def process_at_work(work: Callable[[Callable[[], None]], None]) -> Iterator[Callable[[], None]]:
+    """Run ``work`` in a fork until it calls its argument; yields a function that kills the fork."""
     ours, theirs = os.pipe()
     if (child := fork()) == 0:
         try:
@@ -124,7 +124,7 @@ def beside(work: Callable[[Callable[[], None]], None]) -> Iterator[Callable[[], 
 
     try:
         with open(ours, "rb") as pipe:
-            assert pipe.read(1) == b"!", "it ended before"
+            assert pipe.read(1) == b"!", "it ended early"
         yield kill
     finally:
         kill()
@@ -133,9 +133,9 @@ def beside(work: Callable[[Callable[[], None]], None]) -> Iterator[Callable[[], 
 def make_handler(
     agent: Agent, algorithm: Any, folder: Path, *, seed: int = 3, **own: Any
 ) -> SiteRequestHandler:
-    """A site for an agent whose rows are under no account, unless ``own`` says so."""
+    """A site for an agent; without an account, unless ``own`` has one."""
     how: dict[str, Any] = {
-        "agreement": AGREED, "store": Store(folder / agent.id, 64), "device": CPU,
+        "agreement": AGREEMENT, "store": Store(folder / agent.id, 64), "device": CPU,
         "open_account": None, "share_notes": True,
     }  # fmt: skip
     return SiteRequestHandler(
@@ -145,25 +145,28 @@ def make_handler(
 
 def engine(
     parties: Sequence[Agent], algorithm: Any, seed: int, folder: Path, *,
-    transport: type[InProcessTransport] = InProcessTransport, terms: RemoteTimeouts = SOON,
+    transport: type[InProcessTransport] = InProcessTransport,
+    timeouts: RemoteTimeouts = SHORT_TIMEOUTS,
 ) -> SitesEngine:  # fmt: skip
-    """An engine over a site for each agent; a labelled server stays at home."""
-    sites = {a.id: make_handler(a, algorithm, folder, seed=seed) for a in parties if not _here(a)}
-    home = LocalEngine([a for a in parties if _here(a)], seed=seed, device=CPU)
+    """An engine over one site per agent; a labelled server stays in this process."""
+    sites = {
+        a.id: make_handler(a, algorithm, folder, seed=seed) for a in parties if not _at_server(a)
+    }
+    home = LocalEngine([a for a in parties if _at_server(a)], seed=seed, device=CPU)
     return SitesEngine(
         transport({f"at {name}": site.handle for name, site in sites.items()}),
         [agent.ref for agent in parties],
-        algorithm=algorithm, agreement=AGREED, home=home, timeouts=terms,
+        algorithm=algorithm, agreement=AGREEMENT, home=home, timeouts=timeouts,
     )  # fmt: skip
 
 
-def _here(agent: Agent) -> bool:
+def _at_server(agent: Agent) -> bool:
     return agent.location is AgentLocation.SERVER
 
 
 @contextlib.contextmanager
-def at_moment(owner: Any, name: str, action: Callable[..., Any]) -> Any:
-    """Inside, ``owner.name`` is ``action(the old one, ...)``."""
+def call_replaced(owner: Any, name: str, action: Callable[..., Any]) -> Any:
+    """Replace ``owner.name`` by ``action(original, ...)``."""
     old = getattr(owner, name)
     setattr(owner, name, lambda *given, **named: action(old, *given, **named))
     try:

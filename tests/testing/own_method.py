@@ -1,4 +1,4 @@
-"""A method from outside of privssl, and for each promise one that breaks it."""
+"""An algorithm defined outside of privssl, and for each promise one that breaks it."""
 
 import os
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ from privssl.settings.schema import Positive, strict
 from privssl.training import local_training, optim
 from privssl.training.losses import hard_label_loss
 
-HERE = os.getpid()  # of the process that is no worker
-HIDDEN: list[Tensor] = []  # the true labels, where a test leaks them
+HERE = os.getpid()  # the process that is not a worker
+TRUE_LABELS: list[Tensor] = []  # the true labels, where a test leaks them
 
 
 @dataclass(frozen=True)
 class Sent(Message):
-    """Weights, and what a method that breaks a promise sends beside them."""
+    """Weights, and further tensors that a promise-breaking algorithm sends."""
 
     F: StateDict
     more: StateDict = field(default_factory=dict)
@@ -42,7 +42,7 @@ class OwnConfig:
 
 
 class Own(Algorithm[ModelState]):
-    """Averages one step on labels with one step on guesses; remembers how often it guessed."""
+    """Averages one step on labels with one on pseudo-labels; memory counts the latter steps."""
 
     Config, StateType, can_be_private = OwnConfig, ModelState, True
 
@@ -71,7 +71,7 @@ class Own(Algorithm[ModelState]):
             dp_classifier.train_classifier(self.plan, F, agent, ctx, flip=False)
         except BudgetExhausted:
             return BUDGET_EXHAUSTED
-        return model_update(F)  # what is sent of labelled rows under a plan: F alone
+        return model_update(F)  # under a plan only F may depend on labelled rows
 
     @on_agent
     def guess(self, agent: QueryAgent, msg: Sent, ctx: Context) -> Sent | Declined:
@@ -92,15 +92,15 @@ class Own(Algorithm[ModelState]):
         return Sent(local_training.to_send(F.state_dict()), self.also(x, ctx))
 
     def also(self, x: Tensor, ctx: Context) -> StateDict:
-        """What is sent beside weights: nothing."""
+        """The tensors sent beside weights: none."""
         return {}
 
 
-def moved(weights: StateDict, by: float | Tensor) -> StateDict:
+def shifted(weights: StateDict, by: float | Tensor) -> StateDict:
     return {name: tensor + by for name, tensor in weights.items()}
 
 
-# Each breaks the promise of its name ----------------------------------------------------------
+# Algorithms that break the promise of their name ----------------------------------------------
 
 
 class Learns(Own):
@@ -111,15 +111,15 @@ class Learns(Own):
 
 class NoReply(Own):
     def round(self, state: ModelState, federation: Federation) -> ModelState:
-        return ModelState(moved(super().round(state, federation).F, 1e-3))
+        return ModelState(shifted(super().round(state, federation).F, 1e-3))
 
 
 class Momentum(Own):
-    """Goes on moving when nobody replies, but not in the first round."""
+    """Changes the weights without replies, except in the first round."""
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         F = super().round(state, federation).F
-        return ModelState(moved(F, 1e-3 * (federation.round.number - 1)))
+        return ModelState(shifted(F, 1e-3 * (federation.round.number - 1)))
 
 
 class Metrics(Own):
@@ -132,11 +132,11 @@ class Determinism(Own):
     """Draws from the global generator."""
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
-        return ModelState(moved(super().round(state, federation).F, 1e-3 * torch.rand(1)))
+        return ModelState(shifted(super().round(state, federation).F, 1e-3 * torch.rand(1)))
 
 
 class Kept(Own):
-    """Keeps the number of its visits on itself."""
+    """Counts its visits in an attribute of the algorithm object."""
 
     visits = 0
 
@@ -148,10 +148,10 @@ class Kept(Own):
 
 
 class Unseeded(Own):
-    """Draws nothing from the run's seed."""
+    """Ignores the seed of the run."""
 
     def initial_classifier(self, federation: Federation) -> StateDict:
-        return moved({n: torch.zeros_like(w) for n, w in self._F.state_dict().items()}, 0.01)
+        return shifted({n: torch.zeros_like(w) for n, w in self._F.state_dict().items()}, 0.01)
 
     def step(self, x: Tensor, y: Tensor, msg: Sent, ctx: Context, rate: float = 0.1) -> Sent:
         F = self.load_classifier(msg.F, ctx)
@@ -162,11 +162,11 @@ class Unseeded(Own):
 
 
 class Order(Kept):
-    """Its agents get what the object counted."""
+    """Its steps depend on a counter of the algorithm object."""
 
 
 class Fields(Own):
-    """Smuggles a value past the fields of a message."""
+    """Adds an undeclared attribute to a message."""
 
     def step(self, x: Tensor, y: Tensor, msg: Sent, ctx: Context, rate: float = 0.1) -> Sent:
         reply = super().step(x, y, msg, ctx, rate)
@@ -186,7 +186,7 @@ class Rows(Own):
 
 
 class Resume(Own):
-    """Keeps its momentum on the object of the server."""
+    """Keeps its momentum in an attribute of the algorithm object."""
 
     last: StateDict | None = None
 
@@ -199,16 +199,16 @@ class Resume(Own):
 
 
 class Labels(Own):
-    """Learns from labels that its agents do not have."""
+    """Trains on labels that its agents do not have."""
 
     @on_agent
     def guess(self, agent: QueryAgent, msg: Sent, ctx: Context) -> Sent | Declined:
         rows = agent.unlabelled
-        return self.step(rows.x, HIDDEN[-1][rows.ids], msg, ctx)
+        return self.step(rows.x, TRUE_LABELS[-1][rows.ids], msg, ctx)
 
 
 class Blind(Own):
-    """Learns from no label."""
+    """Uses no labels."""
 
     @on_agent
     def learn(self, agent: SupportAgent, msg: Sent, ctx: Context) -> Sent | Declined:
@@ -217,7 +217,7 @@ class Blind(Own):
 
 
 class Parties(Own):
-    """Divides by the number of agents but one."""
+    """Divides by the number of agents minus one."""
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         new, others = super().round(state, federation).F, len(federation.query) - 1
@@ -227,7 +227,7 @@ class Parties(Own):
 
 
 class Workers(Own):
-    """Looks at its process."""
+    """Depends on the process that runs a step."""
 
     def step(self, x: Tensor, y: Tensor, msg: Sent, ctx: Context, rate: float = 0.1) -> Sent:
         elsewhere = os.getpid() != HERE
@@ -235,7 +235,7 @@ class Workers(Own):
 
 
 class Sites(Own):
-    """Its server looks at what a step wrote on the object."""
+    """Its server reads what a step wrote to the algorithm object."""
 
     seen = 0
 
@@ -244,7 +244,7 @@ class Sites(Own):
         return super().step(x, y, msg, ctx, rate)
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
-        return ModelState(moved(super().round(state, federation).F, 1e-3 * self.seen))
+        return ModelState(shifted(super().round(state, federation).F, 1e-3 * self.seen))
 
 
 class Privacy(Own):
@@ -265,7 +265,7 @@ class Unvisited(Own):
 
 
 class OwnPlan(Own):
-    """Says itself what a visit costs."""
+    """Defines the cost of a visit itself."""
 
     @classmethod
     def make_plan(cls, *given: Any, **named: Any) -> Any:
@@ -273,14 +273,14 @@ class OwnPlan(Own):
 
 
 class FixedName(Own):
-    """Cannot be named as the config names it."""
+    """Has a Config without a free ``name``."""
 
     @pydantic.dataclasses.dataclass(frozen=True, config=strict)
     class Config:
         rounds: Positive = 3
 
 
-# Steps that one process can call, and others cannot -------------------------------------------
+# Steps whose annotations other processes cannot use -------------------------------------------
 
 
 class Unannotated(Own):

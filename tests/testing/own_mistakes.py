@@ -1,4 +1,4 @@
-"""Methods from outside of privssl with one mistake each, which a run must tell of."""
+"""Algorithms defined outside of privssl with one mistake each, which a run must report."""
 
 import dataclasses
 import random
@@ -17,12 +17,12 @@ from privssl.core.federation import Federation
 from privssl.core.messages import Declined, Message, StateDict
 from privssl.core.task import Context, on_agent
 from privssl.settings.schema import Positive, strict
-from tests.testing.own_method import Own, Sent, moved
+from tests.testing.own_method import Own, Sent, shifted
 
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-    """A state with room for anything."""
+    """A state that may hold any value."""
 
     F: StateDict
     more: Any = None
@@ -36,14 +36,14 @@ class _Wide(Own):
         return Wide(self.initial_classifier(federation), self.more)
 
 
-# What a step does ---------------------------------------------------------------------------------
+# Mistakes of steps --------------------------------------------------------------------------------
 
 
 class _Guess(Own):
-    """Whose query step does something first."""
+    """Its query step calls ``first``."""
 
     def first(self, agent: Any, ctx: Context) -> Any:
-        """Returned instead of the message, unless it is None."""
+        """Return the reply of the step, or None for the usual reply."""
 
     @on_agent
     def guess(self, agent: QueryAgent, msg: Sent, ctx: Context) -> Sent | Declined:
@@ -88,7 +88,7 @@ class NumbersInStateDict(_Guess):
 
 class NotFinite(_Guess):
     def first(self, agent: Any, ctx: Context) -> Any:
-        return Sent(moved(self._F.state_dict(), float("nan")))
+        return Sent(shifted(self._F.state_dict(), float("nan")))
 
 
 class RowsChanged(_Guess):
@@ -117,7 +117,7 @@ class AccuracyLogged(_Guess):
         ctx.log_metric("test/accuracy", 1.0)
 
 
-# What the server does -----------------------------------------------------------------------------
+# Mistakes of the server ---------------------------------------------------------------------------
 
 
 class NoState(Own):
@@ -181,19 +181,19 @@ class KeptOnItself(Own):
 
 
 class Drawing(Own):
-    """Draws from all global generators, on the server and at agents."""
+    """Draws from all global generators, at the server and at agents."""
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         by = torch.rand(1) + random.random() + float(np.random.rand())
-        return ModelState(moved(super().round(state, federation).F, 1e-3 * by))
+        return ModelState(shifted(super().round(state, federation).F, 1e-3 * by))
 
     @on_agent
     def guess(self, agent: QueryAgent, msg: Sent, ctx: Context) -> Sent | Declined:
         by = torch.rand(1) + random.random() + float(np.random.rand())
-        return Sent(moved(super().guess(agent, msg, ctx).F, 1e-3 * by))  # type: ignore[union-attr]
+        return Sent(shifted(super().guess(agent, msg, ctx).F, 1e-3 * by))  # type: ignore[union-attr]
 
 
-# What it is made of -------------------------------------------------------------------------------
+# Mistakes of classes and configs ------------------------------------------------------------------
 
 
 class OtherInit(Own):

@@ -1,5 +1,5 @@
-"""``privssl.testing.check_algorithm``: a sound method passes, and a method that breaks a promise
-fails with the name of that promise. The shipped ones: tests/algorithms/test_algorithm_contract.py.
+"""``privssl.testing.check_algorithm``: a correct algorithm passes; one that breaks a promise fails
+with the promise's name. tests/algorithms/test_algorithm_contract.py checks the shipped algorithms.
 """
 
 from pathlib import Path
@@ -36,43 +36,43 @@ BROKEN = {
 }
 
 
-def test_a_sound_method_keeps_all_promises() -> None:
+def test_a_correct_algorithm_keeps_all_promises() -> None:
     assert check_algorithm(own_method.Own) == {}
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_method_that_breaks_a_promise_fails_with_its_name(
+def test_an_algorithm_that_breaks_a_promise_fails_with_the_name_of_the_promise(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promise, said = BROKEN[name]
+    promise, error_text = BROKEN[name]
     build: Any = vars(federations)["build"]
 
-    def leaking(*given: Any, **named: Any) -> Any:
+    def record_true_labels(*given: Any, **named: Any) -> Any:
         made = build(*given, **named)
-        own_method.HIDDEN.append(made.true_labels)
+        own_method.TRUE_LABELS.append(made.true_labels)
         return made
 
-    monkeypatch.setattr(federations, "build", leaking)
-    with pytest.raises(BrokenPromise, match=f"{name} breaks '{promise}'.*(?:{said})"):
+    monkeypatch.setattr(federations, "build", record_true_labels)
+    with pytest.raises(BrokenPromise, match=f"{name} breaks '{promise}'.*(?:{error_text})"):
         check_algorithm(getattr(own_method, name), promises=[promise])
 
 
-def test_every_promise_has_a_method_that_breaks_it() -> None:
+def test_every_promise_has_an_algorithm_that_breaks_it() -> None:
     assert {promise for promise, _ in BROKEN.values()} == set(PROMISES)
 
 
-def test_shapes_that_the_author_declares_may_travel() -> None:
+def test_also_sent_allows_declared_shapes_in_messages() -> None:
     check_algorithm(own_method.Rows, promises=["rows"], also_sent=[(2, 1, 8, 8)])
 
 
-def test_what_has_no_meaning_is_returned_with_its_reason() -> None:
+def test_promises_that_do_not_apply_are_skipped_with_a_reason() -> None:
     skipped = check_algorithm(own_method.Own, promises=["order"], sequential=True)
     assert skipped == {"order": "its agents work one after the other"}
     skipped = check_algorithm(own_method.Own, promises=["privacy"], labels="labels-at-server")
     assert "support agents have the labels" in skipped["privacy"]
 
 
-@pytest.mark.parametrize(("kind", "given", "said"), [
+@pytest.mark.parametrize(("kind", "given", "error_text"), [
     (own_method.Own, {"promises": ["lerns"]}, "unknown promise. Did you mean learns"),
     (own_method.Own, {"labels": "suport"}, "Did you mean support"),
     (own_method.OwnPlan, {}, "has a make_plan of its own, and only privssl's plans carry a claim"),
@@ -80,14 +80,14 @@ def test_what_has_no_meaning_is_returned_with_its_reason() -> None:
     (privssl.Dataset, {}, "Name a class of privssl.algorithms.base.Algorithm"),
     ("m.own:Own", {}, "check_algorithm: 'm.own:Own' is no class. Import the class and give it"),
 ], ids=["promise", "place", "OwnPlan", "FixedName", "Dataset", "name"])  # fmt: skip
-def test_mistakes_are_told_before_anything_is_played(
-    kind: Any, given: dict[str, Any], said: str
+def test_wrong_arguments_are_refused_before_anything_is_simulated(
+    kind: Any, given: dict[str, Any], error_text: str
 ) -> None:
-    with pytest.raises(privssl.UserError, match=said):
+    with pytest.raises(privssl.UserError, match=error_text):
         check_algorithm(kind, **given)
 
 
-UNREADABLE = {
+INVALID_STEPS = {
     own_method.Unannotated: "step guess: has no annotation `msg: MESSAGE`",
     own_method.NoAnswerNamed: "step guess: has no annotation `-> MESSAGE | Declined`",
     own_method.Unresolved: "step guess: its annotations cannot be read .*'Absent' is not defined",
@@ -95,13 +95,13 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_step_that_worker_processes_could_not_read_is_refused_by_name(kind: Any) -> None:
-    with pytest.raises(privssl.UserError, match=UNREADABLE[kind]):
+@pytest.mark.parametrize("kind", INVALID_STEPS)
+def test_a_step_without_usable_annotations_is_refused_by_name(kind: Any) -> None:
+    with pytest.raises(privssl.UserError, match=INVALID_STEPS[kind]):
         check_algorithm(kind)
 
 
-def test_a_run_in_one_process_refuses_it_too_before_it_makes_a_folder(tmp_path: Path) -> None:
+def test_a_run_with_such_a_step_is_refused_before_its_folder_is_created(tmp_path: Path) -> None:
     config = {
         "run": {"workers": 1},
         "data": {"name": "toy", "labelled": 40, "unlabelled": 60},

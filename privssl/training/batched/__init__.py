@@ -1,1 +1,1 @@
-"""Training of several agents side by side in one batched pass."""
+"""Batched training of several agents."""

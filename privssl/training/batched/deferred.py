@@ -1,7 +1,8 @@
-"""Let an engine batch several agents' work. A small network's loss costs a GPU its dozens of kernel
-launches, once for each agent; functions of parameters and rows (``training/batched/stacking.py``)
-and DP-SGD steps (``privacy/batched_dp_sgd.py``) can be launched once for all. Otherwise it is a
-plain call.
+"""Requests by which an engine can batch several agents' work.
+
+On a GPU a small network's loss costs dozens of kernel launches per agent. Functions of parameters
+and rows (``training/batched/stacking.py``) and DP-SGD steps (``privacy/batched_dp_sgd.py``) can be
+launched once for all agents. In other engines a request is a plain call.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class FunctionalModule:
-    """A network as a function of rows, with its own parameters or others in their place."""
+    """A network as a function of rows, with its own parameters or replacements."""
 
     network: nn.Module
     tensors: Mapping[str, Tensor] | None = None  # parameters and buffers; None: its own
@@ -29,7 +30,7 @@ class FunctionalModule:
             return self.network(*rows)
 
     def frozen(self, *, leaves_no_trace: bool = False) -> "FunctionalModule":
-        """The same with constant parameters: gradients flow through it, not into them.
+        """Return the same with constant parameters: gradients flow through it, not into them.
 
         Args:
             leaves_no_trace: also leave its buffers unchanged (a batch norm's statistics in
@@ -45,8 +46,11 @@ class FunctionalModule:
 
 @contextmanager
 def _in_place(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace its parameters and buffers. ``torch.func.functional_call`` looks for shared tensors
-    at each call, which takes five times as long."""
+    """Replace a network's parameters and buffers.
+
+    ``torch.func.functional_call`` searches for shared tensors at each call, which is five times
+    slower.
+    """
     names = _names_of_shared(network)
     moved = [
         (*_place(network, name), tensor)
@@ -64,7 +68,7 @@ def _in_place(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Non
 
 
 def _place(network: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """The dict of parameters or buffers that has it, and its name there."""
+    """Return the dict with the parameter or buffer, and its name in it."""
     *path, last = name.split(".")
     module: nn.Module | None = network
     for part in path:
@@ -76,8 +80,10 @@ def _place(network: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str
 
 
 def _names_of_shared(network: nn.Module) -> Mapping[str, Sequence[str]]:
-    """All names of a shared tensor, by each of them. Cached: sharing must not change after a
-    network's first call."""
+    """Map each name of a shared tensor to all its names.
+
+    Cached: sharing must not change after a network's first call.
+    """
     if network not in _SHARED:
         names: dict[int, list[str]] = {}
         for path, module in network.named_modules(remove_duplicate=False):
@@ -93,14 +99,14 @@ _SHARED = WeakKeyDictionary[nn.Module, Mapping[str, Sequence[str]]]()
 
 
 class BatchRequest(Protocol):
-    """Work that may be batched with other agents'."""
+    """Work that can be batched with other agents'."""
 
     def run_single(self) -> Any:
-        """Do it for this agent alone."""
+        """Run it for this agent alone."""
 
 
 def submit(request: BatchRequest) -> Any:
-    """Have work done, batched or alone (``request_handler``)."""
+    """Run work, batched or alone (``request_handler``)."""
     return _answer.get()(request)
 
 
@@ -111,7 +117,7 @@ _answer: ContextVar[Callable[[BatchRequest], Any]] = ContextVar(
 
 @contextmanager
 def request_handler(answer: Callable[[BatchRequest], Any]) -> Iterator[None]:
-    """Let ``answer`` do the work submitted on this thread."""
+    """Let ``answer`` run the work submitted on this thread."""
     before = _answer.set(answer)
     try:
         yield
@@ -127,7 +133,7 @@ class BatchedCall:
     fields: Mapping[Any, Any]
     settings: tuple[Hashable, ...]
     networks: Mapping[str, nn.Module]
-    derivatives: bool = field(default_factory=torch.is_grad_enabled)  # whether any are wanted
+    derivatives: bool = field(default_factory=torch.is_grad_enabled)  # whether gradients are needed
 
     def run_single(self) -> Any:
         return self.of(
@@ -135,7 +141,7 @@ class BatchedCall:
         )
 
     def of(self, fields: Mapping[Any, Any], networks: Mapping[str, FunctionalModule]) -> Any:
-        """The function of others' tensors."""
+        """Call the function with other tensors."""
         return self.function(fields, *self.settings, **networks)
 
 
@@ -145,15 +151,15 @@ def batched_call(
     *settings: Hashable,
     **networks: nn.Module,
 ) -> Any:
-    """``function(fields, *settings, **networks)``, each network as :class:`FunctionalModule`.
+    """Call ``function(fields, *settings, **networks)``, each network as :class:`FunctionalModule`.
 
     An engine may compute it for several agents at once.
 
     Args:
-        function: draws nothing and branches on no number. Returns tensors, alone, in tuples or
+        function: deterministic, without branches on values. Returns tensors, alone, in tuples or
             mappings.
         fields: tensors of this agent, or mappings of tensors.
-        settings: whatever else the result depends on.
+        settings: everything else that the result depends on.
     """
     return submit(BatchedCall(function, fields, settings, networks))
 
@@ -162,7 +168,7 @@ def batched_call(
 class ExampleLoss:
     """A ``per_example_gradients.RowLoss`` by a function that all agents share."""
 
-    function: Callable[..., Tensor]  # as that of ``batched_call``, of one row's fields
+    function: Callable[..., Tensor]  # like that of ``batched_call``, for one row's fields
     settings: tuple[Hashable, ...]
     networks: Mapping[str, nn.Module]
 

@@ -1,8 +1,10 @@
-"""Run several tasks as coroutines on threads; when all wait for a request, answer the requests as
-one batch.
+"""Coroutines on threads whose requests are answered in batches.
+
+When all tasks wait for a request, the requests are answered as one batch.
 
 Exactly one task runs at a time, in their order, so results do not depend on timing. Threads are
-used only because they can suspend inside a call. Each task has torch's global generators to itself.
+used only because they can suspend inside a call. Each task has its own state of torch's global
+generators.
 """
 
 import threading
@@ -26,7 +28,7 @@ class Cancelled(BaseException):
 def run_in_lockstep(
     functions: Sequence[Callable[[Request], T]], answer: Handler, device: torch.device
 ) -> list[T]:
-    """Results of the tasks, in their order.
+    """Run tasks; return their results in order.
 
     Args:
         functions: each gets a function that takes its requests and returns their answers.
@@ -62,7 +64,7 @@ def run_in_lockstep(
 
 
 def _unfinished(tasks: "Sequence[_Task[T]]") -> "Sequence[_Task[T]]":
-    """All before the first that failed."""
+    """Return all tasks before the first that failed."""
     failed = (place for place, task in enumerate(tasks) if task.error is not None)
     return tasks[: next(failed, len(tasks))]
 
@@ -92,7 +94,7 @@ class _Task(Generic[T]):
         self._chance = _random_states(self._device)
 
     def cancel(self) -> None:
-        """End it; if it runs, at its next request. May be called twice."""
+        """Cancel it; if it runs, at its next request. May be called twice."""
         if not self.over:
             self._in.put(None)
         self._thread.join()
@@ -123,7 +125,7 @@ class _Task(Generic[T]):
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """States of torch's global generators."""
+    """Return the states of torch's global generators."""
     states = [torch.get_rng_state()]
     return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
 

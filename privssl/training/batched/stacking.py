@@ -1,4 +1,4 @@
-"""Forward passes, calls and optimiser steps of several agents as one.
+"""Batched forward passes, calls and optimiser steps of several agents.
 
 *Pass*: agents' weights of one network and their rows are stacked, and ``torch.func.vmap`` runs the
 network over agents. The output is split again, with its graph, so each agent computes its loss as
@@ -8,7 +8,7 @@ if alone. Nothing of one agent enters another's rows.
 of equal shapes.
 
 *Step*: one backward pass for all losses, then one optimiser over all parameters, each with its
-agent's moments; bits are an agent's own. Passes and calls sum in another order, so last bits
+agent's moments; the bits equal single steps. Passes and calls sum in another order, so last bits
 differ.
 
 Not stacked (``Stackable.never``, ``is_single``): layers not listed here, bfloat16, dropout in
@@ -35,9 +35,9 @@ from privssl.ops.precision import precision_of
 from privssl.training.batched.deferred import BatchedCall, FunctionalModule
 from privssl.training.local_training import OptimizerStep
 
-ROWS_AT_ONCE = 4096  # of one stacked pass, over all agents, to bound memory
+ROWS_AT_ONCE = 4096  # rows of one stacked pass over all agents, to bound the memory
 
-#: Layers that compute each row by itself, and the same in training as in evaluation.
+#: Layers that compute each row independently, and the same in training as in evaluation.
 BY_ROW = (
     nn.Conv2d, PointwiseConv2d, nn.ConvTranspose2d, nn.Linear, nn.GroupNorm, GroupNorm,
     nn.MaxPool2d, nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Flatten, nn.Unflatten, nn.Identity,
@@ -47,15 +47,15 @@ BY_ROW = (
 BY_MODE = (_DropoutNd, nn.BatchNorm2d, SpectralNorm)
 
 
-#: Attribute of a network that has its ``Stackable``.
+#: Attribute of a network with its ``Stackable``.
 COPY = "_stackable"
 
 
 class Stackable:
-    """One agent's copy of a network, as stacking sees it."""
+    """One agent's copy of a network, for stacking."""
 
     def __init__(self, name: str, network: nn.Module) -> None:
-        """``name``: shared by the copies of other agents."""
+        """Wrap a copy. ``name``: shared by the copies of other agents."""
         self.name, self.network = name, network
         self._parameters = _places(network, "_parameters")
         self._buffers = _places(network, "_buffers")
@@ -66,18 +66,18 @@ class Stackable:
         self.never = not known or hooked or precision_of(network) != "float32"
 
     def is_single(self) -> bool:
-        """Whether it cannot be stacked in its present mode."""
+        """Return whether it cannot be stacked in its present mode."""
         return self.never or any(map(_unstacked, self._by_mode))
 
     def couples(self) -> bool:
-        """Whether a row's output depends on other rows."""
+        """Return whether a row's output depends on other rows."""
         return any(isinstance(n, nn.BatchNorm2d) and n.training for n in self._by_mode)
 
     def modes(self) -> tuple[bool, ...]:
         return tuple(layer.training for layer in self._by_mode)
 
     def parameters(self) -> list[Tensor]:
-        """Those in place; ``functional_call`` may have replaced them."""
+        """Return its current parameters; ``functional_call`` may have replaced them."""
         return [store[key] for _, store, key in self._parameters]
 
     def buffers(self) -> list[Tensor]:
@@ -85,13 +85,13 @@ class Stackable:
 
 
 def _layers(network: nn.Module) -> list[nn.Module]:
-    """Modules without children, and those with parametrized weights."""
+    """Return modules without children, and those with parametrized weights."""
     made = [layer for layer in network.modules() if parametrize.is_parametrized(layer)]
     return [*made, *(layer for layer in network.modules() if not any(layer.children()))]
 
 
 def _kind(layer: nn.Module) -> type:
-    """Its class before parametrization."""
+    """Return its class before parametrization."""
     return parametrize.type_before_parametrizations(layer)
 
 
@@ -106,15 +106,15 @@ class Pass:
     """One agent's forward pass."""
 
     copy: Stackable
-    forward: Callable[..., Any]  # of the copy, as it was without stacking
-    inputs: tuple[Tensor, ...]  # (B, ...) each, one B >= 1
-    derivatives: bool  # whether the agent wants any
+    forward: Callable[..., Any]  # forward method of the copy without stacking
+    inputs: tuple[Tensor, ...]  # (B, ...) each, with the same B >= 1
+    derivatives: bool  # whether the agent needs gradients
 
     def run_single(self) -> Any:
         return self.forward(*self.inputs)
 
     def kind(self) -> Hashable:
-        """Passes of one kind can be stacked."""
+        """Return a key; passes with the same key can be stacked."""
         rows = len(self.inputs[0]) if self.copy.couples() else None
         forms = tuple((x.shape[1:], x.dtype) for x in self.inputs)
         return self.copy.name, self.copy.modes(), self.derivatives, forms, rows
@@ -124,16 +124,16 @@ StackedT = TypeVar("StackedT", Pass, BatchedCall)
 
 
 def can_stack(copy: Stackable, inputs: Sequence[Any]) -> bool:
-    """Whether a call with these positional arguments can be part of a stacked pass."""
+    """Return whether a call with these positional arguments can join a stacked pass."""
     if copy.is_single() or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
         return False
     if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in inputs):
-        return False  # inside of a vmap or grad of the algorithm's own
+        return False  # inside a vmap or grad of the algorithm
     return len({len(x) for x in inputs}) == 1 and len(inputs[0]) > 0
 
 
 def run_passes_batched(passes: Sequence[Pass]) -> list[Any]:
-    """The outputs, in the order of the passes."""
+    """Return the outputs, in the order of the passes."""
     kinds = [one.kind() for one in passes]
     return _in_kinds(passes, kinds, lambda one: len(one.inputs[0]), _run_stacked)
 
@@ -142,7 +142,7 @@ def _in_kinds(
     wanted: Sequence[StackedT], kinds: Sequence[Hashable], rows: Callable[[StackedT], int],
     run: Callable[[Sequence[StackedT]], Sequence[Any]],
 ) -> list[Any]:  # fmt: skip
-    """What ``run`` makes of those of one kind, as many of them as memory allows; in their order."""
+    """Apply ``run`` to items of equal kind, as many as memory permits; return results in order."""
     found: dict[int, Any] = {}
     for kind in dict.fromkeys(kinds):
         places = [place for place, of in enumerate(kinds) if of == kind]
@@ -155,7 +155,7 @@ def _in_kinds(
 
 
 def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
-    """Outputs of passes of one kind."""
+    """Return outputs of passes with the same key."""
     first = passes[0]
     if len(passes) == 1:
         return [first.run_single()]
@@ -176,14 +176,15 @@ def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
 
 
 def _stack(copies: Sequence[Stackable]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Parameters and buffers of a network by name, (agents, ...) each; and the buffers again."""
+    """Stack parameters and buffers of a network by name, (agents, ...) each; also return the
+    buffers."""
     parameters = _by_agent(copy.parameters() for copy in copies)
     buffers = _by_agent(copy.buffers() for copy in copies)
     return dict(zip(copies[0].names, [*parameters, *buffers], strict=True)), buffers
 
 
 def _by_agent(tensors: Any) -> list[Tensor]:
-    """Each agent's list of tensors to one list of tensors (agents, ...)."""
+    """Convert each agent's list of tensors to one list of tensors (agents, ...)."""
     stacks = [torch.stack(same) for same in zip(*tensors, strict=True)]
     for stack in stacks:
         if stack.requires_grad:  # once, not once for each agent
@@ -192,13 +193,13 @@ def _by_agent(tensors: Any) -> list[Tensor]:
 
 
 def pad_to(x: Tensor, rows: int) -> Tensor:
-    """Rows (B, ...) and copies of the last one, ``rows`` in all."""
+    """Pad rows (B, ...) with copies of the last one to ``rows`` in total."""
     missing = rows - len(x)
     return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
 
 
 def run_calls_batched(wanted: Sequence[BatchedCall]) -> list[Any]:
-    """Results of calls, in their order; ``can_compute`` is true of each."""
+    """Return results of calls, in order; ``can_compute`` holds for each."""
 
     def rows(one: BatchedCall) -> int:
         return max((len(x) for x in tree_flatten(one.fields)[0] if x.dim()), default=1)
@@ -207,13 +208,13 @@ def run_calls_batched(wanted: Sequence[BatchedCall]) -> list[Any]:
 
 
 def can_compute(one: BatchedCall) -> bool:
-    """Whether a call can be computed for several agents at once."""
+    """Return whether a call can be computed for several agents at once."""
     copies = [vars(network).get(COPY) for network in one.networks.values()]
     return all(copy is not None and not copy.is_single() for copy in copies)
 
 
 def _kind_of(one: BatchedCall) -> Hashable:
-    """Calls of one kind can be stacked."""
+    """Return a key; calls with the same key can be stacked."""
     copies: list[Stackable] = [vars(network)[COPY] for network in one.networks.values()]
     modes = tuple((copy.modes(), *(p.requires_grad for p in copy.parameters())) for copy in copies)
     leaves, tree = tree_flatten(one.fields)
@@ -222,7 +223,7 @@ def _kind_of(one: BatchedCall) -> Hashable:
 
 
 def _run_calls(wanted: Sequence[BatchedCall]) -> Sequence[Any]:
-    """Results of calls of one kind."""
+    """Return results of calls with the same key."""
     first = wanted[0]
     if len(wanted) == 1:
         return [first.run_single()]
@@ -244,7 +245,7 @@ def _run_calls(wanted: Sequence[BatchedCall]) -> Sequence[Any]:
 
 
 def _unstack(copies: Sequence[Stackable], buffers: Sequence[Tensor]) -> None:
-    """Copy back the buffers that a pass has written (batch norm, spectral norm)."""
+    """Copy back the buffers that a pass has changed (batch norm, spectral norm)."""
     own = [buffer for copy in copies for buffer in copy.buffers()]
     if own:
         moved = zip(*(buffer.unbind(0) for buffer in buffers), strict=True)
@@ -252,20 +253,20 @@ def _unstack(copies: Sequence[Stackable], buffers: Sequence[Tensor]) -> None:
 
 
 class JointSteps:
-    """Steps of several agents' optimisers as one; caches the joint optimisers."""
+    """Joint steps of several agents' optimisers; caches the joint optimisers."""
 
     def __init__(self) -> None:
         self._joint: list[torch.optim.Optimizer] = []
-        self._own: list[torch.optim.Optimizer] = []  # of which they were made
+        self._own: list[torch.optim.Optimizer] = []  # optimisers that they were made of
         self._settings: list[dict[str, Any]] = []
 
     def take(self, steps: Sequence[OptimizerStep]) -> None:
-        """``local_training.minimise`` for all of them."""
+        """Run ``local_training.minimise`` for all of them."""
         self._join([one for step in steps for one in step.optimisers])
         for optimiser in self._joint:
             optimiser.zero_grad(set_to_none=True)
         losses, moved = [step.loss for step in steps], [step.parameters() for step in steps]
-        total = torch.stack(losses).sum()  # one number, one backward pass; derivatives are each's
+        total = torch.stack(losses).sum()  # one backward pass; gradients stay separate
         torch.autograd.backward([total], inputs=[p for own in moved for p in own])
         for step, own in zip(steps, moved, strict=True):
             if step.clip_norm is not None:
@@ -274,13 +275,13 @@ class JointSteps:
             optimiser.step()
 
     def down(self, own: Sequence[torch.optim.Optimizer]) -> None:
-        """Steps along the gradients that the parameters have."""
+        """Step along the parameters' gradients."""
         self._join(own)
         for optimiser in self._joint:
             optimiser.step()
 
     def _join(self, own: Sequence[torch.optim.Optimizer]) -> None:
-        """One optimiser of each kind, over all parameters and moments."""
+        """Create one optimiser of each kind, over all parameters and moments."""
         settings = [_settings(group) for one in own for group in one.param_groups]
         known = list(map(id, own)) == list(map(id, self._own)) and settings == self._settings
         if not known:
@@ -294,8 +295,10 @@ class JointSteps:
 def _merge_settings(
     kind: type[torch.optim.Optimizer], own: Sequence[torch.optim.Optimizer]
 ) -> torch.optim.Optimizer:
-    """One optimiser over all parameters, those of equal settings in one group. State is shared:
-    either continues the other."""
+    """Create one optimiser over all parameters, those of equal settings in one group.
+
+    State is shared: either optimiser continues the other.
+    """
     groups: dict[Hashable, dict[str, Any]] = {}
     for group in (group for one in own for group in one.param_groups):
         settings = _settings(group)
@@ -313,7 +316,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _places(network: nn.Module, kind: str) -> list[tuple[str, dict[str, Tensor], str]]:
-    """Parameters or buffers of a network: full name, holder's dict, name in there."""
+    """List parameters or buffers of a network: full name, holder's dict, name in it."""
     return [
         (f"{prefix}.{key}" if prefix else key, store, key)
         for prefix, module in network.named_modules()
