@@ -186,7 +186,7 @@ def test_a_run_on_rows_without_a_class_has_no_metric_that_needs_one(tmp_path: Pa
     # The control: with known classes the metric exists.
     lines, log, _ = trained(tmp_path / "known", 0)
     assert any(line["pseudo/accuracy"] for line in lines)
-    assert "nobody knows" not in log
+    assert "of unknown class" not in log
 
 
 def test_a_private_run_and_a_dry_run_accept_rows_without_a_class(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_private_run_and_a_dry_run_accept_rows_without_a_class(tmp_path: Path)
     private = [f"privacy.{key}={value}" for key, value in asked.items()]
     _, log, results = trained(tmp_path / "private", 38, *private)
     assert results["privacy"]["guarantee"]["epsilon"] <= 9
-    assert "nobody knows" not in log
+    assert "of unknown class" not in log
     config = tmp_path / "private/c.yaml"
     assert command(config, "--dry-run").status == 0
     assert_refused(
