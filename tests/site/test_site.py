@@ -1016,8 +1016,8 @@ def test_the_command_describes_a_site_and_reports_mistakes_without_a_traceback(
 @pytest.fixture
 def parents_open_to_others(site_folder: Path) -> Iterator[None]:
     """Let other users traverse the folders above ``site_folder``, which pytest makes private."""
-    kill_before = {folder: stat.S_IMODE(folder.stat().st_mode) for folder in site_folder.parents}
-    closed = {folder: mode for folder, mode in kill_before.items() if mode & 0o011 != 0o011}
+    modes = {folder: stat.S_IMODE(folder.stat().st_mode) for folder in site_folder.parents}
+    closed = {folder: mode for folder, mode in modes.items() if mode & 0o011 != 0o011}
     for folder, mode in closed.items():
         folder.chmod(mode | 0o011)
     yield
@@ -1025,7 +1025,7 @@ def parents_open_to_others(site_folder: Path) -> Iterator[None]:
         folder.chmod(mode)
 
 
-@pytest.mark.usefixtures("open_above")
+@pytest.mark.usefixtures("parents_open_to_others")
 def test_the_command_warns_of_files_that_other_users_can_read(
     site_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1049,7 +1049,7 @@ def test_the_command_warns_of_files_that_other_users_can_read(
         assert (f"can read {site_folder / 'key'}. Remove" in capsys.readouterr().err) == said
 
 
-@pytest.mark.usefixtures("open_above")
+@pytest.mark.usefixtures("parents_open_to_others")
 def test_the_command_warns_if_other_users_can_read_cached_encoder_features(
     site_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1057,7 +1057,7 @@ def test_the_command_warns_if_other_users_can_read_cached_encoder_features(
     site = settings.load_site_config(site_folder / "site.yaml")
     assert caches(site_folder) == ()
     rows = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
-    ones = Encoder("ones", (1,), "0" * 64, "nothing", lambda: lambda x: torch.ones(len(x), 1))
+    ones = Encoder("ones", (1,), "e" * 64, "nothing", lambda: lambda x: torch.ones(len(x), 1))
     encode(ones, rows, site_folder)
     [kept] = (site_folder / "encoders").iterdir()
     assert list(kept.glob("*.safetensors")) and kept in site.secrets
