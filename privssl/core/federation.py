@@ -2,7 +2,7 @@
 
 ``call`` sends one step to one agent, ``call_all`` the same to several in parallel, ``sample``
 chooses participants, ``rng`` returns the server's generator. A sequential pass is a loop of
-``call``. The server sees references and replies, never an agent's data.
+``call``. The server sees references and replies, never an ``Agent``.
 """
 
 from collections import Counter
