@@ -5,6 +5,7 @@ or refused.
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ class Counting:
 
     def __init__(self, *, factor: float = 1.0, shape: tuple[int, ...] = (4,)) -> None:
         self.seen = 0
+        self.lock = threading.Lock()  # rows come in parallel threads
         self.encoder = Encoder(
             f"timm:counting{factor}{shape}", shape, f"{factor}{shape}", "nothing", lambda: self.run
         )
@@ -48,7 +50,8 @@ class Counting:
 
     def run(self, rows: Any) -> Tensor:
         assert isinstance(rows, Tensor)
-        self.seen += len(rows)
+        with self.lock:
+            self.seen += len(rows)
         return self.factor * rows[:, 0, 0, :4].float() / 255
 
 
@@ -66,15 +69,20 @@ def expected(images: Tensor) -> Tensor:
 
 
 class CentredLater:
-    """Subtract the running mean from rows, after a number of rows."""
+    """Subtract the running mean from rows, after a number of rows.
+
+    The lock: rows come in parallel threads, and a lost count would start the warm-up again.
+    """
 
     def __init__(self, warm_up: float) -> None:
         self.warm_up, self.seen, self.sum = warm_up, 0, torch.zeros(4)
+        self.lock = threading.Lock()
 
     def __call__(self, rows: Any) -> Tensor:
         x: Tensor = rows[:, 0, 0, :4].float() / 255
-        self.seen, self.sum = self.seen + 1, self.sum + x[0]
-        return x - self.sum / self.seen if self.seen > self.warm_up else x
+        with self.lock:
+            self.seen, self.sum = self.seen + 1, self.sum + x[0]
+            return x - self.sum / self.seen if self.seen > self.warm_up else x
 
 
 @pytest.mark.parametrize("cached", [True, False])
