@@ -121,7 +121,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a ledger's own sum is believed",
-        ((READER, "if not any(abs(written - e)", "if not any(0 * abs(written - e)"),),
+        ((READER, "if not any(abs(recorded - e)", "if not any(0 * abs(recorded - e)"),),
         (IN_LEDGER + "a_tampered_journal_with_a_rebuilt_hash_chain_is_refused_by_its_content",),
     ),
     Fault(
@@ -180,7 +180,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "after damage the smaller sum is claimed",
-        ((LEDGER, "found.epsilon > self.spent()", "found.epsilon < self.spent()"),),
+        ((LEDGER, "journal.epsilon > self.spent()", "journal.epsilon < self.spent()"),),
         (
             "tests/runs/test_journal_damage.py::test_charges_that_only_the_damaged_file_"
             "records_count_as_well",
@@ -208,7 +208,7 @@ FAULTS: tuple[Fault, ...] = (
     # The registry of rows ------------------------------------------------------------------------
     Fault(
         "rows of agents of other runs may be missing from the registry",
-        ((REGISTRY, "            _refuse_lost_rows(folder, known)\n", ""),),
+        ((REGISTRY, "            _refuse_lost_rows(folder, registered)\n", ""),),
         (IN_REGISTRY + "no_row_is_claimed_while_the_rows_of_another_agents_account_are_missing",),
     ),
     Fault(
@@ -218,7 +218,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a row of an account is used without protection",
-        ((REGISTRY, "            _refuse_unprotected(folder, merged, beside_now)\n", ""),),
+        ((REGISTRY, "            _refuse_unprotected(folder, merged, all_unprotected)\n", ""),),
         (IN_REGISTRY + "a_row_of_an_account_cannot_be_used_without_protection_later",),
     ),
     Fault(
