@@ -121,7 +121,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a stopped run claims what it was charged",
-        ((CARD, "bounds = fixed or claimed == 0", "bounds = bool(accounts)"),),
+        ((CARD, "bounds = fixed or claimed_delta == 0", "bounds = bool(accounts)"),),
         (IN_STOPPED + "a_stopped_run_guarantees_the_budget_and_reports_the_charged_epsilon",),
     ),
     Fault(

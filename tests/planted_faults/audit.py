@@ -66,7 +66,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/former_ledgers.py",
-                "{_NOTHING if ledger in nothing else _BOTH}",
+                "{_NOTHING if ledger in nominal_ledgers else _BOTH}",
                 "{_BOTH}",
             ),
         ),

@@ -43,8 +43,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/row_bits.py",
-                "if not (alike and _equal(after, before, others, others)):",
-                "if not alike:",
+                "if not (equal and _equal(after, before, others, others)):",
+                "if not equal:",
             ),
         ),
         (
@@ -254,7 +254,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "private steps take fields that a plug-in moved to a GPU",
-        (("privssl/privacy/local_dp_sgd.py", "    refuse_other_devices({}, made_up)\n", ""),),
+        (("privssl/privacy/local_dp_sgd.py", "    refuse_other_devices({}, synthetic)\n", ""),),
         (f"{IN_INDEPENDENCE}private_steps_refuse_networks_and_fields_that_are_not_on_the_cpu[x]",),
     ),
     Fault(

@@ -292,8 +292,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/independence.py",
-                "    if kept or not torch.equal",
-                "    if not kept and not torch.equal",
+                "    if changed or not torch.equal",
+                "    if not changed and not torch.equal",
             ),
         ),
         (IN_NETWORKS + "a_private_run_refuses_layers_that_clipping_does_not_bound[Counting]",),
@@ -303,7 +303,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/independence.py",
-                "        if not torch.equal(network.eval()(one), evaluated):\n",
+                "        if not torch.equal(network.eval()(batch), eval_output):\n",
                 "        if False:\n",
             ),
         ),
@@ -314,7 +314,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/dp_sgd.py",
-                "        if {id(p) for p in named} != {id(p) for p in parameters}:\n",
+                "        if {id(p) for p in named_parameters} != {id(p) for p in parameters}:\n",
                 "        if False:\n",
             ),
         ),

@@ -125,8 +125,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/label_histogram.py",
-                "if own and found != ",
-                "if own is None and found != ",
+                "if outside and cluster_ids != ",
+                "if outside is None and cluster_ids != ",
             ),
         ),
         (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
