@@ -270,7 +270,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/audit/cross_checks.py",
-                "    if wrong := other_device(files.run, config):",
+                "    if doubt := other_device(files.run, config):",
                 '    if wrong := "":',
             ),
         ),
