@@ -271,7 +271,7 @@ FAULTS: tuple[Fault, ...] = (
             (
                 "privssl/audit/cross_checks.py",
                 "    if doubt := other_device(files.run, config):",
-                '    if wrong := "":',
+                '    if doubt := "":',
             ),
         ),
         (
