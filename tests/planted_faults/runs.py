@@ -388,8 +388,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/compare/paired.py",
-                "min(1.0, (len(order) - passed) * p_values[place])",
-                "min(1.0, p_values[place])",
+                "min(1.0, (len(order) - rank) * p_values[index])",
+                "min(1.0, p_values[index])",
             ),
         ),
         ("tests/compare/test_vary.py::test_corrected_p_values_control_the_family_wise_error_rate",),
