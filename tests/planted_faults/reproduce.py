@@ -84,7 +84,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/reproduce/method_sources.py",
-                "            todo += _read(path.read_bytes()).imports\n",
+                "            pending += _read(path.read_bytes()).imports\n",
                 "",
             ),
         ),
@@ -119,8 +119,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/reproduce/claims.py",
-                "if pairs and all(ours > theirs for ours, theirs in pairs):",
-                "if pairs and sum(ours - theirs for ours, theirs in pairs) > 0:",
+                "if pairs and all(a > b for a, b in pairs):",
+                "if pairs and sum(a - b for a, b in pairs) > 0:",
             ),
         ),
         (IN_PAGES + "an_order_is_compared_seed_by_seed[better1-other1-holds in the mean only]",),
@@ -141,7 +141,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 STORE,
-                'return in_float32(config) if precise and config.run.precision == "bfloat16" else '
+                'return in_float32(config) if is_float32 and config.run.precision == "bfloat16" else '
                 "config",
                 'return type(config)(**vars(config) | {"run": dataclasses.replace(config.run, '
                 'precision=entry["config"]["run"]["precision"])})',
@@ -154,7 +154,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 STORE,
-                '            changed += _other_rows(former, section) if name == "data" else []\n',
+                '            changed += _other_rows(stored, section) if name == "data" else []\n',
                 "",
             ),
         ),
