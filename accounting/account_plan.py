@@ -195,8 +195,8 @@ def refuse_change(old: AccountPlan, new: AccountPlan) -> None:
     larger budget would break the guarantee. Another delta, scope or adjacency would change the
     meaning of old charges.
     """
-    fixed = [(n, getattr(old, n), getattr(new, n)) for n in _PLAIN if n != "n_public"]
-    for name, before, after in (*fixed, ("delta", old.budget.delta, new.budget.delta)):
+    fixed_fields = [(n, getattr(old, n), getattr(new, n)) for n in _PLAIN if n != "n_public"]
+    for name, before, after in (*fixed_fields, ("delta", old.budget.delta, new.budget.delta)):
         if before != after:
             raise PlanError(
                 f"{old.agent}: {name} cannot change from {before} to {after} while an account "

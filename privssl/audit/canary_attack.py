@@ -219,11 +219,11 @@ class _Recorder(LocalEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.seen: list[tuple[Message, Message]] = []
+        self.messages: list[tuple[Message, Message]] = []
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         replies = list(super().deliver(calls))
-        self.seen += [(c.message, r.payload) for c, r in zip(calls, replies, strict=True)]
+        self.messages += [(c.message, r.payload) for c, r in zip(calls, replies, strict=True)]
         return replies
 
 
@@ -302,7 +302,7 @@ def _visits_of(
                 state = algorithm.round(state, federation)
         finally:
             engine.close()
-    return engine.seen
+    return engine.messages
 
 
 def _scores(

@@ -50,8 +50,8 @@ def card_problems(
     former = former_ledgers(files.run, at_card)
     names = {entry["ledger"] for entry in former}
     stated = [entry for entry in card["former_ledgers"] if entry["ledger"] in names]
-    if where := _difference("former_ledgers", stated, former):
-        yield f"the card's {where} is not what the ledgers of replaced runs say"
+    if path := _difference("former_ledgers", stated, former):
+        yield f"the card's {path} is not what the ledgers of replaced runs say"
     try:
         recomputed = privacy_card(
             [
@@ -75,8 +75,8 @@ def card_problems(
     recomputed_json: Mapping[str, Any] = json.loads(json.dumps(recomputed))
     card_json: Mapping[str, Any] = {**card}
     for name in _DERIVED:
-        if where := _difference(name, card_json[name], recomputed_json[name]):
-            yield f"the card's {where} is not what follows from the ledgers"
+        if path := _difference(name, card_json[name], recomputed_json[name]):
+            yield f"the card's {path} is not what follows from the ledgers"
     for entry, expected in zip(card["agents"], recomputed["agents"], strict=True):
         lowest = min(_upper_bounds(expected), default=0.0) - _BETWEEN_METHODS
         if any(bound < lowest for bound in _upper_bounds(entry)):

@@ -128,10 +128,10 @@ def differences(rows: Sequence[Row]) -> list[Difference]:
 
 def explanation(found: Sequence[Difference]) -> str:
     """Explain the meaning and the limits of the differences."""
-    many = f" There are {len(found)} tests, for which p is corrected (Holm); the intervals are not."
+    note = f" There are {len(found)} tests, for which p is corrected (Holm); the intervals are not."
     return (
         f"Difference: final test accuracy minus that of {found[0].first} on the same split, mean "
         f"over {len(found[0].values)} seeds with its {LEVEL:.0%} confidence interval. p: two-sided "
         "paired t-test. Both take the differences to be normal, and seeds that were not used to "
-        f"choose anything.{many if len(found) > 1 else ''}"
+        f"choose anything.{note if len(found) > 1 else ''}"
     )

@@ -153,10 +153,10 @@ def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> li
 def _check_one_data_set(runs: Sequence[Planned]) -> None:
     """Refuse seeds of one config with different rows: their files changed after a run finished."""
     first = runs[0]
-    others = [str(run.config.run.seed) for run in runs if run.rows != first.rows]
-    if others and first.config.data.test is None:  # which samples test rows by the seed
+    seeds = [str(run.config.run.seed) for run in runs if run.rows != first.rows]
+    if seeds and first.config.data.test is None:  # which samples test rows by the seed
         raise ConfigError(
-            f"{title_of(first.config)}: seed {', '.join(others)} has other rows than seed "
+            f"{title_of(first.config)}: seed {', '.join(seeds)} has other rows than seed "
             f"{first.config.run.seed}: {first.config.data.name} was changed between runs. Put the "
             "former data back, or give another --output"
         )

@@ -180,13 +180,13 @@ def factors_and_inputs(
     return _factors(norm, drawn, clip_norm), inputs
 
 
-def _factors(norms: Tensor, drawn: Tensor, clip_norm: float) -> Tensor:
-    """Return clipping factors of rows with these norms, in the shape of ``drawn``."""
-    if len(norms) != drawn.numel():
-        raise ValueError(f"gradients of {len(norms)} rows, where {drawn.numel()} were looked at")
-    norms = norms.view(drawn.shape)
+def _factors(norms: Tensor, mask: Tensor, clip_norm: float) -> Tensor:
+    """Return clipping factors of rows with these norms, in the shape of ``mask``."""
+    if len(norms) != mask.numel():
+        raise ValueError(f"gradients of {len(norms)} rows, where {mask.numel()} were looked at")
+    norms = norms.view(mask.shape)
     # False for NaN, and for norms whose square overflows float32.
-    keep = (norms < LONGEST) & drawn.to(norms.device)
+    keep = (norms < LONGEST) & mask.to(norms.device)
     return torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
 
 

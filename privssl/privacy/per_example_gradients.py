@@ -85,9 +85,9 @@ def factored_gradients(
     """
     depth = 2 if agents else 1  # of vmaps
     rows = next(iter(fields.values())).shape[depth - 1]
-    by_key = {(net, name): p for net, params in parameters.items() for name, p in params.items()}
-    expanded = {key: _seen_by_each(p.detach(), rows, depth - 1) for key, p in by_key.items()}
-    recorder = _LayerRecorder({key for key, p in by_key.items() if p.requires_grad}, depth)
+    shared = {(net, name): p for net, params in parameters.items() for name, p in params.items()}
+    expanded = {key: _seen_by_each(p.detach(), rows, depth - 1) for key, p in shared.items()}
+    recorder = _LayerRecorder({key for key, p in shared.items() if p.requires_grad}, depth)
 
     def recorded_loss(expanded: Mapping[Key, Tensor], row: Mapping[str, Tensor]) -> Tensor:
         recorder.trace(expanded)
@@ -98,14 +98,14 @@ def factored_gradients(
             )
 
     def agent_losses(
-        by_key: Mapping[Key, Tensor], expanded: Mapping[Key, Tensor], rows: Mapping[str, Tensor]
+        shared: Mapping[Key, Tensor], expanded: Mapping[Key, Tensor], rows: Mapping[str, Tensor]
     ) -> Tensor:
-        recorder.whole = by_key
+        recorder.shared = shared
         return _over_rows(recorded_loss, expanded, rows)  # (B,)
 
     compute = vmap(agent_losses, randomness="error") if agents else agent_losses
     with _chance_refused():
-        losses = compute(by_key, expanded, dict(fields))
+        losses = compute(shared, expanded, dict(fields))
     for call in recorder.calls:
         call.check_untouched()
     if not losses.requires_grad:
@@ -114,7 +114,7 @@ def factored_gradients(
         losses, [*expanded.values(), *(call.output for call in recorder.calls)],
         torch.ones_like(losses), allow_unused=True,
     )  # fmt: skip
-    parts: dict[Key, list[PerExampleGradients]] = {key: [] for key in by_key}
+    parts: dict[Key, list[PerExampleGradients]] = {key: [] for key in shared}
     for key, gradient in zip(expanded, gradients, strict=False):
         if gradient is not None:
             parts[key].append(DenseGradients(gradient.flatten(0, 1) if agents else gradient))
@@ -196,20 +196,20 @@ _IN_PAIRS = ("stride", "padding", "output_padding", "dilation")
 class _LayerRecorder(TorchFunctionMode):
     """Compute known calls of a loss with the shared weight, and record them."""
 
-    whole: Mapping[Key, Tensor]  # the shared weight of all rows, by its name
+    shared: Mapping[Key, Tensor]  # the shared weight of all rows, by its name
 
-    def __init__(self, moving: Set[Key], depth: int) -> None:
-        """Set up a recorder. ``moving``: parameters that need gradients. ``depth``: number of vmaps
-        around the loss, over rows, or over agents and rows."""
+    def __init__(self, trainable: Set[Key], depth: int) -> None:
+        """Set up a recorder. ``trainable``: parameters that need gradients. ``depth``: number of
+        vmaps around the loss, over rows, or over agents and rows."""
         super().__init__()
         self.calls: list[Call] = []
-        self._moving, self._depth = moving, depth
+        self._trainable, self._depth = trainable, depth
         self._key_of: dict[int, Key] = {}
         self._level: int | None = None
 
-    def trace(self, own: Mapping[Key, Tensor]) -> None:
-        """Start recording. ``own``: the rows' parameters, as passed to the loss."""
-        self._key_of = {id(tensor): key for key, tensor in own.items()}
+    def trace(self, expanded: Mapping[Key, Tensor]) -> None:
+        """Start recording. ``expanded``: the rows' parameters, as passed to the loss."""
+        self._key_of = {id(tensor): key for key, tensor in expanded.items()}
         self._level = maybe_current_level()
 
     def __torch_function__(
@@ -217,7 +217,7 @@ class _LayerRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.detach and id(args[0]) in self._key_of:  # use of a frozen copy
-            return self.whole[self._key_of[id(args[0])]].detach()
+            return self.shared[self._key_of[id(args[0])]].detach()
         if func in _ARGUMENTS:
             arguments = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
             if self._knows(func, arguments):
@@ -250,14 +250,14 @@ class _LayerRecorder(TorchFunctionMode):
         """Compute layers by the fused kernels; not with ``agents``."""
         supported = all(
             self._knows(fused_conv, {"input": x, "weight": layer.weight, "bias": layer.bias})
-            and all(p is None or self._key_of.get(id(p)) in self._moving for p in layer)
+            and all(p is None or self._key_of.get(id(p)) in self._trainable for p in layer)
             for layer in layers
         )
         if self._depth > 1 or not supported:
             with self:  # single layers may be recognised
                 return plain(x, layers, forms)
         keys = [None if p is None else self._key_of[id(p)] for p in flat(layers)]
-        parameters = unflat([None if key is None else self.whole[key] for key in keys])
+        parameters = unflat([None if key is None else self.shared[key] for key in keys])
         out, visit = of_rows(x, parameters, forms)
         ends = self._key_of[id(layers[0].weight)], self._key_of[id(layers[-1].weight)]
         self._write_down(x, out, partial(PooledCall, ends=ends, keys=keys, visit=visit))
@@ -274,10 +274,10 @@ class _LayerRecorder(TorchFunctionMode):
         if len(_beneath(x, self._depth)[1]) < self._depth:
             return False
         keys = {self._key_of[id(t)] for t in (weight, bias) if t is not None}
-        if not (torch.is_grad_enabled() and keys <= self._moving):
+        if not (torch.is_grad_enabled() and keys <= self._trainable):
             return False
         if layer is functional.linear:
-            shape = self.whole[self._key_of[id(weight)]].shape
+            shape = self.shared[self._key_of[id(weight)]].shape
             return len(shape) == 2 and (bias is None or bias.shape == shape[:1])
         if layer is functional.group_norm:
             return bool(x.dim() >= 2)
@@ -289,12 +289,12 @@ class _LayerRecorder(TorchFunctionMode):
         key = self._key_of[id(arguments["weight"])]
         bias = None if arguments.get("bias") is None else self._key_of[id(arguments["bias"])]
         x = arguments["input"]
-        parameters = {"weight": self.whole[key], "bias": None if bias is None else self.whole[bias]}
+        weights = {"weight": self.shared[key], "bias": None if bias is None else self.shared[bias]}
         # vmap over weights refuses (2,) in place of (2, 2)
         pairs = {name: in_pair(arguments[name]) for name in _IN_PAIRS if name in arguments}
         function = _aligned_linear if layer is functional.linear else layer
-        out: Tensor = function(**{**arguments, **pairs, **parameters})
-        shape = self.whole[key].shape
+        out: Tensor = function(**{**arguments, **pairs, **weights})
+        shape = self.shared[key].shape
         make = partial(
             LayerCall, ends=(key, key), layer=layer, given=arguments, shape=shape, bias=bias
         )

@@ -79,18 +79,18 @@ def verdicts(table: Table, found: Found) -> list[Verdict]:
     return [Verdict(order.claim, tuple(_test(table, order, found))) for order in table.file.orders]
 
 
-def _test(table: Table, order: Order, found: Found) -> Iterator[ColumnAnswer]:
+def _test(table: Table, order: Order, results: Found) -> Iterator[ColumnAnswer]:
     names = [column.name for column in table.file.columns]
     for column in names if order.columns == "all" else order.columns:
         rows = (order.better, *order.than)
-        yield _test_column(column, rows, {row: table.cell(row, column) for row in rows}, found)
+        yield _test_column(column, rows, {row: table.cell(row, column) for row in rows}, results)
 
 
 def _test_column(
-    column: str, rows: Sequence[str], cells: Mapping[str, Cell | None], found: Found
+    column: str, rows: Sequence[str], cells: Mapping[str, Cell | None], results: Found
 ) -> ColumnAnswer:
     better, *others = rows
-    kept = {row: found[row, column] for row in rows if found.get((row, column))}
+    kept = {row: results[row, column] for row in rows if results.get((row, column))}
     reduced = any(cell is not None and cell.size == "reduced" for cell in cells.values())
     old = any(entry.is_old for entry in kept.values())
     absent = [row for row, cell in cells.items() if cell is None or cell.size == "absent"]

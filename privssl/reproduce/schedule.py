@@ -145,6 +145,6 @@ def run_all(
     return 1 if failed else 0
 
 
-def _time_is_up(console: Console, left: int) -> int:
-    console.print(f"Time is up; {left} runs are left. The same command continues.", markup=False)
+def _time_is_up(console: Console, count: int) -> int:
+    console.print(f"Time is up; {count} runs are left. The same command continues.", markup=False)
     return 0

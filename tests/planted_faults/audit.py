@@ -135,8 +135,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CARD,
-                "if where := _difference(name, card_json[name], recomputed_json[name]):",
-                "if where := _difference(name, recomputed_json[name], recomputed_json[name]):",
+                "if path := _difference(name, card_json[name], recomputed_json[name]):",
+                "if path := _difference(name, recomputed_json[name], recomputed_json[name]):",
             ),
         ),
         (IN_CARD + "a_card_that_does_not_follow_from_its_ledgers_is_violated",),
@@ -159,8 +159,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
             (
                 CARD,
-                "if where := _difference(name, card_json[name], recomputed_json[name]):",
-                "if where := _difference(name, recomputed_json[name], recomputed_json[name]):",
+                "if path := _difference(name, card_json[name], recomputed_json[name]):",
+                "if path := _difference(name, recomputed_json[name], recomputed_json[name]):",
             ),
         ),
         (IN_CARD + "a_card_with_a_false_claim_is_violated",),

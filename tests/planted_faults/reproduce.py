@@ -141,8 +141,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 STORE,
-                'return in_float32(config) if is_float32 and config.run.precision == "bfloat16" else '
-                "config",
+                "return in_float32(config) if is_float32 and config.run.precision == "
+                '"bfloat16" else config',
                 'return type(config)(**vars(config) | {"run": dataclasses.replace(config.run, '
                 'precision=entry["config"]["run"]["precision"])})',
             ),
@@ -165,7 +165,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/compare/plan.py",
-                "    if others and first.config.data.test is None:",
+                "    if seeds and first.config.data.test is None:",
                 "    if False:",
             ),
         ),
