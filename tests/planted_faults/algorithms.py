@@ -627,8 +627,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/datasets.py",
-                "index_fill(0, tests, False)",
-                "index_fill(0, tests, True)",
+                "index_fill(0, test_ids, False)",
+                "index_fill(0, test_ids, True)",
             ),
         ),
         (

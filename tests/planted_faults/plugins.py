@@ -171,8 +171,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/datasets.py",
-                "    refuse_state(opened, ",
-                "    print(opened.name, ",
+                "    refuse_state(encoder, ",
+                "    print(encoder.name, ",
             ),
         ),
         (IN_PLUGINS + "a_mistake_in_a_plug_in_raises_one_clear_error[data.encoder-fitted]",),
