@@ -434,8 +434,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 STATIC,
-                "own = self.training or self.collecting or not",
-                "own = self.collecting or not",
+                "by_batch = self.training or self.collecting or not",
+                "by_batch = self.collecting or not",
             ),
         ),
         (IN_MODELS + "in_training_static_norm_uses_batch_statistics_whatever_was_collected",),
