@@ -98,11 +98,11 @@ def _best(classes: Sequence[str], row: Sequence[float]) -> str:
 def _as_json(
     classes: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[float]]
 ) -> list[dict[str, Any]]:
-    found = []
+    entries = []
     for name, row in zip(names, rows, strict=True):
         by_class = dict(zip(classes, row, strict=True))
-        found.append({"row": name, "class": _best(classes, row), "probabilities": by_class})
-    return found
+        entries.append({"row": name, "class": _best(classes, row), "probabilities": by_class})
+    return entries
 
 
 def _as_csv(classes: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[float]]) -> str:
