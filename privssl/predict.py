@@ -64,8 +64,8 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     run = open_run(options.run, options.model, options.plugin)
     names: list[str] = []
     rows: list[list[float]] = []
-    for which, x in read_rows(options.inputs, run.form):
-        names += which
+    for row_names, x in read_rows(options.inputs, run.form):
+        names += row_names
         rows += run.predict(x, probabilities=True).tolist()
     if options.json:
         text = json.dumps(_as_json(run.class_names, names, rows), indent=2)

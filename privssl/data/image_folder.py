@@ -98,8 +98,8 @@ def read_folder(
     other_folders = _folders(root) - {"train", "test", UNLABELLED}
     skipped |= Counter(f"folder {name}" for name in other_folders)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        heads = list(pool.map(_head, train + test + unlabelled))
-        form = _form(heads, image_size)
+        headers = list(pool.map(_head, train + test + unlabelled))
+        form = _form(headers, image_size)
         x_train, transparent_train = _decode(pool, train, form)
         x_test, transparent_test = _decode(pool, test, form)
         x_unlabelled, transparent_rest = _decode(pool, unlabelled, form)
@@ -107,12 +107,12 @@ def read_folder(
     log.info("%s: %d training and %d test images of %d classes", root, *counts)
     if unlabelled:
         log.info("%s: %d training images without a label", folder, len(unlabelled))
-    _log_changes(root, heads, transparent_train + transparent_test + transparent_rest)
+    _log_changes(root, headers, transparent_train + transparent_test + transparent_rest)
     _log_skipped(root, skipped)
     if declared:  # one colour image changes the rows of the others
-        coloured_by_train = any(head.mode in GREY for head in heads)
+        coloured_by_train = any(header.mode in GREY for header in headers)
     else:
-        coloured_by_train = all(head.mode in GREY for head in heads[len(train) :])
+        coloured_by_train = all(header.mode in GREY for header in headers[len(train) :])
     arrays = Arrays(
         x_train, y_train, x_test, y_test, classes,
         coloured_by_train=coloured_by_train and form.mode == "RGB",
@@ -152,8 +152,8 @@ def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> NDArray[n
     channels, height, width = shape
     form = _Form("L" if channels == 1 else "RGB", (width, height), resized=True)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for head in pool.map(_head, files):
-            _refuse_mode(head)
+        for header in pool.map(_head, files):
+            _refuse_mode(header)
         return _decode(pool, files, form)[0]
 
 
@@ -171,18 +171,18 @@ def list_labelled_images(folder: Path) -> tuple[list[Path], list[str]]:
     return files, [classes[number] for number in y]
 
 
-def _log_changes(root: Path, heads: Sequence[_Head], transparent: int) -> None:
+def _log_changes(root: Path, headers: Sequence[_Head], transparent: int) -> None:
     """Warn of images that are changed when they are read."""
-    if turned := sum(head.turned for head in heads):
+    if turned := sum(header.turned for header in headers):
         log.warning("%s: %d images were rotated by their EXIF orientation", root, turned)
     if transparent:
         log.warning("%s: %d images have transparent pixels, which became white", root, transparent)
-    if multi_frame := [head for head in heads if head.frames > 1]:
+    if multi_frame := [header for header in headers if header.frames > 1]:
         log.warning(
             "%s: %d images have several frames or pages (%s has %d). The first of each was read, "
             "and %d frames were not: save those that are rows as files of their own.",
             root, len(multi_frame), multi_frame[0].path.name, multi_frame[0].frames,
-            sum(head.frames - 1 for head in multi_frame),
+            sum(header.frames - 1 for header in multi_frame),
         )  # fmt: skip
 
 
@@ -313,25 +313,25 @@ def _orientation(image: Image.Image) -> int:
     return number if number in range(1, 9) else 1
 
 
-def _refuse_mode(head: _Head) -> None:
-    if head.mode not in GREY | COLOUR:
+def _refuse_mode(header: _Head) -> None:
+    if header.mode not in GREY | COLOUR:
         raise DataError(
-            f"{head.path} is an image of Pillow's mode {head.mode}. Save it with 8 bits per "
+            f"{header.path} is an image of Pillow's mode {header.mode}. Save it with 8 bits per "
             "channel, grey or RGB"
         )
 
 
-def _form(heads: Sequence[_Head], image_size: int | None) -> _Form:
-    for head in heads:
-        _refuse_mode(head)
-        if image_size is None and head.size != heads[0].size:
+def _form(headers: Sequence[_Head], image_size: int | None) -> _Form:
+    for header in headers:
+        _refuse_mode(header)
+        if image_size is None and header.size != headers[0].size:
             raise DataError(
-                f"{head.path} is {head.size[0]}x{head.size[1]} pixels and {heads[0].path} "
-                f"{heads[0].size[0]}x{heads[0].size[1]}. Set data.image_size to resize all"
+                f"{header.path} is {header.size[0]}x{header.size[1]} pixels and {headers[0].path} "
+                f"{headers[0].size[0]}x{headers[0].size[1]}. Set data.image_size to resize all"
             )
-    mode = "L" if all(head.mode in GREY for head in heads) else "RGB"
+    mode = "L" if all(header.mode in GREY for header in headers) else "RGB"
     if image_size is None:
-        return _Form(mode, heads[0].size, resized=False)
+        return _Form(mode, headers[0].size, resized=False)
     return _Form(mode, (image_size, image_size), resized=True)
 
 

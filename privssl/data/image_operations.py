@@ -128,8 +128,8 @@ class Shear:
     def __call__(self, x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
         x = x if self.axis == "x" else x.transpose(2, 3)
         middle = torch.arange(x.shape[2], device=x.device) + 0.5
-        moved = slide(x, amount[:, None] * middle, self.pixels_used)
-        return moved if self.axis == "x" else moved.transpose(2, 3)
+        shifted = slide(x, amount[:, None] * middle, self.pixels_used)
+        return shifted if self.axis == "x" else shifted.transpose(2, 3)
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class Translate:
     def __call__(self, x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
         x = x if self.axis == "x" else x.transpose(2, 3)
         pixels = amount * x.shape[3] if self.unit == "side" else amount
-        moved = slide(x, pixels[:, None].expand(-1, x.shape[2]), 1)
-        return moved if self.axis == "x" else moved.transpose(2, 3)
+        shifted = slide(x, pixels[:, None].expand(-1, x.shape[2]), 1)
+        return shifted if self.axis == "x" else shifted.transpose(2, 3)
 
 
 def slide(x: Tensor, offset: Tensor, pixels_used: Literal[1, 2, 4]) -> Tensor:

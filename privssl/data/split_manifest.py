@@ -97,8 +97,8 @@ def read_manifest(path: Path) -> Manifest:
         manifest = _FORM.validate_python(content)
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"])) or "top"
-        raise DataError(f"{path} is not a split.json: {where}: {problem['msg']}") from None
+        location = ".".join(map(str, problem["loc"])) or "top"
+        raise DataError(f"{path} is not a split.json: {location}: {problem['msg']}") from None
     if stated_hash != manifest.hash:  # without the hash: labels could be tried
         raise DataError(
             f"{path} was changed after it was written: its content has another hash than it "

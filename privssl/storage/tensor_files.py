@@ -237,8 +237,8 @@ def pieces_of(
     yield memoryview(header)
     for name in names:
         item = tensors[name]
-        members = item.tensors.values() if isinstance(item, PackedTensors) else (item,)
-        yield from (bytes_of(tensor) for tensor in members)
+        parts = item.tensors.values() if isinstance(item, PackedTensors) else (item,)
+        yield from (bytes_of(tensor) for tensor in parts)
 
 
 def write_new_tensors(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str]:
