@@ -401,8 +401,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/image_folder.py",
-                "by_train = any(head.mode in GREY for head in heads)",
-                "by_train = False",
+                "coloured_by_train = any(header.mode in GREY for header in headers)",
+                "coloured_by_train = False",
             ),
         ),
         (IN_SITE_ROWS + "a_private_site_refuses_colour_images_beside_grey_ones",),

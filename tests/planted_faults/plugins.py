@@ -160,8 +160,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/encoders/frozen.py",
-                "own = is_own_encoder(encoder.name)",
-                "own = is_own_encoder('')",
+                "is_own = is_own_encoder(encoder.name)",
+                "is_own = is_own_encoder('')",
             ),
         ),
         (IN_ENCODERS + "an_encoder_from_a_plug_in_that_keeps_rows_after_a_warm_up_is_refused",),
@@ -171,8 +171,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/datasets.py",
-                "    refuse_state(opened, ",
-                "    print(opened.name, ",
+                "    refuse_state(encoder, ",
+                "    print(encoder.name, ",
             ),
         ),
         (IN_PLUGINS + "a_mistake_in_a_plug_in_raises_one_clear_error[data.encoder-fitted]",),
@@ -193,8 +193,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/encoders/text_encoders.py",
-                "    if chosen or (path.parent",
-                "    if chosen is None or (path.parent",
+                "    if keys or (path.parent",
+                "    if keys is None or (path.parent",
             ),
         ),
         (
@@ -215,8 +215,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/encoders/frozen.py",
-                "features = network(rows[place : place + 1])",
-                "features = network(rows)[place : place + 1]",
+                "features = network(rows[index : index + 1])",
+                "features = network(rows)[index : index + 1]",
             ),
         ),
         ("tests/rows/test_encoders.py::test_the_features_of_a_row_do_not_depend_on_other_rows",),

@@ -323,12 +323,12 @@ FAULTS: tuple[Fault, ...] = (
     # Results --------------------------------------------------------------------------------------
     Fault(
         "outputs that are no numbers count as class 0",
-        ((EVALUATION, "np.where(finite, called, outputs)", "called"),),
+        ((EVALUATION, "np.where(finite, predicted, outputs)", "predicted"),),
         (IN_METRICS + "rows_with_non_finite_outputs_are_counted_and_wrong",),
     ),
     Fault(
         "a class without rows lowers macro F1",
-        ((EVALUATION, "        there = held > 0\n", "        there = held >= 0\n"),),
+        ((EVALUATION, "        present = actual > 0\n", "        present = actual >= 0\n"),),
         (IN_METRICS + "metrics_equal_those_of_scikit_learn",),
     ),
     Fault(
