@@ -312,7 +312,7 @@ FAULTS: tuple[Fault, ...] = (
             (
                 SITE,
                 "            if stored is not None:\n",
-                "            if stored is not None and not visit.id:\n",
+                "            if stored is not None and not request.id:\n",
             ),
         ),
         (IN_SITE + "a_visit_is_charged_once_and_a_repeated_request_gets_the_stored_reply",),

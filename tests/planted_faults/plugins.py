@@ -28,7 +28,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/runs/checked_algorithm.py",
-                "if type(state) is not kind:",
+                "if type(state) is not expected:",
                 "if state is None:",
             ),
         ),
@@ -279,7 +279,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run goes on with another version of a plug-in",
-        (("privssl/runs/resume.py", "if before[part] != now[part]:", "if not before:"),),
+        (("privssl/runs/resume.py", "if former[field] != plugin[field]:", "if not former:"),),
         (
             "tests/examples/test_example_package.py::"
             "test_a_run_is_not_resumed_with_another_version_of_a_plug_in",
