@@ -15,7 +15,7 @@ RUNNER = "privssl/core/step_runner.py"
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "a step writes into its agent's rows",
-        ((RUNNER, "if number != rows[name]", "if number < 0"),),
+        ((RUNNER, "if number != row_versions[name]", "if number < 0"),),
         (IN_MISTAKES + "a_mistake_in_a_round_is_reported_with_its_file_and_line[RowsChanged]",),
     ),
     Fault(
@@ -39,7 +39,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/site/startup.py",
-                "    with plugins.imports_allowed(named, advice):\n",
+                "    with plugins.imports_allowed(allowed, advice):\n",
                 "    with plugins.imports_allowed(None, advice):\n",
             ),
         ),

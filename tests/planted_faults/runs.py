@@ -353,7 +353,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/federation.py",
-                "    return not both or any(",
+                "    return not pairs or any(",
                 "    return True or any(",
             ),
         ),
