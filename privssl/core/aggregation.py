@@ -37,8 +37,8 @@ class WeightedMean:
     ...     F: StateDict
     >>> F = WeightedMean("F")
     >>> for name, value in (("q0", 1.0), ("q1", 4.0)):
-    ...     said = Trained({"w": torch.tensor([value])})
-    ...     F.add(Reply(AgentRef(name, "query"), said, weight=value))
+    ...     message = Trained({"w": torch.tensor([value])})
+    ...     F.add(Reply(AgentRef(name, "query"), message, weight=value))
     >>> F.value_or({})  # (1 * 1 + 4 * 4) / (1 + 4)
     {'w': tensor([3.4000])}
     """
@@ -145,7 +145,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(flat_mean: Tensor, sent: StateDict) -> list[_Piece]:
-    """Split the flat mean ``whole`` of all tensors into pieces."""
+    """Split the mean ``flat_mean`` of all tensors into pieces."""
     groups: list[list[tuple[str, slice | None, int]]] = []
     free = 0
     for key, part in sent.items():
