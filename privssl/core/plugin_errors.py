@@ -73,15 +73,15 @@ def _describe(error: Exception, named: Named) -> str | None:
     frames = frames_of(error)
     files = {os.path.realpath(frame.file) for frame in frames}
     for kind, key, name in named:
-        own = {
+        paths = {
             os.path.realpath(path): short for short, path in plugins.files_of(kind, name).items()
         }
-        if not own.keys() & files:
+        if not paths.keys() & files:
             continue
-        last = [frame for frame in frames if os.path.realpath(frame.file) in own][-1]
+        last = [frame for frame in frames if os.path.realpath(frame.file) in paths][-1]
         visit = f", {last.visit}" if last.visit else ""
         return (
-            f"{key} {name} fails in {last.function} ({own[os.path.realpath(last.file)]}, line "
+            f"{key} {name} fails in {last.function} ({paths[os.path.realpath(last.file)]}, line "
             f"{last.line}){visit}: {type(error).__name__}: {first_line(error)}"
         )
     return None

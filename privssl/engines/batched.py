@@ -133,11 +133,11 @@ class BatchedEngine(LocalEngine):
 
         def task(call: Call) -> Callable[[Request], Reply[Any]]:
             account = self._agents[call.to.id].account
-            before = 0 if account is None else account.visits()
+            visits_before = 0 if account is None else account.visits()
 
             def work(submit: Request) -> Reply[Any]:
                 def handle(request: BatchRequest) -> Any:
-                    charged = account is not None and account.visits() > before
+                    charged = account is not None and account.visits() > visits_before
                     joint = _is_batchable(request) and (
                         not charged or isinstance(request, WHEN_CHARGED)
                     )

@@ -121,13 +121,13 @@ class _Delivery:
     """The state of one delivery. Calls are identified by their index in ``calls``."""
 
     calls: Sequence[Call]
-    here: deque[int]  # calls of this process, in order
+    local_calls: deque[int]  # calls of this process, in order
     agent_queues: deque[deque[int]]  # calls of workers, by agent; the largest agent first
     request: dict[str, Any] | None = None  # layout of the message that all calls share
     running: dict[Connection, tuple[Worker, deque[int]]] = field(default_factory=dict)
     deaths: Counter[int | None] = field(default_factory=Counter)  # number of dead workers, by call
     replies: dict[int, Reply[Any]] = field(default_factory=dict)
-    seen: dict[int, list[Tensor]] = field(default_factory=dict)  # pseudo-labels for the meter
+    pseudo_labels: dict[int, list[Tensor]] = field(default_factory=dict)  # for the meter
     failed: dict[int, Exception] = field(default_factory=dict)
 
     def matters(self, index: int) -> bool:
@@ -164,7 +164,7 @@ class WorkerEngine(LocalEngine):
         self._common_buffer = SharedBuffer()
         self._workers: list[Worker | None] = [None] * workers
         try:
-            self._fill_places()
+            self._fill_slots()
         except BaseException:
             self.close()
             raise
@@ -182,12 +182,12 @@ class WorkerEngine(LocalEngine):
         delivery = self._plan_delivery(roundtrip_calls(calls) if self._check_wire else calls)
         if (
             not self._workers
-            or len(delivery.agent_queues) + len(delivery.here) < 2
+            or len(delivery.agent_queues) + len(delivery.local_calls) < 2
             or not delivery.agent_queues
         ):
             yield from super()._run_calls(calls)
             return
-        self._fill_places()
+        self._fill_slots()
         try:
             yield from self._deliver_in_order(delivery)
         finally:
@@ -206,7 +206,7 @@ class WorkerEngine(LocalEngine):
         )
         delivery = _Delivery(
             calls,
-            here=deque(index for index, call in enumerate(calls) if call.to.id in local),
+            local_calls=deque(index for index, call in enumerate(calls) if call.to.id in local),
             agent_queues=deque(queues[name] for name in pooled),
         )
         if len({id(call.message) for call in calls}) == 1 and len(pooled) > 1 and self._workers:
@@ -229,21 +229,21 @@ class WorkerEngine(LocalEngine):
                     return
                 self._advance(delivery)
             if self._meter is not None:
-                PseudoLabelBuffer(delivery.seen.pop(index, [])).flush(self._meter)
+                PseudoLabelBuffer(delivery.pseudo_labels.pop(index, [])).flush(self._meter)
             yield delivery.replies.pop(index)
 
     def _advance(self, delivery: _Delivery) -> None:
         """Give every idle worker a call, run one here, and collect replies."""
         self._hand_out(delivery)
-        if delivery.here:
-            index = delivery.here.popleft()
+        if delivery.local_calls:
+            index = delivery.local_calls.popleft()
             if delivery.matters(index):
                 try:
                     delivery.replies[index] = self._run_call(delivery.calls[index])
                 except Exception as error:
                     delivery.failed[index] = error
         busy = list(delivery.running)
-        for pipe in wait(busy, timeout=0 if delivery.here or not busy else None):
+        for pipe in wait(busy, timeout=0 if delivery.local_calls or not busy else None):
             self._receive(*delivery.running[pipe], delivery)  # type: ignore[index]
         self._hand_out(delivery)
 
@@ -279,7 +279,7 @@ class WorkerEngine(LocalEngine):
             return self._handle_exit(worker, queue, delivery, started=True)
         index = queue.popleft()
         try:
-            delivery.replies[index], delivery.seen[index] = self._take_reply(
+            delivery.replies[index], delivery.pseudo_labels[index] = self._take_reply(
                 delivery.calls[index], worker, response
             )
         except Exception as error:
@@ -304,7 +304,7 @@ class WorkerEngine(LocalEngine):
 
     # Starting and ending workers -----------------------------------------------------------
 
-    def _fill_places(self) -> None:
+    def _fill_slots(self) -> None:
         for slot in [slot for slot, worker in enumerate(self._workers) if worker is None]:
             serve = partial(self._serve, slot)
             try:
@@ -340,7 +340,7 @@ class WorkerEngine(LocalEngine):
                 f"{limit} worker processes {ended}: the last {ending}. {hint}Set run.workers=1, so "
                 f"that all agents work in one process{hint and ', or give the run more memory'}"
             )
-        self._fill_places()
+        self._fill_slots()
 
     # In the worker -------------------------------------------------------------------------
 
@@ -382,12 +382,14 @@ class WorkerEngine(LocalEngine):
         new_memory, agent.memory = agent.memory, {}
         changed = new_memory is not memory
         fields, tensors = to_parts(reply.content)
-        seen = {str(index): tensor for index, tensor in enumerate(buffer.seen if buffer else ())}
+        pseudo_labels = {
+            str(index): tensor for index, tensor in enumerate(buffer.seen if buffer else ())
+        }
         return {
             "kind": type(reply.content).__name__,
             "fields": fields,
             "weight": reply.weight,
             "metrics": dict(reply.metrics),
             "memory_changed": changed,
-            "own": shared_buffer.write(tensors, new_memory if changed else {}, seen),
+            "own": shared_buffer.write(tensors, new_memory if changed else {}, pseudo_labels),
         }

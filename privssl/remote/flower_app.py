@@ -75,12 +75,12 @@ def relay_server(grid: Grid, context: Context) -> None:
 def _exchange(grid: Grid, frames: dict[str, bytes], seconds: float) -> dict[str, bytes]:
     """Return the answers that arrive in time, by address."""
     deadline = time.monotonic() + seconds
-    sent = [
+    messages = [
         Message(_wrap(frame), dst_node_id=int(address), message_type="query.relay", ttl=seconds)
         for address, frame in frames.items()
     ]
     # Ids in the order of the messages; None: the node is not connected.
-    pending: dict[Any, str] = dict(zip(grid.push_messages(sent), frames, strict=True))
+    pending: dict[Any, str] = dict(zip(grid.push_messages(messages), frames, strict=True))
     pending.pop(None, None)
     answers = {}
     while pending and time.monotonic() < deadline:

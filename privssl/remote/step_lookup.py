@@ -66,8 +66,8 @@ def check_steps(kind: type) -> None:
 
 def _unreadable(kind: type[Message]) -> str | None:
     """Return why a message class cannot be read from its fields; None if it can."""
-    own = vars(kind)
-    if "__dataclass_params__" not in own and {"__init__", "__annotations__"} & own.keys():
+    attrs = vars(kind)
+    if "__dataclass_params__" not in attrs and {"__init__", "__annotations__"} & attrs.keys():
         return "is no dataclass of its own. Write @dataclass(frozen=True) above it"
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):

@@ -24,8 +24,8 @@ RESERVED = ("test/", "validation/", "pseudo/", "comm/", "dp/", "time/", "images/
 
 def add_checks(algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> Algorithm[Any]:
     """Wrap an own algorithm with checks; return privssl's unchanged. ``warn``: gets sentences."""
-    own = name not in ALGORITHMS
-    return CheckedAlgorithm(algorithm, name, warn) if own else algorithm  # type: ignore[return-value]
+    is_plugin = name not in ALGORITHMS
+    return CheckedAlgorithm(algorithm, name, warn) if is_plugin else algorithm  # type: ignore[return-value]
 
 
 class CheckedAlgorithm:
@@ -34,7 +34,7 @@ class CheckedAlgorithm:
 
     def __init__(self, algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> None:
         self._algorithm, self._name, self._warn = algorithm, name, warn
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         # A classifier of the task, for its names and shapes.
         self._like = {n: t.shape for n, t in algorithm.task.new_classifier().state_dict().items()}
 
@@ -87,8 +87,8 @@ class CheckedAlgorithm:
         new = self._kept_on_itself()
         changed = [name for name in new if name not in old or new[name] is not old[name]]
         for name in changed:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._warned:
+                self._warned.add(name)
                 self._warn(
                     f"{self._name} keeps {name} on the algorithm object, which no checkpoint has "
                     "and no worker process shares: a resumed run would end otherwise. Keep it in "

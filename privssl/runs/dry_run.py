@@ -79,9 +79,9 @@ def _classes(prepared: Prepared) -> Table | None:
         cells = []
         for index in range(len(names)):
             with_label = str(labelled[agent.id][index]) if agent.id in labelled else "0"
-            held = agent.held_unlabelled
+            rows = agent.held_unlabelled
             without_label = str(unlabelled[agent.id][index]) if agent.id in unlabelled else "?"
-            cells.append(f"{with_label}+{without_label if held is not None else '0'}")
+            cells.append(f"{with_label}+{without_label if rows is not None else '0'}")
         table.add_row(agent.id, *cells)
     return table
 

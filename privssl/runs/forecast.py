@@ -186,21 +186,21 @@ class _OneOfEachKind(LocalEngine):
         agent = self._chosen[call.to.role]
         made_up = agent.id in self._prepared.account_plans
         unit, whole = self._work(agent)
-        before = self._memories[call.to.role]
+        memory = self._memories[call.to.role]
         if unit == "rows" and (made_up or call.to.role in self._rows):
             probed = timed = whole if made_up else self._rows[call.to.role]
         else:
             probed = timed = min(whole, FEW_ROWS if unit == "rows" else FEW_STEPS)
         reply, seconds = self._visit(call, agent, unit, probed)
         if seconds < WARM:  # the first visit also fills caches
-            self._memories[call.to.role] = before
+            self._memories[call.to.role] = memory
             reply, seconds = self._visit(call, agent, unit, probed)
         rate = seconds / probed if probed else 0.0
         if unit != "rows" or call.to.role not in self._rows:
             time_limit = max(LEAST, SHARE * (self._deadline - time.perf_counter()))
             timed = min(whole, max(2 * probed, int(probed * time_limit / seconds)))
             if timed > probed:
-                self._memories[call.to.role] = before
+                self._memories[call.to.role] = memory
                 reply, timed_seconds = self._visit(call, agent, unit, timed)
                 if unit != "rows":
                     rate = max(0.0, (timed_seconds - seconds) / (timed - probed))

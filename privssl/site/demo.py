@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return demonstrate(options.folder, options.config, options.overrides, console)
         except OSError as error:
-            where = error.filename or options.folder
+            path = error.filename or options.folder
             raise UserError(
-                f"{where}: {error.strerror}. Free space, or give another folder"
+                f"{path}: {error.strerror}. Free space, or give another folder"
             ) from error
 
     return run_command(body, json=False, interrupted="Stopped. All processes have ended.")

@@ -306,7 +306,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 BATCHED,
-                "charged = account is not None and account.visits() > before",
+                "charged = account is not None and account.visits() > visits_before",
                 "charged = account is not None and isinstance(request, BatchedCall)",
             ),
         ),
