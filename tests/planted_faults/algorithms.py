@@ -613,8 +613,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/sparse_tensors.py",
-                "flat.index_copy_(0, where.to(flat.device), values)",
-                "flat.index_copy_(0, where.to(flat.device), values.flip(0))",
+                "flat.index_copy_(0, positions.to(flat.device), values)",
+                "flat.index_copy_(0, positions.to(flat.device), values.flip(0))",
             ),
         ),
         (

@@ -92,7 +92,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/site/startup.py",
-                "    if public and found.x is not None and (",
+                "    if public and arrays.x is not None and (",
                 "    if () and (",
             ),
         ),

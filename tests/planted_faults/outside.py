@@ -223,8 +223,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/site/settings.py",
-                "        return (*own, *caches(default_root()))\n",
-                "        return own\n",
+                "        return (*paths, *caches(default_root()))\n",
+                "        return paths\n",
             ),
         ),
         (

@@ -15,7 +15,7 @@ RUNNER = "privssl/core/step_runner.py"
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "a step writes into its agent's rows",
-        ((RUNNER, "if number != rows[name]", "if number < 0"),),
+        ((RUNNER, "if number != row_versions[name]", "if number < 0"),),
         (IN_MISTAKES + "a_mistake_in_a_round_is_reported_with_its_file_and_line[RowsChanged]",),
     ),
     Fault(
@@ -28,7 +28,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/runs/checked_algorithm.py",
-                "if type(state) is not kind:",
+                "if type(state) is not expected:",
                 "if state is None:",
             ),
         ),
@@ -39,7 +39,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/site/startup.py",
-                "    with plugins.imports_allowed(named, advice):\n",
+                "    with plugins.imports_allowed(allowed, advice):\n",
                 "    with plugins.imports_allowed(None, advice):\n",
             ),
         ),
@@ -279,7 +279,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run goes on with another version of a plug-in",
-        (("privssl/runs/resume.py", "if before[part] != now[part]:", "if not before:"),),
+        (("privssl/runs/resume.py", "if former[field] != plugin[field]:", "if not former:"),),
         (
             "tests/examples/test_example_package.py::"
             "test_a_run_is_not_resumed_with_another_version_of_a_plug_in",
