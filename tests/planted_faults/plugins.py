@@ -226,8 +226,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/row_checks.py",
-                "if counted and not table and not counts[-1]:",
-                "if counted and not table and not counts:",
+                "if numbered and not is_table and not counts[-1]:",
+                "if numbered and not is_table and not counts:",
             ),
         ),
         (
