@@ -65,10 +65,10 @@ def _write_pictures(made: SyntheticRows, folder: Path) -> None:
             raise UserError(f"class {name!r} cannot name a folder. Give --output FILE.npz")
     folder.mkdir()
     for number, (row, label) in enumerate(zip(made.x, made.y.tolist(), strict=True)):
-        place = folder / made.class_names[label]
-        place.mkdir(exist_ok=True)
+        class_folder = folder / made.class_names[label]
+        class_folder.mkdir(exist_ok=True)
         pixels = row[0] if channels == 1 else row.transpose(1, 2, 0)
-        atomic_files.write_new(place / f"{number:05d}.png", as_png(pixels))
+        atomic_files.write_new(class_folder / f"{number:05d}.png", as_png(pixels))
 
 
 def _sheet_of(output: Path) -> Path:

@@ -45,12 +45,12 @@ def check_kernels() -> Iterator[Finding]:
 
 def check_bfloat16() -> Iterator[Finding]:
     """Check whether the processor multiplies in bfloat16."""
-    there = precision.has_instructions()
+    has_instructions = precision.has_instructions()
     text = "this processor has instructions for it"
-    if not there:
+    if not has_instructions:
         text = "no instructions for it are known on this processor, so it is slow here"
     advice = "Leave run.precision at float32 or auto."
-    yield judge("bfloat16", there, text, advice, otherwise="note")
+    yield judge("bfloat16", has_instructions, text, advice, otherwise="note")
 
 
 def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
@@ -83,24 +83,24 @@ def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
 
 def measured_gpus(root: Path) -> set[str]:
     """Return the names of GPUs with a full report of ``make gpu-report`` (``GPU_FILES``)."""
-    found = set()
+    names = set()
     for file in root.glob(GPU_FILES):
         try:
             report = json.loads(file.read_text("utf-8"))
-            name, tried = report["gpu"], report["small"]
+            name, is_small = report["gpu"], report["small"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if isinstance(name, str) and not tried:
-            found.add(name)
-    return found
+        if isinstance(name, str) and not is_small:
+            names.add(name)
+    return names
 
 
 def check_data_sets() -> Iterator[Finding]:
     """Check which built-in data sets are present. Downloads nothing."""
     bundled = Path(dispatch.__file__).parents[1] / "data" / "digits.npz"
-    there = bundled.is_file()
-    text = "bundled" if there else f"{bundled} is absent"
-    yield judge("data digits", there, text, "Install privssl again.", otherwise="problem")
+    present = bundled.is_file()
+    text = "bundled" if present else f"{bundled} is absent"
+    yield judge("data digits", present, text, "Install privssl again.", otherwise="problem")
     root = data_folder()
     if root is None:
         return  # check_disk reports it
@@ -109,8 +109,8 @@ def check_data_sets() -> Iterator[Finding]:
         if not absent:
             yield Finding(f"data {name}", "ok", f"in {root}")
             continue
-        some = f"{len(absent)} of {len(published.files)} files are absent"
-        text = some if len(absent) < len(published.files) else "absent"
+        count = f"{len(absent)} of {len(published.files)} files are absent"
+        text = count if len(absent) < len(published.files) else "absent"
         yield Finding(
             f"data {name}", "note", f"{text} in {root}",
             f"The first run downloads it. Before: {download_command(name, root)}. Or set "

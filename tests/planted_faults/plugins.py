@@ -318,8 +318,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/testing/promises.py",
-                "    if not same_bits(trial.whole.state, rest.state):\n",
-                "    if rest is None:\n",
+                "    if not same_bits(trial.whole.state, resumed.state):\n",
+                "    if resumed is None:\n",
             ),
         ),
         (
