@@ -28,7 +28,7 @@ def with_fewer(split: Manifest, labels: Tensor, most: Mapping[int, int]) -> Mani
     Args:
         labels: (N,) true classes of all training rows, by id.
     """
-    left = {
+    kept = {
         agent: [row for row in holding.labelled if int(labels[row]) not in most]
         for agent, holding in split.agents.items()
     }
@@ -40,9 +40,9 @@ def with_fewer(split: Manifest, labels: Tensor, most: Mapping[int, int]) -> Mani
         for _ in range(number):
             agent = max(of_class, key=lambda name: len(of_class[name]))  # from the largest agent
             if of_class[agent]:
-                left[agent].append(of_class[agent].pop(0))
+                kept[agent].append(of_class[agent].pop(0))
     agents = {
-        agent: dataclasses.replace(holding, labelled=tuple(sorted(left[agent])))
+        agent: dataclasses.replace(holding, labelled=tuple(sorted(kept[agent])))
         for agent, holding in split.agents.items()
     }
     return dataclasses.replace(split, agents=agents)
