@@ -358,8 +358,8 @@ def _of_split(
         )
     for key, column in (("row", row), ("label", label)):
         if column not in items.features:
-            known = ", ".join(map(str, items.features))
-            raise DataError(f"{where} has no column {column!r}. Set {key}= to one of {known}")
+            columns = ", ".join(map(str, items.features))
+            raise DataError(f"{where} has no column {column!r}. Set {key}= to one of {columns}")
     return _collected(where, ((item[row], item[label]) for item in _items(where, items)))
 
 

@@ -179,8 +179,8 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
             f"learned. Give {len(classes)} or more"
         )
     yield from _test_row_warnings(federated_data.dataset)
-    own = ALGORITHMS[config.algorithm.name].own_classifiers
-    if config.run.evaluate_agents and own is Algorithm.own_classifiers:
+    own_classifiers = ALGORITHMS[config.algorithm.name].own_classifiers
+    if config.run.evaluate_agents and own_classifiers is Algorithm.own_classifiers:
         yield (
             f"run.evaluate_agents has no effect: the server of {config.algorithm.name} has no "
             "network of a single agent. Leave it out"

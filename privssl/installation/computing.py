@@ -26,14 +26,14 @@ def check_kernels() -> Iterator[Finding]:
     if name is not None:
         try:
             self_test.refuse_wrong_kernels()
-        except PrivacyError as wrong:
-            yield Finding("kernels", "problem", str(wrong), "Set PRIVSSL_KERNELS=torch.")
+        except PrivacyError as error:
+            yield Finding("kernels", "problem", str(error), "Set PRIVSSL_KERNELS=torch.")
             return
         yield Finding("kernels", "ok", f"{name}; noise and clipping are right on this processor")
     elif os.environ.get("PRIVSSL_KERNELS") == "torch":
         text = f"switched off by PRIVSSL_KERNELS=torch; {cost}"
         yield Finding("kernels", "note", text, "Unset it to use them.")
-    elif not any(known() for known in dispatch.INSTRUCTION_SETS.values()):
+    elif not any(is_available() for is_available in dispatch.INSTRUCTION_SETS.values()):
         sets = " or ".join(dispatch.INSTRUCTION_SETS)
         yield Finding("kernels", "note", f"none for {platform.machine()} without {sets}; {cost}")
     else:
@@ -61,22 +61,22 @@ def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
     driver = next((file for file in DRIVERS if Path(file).exists()), None)
     built = torch.version.cuda or getattr(torch.version, "hip", None)
     if not names and driver is not None:
-        why = f"torch is built for {built}" if built else "torch is built for CPUs alone"
+        reason = f"torch is built for {built}" if built else "torch is built for CPUs alone"
         yield Finding(
-            "GPU", "problem", f"{driver} is there, but torch sees no GPU ({why})",
+            "GPU", "problem", f"{driver} is there, but torch sees no GPU ({reason})",
             "Install the torch of your driver (pytorch.org, Get started), and look at "
             "CUDA_VISIBLE_DEVICES.",
         )  # fmt: skip
         return
     measured = sorted(measured_gpus(root))
-    known = f"measured on {', '.join(measured)}" if measured else "no GPU was ever measured"
+    text = f"measured on {', '.join(measured)}" if measured else "no GPU was ever measured"
     if not names:
-        yield Finding("GPU", "ok", f"none seen by torch; {known}")
+        yield Finding("GPU", "ok", f"none seen by torch; {text}")
     elif set(names) <= set(measured):
-        yield Finding("GPU", "ok", f"{', '.join(names)}; {known}")
+        yield Finding("GPU", "ok", f"{', '.join(names)}; {text}")
     else:
         yield Finding(
-            "GPU", "note", f"{', '.join(names)}; {known}, so speed and last bits are unknown here",
+            "GPU", "note", f"{', '.join(names)}; {text}, so speed and last bits are unknown here",
             "run.device=cpu is what the figures of docs/performance.md were measured on.",
         )  # fmt: skip
 

@@ -174,8 +174,8 @@ def import_object(said: str, reference: str) -> Any:
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError:
-        near = difflib.get_close_matches(path, dir(module), n=1)
-        advice = f"Did you mean {near[0]}?" if near else "Write package.module:Name"
+        similar = difflib.get_close_matches(path, dir(module), n=1)
+        advice = f"Did you mean {similar[0]}?" if similar else "Write package.module:Name"
         raise ConfigError(f"{said} {module_name} has no {path}. {advice}") from None
 
 

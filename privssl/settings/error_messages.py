@@ -52,8 +52,10 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
     >>> unknown("key", "epsilonn", ["delta", "epsilon"])
     'unknown key. Did you mean epsilon?'
     """
-    near = nearest(name, known)
-    return f"unknown {what}. " + (f"Did you mean {near}?" if near else f"Known: {either(known)}")
+    similar = nearest(name, known)
+    return f"unknown {what}. " + (
+        f"Did you mean {similar}?" if similar else f"Known: {either(known)}"
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -63,8 +65,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     'mnist'
     """
     folded = {candidate.casefold(): candidate for candidate in known}
-    near = difflib.get_close_matches(name.casefold(), folded, n=1)
-    return folded[near[0]] if near else None
+    matches = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return folded[matches[0]] if matches else None
 
 
 def as_reference(name: str) -> str | None:
@@ -166,10 +168,10 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
         return f"{text}. Put it in quotes"
     if value in schema.get("items", {}).get("enum", []):
         return f"{text}. Write [{value}]"
-    near = nearest(str(value), _enumerated(schema))
+    similar = nearest(str(value), _enumerated(schema))
     if "plugins" in schema and isinstance(value, str):
-        near = as_reference(value) or near
-    return f"{text}. Did you mean {near}?" if near else text
+        similar = as_reference(value) or similar
+    return f"{text}. Did you mean {similar}?" if similar else text
 
 
 def _enumerated(schema: Mapping[str, Any]) -> Iterator[str]:

@@ -360,8 +360,8 @@ def privacy(trial: Trial) -> None:
         raise NotChecked("can_be_private is False")
     if trial.labels != "support":
         raise NotChecked("it is tried where support agents have the labels")
-    own = trial.kind.__module__.partition(".")[0] != "privssl"
-    name = UNDER_TEST if own else trial.kind.Config.__dataclass_fields__["name"].default
+    is_own = trial.kind.__module__.partition(".")[0] != "privssl"
+    name = UNDER_TEST if is_own else trial.kind.Config.__dataclass_fields__["name"].default
     census = trial.kind.mechanism == "census"
     config = {
         "run": {"workers": 1},
