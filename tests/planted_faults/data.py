@@ -34,7 +34,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a row of a frame has another account in each process",
-        (("privssl/api/frames.py", '_ADDRESS.sub("", str(plain))', "str(plain)"),),
+        (("privssl/api/frames.py", '_ADDRESS.sub("", str(ordered))', "str(ordered)"),),
         (IN_FRAMES + "a_rows_record_does_not_depend_on_memory_addresses_or_on_set_order",),
     ),
     Fault(
@@ -49,7 +49,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "frames are taken by place whatever their columns are",
-        (("privssl/api/frames.py", "if there != names[first]:", "if False:"),),
+        (("privssl/api/frames.py", "if columns != names[first]:", "if False:"),),
         (IN_SPELLINGS + "frames_with_columns_in_another_order_are_not_read_by_position",),
     ),
     Fault(

@@ -226,8 +226,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/row_checks.py",
-                "if counted and not table and not counts[-1]:",
-                "if counted and not table and not counts:",
+                "if numbered and not is_table and not counts[-1]:",
+                "if numbered and not is_table and not counts:",
             ),
         ),
         (
@@ -318,8 +318,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/testing/promises.py",
-                "    if not same_bits(trial.whole.state, rest.state):\n",
-                "    if rest is None:\n",
+                "    if not same_bits(trial.whole.state, resumed.state):\n",
+                "    if resumed is None:\n",
             ),
         ),
         (

@@ -92,7 +92,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/prepare.py",
-                "            _refuse_shared_rows(holders, federated_data)\n",
+                "            _refuse_shared_rows(labelled_agents, federated_data)\n",
                 "            pass\n",
             ),
         ),
@@ -364,8 +364,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/prepare.py",
-                "    if config.privacy is not None:\n        return\n    here =",
-                "    here =",
+                "    if config.privacy is not None:\n        return\n    parts =",
+                "    parts =",
             ),
         ),
         (IN_MEANINGLESS + "useless_training_rows_give_a_warning_unless_the_run_is_private",),
