@@ -189,10 +189,10 @@ def _value(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     value = plain[name] if name in plain else tensors[name]
     if not isinstance(value, dict):
         return value
-    [(what, inner)] = value.items()
-    if what == "float":
-        return float(inner)
-    return {key: tensors[f"{name}/{key}"] for key in {"state_dict": inner}[what]}
+    [(tag, content)] = value.items()
+    if tag == "float":
+        return float(content)
+    return {key: tensors[f"{name}/{key}"] for key in {"state_dict": content}[tag]}
 
 
 def check(message: Message) -> None:

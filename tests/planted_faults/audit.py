@@ -285,8 +285,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/runs/model_card.py",
-                'took = "" if private else f" for',
-                'took = f" for',
+                'duration = "" if private else f" for',
+                'duration = f" for',
             ),
         ),
         ("tests/runs/test_model_card.py::test_the_model_card_of_a_private_run_contains_no_times",),

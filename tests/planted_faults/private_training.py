@@ -371,8 +371,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/private_release.py",
-                "    return paid == event and ours",
-                "    return paid and ours",
+                "    return charged == event and released",
+                "    return charged and released",
             ),
         ),
         (IN_VISITS + "test_a_mechanism_with_another_event_than_the_charged_one_is_refused",),
@@ -458,8 +458,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 VISITS,
-                "return here and account is not None and account.visits() > visits",
-                "return here",
+                "return running and account is not None and account.visits() > visits_before",
+                "return running",
             ),
         ),
         (IN_VISITS + "test_a_step_cannot_read_labelled_rows_before_its_charge",),

@@ -25,7 +25,7 @@ IN_RESUME = "tests/runs/test_resume.py::test_"
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "a run goes on with another file of initial weights, which its card then names",
-        (("privssl/runs/resume.py", "if then not in (None, now):", "if False:"),),
+        (("privssl/runs/resume.py", "if former not in (None, current):", "if False:"),),
         (
             "tests/experiment/test_warm_start.py::"
             "test_a_run_is_not_resumed_if_its_file_of_initial_weights_has_changed",
@@ -58,8 +58,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/runs/run_dir.py",
-                "            ledger.rename(kept)\n",
-                "            kept.mkdir()\n",
+                "            ledger.rename(target)\n",
+                "            target.mkdir()\n",
             ),
         ),
         (
@@ -92,7 +92,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/prepare.py",
-                "            _refuse_shared_rows(holders, federated_data)\n",
+                "            _refuse_shared_rows(labelled_agents, federated_data)\n",
                 "            pass\n",
             ),
         ),
@@ -234,7 +234,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a damaged tensor file is read",
-        ((CHECKPOINT, ' or tensor_files.sha256_of(path) != about["sha256"]', ""),),
+        ((CHECKPOINT, ' or tensor_files.sha256_of(path) != entry["sha256"]', ""),),
         (IN_CHECKPOINT + "a_damaged_snapshot_is_skipped_for_the_previous_one",),
     ),
     Fault(
@@ -258,13 +258,13 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 LOOP,
-                "fixed[accounts.LEDGER_SEQ + agent.id] = agent.account.seq",
-                "fixed[accounts.LEDGER_SEQ + agent.id] = 0",
+                "records[accounts.LEDGER_SEQ + agent.id] = agent.account.seq",
+                "records[accounts.LEDGER_SEQ + agent.id] = 0",
             ),
             (
                 LOOP,
-                "fixed[accounts.LEDGER_HEAD + agent.id] = agent.account.head",
-                'fixed[accounts.LEDGER_HEAD + agent.id] = ""',
+                "records[accounts.LEDGER_HEAD + agent.id] = agent.account.head",
+                'records[accounts.LEDGER_HEAD + agent.id] = ""',
             ),
         ),
         (
@@ -296,12 +296,24 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run continues with other rows",
-        ((RESUME, "if known not in (None, now.hash):", "if known not in (None, now.hash, then):"),),
+        (
+            (
+                RESUME,
+                "if former_hash not in (None, manifest.hash):",
+                "if former_hash not in (None, manifest.hash, checkpoint_hash):",
+            ),
+        ),
         (IN_RESUME + "resume_refuses_changed_data",),
     ),
     Fault(
         "a private run continues without its split",
-        ((RESUME, "if prepared.plan is not None:  #", "if prepared.plan is None and then:  #"),),
+        (
+            (
+                RESUME,
+                "if prepared.plan is not None:  #",
+                "if prepared.plan is None and checkpoint_hash:  #",
+            ),
+        ),
         (
             IN_RESUME + "resume_rewrites_a_lost_split_of_a_plain_run_and_refuses_that_of_a_"
             "private_run",
@@ -309,7 +321,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run continues with another config",
-        ((RESUME, "    if differing:\n", "    if len(differing) > 99:\n"),),
+        ((RESUME, "    if differences:\n", "    if len(differences) > 99:\n"),),
         (IN_RESUME + "resume_refuses_a_config_that_would_change_results_and_names_the_key",),
     ),
     Fault(
@@ -323,12 +335,12 @@ FAULTS: tuple[Fault, ...] = (
     # Results --------------------------------------------------------------------------------------
     Fault(
         "outputs that are no numbers count as class 0",
-        ((EVALUATION, "np.where(finite, called, outputs)", "called"),),
+        ((EVALUATION, "np.where(finite, predicted, outputs)", "predicted"),),
         (IN_METRICS + "rows_with_non_finite_outputs_are_counted_and_wrong",),
     ),
     Fault(
         "a class without rows lowers macro F1",
-        ((EVALUATION, "        there = held > 0\n", "        there = held >= 0\n"),),
+        ((EVALUATION, "        present = actual > 0\n", "        present = actual >= 0\n"),),
         (IN_METRICS + "metrics_equal_those_of_scikit_learn",),
     ),
     Fault(
@@ -341,7 +353,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/federation.py",
-                "    return not both or any(",
+                "    return not pairs or any(",
                 "    return True or any(",
             ),
         ),
@@ -352,8 +364,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/prepare.py",
-                "    if config.privacy is not None:\n        return\n    here =",
-                "    here =",
+                "    if config.privacy is not None:\n        return\n    parts =",
+                "    parts =",
             ),
         ),
         (IN_MEANINGLESS + "useless_training_rows_give_a_warning_unless_the_run_is_private",),
