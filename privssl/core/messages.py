@@ -57,7 +57,13 @@ class NoReply(Declined):
 
 @dataclass(frozen=True)
 class Ack(Message):
-    """The agent worked and has nothing to send."""
+    """The agent worked and has nothing to send, or an aggregator has taken what it sent."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this reply has no {name}: its step sent an Ack, or an aggregator took its message. "
+            "Call without aggregator, and use privssl.core.aggregation.average"
+        )
 
 
 M = TypeVar("M", bound=Message)
