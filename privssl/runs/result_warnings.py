@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from privssl.algorithms.base import Algorithm
+from privssl.algorithms.local_ssl import ClassifierTraining
 from privssl.core.federation import Roster
 from privssl.core.messages import StateDict
 from privssl.errors import first_few
@@ -96,6 +97,22 @@ def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[
         f"{len(idle)} of {len(roster)} agents took no training step in this run "
         f"({first_few(idle)}), so their rows had no effect. They were not drawn, or had no "
         "budget, no rows, no batch large enough or no pseudo-label sure enough"
+    ]
+
+
+def warm_up_warnings(algorithm: Algorithm[Any], rounds: int) -> list[str]:
+    """Return a warning about a run that ended within its warm-up on labels.
+
+    Allowed in private runs: computed from the config.
+    """
+    cfg = algorithm.cfg
+    if not isinstance(cfg, ClassifierTraining) or rounds > cfg.warm_up:
+        return []
+    if not getattr(algorithm, "uses_unlabelled", True) or not getattr(cfg, "real_rows", True):
+        return []  # it has no warm-up
+    return [
+        f"algorithm.warm_up is {cfg.warm_up}, and the run has no later round: unlabelled rows "
+        "taught the classifier nothing. Give more rounds, or a shorter warm-up"
     ]
 
 

@@ -347,6 +347,7 @@ class RoundLoop:
         yield from result_warnings.idle_agent_warnings(
             self._federation.agents, progress.trained.split(), roles
         )
+        yield from result_warnings.warm_up_warnings(self._algorithm, progress.round)
         yield from result_warnings.score_warnings(scores, self._names)
 
     def _write_results(
