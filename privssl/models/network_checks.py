@@ -19,11 +19,11 @@ ROUNDING = 1e-3  # matrix products of other batch sizes round differently
 def check_network(
     name: str, build: Callable[[], nn.Module], shape: Shape, classes: int
 ) -> list[str]:
-    """Build a network twice and test it on synthetic rows; return warnings about its predictions.
+    """Build a network and test it on synthetic rows; return warnings about its predictions.
 
     Raises:
         ConfigError: it has other inputs or outputs than the rows and classes need, differs when
-            rebuilt, has weights that a state dict cannot hold, or no gradient.
+            rebuilt, has weights that a state dict cannot hold or lacks, or no gradient.
     """
     rng = partial(randomness.stream, 0, 0, "world", "try the network")
     with randomness.seeded(rng()):
@@ -46,12 +46,17 @@ def check_network(
     if not any(p.requires_grad for p in network.parameters()):
         raise ConfigError(f"model.name {name} has no parameter that can be trained")
     x = network_input(torch.rand(TRIED, *shape, generator=rng()))
+    with randomness.seeded(randomness.stream(1, 0, "world", "try the network")):
+        other = build()
     for mode in (True, False):
         with torch.no_grad(), randomness.seeded(rng()):
             _check_output(name, network.train(mode), x, classes)
     with randomness.seeded(rng()):
         _check_gradient(name, again.train(), x)
-        return list(_doubtful_predictions(name, network.eval(), x))
+        doubts = list(_doubtful_predictions(name, network.eval(), x))
+    if not doubts:
+        _check_weights(name, network, other, x)
+    return doubts
 
 
 def refuse_frozen(name: str, network: nn.Module) -> None:
@@ -103,6 +108,19 @@ def _check_gradient(name: str, network: nn.Module, x: Tensor) -> None:
             f"model.name {name} cannot be trained: {type(error).__name__}: {first_line(error)}. "
             "Its outputs need a gradient: no detach, no_grad or numpy in forward"
         ) from error
+
+
+@torch.no_grad()
+def _check_weights(name: str, network: nn.Module, other: nn.Module, x: Tensor) -> None:
+    """Raise ConfigError if outputs depend on random numbers of the constructor that no state dict
+    has. Agents, and a run that is opened again, would have different networks."""
+    other.load_state_dict(network.state_dict())
+    if not torch.equal(other.eval()(x), network(x)):
+        raise ConfigError(
+            f"model.name {name}: built again with the same weights, it gives other outputs. Its "
+            "state dict lacks something random: put layers of a list into a torch.nn.ModuleList, "
+            "and random tensors into register_buffer"
+        )
 
 
 @torch.no_grad()

@@ -59,6 +59,7 @@ def launch(
         snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest, fewer)
         runs_resume.check_device(folder)
         runs_resume.check_same_split(folder, prepared, snapshot)
+        runs_resume.check_same_names(folder, prepared, snapshot)
         runs_resume.check_same_public_parts(folder, prepared, snapshot)
         runs_resume.check_spending_shown(folder, prepared)
         warn(runs_resume.other_code_warnings(snapshot))

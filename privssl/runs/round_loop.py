@@ -38,7 +38,14 @@ from privssl.runs import accounts, checkpoint, result_warnings
 from privssl.runs.checked_algorithm import add_checks
 from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
-from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings, public_parts
+from privssl.runs.resume import (
+    PLUGINS,
+    SOURCES,
+    SPLIT,
+    names_of_rows,
+    other_code_warnings,
+    public_parts,
+)
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim
 from privssl.runs.summary import summarise, write_confusion, write_summary
@@ -271,7 +278,10 @@ class RoundLoop:
 
     def _save(self) -> None:
         kept, folder = self._kept, self._folder / "checkpoints"
-        fixed: dict[str, str | int] = {SOURCES: fingerprint(), **public_parts(self._prepared)}
+        prepared = self._prepared
+        fixed: dict[str, str | int] = {
+            SOURCES: fingerprint(), **names_of_rows(prepared), **public_parts(prepared)
+        }  # fmt: skip
         if self._prepared.plugins:
             fixed[PLUGINS] = json.dumps(self._prepared.plugins)
         if self._prepared.plan is None:

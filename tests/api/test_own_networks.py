@@ -162,6 +162,8 @@ WRONG = {
     "Wide": r"gives \(3, 4\) for 3 rows of shape \(1, 8, 8\).*: \(3, 3\)",
     "Coloured": r"cannot take rows of shape \(1, 8, 8\).*RuntimeError",
     "Uneven": "built twice, it has other layers or weights",
+    "Listed": "built again with the same weights, it gives other outputs.*ModuleList",
+    "Projecting": "built again with the same weights, it gives other outputs.*register_buffer",
     "Detached": "cannot be trained: RuntimeError.*no detach",
     "Broken": "cannot be built: ValueError: I need a GPU",
     "NO_NETWORK": "is 3, which is no network",
@@ -199,6 +201,13 @@ def test_predictions_that_depend_on_chance_or_on_other_rows_give_a_warning(
     found = [text for text in run.results["warnings"] if "in evaluation mode" in text]
     assert len(found) == bool(words)
     assert all(words in text for text in found)
+
+
+def test_a_random_tensor_in_a_buffer_is_there_when_a_run_is_opened_again(tmp_path: Path) -> None:
+    model, (x, y) = own_module.ProjectingByBuffer, arrays()[2:]
+    run = privssl.train(config(tmp_path), None, dataset(), model, tmp_path / "run")
+    again = privssl.open_run(run.folder, model)
+    assert again.evaluate(x, y)["accuracy"] == run.results["test_accuracy"]["final"]
 
 
 def test_a_network_instance_named_by_a_config_predicts_after_training(tmp_path: Path) -> None:
