@@ -5,9 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 import privssl
 from privssl.api.new_rows import RowForm
+from privssl.generation import rows
+from tests.api.digits import Frame
 
 ROWS = 60
 Y = np.arange(ROWS) % 3
@@ -53,6 +57,24 @@ def test_a_run_on_bytes_accepts_rows_as_its_network_and_its_generator_have_them(
     assert np.allclose(found, scaled, atol=1e-6)
     made, _ = of_bytes.generate(9)
     assert len(of_bytes.predict(made)) == 9
+
+
+def test_generated_rows_lie_where_the_rows_of_the_run_do(
+    tmp_path: Path, of_bytes: privssl.Run, of_floats: privssl.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator of vectors has no bounds, and new rows beyond [-1, 1] are refused."""
+    data = privssl.Dataset.from_frame(Frame(age=X[:, 0].tolist(), label=Y.tolist()))
+    table = privssl.train(CONFIG, data=data, output=tmp_path / "run")
+
+    def beyond(generator: object, labels: Tensor, classes: int, shape: Any, rng: object) -> Tensor:
+        return torch.linspace(-2, 2, len(labels))[:, None].repeat(1, *shape)
+
+    monkeypatch.setattr(rows, "draw_samples", beyond)
+    for run in (of_bytes, table):
+        x = run.generate(9, confidence=1e-9)[0]
+        assert x[:, 0].tolist() == [-1, -1, -1, -0.5, 0, 0.5, 1, 1, 1]
+        assert len(run.predict(x)) == 9
+    assert of_floats.generate(9)[0][:, 0].tolist() == torch.linspace(-2, 2, 9).tolist()
 
 
 def test_a_run_on_floats_refuses_bytes_that_it_would_scale(of_floats: privssl.Run) -> None:
