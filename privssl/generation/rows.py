@@ -41,8 +41,8 @@ class SyntheticRows:
     """Synthetic rows with labels.
 
     ``x`` (N, channels, height, width) uint8 in 0..255, or for other rows (N, *shape) float32
-    network input, cut to [-1, 1] where all rows of the run are in it; ``y`` (N,) int64, the names of all classes in order, and a sentence on the
-    guarantee.
+    network input, cut to [-1, 1] where all rows of the run are in it; ``y`` (N,) int64, the names
+    of all classes in order, and a sentence on the guarantee.
     """
 
     x: NDArray[Any]

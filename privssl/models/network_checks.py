@@ -13,6 +13,7 @@ from privssl.models.own_networks import TRIED
 from privssl.runtime import randomness
 from privssl.storage import tensor_files
 
+RECORDED = 30  # outputs of a finished run's network
 ROUNDING = 1e-3  # matrix products of other batch sizes round differently
 
 
@@ -51,12 +52,39 @@ def check_network(
     for mode in (True, False):
         with torch.no_grad(), randomness.seeded(rng()):
             _check_output(name, network.train(mode), x, classes)
+    if not _have_same_outputs(again, other, x):
+        raise ConfigError(
+            f"model.name {name}: built again with the same weights, it gives other outputs. Its "
+            "state dict lacks something random: put layers of a list into a torch.nn.ModuleList, "
+            "and random tensors into register_buffer"
+        )
     with randomness.seeded(rng()):
         _check_gradient(name, again.train(), x)
         doubts = list(_doubtful_predictions(name, network.eval(), x))
-    if not doubts:
-        _check_weights(name, network, other, x)
+    if not (doubts or _have_same_outputs(network, other, x)):
+        doubts.append(
+            f"{name}: in evaluation mode outputs depend on rows of training that are not in its "
+            "state dict, so a run that is opened again predicts otherwise. Use register_buffer"
+        )
     return doubts
+
+
+@torch.no_grad()
+def outputs_of(network: nn.Module, shape: Shape, device: torch.device) -> list[float]:
+    """Return up to ``RECORDED`` outputs in evaluation mode on fixed synthetic rows.
+
+    They tell networks with the same weights apart. Empty if outputs depend on chance.
+    """
+    rows = torch.rand(TRIED, *shape, generator=randomness.stream(0, 0, "world", "record outputs"))
+    x = network_input(rows, device)
+    first, second = network.eval()(x), network(x)
+    return first.flatten()[:RECORDED].tolist() if torch.equal(first, second) else []
+
+
+def differ(outputs: list[float], recorded: list[float]) -> bool:
+    """Return whether outputs differ by more than rounding."""
+    pairs = zip(outputs, recorded, strict=False)  # other shapes of weights are refused before
+    return any(abs(a - b) > 0.01 * max(1.0, *map(abs, recorded)) for a, b in pairs)
 
 
 def refuse_frozen(name: str, network: nn.Module) -> None:
@@ -111,16 +139,14 @@ def _check_gradient(name: str, network: nn.Module, x: Tensor) -> None:
 
 
 @torch.no_grad()
-def _check_weights(name: str, network: nn.Module, other: nn.Module, x: Tensor) -> None:
-    """Raise ConfigError if outputs depend on random numbers of the constructor that no state dict
-    has. Agents, and a run that is opened again, would have different networks."""
+def _have_same_outputs(network: nn.Module, other: nn.Module, x: Tensor) -> bool:
+    """Give another network the same weights; return whether it has the same outputs."""
     other.load_state_dict(network.state_dict())
-    if not torch.equal(other.eval()(x), network(x)):
-        raise ConfigError(
-            f"model.name {name}: built again with the same weights, it gives other outputs. Its "
-            "state dict lacks something random: put layers of a list into a torch.nn.ModuleList, "
-            "and random tensors into register_buffer"
-        )
+    found = []
+    for one in (network, other):
+        with randomness.seeded(randomness.stream(0, 0, "world", "try the network")):
+            found.append(one.eval()(x))
+    return torch.equal(*found)
 
 
 @torch.no_grad()
