@@ -35,7 +35,7 @@ class RowForm:
     raw_shape: tuple[int, ...] | None  # of an image before an encoder
     columns: Mapping[str, Scale] | None  # of a table
     weights: str | None  # checksum of the encoder's weights; None: no encoder
-    scaling: str  # of the network's input (``rows.scaling_of``); former versions have other texts
+    scaling: str  # of the network's input (``rows.scaling_of``); former versions: another text
 
     @classmethod
     def of(cls, folder: Path, data: DataSettings, rows: Mapping[str, Any]) -> "RowForm":
@@ -44,7 +44,7 @@ class RowForm:
         scales = columns and {name: tuple(scale) for name, scale in columns.items()}
         return cls(
             folder, data, tuple(rows["shape"]), raw and tuple(raw), scales,
-            encoder and encoder["weights"], rows["scaling"],
+            encoder and encoder["weights"], rows.get("scaling", ""),
         )  # fmt: skip
 
     @property

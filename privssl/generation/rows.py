@@ -87,7 +87,7 @@ def generate_rows(
             "(in Python acknowledge_query_rows=True)"
         )
     form = results["rows"]
-    shape, bounded = tuple(form["shape"]), "columns" in form or form["scaling"] == BYTES
+    shape, bounded = tuple(form["shape"]), "columns" in form or form.get("scaling") == BYTES
     # Without the classifier, because a run folder must not choose code to import.
     assert config.run.precision != "auto"  # a run's config records it
     task = Task(len(names), shape, nn.Identity, config.run.precision)
