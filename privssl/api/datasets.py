@@ -1,18 +1,20 @@
 """Data sets from rows in memory: ``privssl.Dataset``."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from privssl.api.frames import frame_rows, read_frame, refuse_other_columns
 from privssl.core.agents import natural_order
 from privssl.data import datasets
-from privssl.data.npz import KIND, NAMES, NO_LABEL, UNLABELLED, check_arrays
+from privssl.data.image_folder import pixels_of
+from privssl.data.npz import KIND, MAX_CLASS, NAMES, NO_LABEL, UNLABELLED, check_arrays
 from privssl.data.split import holders
 from privssl.errors import DataError
 from privssl.settings.schema import AgentSettings
@@ -315,6 +317,8 @@ def to_array(where: str, value: Any) -> NDArray[Any]:
     """Copy an array, a tensor or nested lists of numbers. Raises DataError."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise DataError(f"{where} has masked values. Fill them (x.filled), or leave out their rows")
     try:
         array = np.array(value)
     except (ValueError, TypeError) as error:
@@ -397,13 +401,8 @@ def _collected(
 
 
 def to_pixels(where: str, row: Any) -> NDArray[Any]:
-    """Return one row as an array; of an image of Pillow its grey or RGB pixels."""
-    convert: Callable[[str], Any] | None = getattr(row, "convert", None)
-    if convert is not None and hasattr(row, "mode"):
-        row = (
-            row if row.mode in ("L", "RGB") else convert("L" if row.mode in ("1", "LA") else "RGB")
-        )
-    return to_array(where, row)
+    """Return one row as an array; of an image of Pillow its pixels, as those of an image file."""
+    return to_array(where, pixels_of(where, row) if isinstance(row, Image.Image) else row)
 
 
 def _label(where: str, label: Any) -> int:
@@ -411,9 +410,9 @@ def _label(where: str, label: Any) -> int:
         return NO_LABEL
     try:
         number = int(label)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = NO_LABEL - 1
-    if number < NO_LABEL or number != label:
+    if not NO_LABEL <= number <= MAX_CLASS or number != label:
         raise DataError(
             f"{where} has the label {label!r:.60}. Give its class number, or None or -1 for none"
         )

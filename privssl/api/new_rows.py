@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from privssl.api.datasets import to_array, to_pixels
 from privssl.api.frames import field_of, refuse_doubled_columns
+from privssl.core.rows import AS_STORED, BYTES
 from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new, texts_of
 from privssl.data.datasets import encode_new
 from privssl.data.npz import Scale, check_rows
@@ -34,6 +35,7 @@ class RowForm:
     raw_shape: tuple[int, ...] | None  # of an image before an encoder
     columns: Mapping[str, Scale] | None  # of a table
     weights: str | None  # checksum of the encoder's weights; None: no encoder
+    scaling: str  # of the network's input (``rows.scaling_of``); former versions: another text
 
     @classmethod
     def of(cls, folder: Path, data: DataSettings, rows: Mapping[str, Any]) -> "RowForm":
@@ -42,7 +44,7 @@ class RowForm:
         scales = columns and {name: tuple(scale) for name, scale in columns.items()}
         return cls(
             folder, data, tuple(rows["shape"]), raw and tuple(raw), scales,
-            encoder and encoder["weights"],
+            encoder and encoder["weights"], rows.get("scaling", ""),
         )  # fmt: skip
 
     @property
@@ -129,6 +131,7 @@ class RowForm:
                     f"{HERE}: numbers beyond [-1, 1], to which the run scaled its columns. Give a "
                     "data frame, a mapping of columns, or a CSV file, which are scaled"
                 )
+            self._refuse_other_scaling(rows)
             return rows
         channels, *sides = self._wanted
         row_shapes = [self._wanted, (*sides, channels), *([(*sides,)] if channels == 1 else [])]
@@ -139,6 +142,21 @@ class RowForm:
             f"{HERE}: rows have the shape {rows.shape[1:]}, and {self.folder} was trained on "
             f"{self._wanted} (of images: channels, height, width). {advice}"
         )
+
+    def _refuse_other_scaling(self, rows: NDArray[Any]) -> None:
+        """Raise DataError for vectors that would be scaled otherwise than the training rows."""
+        as_bytes = rows.dtype == np.uint8
+        if self.scaling == AS_STORED and as_bytes:
+            raise DataError(
+                f"{HERE}: rows are bytes, which are scaled to [-1, 1], and {self.folder} was "
+                "trained on floats, which are not. Give floats"
+            )
+        scaled = as_bytes or -1 <= rows.min() < 0 < rows.max() <= 1  # as run.generate makes them
+        if self.scaling == BYTES and not scaled:
+            raise DataError(
+                f"{HERE}: rows are floats, which are taken as they are, and {self.folder} was "
+                "trained on bytes, which are scaled to [-1, 1]. Give uint8, or x / 127.5 - 1"
+            )
 
     @property
     def _wanted(self) -> tuple[int, ...]:

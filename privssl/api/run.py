@@ -21,6 +21,7 @@ from privssl.data.fields import class_number
 from privssl.errors import ConfigError, DataError, RunFolderError, first_line
 from privssl.experiment import config as configs
 from privssl.experiment.devices import device_of
+from privssl.models.network_checks import differ, outputs_of
 from privssl.models.own_networks import (
     TRAINED_IN,
     NetworkSource,
@@ -142,6 +143,14 @@ class Run:
                 f"{self.folder / CLASSIFIER} does not fit {name} ({first_line(error)}). Give the "
                 "network that the run was trained with"
             ) from None
+        # absent in runs of networks of privssl, and of former versions
+        recorded = self.results.get("outputs")
+        if recorded and differ(outputs_of(trained, shape, device), recorded):
+            raise RunFolderError(
+                f"{name} has the weights of {self.folder}, and gives other outputs than the run's "
+                "network: its code has changed, or its state dict lacks something random. Give "
+                "the network that the run was trained with"
+            )
         for layer in trained.modules():  # the network may become model= of a private run
             setattr(layer, TRAINED_IN, str(self.folder.resolve()))
         return trained

@@ -27,7 +27,6 @@ class RowKind:
     networks: tuple[str, ...]  # values of ``model.name``
     norms: tuple[str, ...]  # values of ``model.norm``
     views: tuple[str, ...]  # names of augmentations
-    scaling: str  # scaling of a network's input
 
 
 IMAGE = RowKind(
@@ -37,18 +36,18 @@ IMAGE = RowKind(
     ("group", "batch", "static", "none"),
     ("none", "weak", "mid", "strong", "crop", "shift", "fixmatch", "fedmatch", "fedseal",
      "fedtrinet"),
-    scaling="[-1, 1]",
 )  # fmt: skip
 SEQUENCE = RowKind(
     "sequence", ("linear", "mlp", "text_cnn", "gru"), ("group", "batch", "none"),
-    ("none", "weak", "mid", "strong"), scaling="as stored",
+    ("none", "weak", "mid", "strong"),
 )  # fmt: skip
 VECTOR = RowKind(
     "vector", ("linear", "mlp"), ("group", "batch", "none"),
-    ("none", "weak", "mid", "strong"), scaling="bytes to [-1, 1], other numbers as stored",
+    ("none", "weak", "mid", "strong"),
 )  # fmt: skip
 #: Networks with dropout, which private runs refuse.
 WITH_DROPOUT = ("trinet_cnn", "trinet_svhn")
+BYTES, AS_STORED = "bytes to [-1, 1]", "as stored"  # scalings of vectors
 KINDS = {3: IMAGE, 2: SEQUENCE, 1: VECTOR}  # by dimensions
 
 
@@ -71,14 +70,28 @@ def describe(shape: Shape) -> str:
     return f"images of {shape[1]}x{shape[2]} pixels"
 
 
-def describe_task(classes: Sequence[str], shape: Shape) -> str:
-    """Describe classes in their order, and the shape of a row, to compare two parties.
+def describe_task(classes: Sequence[str], shape: Shape, scaling: str) -> str:
+    """Describe classes in their order, the shape of a row and its scaling, to compare two parties.
 
-    >>> describe_task(("cat", "dog"), (1, 8, 8))
+    >>> describe_task(("cat", "dog"), (1, 8, 8), "[-1, 1]")
     '2 classes (cat, dog), rows of 1x8x8'
+    >>> describe_task(("cat", "dog"), (30,), BYTES)
+    '2 classes (cat, dog), rows of 30 bytes'
     """
     names = ", ".join([*classes[:20], *["..."][: len(classes) > 20]])
-    return f"{len(classes)} classes ({names}), rows of {'x'.join(map(str, shape))}"
+    form = "x".join(map(str, shape))
+    return f"{len(classes)} classes ({names}), rows of {form}{' bytes' * (scaling == BYTES)}"
+
+
+def scaling_of(x: Tensor) -> str:
+    """Describe how :func:`network_input` scales stored rows; parties of a run must share it.
+
+    >>> scaling_of(torch.zeros(1, 1, 8, 8)), scaling_of(torch.zeros(1, 30))
+    ('[-1, 1]', 'as stored')
+    """
+    if x.dim() == 4:
+        return "[-1, 1]"
+    return BYTES if x.dtype == torch.uint8 else AS_STORED
 
 
 def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:

@@ -281,7 +281,10 @@ def _class_names(train: Part) -> tuple[str, ...]:
         log.warning(
             "%s: %r and %r are two classes. Write them alike if they are one.", train.path, *similar
         )
-    if missing_words := [name for name in names if is_absent(name)]:
+    # -1 beside two others is no label in arrays and in scikit-learn
+    if missing_words := [
+        n for n in names if is_absent(n) or (plain(n) == "-1.0" and len(names) > 2)
+    ]:
         count = train.labels.count(missing_words[0])
         log.warning(
             "%s: %d rows have the label %s, which counts as a class. Leave the field empty where "
@@ -402,10 +405,7 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
 
 def _number(part: Part, name: str, value: str, index: int) -> float:
     """Parse a finite number. Raises DataError that names the line."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
+    number = float(value) if is_number(value) else math.nan
     if not math.isfinite(number):
         raise DataError(
             f"{part.path}, {part.unit} {part.lines[index]}: column {name} has {value!r}. Give "

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from privssl.core.agents import Origin
-from privssl.core.rows import Shape, describe, kind_of
+from privssl.core.rows import Shape, describe, kind_of, scaling_of
 from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.encoded import Unencoded
@@ -85,9 +85,9 @@ class Dataset:
     def about_rows(self) -> dict[str, Any]:
         """Describe the form of a row and the class names in output order, for users of the
         classifier."""
-        kind = kind_of(self.shape)
         description: dict[str, Any] = {
-            "kind": kind.name, "shape": list(self.shape), "scaling": kind.scaling, "encoder": None,
+            "kind": kind_of(self.shape).name, "shape": list(self.shape),
+            "scaling": scaling_of(self.x_train), "encoder": None,
         }  # fmt: skip
         if raw := self.unencoded:
             description["encoder"] = raw.encoder.about

@@ -21,12 +21,15 @@ def is_absent(value: str) -> bool:
 
 
 def is_number(value: str) -> bool:
-    """Return whether a field is a number, which may be infinite or NaN."""
+    """Return whether a field is a number, which may be infinite or NaN.
+
+    1_01 is a code, which Python would read as 101.
+    """
     try:
         float(value)
     except ValueError:
         return False
-    return True
+    return "_" not in value
 
 
 def plain(value: str) -> str:

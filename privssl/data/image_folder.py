@@ -153,7 +153,7 @@ def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> NDArray[n
     form = _Form("L" if channels == 1 else "RGB", (width, height), resized=True)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for header in pool.map(_head, files):
-            _refuse_mode(header)
+            _refuse_mode(header.path, header.mode)
         return _decode(pool, files, form)[0]
 
 
@@ -313,17 +313,32 @@ def _orientation(image: Image.Image) -> int:
     return number if number in range(1, 9) else 1
 
 
-def _refuse_mode(header: _Head) -> None:
-    if header.mode not in GREY | COLOUR:
+def _refuse_mode(path: object, mode: str) -> None:
+    if mode not in GREY | COLOUR:
         raise DataError(
-            f"{header.path} is an image of Pillow's mode {header.mode}. Save it with 8 bits per "
+            f"{path} is an image of Pillow's mode {mode}. Save it with 8 bits per "
             "channel, grey or RGB"
         )
 
 
+def pixels_of(where: str, image: Image.Image) -> Image.Image:
+    """Return an image in memory as its file is read: upright, over white, mode L or RGB.
+
+    Raises DataError for a damaged one, and for a mode with more than 8 bits per channel.
+    """
+    _refuse_mode(where, image.mode)
+    try:
+        upright = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
+        return _over_white(upright)[0].convert("L" if image.mode in GREY else "RGB")
+    except Exception as error:  # as in _head
+        raise DataError(
+            f"{where} cannot be read as an image: {error}. Replace or remove it"
+        ) from None
+
+
 def _form(headers: Sequence[_Head], image_size: int | None) -> _Form:
     for header in headers:
-        _refuse_mode(header)
+        _refuse_mode(header.path, header.mode)
         if image_size is None and header.size != headers[0].size:
             raise DataError(
                 f"{header.path} is {header.size[0]}x{header.size[1]} pixels and {headers[0].path} "

@@ -384,19 +384,19 @@ def config_hash(config: Config) -> str:
 
 
 def compatibility_hash(
-    config: Config, classes: Sequence[str], shape: Sequence[int], encoder: str | None = None,
-    columns: Mapping[str, Sequence[Any]] | None = None,
+    config: Config, classes: Sequence[str], shape: Sequence[int], scaling: str,
+    encoder: str | None = None, columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> str:  # fmt: skip
     """Return the SHA-256 of all that the parties of a run must share.
 
     Like ``config_hash``, without paths and budgets of one machine, and with the task: class names
-    in the order of the outputs, the shape of a row, the checksum of the encoder's weights, and the
-    columns of a table with their bounds or categories. With others a site would train on other
-    features.
+    in the order of the outputs, the shape of a row and its scaling (``rows.scaling_of``), the
+    checksum of the encoder's weights, and the columns of a table with their bounds or categories.
+    With others a site would train on other features.
     """
     parts = result_relevant(config)
     _drop(parts, _PATHS | {"privacy": ("ledger", "ledger_epsilon")})
-    task: dict[str, Any] = {"classes": list(classes), "shape": list(shape)}
+    task: dict[str, Any] = {"classes": list(classes), "shape": list(shape), "scaling": scaling}
     task |= {"encoder": encoder} if encoder else {}
     task |= {"columns": [[name, *scale] for name, scale in columns.items()]} if columns else {}
     return hash_values({**parts, "task": task})

@@ -16,7 +16,7 @@ from generators.base import ConditionalGenerator
 from generators.sampling import draw_samples
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
-from privssl.core.rows import IMAGE, kind_of
+from privssl.core.rows import BYTES, IMAGE, kind_of
 from privssl.core.task import Task
 from privssl.errors import PrivacyError, RunFolderError, UserError
 from privssl.experiment import config as configs
@@ -41,8 +41,8 @@ class SyntheticRows:
     """Synthetic rows with labels.
 
     ``x`` (N, channels, height, width) uint8 in 0..255, or for other rows (N, *shape) float32
-    network input; ``y`` (N,) int64, the names of all classes in order, and a sentence on the
-    guarantee.
+    network input, cut to [-1, 1] where all rows of the run are in it; ``y`` (N,) int64, the names
+    of all classes in order, and a sentence on the guarantee.
     """
 
     x: NDArray[Any]
@@ -86,7 +86,8 @@ def generate_rows(
             f"{NOT_PROTECTED} If the owners of these rows agree, give --acknowledge-query-rows "
             "(in Python acknowledge_query_rows=True)"
         )
-    shape = tuple(results["rows"]["shape"])
+    form = results["rows"]
+    shape, bounded = tuple(form["shape"]), "columns" in form or form.get("scaling") == BYTES
     # Without the classifier, because a run folder must not choose code to import.
     assert config.run.precision != "auto"  # a run's config records it
     task = Task(len(names), shape, nn.Identity, config.run.precision)
@@ -102,13 +103,15 @@ def generate_rows(
     assert generator is not None
     class_ids = torch.tensor([names.index(name) for name in dict.fromkeys(chosen)])
     labels = class_ids[torch.arange(count) % len(class_ids)]
-    levels = _draw(generator, labels, names, shape, seed)
+    levels = _draw(generator, labels, names, shape, seed, bounded=bounded)
     for draw in range(1, DRAWS + 1):
         unsure = _unsure(levels, labels, confidence, classify)
         if not len(unsure):
             return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by)
         if draw < DRAWS:
-            levels[unsure] = _draw(generator, labels[unsure], names, shape, seed, draw)
+            levels[unsure] = _draw(
+                generator, labels[unsure], names, shape, seed, draw, bounded=bounded
+            )
     raise UserError(
         f"--confidence {confidence}: {len(unsure)} of {count} rows stay below it after {DRAWS} "
         f"draws, one of class {names[int(labels[unsure[0]])]}. Give less, or classes that the "
@@ -132,13 +135,16 @@ def _asked_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:
 
 def _draw(
     generator: ConditionalGenerator, labels: Tensor, names: Sequence[str], shape: Sequence[int],
-    seed: int, draw: int = 0,
+    seed: int, draw: int = 0, *, bounded: bool,
 ) -> Tensor:  # fmt: skip
-    """Generate a row of each label, an image as uint8; another ``draw`` gives other rows."""
+    """Generate a row of each label, an image as uint8; another ``draw`` gives other rows.
+
+    ``bounded``: whether vectors are in [-1, 1], as columns of a table and bytes are.
+    """
     rng = randomness.stream(seed, draw, "world", "generate")
     rows = draw_samples(generator, labels, len(names), shape, rng).nan_to_num(0.0)
     if kind_of(tuple(shape)) is not IMAGE:
-        return rows.float()
+        return rows.float().clamp(-1, 1) if bounded else rows.float()
     return ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 

@@ -13,17 +13,18 @@ from privssl.models.own_networks import TRIED
 from privssl.runtime import randomness
 from privssl.storage import tensor_files
 
+RECORDED = 30  # outputs of a finished run's network
 ROUNDING = 1e-3  # matrix products of other batch sizes round differently
 
 
 def check_network(
     name: str, build: Callable[[], nn.Module], shape: Shape, classes: int
 ) -> list[str]:
-    """Build a network twice and test it on synthetic rows; return warnings about its predictions.
+    """Build a network and test it on synthetic rows; return warnings about its predictions.
 
     Raises:
         ConfigError: it has other inputs or outputs than the rows and classes need, differs when
-            rebuilt, has weights that a state dict cannot hold, or no gradient.
+            rebuilt, has weights that a state dict cannot hold or lacks, or no gradient.
     """
     rng = partial(randomness.stream, 0, 0, "world", "try the network")
     with randomness.seeded(rng()):
@@ -46,12 +47,44 @@ def check_network(
     if not any(p.requires_grad for p in network.parameters()):
         raise ConfigError(f"model.name {name} has no parameter that can be trained")
     x = network_input(torch.rand(TRIED, *shape, generator=rng()))
+    with randomness.seeded(randomness.stream(1, 0, "world", "try the network")):
+        other = build()
     for mode in (True, False):
         with torch.no_grad(), randomness.seeded(rng()):
             _check_output(name, network.train(mode), x, classes)
+    if not _have_same_outputs(rebuilt, other, x):
+        raise ConfigError(
+            f"model.name {name}: built again with the same weights, it gives other outputs. Its "
+            "state dict lacks something random: put layers of a list into a torch.nn.ModuleList, "
+            "and random tensors into register_buffer"
+        )
     with randomness.seeded(rng()):
         _check_gradient(name, rebuilt.train(), x)
-        return list(_doubtful_predictions(name, network.eval(), x))
+        doubts = list(_doubtful_predictions(name, network.eval(), x))
+    if not (doubts or _have_same_outputs(network, other, x)):
+        doubts.append(
+            f"{name}: in evaluation mode outputs depend on rows of training that are not in its "
+            "state dict, so a run that is opened again predicts otherwise. Use register_buffer"
+        )
+    return doubts
+
+
+@torch.no_grad()
+def outputs_of(network: nn.Module, shape: Shape, device: torch.device) -> list[float]:
+    """Return up to ``RECORDED`` outputs in evaluation mode on fixed synthetic rows.
+
+    They tell networks with the same weights apart. Empty if outputs depend on chance.
+    """
+    rows = torch.rand(TRIED, *shape, generator=randomness.stream(0, 0, "world", "record outputs"))
+    x = network_input(rows, device)
+    first, second = network.eval()(x), network(x)
+    return first.flatten()[:RECORDED].tolist() if torch.equal(first, second) else []
+
+
+def differ(outputs: list[float], recorded: list[float]) -> bool:
+    """Return whether outputs differ by more than rounding."""
+    pairs = zip(outputs, recorded, strict=False)  # other shapes of weights are refused before
+    return any(abs(a - b) > 0.01 * max(1.0, *map(abs, recorded)) for a, b in pairs)
 
 
 def refuse_frozen(name: str, network: nn.Module) -> None:
@@ -103,6 +136,17 @@ def _check_gradient(name: str, network: nn.Module, x: Tensor) -> None:
             f"model.name {name} cannot be trained: {type(error).__name__}: {first_line(error)}. "
             "Its outputs need a gradient: no detach, no_grad or numpy in forward"
         ) from error
+
+
+@torch.no_grad()
+def _have_same_outputs(network: nn.Module, other: nn.Module, x: Tensor) -> bool:
+    """Give another network the same weights; return whether it has the same outputs."""
+    other.load_state_dict(network.state_dict())
+    found = []
+    for one in (network, other):
+        with randomness.seeded(randomness.stream(0, 0, "world", "try the network")):
+            found.append(one.eval()(x))
+    return torch.equal(*found)
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ ERROR_CODES: Mapping[str, str] = {
     "at once, compare the clocks of both machines",
     "refused": "its agent, role or algorithm has no such step",
     "version": "it has another version of privssl. Install the same one on both sides",
-    "config": "it has another config, other classes, or rows of another shape. "
+    "config": "it has another config, other classes, or rows of another shape or scaling. "
     "Compare its config, classes and rows with those here",
     "lost": "the step was charged and broke off, and is never run again",
     "failed": "the step raised an error. See the site's log",

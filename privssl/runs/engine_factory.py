@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from accounting.ledger import Journal, read_journal
 from privssl.core.agents import AgentLocation, Memory
 from privssl.core.engine import Engine
-from privssl.core.rows import describe_task
+from privssl.core.rows import describe_task, scaling_of
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
 from privssl.engines.process_pool import WorkerEngine, resolve_worker_count
@@ -86,14 +86,14 @@ def _sites(prepared: Prepared, options: Mapping[str, Any]) -> SitesEngine:
         return SitesEngine(
             transport, prepared.roster, algorithm=prepared.algorithm,
             agreement=configs.compatibility_hash(
-                config, dataset.class_names, dataset.shape,
+                config, dataset.class_names, dataset.shape, scaling_of(dataset.x_train),
                 None if dataset.unencoded is None else dataset.unencoded.encoder.checksum,
                 dataset.scales,
             ),
             home=LocalEngine(servers, **options),
             ledgers=labelled_ids if prepared.plan is not None else (),
             timeouts=timeouts, key_owner=transport.key_owner if keys is not None else None,
-            task=describe_task(dataset.class_names, dataset.shape),
+            task=describe_task(dataset.class_names, dataset.shape, scaling_of(dataset.x_train)),
         )  # fmt: skip
     except BaseException:
         transport.close()

@@ -1,5 +1,6 @@
 """Start or resume a run in its folder, with log and trackers; used by ``train`` and ``compare``."""
 
+import json
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from privssl.data import FederatedDataset, class_counts_of
 from privssl.experiment import config as configs
 from privssl.experiment.plugin_names import plugins_of
 from privssl.experiment.prepare import Prepared
+from privssl.models.network_checks import outputs_of
 from privssl.ops import dispatch
 from privssl.reporting.outside_trackers import TrackedRun, open_trackers
 from privssl.reporting.trackers import CsvTracker, ProgressTracker, TensorBoardTracker, Tracker
@@ -24,6 +26,10 @@ from privssl.runs import resume as runs_resume
 from privssl.runs.engine_factory import refuse_unreachable
 from privssl.runs.round_plan import rounds_of
 from privssl.runtime.process import LogFile, logging_to
+from privssl.settings.names import is_outside
+from privssl.storage import atomic_files
+from privssl.storage.tensor_files import open_lazily
+from privssl.training.local_training import load_weights
 
 log = logging.getLogger("privssl")
 
@@ -59,6 +65,7 @@ def launch(
         snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest, fewer)
         runs_resume.check_device(folder)
         runs_resume.check_same_split(folder, prepared, snapshot)
+        runs_resume.check_same_names(folder, prepared, snapshot)
         runs_resume.check_same_public_parts(folder, prepared, snapshot)
         runs_resume.check_spending_shown(folder, prepared)
         warn(runs_resume.other_code_warnings(snapshot))
@@ -88,7 +95,22 @@ def launch(
 
     with plugin_errors(plugins_of(prepared.config), keep_traceback):
         round_loop.train(prepared, folder, trackers, snapshot)
+    _record_outputs(prepared, folder)
     return folder
+
+
+def _record_outputs(prepared: Prepared, folder: Path) -> None:
+    """Add outputs of an own network on synthetic rows to results.json, for who opens the run."""
+    known, cpu = run_dir.read_outcome(folder), torch.device("cpu")
+    if known is None or known[0]["status"] == "interrupted":
+        return
+    if not is_outside(prepared.config.model.name):
+        return
+    network = prepared.algorithm.task.new_classifier()
+    load_weights(network, dict(open_lazily(folder / run_dir.CLASSIFIER)), cpu)
+    outputs = outputs_of(network, prepared.algorithm.task.shape, cpu)
+    text = json.dumps(known[0] | {"outputs": outputs}, indent=2) + "\n"
+    atomic_files.write(folder / "results.json", text)
 
 
 def progress_bar(prepared: Prepared, after: int | None, *, shown: bool) -> list[ProgressTracker]:

@@ -32,6 +32,8 @@ SPLIT = "split"
 SOURCES = "sources"
 #: The checkpoint key of the plug-ins, as JSON.
 PLUGINS = "plugins"
+#: The checkpoint key of class names and of a table's columns, as JSON.
+NAMES = "names"
 #: The checkpoint key of files that the guarantee takes as public: their checksums as JSON.
 PUBLIC = "public"
 #: The line of train.log with the device of a session, if not the CPU.
@@ -190,10 +192,33 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
         raise LedgerError(f"{problem}. Put the true ledger back")
 
 
+def names_of_rows(prepared: Prepared) -> dict[str, str]:
+    """Return a checkpoint's record of class names and of a table's columns, in their order."""
+    about = prepared.about_rows
+    found = {"classes": about["class_names"], "columns": [*about["rows"].get("columns", ())]}
+    return {NAMES: json.dumps(found)}
+
+
+def check_same_names(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
+    """Raise RunFolderError if classes or columns have other names than at the run's start.
+
+    The split has their numbers alone, and results would give outputs the wrong names.
+    """
+    then = json.loads(str(snapshot.extra.get(NAMES, "{}")))  # former versions have no record
+    for what, now in json.loads(names_of_rows(prepared)[NAMES]).items():
+        if then.get(what, now) != now:
+            raise RunFolderError(
+                f"{folder} began with the {what} {', '.join(then[what][:20])}, which are now "
+                f"{', '.join(now[:20])}. Give them the former names and order, or start a new run "
+                "with another run.output"
+            )
+
+
 def public_parts(prepared: Prepared) -> dict[str, str]:
-    """Return a checkpoint's record of initial weights and of an encoder; empty without either."""
+    """Return a checkpoint's records of names, and of initial weights and an encoder, if any."""
     parts = {"model": prepared.network, "encoder": prepared.about_rows["rows"]["encoder"]}
-    return {PUBLIC: json.dumps(parts, sort_keys=True)} if any(parts.values()) else {}
+    record = {PUBLIC: json.dumps(parts, sort_keys=True)} if any(parts.values()) else {}
+    return names_of_rows(prepared) | record
 
 
 def check_same_public_parts(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:

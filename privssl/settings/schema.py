@@ -160,7 +160,7 @@ class DataSettings:
     unlabelled: Positive | None = None
     """Unlabelled rows, over all agents. Absent: all remaining training rows."""
     stratified: bool = True
-    """Sample equally many labelled rows of each class."""
+    """Sample equally many labelled rows of each class; a class with too few gives all it has."""
     validation: Count = 0
     """Labelled training rows that no agent holds, to choose settings on."""
     test: Positive | None = None

@@ -24,7 +24,7 @@ from accounting.ledger import Account, read_journal, refuse_problems
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
-from privssl.core.rows import Shape, describe_task
+from privssl.core.rows import Shape, describe_task, scaling_of
 from privssl.data import agent_refs, datasets, labelled_rows, split_manifest, unlabelled_rows
 from privssl.data.encoded import HeldRows
 from privssl.data.npz import NO_LABEL, Scale, read_rows
@@ -67,6 +67,7 @@ class _Held(NamedTuple):
     unlabelled: UnlabelledRows | None
     classes: Sequence[str]
     shape: Shape
+    scaling: str  # of the network's input (``rows.scaling_of``)
     encoder: str | None  # checksum of its weights
     columns: Mapping[str, Scale] | None = None  # of a table
 
@@ -106,11 +107,12 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
     return SiteRequestHandler(
         agent=agent, algorithm=algorithm, seed=config.run.seed,
         agreement=configs.compatibility_hash(
-            config, rows.classes, rows.shape, rows.encoder, rows.columns
+            config, rows.classes, rows.shape, rows.scaling, rows.encoder, rows.columns
         ),
         store=store, device=device, open_account=open_account,
         journal=_journal_reader(site, agent, store) if shared else None,
-        share_notes=site.site.share_notes, task=describe_task(rows.classes, rows.shape),
+        share_notes=site.site.share_notes,
+        task=describe_task(rows.classes, rows.shape, rows.scaling),
     )  # fmt: skip
 
 
@@ -224,7 +226,8 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     without_labels = unlabelled_rows(unlabelled_ids, rows) if unlabelled else None
     encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.checksum
     return _Held(
-        with_labels, without_labels, dataset.class_names, dataset.shape, encoder, dataset.scales
+        with_labels, without_labels, dataset.class_names, dataset.shape,
+        scaling_of(dataset.x_train), encoder, dataset.scales,
     )  # fmt: skip
 
 
@@ -285,9 +288,10 @@ def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled
     if arrays.unlabelled is not None:
         x, origin, encoder = datasets.encode_rows(config.data, torch.from_numpy(arrays.unlabelled))
         without_labels = UnlabelledRows(x, torch.arange(len(x)), origin)
-    rows = with_labels or without_labels
+    rows = without_labels if with_labels is None else with_labels  # which may have no row
     assert rows is not None  # every role has rows
-    return _Held(with_labels, without_labels, classes, tuple(rows.x.shape[1:]), encoder)
+    shape, scaling = tuple(rows.x.shape[1:]), scaling_of(rows.x)
+    return _Held(with_labels, without_labels, classes, shape, scaling, encoder)
 
 
 # Algorithm and account ------------------------------------------------------------------------

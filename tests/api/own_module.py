@@ -268,3 +268,35 @@ class Squeezing(_Linear):
 
 
 MODULE = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 7))
+
+
+class Listed(_Linear):
+    """A layer in a list, which torch does not know."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.first = [nn.Linear(64, 64)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first[0](x.flatten(1)).relu())
+
+
+class Projecting(_Linear):
+    """A random projection that is no buffer."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.by = torch.randn(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1) @ self.by)
+
+
+class ProjectingByBuffer(Projecting):
+    """The same with a buffer, which a state dict has."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes)
+        by = self.by
+        del self.by
+        self.register_buffer("by", by)

@@ -82,6 +82,11 @@ def test_a_dataset_accepts_map_style_datasets_of_torch() -> None:
     assert Rows.from_torch(*parts).checksum == dataset().checksum
 
 
+def test_an_array_with_a_mask_that_hides_nothing_is_accepted() -> None:
+    found = Rows.from_arrays(np.ma.masked_less(X, -1), Y, X_TEST, Y_TEST)
+    assert found.checksum == dataset().checksum
+
+
 class HuggingFaceTable(list[dict[str, Any]]):
     """The methods of ``datasets.Dataset`` that privssl uses."""
 
@@ -129,6 +134,20 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "row 2 is float32 of shape",
     ),
     "no rows": (lambda: Rows.from_torch([], ITEM), "train has no rows"),
+    "an infinite label": (lambda: Rows.from_torch([(X[0], float("inf"))], ITEM), "the label inf"),
+    "a huge label": (lambda: Rows.from_torch([(X[0], 10**30)], ITEM), "the label 1000"),
+    "masked values": (
+        lambda: Rows.from_arrays(np.ma.masked_less(X, 0.1), Y, X_TEST, Y_TEST),
+        "x_train has masked values",
+    ),
+    "16 bits": (
+        lambda: Rows.from_torch([(Image.fromarray(np.full((8, 8), 999, np.uint16)), 0)], ITEM),
+        "row 0 is an image of Pillow's mode I;16",
+    ),
+    "floats in a picture": (
+        lambda: Rows.from_torch([(Image.fromarray(X[0]), 0)], ITEM),
+        "row 0 is an image of Pillow's mode F",
+    ),
     "no features": (lambda: Rows.from_huggingface(ITEM, ITEM), "a list without features"),
     "no column": (lambda: Rows.from_huggingface(table(X, Y), table(X, Y)), "no column 'label'"),
 }
@@ -347,7 +366,7 @@ def test_a_missing_category_is_encoded_alike_in_training_and_prediction(missing:
     )
     data = Rows.from_frame(frame, "target", test=0.25)
     settings = DataSettings(name="arrays")
-    form = RowForm(Path("run"), settings, data.shape, None, data.rows.scales, None)
+    form = RowForm(Path("run"), settings, data.shape, None, data.rows.scales, None, "as stored")
     found = form.convert(frame)
     assert found.tolist() == data.network_rows(frame).tolist()
     assert found[1, :2].tolist() == [1.0, -1.0]  # no value, then red
@@ -383,9 +402,8 @@ def test_warnings_about_private_rows_are_printed_and_written_to_no_file(
 def test_columns_named_by_numbers_are_found() -> None:
     """As pandas names the columns of an array."""
     data = Rows.from_frame(Frame(**{"0": AGES, "target": ["no", "yes"] * 4}), "target", test=0.25)
-    form = RowForm(
-        Path("run"), DataSettings(name="arrays"), data.shape, None, data.rows.scales, None
-    )
+    settings = DataSettings(name="arrays")
+    form = RowForm(Path("run"), settings, data.shape, None, data.rows.scales, None, "as stored")
     assert form.convert({0: AGES}).tolist() == form.convert({"0": AGES}).tolist()
     with pytest.raises(privssl.UserError, match="no column 0"):  # the control
         form.convert({1: AGES})

@@ -162,6 +162,8 @@ WRONG = {
     "Wide": r"gives \(3, 4\) for 3 rows of shape \(1, 8, 8\).*: \(3, 3\)",
     "Coloured": r"cannot take rows of shape \(1, 8, 8\).*RuntimeError",
     "Uneven": "built twice, it has other layers or weights",
+    "Listed": "built again with the same weights, it gives other outputs.*ModuleList",
+    "Projecting": "built again with the same weights, it gives other outputs.*register_buffer",
     "Detached": "cannot be trained: RuntimeError.*no detach",
     "Broken": "cannot be built: ValueError: I need a GPU",
     "NO_NETWORK": "is 3, which is no network",
@@ -183,6 +185,7 @@ DOUBTFUL = {
     "Counting": "",
     "Mixing": "outputs of a row depend on the other rows of its batch",
     "Squeezing": "outputs of a row depend on the other rows of its batch",
+    "Centring": "depend on rows of training that are not in its state dict",
     "Dropping": "",
     "Frozen": "",
 }
@@ -199,6 +202,31 @@ def test_predictions_that_depend_on_chance_or_on_other_rows_give_a_warning(
     found = [text for text in run.results["warnings"] if "in evaluation mode" in text]
     assert len(found) == bool(words)
     assert all(words in text for text in found)
+
+
+def test_a_run_is_not_opened_with_another_network_that_its_weights_fit(tmp_path: Path) -> None:
+    """As after a change in a notebook. The controls: the network itself, and runs of former
+    versions, which recorded no outputs."""
+
+    class Negated(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -super().forward(x)
+
+    given, x = {"algorithm.rounds": 1}, arrays()[2]
+    run = privssl.train(config(tmp_path), given, dataset(), Net, tmp_path / "run")
+    with pytest.raises(privssl.UserError, match="gives other outputs than the run's network"):
+        privssl.open_run(run.folder, Negated).predict(x)
+    assert (privssl.open_run(run.folder, Net).predict(x) == run.predict(x)).all()
+    results = {name: value for name, value in run.results.items() if name != "outputs"}
+    (run.folder / "results.json").write_text(json.dumps(results))
+    assert len(privssl.open_run(run.folder, Negated).predict(x)) == 30
+
+
+def test_a_random_tensor_in_a_buffer_is_there_when_a_run_is_opened_again(tmp_path: Path) -> None:
+    model, (x, y) = own_module.ProjectingByBuffer, arrays()[2:]
+    run = privssl.train(config(tmp_path), None, dataset(), model, tmp_path / "run")
+    again = privssl.open_run(run.folder, model)
+    assert again.evaluate(x, y)["accuracy"] == run.results["test_accuracy"]["final"]
 
 
 def test_a_network_instance_named_by_a_config_predicts_after_training(tmp_path: Path) -> None:

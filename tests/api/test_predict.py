@@ -15,6 +15,7 @@ from PIL import Image
 
 import privssl
 from privssl import evaluate, predict
+from privssl.api.inputs import read_rows
 from tests.api.digits import arrays, config
 
 X, Y, X_TEST, Y_TEST = arrays(shape=(8, 8, 3))
@@ -100,6 +101,45 @@ def test_predictions_on_images_have_the_runs_test_accuracy(
     for folder in (data, data / "test"):
         found = json.loads(run_main(evaluate.main, capfd, run.folder, folder, "--json"))
         assert (found["rows"], found["accuracy"]) == (30, reported)
+
+
+def odd_pictures() -> dict[str, Any]:
+    """Pictures whose pixels depend on how they are read."""
+    rng, picture = np.random.default_rng(3), Image.fromarray(bytes_of(X_TEST[0]))
+    clear, turned = picture.convert("RGBA"), Image.Exif()
+    clear.putalpha(Image.fromarray(rng.choice([0, 90, 255], (8, 8)).astype(np.uint8)))
+    turned[274] = 6  # the EXIF orientation
+    return {
+        "alpha.png": (clear, {}),
+        "palette.png": (clear.convert("P"), {"transparency": 0}),
+        "turned.png": (picture, {"exif": turned}),
+    }
+
+
+@pytest.mark.parametrize(("name", "odd"), odd_pictures().items(), ids=list(odd_pictures()))
+def test_a_picture_in_memory_is_predicted_like_its_file(
+    image_run: tuple[privssl.Run, Path], tmp_path: Path, name: str, odd: tuple[Any, dict[str, Any]]
+) -> None:
+    run = image_run[0]
+    odd[0].save(tmp_path / name, **odd[1])
+    [(_, rows)] = read_rows([tmp_path / name], run.form)
+    with Image.open(tmp_path / name) as picture:
+        assert (run.network_input([picture]) == run.network_input(rows)).all()
+        plain = np.asarray(picture.convert("RGB"))
+    assert (run.network_input(rows) != run.network_input(plain[None])).any()  # the control
+
+
+def test_a_damaged_picture_in_memory_raises_one_clear_error(
+    image_run: tuple[privssl.Run, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "cut.png"
+    Image.fromarray(bytes_of(X_TEST[0])).save(path)
+    path.write_bytes(path.read_bytes()[:-60])
+    with (
+        Image.open(path) as picture,
+        pytest.raises(privssl.UserError, match="row 0 cannot be read as an image"),
+    ):
+        image_run[0].predict([picture])
 
 
 def test_json_and_csv_predictions_have_the_same_rows(

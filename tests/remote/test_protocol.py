@@ -255,7 +255,7 @@ model: {name: small_cnn, width: 4}
 algorithm: {name: fedssl, rounds: 2}
 privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 1.0, steps: 2}
 """
-TASK = (tuple("0123456789"), (1, 8, 8))
+TASK = (tuple("0123456789"), (1, 8, 8), "[-1, 1]")
 
 
 def compatibility_hash(folder: Path, *arguments: str) -> str:
@@ -295,8 +295,12 @@ def test_the_compatibility_hash_does_not_depend_on_the_data_folder(tmp_path: Pat
     assert here == there
 
 
-def test_the_compatibility_hash_depends_on_class_names_and_row_shape(tmp_path: Path) -> None:
+def test_the_compatibility_hash_depends_on_class_names_and_rows(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     config = configs.load_config(tmp_path / "c.yaml")
-    tasks = [TASK, (("cat", "dog"), (1, 8, 8)), (("dog", "cat"), (1, 8, 8)), (TASK[0], (1, 8, 9))]
-    assert len({configs.compatibility_hash(config, *task) for task in tasks}) == 4
+    names, shape, scaling = TASK
+    tasks = [
+        TASK, (("cat", "dog"), shape, scaling), (("dog", "cat"), shape, scaling),
+        (names, (1, 8, 9), scaling), (names, shape, "as stored"),
+    ]  # fmt: skip
+    assert len({configs.compatibility_hash(config, *task) for task in tasks}) == 5

@@ -12,7 +12,14 @@ import torch
 import privssl
 from privssl import export
 from privssl.data.csv_rows import read_table
-from privssl.data.fields import doubled, odd_categories, odd_numbers, places_of, tells_classes
+from privssl.data.fields import (
+    doubled,
+    odd_categories,
+    odd_numbers,
+    places_of,
+    plain,
+    tells_classes,
+)
 from tests.api.digits import Frame, arrays
 from tests.rows.test_csv_rows import save
 
@@ -285,3 +292,29 @@ def test_a_match_that_chance_explains_causes_no_warning() -> None:
 def test_a_label_column_of_measured_numbers_is_named_in_the_error() -> None:
     with pytest.raises(privssl.UserError, match="60 rows have 60 different labels"):
         privssl.Dataset.from_frame(patients(), label="pressure")
+
+
+def test_codes_with_an_underscore_are_categories_and_no_numbers(tmp_path: Path) -> None:
+    """Python reads 1_01 and 10_1 as 101."""
+    codes = ["1_01", "10_1", "2_2"]
+    frame = patients(ward=[codes[number % 3] for number in range(ROWS)])
+    scales = privssl.Dataset.from_frame(frame, "ill").rows.scales or {}
+    assert scales["ward"] == ("10_1", "1_01", "2_2")
+    bounds: dict[str, Any] = {"ward": [0, 200]}
+    with pytest.raises(privssl.UserError, match=r"column ward has '1_01'\. Give finite numbers"):
+        privssl.Dataset.from_frame(frame, "ill", columns=bounds)
+    assert plain("1_01") != plain("10_1") != plain("101")
+
+
+@pytest.mark.parametrize(
+    ("labels", "warned"),
+    [((-1, 0, 1), True), (("-1", "0", "1"), True), ((-1.0, 0.0, 1.0), True), ((-1, 1), False),
+     ((0, 1), False)],
+)  # fmt: skip
+def test_a_class_minus_one_beside_two_others_causes_a_warning(
+    labels: tuple[Any, ...], warned: bool
+) -> None:
+    """In arrays, and in scikit-learn, it means no label."""
+    frame = patients(ill=[labels[number % len(labels)] for number in range(ROWS)])
+    said = privssl.Dataset.from_frame(frame, "ill").warnings
+    assert any("have the label -1, which counts as a class" in text for text in said) == warned

@@ -99,7 +99,9 @@ def test_a_site_without_test_rows_has_the_hash_of_the_coordinator_with_test_rows
     (coordinator / "c.yaml").write_text(text.replace("ROWS", str(coordinator / "rows")))
     config = configs.load_config(coordinator / "c.yaml")
     data = load_dataset(config.data)
-    ours = configs.compatibility_hash(config, data.class_names, data.shape, None, data.scales)
+    ours = configs.compatibility_hash(
+        config, data.class_names, data.shape, "as stored", None, data.scales
+    )
     assert other_site.agreement == ours
 
 
@@ -208,6 +210,11 @@ def test_a_private_site_refuses_colour_images_beside_grey_ones(tmp_path: Path) -
 
 # Private row counts -----------------------------------------------------------------------------
 
+VECTORS = TABLE.replace(
+    "name: csv, root: ROWS, label: ill, columns: COLUMNS",
+    "name: npz, root: none.npz, labelled: 40",
+)
+ARRAYS = "{arrays: rows.npz, classes: 2}"
 PRIVATE_COUNTS = (
     "privacy: {epsilon: 8.0, noise_multiplier: 2.0, sample_rate: 1.0, record_counts: private}\n"
 )
@@ -218,10 +225,8 @@ def test_vectors_standardised_by_their_own_rows_are_refused_if_the_row_count_is_
     tmp_path: Path, counts: str, refused: bool
 ) -> None:
     x = np.random.default_rng(0).normal(5.0, 2.0, (40, 6))
-    y, rows = np.arange(40) % 2, "{arrays: rows.npz, classes: 2}"
-    of_table = "name: csv, root: ROWS, label: ill, columns: COLUMNS"
-    vectors = TABLE.replace(of_table, "name: npz, root: none.npz, labelled: 40")
-    vectors += PRIVATE_COUNTS.replace("private}", counts + "}")
+    y, rows = np.arange(40) % 2, ARRAYS
+    vectors = VECTORS + PRIVATE_COUNTS.replace("private}", counts + "}")
     how: dict[str, Any] = {"budget": "{epsilon: 8.0}"}
     np.savez(tmp_path / "rows.npz", x_labelled=x, y_labelled=y)
     site(tmp_path, vectors, rows, **how)
@@ -243,6 +248,26 @@ def test_with_a_private_row_count_an_empty_table_is_treated_like_any_other(
     assert len(handler.agent.labelled) == rows
     with pytest.raises(ConfigError, match=r"class names would follow.* in rows\.classes"):
         site(tmp_path, TABLE + PRIVATE_COUNTS, "{root: rows}", **how)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_with_a_private_row_count_empty_arrays_are_treated_like_any_others(
+    tmp_path: Path, rows: int
+) -> None:
+    x, y = np.zeros((rows, 6), np.float32), np.zeros(rows, np.int64)
+    np.savez(tmp_path / "rows.npz", x_labelled=x, y_labelled=y)
+    handler = site(tmp_path, VECTORS + PRIVATE_COUNTS, ARRAYS, budget="{epsilon: 8.0}")
+    assert len(handler.agent.labelled) == rows
+
+
+def test_sites_with_vectors_of_bytes_and_of_floats_do_not_agree(tmp_path: Path) -> None:
+    """Bytes are scaled to [-1, 1], floats are not."""
+    found = {}
+    for kind in (np.uint8, np.float32, np.float64):
+        np.savez(tmp_path / "rows.npz", x_unlabelled=np.eye(6).astype(kind))
+        handler = site(tmp_path, VECTORS, ARRAYS, role="query", agent="q0")
+        found[kind] = handler.agreement
+    assert found[np.uint8] != found[np.float32] == found[np.float64]
 
 
 def test_an_empty_table_is_refused_if_the_row_count_is_public(

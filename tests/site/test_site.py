@@ -385,7 +385,7 @@ def test_a_coordinator_config_with_less_noise_is_refused(site_folder: Path) -> N
     handler = open_handler(site_folder)
     edit(site_folder / "c.yaml", ("noise_multiplier: 2.0", "noise_multiplier: 0.5"))
     theirs = configs.compatibility_hash(
-        configs.load_config(site_folder / "c.yaml"), tuple(map(str, range(10))), (1, 8, 8)
+        configs.load_config(site_folder / "c.yaml"), tuple("0123456789"), (1, 8, 8), "[-1, 1]"
     )
     assert send_visit(handler, step_request(handler, agreement=theirs)).error == "config"
     assert charge_count(site_folder) == 0
