@@ -145,6 +145,10 @@ class Account:
         """Number of charged visits, unfinished ones included."""
         return len(self._journal.events)
 
+    def paid_visits(self) -> int:
+        """Number of visits whose charge is on disk: only these may read rows."""
+        return len(self._journal.visits)
+
     def is_charged(self, visit: str) -> bool:
         """Return whether a visit of this name was charged, finished or not."""
         return visit in self._journal.visits

@@ -21,10 +21,12 @@ from privssl.errors import PrivacyError
 class Made(dict[str, tuple[Event, dict[str, Tensor]]]):
     """Field of a message -> its charged event, and its tensors by name ("" for a single tensor).
 
-    ``begun``: whether a mechanism has begun to use rows. ``counted``: the histograms of a census.
+    ``begun``: whether a mechanism has begun to use rows. ``failed``: whether one raised an error
+    while it used them. ``counted``: the histograms of a census.
     """
 
     begun = False
+    failed = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,18 +68,26 @@ def errors_without_rows(what: str) -> Iterator[None]:
     """Replace errors of code that gets labelled rows by a PrivacyError without their text.
 
     The text may show rows, and errors are printed, logged and in tracebacks. ``what``: that code.
+    Outside of steps the failure is not recorded.
     """
     try:
         yield
-    except (PrivacyError, AccountingError):  # raised by the mechanism itself
-        raise
     except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        raise PrivacyError(
-            f"{what} fails on labelled rows: {type(error).__name__} in {at.name} "
-            f"({PurePath(at.filename).name}, line {at.lineno}). The text of the error is withheld, "
-            "because it may show rows. Try that code on made-up rows, of all classes"
-        ) from None
+        if (made := _made.get()) is not None:
+            made.failed = True
+        if isinstance(error, PrivacyError | AccountingError):  # raised by the mechanism itself
+            raise
+        raise error_without_rows(what, error) from None
+
+
+def error_without_rows(what: str, error: Exception) -> PrivacyError:
+    """Return an error that names the place of another, without its text."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return PrivacyError(
+        f"{what} fails on labelled rows: {type(error).__name__} in {at.name} "
+        f"({PurePath(at.filename).name}, line {at.lineno}). The text of the error is withheld, "
+        "because it may show rows. Try that code on made-up rows, of all classes"
+    )
 
 
 class Mechanism(Protocol):

@@ -6,8 +6,9 @@ guarantees or ends the run:
 * labelled rows with an account are readable only from the step's charge to its end, and by the
   private mechanism alone: clipping cannot bound a number that depends on several rows, and a census
   counts single rows. The same holds for their number if it is private;
-* a step is charged once, with the event of the account's plan, and sends only the fields that the
-  plan names: no other field, weight, metric, refusal or memory;
+* a step is charged once, with the event of the account's plan, and sends the fields that the plan
+  names, all of them, and nothing else: no other field, weight, metric, refusal or memory;
+* a charged step in which a mechanism fails on its rows sends nothing, and its errors have no text;
 * these fields have the bits that a private mechanism released, once, under that event;
 * memory is replaced, never mutated, and rows stay as they are, so results do not depend on the
   worker process or on resuming.
@@ -24,10 +25,17 @@ from typing import Any
 from torch import Tensor
 
 from accounting.account_plan import AccountPlan
+from accounting.errors import AccountingError
 from accounting.events import Event
 from privssl.core.agents import Agent, LabelledRows, Memory
 from privssl.core.messages import Declined, Message
-from privssl.core.private_release import Made, is_release, mechanism_is_reading, watch_mechanisms
+from privssl.core.private_release import (
+    Made,
+    error_without_rows,
+    is_release,
+    mechanism_is_reading,
+    watch_mechanisms,
+)
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
 from privssl.runtime.randomness import others_seeded
@@ -89,10 +97,10 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     """
     account, before, here = agent.account, agent.memory, True
     who = f"{getattr(step, '__name__', 'a step')} of {agent.id}"
-    visits = 0 if account is None else account.visits()
+    visits, on_disk = (0, 0) if account is None else (account.visits(), account.paid_visits())
 
     def paid() -> bool:
-        return here and account is not None and account.visits() > visits
+        return here and account is not None and account.paid_visits() > on_disk
 
     labelled = agent.held_labelled
     if account is not None and labelled is not None:
@@ -107,7 +115,7 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     )  # fmt: skip
     written, rows = _versions(before), _versions(_rows(agent))
     try:
-        with watch_mechanisms() as made, _repeatable(step, ctx):
+        with watch_mechanisms() as made, _repeatable(step, ctx), _errors_without_rows(who, paid):
             content = step(seen, message, ctx)
         charged = () if account is None else account.events[visits:]
     finally:
@@ -167,6 +175,19 @@ def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _errors_without_rows(who: str, paid: Callable[[], bool]) -> Iterator[None]:
+    """Withhold the text of a charged step's error: it may show counts or other things of rows."""
+    try:
+        yield
+    except (PrivacyError, AccountingError):
+        raise
+    except Exception as error:
+        if not paid():
+            raise
+        raise error_without_rows(who, error) from None
+
+
 def _versions(memory: Memory) -> dict[str, int]:
     """Return version counters of the tensors; none for tensors in files, which are read-only."""
     if not isinstance(memory, dict):
@@ -182,11 +203,14 @@ def _refuse_unplanned_release(
     sent = [name for name, value in vars(content).items() if value is not None]
     protected = [name for name in sent if name in plan.protect]
     unprotected = [n for n in protected if not is_release(made, plan.event, n, vars(content)[n])]
+    missing = [name for name in plan.update if name not in sent and plan.scope == "sound"]
     found = [
         what
         for what, wrong in (
             ("it declines", isinstance(content, Declined)),
             (f"it sends {', '.join(sent)}", not set(sent) <= set(plan.update)),
+            (f"it sends no {', '.join(missing)}", bool(missing)),
+            ("a private mechanism failed in it", made.failed),
             (f"no private mechanism made its {', '.join(unprotected)}", bool(unprotected)),
             ("its weight is not 1", ctx.weight != 1.0),
             ("its charge is not the planned one", tuple(charged) != (plan.event,)),

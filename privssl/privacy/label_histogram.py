@@ -113,7 +113,7 @@ def count_rows(
     counts = torch.zeros(clusters, classes, dtype=torch.int64)
     with errors_without_rows("the cluster of a row"):
         found = [int(cluster_of(row[None])) for row in x]
-        own = _module_of(cluster_of).partition(".")[0] != "privssl"
+        own = not _is_ours(cluster_of)
         if own and found != [int(cluster_of(row[None])) for row in x.flip(0)][::-1]:
             raise PrivacyError(
                 "the cluster of a row depends on the rows before it, so one row would move the "
@@ -125,11 +125,16 @@ def count_rows(
     return counts
 
 
-def _module_of(function: Callable[..., Tensor]) -> str:
-    """Return the module of a function, or of a partial's function."""
+def _is_ours(function: Callable[..., Tensor]) -> bool:
+    """Return whether a function, its object and a partial's arguments are privssl's, or plain."""
+    held = [getattr(function, "__self__", None)]
     while isinstance(function, partial):
+        held += [*function.args, *function.keywords.values()]
         function = function.func
-    return str(getattr(function, "__module__", ""))
+        held.append(getattr(function, "__self__", None))
+    kinds = (type(one) for one in held if not isinstance(one, Tensor | int | float | str | None))
+    modules = (str(getattr(one, "__module__", "")) for one in (function, *kinds))
+    return all(module.partition(".")[0] == "privssl" for module in modules)
 
 
 def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:

@@ -132,13 +132,53 @@ FAULTS: tuple[Fault, ...] = (
         (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
     ),
     Fault(
+        "a cluster of one's own is trusted as the function that it inherits",
+        (
+            (
+                "privssl/privacy/label_histogram.py",
+                "for one in (function, *kinds))",
+                "for one in (function,))",
+            ),
+        ),
+        (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
+    ),
+    Fault(
+        "a step of one's own sends another table if a cluster fails",
+        ((RUNNER, '("a private mechanism failed in it", made.failed)', '("", False)'),),
+        (
+            IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",
+            IN_STEPS + "a_step_that_continues_after_an_error_on_its_rows_is_refused",
+        ),
+    ),
+    Fault(
+        "a charged step decides by rows whether it sends anything",
+        ((RUNNER, "if name not in sent and plan.scope", "if name in () and plan.scope"),),
+        (IN_STEPS + "a_visit_that_releases_more_than_its_plan_names_is_refused_and_stays_charged",),
+    ),
+    Fault(
+        "a charge that is not on disk opens the rows",
+        (("accounting/ledger.py", "return len(self._journal.visits)", "return self.visits()"),),
+        (IN_STEPS + "rows_are_closed_to_a_step_that_ignores_a_failed_charge",),
+    ),
+    Fault(
+        "an error of a charged step has its text",
+        ((RUNNER, "        if not paid():\n            raise\n", "        raise\n"),),
+        (IN_STEPS + "an_error_of_a_charged_step_shows_no_row",),
+    ),
+    Fault(
         "a private number of rows is read beside private training",
         ((RUNNER, "not (self._counted or mechanism_is_reading())", "not self._rows"),),
         (IN_STEPS + "only_private_training_may_read_a_private_row_count",),
     ),
     Fault(
         "what a network of one's own keeps of a visit's rows is not looked for",
-        (("privssl/privacy/local_dp_sgd.py", "        trial.refuse_change()\n", "        pass\n"),),
+        (
+            (
+                "privssl/privacy/local_dp_sgd.py",
+                "            trial.refuse_change()\n",
+                "            pass\n",
+            ),
+        ),
         (IN_ROWS + "a_network_or_draw_that_starts_to_keep_rows_after_a_warm_up_is_refused",),
     ),
     Fault(
@@ -146,8 +186,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/private_release.py",
-                "    except (PrivacyError, AccountingError):  # raised by the mechanism itself\n",
-                "    except Exception:\n",
+                "if isinstance(error, PrivacyError | AccountingError):",
+                "if isinstance(error, Exception):",
             ),
         ),
         (

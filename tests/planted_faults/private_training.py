@@ -458,7 +458,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 VISITS,
-                "return here and account is not None and account.visits() > visits",
+                "return here and account is not None and account.paid_visits() > on_disk",
                 "return here",
             ),
         ),
