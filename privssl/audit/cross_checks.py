@@ -7,7 +7,6 @@ and the cost of a local step. A forger must edit all of these.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from privssl.experiment.config import Config
 from privssl.experiment.prepare import make_plan
 from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.card_text import render_markdown
+from privssl.privacy.former_ledgers import recorded_heads
 from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan
 from privssl.runs.accounts import FORMER
@@ -84,7 +84,7 @@ def check_former_ledgers(files: RunFiles, journals: Mapping[str, Journal], found
     named = {(entry["ledger"], entry["agent"]) for entry in files.card["former_ledgers"]}
     named |= {(ledger, "") for ledger, _ in named}
     for content in files.snapshots.values():
-        for ledger, agent, head in _recorded(content["extra"]["mapping"].get(FORMER, "{}")):
+        for ledger, agent, head in recorded_heads(content["extra"]["mapping"].get(FORMER, "{}")):
             goes_on = bool(head) and head in journals.get(agent, Journal()).hashes
             if (ledger, agent) not in named and not goes_on:
                 found.problems.append(
@@ -92,19 +92,6 @@ def check_former_ledgers(files: RunFiles, journals: Mapping[str, Journal], found
                     "not name it"
                 )
                 return
-
-
-def _recorded(text: object) -> Iterator[tuple[str, str, str]]:
-    """Yield ledger, agent and hash of its last line; in former versions the ledger alone."""
-    try:
-        recorded = json.loads(str(text))
-    except (ValueError, RecursionError):
-        return
-    if isinstance(recorded, list):
-        yield from ((str(ledger), "", "") for ledger in recorded)
-    for ledger, heads in recorded.items() if isinstance(recorded, dict) else ():
-        for agent, head in heads.items() if isinstance(heads, dict) else ():
-            yield str(ledger), str(agent), str(head)
 
 
 def check_results(files: RunFiles, found: Findings) -> None:
