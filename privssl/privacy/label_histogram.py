@@ -9,7 +9,6 @@ ensure that the cluster of a record depends only on this record and public value
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -27,6 +26,7 @@ from privssl.core.private_release import (
     refuse_other_counts,
 )
 from privssl.errors import PrivacyError
+from privssl.privacy.own_code import is_ours
 from privssl.settings.schema import PrivacySettings
 
 CENSUS = "census"  # the name of the histogram in plans, ledgers and cards
@@ -113,7 +113,7 @@ def count_rows(
     counts = torch.zeros(clusters, classes, dtype=torch.int64)
     with errors_without_rows("the cluster of a row"):
         found = [int(cluster_of(row[None])) for row in x]
-        own = not _is_ours(cluster_of)
+        own = not is_ours(cluster_of)
         if own and found != [int(cluster_of(row[None])) for row in x.flip(0)][::-1]:
             raise PrivacyError(
                 "the cluster of a row depends on the rows before it, so one row would move the "
@@ -123,18 +123,6 @@ def count_rows(
             counts[cluster, label] += 1
     record_counts(counts)
     return counts
-
-
-def _is_ours(function: Callable[..., Tensor]) -> bool:
-    """Return whether a function, its object and a partial's arguments are privssl's, or plain."""
-    held = [getattr(function, "__self__", None)]
-    while isinstance(function, partial):
-        held += [*function.args, *function.keywords.values()]
-        function = function.func
-        held.append(getattr(function, "__self__", None))
-    kinds = (type(one) for one in held if not isinstance(one, Tensor | int | float | str | None))
-    modules = (str(getattr(one, "__module__", "")) for one in (function, *kinds))
-    return all(module.partition(".")[0] == "privssl" for module in modules)
 
 
 def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:

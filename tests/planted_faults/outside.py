@@ -248,8 +248,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/row_bits.py",
-                "return repr(network) if _has_known_layers(network) else weakref.ref(network)",
-                "return repr(network)",
+                "    return repr(network) if own_code.has_known_layers(network) else ",
+                "    return repr(network) if repr(network) else ",
             ),
         ),
         (

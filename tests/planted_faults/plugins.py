@@ -132,15 +132,18 @@ FAULTS: tuple[Fault, ...] = (
         (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
     ),
     Fault(
-        "a cluster of one's own is trusted as the function that it inherits",
+        "a cluster or view of one's own is trusted as the function of privssl that it is given to",
         (
             (
-                "privssl/privacy/label_histogram.py",
-                "for one in (function, *kinds))",
-                "for one in (function,))",
+                "privssl/privacy/own_code.py",
+                "    return is_ours([getattr",
+                "    return True or is_ours([getattr",
             ),
         ),
-        (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
+        (
+            IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",
+            IN_ROWS + "a_view_of_ones_own_config_that_keeps_rows_after_a_warm_up_is_refused",
+        ),
     ),
     Fault(
         "a step of one's own sends another table if a cluster fails",
