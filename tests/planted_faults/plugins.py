@@ -164,6 +164,19 @@ FAULTS: tuple[Fault, ...] = (
         (IN_STEPS + "rows_are_closed_to_a_step_that_ignores_a_failed_charge",),
     ),
     Fault(
+        "a resumed run begins a registry beside accounts that were moved",
+        (
+            (
+                "privssl/runs/accounts.py",
+                "            if LEDGER_SEQ + name in known:",
+                "            if name == known:",
+            ),
+        ),
+        (
+            "tests/runs/test_shared_accounts.py::test_a_resume_without_its_accounts_begins_no_new_registry",
+        ),
+    ),
+    Fault(
         "an error of a charged step has its text",
         ((RUNNER, "        if not paid():\n            raise\n", "        raise\n"),),
         (IN_STEPS + "an_error_of_a_charged_step_shows_no_row",),
