@@ -8,7 +8,8 @@ guarantees or ends the run:
   counts single rows. The same holds for their number if it is private;
 * a step is charged once, with the event of the account's plan, and sends the fields that the plan
   names, all of them, and nothing else: no other field, weight, metric, refusal or memory;
-* a charged step in which a mechanism fails on its rows sends nothing, and its errors have no text;
+* a charged step in which a mechanism fails on its rows sends nothing. Errors of charged steps from
+  outside have no text;
 * these fields have the bits that a private mechanism released, once, under that event;
 * memory is replaced, never mutated, and rows stay as they are, so results do not depend on the
   worker process or on resuming.
@@ -115,7 +116,7 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     )  # fmt: skip
     written, rows = _versions(before), _versions(_rows(agent))
     try:
-        with watch_mechanisms() as made, _repeatable(step, ctx), _errors_without_rows(who, paid):
+        with watch_mechanisms() as made, _repeatable(step, ctx), _without_texts(step, who, paid):
             content = step(seen, message, ctx)
         charged = () if account is None else account.events[visits:]
     finally:
@@ -176,14 +177,15 @@ def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
 
 
 @contextmanager
-def _errors_without_rows(who: str, paid: Callable[[], bool]) -> Iterator[None]:
-    """Withhold the text of a charged step's error: it may show counts or other things of rows."""
+def _without_texts(step: Step, who: str, paid: Callable[[], bool]) -> Iterator[None]:
+    """Withhold the text of an error of a charged step from outside: it may show exact counts."""
+    of = str(getattr(step, "__module__", "")), type(getattr(step, "__self__", None)).__module__
     try:
         yield
     except (PrivacyError, AccountingError):
         raise
     except Exception as error:
-        if not paid():
+        if not paid() or {name.partition(".")[0] for name in of} <= {"privssl", "builtins"}:
             raise
         raise error_without_rows(who, error) from None
 

@@ -273,7 +273,7 @@ def test_rows_are_closed_to_a_step_that_ignores_a_failed_charge(
     assert charge_count(tmp_path) == 0
 
 
-def test_an_error_of_a_charged_step_shows_no_row(engine: LocalEngine) -> None:
+def test_an_error_of_a_charged_step_from_outside_shows_no_row(engine: LocalEngine) -> None:
     def fails(agent: Any, message: Sent, ctx: Any) -> Sent:
         raise ValueError(f"labels {agent.labelled.y.tolist()}")
 

@@ -178,8 +178,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an error of a charged step has its text",
-        ((RUNNER, "        if not paid():\n            raise\n", "        raise\n"),),
-        (IN_STEPS + "an_error_of_a_charged_step_shows_no_row",),
+        ((RUNNER, "        if not paid() or {name", "        if paid() or {name"),),
+        (IN_STEPS + "an_error_of_a_charged_step_from_outside_shows_no_row",),
     ),
     Fault(
         "a private number of rows is read beside private training",
