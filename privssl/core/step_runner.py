@@ -104,9 +104,10 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
         return here and account is not None and account.paid_visits() > on_disk
 
     labelled = agent.held_labelled
+    sealed = account is not None and account.plan.scope == "sound"
     if account is not None and labelled is not None:
         labelled = ChargedRows(
-            labelled, paid, who, sealed=account.plan.scope == "sound",
+            labelled, paid, who, sealed=sealed,
             counted=account.plan.record_counts == "public",
         )  # fmt: skip
     lent: Memory = MappingProxyType(before)
@@ -116,7 +117,11 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     )  # fmt: skip
     written, rows = _versions(before), _versions(_rows(agent))
     try:
-        with watch_mechanisms() as made, _repeatable(step, ctx), _without_texts(step, who, paid):
+        with (
+            watch_mechanisms(sealed=sealed) as made,
+            _repeatable(step, ctx),
+            _without_texts(step, who, paid),
+        ):
             content = step(seen, message, ctx)
         charged = () if account is None else account.events[visits:]
     finally:

@@ -20,10 +20,10 @@ from privssl.core.agents import LabelledRows
 from privssl.core.private_release import (
     begin_release,
     errors_without_rows,
+    exact_counts,
     mechanism_reads,
     record_counts,
     record_release,
-    refuse_other_counts,
 )
 from privssl.errors import PrivacyError
 from privssl.privacy.own_code import is_ours
@@ -74,7 +74,7 @@ class CensusPlan:
                 f"a census is a table of clusters by classes of counts >= 0; this one has shape "
                 f"{tuple(counts.shape)}, or a negative count"
             )
-        refuse_other_counts(counts)
+        counts = exact_counts(counts)
         begin_release()
         noise = torch.from_numpy(discrete_laplace(self.epsilon, counts.numel()))
         released = counts.cpu() + noise.view(counts.shape)
@@ -98,7 +98,8 @@ def count_rows(
     """Count labelled rows by cluster and class (K, C), int64, exact: the input of a census.
 
     Row by row: a row's features differ in their last bits with the batch size, so its cluster
-    could depend on the number of other rows.
+    could depend on the number of other rows. In a step under a sound account the result is zeros,
+    in whose place :meth:`CensusPlan.release` puts the counts.
 
     Args:
         cluster_of: a stored row (1, *shape) -> its cluster (1,), from public values. An own one is
@@ -121,8 +122,7 @@ def count_rows(
             )
         for cluster, label in zip(found, y.tolist(), strict=True):
             counts[cluster, label] += 1
-    record_counts(counts)
-    return counts
+    return record_counts(counts)
 
 
 def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:

@@ -10,6 +10,11 @@ IN_SITE_ROWS = "tests/site/test_own_rows.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "weights in a run's folder without a split count as public",
+        ((WARM, "return config.is_file() and any(", "return not config and any("),),
+        (IN_WARM + "a_private_run_refuses_weights_in_a_run_folder_that_lost_its_split",),
+    ),
+    Fault(
         "a convolution stays that oneDNN computes wrongly",
         (("privssl/models/__init__.py", "        avoid_overrun(module)\n", ""),),
         (

@@ -101,7 +101,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a census of a method of one's own releases whatever it is given",
-        (("privssl/privacy/label_histogram.py", "        refuse_other_counts(counts)\n", ""),),
+        (("privssl/privacy/label_histogram.py", "        counts = exact_counts(counts)\n", ""),),
         (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
     ),
     Fault(
@@ -110,12 +110,12 @@ FAULTS: tuple[Fault, ...] = (
             (
                 "privssl/core/private_release.py",
                 "if len(made.counted) != 1:",
-                "if not any(torch.equal(one, counts.cpu()) for one in made.counted):",
+                "if not any(one is seen for one, _ in made.counted):",
             ),
             (
                 "privssl/core/private_release.py",
-                "if not torch.equal(made.counted[0], counts.cpu()):",
-                "if not made.counted:",
+                "    [(ours, exact)] = made.counted\n",
+                "    ours, exact = next(one for one in made.counted if one[0] is seen)\n",
             ),
         ),
         (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
@@ -144,6 +144,17 @@ FAULTS: tuple[Fault, ...] = (
             IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",
             IN_ROWS + "a_view_of_ones_own_config_that_keeps_rows_after_a_warm_up_is_refused",
         ),
+    ),
+    Fault(
+        "a charged step sees exact counts",
+        (
+            (
+                "privssl/core/private_release.py",
+                "seen = torch.zeros_like(counts) if made.sealed else counts",
+                "seen, made.sealed = counts, False",
+            ),
+        ),
+        (IN_CENSUS + "a_charged_step_sees_no_exact_count",),
     ),
     Fault(
         "a step of one's own sends another table if a cluster fails",

@@ -646,6 +646,20 @@ def test_a_census_releases_one_count_per_row_as_it_was_assigned(
     SingleAgent(tmp_path / "control")(above_one_half)
 
 
+def test_a_charged_step_sees_no_exact_count(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    def looks(rows: Any) -> Tensor:
+        seen.append(above_one_half(rows))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(label_histogram, "discrete_laplace", lambda epsilon, n: np.zeros(n, np.int64))
+        released = SingleAgent(tmp_path)(looks)
+    assert not seen[0].any() and released.tolist() == [[2, 1], [1, 2]]
+    assert torch.equal(looks(six_rows()), released)  # the control: without an account
+
+
 @pytest.mark.parametrize("secret", ["class 1", "a row of 0.8"])
 def test_an_error_in_a_cluster_function_shows_no_row_and_no_label(
     secret: str, tmp_path: Path
