@@ -114,18 +114,18 @@ class AccountPlan:
 
     def _check_scope(self) -> None:
         for name, networks in (("update", self.update), ("protect", self.protect)):
-            good = isinstance(networks, tuple) and all(
+            valid = isinstance(networks, tuple) and all(
                 isinstance(network, str) and _NETWORK.fullmatch(network) for network in networks
             )
-            if not good or len(set(networks)) != len(networks):
+            if not valid or len(set(networks)) != len(networks):
                 raise PlanError(f"{name} is {networks!r:.80}; name each network once, in a tuple")
         unprotected = sorted(set(self.update) - set(self.protect))
-        true_scope = "as_published" if unprotected else "sound"
-        if self.scope != true_scope:
-            why = f"{unprotected} would be trained without noise"
+        actual_scope = "as_published" if unprotected else "sound"
+        if self.scope != actual_scope:
+            reason = f"{unprotected} would be trained without noise"
             raise PlanError(
                 f"scope is {self.scope!r:.40}, but "
-                f"{why if unprotected else 'all updates are protected'}: it is {true_scope}"
+                f"{reason if unprotected else 'all updates are protected'}: it is {actual_scope}"
             )
 
     def _check_counts(self) -> None:
@@ -195,8 +195,8 @@ def refuse_change(old: AccountPlan, new: AccountPlan) -> None:
     larger budget would break the guarantee. Another delta, scope or adjacency would change the
     meaning of old charges.
     """
-    fixed = [(n, getattr(old, n), getattr(new, n)) for n in _PLAIN if n != "n_public"]
-    for name, before, after in (*fixed, ("delta", old.budget.delta, new.budget.delta)):
+    fixed_fields = [(n, getattr(old, n), getattr(new, n)) for n in _PLAIN if n != "n_public"]
+    for name, before, after in (*fixed_fields, ("delta", old.budget.delta, new.budget.delta)):
         if before != after:
             raise PlanError(
                 f"{old.agent}: {name} cannot change from {before} to {after} while an account "

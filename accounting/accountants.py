@@ -140,12 +140,12 @@ class Cost:
         """
         if delta == 0 or len(self.kinds) < 2:
             return self.epsilon(delta)
-        first = _cost_of_kind(self.kinds[0])
-        if first.is_pure:
+        first_cost = _cost_of_kind(self.kinds[0])
+        if first_cost.is_pure:
             return self.pure if self.is_pure else rdp_to_epsilon(self.rdp, delta / len(ORDERS))
-        if first.sampled or first.pure:
-            at = _best_order(self.kinds[0], delta, budget)
-            return max(0.0, float(self.rdp[at] + _conversion(delta, _ORDERS)[at]))
+        if first_cost.sampled or first_cost.pure:
+            best = _best_order(self.kinds[0], delta, budget)
+            return max(0.0, float(self.rdp[best] + _conversion(delta, _ORDERS)[best]))
         exact = math.isfinite(self.as_full)
         return gaussian_epsilon(math.sqrt(self.as_full), delta) if exact else math.inf
 
@@ -173,10 +173,10 @@ def epsilon(events: Iterable[Event], delta: float) -> float:
 def rdp_epsilon(events: Iterable[Event], delta: float, orders: Sequence[float] = ORDERS) -> float:
     """Return epsilon by Renyi DP alone, at the caller's orders (each > 1); for checks."""
     check_delta(delta)
-    at = tuple(orders)
+    order_tuple = tuple(orders)
     leaves = (leaf for event in events for leaf in leaf_events(event))
-    curve = sum((_rdp(leaf, at) for leaf in leaves), np.zeros(len(at)))
-    return rdp_to_epsilon(curve, delta, at) if curve.any() else 0.0
+    rdp = sum((_rdp(leaf, order_tuple) for leaf in leaves), np.zeros(len(order_tuple)))
+    return rdp_to_epsilon(rdp, delta, order_tuple) if rdp.any() else 0.0
 
 
 def rdp_to_epsilon(
@@ -189,8 +189,8 @@ def rdp_to_epsilon(
 
 def _conversion(delta: float, orders: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the conversion term at each order; negative at orders above about 0.37 / delta."""
-    added = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-    return np.asarray(added, dtype=np.float64)
+    terms = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+    return np.asarray(terms, dtype=np.float64)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -213,8 +213,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
     if log_delta_excess(0.0) <= 0:
         return 0.0
-    highest = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # by the RDP of order best
-    return float(brentq(log_delta_excess, 0.0, highest, xtol=1e-12, rtol=1e-14))
+    upper = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # by the RDP of order best
+    return float(brentq(log_delta_excess, 0.0, upper, xtol=1e-12, rtol=1e-14))
 
 
 def prv_epsilon(events: Iterable[Event], delta: float) -> float | None:
@@ -277,45 +277,45 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
             return _cost(event(sigma)).epsilon(delta)  # by the formula, without orders
         return rdp_to_epsilon(_rdp(event(sigma), orders), delta, orders)
 
-    def enough(orders: tuple[float, ...], high: float) -> float:
-        """Return nearly the least sufficient noise in ``least..high`` by these orders."""
+    def least_noise(orders: tuple[float, ...], high: float) -> float:
+        """Return nearly the least sufficient noise in ``min_noise..high`` by these orders."""
 
         def log_excess(log_sigma: float) -> float:  # nearly linear: Brent takes ~8 calls
             return math.log(max(costs_at_most(math.exp(log_sigma), orders), 1e-300) / epsilon)
 
-        if log_excess(math.log(least)) <= 0:
-            return least
+        if log_excess(math.log(min_noise)) <= 0:
+            return min_noise
         if log_excess(math.log(high)) >= 0:
             return high
-        return math.exp(brentq(log_excess, math.log(least), math.log(high), xtol=1e-7))
+        return math.exp(brentq(log_excess, math.log(min_noise), math.log(high), xtol=1e-7))
 
-    def near_best(sigma: float) -> tuple[float, ...]:
+    def orders_near_best(sigma: float) -> tuple[float, ...]:
         """Return five orders around the best one: epsilon is unimodal over the orders."""
         low, high = 0, len(ORDERS) - 1
         while low < high:
-            here = (low + high) // 2
-            at_here, next_to_it = (
-                costs_at_most(sigma, ORDERS[n : n + 1]) for n in (here, here + 1)
+            middle = (low + high) // 2
+            epsilon_middle, epsilon_next = (
+                costs_at_most(sigma, ORDERS[n : n + 1]) for n in (middle, middle + 1)
             )
-            low, high = (low, here) if at_here <= next_to_it else (here + 1, high)
+            low, high = (low, middle) if epsilon_middle <= epsilon_next else (middle + 1, high)
         return ORDERS[max(0, low - 2) : low + 3]
 
-    least, most = _CALIBRATION_RANGE
-    first, last = round(least * _TICKS), round(most * _TICKS)
+    min_noise, max_noise = _CALIBRATION_RANGE
+    first_tick, last_tick = round(min_noise * _TICKS), round(max_noise * _TICKS)
     # All orders take 0.1 s, a few take 0.01 s and never give too small an epsilon: the few find the
     # region, all of them decide at the end.
-    if epsilon <= 0 or not (costs_at_most(most, _FEW_ORDERS) <= epsilon or fits(last)):
+    if epsilon <= 0 or not (costs_at_most(max_noise, _FEW_ORDERS) <= epsilon or fits(last_tick)):
         raise PlanError(
             f"epsilon {epsilon:g} at delta {delta:g} cannot pay for {steps} steps at sample rate "
-            f"{sample_rate:g}, even with noise {most:g}. Plan fewer steps or a larger epsilon."
+            f"{sample_rate:g}, even with noise {max_noise:g}. Plan fewer steps or a larger epsilon."
         )
-    noise, orders = most, _FEW_ORDERS
+    noise, orders = max_noise, _FEW_ORDERS
     for _ in range(9):  # three or four suffice
-        noise = enough(orders, noise)
-        before, orders = orders, near_best(noise)
-        if orders == before:
+        noise = least_noise(orders, noise)
+        previous, orders = orders, orders_near_best(noise)
+        if orders == previous:
             break
-    return _least_that_fits(fits, first, math.ceil(noise * _TICKS), last) / _TICKS
+    return _least_that_fits(fits, first_tick, math.ceil(noise * _TICKS), last_tick) / _TICKS
 
 
 def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: int) -> int:
@@ -361,17 +361,17 @@ def _cost(event: Event) -> Cost:
 
 
 def _kind(event: Event) -> Kind:
-    counted: Counter[LeafEvent] = Counter()
+    counts: Counter[LeafEvent] = Counter()
     for leaf in leaf_events(event):
         match leaf:
             case PoissonSampledGaussianEvent(steps=steps):
-                counted[replace(leaf, steps=1)] += steps
+                counts[replace(leaf, steps=1)] += steps
             case PureDpEvent(count=count):
-                counted[replace(leaf, count=1)] += count
+                counts[replace(leaf, count=1)] += count
             case NonPrivateEvent():
-                counted[leaf] += 1
-    common = math.gcd(*counted.values())
-    return tuple(sorted(((leaf, n // common) for leaf, n in counted.items()), key=repr))
+                counts[leaf] += 1
+    divisor = math.gcd(*counts.values())
+    return tuple(sorted(((leaf, n // divisor) for leaf, n in counts.items()), key=repr))
 
 
 def _cost_of_kind(kind: Kind) -> Cost:
@@ -381,9 +381,9 @@ def _cost_of_kind(kind: Kind) -> Cost:
 @lru_cache(maxsize=256)
 def _best_order(kind: Kind, delta: float, budget: float) -> int:
     """Return the index in ``ORDERS`` of the order that fits at the largest count that fits."""
-    once = _cost_of_kind(kind)
-    most = max(1, max_repeats(once, budget=budget, delta=delta))
-    return int((most * once.rdp + _conversion(delta, _ORDERS)).argmin())
+    cost = _cost_of_kind(kind)
+    max_count = max(1, max_repeats(cost, budget=budget, delta=delta))
+    return int((max_count * cost.rdp + _conversion(delta, _ORDERS)).argmin())
 
 
 def _leaf_cost(leaf: LeafEvent) -> Cost:
@@ -393,9 +393,9 @@ def _leaf_cost(leaf: LeafEvent) -> Cost:
             return Cost(rdp, steps / sigma**2, 0.0, sampled=False, as_full=steps / sigma**2)
         case PoissonSampledGaussianEvent(sigma, _, steps):  # subsampling only lowers the cost
             return Cost(rdp, 0.0, 0.0, sampled=True, as_full=steps / sigma**2)
-        case PureDpEvent(each, count):  # mu = each sqrt(pi / 2): Phi(-mu / 2) <= 1 / (1 + e^each)
-            as_full = count * each**2 * math.pi / 2
-            return Cost(rdp, 0.0, each * count, sampled=False, as_full=as_full)
+        case PureDpEvent(eps, count):  # mu = eps sqrt(pi / 2): Phi(-mu / 2) <= 1 / (1 + e^eps)
+            as_full = count * eps**2 * math.pi / 2
+            return Cost(rdp, 0.0, eps * count, sampled=False, as_full=as_full)
         case NonPrivateEvent():
             return Cost(rdp, 0.0, 0.0, sampled=True, as_full=math.inf)
 
@@ -404,8 +404,8 @@ def _rdp(leaf: LeafEvent, orders: tuple[float, ...]) -> NDArray[np.float64]:
     match leaf:
         case PoissonSampledGaussianEvent(sigma, rate, steps):
             return steps * _step_rdp(sigma, rate, orders)
-        case PureDpEvent(each, count):
-            return count * np.minimum(np.asarray(orders) * each**2 / 2, each)
+        case PureDpEvent(eps, count):
+            return count * np.minimum(np.asarray(orders) * eps**2 / 2, eps)
         case NonPrivateEvent():
             return np.full(len(orders), np.inf)
 
@@ -414,7 +414,7 @@ def _rdp(leaf: LeafEvent, orders: tuple[float, ...]) -> NDArray[np.float64]:
 def _step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
     from opacus.accountants.analysis.rdp import compute_rdp
 
-    found = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders))
-    rdp = np.asarray(found, dtype=np.float64)
+    values = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders))
+    rdp = np.asarray(values, dtype=np.float64)
     # NaN compares false with everything, so it must become infinite cost, never zero cost.
     return np.where(np.isnan(rdp), np.inf, np.maximum(rdp, 0.0))

@@ -76,8 +76,8 @@ class Guarantee:
     def __str__(self) -> str:
         number = f"({round_up(self.epsilon)}, {delta_up(self.delta)})-DP"
         if self.delta == 0:
-            short = round_up(self.epsilon).rstrip("0").removesuffix(".")
-            number = f"{short}-DP (pure epsilon, delta 0 for ideal random bits)"
+            epsilon = round_up(self.epsilon).rstrip("0").removesuffix(".")
+            number = f"{epsilon}-DP (pure epsilon, delta 0 for ideal random bits)"
         return (
             f"GUARANTEE: for every support agent, all it sends in {self.span} "
             f"({', '.join(self.covers)}) is {number} with respect to "

@@ -37,10 +37,10 @@ def decode(line: bytes) -> Json:
         raise PlanError(f"a record of {len(line)} bytes; at most {MAX_LINE_BYTES} are read")
     record = decode_strictly(line, parse_float=_refuse_real)
     try:
-        same = encode(record) == line
+        is_canonical = encode(record) == line
     except (ValueError, RecursionError):
-        same = False
-    if not same:
+        is_canonical = False
+    if not is_canonical:
         raise PlanError("not in canonical form: keys sorted, no spaces, plain UTF-8")
     return record
 

@@ -51,13 +51,13 @@ def discrete_laplace(epsilon: float, count: int) -> NDArray[np.int64]:
     exact = exact_epsilon(epsilon)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise PlanError(f"count is {count!r:.40}; it is a number of draws, 0 or more")
-    found = [np.zeros(0, dtype=np.int64)]
+    samples = [np.zeros(0, dtype=np.int64)]
     missing = count
     while missing:
-        kept = _candidates(exact.numerator, exact.denominator, 2 * missing + 16)[:missing]
-        found.append(kept)
-        missing -= len(kept)
-    return np.concatenate(found)
+        accepted = _candidates(exact.numerator, exact.denominator, 2 * missing + 16)[:missing]
+        samples.append(accepted)
+        missing -= len(accepted)
+    return np.concatenate(samples)
 
 
 def log_pmf(epsilon: float, values: ArrayLike) -> NDArray[np.float64]:
@@ -84,14 +84,14 @@ def _candidates(s: int, t: int, count: int) -> NDArray[np.int64]:
     u = _below(t, count)
     u = u[_bernoulli_exp(u, t)].astype(np.int64)  # l. 4-8: U in 0..t-1 with P ~ e^(-U/t)
     v = np.zeros(len(u), dtype=np.int64)
-    going = np.arange(len(u))
-    while going.size:  # l. 9-14: V is geometric, success probability of each step e^-1
-        going = going[_bernoulli_exp(np.ones(going.size, dtype=np.uint64), 1)]
-        v[going] += 1
+    active = np.arange(len(u))
+    while active.size:  # l. 9-14: V is geometric, success probability of each step e^-1
+        active = active[_bernoulli_exp(np.ones(active.size, dtype=np.uint64), 1)]
+        v[active] += 1
     y = (u + t * v) // s
     negative = _below(2, len(y)) == 1
-    once = ~(negative & (y == 0))  # l. 18: otherwise 0 would be twice as likely
-    return np.asarray(np.where(negative, -y, y)[once], dtype=np.int64)
+    accepted = ~(negative & (y == 0))  # l. 18: otherwise 0 would be twice as likely
+    return np.asarray(np.where(negative, -y, y)[accepted], dtype=np.int64)
 
 
 def _bernoulli_exp(numerators: NDArray[np.uint64], denominator: int) -> NDArray[np.bool_]:
@@ -100,21 +100,21 @@ def _bernoulli_exp(numerators: NDArray[np.uint64], denominator: int) -> NDArray[
     Quotients lie in [0, 1]. Algorithm 1 of arXiv:2004.00010: sample Bernoulli(gamma / k) for k = 1,
     2, ... until the first failure; the result is true if that k is odd.
     """
-    true = np.zeros(len(numerators), dtype=np.bool_)
-    going = np.arange(len(numerators))
+    result = np.zeros(len(numerators), dtype=np.bool_)
+    active = np.arange(len(numerators))
     k = 1
-    while going.size:
-        passed = _below(denominator * k, going.size) < numerators[going]
-        true[going[~passed]] = k % 2 == 1
-        going = going[passed]
+    while active.size:
+        passed = _below(denominator * k, active.size) < numerators[active]
+        result[active[~passed]] = k % 2 == 1
+        active = active[passed]
         k += 1
-    return true
+    return result
 
 
 def _below(bound: int, count: int) -> NDArray[np.uint64]:
     """Sample ``count`` uniform integers in 0..bound - 1; words below 2^64 mod bound are redrawn."""
     surplus = np.uint64(_WORDS % bound)
     words = random_uint64(count).copy()
-    while (again := words < surplus).any():
-        words[again] = random_uint64(int(np.count_nonzero(again)))
+    while (rejected := words < surplus).any():
+        words[rejected] = random_uint64(int(np.count_nonzero(rejected)))
     return words % np.uint64(bound)

@@ -52,10 +52,10 @@ class PureDpEvent:
     count: int
 
     def __post_init__(self) -> None:
-        name, most = "epsilon of a pure release", MAX_PURE_EPSILON
+        name, limit = "epsilon of a pure release", MAX_PURE_EPSILON
         check_real(name, self.epsilon)
-        if not 0 < self.epsilon <= most:
-            raise PlanError(f"{name} is {self.epsilon}; give a number above 0, at most {most:g}")
+        if not 0 < self.epsilon <= limit:
+            raise PlanError(f"{name} is {self.epsilon}; give a number above 0, at most {limit:g}")
         check_count("count", self.count)
 
 

@@ -180,16 +180,16 @@ class JournalFile:
     def _is_named(self) -> bool:
         """Return whether the open file is the one at the path."""
         assert self._file is not None
-        named = os.stat(self.path, follow_symlinks=False)
-        return os.path.samestat(named, os.fstat(self._file))
+        path_stat = os.stat(self.path, follow_symlinks=False)
+        return os.path.samestat(path_stat, os.fstat(self._file))
 
     def _content(self) -> bytes:
         assert self._file is not None
-        parts, at = [], 0
-        while part := os.pread(self._file, 1 << 20, at):
-            parts.append(part)
-            at += len(part)
-        return b"".join(parts)
+        chunks, offset = [], 0
+        while chunk := os.pread(self._file, 1 << 20, offset):
+            chunks.append(chunk)
+            offset += len(chunk)
+        return b"".join(chunks)
 
     def append(self, record: dict[str, Any]) -> int:
         """Append one record; return its number once it is on disk.
@@ -234,17 +234,17 @@ class JournalFile:
         A crash before the rename leaves the torn tail in place, which is charged too.
         """
         line = encode({**record, "seq": len(lines), "prev": line_hash(lines[-1])})
-        fresh = self.path.with_suffix(".new")
+        new_path = self.path.with_suffix(".new")
         try:
-            fresh.unlink(missing_ok=True)
-            file = os.open(fresh, _APPEND | os.O_CREAT | os.O_EXCL, 0o600)
-            former, self._file = self._file, file
-            if former is not None:
-                os.close(former)
+            new_path.unlink(missing_ok=True)
+            file = os.open(new_path, _APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+            old_file, self._file = self._file, file
+            if old_file is not None:
+                os.close(old_file)
             self._lock_alone(file)  # before it has the journal's name
             _write_all(file, b"".join(part + b"\n" for part in (*lines, line)))
             os.fsync(file)
-            os.replace(fresh, self.path)
+            os.replace(new_path, self.path)
             sync_directory(self.path.parent)
         except OSError as error:
             raise LedgerError(f"{self.path}: cannot be mended ({error.strerror})") from error

@@ -214,15 +214,15 @@ def _follow_reserve(journal: Journal, record: Json) -> None:
     journal.unsettled.add(journal.seq + 1)
     journal.charge(event)
     journal.reserved = journal.reserved + plan.charge(event)
-    written, true = read_real(record["eps_after"], "eps_after"), journal.epsilon
+    recorded, actual = read_real(record["eps_after"], "eps_after"), journal.epsilon
     # Former versions counted several kinds of visits as if all were fixed beforehand.
     former = journal.cost.epsilon(plan.delta_of(journal.cost))
-    if not any(abs(written - e) <= _EPSILON_TOLERANCE * max(1.0, e) for e in (true, former)):
-        raise PlanError(f"says epsilon {written:.6f}, but its events cost {true:.6f}")
+    if not any(abs(recorded - e) <= _EPSILON_TOLERANCE * max(1.0, e) for e in (actual, former)):
+        raise PlanError(f"says epsilon {recorded:.6f}, but its events cost {actual:.6f}")
     # A torn line is charged, but may never have been a visit: it cannot exceed the budget.
-    surely = journal.reserved.epsilon(plan.delta_of(journal.reserved))
-    if surely > plan.budget.epsilon:
-        raise PlanError(f"epsilon {surely:.6f} is above the budget {plan.budget.epsilon:g}")
+    reserved = journal.reserved.epsilon(plan.delta_of(journal.reserved))
+    if reserved > plan.budget.epsilon:
+        raise PlanError(f"epsilon {reserved:.6f} is above the budget {plan.budget.epsilon:g}")
 
 
 def _follow_settle(journal: Journal, record: Json) -> None:

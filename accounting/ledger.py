@@ -132,14 +132,14 @@ class Account:
         """
         problems = [damage] if (damage := self._file.damage()) else []
         try:
-            found = read_journal(self._file.path)
-            problems += map(str, found.problems)
+            journal = read_journal(self._file.path)
+            problems += map(str, journal.problems)
         except LedgerError as error:
-            found = Journal()
+            journal = Journal()
             problems.append(str(error))
-        if problems and not (found.plans and found.epsilon > self.spent()):
-            found = self._journal
-        return Balance(found, tuple(problems))
+        if problems and not (journal.plans and journal.epsilon > self.spent()):
+            journal = self._journal
+        return Balance(journal, tuple(problems))
 
     def visits(self) -> int:
         """Number of charged visits, unfinished ones included."""
@@ -174,11 +174,11 @@ class Account:
             LedgerError: the visit is charged already or costs more than planned, or the journal
                 could not be made durable. The block was not entered.
         """
-        after = self._check_admissible(event, visit)
+        epsilon_after = self._check_admissible(event, visit)
         self._file.refuse_damage()
         try:
-            about = {"event": event_to_json(event), "eps_after": real(after)}
-            reserve = self._file.append({"type": "reserve", "visit": visit, **about})
+            fields = {"event": event_to_json(event), "eps_after": real(epsilon_after)}
+            reserve = self._file.append({"type": "reserve", "visit": visit, **fields})
         finally:  # after any exception: the line may be on disk, so it counts
             self._journal.charge(event)
         self._journal.visits[visit] = reserve
@@ -196,38 +196,38 @@ class Account:
         """Return the epsilon after the visit, or raise the reason to refuse it."""
         try:
             check_visit_key(visit)
-            after, own = self._epsilon_with(event)
+            epsilon, run_epsilon = self._epsilon_with(event)
         except PlanError as error:
             raise LedgerError(f"{self.agent}: {error}. Nothing was read.") from error
         if visit in self._journal.visits:
             raise LedgerError(f"{self.agent}: already spent for visit {visit!r}; nothing was read.")
-        if not self._within_budget(after):
+        if not self._within_budget(epsilon):
             budget, delta = self.plan.budget.epsilon, self.plan.delta_of(self._journal.cost)
             raise BudgetExhausted(
                 f"{self.agent} has spent epsilon {self.spent():.4f} of {budget:g} (delta "
-                f"{delta:g}). This visit would bring it to {after:.4f}. Nothing was read. Plan "
+                f"{delta:g}). This visit would bring it to {epsilon:.4f}. Nothing was read. Plan "
                 "fewer visits, or more noise, or a larger budget."
             )
-        if not (self._limit > 0 and own <= self._limit):
+        if not (self._limit > 0 and run_epsilon <= self._limit):
             raise BudgetExhausted(
-                f"{self.agent}: this visit would bring what this run spent to {own:.4f}, above its "
-                f"own limit {self._limit:g}. Nothing was read."
+                f"{self.agent}: this visit would bring what this run spent to {run_epsilon:.4f}, "
+                f"above its own limit {self._limit:g}. Nothing was read."
             )
-        return after
+        return epsilon
 
     def _epsilon_with(self, event: Event) -> tuple[float, float]:
         """Return epsilon after one more event: of the account, and of this run alone."""
         cost = self.plan.charge(event)
         if not cost.at_most(self.plan.visit_cost):
             raise PlanError("the visit costs more than the plan says one visit costs at most")
-        after = self._journal.cost + cost
-        own = self._journal.by_run.get(self.run, ZERO_COST) + cost
-        return self._journal.epsilon_at(after), self._journal.epsilon_at(own)
+        account_cost = self._journal.cost + cost
+        run_cost = self._journal.by_run.get(self.run, ZERO_COST) + cost
+        return self._journal.epsilon_at(account_cost), self._journal.epsilon_at(run_cost)
 
-    def _within_budget(self, after: float) -> bool:
+    def _within_budget(self, epsilon: float) -> bool:
         # With a budget of 0 refuse even tiny events whose epsilon rounds to 0.
         budget = self.plan.budget.epsilon
-        return math.isfinite(after) and budget > 0 and after <= budget
+        return math.isfinite(epsilon) and budget > 0 and epsilon <= budget
 
 
 def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
@@ -271,5 +271,5 @@ def refuse_problems(
 
 
 def _plan_line(plan: AccountPlan, run: str) -> Json:
-    about = {"type": "plan", "schema": SCHEMA, "accountant": ACCOUNTANT, "run": run}
-    return {**about, **plan_to_json(plan)}
+    header = {"type": "plan", "schema": SCHEMA, "accountant": ACCOUNTANT, "run": run}
+    return {**header, **plan_to_json(plan)}

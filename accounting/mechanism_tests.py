@@ -99,12 +99,13 @@ def batch_size_p(sizes: ArrayLike, *, rows: int, rate: float) -> float:
     """
     check_count("rows", rows)
     check_sample_rate(rate)
-    found = _finite("sizes", sizes)
+    observed = _finite("sizes", sizes)
     if rate == 1:
         raise PlanError("with a rate of 1 all batches have one size: there is nothing to test")
-    each = rows * rate * (1 - rate)
-    mean = float(np.square(found - rows * rate).mean()) / each
-    variance = (2 + (1 - 6 * rate * (1 - rate)) / each) / found.size  # of that mean, which is 1
+    expected = rows * rate * (1 - rate)
+    mean = float(np.square(observed - rows * rate).mean()) / expected
+    # of that mean, which is 1
+    variance = (2 + (1 - 6 * rate * (1 - rate)) / expected) / observed.size
     below = float(gammainc(1 / variance, mean / variance))
     above = float(gammaincc(1 / variance, mean / variance))
     return min(1.0, 2 * below, 2 * above)
@@ -137,8 +138,8 @@ def repeats_p(residuals: ArrayLike) -> float:
         return 0.0
     gram = (draws / lengths).T @ (draws / lengths)  # (T, T)
     closest = float(np.abs(gram[np.triu_indices(steps, 1)]).max())
-    apart = max(0.0, 1 - closest**2)
-    by_pair = math.comb(steps, 2) * float(betainc((count - 1) / 2, 0.5, apart))
+    sine_squared = max(0.0, 1 - closest**2)
+    by_pair = math.comb(steps, 2) * float(betainc((count - 1) / 2, 0.5, sine_squared))
     return min(1.0, 3 * by_pair, 3 * _common_part_p(draws, steps), 3 * _common_part_p(draws, 2))
 
 

@@ -43,17 +43,17 @@ def guess(scores: ArrayLike, guesses: int) -> NDArray[np.int8]:
     Raises:
         PlanError: NaN, not a vector of scores, or an odd or too large number of guesses.
     """
-    ranked = np.asarray(scores, dtype=np.float64)
-    if ranked.ndim != 1 or np.isnan(ranked).any():
+    values = np.asarray(scores, dtype=np.float64)
+    if values.ndim != 1 or np.isnan(values).any():
         raise PlanError("scores are not one list of numbers, one per canary; NaN is not a score")
-    _check_tally(ranked.size, guesses, 0)
+    _check_tally(values.size, guesses, 0)
     if guesses % 2:
         raise PlanError(f"guesses is {guesses}; it must be even: half say in, half say out")
-    order = np.argsort(ranked, kind="stable")
-    made = np.zeros(ranked.size, dtype=np.int8)
-    made[order[: guesses // 2]] = -1
-    made[order[ranked.size - guesses // 2 :]] = 1
-    return made
+    order = np.argsort(values, kind="stable")
+    signs = np.zeros(values.size, dtype=np.int8)
+    signs[order[: guesses // 2]] = -1
+    signs[order[values.size - guesses // 2 :]] = 1
+    return signs
 
 
 def count_correct(guesses: ArrayLike, included: ArrayLike) -> int:
@@ -61,12 +61,12 @@ def count_correct(guesses: ArrayLike, included: ArrayLike) -> int:
 
     Raises PlanError where the two differ in length, or hold something else.
     """
-    made, coins = np.asarray(guesses), np.asarray(included)
-    if made.ndim != 1 or made.shape != coins.shape or coins.dtype != np.bool_:
+    signs, inclusion = np.asarray(guesses), np.asarray(included)
+    if signs.ndim != 1 or signs.shape != inclusion.shape or inclusion.dtype != np.bool_:
         raise PlanError("guesses and included must be two lists as long, included of true or false")
-    if not np.isin(made, (-1, 0, 1)).all():
+    if not np.isin(signs, (-1, 0, 1)).all():
         raise PlanError("a guess is neither +1 (in) nor -1 (out) nor 0 (abstained)")
-    return int(np.count_nonzero(made == np.where(coins, 1, -1)))
+    return int(np.count_nonzero(signs == np.where(inclusion, 1, -1)))
 
 
 def one_run_p_value(
@@ -129,9 +129,9 @@ def one_run_ceiling(
     >>> round(one_run_ceiling(canaries=34, delta=1e-5), 2)
     2.38
     """
-    made = canaries if guesses is None else guesses
+    count = canaries if guesses is None else guesses
     return one_run_lower_bound(
-        canaries=canaries, guesses=made, correct=made, delta=delta, confidence=confidence
+        canaries=canaries, guesses=count, correct=count, delta=delta, confidence=confidence
     )
 
 

@@ -42,10 +42,10 @@ def shared_rows(holdings: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, 
     holdings: agent id -> content of each of its labelled rows, without the label.
     """
     key = os.urandom(_KEY_BYTES)
-    known = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
-    for (one, ours), (other, theirs) in combinations(known.items(), 2):
-        if both := len(ours & theirs):
-            yield one, other, both
+    fingerprints = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
+    for (agent, rows), (other, other_rows) in combinations(fingerprints.items(), 2):
+        if count := len(rows & other_rows):
+            yield agent, other, count
 
 
 def find_double_use(
@@ -56,10 +56,10 @@ def find_double_use(
     holdings: as in :func:`shared_rows`. unprotected: as in :func:`claim`.
     """
     key = os.urandom(_KEY_BYTES)
-    beside = _fingerprints(key, unprotected)
+    unprotected_rows = _fingerprints(key, unprotected)
     for agent, rows in holdings.items():
-        if both := len(_fingerprints(key, rows) & beside):
-            yield agent, both
+        if count := len(_fingerprints(key, rows) & unprotected_rows):
+            yield agent, count
 
 
 def claim(
@@ -88,20 +88,22 @@ def claim(
     try:
         make_directory(registry)
         with _lock(registry):
-            known = {path.stem: _read_known(path) for path in sorted(registry.glob("*.rows"))}
-            _refuse_lost_rows(folder, known)
+            registered = {path.stem: _read_known(path) for path in sorted(registry.glob("*.rows"))}
+            _refuse_lost_rows(folder, registered)
             key = _key(registry)
-            beside = _unprotected(registry, begun=bool(known))
-            beside_now = (beside or set()) | _fingerprints(key, unprotected)
-            fresh = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
-            merged = {a: known.get(a, set()) | fresh.get(a, set()) for a in {*known, *fresh}}
+            stored_unprotected = _unprotected(registry, has_rows=bool(registered))
+            all_unprotected = (stored_unprotected or set()) | _fingerprints(key, unprotected)
+            claimed = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
+            merged = {
+                a: registered.get(a, set()) | claimed.get(a, set()) for a in {*registered, *claimed}
+            }
             _refuse_overlap(folder, merged)
-            _refuse_unprotected(folder, merged, beside_now)
+            _refuse_unprotected(folder, merged, all_unprotected)
             # First, and even if empty: rows without this file show that it was lost.
-            if not only_check and beside_now != beside:
-                _put(registry / _UNPROTECTED, _lines(beside_now))
-            for agent in () if only_check else fresh:
-                if merged[agent] != known.get(agent):
+            if not only_check and all_unprotected != stored_unprotected:
+                _put(registry / _UNPROTECTED, _lines(all_unprotected))
+            for agent in () if only_check else claimed:
+                if merged[agent] != registered.get(agent):
                     _put(registry / f"{agent}.rows", _lines(merged[agent]))
     except OSError as error:
         raise LedgerError(
@@ -125,10 +127,10 @@ def refuse_partial_account(folder: Path, agent: str) -> None:
         raise _lost_rows(folder, agent)
 
 
-def _refuse_lost_rows(folder: Path, known: Iterable[str]) -> None:
+def _refuse_lost_rows(folder: Path, registered: Iterable[str]) -> None:
     """Refuse journals without rows. Rows are always stored before their journal is made."""
-    there = {path.stem for path in folder.glob("*.jsonl")}
-    for agent in sorted(there - set(known)):
+    agents = {path.stem for path in folder.glob("*.jsonl")}
+    for agent in sorted(agents - set(registered)):
         raise _lost_rows(folder, agent)
 
 
@@ -141,21 +143,21 @@ def _lost_rows(folder: Path, agent: str) -> LedgerError:
 
 
 def _refuse_overlap(folder: Path, holdings: Mapping[str, set[bytes]]) -> None:
-    for (one, ours), (other, theirs) in combinations(sorted(holdings.items()), 2):
-        if both := len(ours & theirs):
+    for (agent, rows), (other, other_rows) in combinations(sorted(holdings.items()), 2):
+        if count := len(rows & other_rows):
             raise LedgerError(
-                f"{folder}: {both} rows would be in the accounts of {one} and of {other}, and "
+                f"{folder}: {count} rows would be in the accounts of {agent} and of {other}, and "
                 f"have two budgets. {_ADVICE}"
             )
 
 
 def _refuse_unprotected(
-    folder: Path, holdings: Mapping[str, set[bytes]], beside: set[bytes]
+    folder: Path, holdings: Mapping[str, set[bytes]], unprotected: set[bytes]
 ) -> None:
     for agent, rows in sorted(holdings.items()):
-        if both := len(rows & beside):
+        if count := len(rows & unprotected):
             raise LedgerError(
-                f"{folder}: {both} rows in the account of {agent} would be used without "
+                f"{folder}: {count} rows in the account of {agent} would be used without "
                 f"protection, or have been, by this run or another, as unlabelled or validation "
                 f"rows, and its budget would promise nothing for them. {_ADVICE}"
             )
@@ -178,12 +180,12 @@ def _key(registry: Path) -> bytes:
     return key
 
 
-def _unprotected(registry: Path, *, begun: bool) -> set[bytes] | None:
+def _unprotected(registry: Path, *, has_rows: bool) -> set[bytes] | None:
     """Return the rows used without protection; None if no row was ever registered."""
     path = registry / _UNPROTECTED
     if path.exists():
         return _read_known(path)
-    if begun:
+    if has_rows:
         raise LedgerError(
             f"{path}: missing, though rows have been put under accounts. Without it nobody knows "
             f"which rows were used without protection; put the true file back"
@@ -193,12 +195,12 @@ def _unprotected(registry: Path, *, begun: bool) -> set[bytes] | None:
 
 def _read_known(path: Path) -> set[bytes]:
     try:
-        found = {bytes.fromhex(line.decode("ascii")) for line in _content(path).split()}
+        fingerprints = {bytes.fromhex(line.decode("ascii")) for line in _content(path).split()}
     except ValueError:
-        found = {b""}
-    if any(len(fingerprint) != _FINGERPRINT_BYTES for fingerprint in found):
+        fingerprints = {b""}
+    if any(len(fingerprint) != _FINGERPRINT_BYTES for fingerprint in fingerprints):
         raise LedgerError(f"{path}: damaged; put the true file back")
-    return found
+    return fingerprints
 
 
 def _lines(fingerprints: set[bytes]) -> bytes:
@@ -213,14 +215,14 @@ def _content(path: Path) -> bytes:
 
 def _put(path: Path, content: bytes) -> None:
     """Write the file atomically and durably."""
-    fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
+    new_path = path.with_suffix(".new")
+    new_path.unlink(missing_ok=True)
+    descriptor = os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(fresh, path)
+    os.replace(new_path, path)
     sync_directory(path.parent)
 
 

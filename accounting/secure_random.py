@@ -28,5 +28,5 @@ def random_uint64(count: int) -> NDArray[np.uint64]:
     if not _IS_OPENSSL:
         return np.frombuffer(os.urandom(size), dtype=np.uint64)
     ssl.RAND_add(os.urandom(32), 0.0)  # 0.0: not counted as entropy if OpenSSL has no other seed
-    parts = [ssl.RAND_bytes(min(_MAX_BYTES, size - at)) for at in range(0, size, _MAX_BYTES)]
+    parts = [ssl.RAND_bytes(min(_MAX_BYTES, size - start)) for start in range(0, size, _MAX_BYTES)]
     return np.frombuffer(b"".join(parts), dtype=np.uint64)

@@ -53,29 +53,29 @@ def roc(scores_in: ArrayLike, scores_out: ArrayLike) -> AttackRates:
     Args:
         scores_in, scores_out: (I,) and (O,), I, O >= 1, higher for members. PlanError for NaN.
     """
-    members, others = _scores("scores_in", scores_in), _scores("scores_out", scores_out)
-    ranks = rankdata(np.concatenate([members, others]))  # (I + O,), ties share the mean rank
-    wins = float(ranks[: members.size].sum()) - members.size * (members.size + 1) / 2
-    auc = wins / (members.size * others.size)
-    threshold = np.sort(others)[-1 - others.size // 100]  # above it: at most 1% of the others
-    low, high = (_auc_limit(auc, end, members.size, others.size) for end in (0.0, 1.0))
-    return AttackRates(auc, low, high, float(np.mean(members > threshold)))
+    included, excluded = _scores("scores_in", scores_in), _scores("scores_out", scores_out)
+    ranks = rankdata(np.concatenate([included, excluded]))  # (I + O,), ties share the mean rank
+    u_statistic = float(ranks[: included.size].sum()) - included.size * (included.size + 1) / 2
+    auc = u_statistic / (included.size * excluded.size)
+    threshold = np.sort(excluded)[-1 - excluded.size // 100]  # above it: at most 1% of these
+    low, high = (_auc_limit(auc, end, included.size, excluded.size) for end in (0.0, 1.0))
+    return AttackRates(auc, low, high, float(np.mean(included > threshold)))
 
 
-def _auc_limit(auc: float, end: float, members: int, others: int) -> float:
+def _auc_limit(auc: float, end: float, trials_in: int, trials_out: int) -> float:
     """Return the AUC towards ``end`` (0 or 1) at which the observed one is 1.96 standard errors
     away."""
     if auc == end:
         return end
 
     def excess(theta: float) -> float:
-        half = (members + others) / 2 - 1
+        half = (trials_in + trials_out) / 2 - 1
         spread = 1 + half * ((1 - theta) / (2 - theta) + theta / (1 + theta))
-        variance = theta * (1 - theta) * spread / (members * others)
+        variance = theta * (1 - theta) * spread / (trials_in * trials_out)
         return abs(auc - theta) - _Z * math.sqrt(variance)
 
-    nearest = auc + 1e-12 * (end - auc)  # at auc = 0 or 1 itself the excess is 0
-    return float(brentq(excess, nearest, end))
+    start = auc + 1e-12 * (end - auc)  # at auc = 0 or 1 itself the excess is 0
+    return float(brentq(excess, start, end))
 
 
 @dataclass(frozen=True)
@@ -152,18 +152,20 @@ def two_sample_bound_from_scores(
     """
     check_delta(delta)
     check_confidence(confidence)
-    members = _scores("scores_in", scores_in, least=2)
-    others = _scores("scores_out", scores_out, least=2)
+    included = _scores("scores_in", scores_in, least=2)
+    excluded = _scores("scores_out", scores_out, least=2)
     if not 0 < choosing < 1:
         raise PlanError(f"choosing is {choosing}; it must be above 0 and below 1")
-    middles = [min(max(1, int(choosing * part.size)), part.size - 1) for part in (members, others)]
-    threshold = _held_out_threshold(members[: middles[0]], others[: middles[1]], delta, confidence)
-    members, others = members[middles[0] :], others[middles[1] :]
+    splits = [
+        min(max(1, int(choosing * part.size)), part.size - 1) for part in (included, excluded)
+    ]
+    threshold = _held_out_threshold(included[: splits[0]], excluded[: splits[1]], delta, confidence)
+    included, excluded = included[splits[0] :], excluded[splits[1] :]
     errors = {
-        "false_negatives": int(np.count_nonzero(members < threshold)),
-        "false_positives": int(np.count_nonzero(others >= threshold)),
+        "false_negatives": int(np.count_nonzero(included < threshold)),
+        "false_positives": int(np.count_nonzero(excluded >= threshold)),
     }
-    trials = {"trials_in": members.size, "trials_out": others.size}
+    trials = {"trials_in": included.size, "trials_out": excluded.size}
     return TwoSampleBound(
         lower_bound=two_sample_lower_bound(**errors, **trials, delta=delta, confidence=confidence),
         ceiling=two_sample_ceiling(**trials, delta=delta, confidence=confidence),
@@ -177,25 +179,25 @@ def _held_out_threshold(
     """Return the threshold with the largest bound on these scores; candidates are dense in both
     tails."""
     pooled = np.unique(np.concatenate([scores_in, scores_out]))
-    steps = np.unique(np.geomspace(1, pooled.size, _CANDIDATES).astype(int)) - 1
-    candidates = np.concatenate([pooled[steps], pooled[::-1][steps]])
-    missed = np.searchsorted(np.sort(scores_in), candidates)
-    accused = scores_out.size - np.searchsorted(np.sort(scores_out), candidates)
+    indices = np.unique(np.geomspace(1, pooled.size, _CANDIDATES).astype(int)) - 1
+    candidates = np.concatenate([pooled[indices], pooled[::-1][indices]])
+    false_negatives = np.searchsorted(np.sort(scores_in), candidates)
+    false_positives = scores_out.size - np.searchsorted(np.sort(scores_out), candidates)
     trials = (scores_in.size, scores_out.size)
-    bounds = _bounds(missed, accused, trials, delta, 1 - (1 - confidence) / _WIDER)
+    bounds = _bounds(false_negatives, false_positives, trials, delta, 1 - (1 - confidence) / _WIDER)
     return float(candidates[np.argmax(bounds)])
 
 
 def _bounds(
-    missed: NDArray[np.int64], accused: NDArray[np.int64], trials: tuple[int, int], delta: float,
-    confidence: float,
+    false_negatives: NDArray[np.int64], false_positives: NDArray[np.int64],
+    trials: tuple[int, int], delta: float, confidence: float,
 ) -> Floats:  # fmt: skip
     """Compute lower bounds (K,) for K pairs of error counts."""
     level = (1 + confidence) / 2
     upper = []
-    for errors, of in zip((missed, accused), trials, strict=True):
-        limit = betaincinv(errors + 1, np.maximum(of - errors, 1), level)
-        upper.append(np.where(errors < of, limit, 1.0))
+    for errors, total in zip((false_negatives, false_positives), trials, strict=True):
+        limit = betaincinv(errors + 1, np.maximum(total - errors, 1), level)
+        upper.append(np.where(errors < total, limit, 1.0))
     fn, fp = upper
     ratios = np.maximum((1 - fn - delta) / fp, (1 - fp - delta) / fn)
     return np.asarray(np.log(np.maximum(ratios, 1.0)), dtype=np.float64)

@@ -155,19 +155,19 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
             case PoissonSampledGaussianEvent(sigma, rate, steps):
                 gaussian = f"dp.GaussianDpEvent({sigma!r})"
                 noisy[f"dp.PoissonSampledDpEvent({rate!r}, {gaussian})"] += count * steps
-            case PureDpEvent(each, repeats):
-                pure[each] += count * repeats
+            case PureDpEvent(epsilon, repeats):
+                pure[epsilon] += count * repeats
     if pure and not noisy:
         lines = (
-            f"    dp.SelfComposedDpEvent(dp.LaplaceDpEvent({1 / each!r}), {n}),\n"
-            for each, n in pure.items()
+            f"    dp.SelfComposedDpEvent(dp.LaplaceDpEvent({1 / epsilon!r}), {n}),\n"
+            for epsilon, n in pure.items()
         )
         return _PURE_PROGRAM.format(released="".join(lines))
-    released = "".join(f"    dp.SelfComposedDpEvent({what}, {n}),\n" for what, n in noisy.items())
-    added = " + ".join(f"{n} * {each!r}" for each, n in pure.items())
+    released = "".join(f"    dp.SelfComposedDpEvent({event}, {n}),\n" for event, n in noisy.items())
+    pure_sum = " + ".join(f"{n} * {epsilon!r}" for epsilon, n in pure.items())
     return _PROGRAM.format(
         released=f"\n{released}" if released else "",
-        added=f"\n{_PURE_COMMENT}\nepsilon += {added}" if added else "",
+        added=f"\n{_PURE_COMMENT}\nepsilon += {pure_sum}" if pure_sum else "",
         delta=float(delta),
         interval=_INTERVAL,
     )
@@ -180,8 +180,8 @@ def _compose(counted: Counted, pessimistic: bool, delta: float) -> float:
         match leaf:
             case PoissonSampledGaussianEvent(_, _, repeats):
                 loss = _gaussian_loss(leaf, pessimistic)
-            case PureDpEvent(each, repeats):
-                loss = _pure_loss(each, pessimistic)
+            case PureDpEvent(epsilon, repeats):
+                loss = _pure_loss(epsilon, pessimistic)
         loss = loss.self_compose(count * repeats)
         total = loss if total is None else total.compose(loss)
     return float(total.get_epsilon_for_delta(delta))
@@ -199,12 +199,12 @@ def _gaussian_loss(event: PoissonSampledGaussianEvent, pessimistic: bool) -> Any
     )
 
 
-def _pure_loss(each: float, pessimistic: bool) -> Any:
+def _pure_loss(epsilon: float, pessimistic: bool) -> Any:
     """Represent by randomized response, with epsilon rounded to the grid: up for an upper bound,
     else down."""
     from dp_accounting.pld import privacy_loss_distribution
 
-    cell = (math.ceil if pessimistic else math.floor)(each / _INTERVAL)
+    cell = (math.ceil if pessimistic else math.floor)(epsilon / _INTERVAL)
     truth = 1 / (1 + math.exp(-cell * _INTERVAL))
     masses = {cell: truth, -cell: 1 - truth} if cell else {0: 1.0}
     return privacy_loss_distribution.PrivacyLossDistribution.create_from_rounded_probability(

@@ -74,11 +74,11 @@ class Competitor:
             for name in ("PFL_WORKER_ADDRESSES",) if count > 1 else ():
                 addresses = ",".join(f"localhost:{port}" for port in _free_ports(count))
                 environments = [{**e, name: addresses} for e in environments]
-            told = carry_out([command] * count, environments, limit=LIMIT * (rounds + 2))
-        ended = sum("round" in line and line["round"] > 0 for line in told.lines)
-        if told.status or ended != rounds + 1 or "loss" not in told.lines[-1]:
-            return f"{self.name}: status {told.status}, {told.errors.strip()[-800:]}"
-        self.told.append(told)
+            result = carry_out([command] * count, environments, limit=LIMIT * (rounds + 2))
+        finished = sum("round" in line and line["round"] > 0 for line in result.lines)
+        if result.status or finished != rounds + 1 or "loss" not in result.lines[-1]:
+            return f"{self.name}: status {result.status}, {result.errors.strip()[-800:]}"
+        self.told.append(result)
         return None
 
     def _environment(self, folder: str, number: int, cores: int) -> dict[str, str]:
@@ -97,22 +97,24 @@ class Competitor:
     def numbers(self) -> "Numbers":
         """Return the numbers of its table line."""
         seconds, begins, starts, cpu = [], [], [], []
-        for told in self.told:
-            ends = [line["at"] for line in told.lines if line.get("round")]
+        for result in self.told:
+            ends = [line["at"] for line in result.lines if line.get("round")]
             rounds = [after - before for before, after in itertools.pairwise(ends)]
             seconds += rounds
-            cpu.append(told.cpu_between(ends[0], ends[-1]) / len(rounds))
-            starts.append(ends[0] - told.begun - statistics.median(rounds))
-            begun = [line["at"] - told.begun for line in told.lines if line.get("round") == 0]
-            begins.append(begun[0] if begun else starts[-1])
-        last = [told.lines[-1] for told in self.told]
+            cpu.append(result.cpu_between(ends[0], ends[-1]) / len(rounds))
+            starts.append(ends[0] - result.begun - statistics.median(rounds))
+            first_begin = [
+                line["at"] - result.begun for line in result.lines if line.get("round") == 0
+            ]
+            begins.append(first_begin[0] if first_begin else starts[-1])
+        last = [result.lines[-1] for result in self.told]
         return Numbers(
             1 / statistics.median(seconds),
             (1 / max(seconds), 1 / min(seconds)),
             statistics.median(cpu),
             statistics.median(begins),
             statistics.median(starts),
-            max(told.peak_pss for told in self.told),
+            max(result.peak_pss for result in self.told),
             statistics.median(line["loss"] for line in last),
             statistics.median(line["accuracy"] for line in last),
         )
@@ -134,11 +136,11 @@ class Numbers:
 
 def _free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("localhost", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    for sock in sockets:
+        sock.bind(("localhost", 0))
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
     return ports
 
 
@@ -151,32 +153,32 @@ def _versions(python: Path, *names: str) -> str | None:
     )
     quiet = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [str(python), "-c", code], capture_output=True, text=True, env=quiet, check=False
         )
     except OSError:
         return None
-    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else None
+    return process.stdout.strip().splitlines()[-1] if process.returncode == 0 else None
 
 
 def competitors(options: argparse.Namespace) -> list[Competitor]:
     """Return the frameworks that can run; print the others to standard error."""
-    here = Path(sys.executable)
-    found = [Competitor(f"privssl, {p}", "ours", here, p) for p in ("float32", "bfloat16")] + [
-        Competitor("plain loop, float32, defaults", "plain", here, "float32")
-    ]
+    own_python = Path(sys.executable)
+    entries = [
+        Competitor(f"privssl, {p}", "ours", own_python, p) for p in ("float32", "bfloat16")
+    ] + [Competitor("plain loop, float32, defaults", "plain", own_python, "float32")]
     for name, module, python, packages in (
         ("pfl-research", "with_pfl", options.pfl_python, ("pfl", "torch")),
         ("Flower simulation", "with_flower", options.flower_python, ("flwr", "ray", "torch")),
     ):
         versions = None if python is None else _versions(python, *packages)
         if versions is None:
-            asked = f"--{module.removeprefix('with_')}-python"
-            print(f"{name} is left out: {asked} {python or 'was not given'}", file=sys.stderr)
+            flag = f"--{module.removeprefix('with_')}-python"
+            print(f"{name} is left out: {flag} {python or 'was not given'}", file=sys.stderr)
             continue
         print(f"{name}: {versions}")
-        found += [Competitor(f"{name}, {p}", module, python, p) for p in ("float32", "bfloat16")]
-    return [c for c in found if not options.only or any(word in c.name for word in options.only)]
+        entries += [Competitor(f"{name}, {p}", module, python, p) for p in ("float32", "bfloat16")]
+    return [c for c in entries if not options.only or any(word in c.name for word in options.only)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -191,22 +193,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of framework names")
     options = parser.parse_args(arguments)
     print(about())
-    taking_part = competitors(options)
-    if not taking_part:
+    entries = competitors(options)
+    if not entries:
         parser.error(f"--only {' '.join(options.only)} matches no framework")
-    if not has_instructions() and any(one.precision == "bfloat16" for one in taking_part):
+    if not has_instructions() and any(entry.precision == "bfloat16" for entry in entries):
         print("This processor has no instructions for bfloat16: it is emulated.")
-    failed = []
+    errors = []
     with tempfile.TemporaryDirectory() as folder, other_work(options.beside):
         cell.make_rows(Path(folder))
         for number in range(options.passes):
-            for one in taking_part:
-                failed.append(one.repeat(Path(folder), options.rounds, options.cores))
-                print(f"pass {number + 1}: {one.name}", file=sys.stderr)
-    for problem in filter(None, failed):
-        print(problem, file=sys.stderr)
-    report({one.name: one.numbers() for one in taking_part if one.told}, taking_part, options)
-    return 1 if any(failed) else 0
+            for entry in entries:
+                errors.append(entry.repeat(Path(folder), options.rounds, options.cores))
+                print(f"pass {number + 1}: {entry.name}", file=sys.stderr)
+    for error in filter(None, errors):
+        print(error, file=sys.stderr)
+    report({entry.name: entry.numbers() for entry in entries if entry.told}, entries, options)
+    return 1 if any(errors) else 0
 
 
 def report(
@@ -230,7 +232,7 @@ def report(
             f"| {n.start:.1f} | {n.memory:.0f} | {n.loss:.3f} | {n.accuracy:.3f} | {files[name]} |"
         )
     print("\n| ratio of rounds/s | times | at least | of CPU, for information |\n|---|---|---|---|")
-    for ours, theirs, wanted in (
+    for ours, theirs, target in (
         ("privssl, bfloat16", "pfl-research, bfloat16", "1.25"),
         ("privssl, float32", "pfl-research, float32", "1"),
         ("privssl, bfloat16", "Flower simulation, bfloat16", "2.5"),
@@ -240,7 +242,7 @@ def report(
     ):
         if ours in told and theirs in told:
             one, other = told[ours], told[theirs]
-            ratios = f"{one.rate / other.rate:.2f} | {wanted} | {other.cpu / one.cpu:.2f}"
+            ratios = f"{one.rate / other.rate:.2f} | {target} | {other.cpu / one.cpu:.2f}"
             print(f"| {ours} / {theirs} | {ratios} |")
 
 

@@ -67,8 +67,8 @@ def prepared(
         UserError: the config does not permit it.
     """
     changes = [*overrides, "run.workers=1", f"run.batched_agents={at_once}"]
-    found = prepare(load_config(path, changes))
-    return found if device is None else replace(found, device=device)
+    result = prepare(load_config(path, changes))
+    return result if device is None else replace(result, device=device)
 
 
 def play(
@@ -97,19 +97,19 @@ def play(
     ):
         federation = Federation(engine, one.config.run.seed)
         state = algorithm.start(federation)
-        for now in planned_rounds(algorithm.phases()):
+        for planned in planned_rounds(algorithm.phases()):
             if played > rounds:
                 break
-            federation.begin(now)
+            federation.begin(planned)
             if asked is not None:
                 asked()
-            begun, cpu = time.perf_counter(), time.process_time()
+            start, cpu_start = time.perf_counter(), time.process_time()
             state = algorithm.round(state, federation)
-            if now.phase == (phase or now.phase):
+            if planned.phase == (phase or planned.phase):
                 played += 1
                 if played > 1:
-                    into.seconds.append(time.perf_counter() - begun)
-                    into.cpu.append(time.process_time() - cpu)
+                    into.seconds.append(time.perf_counter() - start)
+                    into.cpu.append(time.process_time() - cpu_start)
                     if asked is not None:
                         into.asked.append(asked())
     into.classifier = algorithm.classifier(state)
@@ -118,35 +118,35 @@ def play(
 def lines(name: str, measured: Mapping[int, Measured]) -> list[str]:
     """Return rows of the table, one for each number of batched agents."""
     first = next(iter(measured.values()))
-    found = []
-    for at_once, one in measured.items():
-        seconds, cpu = statistics.median(one.seconds), statistics.median(one.cpu)
+    table_rows = []
+    for at_once, measurement in measured.items():
+        seconds, cpu = statistics.median(measurement.seconds), statistics.median(measurement.cpu)
         times = statistics.median(first.seconds) / seconds
-        apart = max(
+        difference = max(
             float((value.double() - first.classifier[key].double()).abs().max())
-            for key, value in one.classifier.items()
+            for key, value in measurement.classifier.items()
         )
-        found.append(
-            f"| {name} | {at_once} | {seconds:.3f} | {cpu:.3f} | {times:.2f} | {apart:.0e} |"
+        table_rows.append(
+            f"| {name} | {at_once} | {seconds:.3f} | {cpu:.3f} | {times:.2f} | {difference:.0e} |"
         )
-    return found
+    return table_rows
 
 
 def counts(name: str, measured: Mapping[int, Measured]) -> list[str]:
     """Return rows of the other table: operations of a round on the device."""
-    found = []
+    table_rows = []
     first = 0.0
-    for at_once, one in measured.items():
+    for at_once, measurement in measured.items():
         kernels, copies, waits = (
-            statistics.median(float(getattr(asked, what)) for asked in one.asked)
-            for what in ("kernels", "to", "waits")
+            statistics.median(float(getattr(asked, count)) for asked in measurement.asked)
+            for count in ("kernels", "to", "waits")
         )
         first = first or kernels
-        found.append(
+        table_rows.append(
             f"| {name} | {at_once} | {kernels:,.0f} | {copies:,.0f} | {waits:,.0f} "
             f"| {first / kernels:.1f} |"
         )
-    return found
+    return table_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -166,18 +166,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     asked = far_device.asked if options.count else None
-    for place, name in enumerate(configs):
+    for index, name in enumerate(configs):
         measured = {n: Measured() for n in options.at_once}
         try:
             for _ in range(1 if options.count else PASSES):
                 for n in options.at_once:
-                    one = prepared(Path(name), overrides, n, device)
-                    play(one, options.rounds, options.phase, measured[n], asked)
+                    run = prepared(Path(name), overrides, n, device)
+                    play(run, options.rounds, options.phase, measured[n], asked)
         except UserError as error:
             print(error, file=sys.stderr)
             return 2
-        if not place:
-            print(f"{_machine(one.device)}\n")
+        if not index:
+            print(f"{_machine(run.device)}\n")
             columns = "kernels | copies | waits | times" if options.count else TIMED
             print(f"| config | agents at once | {columns} |")
             print("|---" * (3 + columns.count("|")) + "|")

@@ -46,16 +46,16 @@ ROOT = Path(__file__).parents[1]
 
 def train_here(arguments: Sequence[str], log: Path, _: int, __: float) -> Ended:
     """Run ``privssl.train`` in this process, a fork for this cell alone."""
-    begun = time.monotonic()
+    start = time.monotonic()
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     # A checkpoint of a wide network costs more than repeating a minute; the last one is written.
-    kept = [one for one in arguments if not one.startswith("run.checkpoint_every=")]
-    status = train([*kept, "run.checkpoint_every=1000", "--quiet"])
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu, stopped = used.ru_utime + used.ru_stime, status == INTERRUPTED
-    return Ended(status, stopped, time.monotonic() - begun, cpu, used.ru_maxrss / 1024)
+    argv = [argument for argument in arguments if not argument.startswith("run.checkpoint_every=")]
+    status = train([*argv, "run.checkpoint_every=1000", "--quiet"])
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    cpu, stopped = usage.ru_utime + usage.ru_stime, status == INTERRUPTED
+    return Ended(status, stopped, time.monotonic() - start, cpu, usage.ru_maxrss / 1024)
 
 
 def run_in_a_fork(cell: Cell, seed: int, root: Path, answer: int) -> int:
@@ -63,8 +63,8 @@ def run_in_a_fork(cell: Cell, seed: int, root: Path, answer: int) -> int:
     if pid := os.fork():
         return pid
     try:
-        found = Runner(root, Store(root), train=train_here).run(cell, seed)
-        text = found if isinstance(found, str) else f"{found['value']:.4f}"
+        outcome = Runner(root, Store(root), train=train_here).run(cell, seed)
+        text = outcome if isinstance(outcome, str) else f"{outcome['value']:.4f}"
     except BaseException as error:  # a fork must not return into its parent's loop
         traceback.print_exc()
         text = f"failed: {error}"
@@ -78,21 +78,21 @@ def run_all(todo: Sequence[tuple[Cell, int]], root: Path, at_once: int, minutes:
     A cell does not start if it would take too long, by the finished ones. Returns the number of
     cells without a result.
     """
-    until, left, stopping = time.monotonic() + 60 * minutes, 0, False
-    waiting = sorted(todo, key=lambda one: one[0].minutes, reverse=True)
+    deadline, failed, stopping = time.monotonic() + 60 * minutes, 0, False
+    waiting = sorted(todo, key=lambda run: run[0].minutes, reverse=True)
     running: dict[int, tuple[Cell, int, int, float]] = {}
     pace = [0.0]  # seconds of finished cells, divided by the minutes of their tables
     while True:
-        seconds = until - time.monotonic()
+        seconds = deadline - time.monotonic()
         limit = statistics.median(pace)
-        fitting = [one for one in waiting if seconds > 0 and one[0].minutes * limit <= seconds]
+        fitting = [run for run in waiting if seconds > 0 and run[0].minutes * limit <= seconds]
         for cell, seed in fitting[: at_once - len(running)]:
             waiting.remove((cell, seed))
-            heard, answer = os.pipe()
-            running[run_in_a_fork(cell, seed, root, answer)] = cell, seed, heard, time.monotonic()
-            os.close(answer)
+            reader, writer = os.pipe()
+            running[run_in_a_fork(cell, seed, root, writer)] = cell, seed, reader, time.monotonic()
+            os.close(writer)
         if not running:
-            return left + len(waiting)
+            return failed + len(waiting)
         if seconds <= 0 and not stopping:
             stopping = True
             for pid in running:
@@ -101,15 +101,15 @@ def run_all(todo: Sequence[tuple[Cell, int]], root: Path, at_once: int, minutes:
         if not pid:
             time.sleep(0.1)
             continue
-        cell, seed, heard, begun = running.pop(pid)
-        with os.fdopen(heard) as lines:
-            said = lines.readline().strip() or "killed"
-        took = time.monotonic() - begun
-        if said.replace(".", "").isdecimal():
-            pace = [*filter(None, pace), took / cell.minutes]
+        cell, seed, reader, start = running.pop(pid)
+        with os.fdopen(reader) as lines:
+            outcome = lines.readline().strip() or "killed"
+        duration = time.monotonic() - start
+        if outcome.replace(".", "").isdecimal():
+            pace = [*filter(None, pace), duration / cell.minutes]
         else:
-            left += 1
-        print(f"{cell.table}: {cell.title}, seed {seed}: {said}, {took:.0f} s", flush=True)
+            failed += 1
+        print(f"{cell.table}: {cell.title}, seed {seed}: {outcome}, {duration:.0f} s", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,13 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     origin = {"commit": os.environ.get("PRIVSSL_COMMIT"), "dirty": None}
     with ExitStack() as stack:
-        once = functools.cache(downloads.read_published)
-        stack.enter_context(patch.object(datasets, "read_published", once))
+        cached = functools.cache(downloads.read_published)
+        stack.enter_context(patch.object(datasets, "read_published", cached))
         if origin["commit"]:
             stack.enter_context(patch.object(runners, "commit_of", lambda root: origin))
         tables, store = load_tables(options.root, options.tables), Store(options.root)
-        wanted = schedule.select(tables, options.cells, options.seeds)
-        order = schedule.in_order(wanted, by_seed=False)
+        selected = schedule.select(tables, options.cells, options.seeds)
+        order = schedule.in_order(selected, by_seed=False)
         todo = [
             (cell, seed) for cell, seed in order if store.state(cell, seed) in ("missing", "old")
         ]

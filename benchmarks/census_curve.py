@@ -60,7 +60,7 @@ def measure(
     cases = {"": config, **(also or {})}
     records = []
     for (name, config), epsilon in itertools.product(cases.items(), epsilons):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         private = None
         if epsilon != float("inf"):
             assert config.privacy is not None
@@ -76,19 +76,19 @@ def measure(
         state, memories = maps[algorithm.k]
         engine, federation = _start(prepared)
         engine.restore(memories)
-        now_state = state
+        current_state = state
         with (
             tempfile.TemporaryDirectory() as folder,
             accounts.open_accounts(prepared, Path(folder), None),
         ):
-            for now in planned_rounds(prepared.algorithm.phases()):
-                if now.phase not in LABEL_FREE:
-                    federation.begin(now)
-                    now_state = prepared.algorithm.round(now_state, federation)
-        about: dict[str, Any] = {"dataset": config.data.name, "labels": config.data.labelled}
-        about |= {"seed": config.run.seed, "epsilon": epsilon, **_judged(prepared, now_state)}
-        about |= {"also": name} if name else {}
-        records.append(about | {"seconds": round(time.perf_counter() - begun, 1)})
+            for planned in planned_rounds(prepared.algorithm.phases()):
+                if planned.phase not in LABEL_FREE:
+                    federation.begin(planned)
+                    current_state = prepared.algorithm.round(current_state, federation)
+        record: dict[str, Any] = {"dataset": config.data.name, "labels": config.data.labelled}
+        record |= {"seed": config.run.seed, "epsilon": epsilon, **_judged(prepared, current_state)}
+        record |= {"also": name} if name else {}
+        records.append(record | {"seconds": round(time.perf_counter() - start, 1)})
         print(json.dumps(records[-1]), flush=True)
     return records
 
@@ -97,16 +97,16 @@ def before_the_census(prepared: Prepared) -> tuple[Any, dict[str, Any]]:
     """Return the server's state and the agents' memories after the rounds that read no label."""
     engine, federation = _start(prepared)
     state = prepared.algorithm.start(federation)
-    for now in planned_rounds(prepared.algorithm.phases()):
-        if now.phase in LABEL_FREE:
-            federation.begin(now)
+    for planned in planned_rounds(prepared.algorithm.phases()):
+        if planned.phase in LABEL_FREE:
+            federation.begin(planned)
             state = prepared.algorithm.round(state, federation)
     return state, dict(engine.memories())
 
 
 def _unlabelled(prepared: Prepared) -> dict[str, tuple[int, ...]]:
-    held = prepared.federated_data.manifest.agents.items()
-    return {agent: holding.unlabelled for agent, holding in held if holding.unlabelled}
+    holdings = prepared.federated_data.manifest.agents.items()
+    return {agent: holding.unlabelled for agent, holding in holdings if holding.unlabelled}
 
 
 def _start(prepared: Prepared) -> tuple[LocalEngine, Federation]:
@@ -121,9 +121,9 @@ def _judged(prepared: Prepared, state: Any) -> dict[str, float]:
     sets = {"test": (dataset.x_test, dataset.y_test)}
     if held_out is not None:
         sets["validation"] = (held_out.x, held_out.y)
-    judge = Evaluator(prepared.algorithm.task.new_classifier(), sets, prepared.device)
-    found = judge.accuracies({"accuracy": prepared.algorithm.classifier(state)})
-    return {name.removesuffix("/accuracy"): value for name, value in found.items()}
+    evaluator = Evaluator(prepared.algorithm.task.new_classifier(), sets, prepared.device)
+    accuracies = evaluator.accuracies({"accuracy": prepared.algorithm.classifier(state)})
+    return {name.removesuffix("/accuracy"): value for name, value in accuracies.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,8 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path)
     options = parser.parse_intermixed_args(arguments)
-    named = options.seeds.rstrip(",").split(",")
-    seeds = [int(s) for s in named] if "," in options.seeds else list(range(int(named[0])))
+    numbers = options.seeds.rstrip(",").split(",")
+    seeds = [int(s) for s in numbers] if "," in options.seeds else list(range(int(numbers[0])))
     epsilons = [float(e) for e in options.epsilons.split(",")]
     torch.set_num_threads(1)
     records = []
@@ -148,9 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = load_config(options.config, [*options.overrides, f"run.seed={seed}"])
             if config.algorithm.name != LabelCensus.Config().name or config.privacy is None:
                 raise UserError(f"{options.config}: give a config of label_census with privacy")
-            given = [*options.overrides, f"run.seed={seed}"]
+            overrides = [*options.overrides, f"run.seed={seed}"]
             also = {
-                text: load_config(options.config, [*given, *text.split()]) for text in options.also
+                text: load_config(options.config, [*overrides, *text.split()])
+                for text in options.also
             }
             records += measure(config, epsilons, also)
     except UserError as error:
@@ -158,11 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"# {about()}")
     for epsilon in epsilons:
-        of = [r["test"] for r in records if r["epsilon"] == epsilon and "also" not in r]
-        spread = statistics.stdev(of) if len(of) > 1 else 0.0
+        accuracies = [r["test"] for r in records if r["epsilon"] == epsilon and "also" not in r]
+        spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
         print(
-            f"epsilon {epsilon:g}: mean {statistics.mean(of):.4f} sd {spread:.4f} "
-            f"worst {min(of):.4f} of {len(of)} seeds"
+            f"epsilon {epsilon:g}: mean {statistics.mean(accuracies):.4f} sd {spread:.4f} "
+            f"worst {min(accuracies):.4f} of {len(accuracies)} seeds"
         )
     if options.output is not None:
         options.output.write_text(json.dumps(records, indent=1) + "\n")

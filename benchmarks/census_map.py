@@ -64,10 +64,14 @@ class Rows:
         algorithm, federated_data = prepared.algorithm, prepared.federated_data
         assert isinstance(algorithm, LabelCensus)
         state, _ = before_the_census(prepared)
-        held = [a.held_unlabelled for a in federated_data.agents if a.held_unlabelled is not None]
-        sent = map_of(state)
-        self.points = torch.cat([algorithm.points(h.x, sent, prepared.device) for h in held])
-        self.truth = federated_data.true_labels[torch.cat([h.ids for h in held])]
+        unlabelled = [
+            a.held_unlabelled for a in federated_data.agents if a.held_unlabelled is not None
+        ]
+        feature_map = map_of(state)
+        self.points = torch.cat(
+            [algorithm.points(h.x, feature_map, prepared.device) for h in unlabelled]
+        )
+        self.truth = federated_data.true_labels[torch.cat([h.ids for h in unlabelled])]
         self.classes = federated_data.dataset.classes
         self.cells = algorithm.cfg.cells
         self.purity = algorithm.cfg.purity
@@ -83,11 +87,13 @@ class Rows:
         """Join cells of one k-means into each number of clusters."""
         centroids, _ = k_means(self.points, torch.ones(len(self.points)), self.cells, _rng(seed))
         cell, graph = nearest_centroids(self.points, centroids), neighbours(self.points, centroids)
-        found = {}
+        clusterings = {}
         for k in ks:
             cluster = merge_cells(graph, k, seed)
-            found[k] = Clustering(cluster[cell], *cluster_shares_and_adjacency(graph, cluster, k))
-        return found
+            clusterings[k] = Clustering(
+                cluster[cell], *cluster_shares_and_adjacency(graph, cluster, k)
+            )
+        return clusterings
 
     def purity_of(self, of_row: Tensor) -> float:
         """Return the share of rows in the most frequent class of their cluster."""
@@ -97,8 +103,8 @@ class Rows:
     def _table(self, of_row: Tensor, rows: Tensor) -> Tensor:
         """Count these rows by cluster and class (K, C)."""
         k = int(of_row.max()) + 1
-        place = of_row[rows] * self.classes + self.truth[rows]
-        return torch.bincount(place, minlength=k * self.classes).view(k, self.classes)
+        index = of_row[rows] * self.classes + self.truth[rows]
+        return torch.bincount(index, minlength=k * self.classes).view(k, self.classes)
 
     def after_a_census(
         self, at: Clustering, epsilon: float, coupling: float | None, seed: int
@@ -111,13 +117,13 @@ class Rows:
         counts += one_hot(at.of_row[picked], k).T @ one_hot(self.truth[picked], self.classes)
         noise = sum(discrete_laplace(epsilon, counts.numel()) for _ in range(self.support))
         table = counts + torch.from_numpy(np.asarray(noise)).view_as(counts)
-        told = table
+        scores = table
         if coupling is not None:
-            told = class_posterior(
+            scores = class_posterior(
                 table, at.mass, float(self.labels), agents=self.support, epsilon=epsilon,
                 purity=self.purity, balanced=True, borders=at.borders, coupling=coupling,
             )  # fmt: skip
-        return float((told.argmax(dim=1)[at.of_row] == self.truth).float().mean())
+        return float((scores.argmax(dim=1)[at.of_row] == self.truth).float().mean())
 
 
 def _rng(seed: int) -> torch.Generator:
@@ -126,19 +132,23 @@ def _rng(seed: int) -> torch.Generator:
 
 def purity_table(rows: Rows, ks: Sequence[int]) -> list[str]:
     """Return the first table."""
-    joined_up = [rows.by_graph(ks, seed) for seed in range(CLUSTERINGS)]
-    alone = {k: [rows.purity_of(rows.by_k_means(k, s)) for s in range(CLUSTERINGS)] for k in ks}
-    graph = {k: [rows.purity_of(one[k].of_row) for one in joined_up] for k in ks}
+    clusterings = [rows.by_graph(ks, seed) for seed in range(CLUSTERINGS)]
+    k_means_purity = {
+        k: [rows.purity_of(rows.by_k_means(k, s)) for s in range(CLUSTERINGS)] for k in ks
+    }
+    graph_purity = {
+        k: [rows.purity_of(clustering[k].of_row) for clustering in clusterings] for k in ks
+    }
 
-    def line(name: str, found: dict[int, list[float]]) -> str:
-        cells = [f"{min(found[k]):.3f} to {max(found[k]):.3f}" for k in ks]
+    def line(name: str, purities: dict[int, list[float]]) -> str:
+        cells = [f"{min(purities[k]):.3f} to {max(purities[k]):.3f}" for k in ks]
         return f"| {name} | " + " | ".join(cells) + " |"
 
     return [
         "| K | " + " | ".join(map(str, ks)) + " |",
         "|---" * (len(ks) + 1) + "|",
-        line("k-means", alone),
-        line(f"{rows.cells} cells, joined", graph),
+        line("k-means", k_means_purity),
+        line(f"{rows.cells} cells, joined", graph_purity),
     ]
 
 
@@ -154,12 +164,12 @@ def census_table(rows: Rows, ks: Sequence[int], epsilons: Sequence[float]) -> li
             name = "largest count" if coupling is None else f"posterior, coupling {coupling:g}"
             cells = []
             for epsilon in epsilons:
-                told = [
-                    rows.after_a_census(at[k], epsilon, coupling, draw)
-                    for at in maps
+                shares = [
+                    rows.after_a_census(clustering[k], epsilon, coupling, draw)
+                    for clustering in maps
                     for draw in range(DRAWS)
                 ]
-                cells.append(f"{math.fsum(told) / len(told):.3f} ({min(told):.3f})")
+                cells.append(f"{math.fsum(shares) / len(shares):.3f} ({min(shares):.3f})")
             lines.append(f"| {k} | {name} | " + " | ".join(cells) + " |")
     return lines
 

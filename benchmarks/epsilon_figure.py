@@ -43,15 +43,15 @@ def points_of(path: Path) -> Iterator[Point]:
     """Yield the runs of a folder or a file. Raises OSError, KeyError or ValueError for others."""
     if path.is_file():
         for record in json.loads(path.read_text()):
-            without = math.isinf(record["epsilon"])
-            name = "label census, no noise" if without else "label census"
-            epsilon = None if without else record["epsilon"]
+            no_noise = math.isinf(record["epsilon"])
+            name = "label census, no noise" if no_noise else "label census"
+            epsilon = None if no_noise else record["epsilon"]
             yield Point(name, record["labels"], epsilon, False, record["test"])
         return
     results = json.loads((path / "results.json").read_text())
     config = yaml.safe_load((path / "config.yaml").read_text())
-    claim, nominal = results["privacy"]["guarantee"], results["privacy"]["nominal_epsilon"]
-    epsilon = nominal if claim is None else claim["epsilon"]
+    guarantee, nominal = results["privacy"]["guarantee"], results["privacy"]["nominal_epsilon"]
+    epsilon = nominal if guarantee is None else guarantee["epsilon"]
     yield Point(
         _method(results["algorithm"], config), results["labels"], epsilon, nominal is not None,
         results["test_accuracy"]["final"],
@@ -67,8 +67,8 @@ def _method(algorithm: str, config: Any) -> str:
     trained = ", ".join(private["update_at_support"])
     noisy = ", ".join(private["protect"])
     unprotected = set(private["update_at_support"]) - set(private["protect"])
-    how = "as published (NOMINAL)" if unprotected else noisy or trained
-    return f"{algorithm}-dp, {how}"
+    protected = "as published (NOMINAL)" if unprotected else noisy or trained
+    return f"{algorithm}-dp, {protected}"
 
 
 def draw(points: Sequence[Point], output: Path) -> list[str]:
@@ -83,23 +83,23 @@ def draw(points: Sequence[Point], output: Path) -> list[str]:
     ]
     for panel, labels in zip(panels, numbers, strict=True):
         for index, method in enumerate(methods):
-            of = [p for p in points if (p.labels, p.method) == (labels, method)]
+            selected = [p for p in points if (p.labels, p.method) == (labels, method)]
             grouped: dict[float | None, list[float]] = {}
-            for p in of:
+            for p in selected:
                 # Calibration stops a little below its target: 7.9986 belongs to epsilon 8
                 key = None if p.epsilon is None else round(p.epsilon, 2)
                 grouped.setdefault(key, []).append(p.accuracy)
             if not grouped:
                 continue
-            nominal = any(p.nominal for p in of)
+            nominal = any(p.nominal for p in selected)
             colour = f"C{index}"
-            for epsilon, seen in sorted(grouped.items(), key=lambda g: g[0] or 0.0):
-                mean = statistics.mean(seen)
-                spread = statistics.stdev(seen) if len(seen) > 1 else 0.0
-                told = "-" if epsilon is None else f"{epsilon:g}" + " NOMINAL" * nominal
+            for epsilon, accuracies in sorted(grouped.items(), key=lambda g: g[0] or 0.0):
+                mean = statistics.mean(accuracies)
+                spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+                epsilon_text = "-" if epsilon is None else f"{epsilon:g}" + " NOMINAL" * nominal
                 lines.append(
-                    f"| {method} | {labels} | {told} | {len(seen)} | {mean:.4f} | "
-                    f"{spread:.4f} | {min(seen):.4f} |"
+                    f"| {method} | {labels} | {epsilon_text} | {len(accuracies)} | {mean:.4f} | "
+                    f"{spread:.4f} | {min(accuracies):.4f} |"
                 )
                 if epsilon is None:
                     panel.axhline(mean, color=colour, linestyle=":", label=method)
@@ -122,13 +122,13 @@ def draw(points: Sequence[Point], output: Path) -> list[str]:
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_locator(NullLocator())
         panel.grid(alpha=0.3)
-    named = {
+    handles = {
         name: handle
         for panel in panels
         for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(
-        list(named.values()), list(named), loc="outside lower center", ncols=4, fontsize="small"
+        list(handles.values()), list(handles), loc="outside lower center", ncols=4, fontsize="small"
     )
     panels[0].set_ylabel("test accuracy after the last round")
     canvas.print_png(str(output))  # type: ignore[no-untyped-call]
@@ -141,16 +141,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     options = parser.parse_args(arguments)
-    found: list[Point] = []
+    points: list[Point] = []
     for path in options.runs:
         try:
-            found += points_of(path)
+            points += points_of(path)
         except (OSError, KeyError, TypeError, ValueError) as error:
             print(
                 f"{path}: no finished run and no file of census_curve ({error!r})", file=sys.stderr
             )
             return 2
-    print("\n".join(draw(found, options.output)))
+    print("\n".join(draw(points, options.output)))
     return 0
 
 

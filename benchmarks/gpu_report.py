@@ -83,33 +83,35 @@ SMALL_SEMIFL = FEW | {
 def networks(device: torch.device, small: bool) -> list[dict[str, Any]]:
     """Measure milliseconds of steps on the CPU and on the device, and their relative difference."""
     rows, passes = (4, 1) if small else (64, 3)
-    found = []
-    every = cases(rows) | {
+    records = []
+    every_case = cases(rows) | {
         name: coloured_case(rows, ModelSettings(name, 4 if small else 16))
         for name in (PRIVATE[:1] if small else PRIVATE)
     }
-    for name, case in every.items():
-        there = _moved_to(case, device)
-        plain = {"cpu": open_step(case), "device": open_step(there)}
-        private = {"cpu": our_step(case), "device": our_step(there)}
-        here, other = (
+    for name, case in every_case.items():
+        on_device = _moved_to(case, device)
+        open_steps = {"cpu": open_step(case), "device": open_step(on_device)}
+        private_steps = {"cpu": our_step(case), "device": our_step(on_device)}
+        change, device_change = (
             moved(case, partial(our_step, sigma=0.0)),
-            moved(there, partial(our_step, sigma=0.0)),
+            moved(on_device, partial(our_step, sigma=0.0)),
         )
-        apart = float((other.cpu() - here).norm() / here.norm())
-        found.append(
+        difference = float((device_change.cpu() - change).norm() / change.norm())
+        records.append(
             {
                 "network": name,
                 "rows": rows,
-                "plain_ms": {k: _milliseconds(step, device, passes) for k, step in plain.items()},
-                "private_ms": {
-                    k: _milliseconds(step, device, passes) for k, step in private.items()
+                "plain_ms": {
+                    k: _milliseconds(step, device, passes) for k, step in open_steps.items()
                 },
-                "apart": apart,
-                "alike": apart <= APART,
+                "private_ms": {
+                    k: _milliseconds(step, device, passes) for k, step in private_steps.items()
+                },
+                "apart": difference,
+                "alike": difference <= APART,
             }
         )
-    return found
+    return records
 
 
 def _moved_to(case: Case, device: torch.device) -> Case:
@@ -125,10 +127,10 @@ def _milliseconds(step: Callable[[], None], device: torch.device, passes: int) -
     times = []
     for _ in range(passes + 1):
         _wait(device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         step()
         _wait(device)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return statistics.median(times[1:]) * 1e3
 
 
@@ -139,7 +141,7 @@ def _wait(device: torch.device) -> None:
 
 def row_bits(device: torch.device, small: bool) -> list[dict[str, Any]]:
     """Run the check before a private run on the device; report success or its message."""
-    found = []
+    records = []
     for name in PRIVATE[:1] if small else PRIVATE:
         for size in (32,) if small else (32, 64):
             network = build_classifier(ModelSettings(name, 4 if small else 16), COLOUR, 10)
@@ -158,18 +160,18 @@ def row_bits(device: torch.device, small: bool) -> list[dict[str, Any]]:
                 refuse_batch_dependent_rounding({"F": network}, row_loss, fields)
             except PrivacyError as error:
                 refused = str(error)
-            found.append({"network": name, "rows": size, "refused": refused})
-    return found
+            records.append({"network": name, "rows": size, "refused": refused})
+    return records
 
 
 def stacks(device: torch.device, small: bool) -> list[dict[str, Any]]:
     """Measure seconds of a round by the number of batched agents."""
-    found = []
-    for name, own in METHODS.items():
-        changes = EVERY_AGENT | own | {"run.device": device.type} | (FEW if small else {})
+    records = []
+    for name, settings in METHODS.items():
+        changes = EVERY_AGENT | settings | {"run.device": device.type} | (FEW if small else {})
         for at_once in (1, 2) if small else STACKS:
             measured = _play(name, changes, 1 if small else 2, at_once)
-            found.append(
+            records.append(
                 {
                     "method": name,
                     "agents_at_once": at_once,
@@ -177,12 +179,12 @@ def stacks(device: torch.device, small: bool) -> list[dict[str, Any]]:
                     "cpu_s": statistics.median(measured.cpu),
                 }
             )
-    return found
+    return records
 
 
 def cell_rounds(device: torch.device, small: bool) -> list[dict[str, Any]]:
     """Measure rounds per second of pfl-research's CIFAR-10 benchmark."""
-    found = []
+    records = []
     with tempfile.TemporaryDirectory() as folder:
         work.make_rows(Path(folder))
         for precision in ("float32",) if small else ("float32", "bfloat16"):
@@ -193,9 +195,9 @@ def cell_rounds(device: torch.device, small: bool) -> list[dict[str, Any]]:
 
             cell.play(Path(folder), 2 if small else 6, precision, 1, device, ended)
             # A round waits for the device, because weights come back to the CPU.
-            apart = [late - early for early, late in itertools.pairwise(times[1:])]
-            found.append({"precision": precision, "rounds_per_s": 1 / statistics.median(apart)})
-    return found
+            gaps = [end - start for start, end in itertools.pairwise(times[1:])]
+            records.append({"precision": precision, "rounds_per_s": 1 / statistics.median(gaps)})
+    return records
 
 
 def semifl(device: torch.device, small: bool) -> list[dict[str, Any]]:
@@ -204,9 +206,9 @@ def semifl(device: torch.device, small: bool) -> list[dict[str, Any]]:
     train, test = (600, 100) if small else (50_000, 1_000)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.npz"
-        kinds = [np.arange(count) % 10 for count in (train, test)]
-        rows = [rng.integers(0, 256, (len(y), *COLOUR), dtype=np.uint8) for y in kinds]
-        np.savez(path, x_train=rows[0], y_train=kinds[0], x_test=rows[1], y_test=kinds[1])
+        labels = [np.arange(count) % 10 for count in (train, test)]
+        rows = [rng.integers(0, 256, (len(y), *COLOUR), dtype=np.uint8) for y in labels]
+        np.savez(path, x_train=rows[0], y_train=labels[0], x_test=rows[1], y_test=labels[1])
         changes = SEMIFL | {"data.root": path, "run.device": device.type}
         changes |= SMALL_SEMIFL if small else {}
         measured = _play("semifl", changes | {"run.precision": "bfloat16"}, 1)
@@ -237,31 +239,31 @@ def report(
 ) -> dict[str, Any]:
     """Measure the sections; write the file after each, so that an aborted run keeps its results."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "device": str(device), "gpu": gpu, "machine": about(), "python": platform.python_version(),
         "torch": torch.__version__, "small": small, "sections": {}, "left_out": [],
     }  # fmt: skip
-    begun = time.monotonic()
+    start = time.monotonic()
     for name in names:
-        if time.monotonic() - begun > minutes * 60:
-            found["left_out"].append(name)
+        if time.monotonic() - start > minutes * 60:
+            results["left_out"].append(name)
             continue
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        started, section = time.monotonic(), dict[str, Any]()
+        section_start, section = time.monotonic(), dict[str, Any]()
         try:
             section["measured"] = SECTIONS[name](device, small)
         except Exception as error:  # the other sections still run
             section["error"] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
-        section["seconds"] = round(time.monotonic() - started, 1)
+        section["seconds"] = round(time.monotonic() - section_start, 1)
         if device.type == "cuda":
             section["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
-        found["sections"][name] = section
+        results["sections"][name] = section
         print(f"{name}: {section['seconds']} s", flush=True)
         into.parent.mkdir(parents=True, exist_ok=True)
-        into.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    return found
+        into.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,9 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     into = options.output or RESULTS / f"{name.replace(' ', '-').lower()}.json"
-    found = report(device, options.only, options.minutes, options.small, into)
+    results = report(device, options.only, options.minutes, options.small, into)
     print(f"Written to {into}")
-    return int(any("error" in one for one in found["sections"].values()))
+    return int(any("error" in section for section in results["sections"].values()))
 
 
 if __name__ == "__main__":

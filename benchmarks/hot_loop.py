@@ -50,17 +50,17 @@ def median_seconds(
     cases: Mapping[Name, Callable[[], object]], passes: int, enough: float = ENOUGH
 ) -> dict[Name, float]:
     """Return CPU seconds of each call, the cases in turn, after one warm-up call each."""
-    seen: dict[Name, list[float]] = {name: [] for name in cases}
+    readings: dict[Name, list[float]] = {name: [] for name in cases}
     for call in cases.values():
         call()
     for _ in range(passes):
         for name, call in cases.items():
-            begun, count = time.process_time(), 0
-            while time.process_time() - begun < enough:
+            start, count = time.process_time(), 0
+            while time.process_time() - start < enough:
                 call()
                 count += 1
-            seen[name].append((time.process_time() - begun) / count)
-    return {name: statistics.median(times) for name, times in seen.items()}
+            readings[name].append((time.process_time() - start) / count)
+    return {name: statistics.median(times) for name, times in readings.items()}
 
 
 def product(side: int, precision: Precision) -> Callable[[], Tensor]:
@@ -93,35 +93,35 @@ class Step:
 def arithmetic(passes: int, precisions: Sequence[Precision]) -> None:
     """Print the table."""
     products = {(p, side): product(side, p) for p in precisions for side in SIDES}
-    steps = {(p, at): Step(*case, p) for at, case in enumerate(STEPS) for p in precisions}
+    steps = {(p, index): Step(*case, p) for index, case in enumerate(STEPS) for p in precisions}
     rates = {
         key: 2 * key[1] ** 3 / seconds / 1e9
         for key, seconds in median_seconds(products, passes).items()
     }
     best = {p: max(rates[p, side] for side in SIDES) for p in precisions}
-    told = ", ".join(f"{p} {rate:.0f} GFLOP/s" for p, rate in best.items())
-    print(f"Matrix products, the best of sides {', '.join(map(str, SIDES))}: {told}\n")
+    text = ", ".join(f"{p} {rate:.0f} GFLOP/s" for p, rate in best.items())
+    print(f"Matrix products, the best of sides {', '.join(map(str, SIDES))}: {text}\n")
     both = set(PRECISIONS) <= set(precisions)
     columns = [*(f"{p}, ms" for p in precisions), *(["times"] if both else [])]
     print("| network | width | rows | MFLOP | " + " | ".join(columns) + " |")
     print("|---" * (4 + len(columns)) + "|")
     times = median_seconds(steps, passes)
-    for at, (model, rows) in enumerate(STEPS):
-        count = steps[precisions[0], at].operations() / 1e6
-        taken = {p: times[p, at] * 1e3 for p in precisions}
-        cells = [f"{ms:.1f} ({count / ms / best[p]:.0%})" for p, ms in taken.items()]
+    for index, (model, rows) in enumerate(STEPS):
+        count = steps[precisions[0], index].operations() / 1e6
+        milliseconds = {p: times[p, index] * 1e3 for p in precisions}
+        cells = [f"{ms:.1f} ({count / ms / best[p]:.0%})" for p, ms in milliseconds.items()]
         if both:
-            cells.append(f"{taken['float32'] / taken['bfloat16']:.2f}")
-        start = f"| {model.name} | {model.width} | {rows} | {count:.0f} | "
-        print(start + " | ".join(cells) + " |", flush=True)
+            cells.append(f"{milliseconds['float32'] / milliseconds['bfloat16']:.2f}")
+        row_start = f"| {model.name} | {model.width} | {rows} | {count:.0f} | "
+        print(row_start + " | ".join(cells) + " |", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a Markdown table."""
-    usual = PRECISIONS if has_instructions() else PRECISIONS[:1]
+    default = PRECISIONS if has_instructions() else PRECISIONS[:1]
     parser = parser_of("hot_loop", __doc__)
     parser.add_argument("--passes", type=at_least(1), default=5)
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=usual)
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=default)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     tune_malloc()

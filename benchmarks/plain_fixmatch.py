@@ -84,12 +84,12 @@ class TwoViews(Dataset[tuple[Tensor, Tensor, int]]):
         """Store x (N, channels, side, side) uint8; y (N,). With labels the strong view is the weak
         one."""
         self.x, self.y = x.transpose(0, 2, 3, 1), y
-        side, middle = x.shape[2], (0.5,) * x.shape[1]
+        side, centre = x.shape[2], (0.5,) * x.shape[1]
         self.crop = transforms.RandomCrop(side, int(CROP * side), padding_mode="reflect")
-        drawn = transforms.RandomApply([transforms.RandAugment(1)], 0.5)
-        self.strong = transforms.Compose([self.crop, drawn, drawn])
+        augmentation = transforms.RandomApply([transforms.RandAugment(1)], 0.5)
+        self.strong = transforms.Compose([self.crop, augmentation, augmentation])
         self.tensor = transforms.Compose(
-            [transforms.ToTensor(), transforms.Normalize(middle, middle)]
+            [transforms.ToTensor(), transforms.Normalize(centre, centre)]
         )
 
     def __len__(self) -> int:
@@ -111,22 +111,22 @@ def local_training(
     local = copy.deepcopy(network).train()
     loader = DataLoader(views, batch, sampler=Order(len(views), order))
     sgd = torch.optim.SGD(local.parameters(), lr=rate, momentum=MOMENTUM)
-    kept = 0
+    confident = 0
     for weak, strong, y in loader:
         if views.y is not None:
             loss = cross_entropy(local(weak), y)
         else:
             with torch.no_grad():
                 p = local(weak).softmax(dim=1)  # group norm: training or not is the same
-            sure = p.amax(dim=1) >= THRESHOLD
-            kept += int(sure.sum())
-            if not sure.any():  # as in privssl: no step by momentum alone
+            mask = p.amax(dim=1) >= THRESHOLD
+            confident += int(mask.sum())
+            if not mask.any():  # as in privssl: no step by momentum alone
                 continue
-            loss = (cross_entropy(local(strong), p.argmax(dim=1), reduction="none") * sure).mean()
+            loss = (cross_entropy(local(strong), p.argmax(dim=1), reduction="none") * mask).mean()
         sgd.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         sgd.step()
-    return copy.deepcopy(local.state_dict()), kept / len(views)
+    return copy.deepcopy(local.state_dict()), confident / len(views)
 
 
 # Both, a round at a time ---------------------------------------------------------------------
@@ -208,8 +208,8 @@ class Work:
                 visit(agent, number, "query_pass", TwoViews(agent.unlabelled.x.numpy()))
                 for agent in self.others
             ]
-            held = [len(agent.unlabelled) for agent in self.others]
-            network.load_state_dict(mean([weights for weights, _ in sent], held))
+            counts = [len(agent.unlabelled) for agent in self.others]
+            network.load_state_dict(mean([weights for weights, _ in sent], counts))
             shares[:] = [share for _, share in sent]
 
         return Competitor(name, play, lambda: dict(network.state_dict()), threads)
@@ -266,18 +266,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.rows} rows, batches of {options.batch}, rate {options.rate}, "
         f"{options.rounds} timed rounds, {options.beside} processes of other work beside\n"
     )
-    right = {one.name: work.accuracy(one.weights()) for one in competitors}
-    table(competitors, right, images=options.agents * options.rows + options.labels)
-    return verdict(work.accuracy(work.begin), list(right.values()), shares)
+    accuracies = {entry.name: work.accuracy(entry.weights()) for entry in competitors}
+    table(competitors, accuracies, images=options.agents * options.rows + options.labels)
+    return verdict(work.accuracy(work.begin), list(accuracies.values()), shares)
 
 
 def verdict(begun: float, right: Sequence[float], shares: dict[str, list[float]]) -> int:
     """Print whether all trainings agree; return 0 if so, else 1."""
-    kept = {name: sum(of) / len(of) for name, of in shares.items()}
-    spread, shares_spread = (max(of) - min(of) for of in (right, kept.values()))
+    mean_shares = {name: sum(values) / len(values) for name, values in shares.items()}
+    spread, shares_spread = (max(values) - min(values) for values in (right, mean_shares.values()))
     agree = spread <= ACCURACY_APART and shares_spread <= SHARES_APART
     print(f"\nAccuracy before the first round: {begun:.4f}. Sure rows in the last: ", end="")
-    print(", ".join(f"{name} {share:.3f}" for name, share in kept.items()))
+    print(", ".join(f"{name} {share:.3f}" for name, share in mean_shares.items()))
     print(
         f"Accuracies: {spread:.4f} apart (at most {ACCURACY_APART}); shares of sure rows: "
         f"{shares_spread:.3f} (at most {SHARES_APART}). "

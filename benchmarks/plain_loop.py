@@ -80,13 +80,15 @@ class Images(Dataset[tuple[Tensor, int]]):
     def __init__(self, x: np.ndarray, y: np.ndarray, augment: str = "none") -> None:
         """Store x (N, channels, height, width) uint8; y (N,); augment: a name among our views."""
         self.x, self.y = x.transpose(0, 2, 3, 1), y
-        middle, by = (0.5,) * x.shape[1], AUGMENTATIONS[augment]
+        centre, limits = (0.5,) * x.shape[1], AUGMENTATIONS[augment]
         random = transforms.RandomAffine(
-            by.rotation, (by.shift, by.shift), interpolation=transforms.InterpolationMode.BILINEAR
+            limits.rotation,
+            (limits.shift, limits.shift),
+            interpolation=transforms.InterpolationMode.BILINEAR,
         )
         self.transform = transforms.Compose(
-            [random] * (by != AUGMENTATIONS["none"])
-            + [transforms.ToTensor(), transforms.Normalize(middle, middle)]
+            [random] * (limits != AUGMENTATIONS["none"])
+            + [transforms.ToTensor(), transforms.Normalize(centre, centre)]
         )
 
     def __len__(self) -> int:
@@ -255,19 +257,19 @@ def counted_steps() -> Iterator[list[int]]:
     """
     count = [0]
 
-    def counted(*_: Any) -> None:
+    def add_one(*_: Any) -> None:
         count[0] += 1
 
     def counting(step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)  # torch must see the original signature
-        def taken(*given: Any) -> Any:
-            counted()
-            return step(*given)
+        def counted_step(*arguments: Any) -> Any:
+            add_one()
+            return step(*arguments)
 
-        return taken
+        return counted_step
 
     with ExitStack() as stack:
-        stack.callback(register_optimizer_step_post_hook(counted).remove)
+        stack.callback(register_optimizer_step_post_hook(add_one).remove)
         for kind in (optim.SGD, optim.Adam):
             stack.enter_context(patch.object(kind, "step", counting(kind.step)))
         yield count
@@ -293,18 +295,18 @@ def set_up() -> dict[str, int]:
 def take_turns(competitors: Sequence[Competitor], rounds: int) -> None:
     """Run the entries in turn, round by round; the first round is not timed."""
     with counted_steps() as count:
-        for one in competitors:
-            torch.set_num_threads(one.threads)
+        for entry in competitors:
+            torch.set_num_threads(entry.threads)
             before = count[0]
-            one.play(1)
-            one.steps = count[0] - before
-            one.first = {name: value.clone() for name, value in one.weights().items()}
+            entry.play(1)
+            entry.steps = count[0] - before
+            entry.first = {name: value.clone() for name, value in entry.weights().items()}
     for number in range(2, rounds + 2):
-        for one in competitors:
-            torch.set_num_threads(one.threads)
-            begun = time.perf_counter()
-            one.play(number)
-            one.seconds.append(time.perf_counter() - begun)
+        for entry in competitors:
+            torch.set_num_threads(entry.threads)
+            start = time.perf_counter()
+            entry.play(number)
+            entry.seconds.append(time.perf_counter() - start)
     torch.set_num_threads(1)
 
 
@@ -359,7 +361,7 @@ def table(competitors: Sequence[Competitor], right: Mapping[str, float], images:
         right: accuracy of each by its name.
         images: number of images of a round.
     """
-    times = {one.name: statistics.median(one.seconds) for one in competitors}
+    times = {entry.name: statistics.median(entry.seconds) for entry in competitors}
     plain = {"1 thread": competitors[0]}
     if competitors[1].threads > 1:
         plain["defaults"] = competitors[1]
@@ -367,12 +369,12 @@ def table(competitors: Sequence[Competitor], right: Mapping[str, float], images:
         f"| competitor | s per round | images/s | {' | '.join(f'times plain, {n}' for n in plain)} "
         f"| accuracy | steps of round 1 here |\n{'|---' * (5 + len(plain))}|"
     )
-    for one in competitors:
-        seconds = times[one.name]
-        ratios = " | ".join(f"{times[other.name] / seconds:.2f}" for other in plain.values())
+    for entry in competitors:
+        seconds = times[entry.name]
+        ratios = " | ".join(f"{times[baseline.name] / seconds:.2f}" for baseline in plain.values())
         print(
-            f"| {one.name} | {seconds:.3f} | {images / seconds:.0f} | {ratios} "
-            f"| {right[one.name]:.4f} | {one.steps or 'elsewhere'} |"
+            f"| {entry.name} | {seconds:.3f} | {images / seconds:.0f} | {ratios} "
+            f"| {right[entry.name]:.4f} | {entry.steps or 'elsewhere'} |"
         )
 
 
@@ -385,21 +387,21 @@ def report(competitors: Sequence[Competitor], work: Work, options: argparse.Name
         f"{options.rounds} timed rounds, {options.beside} processes of other work beside\n"
     )
     first = competitors[0]
-    right = {one.name: work.accuracy(one.weights()) for one in competitors}
-    table(competitors, right, images)
-    counterpart = next(one for one in competitors if one.name.startswith("ours, float32, 1"))
-    distance = apart(first.first, counterpart.first)
-    spread = max(right.values()) - min(right.values())
+    accuracies = {entry.name: work.accuracy(entry.weights()) for entry in competitors}
+    table(competitors, accuracies, images)
+    counterpart = next(entry for entry in competitors if entry.name.startswith("ours, float32, 1"))
+    gap = apart(first.first, counterpart.first)
+    spread = max(accuracies.values()) - min(accuracies.values())
     same_rows = options.augment == "none"
     agree = (
-        (distance <= WEIGHTS_APART or not same_rows)
+        (gap <= WEIGHTS_APART or not same_rows)
         and spread <= ACCURACY_APART[same_rows]
-        and len({one.steps for one in competitors if one.steps}) == 1
+        and len({entry.steps for entry in competitors if entry.steps}) == 1
     )
     print()
     if same_rows:
         print(
-            f"Weights of plain and ours, float32, after the first round: {distance:.1e} apart (at "
+            f"Weights of plain and ours, float32, after the first round: {gap:.1e} apart (at "
             f"most {WEIGHTS_APART:g})."
         )
     print(

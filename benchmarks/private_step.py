@@ -92,10 +92,10 @@ def cases(rows: int) -> dict[str, Case]:
     """Return F, G and D on random rows."""
     x, y = images(rows, SHAPE), torch.randint(CLASSES, (rows,))
     p, p2 = (torch.rand(rows, CLASSES).softmax(dim=1) for _ in range(2))
-    z, whole = torch.rand(rows, NOISE), torch.ones(rows, 1)
+    z, lam = torch.rand(rows, NOISE), torch.ones(rows, 1)
     return {
         "F": Case(classifier, nn.CrossEntropyLoss, (x,), y),
-        "G": Case(generator, RowMeans, (x, p, p2, z, whole), x[:, None]),
+        "G": Case(generator, RowMeans, (x, p, p2, z, lam), x[:, None]),
         "D": Case(discriminator, nn.BCEWithLogitsLoss, (x, p), torch.ones(rows)),
     }
 
@@ -154,11 +154,11 @@ def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
     training = PrivateTraining(plan(len(case.target), ("N",), sigma), {"N": network})
 
     def fields_of(picked: Tensor, _: int) -> Mapping[str, Tensor]:
-        inputs = {str(place): tensor[picked] for place, tensor in enumerate(case.inputs)}
+        inputs = {str(index): tensor[picked] for index, tensor in enumerate(case.inputs)}
         return {**inputs, "target": case.target[picked]}
 
     def row_loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        inputs = [row[str(place)][None] for place in range(len(case.inputs))]
+        inputs = [row[str(index)][None] for index in range(len(case.inputs))]
         loss: Tensor = criterion(
             FunctionalModule(network, parameters["N"])(*inputs), row["target"][None]
         )
@@ -177,13 +177,13 @@ def opacus_step(
         tensor.contiguous(memory_format=layout) if tensor.dim() == 4 else tensor
         for tensor in case.inputs
     )
-    made = PrivacyEngine(accountant="rdp").make_private(
+    private = PrivacyEngine(accountant="rdp").make_private(
         module=network, optimizer=sgd(network), criterion=criterion,
         data_loader=DataLoader(TensorDataset(case.target), len(case.target)),
         noise_multiplier=sigma, max_grad_norm=CLIP, poisson_sampling=False, grad_sample_mode=mode,
     )  # fmt: skip
-    module, optimizer = made[0], made[1]
-    loss = made[2] if mode == "ghost" else criterion
+    module, optimizer = private[0], private[1]
+    loss = private[2] if mode == "ghost" else criterion
 
     def step() -> None:
         optimizer.zero_grad()
@@ -196,7 +196,7 @@ def opacus_step(
 def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
     """Return steps of FedSSL's loss for F, G and D together: without privacy, and ours."""
     nets = {"F": classifier(), "G": generator(), "D": discriminator()}
-    cfg, every = FedSSLConfig(), ("F", "G", "D")
+    cfg, networks = FedSSLConfig(), ("F", "G", "D")
     fields = {
         "strong": torch.rand(rows, *SHAPE) * 2 - 1,
         "mild": torch.rand(rows, *SHAPE) * 2 - 1,
@@ -208,11 +208,11 @@ def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
 
     def loss(parameters: Parameters, batch: Mapping[str, Tensor]) -> Tensor:
         functions = Callables.of(nets, parameters)
-        by_network, _ = mixing_losses(cfg, functions, Mixing(**batch), every, True)
-        return torch.stack([one.mean() for one in by_network.values()]).sum()
+        by_network, _ = mixing_losses(cfg, functions, Mixing(**batch), networks, True)
+        return torch.stack([term.mean() for term in by_network.values()]).sum()
 
     optimizer = torch.optim.SGD([p for net in nets.values() for p in net.parameters()], lr=RATE)
-    training = PrivateTraining(plan(rows, every, 1.0), nets)
+    training = PrivateTraining(plan(rows, networks, 1.0), nets)
 
     def open_one() -> None:
         optimizer.zero_grad()
@@ -235,9 +235,9 @@ def moved(case: Case, make: Callable[[Case], Callable[[], None]]) -> Tensor:
     weights."""
     network = case.new()
     with torch.no_grad():
-        chance = torch.Generator().manual_seed(0)
+        rng = torch.Generator().manual_seed(0)
         for parameter in network.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=chance) / 10)
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) / 10)
     before = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
     make(replace(case, new=lambda: network))()
     return torch.cat([parameter.detach().flatten() for parameter in network.parameters()]) - before
@@ -245,17 +245,17 @@ def moved(case: Case, make: Callable[[Case], Callable[[], None]]) -> Tensor:
 
 def check(case: Case, mode: str, layout: torch.memory_format) -> None:
     """Raise ValueError if Opacus' step without noise is not ours."""
-    ours = moved(case, lambda case: our_step(case, 0.0))
-    theirs = moved(case, lambda case: opacus_step(case, mode, layout, 0.0))
-    gap = float((theirs - ours).norm() / ours.norm())
-    if not gap <= APART:
-        raise ValueError(f"its clipped gradient is another, by {gap:.0%}")
+    our_change = moved(case, lambda case: our_step(case, 0.0))
+    their_change = moved(case, lambda case: opacus_step(case, mode, layout, 0.0))
+    difference = float((their_change - our_change).norm() / our_change.norm())
+    if not difference <= APART:
+        raise ValueError(f"its clipped gradient is another, by {difference:.0%}")
 
 
 def steps_of(case: Case) -> dict[str, Callable[[], None]]:
     """Return all steps on a network. Modes of Opacus that refuse it or differ are named on standard
     error."""
-    found = {"open": open_step(case), "ours": our_step(case)}
+    steps = {"open": open_step(case), "ours": our_step(case)}
     for mode in MODES:
         for name, layout in LAYOUTS.items():
             try:
@@ -264,8 +264,8 @@ def steps_of(case: Case) -> dict[str, Callable[[], None]]:
                 text = (str(error).splitlines() or [type(error).__name__])[0]
                 print(f"Opacus, {mode}, {name}, is left out: {text[:120]}", file=sys.stderr)
             else:
-                found[f"{mode}, {name}"] = opacus_step(case, mode, layout)
-    return found
+                steps[f"{mode}, {name}"] = opacus_step(case, mode, layout)
+    return steps
 
 
 def line(name: str, rows: int, times: Mapping[str, float]) -> str:
@@ -274,8 +274,8 @@ def line(name: str, rows: int, times: Mapping[str, float]) -> str:
     cells = [name, str(rows), f"{base * 1e3:.2f}", f"{ours * 1e3:.2f} ({ours / base:.2f})"]
     fastest = float("inf")
     for mode in MODES:
-        there = {key: value for key, value in times.items() if key.startswith(f"{mode},")}
-        best = min(there, key=there.__getitem__, default="")
+        of_mode = {key: value for key, value in times.items() if key.startswith(f"{mode},")}
+        best = min(of_mode, key=of_mode.__getitem__, default="")
         if not best:
             cells.append("-")
             continue

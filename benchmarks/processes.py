@@ -43,8 +43,8 @@ class Told:
     def cpu_between(self, one: float, other: float) -> float:
         """Return the CPU seconds of its processes between two times, without other processes."""
         times, used = zip(*self.cpu, strict=True)
-        begun, ended = np.interp([one, other], times, used)
-        return float(ended - begun)
+        start, end = np.interp([one, other], times, used)
+        return float(end - start)
 
 
 def tell(**values: Any) -> None:
@@ -68,37 +68,39 @@ def carry_out(
         environments: added to this process's, one for each command.
         limit: seconds after which all are killed; the status is then -9.
     """
-    word, quiet = uuid.uuid4().hex, subprocess.DEVNULL
-    begun = time.monotonic()
-    peak, used, cpu = 0.0, dict[int, float](), [(begun, 0.0)]
+    mark, quiet = uuid.uuid4().hex, subprocess.DEVNULL
+    start = time.monotonic()
+    peak, cpu_seconds, readings = 0.0, dict[int, float](), [(start, 0.0)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         running: list[subprocess.Popen[bytes]] = []
         try:
-            for command, more in zip(commands, environments, strict=True):
+            for command, variables in zip(commands, environments, strict=True):
                 streams = (quiet, quiet) if running else (out, err)
-                environment = {**os.environ, **more, MARK: word}
+                environment = {**os.environ, **variables, MARK: mark}
                 running.append(
                     subprocess.Popen(command, env=environment, stdout=streams[0], stderr=streams[1])
                 )
-            while running[0].poll() is None and time.monotonic() - begun < limit:
-                marked = _marked(word)
+            while running[0].poll() is None and time.monotonic() - start < limit:
+                marked = _marked(mark)
                 peak = max(peak, sum(map(pss, marked)))
-                used |= {process: _cpu(process) or used.get(process, 0.0) for process in marked}
-                cpu.append((time.monotonic(), sum(used.values())))
+                cpu_seconds |= {
+                    process: _cpu(process) or cpu_seconds.get(process, 0.0) for process in marked
+                }
+                readings.append((time.monotonic(), sum(cpu_seconds.values())))
                 with suppress(subprocess.TimeoutExpired):
                     running[0].wait(EVERY)
             for process in running[1:]:  # they end after the first, if it succeeded
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(5 if running[0].poll() == 0 else 0)
         finally:
-            end_all(word)
+            end_all(mark)
             for process in running:
                 process.wait()
         for file in (out, err):
             file.seek(0)
         lines = [json.loads(s.removeprefix(SIGN)) for s in out if s.startswith(SIGN)]
         errors = err.read()[-2000:]
-    return Told(begun, tuple(lines), peak, tuple(cpu), running[0].returncode, errors)
+    return Told(start, tuple(lines), peak, tuple(readings), running[0].returncode, errors)
 
 
 def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
@@ -165,23 +167,23 @@ def other_work(processes: int) -> Iterator[None]:
 def end_all(word: str) -> None:
     """Kill every process that carries the mark, until there is none."""
     for _ in range(50):
-        left = _marked(word)
-        if not left:
+        processes = _marked(word)
+        if not processes:
             return
-        for process in left:
+        for process in processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.1)
 
 
 def _marked(word: str) -> list[int]:
-    found, sign = [], f"{MARK}={word}".encode()
+    processes, variable = [], f"{MARK}={word}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
-                if sign in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
+                if variable in (entry / "environ").read_bytes().split(b"\0"):
+                    processes.append(int(entry.name))
+    return processes
 
 
 def pss(process: int) -> float:

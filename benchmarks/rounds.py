@@ -38,20 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     tune_malloc()
     print(f"{about()}\nOne thread for each process.\n")
-    print("| config | " + " | ".join(f"{one}, s" for one in varied) + " | times |")
+    print("| config | " + " | ".join(f"{setting}, s" for setting in varied) + " | times |")
     print("|---" * (len(varied) + 2) + "|")
     for name in configs:
-        seen = {one: Measured() for one in varied}
+        measured = {setting: Measured() for setting in varied}
         try:
             for _ in range(PASSES):
-                for one in varied:
-                    prepared = prepare(load_config(Path(name), [*overrides, one]))
-                    play(prepared, options.rounds, options.phase, seen[one])
+                for setting in varied:
+                    prepared = prepare(load_config(Path(name), [*overrides, setting]))
+                    play(prepared, options.rounds, options.phase, measured[setting])
         except UserError as error:
             print(error, file=sys.stderr)
             return 2
-        times = [statistics.median(seen[one].seconds) for one in varied]
-        cells = [f"{t:.2f}" for t in times] + [f"{times[0] / times[-1]:.2f}"]
+        times = [statistics.median(measured[setting].seconds) for setting in varied]
+        cells = [f"{seconds:.2f}" for seconds in times] + [f"{times[0] / times[-1]:.2f}"]
         print(f"| {Path(name).stem} | " + " | ".join(cells) + " |", flush=True)
     return 0
 

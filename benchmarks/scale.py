@@ -46,9 +46,9 @@ def write_rows(path: Path, rows: int, side: int) -> None:
     patterns = rng.integers(40, 215, (CLASSES, side, side), dtype=np.int16)
     x = np.empty((rows + TESTED, side, side), dtype=np.uint8)
     y = np.arange(len(x)) % CLASSES
-    for at in range(0, len(x), CHUNK):
-        part = patterns[y[at : at + CHUNK]]
-        x[at : at + CHUNK] = (part + rng.integers(-60, 60, part.shape, dtype=np.int16)).clip(0, 255)
+    for i in range(0, len(x), CHUNK):
+        part = patterns[y[i : i + CHUNK]]
+        x[i : i + CHUNK] = (part + rng.integers(-60, 60, part.shape, dtype=np.int16)).clip(0, 255)
     np.savez(path, x_train=x[:rows], y_train=y[:rows], x_test=x[rows:], y_test=y[rows:])
 
 
@@ -78,10 +78,10 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
     from privssl.training.evaluation import HiddenLabelMeter
 
     torch.set_num_threads(1)
-    found = {"import": peak_megabytes()}
-    begun = time.perf_counter()
+    results = {"import": peak_megabytes()}
+    start = time.perf_counter()
     prepared = prepare(load_config(Path(config), overrides))
-    found["prepare"] = time.perf_counter() - begun
+    results["prepare"] = time.perf_counter() - start
     clocks: list[tuple[float, float]] = []  # after each round
 
     class Clock(Tracker):
@@ -93,21 +93,21 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
         limit = prepared.config.run.memories_mb * 2**20
         store = stack.enter_context(closing(SpillStore(folder, limit)))
         engine = stack.enter_context(closing(engine_factory.make_engine(prepared, oracle, store)))
-        begun = time.perf_counter()
+        start = time.perf_counter()
         prepared.federated_data.manifest.write(folder / "split.json")
         csv, board = CsvTracker(folder / "metrics.csv"), TensorBoardTracker(folder)
-        there = round_loop.RoundLoop(prepared, folder, engine, oracle, [csv, board, Clock()], store)
-        stack.callback(there.close)
-        there.begin()
-        found["begin"] = time.perf_counter() - begun
-        there.run_rounds()
-        begun = time.perf_counter()
-        there.save()
-        found["save"] = time.perf_counter() - begun
+        loop = round_loop.RoundLoop(prepared, folder, engine, oracle, [csv, board, Clock()], store)
+        stack.callback(loop.close)
+        loop.begin()
+        results["begin"] = time.perf_counter() - start
+        loop.run_rounds()
+        start = time.perf_counter()
+        loop.save()
+        results["save"] = time.perf_counter() - start
     latest = sorted((folder / "checkpoints").glob("round_*"))[-1]
-    found["bytes"] = sum(file.stat().st_size for file in latest.iterdir())
+    results["bytes"] = sum(file.stat().st_size for file in latest.iterdir())
     wall, processor = np.median(np.diff(clocks, axis=0), axis=0).tolist()
-    return found | {"round": wall, "processor": processor, "peak": peak_megabytes()}
+    return results | {"round": wall, "processor": processor, "peak": peak_megabytes()}
 
 
 # The table -------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def cell(options: argparse.Namespace, config: str, overrides: list[str], agents:
     with tempfile.TemporaryDirectory() as folder:
         rows = agents * options.rows + LABELLED
         write_rows(Path(folder) / "rows.npz", rows, options.side)
-        chosen = [
+        settings = [
             "data.name=npz", f"data.root={folder}/rows.npz", f"data.labelled={LABELLED}",
             f"agents.query={agents}", f"algorithm.query_per_round={options.sampled}",
             f"algorithm.rounds={options.rounds}", f"run.workers={options.workers}",
@@ -127,11 +127,11 @@ def cell(options: argparse.Namespace, config: str, overrides: list[str], agents:
         ]  # fmt: skip
         out = Path(folder) / "run"
         out.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.scale", "--cell", str(out), config, *chosen],
+        process = subprocess.run(
+            [sys.executable, "-m", "benchmarks.scale", "--cell", str(out), config, *settings],
             stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
-        return json.loads(done.stdout)
+        return json.loads(process.stdout)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -54,10 +54,10 @@ def measure(folder: Path, rounds: int, sites: int) -> Iterator[Weights]:
     with ExitStack() as stack:
         names = demo.write_sites(folder / "sites", config, [])
         address = stack.enter_context(demo.superlink(folder / "sites" / "superlink"))
-        own = {name: folder / "sites" / name for name in names}
-        started = {name: stack.enter_context(demo.site(own[name], address)) for name in names}
+        folders = {name: folder / "sites" / name for name in names}
+        started = {name: stack.enter_context(demo.site(folders[name], address)) for name in names}
         for name, process in started.items():
-            demo.wait_until((own[name] / "door").exists, process, own[name] / "out")
+            demo.wait_until((folders[name] / "door").exists, process, folders[name] / "out")
         run = demo.train(folder / "sites", address, "--quiet")
         stack.callback(run.kill)
         for number in range(1, rounds + 1):
@@ -68,9 +68,9 @@ def measure(folder: Path, rounds: int, sites: int) -> Iterator[Weights]:
 
 
 def _wait_for_round(number: int, metrics: Path, run: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + LIMIT
+    deadline = time.monotonic() + LIMIT
     while not metrics.exists() or len(metrics.read_text().splitlines()) <= number:
-        if run.poll() is not None or time.monotonic() > end:
+        if run.poll() is not None or time.monotonic() > deadline:
             raise UserError(f"round {number} did not end within {LIMIT:g} s")
         time.sleep(EVERY)
 
@@ -107,9 +107,9 @@ def table(weights: Sequence[Weights], warm_up: int) -> str:
         "|---" * 6 + "|",
     ]
     for kind in weights[0]:
-        seen = [weight[kind] for weight in weights[warm_up:]]
-        low, high = min(seen), max(seen)
-        cells = " | ".join(f"{value:.1f}" for value in (seen[0], low, high, seen[-1]))
+        values = [weight[kind] for weight in weights[warm_up:]]
+        low, high = min(values), max(values)
+        cells = " | ".join(f"{value:.1f}" for value in (values[0], low, high, values[-1]))
         lines.append(f"| {kind} | {cells} | {high / low - 1:.1%} |")
     return "\n".join(lines)
 
@@ -126,18 +126,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 <= options.warm_up < options.rounds:
         parser.error("--warm-up must be less than --rounds")
     print(f"{about()} {options.sites} sites, {options.rounds} rounds\n", flush=True)
-    begun, weights = time.monotonic(), list[Weights]()
+    start, weights = time.monotonic(), list[Weights]()
     try:
         with tempfile.TemporaryDirectory() as folder:
             for weight in measure(Path(folder), options.rounds, options.sites):
                 weights.append(weight)
-                told = ", ".join(f"{kind} {value:.1f}" for kind, value in weight.items())
-                print(f"round {len(weights)}: {told}", file=sys.stderr, flush=True)
+                text = ", ".join(f"{kind} {value:.1f}" for kind, value in weight.items())
+                print(f"round {len(weights)}: {text}", file=sys.stderr, flush=True)
     except UserError as problem:
         print(str(problem), file=sys.stderr)
         return problem.exit_status
     print(table(weights, options.warm_up))
-    print(f"\n{time.monotonic() - begun:.0f} seconds, start and end included")
+    print(f"\n{time.monotonic() - start:.0f} seconds, start and end included")
     return 0
 
 

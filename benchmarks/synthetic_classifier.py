@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     run = privssl.open_run(options.run)
     config = load_config(options.run / "config.yaml", options.overrides)
-    x, asked = run.generate(options.count, confidence=options.confidence)
-    names = torch.from_numpy(run.predict(x, probabilities=True)).argmax(dim=1)
+    x, requested = run.generate(options.count, confidence=options.confidence)
+    predicted = torch.from_numpy(run.predict(x, probabilities=True)).argmax(dim=1)
     rows = network_input(torch.from_numpy(x))
     with randomness.seeded(randomness.stream(0, 0, "world", "synthetic classifier")):
         network = models.build_classifier(config.model, run.shape, len(run.class_names))
@@ -51,20 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     optimiser = torch.optim.Adam(network.parameters(), lr=RATE)
     for step in range(options.steps):
         picked = torch.randint(len(rows), (BATCH,), generator=rng)
-        loss = cross_entropy(network(AUGMENTATIONS["mid"](rows[picked], rng)), names[picked])
+        loss = cross_entropy(network(AUGMENTATIONS["mid"](rows[picked], rng)), predicted[picked])
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.param_groups[0]["lr"] = RATE * (1 - step / options.steps)
         optimiser.step()
     tests = load_dataset(config.data)
-    learned = min(TRAINED_ON, len(tests.y_test) * 4 // 5)
+    count = min(TRAINED_ON, len(tests.y_test) * 4 // 5)
     judge = train_judge(
-        network_input(tests.x_test[:learned]), tests.y_test[:learned], len(run.class_names)
+        network_input(tests.x_test[:count]), tests.y_test[:count], len(run.class_names)
     )
     shares = [
-        float((names == torch.from_numpy(asked)).float().mean()),
-        _accuracy(judge, torch.from_numpy(x), torch.from_numpy(asked)),
-        _accuracy(judge, tests.x_test[learned:], tests.y_test[learned:]),
+        float((predicted == torch.from_numpy(requested)).float().mean()),
+        _accuracy(judge, torch.from_numpy(x), torch.from_numpy(requested)),
+        _accuracy(judge, tests.x_test[count:], tests.y_test[count:]),
         _accuracy(network, tests.x_test, tests.y_test),
         run.results["test_accuracy"]["final"],
     ]

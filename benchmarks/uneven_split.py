@@ -28,21 +28,21 @@ def with_fewer(split: Manifest, labels: Tensor, most: Mapping[int, int]) -> Mani
     Args:
         labels: (N,) true classes of all training rows, by id.
     """
-    left = {
+    kept = {
         agent: [row for row in holding.labelled if int(labels[row]) not in most]
         for agent, holding in split.agents.items()
     }
-    for c, number in most.items():
+    for c, limit in most.items():
         of_class = {
             agent: [row for row in holding.labelled if int(labels[row]) == c]
             for agent, holding in split.agents.items()
         }
-        for _ in range(number):
+        for _ in range(limit):
             agent = max(of_class, key=lambda name: len(of_class[name]))  # from the largest agent
             if of_class[agent]:
-                left[agent].append(of_class[agent].pop(0))
+                kept[agent].append(of_class[agent].pop(0))
     agents = {
-        agent: dataclasses.replace(holding, labelled=tuple(sorted(left[agent])))
+        agent: dataclasses.replace(holding, labelled=tuple(sorted(kept[agent])))
         for agent, holding in split.agents.items()
     }
     return dataclasses.replace(split, agents=agents)

@@ -46,28 +46,28 @@ def _evaluate(options: argparse.Namespace, console: Console, stack: ExitStack) -
 
     in_one_thread()
     run = open_run(options.run, options.model, options.plugin)
-    found = run.evaluate(*read_labelled(options.data, run.form))
+    metrics = run.evaluate(*read_labelled(options.data, run.form))
     if options.json:
-        results_to_standard_output(json.dumps(found, indent=2))
+        results_to_standard_output(json.dumps(metrics, indent=2))
     else:
-        for name, value in found.items():
+        for name, value in metrics.items():
             if not isinstance(value, list | dict):
                 shown = f"{value:.4f}" if isinstance(value, float) else value
                 console.print(f"{name.replace('_', ' ')}: {shown}", markup=False)
-        console.print(_table(run.class_names, found))
+        console.print(_table(run.class_names, metrics))
     return 0
 
 
-def _table(classes: Sequence[str], found: dict[str, Any]) -> Table:
+def _table(classes: Sequence[str], metrics: dict[str, Any]) -> Table:
     """Return a table of the recall of each class, and of its predicted classes."""
-    digits = len(str(max(max(row) for row in found["confusion"])))
-    counted = classes if len(classes) <= MOST_COLUMNS else ()
+    digits = len(str(max(max(row) for row in metrics["confusion"])))
+    printed = classes if len(classes) <= MOST_COLUMNS else ()
     table = Table(
         *(Column(name, no_wrap=True) for name in ("class", "recall")),  # narrow screens fold names
-        *(Column(escape(name), overflow="fold", min_width=digits) for name in counted),
+        *(Column(escape(name), overflow="fold", min_width=digits) for name in printed),
     )
-    for name, row in zip(classes, found["confusion"], strict=True):
-        recall = found["recall"][name]
+    for name, row in zip(classes, metrics["confusion"], strict=True):
+        recall = metrics["recall"][name]
         shown = "-" if recall is None else f"{recall:.4f}"
         counts = map(str, row) if len(classes) <= MOST_COLUMNS else ()
         table.add_row(escape(name), shown, *counts)

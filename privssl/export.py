@@ -49,18 +49,18 @@ def _export(options: argparse.Namespace, console: Console, _: ExitStack) -> int:
     network = run.classifier()  # raises for folders without "rows"
     rows = run.results["rows"]
     shape, columns = tuple(rows["shape"]), rows.get("columns")
-    about = {
+    metadata = {
         "class_names": "\n".join(run.class_names), "shape": "x".join(map(str, shape)),
         "scaling": scaling_of(rows), **({"columns": json.dumps(columns)} if columns else {}),
     }  # fmt: skip
     write = exported.as_onnx if options.onnx else exported.as_torch_export
-    written, apart = exported.checked(write, network, shape, about)
+    written, diff = exported.checked(write, network, shape, metadata)
     with atomic_files.writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.replace(output, written)
     console.print(
-        f"{output}: rows (B, {', '.join(map(str, shape))}), {about['scaling']}, to logits "
-        f"(B, {len(run.class_names)}). Largest difference on {exported.ROWS} rows: {apart:.1e}.",
+        f"{output}: rows (B, {', '.join(map(str, shape))}), {metadata['scaling']}, to logits "
+        f"(B, {len(run.class_names)}). Largest difference on {exported.ROWS} rows: {diff:.1e}.",
         markup=False,
     )
     return 0

@@ -68,16 +68,16 @@ def _generate(options: argparse.Namespace, console: Console, stack: ExitStack) -
     classes = None
     if options.classes is not None:
         classes = [name.strip() for name in options.classes.split(",")]
-    made = generate_rows(
+    rows = generate_rows(
         options.run, options.count, classes, options.seed,
         acknowledge_query_rows=options.acknowledge_query_rows, confidence=options.confidence,
         classify=classify,
     )  # fmt: skip
-    write_rows(made, options.output)
-    counts = {made.class_names[c]: int((made.y == c).sum()) for c in sorted(set(made.y.tolist()))}
-    listed = ", ".join(f"{name}: {number}" for name, number in counts.items())
-    console.print(f"{len(made.y)} rows in {options.output} ({listed}).", markup=False)
-    console.print(made.covered_by, style="bold", markup=False)
+    write_rows(rows, options.output)
+    counts = {rows.class_names[c]: int((rows.y == c).sum()) for c in sorted(set(rows.y.tolist()))}
+    listing = ", ".join(f"{name}: {number}" for name, number in counts.items())
+    console.print(f"{len(rows.y)} rows in {options.output} ({listing}).", markup=False)
+    console.print(rows.covered_by, style="bold", markup=False)
     return 0
 
 

@@ -64,8 +64,8 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     run = open_run(options.run, options.model, options.plugin)
     names: list[str] = []
     rows: list[list[float]] = []
-    for which, x in read_rows(options.inputs, run.form):
-        names += which
+    for row_names, x in read_rows(options.inputs, run.form):
+        names += row_names
         rows += run.predict(x, probabilities=True).tolist()
     if options.json:
         text = json.dumps(_as_json(run.class_names, names, rows), indent=2)
@@ -98,11 +98,11 @@ def _best(classes: Sequence[str], row: Sequence[float]) -> str:
 def _as_json(
     classes: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[float]]
 ) -> list[dict[str, Any]]:
-    found = []
+    entries = []
     for name, row in zip(names, rows, strict=True):
         by_class = dict(zip(classes, row, strict=True))
-        found.append({"row": name, "class": _best(classes, row), "probabilities": by_class})
-    return found
+        entries.append({"row": name, "class": _best(classes, row), "probabilities": by_class})
+    return entries
 
 
 def _as_csv(classes: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[float]]) -> str:

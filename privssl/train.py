@@ -83,8 +83,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_intermixed_args(argv)
     first = options.config
     if first and "=" in first and not Path(first).exists():  # not a file, but the first override
-        options.config = next((one for one in options.overrides if "=" not in one), None)
-        options.overrides = [first, *(one for one in options.overrides if one != options.config)]
+        options.config = next((arg for arg in options.overrides if "=" not in arg), None)
+        options.overrides = [first, *(arg for arg in options.overrides if arg != options.config)]
     if options.config is None and options.resume is None:
         parser.error("which config? Give a YAML file, for example configs/fedssl.yaml")
     options.config = Path(options.config) if options.config else None
@@ -135,10 +135,10 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         )
         stack.enter_context(imports_of(config))
         if options.resume is not None:
-            known = lengthening.read_finished_outcome(options.resume, config)
-            if known is not None:
+            finished = lengthening.read_finished_outcome(options.resume, config)
+            if finished is not None:
                 console.print("This run has finished already; nothing was changed.")
-                return _report(options, *known, options.resume, console)
+                return _report(options, *finished, options.resume, console)
         prepared = prepare(config)  # its objects stay, too, and private runs import Opacus
     if options.dry_run:
         launch.warn(prepared.config.warnings)
@@ -170,13 +170,13 @@ def _report(
     if options.json:
         results_to_standard_output(json.dumps(results, indent=2))
     accuracy, status = results["test_accuracy"], results["status"]
-    words = {
+    statuses = {
         "finished": "Finished",
         "budget_exhausted": "Finished; the privacy budget ended visits to support agents early",
         "interrupted": f"Interrupted; continue with --resume {folder}",
     }
-    took = "" if seconds is None else f", {seconds:.0f} s"
-    reached = (
+    elapsed = "" if seconds is None else f", {seconds:.0f} s"
+    summary = (
         f"Test accuracy {accuracy['final']:.4f} (best {accuracy['best']:.4f} in round "
         f"{accuracy['best_round']})"
         if accuracy["best_round"]
@@ -185,7 +185,7 @@ def _report(
     for text in results.get("warnings", ()):  # older runs have none
         console.print(f"Warning: {text}", style="yellow", markup=False)
     console.print(
-        f"{words[status]}. {results['rounds']} rounds{took}. {reached}. Results in {folder}; "
+        f"{statuses[status]}. {results['rounds']} rounds{elapsed}. {summary}. Results in {folder}; "
         f"pictures: tensorboard --logdir {folder / 'tensorboard'}",
         markup=False,
     )

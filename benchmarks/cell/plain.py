@@ -16,14 +16,14 @@ def main() -> None:
     x, y = cell.rows(folder)
     network = cell.CellCNN()
     network.load_state_dict(cell.begin())
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     tell(round=0)
     for number in range(1, rounds + 1):
         sent = []
-        for agent in torch.randperm(cell.AGENTS, generator=chance)[: cell.PER_ROUND].tolist():
-            held = slice(agent * cell.ROWS_EACH, (agent + 1) * cell.ROWS_EACH)
+        for agent in torch.randperm(cell.AGENTS, generator=rng)[: cell.PER_ROUND].tolist():
+            rows = slice(agent * cell.ROWS_EACH, (agent + 1) * cell.ROWS_EACH)
             weights = local_training(
-                network, Images(x[held], y[held]), order=chance, batch=cell.BATCH, epochs=1,
+                network, Images(x[rows], y[rows]), order=rng, batch=cell.BATCH, epochs=1,
                 rate=cell.RATE, momentum=0.0,
             )  # fmt: skip
             sent.append(weights)

@@ -48,13 +48,13 @@ def client(folder: str, precision: str) -> ClientApp:
         network.train()
         sgd = torch.optim.SGD(network.parameters(), lr=cell.RATE)
         first = int(context.node_config["partition-id"]) * cell.ROWS_EACH
-        for picked in torch.split(first + torch.randperm(cell.ROWS_EACH), cell.BATCH):
-            seen = x[picked].float().div(cell.MIDDLE).sub(1)
-            seen = seen.contiguous(memory_format=torch.channels_last)
+        for batch in torch.split(first + torch.randperm(cell.ROWS_EACH), cell.BATCH):
+            images = x[batch].float().div(cell.MIDDLE).sub(1)
+            images = images.contiguous(memory_format=torch.channels_last)
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-                logits = network(seen)
+                logits = network(images)
             sgd.zero_grad(set_to_none=True)
-            cross_entropy(logits.float(), y[picked]).backward()  # type: ignore[no-untyped-call]
+            cross_entropy(logits.float(), y[batch]).backward()  # type: ignore[no-untyped-call]
             sgd.step()
         content = RecordDict(
             {

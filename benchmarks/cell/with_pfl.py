@@ -70,9 +70,9 @@ def main() -> None:
     images = np.ascontiguousarray(x[:train].transpose(0, 2, 3, 1), dtype=np.float32)
     images -= cell.MIDDLE
     images /= cell.SCALE
-    seen, labels = torch.from_numpy(images), torch.from_numpy(y[:train])
+    rows, labels = torch.from_numpy(images), torch.from_numpy(y[:train])
     users = [
-        (seen[start : start + cell.ROWS_EACH], labels[start : start + cell.ROWS_EACH])
+        (rows[start : start + cell.ROWS_EACH], labels[start : start + cell.ROWS_EACH])
         for start in range(0, train, cell.ROWS_EACH)
     ]
     dataset = FederatedDataset.from_slices(users, get_user_sampler("random", range(len(users))))

@@ -80,8 +80,8 @@ def begin() -> torch.device:
     os.environ["PATH"] = _path()
     code = (Path(__file__).parent / "far.cpp").read_bytes()
     # By content, so that clones with one environment share the compiled file.
-    known = hashlib.sha256(code + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
-    name = f"privssl_far_device_{known}"
+    digest = hashlib.sha256(code + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
+    name = f"privssl_far_device_{digest}"
     folder = Path(get_default_build_root(), name)
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "far.cpp"
@@ -98,12 +98,12 @@ def begin() -> torch.device:
 
 def asked() -> Asked:
     """Return the counts since the previous call."""
-    found: dict[str, int] = torch.ops.far_device.take_counts()
-    names = {name: name.removeprefix("aten::").partition(".")[0] for name in found}
-    answers = sum(found[name] for name, short in names.items() if short in ANSWERED)
-    copies = {"to": found.get("to", 0), "from": found.get("from", 0)}
-    kernels = sum(n for name, n in found.items() if names[name] not in (*FREE, *copies))
-    return Asked(kernels, copies["to"], copies["from"], answers, found)
+    counts: dict[str, int] = torch.ops.far_device.take_counts()
+    names = {name: name.removeprefix("aten::").partition(".")[0] for name in counts}
+    answers = sum(counts[name] for name, short in names.items() if short in ANSWERED)
+    copies = {"to": counts.get("to", 0), "from": counts.get("from", 0)}
+    kernels = sum(n for name, n in counts.items() if names[name] not in (*FREE, *copies))
+    return Asked(kernels, copies["to"], copies["from"], answers, counts)
 
 
 def _path() -> str:

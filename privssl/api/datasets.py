@@ -57,9 +57,9 @@ class Dataset:
         Raises:
             privssl.UserError: the arrays are not in that form.
         """
-        rest = () if x_unlabelled is None else (x_unlabelled,)
-        given = (x_train, y_train, x_test, y_test, *rest)
-        return _checked("Dataset.from_arrays", given, class_names, kind=kind)
+        unlabelled = () if x_unlabelled is None else (x_unlabelled,)
+        arrays = (x_train, y_train, x_test, y_test, *unlabelled)
+        return _checked("Dataset.from_arrays", arrays, class_names, kind=kind)
 
     @classmethod
     def from_torch(cls, train: Any, test: Any) -> "Dataset":
@@ -72,8 +72,8 @@ class Dataset:
             privssl.UserError: an item is not (row, label), or the rows are not in that form.
         """
         where = "Dataset.from_torch"
-        given = (*_of_pairs(f"{where}: train", train), *_of_pairs(f"{where}: test", test))
-        return _checked(where, given, getattr(train, "classes", None))
+        arrays = (*_of_pairs(f"{where}: train", train), *_of_pairs(f"{where}: test", test))
+        return _checked(where, arrays, getattr(train, "classes", None))
 
     @classmethod
     def from_huggingface(
@@ -171,48 +171,48 @@ class Dataset:
             )
         x: list[NDArray[Any]] = []
         y: list[NDArray[Any]] = []
-        held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        parts: dict[str, Any] = {}
+        holdings: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        inputs: dict[str, Any] = {}
         if _is_split(test):
             class_names = class_names or getattr(test.features.get(label), "names", None)
             test = _of_split(f"{where}: test", test, row, label)
         for name in sorted(agents, key=natural_order):
             if name.rstrip("0123456789") not in (*KINDS, "server"):
                 raise DataError(f"{where}: {name!r} is no agent's name. Call agents s0, q0, m0")
-            given = agents[name]
-            if _is_split(given):
-                found = _of_split(f"{where}: {name}", given, row, label)
-                given = found[0] if name.startswith("q") else found
-            rows, labels = _of_agent(where, name, given)
-            parts[name] = given if name.startswith("q") else given[0]
+            value = agents[name]
+            if _is_split(value):
+                split = _of_split(f"{where}: {name}", value, row, label)
+                value = split[0] if name.startswith("q") else split
+            rows, labels = _of_agent(where, name, value)
+            inputs[name] = value if name.startswith("q") else value[0]
             ids = np.arange(len(rows)) + sum(map(len, x))
-            known = labels != NO_LABEL
-            held[name] = tuple(ids[known].tolist()), tuple(ids[~known].tolist())
+            labelled = labels != NO_LABEL
+            holdings[name] = tuple(ids[labelled].tolist()), tuple(ids[~labelled].tolist())
             x.append(rows)
             y.append(labels)
         if not isinstance(test, tuple | list) or len(test) != 2:
             raise DataError(f"{where}: test is {type(test).__name__}. Give (x, y) of the test rows")
-        refuse_other_columns(where, parts | {"test": test[0]})
-        _agents_of(where, held)
+        refuse_other_columns(where, inputs | {"test": test[0]})
+        _agents_of(where, holdings)
         if len({rows.shape[1:] for rows in x}) != 1 or len({rows.dtype for rows in x}) != 1:
-            forms = {name: (r.dtype.name, r.shape[1:]) for name, r in zip(held, x, strict=True)}
+            forms = {name: (r.dtype.name, r.shape[1:]) for name, r in zip(holdings, x, strict=True)}
             raise DataError(
                 f"{where}: agents have rows of different forms or types: {forms}. Make them alike"
             )
-        given = (np.concatenate(x), np.concatenate(y), *test)
-        return _checked(where, given, class_names, held, kind)
+        value = (np.concatenate(x), np.concatenate(y), *test)
+        return _checked(where, value, class_names, holdings, kind)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Return the config keys that follow from the data set."""
         # The keys of the file's own data set would be refused beside arrays.
-        found: dict[str, Any] = {"data.name": ARRAYS, "data.root": "", "data.image_size": None}
-        held = self.rows.held
-        if held is None:
-            return found
-        unlabelled = sum(len(without) for _, without in held.values())
-        found["data.labelled"] = sum(len(labelled) for labelled, _ in held.values())
-        return found | {"data.unlabelled": unlabelled or None, **_agents_of("data", held)}
+        keys: dict[str, Any] = {"data.name": ARRAYS, "data.root": "", "data.image_size": None}
+        holdings = self.rows.held
+        if holdings is None:
+            return keys
+        unlabelled = sum(len(ids) for _, ids in holdings.values())
+        keys["data.labelled"] = sum(len(labelled) for labelled, _ in holdings.values())
+        return keys | {"data.unlabelled": unlabelled or None, **_agents_of("data", holdings)}
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -239,9 +239,9 @@ class Dataset:
         return len(self.rows.y_train)
 
     def __repr__(self) -> str:
-        unknown = int((self.rows.y_train == NO_LABEL).sum())
+        unlabelled = int((self.rows.y_train == NO_LABEL).sum())
         return (
-            f"Dataset({len(self)} training rows, {unknown} of them without a label, "
+            f"Dataset({len(self)} training rows, {unlabelled} of them without a label, "
             f"{len(self.rows.y_test)} test rows, shape {self.shape}, "
             f"{len(self.class_names)} classes)"
         )
@@ -251,62 +251,64 @@ class Dataset:
 KINDS = {"s": "support", "q": "query", "m": "mixed"}
 
 
-def _of_agent(where: str, name: str, given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+def _of_agent(where: str, name: str, value: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return rows and labels of one agent."""
-    here = f"{where}: {name}"
-    if not name.startswith("q") and not (isinstance(given, tuple | list) and len(given) == 2):
-        raise DataError(f"{here} is a {type(given).__name__}. Give (x, y), or call it q0, q1, ...")
-    axes = [getattr(part, "ndim", 0) for part in given] if isinstance(given, tuple) else []
+    prefix = f"{where}: {name}"
+    if not name.startswith("q") and not (isinstance(value, tuple | list) and len(value) == 2):
+        raise DataError(
+            f"{prefix} is a {type(value).__name__}. Give (x, y), or call it q0, q1, ..."
+        )
+    axes = [getattr(part, "ndim", 0) for part in value] if isinstance(value, tuple) else []
     if name.startswith("q") and len(axes) == 2 and axes[0] > axes[1] == 1:
-        raise DataError(f"{here} has labels, and a query agent holds none. Give x alone")
-    x, y = (given, None) if name.startswith("q") else given
-    rows = to_array(f"{here}: x", x)
-    labels = np.full(len(rows), NO_LABEL) if y is None else to_array(f"{here}: y", y)
+        raise DataError(f"{prefix} has labels, and a query agent holds none. Give x alone")
+    x, y = (value, None) if name.startswith("q") else value
+    rows = to_array(f"{prefix}: x", x)
+    labels = np.full(len(rows), NO_LABEL) if y is None else to_array(f"{prefix}: y", y)
     if labels.shape != (len(rows),) or not len(rows):
         raise DataError(
-            f"{here} has {len(rows)} rows and labels of shape {labels.shape}. Give each row one, "
+            f"{prefix} has {len(rows)} rows and labels of shape {labels.shape}. Give each row one, "
             "and at least one row"
         )
     if not name.startswith(("q", "m")) and (labels == NO_LABEL).any():
-        raise DataError(f"{here} has rows without a label. Move them to a query agent (q0)")
+        raise DataError(f"{prefix} has rows without a label. Move them to a query agent (q0)")
     return rows, labels
 
 
-def _agents_of(where: str, held: Mapping[str, Any]) -> dict[str, Any]:
+def _agents_of(where: str, agents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that create these agents. Raises DataError if the names permit none."""
-    counts = {kind: sum(name[:1] == letter for name in held) for letter, kind in KINDS.items()}
+    counts = {kind: sum(name[:1] == letter for name in agents) for letter, kind in KINDS.items()}
     labels = "labels-at-client" if counts["mixed"] else "support"
-    labels = "labels-at-server" if "server" in held else labels
-    settings = AgentSettings(**({**counts, "support": 0} if "server" in held else counts))
+    labels = "labels-at-server" if "server" in agents else labels
+    settings = AgentSettings(**({**counts, "support": 0} if "server" in agents else counts))
     try:
         expected = holders(labels, settings).everyone
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-    if set(expected) != set(held):
+    if set(expected) != set(agents):
         raise DataError(
-            f"{where}: agents are {', '.join(held)}, where a run would have {', '.join(expected)}. "
-            "Number the agents of each kind from 0"
+            f"{where}: agents are {', '.join(agents)}, where a run would have "
+            f"{', '.join(expected)}. Number the agents of each kind from 0"
         )
     return {"data.labels": labels, **{f"agents.{k}": v for k, v in vars(settings).items()}}
 
 
 def _checked(
-    where: str, given: Sequence[Any], names: Sequence[str] | None, held: Any = None,
+    where: str, values: Sequence[Any], names: Sequence[str] | None, holdings: Any = None,
     kind: str | None = None,
 ) -> Dataset:  # fmt: skip
     """Check rows and classes in the order of ``NAMES``, with unlabelled rows, if any."""
-    by_name = dict(zip((*NAMES, UNLABELLED), given, strict=False))
+    by_name = dict(zip((*NAMES, UNLABELLED), values, strict=False))
     refuse_other_columns(where, {n: x for n, x in by_name.items() if n.startswith("x")})
-    found = {name: to_array(f"{where}: {name}", value) for name, value in by_name.items()}
+    raw = {name: to_array(f"{where}: {name}", value) for name, value in by_name.items()}
     if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
         raise DataError(f"{where}: class_names is {names!r}. Give a list of names")
     if kind is not None:
-        found[KIND] = np.array(kind)
-    with datasets.recorded() as said:
-        arrays = check_arrays(where, found, names)
+        raw[KIND] = np.array(kind)
+    with datasets.recorded() as warnings:
+        arrays = check_arrays(where, raw, names)
         datasets.warn_of_equal_rows(where, arrays)
     rows = datasets.from_arrays(ARRAYS, arrays)
-    return Dataset(dataclasses.replace(rows, said=tuple(said), held=held))
+    return Dataset(dataclasses.replace(rows, said=tuple(warnings), held=holdings))
 
 
 def to_array(where: str, value: Any) -> NDArray[Any]:
@@ -314,14 +316,14 @@ def to_array(where: str, value: Any) -> NDArray[Any]:
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
     try:
-        found = np.array(value)
+        array = np.array(value)
     except (ValueError, TypeError) as error:
         raise DataError(f"{where} is no array: {error}. Give rows of one shape") from None
-    if found.dtype.kind not in "biuf" and found.size:
+    if array.dtype.kind not in "biuf" and array.size:
         raise DataError(
-            f"{where} has values of {found.dtype}. Give numbers; number the classes 0, 1, 2, ..."
+            f"{where} has values of {array.dtype}. Give numbers; number the classes 0, 1, 2, ..."
         )
-    return found
+    return array
 
 
 def _items(where: str, items: Any) -> Iterator[Any]:
@@ -356,8 +358,8 @@ def _of_split(
         )
     for key, column in (("row", row), ("label", label)):
         if column not in items.features:
-            known = ", ".join(map(str, items.features))
-            raise DataError(f"{where} has no column {column!r}. Set {key}= to one of {known}")
+            columns = ", ".join(map(str, items.features))
+            raise DataError(f"{where} has no column {column!r}. Set {key}= to one of {columns}")
     return _collected(where, ((item[row], item[label]) for item in _items(where, items)))
 
 
@@ -380,13 +382,13 @@ def _collected(
     rows: list[NDArray[Any]] = []
     labels: list[int] = []
     for number, (row, label) in enumerate(pairs):
-        here = f"{where}: row {number}"
-        rows.append(to_pixels(here, row))
-        labels.append(_label(here, label))
+        prefix = f"{where}: row {number}"
+        rows.append(to_pixels(prefix, row))
+        labels.append(_label(prefix, label))
         first, last = rows[0], rows[-1]
         if (last.shape, last.dtype) != (first.shape, first.dtype):
             raise DataError(
-                f"{here} is {last.dtype} of shape {last.shape}, and row 0 {first.dtype} of "
+                f"{prefix} is {last.dtype} of shape {last.shape}, and row 0 {first.dtype} of "
                 f"{first.shape}. Resize or convert them to one form"
             )
     if not rows:

@@ -64,8 +64,8 @@ class Experiment:
         progress: bool = False,
     ) -> Run:
         """Train. Arguments and errors as in :func:`train`."""
-        asked = _Asked(self.source, self.overrides, self.text)
-        return _run(asked, data, model, output, progress)
+        request = _Asked(self.source, self.overrides, self.text)
+        return _run(request, data, model, output, progress)
 
 
 def load(config: str | Path | Sections, overrides: Overrides | None = None) -> Experiment:
@@ -81,8 +81,8 @@ def load(config: str | Path | Sections, overrides: Overrides | None = None) -> E
     Raises:
         privssl.UserError: with all problems of the file and the overrides.
     """
-    asked = _asked(config, overrides)
-    return Experiment(asked.source, asked.overrides, _load(*asked), asked.text)
+    request = _asked(config, overrides)
+    return Experiment(request.source, request.overrides, _load(*request), request.text)
 
 
 def train(
@@ -125,38 +125,38 @@ class _Asked(NamedTuple):
 
 
 def _asked(config: str | Path | Sections, overrides: Overrides | None) -> _Asked:
-    given = _overrides(overrides)
+    arguments = _overrides(overrides)
     if isinstance(config, Mapping):
-        return _Asked(Path("config"), given, _as_yaml("config", config))
+        return _Asked(Path("config"), arguments, _as_yaml("config", config))
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
             f"config is {repr(config)[:60]}. Give a YAML file, its sections, or the folder of a run"
         )
-    return _Asked(Path(config), given, None)
+    return _Asked(Path(config), arguments, None)
 
 
-def _overrides(given: Overrides | None) -> tuple[str, ...]:
+def _overrides(overrides: Overrides | None) -> tuple[str, ...]:
     """Return command line arguments. Raises ConfigError for neither a mapping nor a list of
     strings."""
-    if isinstance(given, Mapping):
-        return _as_arguments(given)
-    listed = () if given is None else given
-    if isinstance(listed, Iterable) and not isinstance(listed, str):
-        texts = tuple(listed)
+    if isinstance(overrides, Mapping):
+        return _as_arguments(overrides)
+    items = () if overrides is None else overrides
+    if isinstance(items, Iterable) and not isinstance(items, str):
+        texts = tuple(items)
         if all(isinstance(text, str) for text in texts):
             return texts
     raise ConfigError(
-        f'overrides is {repr(given)[:60]}. Give {{"section.key": value}}, or a list of '
+        f'overrides is {repr(overrides)[:60]}. Give {{"section.key": value}}, or a list of '
         '"section.key=value"'
     )
 
 
 def _run(
-    asked: _Asked, data: Dataset | None, model: NetworkSource | str | None,
+    request: _Asked, data: Dataset | None, model: NetworkSource | str | None,
     output: str | Path | None, progress: bool,
 ) -> Run:  # fmt: skip
-    more: dict[str, Any] = {}
-    folder = asked.source if asked.text is None and asked.source.is_dir() else None
+    settings: dict[str, Any] = {}
+    folder = request.source if request.text is None and request.source.is_dir() else None
     if data is not None:
         if not isinstance(data, Dataset):
             raise ConfigError(
@@ -164,23 +164,23 @@ def _run(
                 "Dataset.from_arrays(x_train, y_train, x_test, y_test), or name a file: "
                 "data.name and data.root"
             )
-        more |= data.settings
+        settings |= data.settings
     if model is not None:
-        more["model.name"] = model if isinstance(model, str) else reference_of(model)
-        more["model.width"] = 16
+        settings["model.name"] = model if isinstance(model, str) else reference_of(model)
+        settings["model.width"] = 16
     if output is not None:
         if folder is not None:
             raise RunFolderError(
                 f"{folder} is a run to continue, in its own folder. Leave output out, or "
                 f"give {folder / 'config.yaml'} for a new run"
             )
-        more["run.output"] = str(output)
+        settings["run.output"] = str(output)
     arguments = {"run": "output", "model": "model"}  # of ``train``, by config section
-    for key in (text.partition("=")[0] for text in asked.overrides):
-        if key in more:
+    for key in (text.partition("=")[0] for text in request.overrides):
+        if key in settings:
             argument = arguments.get(key.partition(".")[0], "data")
             raise ConfigError(f"{key}: set by {argument}=. Leave one of the two out")
-    config = _load(asked.source, (*asked.overrides, *_as_arguments(more)), asked.text)
+    config = _load(request.source, (*request.overrides, *_as_arguments(settings)), request.text)
     source = None if isinstance(model, str) else model
     return _train(_with_rows(config, data, folder), data, source, folder, progress)
 
@@ -200,11 +200,11 @@ def _as_yaml(key: str, value: Any) -> str:
     try:
         text: str = yaml.safe_dump(plain, default_flow_style=True, width=2**20, allow_unicode=True)
     except yaml.YAMLError:
-        where, what = _not_plain("" if key == "config" else key, plain) or (key, value)
+        path, invalid = _not_plain("" if key == "config" else key, plain) or (key, value)
         advice = "Give text, a number of Python's, a bool, None, a list or a mapping of these"
-        if isinstance(what, type | FunctionType):
-            advice = f'Give its name: "{what.__module__}:{what.__qualname__}"'
-        raise ConfigError(f"{where} is {repr(what)[:60]}. {advice}") from None
+        if isinstance(invalid, type | FunctionType):
+            advice = f'Give its name: "{invalid.__module__}:{invalid.__qualname__}"'
+        raise ConfigError(f"{path} is {repr(invalid)[:60]}. {advice}") from None
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -217,7 +217,7 @@ def _not_plain(key: str, value: Any) -> tuple[str, Any] | None:
         inner = ((key, item) for item in value)
     elif not isinstance(value, str | int | float | None):
         return key, value
-    return next(filter(None, (_not_plain(*one) for one in inner)), None)
+    return next(filter(None, (_not_plain(*pair) for pair in inner)), None)
 
 
 def _with_rows(config: Config, data: Dataset | None, folder: Path | None) -> Config:
@@ -228,8 +228,8 @@ def _with_rows(config: Config, data: Dataset | None, folder: Path | None) -> Con
     """
     if data is None:
         return config
-    known = config.data.checksum
-    if known not in ("", data.checksum):  # do not print checksums of private rows
+    recorded = config.data.checksum
+    if recorded not in ("", data.checksum):  # do not print checksums of private rows
         raise DataError(
             f"data has other rows than {config.source} was written for. Give the same rows in the "
             "same order"
@@ -239,10 +239,10 @@ def _with_rows(config: Config, data: Dataset | None, folder: Path | None) -> Con
             "Dataset.federated writes the number of labelled rows to config.yaml, and "
             "privacy.record_counts is private. Give Dataset.from_arrays and data.split instead"
         )
-    begun = "" if folder is None else known
-    checksum = data.checksum if config.privacy is None else begun
-    rows = dataclasses.replace(config.data, checksum=checksum)
-    return dataclasses.replace(config, data=rows)
+    resumed = "" if folder is None else recorded
+    checksum = data.checksum if config.privacy is None else resumed
+    settings = dataclasses.replace(config.data, checksum=checksum)
+    return dataclasses.replace(config, data=settings)
 
 
 def _train(

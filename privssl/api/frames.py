@@ -28,36 +28,36 @@ def read_frame(
     """Read the rows of a frame; arguments and errors as in ``Dataset.from_frame``."""
     label = str(label)
     declared = None if columns is None else _declared(columns, label)
-    wanted = None if declared is None else tuple(declared)
-    everything = _columns(WHERE, frame, label, wanted, others=True)  # they identify a record
-    drawn = isinstance(test, float)
+    column_names = None if declared is None else tuple(declared)
+    table = _columns(WHERE, frame, label, column_names, others=True)  # they identify a record
+    sampled = isinstance(test, float)
     if isinstance(test, int | str):
         raise DataError(
             f"{WHERE}: test is {test!r}. Give the share of rows that test, such as 0.2, or a frame"
         )
-    if drawn:
-        kept = _drawn(everything[label], test, by_class=class_names is None)
-        parts = [_part(WHERE, everything, label, rows) for rows in (~kept, kept)]
+    if sampled:
+        is_test = _drawn(table[label], test, by_class=class_names is None)
+        parts = [_part(WHERE, table, label, rows) for rows in (~is_test, is_test)]
     else:
-        held = _columns(f"{WHERE}: test", test, label, wanted or tuple(everything))
-        parts = [_part(WHERE, everything, label), _part(f"{WHERE}: test", held, label)]
+        test_table = _columns(f"{WHERE}: test", test, label, column_names or tuple(table))
+        parts = [_part(WHERE, table, label), _part(f"{WHERE}: test", test_table, label)]
     names = None if class_names is None else _names(class_names, parts)
-    with datasets.recorded() as said:
+    with datasets.recorded() as warnings:
         scales = declared or csv_rows.scales_of(parts[0])
         arrays = csv_rows.table_of(parts[0], parts[1], scales, names)
         datasets.warn_of_equal_rows(WHERE, arrays)
-    made = datasets.from_arrays("arrays", arrays)
-    table: Any = "measured" if declared is None else "declared"
+    dataset = datasets.from_arrays("arrays", arrays)
+    table_kind: Any = "measured" if declared is None else "declared"
     return replace(
-        made, said=tuple(said), table=table,
-        tests_drawn=drawn, names_declared=names is not None,
+        dataset, said=tuple(warnings), table=table_kind,
+        tests_drawn=sampled, names_declared=names is not None,
     )  # fmt: skip
 
 
 def frame_rows(frame: Any, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
     """Convert to rows (N, features) by known scales. Raises DataError."""
-    found = _columns("network_rows", frame, None, tuple(scales))
-    return csv_rows.numbers_of(_part("network_rows", found, ""), scales)
+    table = _columns("network_rows", frame, None, tuple(scales))
+    return csv_rows.numbers_of(_part("network_rows", table, ""), scales)
 
 
 def _names(class_names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
@@ -68,13 +68,13 @@ def _names(class_names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]
     refuse_unprintable(WHERE, names)
     if len(set(names)) < max(2, len(names)):
         raise DataError(f"{WHERE}: class_names is {names}. Give two or more, each once")
-    if strange := sorted({text for part in parts for text in part.labels} - {"", *names}):
-        raise DataError(f"{WHERE}: class_names lacks the label {strange[0]!r}. Add it")
+    if unknown := sorted({text for part in parts for text in part.labels} - {"", *names}):
+        raise DataError(f"{WHERE}: class_names lacks the label {unknown[0]!r}. Add it")
     return names
 
 
 def _declared(columns: Mapping[str, Sequence[Any]], label: str) -> dict[str, Scale]:
-    def plain(value: Any) -> Any:
+    def to_python(value: Any) -> Any:
         return value.item() if isinstance(value, np.generic) else value
 
     if not isinstance(columns, Mapping):
@@ -83,37 +83,37 @@ def _declared(columns: Mapping[str, Sequence[Any]], label: str) -> dict[str, Sca
             '{"age": [0, 120], "colour": ["red", "blue"]}'
         )
     values = {
-        str(name): [plain(v) for v in given] if isinstance(given, Iterable) else given
-        for name, given in columns.items()
+        str(name): [to_python(v) for v in scale] if isinstance(scale, Iterable) else scale
+        for name, scale in columns.items()
     }
     return declared_columns.check_scales(f"{WHERE}: columns", values, label)
 
 
 def _columns(
-    where: str, frame: Any, label: str | None, wanted: Sequence[str] | None, *, others: bool = False
+    where: str, frame: Any, label: str | None, chosen: Sequence[str] | None, *, others: bool = False
 ) -> dict[str, list[str]]:
-    """Return the wanted columns of a frame as text, like a CSV file; None: all. Raises DataError.
+    """Return the chosen columns of a frame as text, like a CSV file; None: all. Raises DataError.
 
-    ``others``: include the unwanted columns.
+    ``others``: include the other columns.
     """
-    there = getattr(frame, "columns", None)
-    if there is None or not hasattr(frame, "__getitem__"):
+    available = getattr(frame, "columns", None)
+    if available is None or not hasattr(frame, "__getitem__"):
         raise DataError(
             f"{where} is a {type(frame).__name__} without columns. Give a frame of pandas or polars"
         )
-    by_name = {str(name): name for name in there}
-    names = list(by_name) if wanted is None else [*wanted]
+    by_name = {str(name): name for name in available}
+    names = list(by_name) if chosen is None else [*chosen]
     needed = dict.fromkeys([*([] if label is None else [label]), *names])
-    if lacking := ", ".join(sorted(set(needed) - set(by_name))):
-        raise DataError(f"{where} has no {lacking}; it has {', '.join(map(str, there))}")
-    refuse_doubled_columns(where, there)
+    if missing := ", ".join(sorted(set(needed) - set(by_name))):
+        raise DataError(f"{where} has no {missing}; it has {', '.join(map(str, available))}")
+    refuse_doubled_columns(where, available)
     needed |= dict.fromkeys(by_name) if others else {}
-    found = {name: [field_of(value) for value in frame[by_name[name]]] for name in needed}
+    table = {name: [field_of(value) for value in frame[by_name[name]]] for name in needed}
     if label is not None:
-        found[label] = [label_of(value) for value in frame[by_name[label]]]
-    if not found or not len(next(iter(found.values()))):
+        table[label] = [label_of(value) for value in frame[by_name[label]]]
+    if not table or not len(next(iter(table.values()))):
         raise DataError(f"{where} has no rows. Give at least one")
-    return found
+    return table
 
 
 def refuse_doubled_columns(where: str, columns: Iterable[Any]) -> None:
@@ -126,11 +126,11 @@ def refuse_doubled_columns(where: str, columns: Iterable[Any]) -> None:
 def refuse_other_columns(where: str, parts: Mapping[str, Any]) -> None:
     """Raise DataError if two frames differ in their columns (an array has none)."""
     names = {n: [str(c) for c in rows.columns] for n, rows in parts.items() if _is_frame(rows)}
-    for name, there in names.items():
+    for name, columns in names.items():
         first = next(iter(names))
-        if there != names[first]:
+        if columns != names[first]:
             raise DataError(
-                f"{where}: {name} has the columns {', '.join(there)}, and {first} "
+                f"{where}: {name} has the columns {', '.join(columns)}, and {first} "
                 f"{', '.join(names[first])}. Bring them into one order: rows are taken by place"
             )
 
@@ -158,8 +158,8 @@ def field_of(value: Any) -> str:
         return ""
     if hasattr(value, "mode") and hasattr(value, "tobytes"):  # an image of Pillow
         return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    plain = sorted(map(str, value)) if isinstance(value, set | frozenset) else value
-    return _ADDRESS.sub("", str(plain))
+    ordered = sorted(map(str, value)) if isinstance(value, set | frozenset) else value
+    return _ADDRESS.sub("", str(ordered))
 
 
 def _drawn(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np.bool_]:
@@ -169,28 +169,28 @@ def _drawn(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np
     """
     if not 0 < share < 1:
         raise DataError(f"{WHERE}: test is {share}. Give a share in (0, 1), or a frame")
-    y, kept = np.array([text.strip() for text in labels]), np.zeros(len(labels), dtype=bool)
+    y, is_test = np.array([text.strip() for text in labels]), np.zeros(len(labels), dtype=bool)
     order = np.random.RandomState(0).permutation(len(y))  # NumPy guarantees its numbers
-    known = order[y[order] != ""]
+    labelled = order[y[order] != ""]
     parts = [order[y[order] == name] for name in sorted(set(y.tolist()) - {""})]
-    for rows in parts if by_class else [known]:
-        kept[rows[: round(share * len(rows))]] = True
-    if not kept.any():
-        few = f"of {len(y)} rows is none" if len(parts) < 2 or not by_class else (
-            f"of each class is none: {len(known)} rows have {len(parts)} different labels"
+    for rows in parts if by_class else [labelled]:
+        is_test[rows[: round(share * len(rows))]] = True
+    if not is_test.any():
+        reason = f"of {len(y)} rows is none" if len(parts) < 2 or not by_class else (
+            f"of each class is none: {len(labelled)} rows have {len(parts)} different labels"
         )  # fmt: skip
         raise DataError(
-            f"{WHERE}: test {share} {few}. Give a larger share, or another column as label"
+            f"{WHERE}: test {share} {reason}. Give a larger share, or another column as label"
         )
-    return kept
+    return is_test
 
 
 def _part(
     where: str, columns: Mapping[str, list[str]], label: str, rows: NDArray[np.bool_] | None = None
 ) -> Part:
     """Return some of the rows, or all."""
-    places = list(range(len(next(iter(columns.values())))))
+    indices = list(range(len(next(iter(columns.values())))))
     if rows is not None:
-        places = np.flatnonzero(rows).tolist()
-    picked = {name: [values[at] for at in places] for name, values in columns.items()}
-    return csv_rows.part_of(where, picked, label, places)
+        indices = np.flatnonzero(rows).tolist()
+    picked = {name: [values[index] for index in indices] for name, values in columns.items()}
+    return csv_rows.part_of(where, picked, label, indices)

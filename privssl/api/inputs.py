@@ -31,12 +31,12 @@ def read_rows(inputs: Sequence[Path], form: RowForm) -> list[tuple[list[str], An
         DataError: an input is missing or cannot be read.
     """
     pictures: list[Path] = []
-    found: list[tuple[list[str], Any]] = []
+    batches: list[tuple[list[str], Any]] = []
     for path in inputs:
         suffix = path.suffix.lower()
         if suffix in ARRAYS or (suffix == CSV and path.is_file()):
             x = form.read_csv(path, False)[0] if suffix == CSV else npz.read_one_of(path, ROWS)[0]
-            found.append(([f"{path}:{number}" for number in range(len(x))], x))
+            batches.append(([f"{path}:{number}" for number in range(len(x))], x))
         elif path.is_dir():
             _ = form.picture_shape  # report another kind of rows before an empty folder
             pictures += image_folder.list_images(path)
@@ -50,8 +50,8 @@ def read_rows(inputs: Sequence[Path], form: RowForm) -> list[tuple[list[str], An
             )
     if pictures:
         x = image_folder.read_images(pictures, form.picture_shape)
-        found.append(([str(p) for p in pictures], x))
-    return found
+        batches.append(([str(p) for p in pictures], x))
+    return batches
 
 
 def read_labelled(path: Path, form: RowForm) -> tuple[Any, NDArray[Any]]:

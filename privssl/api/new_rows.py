@@ -79,10 +79,10 @@ class RowForm:
             names = dict(zip("01", TWEET_CLASSES, strict=True)) if self._tweets else {}
             return texts_of(part, text), np.array([names.get(c, c) for c in part.labels])
         if self.columns is None:
-            old = self.data.name == "csv"  # of former versions: results.json has no columns
+            outdated = self.data.name == "csv"  # of former versions: results.json has no columns
             raise DataError(
                 f"{self.folder} has no columns in results.json: an older version wrote it. Train "
-                "again" if old else f"{path} is a CSV file, and {self.folder} was trained on "
+                "again" if outdated else f"{path} is a CSV file, and {self.folder} was trained on "
                 f"{self._what}. Give such rows"
             )  # fmt: skip
         part = read_new(path, tuple(self.columns), label)
@@ -115,12 +115,12 @@ class RowForm:
                 raise DataError(
                     f"{HERE}: rows have different shapes. Resize them to {self._wanted}"
                 )
-        found = to_array(HERE, x)
-        if not found.ndim:
+        array = to_array(HERE, x)
+        if not array.ndim:
             raise DataError(f"{HERE}: {str(x)[:60]} is one value. Give rows, (N, *shape)")
-        if not len(found):
+        if not len(array):
             return np.zeros((0, *self.shape), dtype=np.float32)
-        rows = check_rows(HERE, found, sequences=len(self._wanted) == 2)
+        rows = check_rows(HERE, array, sequences=len(self._wanted) == 2)
         if self.weights is not None and rows.shape[1:] == self.raw_shape:
             return self._encode(torch.from_numpy(rows))
         if rows.shape[1:] == self.shape:  # encoder output: features
@@ -131,9 +131,9 @@ class RowForm:
                 )
             return rows
         channels, *sides = self._wanted
-        one = [self._wanted, (*sides, channels), *([(*sides,)] if channels == 1 else [])]
+        row_shapes = [self._wanted, (*sides, channels), *([(*sides,)] if channels == 1 else [])]
         advice = "Resize or convert them"
-        if found.shape in one:
+        if array.shape in row_shapes:
             advice = "This is one row: give a batch of it, x[None]"
         raise DataError(
             f"{HERE}: rows have the shape {rows.shape[1:]}, and {self.folder} was trained on "
@@ -148,18 +148,18 @@ class RowForm:
         if self.columns is None:
             raise DataError(f"{HERE}: {self.folder} was trained on {self._what}, not on columns")
         refuse_doubled_columns(HERE, getattr(x, "columns", x))
-        there = {str(name): x[name] for name in getattr(x, "columns", x)}
-        if absent := [name for name in self.columns if name not in there]:
+        by_name = {str(name): x[name] for name in getattr(x, "columns", x)}
+        if absent := [name for name in self.columns if name not in by_name]:
             raise DataError(
                 f"{HERE}: no column {', '.join(absent[:3])}. Name columns as those that "
                 f"{self.folder} was trained on"
             )
-        given = {name: there[name] for name in self.columns}
-        if scalar := [n for n, v in given.items() if isinstance(v, str) or not np.iterable(v)]:
+        table = {name: by_name[name] for name in self.columns}
+        if scalar := [n for n, v in table.items() if isinstance(v, str) or not np.iterable(v)]:
             raise DataError(
                 f"{HERE}: column {scalar[0]} is one value. Give a list, with a value for each row"
             )
-        columns = {name: [field_of(value) for value in values] for name, values in given.items()}
+        columns = {name: [field_of(value) for value in values] for name, values in table.items()}
         lengths = {len(values) for values in columns.values()}
         if len(lengths) > 1:
             raise DataError(f"{HERE}: columns have different lengths. Give each row all of them")
@@ -173,8 +173,8 @@ class RowForm:
 
     def _encode(self, rows: Any) -> NDArray[Any]:
         assert self.weights is not None
-        found: NDArray[Any] = encode_new(self.data, rows, self.weights).numpy()
-        return found
+        encoded: NDArray[Any] = encode_new(self.data, rows, self.weights).numpy()
+        return encoded
 
 
 def _texts(x: Any) -> list[str] | None:

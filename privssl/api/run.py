@@ -196,11 +196,11 @@ class Run:
         """
         logits = self._logits(self._convert(x))
         if probabilities:
-            found: NDArray[np.float32] = logits.softmax(dim=1).numpy()
-            return found
+            shares: NDArray[np.float32] = logits.softmax(dim=1).numpy()
+            return shares
         names: NDArray[np.str_] = np.array(self.class_names, dtype=np.str_)
-        chosen: NDArray[np.str_] = names[logits.argmax(dim=1).numpy()]
-        return chosen
+        predicted: NDArray[np.str_] = names[logits.argmax(dim=1).numpy()]
+        return predicted
 
     @torch.no_grad()
     def _logits(self, x: NDArray[Any]) -> Tensor:
@@ -241,41 +241,42 @@ class Run:
     def _classes(self, y: Any) -> NDArray[np.int64]:
         """Return class numbers (N,) of numbers or names."""
         names = self.class_names
-        number = {name: place for place, name in enumerate(names)}
-        found = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.array(y)
-        if found.ndim == 1 and found.dtype.kind in "bf":  # a frame column, as in a data set
-            labels = [label_of(label) for label in found]
-            whole = all(label.removeprefix("-").isdecimal() for label in labels)
-            found = np.array(labels, dtype=np.int64 if whole and labels else object)
-        if found.ndim == 1 and found.dtype.kind in "UO":
-            labels = [label_of(label) for label in found]
+        numbers = {name: index for index, name in enumerate(names)}
+        array = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.array(y)
+        if array.ndim == 1 and array.dtype.kind in "bf":  # a frame column, as in a data set
+            labels = [label_of(label) for label in array]
+            integral = all(label.removeprefix("-").isdecimal() for label in labels)
+            array = np.array(labels, dtype=np.int64 if integral and labels else object)
+        if array.ndim == 1 and array.dtype.kind in "UO":
+            labels = [label_of(label) for label in array]
             if "" in labels:
                 raise DataError(
                     f"evaluate, row {labels.index('')}: no label. Leave out rows without one"
                 )
-            strange = sorted({label for label in labels if class_number(label, number) is None})
-            if strange:
+            unknown = sorted({label for label in labels if class_number(label, numbers) is None})
+            if unknown:
                 raise DataError(
-                    f"evaluate: {self.folder} knows no class {', '.join(strange[:3])}. It has "
+                    f"evaluate: {self.folder} knows no class {', '.join(unknown[:3])}. It has "
                     f"{', '.join(names[:20])}"
                 )
-            return np.array([class_number(label, number) for label in labels], dtype=np.int64)
-        if found.ndim != 1 or found.dtype.kind not in "iu":
+            return np.array([class_number(label, numbers) for label in labels], dtype=np.int64)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
             raise DataError(
-                f"evaluate: labels are {found.dtype} of shape {found.shape}. Give class numbers or "
+                f"evaluate: labels are {array.dtype} of shape {array.shape}. Give class numbers or "
                 "names (N,)"
             )
-        if found.size and not 0 <= found.min() <= found.max() < len(names):
-            raise DataError(f"evaluate: labels go from {found.min()} to {found.max()}, and classes "
+        if array.size and not 0 <= array.min() <= array.max() < len(names):
+            raise DataError(f"evaluate: labels go from {array.min()} to {array.max()}, and classes "
                             f"from 0 to {len(names) - 1}. Number them as in training")  # fmt: skip
-        said = set(map(str, found.tolist()))
-        by_name = {label: class_number(label, number) for label in said}
-        if None not in by_name.values() and any(at != int(n) for n, at in by_name.items()):
+        texts = set(map(str, array.tolist()))
+        by_name = {label: class_number(label, numbers) for label in texts}
+        if None not in by_name.values() and any(index != int(n) for n, index in by_name.items()):
             raise DataError(
-                f"evaluate: labels {', '.join(sorted(said)[:3])} can be class numbers, which begin "
-                f"at 0, or the names {', '.join(names[:3])}. Give names, as text: y.astype(str)"
+                f"evaluate: labels {', '.join(sorted(texts)[:3])} can be class numbers, which "
+                f"begin at 0, or the names {', '.join(names[:3])}. Give names, as text: "
+                "y.astype(str)"
             )
-        return found.astype(np.int64)
+        return array.astype(np.int64)
 
     def generate(
         self,
@@ -309,11 +310,11 @@ class Run:
         names = [classes] if isinstance(classes, str) else classes
         # Networks are built before their weights are loaded.
         with torch.random.fork_rng(devices=[]), imports_allowed(self._plugins, ALLOW):
-            made = generate_rows(
+            synthetic = generate_rows(
                 self.folder, count, names, seed, acknowledge_query_rows=acknowledge_query_rows,
                 confidence=confidence, classify=lambda x: self.predict(x, probabilities=True),
             )  # fmt: skip
-        return made.x, made.y
+        return synthetic.x, synthetic.y
 
     def audit(self) -> dict[str, Any]:
         """Audit the run's guarantee; return the fields of ``audit --json``."""
@@ -348,8 +349,8 @@ def open_run(
     """
     if isinstance(model, str):
         with imports_allowed([model]):
-            found = check_source(f"model {model}", load("models", "model", model))
-        return Run(folder, found, plugins)
+            network = check_source(f"model {model}", load("models", "model", model))
+        return Run(folder, network, plugins)
     if model is not None:
         reference_of(model)  # raises if it is not a network
     return Run(folder, model, plugins)

@@ -68,48 +68,48 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
     """
     from privssl.audit.claim_verification import check_claim
 
-    found = check_claim(run)
-    report = _build_report(run, found)
-    if empirical and (card := found.files.card) is not None and found.journals:
+    check = check_claim(run)
+    report = _build_report(run, check)
+    if empirical and (card := check.files.card) is not None and check.journals:
         if report.verdict != Verdict.VIOLATED:
             from privssl.audit.canary_attack import attack
             from privssl.experiment.config import load_config
 
-            config = found.files.config or load_config(run / "config.yaml")  # raises its error
-            report.attack = attack(config, card, found.journals)
+            config = check.files.config or load_config(run / "config.yaml")  # raises its error
+            report.attack = attack(config, card, check.journals)
             report.problems += report.attack.problems
         else:
             report.notes.append("not attacked: what the ledgers say is already wrong")
-        report.verdict = _verdict(found, report)
+        report.verdict = _verdict(check, report)
     return report
 
 
-def _build_report(run: Path, found: "ClaimCheck") -> Report:
+def _build_report(run: Path, check: "ClaimCheck") -> Report:
     from privssl.privacy.card_text import guarantee_sentence
 
-    card, config = found.files.card, found.files.config
+    card, config = check.files.card, check.files.config
     claim = "no claim was written" if card is None else card["sentence"]
-    if card is None and not found.agents and (config is None or config.privacy is None):
+    if card is None and not check.agents and (config is None or config.privacy is None):
         claim = guarantee_sentence(None)
     report = Report(
-        str(run), Verdict.CONSISTENT, claim, found.agents, found.problems, found.doubts, found.notes
+        str(run), Verdict.CONSISTENT, claim, check.agents, check.problems, check.doubts, check.notes
     )
-    report.verdict = _verdict(found, report)
+    report.verdict = _verdict(check, report)
     return report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    about = "Check the ledgers and the privacy claim of a run."
-    parser = argparse.ArgumentParser(prog="python -m privssl.audit", description=about)
+    help_text = "Check the ledgers and the privacy claim of a run."
+    parser = argparse.ArgumentParser(prog="python -m privssl.audit", description=help_text)
     parser.add_argument("run", metavar="RUN_DIR", type=Path, help="run folder")
-    about = "attack the run's plan with canaries made here (minutes; needs none of its data)"
-    parser.add_argument("--empirical", action="store_true", help=about)
+    help_text = "attack the run's plan with canaries made here (minutes; needs none of its data)"
+    parser.add_argument("--empirical", action="store_true", help=help_text)
     add_plugin_flag(parser)
-    printed = parser.add_mutually_exclusive_group()
-    printed.add_argument("--json", action="store_true", help="print the report as JSON")
-    about = "print a Python program that recomputes epsilon with dp-accounting alone"
-    printed.add_argument("--dp-event", action="store_true", help=about)
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--json", action="store_true", help="print the report as JSON")
+    help_text = "print a Python program that recomputes epsilon with dp-accounting alone"
+    formats.add_argument("--dp-event", action="store_true", help=help_text)
     options = parser.parse_args(argv)
     return run_command(
         lambda console, stack: _audit(options, stack), json=options.json,
@@ -138,15 +138,15 @@ def as_json(report: Report) -> dict[str, Any]:
     return asdict(report) | {"verdict": report.verdict.name.lower()}
 
 
-def _verdict(found: "ClaimCheck", report: Report) -> Verdict:
-    if report.problems or any(agent.problems for agent in found.agents):
+def _verdict(check: "ClaimCheck", report: Report) -> Verdict:
+    if report.problems or any(agent.problems for agent in check.agents):
         return Verdict.VIOLATED
-    if found.files.card is None:
-        return Verdict.INCONCLUSIVE if found.agents else Verdict.NO_GUARANTEE
-    if found.files.card["guarantee"] is None:
+    if check.files.card is None:
+        return Verdict.INCONCLUSIVE if check.agents else Verdict.NO_GUARANTEE
+    if check.files.card["guarantee"] is None:
         return Verdict.NO_GUARANTEE
-    overdrawn = any((agent.spent or 0.0) > (agent.budget or 0.0) for agent in found.agents)
-    if report.doubts or overdrawn or any(agent.open for agent in found.agents):
+    overdrawn = any((agent.spent or 0.0) > (agent.budget or 0.0) for agent in check.agents)
+    if report.doubts or overdrawn or any(agent.open for agent in check.agents):
         return Verdict.INCONCLUSIVE
     if report.attack is not None and report.attack.baseline_only:
         return Verdict.INCONCLUSIVE
@@ -161,15 +161,15 @@ def _print_program(run: Path) -> int:
     """
     from privssl.audit.claim_verification import check_claim
 
-    found = check_claim(run)
-    report = _build_report(run, found)
+    check = check_claim(run)
+    report = _build_report(run, check)
     if report.verdict == Verdict.VIOLATED:
         why = ["No program is printed for ledgers that do not bear out the claim:", *_wrong(report)]
         print("\n".join(why), file=sys.stderr)
     elif report.verdict == Verdict.NO_GUARANTEE:  # a number alone would look like one
         print("#", " ".join(report.claim.split()))  # as a comment: card text must not run
     else:
-        results_to_standard_output("\n".join(_dp_events(found)))
+        results_to_standard_output("\n".join(_dp_events(check)))
     return int(report.verdict)
 
 
@@ -180,9 +180,9 @@ def _wrong(report: Report) -> Iterator[str]:
         yield from (f"{agent.agent}: {problem}" for problem in agent.problems)
 
 
-def _dp_events(found: "ClaimCheck") -> Iterator[str]:
-    fixed_agents = {agent.agent for agent in found.agents if agent.fixed}
-    for name, journal in found.journals.items():
+def _dp_events(check: "ClaimCheck") -> Iterator[str]:
+    fixed_agents = {agent.agent for agent in check.agents if agent.fixed}
+    for name, journal in check.journals.items():
         if journal.plans:
             yield f"# agent {name}, ledger ending in {journal.head}"
             fixed = name in fixed_agents or journal.plan.delta_of(journal.cost) == 0
@@ -230,9 +230,9 @@ def _ledger_table(report: Report) -> Table:
         bounds = "-" if agent.pld_lower is None else f"at least {agent.pld_lower:.4f}"
         if agent.pld_upper is not None:
             bounds = f"{agent.pld_lower:.4f}..{agent.pld_upper:.4f}"
-        shown = ["-" if (n := getattr(agent, name)) is None else round_up(n) for name in numbers]
-        whole = "broken" if agent.problems else f"verified, {agent.head[:8]}"
-        table.add_row(escape(agent.agent), *shown, agent.method, bounds, str(agent.visits), whole)
+        cells = ["-" if (n := getattr(agent, name)) is None else round_up(n) for name in numbers]
+        state = "broken" if agent.problems else f"verified, {agent.head[:8]}"
+        table.add_row(escape(agent.agent), *cells, agent.method, bounds, str(agent.visits), state)
     return table
 
 
@@ -247,26 +247,26 @@ def _attack_table(attack: "AttackReport") -> Table:
     for column in ("attack", "what was tried", "leaks at least (95%)", "can show at most"):
         table.add_column(column)
     if (mechanism := attack.mechanism) is not None:
-        bound, most = f"epsilon {mechanism.lower_bound:.2f}", f"{mechanism.ceiling:.2f}"
-        table.add_row("mechanism", mechanism.trials_run, bound, most)
+        bound, limit = f"epsilon {mechanism.lower_bound:.2f}", f"{mechanism.ceiling:.2f}"
+        table.add_row("mechanism", mechanism.trials_run, bound, limit)
         if isinstance(mechanism, MechanismAttack):
-            most = f"{mechanism.sensitivity:.4f} clip norms"
-            table.add_row("", "most that one row adds", most, "")
+            limit = f"{mechanism.sensitivity:.4f} clip norms"
+            table.add_row("", "most that one row adds", limit, "")
         for name, p in mechanism.p_values.items():
             table.add_row("", f"{name} as promised", f"p = {p:.2g}", "")
     if (canaries := attack.canaries) is not None:
-        tried = (
+        trials = (
             f"{canaries.canaries} canaries, {canaries.guesses} guesses, {canaries.correct} right, "
             f"{canaries.visits} visits"
         )
-        bound, most = f"epsilon {canaries.lower_bound:.2f}", f"{canaries.ceiling:.2f}"
-        table.add_row("canaries", tried, bound, most)
+        bound, limit = f"epsilon {canaries.lower_bound:.2f}", f"{canaries.ceiling:.2f}"
+        table.add_row("canaries", trials, bound, limit)
         allowed = attack_bounds(attack.epsilon, attack.delta)["tpr_at_1_percent_fpr"]
         bound = f"claim allows {100 * allowed:.1f}%" if attack.sound else "nothing is claimed"
         for name, rates in canaries.rates.items():
-            found = f"{name}: members found at 1% false alarms ({bound})"
+            label = f"{name}: members found at 1% false alarms ({bound})"
             auc = f"AUC {rates.auc:.3f} [{rates.auc_low:.3f}, {rates.auc_high:.3f}]"
-            table.add_row("", found, f"{100 * rates.tpr_at_1_percent_fpr:.1f}%", auc)
+            table.add_row("", label, f"{100 * rates.tpr_at_1_percent_fpr:.1f}%", auc)
     return table
 
 

@@ -107,7 +107,7 @@ class AttackReport:
     @property
     def baseline_only(self) -> bool:
         """Whether even full disclosure would give a bound below the guarantee in both attacks."""
-        ceilings = [found.ceiling for found in (self.mechanism, self.canaries) if found]
+        ceilings = [result.ceiling for result in (self.mechanism, self.canaries) if result]
         return bool(ceilings) and max(ceilings) < self.epsilon
 
 
@@ -130,8 +130,8 @@ def attack(
         )
     name, journal = max(journals.items(), key=lambda item: len(item[1].events))
     rows = config.data.labelled / max(len(card["agents"]), 1)
-    kind = ALGORITHMS[config.algorithm.name]
-    plan = kind.make_plan(
+    algorithm_type = ALGORITHMS[config.algorithm.name]
+    plan = algorithm_type.make_plan(
         privacy, rounds=config.algorithm.rounds, rows_per_agent=rows, agents=len(card["agents"])
     )
     charged = [event for event in journal.events if event == plan.event]
@@ -166,12 +166,12 @@ def attack(
     canaries = CANARIES if report.sound else min(CANARIES, max(FEWEST, round(2 * rows)))
     # The divisor is public and not part of the guarantee: it fits the rows of the synthetic agent,
     # or steps would be too long.
-    crowd = dataclasses.replace(plan, expected_batch=plan.sample_rate * canaries / 2)
-    algorithm = kind(config.algorithm, task, crowd)
+    canary_plan = dataclasses.replace(plan, expected_batch=plan.sample_rate * canaries / 2)
+    algorithm = algorithm_type(config.algorithm, task, canary_plan)
     profile = [(cost.epsilon(d), d) for d in _PROFILE]
     visits = min(len(charged), plan.visits)
     report.canaries = attack_messages(
-        algorithm, crowd, task, visits, delta, profile, canaries, journal.plan
+        algorithm, canary_plan, task, visits, delta, profile, canaries, journal.plan
     )
     _judge_canaries(report, report.canaries)
     return report
@@ -198,18 +198,18 @@ SAYS = {
 }
 
 
-def _judge_mechanism(report: AttackReport, found: MechanismAttack) -> None:
-    for name, p in found.p_values.items():
+def _judge_mechanism(report: AttackReport, result: MechanismAttack) -> None:
+    for name, p in result.p_values.items():
         if p < ALARM:
             report.problems.append(f"mechanism: {SAYS[name]} (p = {p:.2g})")
-    if not found.sensitivity <= 1 + ROUNDING:
+    if not result.sensitivity <= 1 + ROUNDING:
         report.problems.append(
-            f"mechanism: one row adds {found.sensitivity:.4f} clip norms to one step, where the "
+            f"mechanism: one row adds {result.sensitivity:.4f} clip norms to one step, where the "
             "accounting allows 1"
         )
-    if found.lower_bound > report.epsilon:
+    if result.lower_bound > report.epsilon:
         report.problems.append(
-            f"mechanism: {found.steps} steps leak at least epsilon {found.lower_bound:.4f} "
+            f"mechanism: {result.steps} steps leak at least epsilon {result.lower_bound:.4f} "
             f"(95%), above the {report.epsilon:.4f} that they are charged"
         )
 
@@ -217,13 +217,13 @@ def _judge_mechanism(report: AttackReport, found: MechanismAttack) -> None:
 class _Recorder(LocalEngine):
     """An engine that records all messages."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.seen: list[tuple[Message, Message]] = []
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.messages: list[tuple[Message, Message]] = []
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         replies = list(super().deliver(calls))
-        self.seen += [(c.message, r.payload) for c, r in zip(calls, replies, strict=True)]
+        self.messages += [(c.message, r.payload) for c, r in zip(calls, replies, strict=True)]
         return replies
 
 
@@ -245,22 +245,22 @@ def attack_messages(
     x = torch.from_numpy(noise).view(shape)
     y = torch.from_numpy((secure_uniform(canaries) * task.classes).astype(np.int64))
     included = secure_uniform(canaries) < 0.5
-    made_up = LabelledRows(x, y, torch.arange(canaries))
-    seen = _visits_of(algorithm, plan, made_up, included, visits, promised)
+    synthetic = LabelledRows(x, y, torch.arange(canaries))
+    messages = _visits_of(algorithm, plan, synthetic, included, visits, promised)
     # Ratio of squared noise to a canary's squared contribution per visit, times 4: see
     # _projection_scores.
     ridge = 4 * plan.noise_multiplier**2 / (plan.steps * plan.sample_rate**2)
     rows, networks = (network_input(x), y), algorithm.networks()
     scores = {
         name: _scores(
-            networks[name], loss, name, seen, rows, ridge if name in plan.protect else None
+            networks[name], loss, name, messages, rows, ridge if name in plan.protect else None
         )
         for name, loss in algorithm.canary_losses().items()
         if name in plan.update
     }
-    together = np.sum([(s - s.mean()) / (s.std() + 1e-12) for s in scores.values()], axis=0)
+    combined = np.sum([(s - s.mean()) / (s.std() + 1e-12) for s in scores.values()], axis=0)
     guesses = 2 * (canaries * GUESSES // (2 * CANARIES))
-    correct = count_correct(guess(together, guesses), included)
+    correct = count_correct(guess(combined, guesses), included)
     tally = {"canaries": canaries, "guesses": guesses, "correct": correct}
     return CanaryAttack(
         **tally, visits=visits,
@@ -275,24 +275,24 @@ def attack_messages(
 
 def _visits_of(
     algorithm: Algorithm[Any], plan: PrivatePlan, rows: LabelledRows, included: NDArray[np.bool_],
-    visits: int, promised: AccountPlan | None,
+    visits: int, run_plan: AccountPlan | None,
 ) -> list[tuple[Message, Message]]:  # fmt: skip
     """Yield the requests and replies of the synthetic agent, visit by visit."""
-    here = torch.from_numpy(np.flatnonzero(included))
+    indices = torch.from_numpy(np.flatnonzero(included))
     seed = int.from_bytes(os.urandom(4), "big")
     with tempfile.TemporaryDirectory() as folder:
-        promise = AccountPlan(
+        account_plan = AccountPlan(
             agent="s0",
             budget=Budget(1e9, 1e-12),  # this account pays for an experiment on synthetic rows
             scope=plan.scope, update=plan.update, protect=plan.protect, event=plan.event,
             n_public=None,
             # Whether counts are public determines how rows are sampled.
-            record_counts="public" if promised is None else promised.record_counts,
-            adjacency="zero_out" if promised is None else promised.adjacency,
+            record_counts="public" if run_plan is None else run_plan.record_counts,
+            adjacency="zero_out" if run_plan is None else run_plan.adjacency,
         )  # fmt: skip
-        account = Account.open(Path(folder) / "s0.jsonl", promise, resume=False)
-        held = LabelledRows(rows.x[here], rows.y[here], rows.ids[here])
-        agent = Agent(id="s0", held_labelled=held, account=account)
+        account = Account.open(Path(folder) / "s0.jsonl", account_plan, resume=False)
+        labelled = LabelledRows(rows.x[indices], rows.y[indices], rows.ids[indices])
+        agent = Agent(id="s0", held_labelled=labelled, account=account)
         engine = _Recorder([agent], seed=seed, device=torch.device("cpu"))
         try:
             federation = Federation(engine, seed)
@@ -302,11 +302,11 @@ def _visits_of(
                 state = algorithm.round(state, federation)
         finally:
             engine.close()
-    return engine.seen
+    return engine.messages
 
 
 def _scores(
-    network: nn.Module, loss: CanaryLoss, name: str, seen: Sequence[tuple[Message, Message]],
+    network: nn.Module, loss: CanaryLoss, name: str, messages: Sequence[tuple[Message, Message]],
     canaries: tuple[Tensor, Tensor], ridge: float | None,
 ) -> NDArray[np.float64]:  # fmt: skip
     """Return membership scores of canaries over all visits: (canaries,).
@@ -317,19 +317,19 @@ def _scores(
             is the decrease of the canary's loss.
     """
     scores = torch.zeros(len(canaries[1]), dtype=torch.float64)
-    for request, reply in seen:
+    for request, reply in messages:
         before: StateDict = getattr(request, name)
         after: StateDict | None = getattr(reply, name)
         if after is None:
             continue
         if ridge is None:
-            now = _losses(load_weights(network, after), loss, canaries)
-            found = _losses(load_weights(network, before), loss, canaries) - now
+            loss_after = _losses(load_weights(network, after), loss, canaries)
+            visit_scores = _losses(load_weights(network, before), loss, canaries) - loss_after
         else:
             load_weights(network, before)
-            moved = {k: after[k] - before[k] for k, _ in network.named_parameters()}
-            found = _projection_scores(network, loss, canaries, moved, ridge)
-        scores += found.nan_to_num()  # a diverged network has no information
+            update = {k: after[k] - before[k] for k, _ in network.named_parameters()}
+            visit_scores = _projection_scores(network, loss, canaries, update, ridge)
+        scores += visit_scores.nan_to_num()  # a diverged network has no information
     return scores.numpy()
 
 
@@ -342,7 +342,7 @@ def _losses(network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor
 
 
 def _projection_scores(
-    network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor], moved: StateDict,
+    network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor], update: StateDict,
     ridge: float,
 ) -> Tensor:  # fmt: skip
     """Return how much of an update is each canary's own descent (N,): the best linear estimate.
@@ -354,27 +354,27 @@ def _projection_scores(
     network.eval()
     parameters = {"here": dict(network.named_parameters())}
 
-    def row_loss(here: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
-        return loss(FunctionalModule(network, here["here"]), fields["x"][None], fields["y"][None])
+    def row_loss(params: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
+        return loss(FunctionalModule(network, params["here"]), fields["x"][None], fields["y"][None])
 
     units = []
     for x, y in zip(*(torch.split(part, AT_ONCE) for part in canaries), strict=True):
-        found = per_example_gradients(row_loss, parameters, {"x": x, "y": y})["here"]
-        gradients = torch.cat([g.flatten(1) for g in found.values()], dim=1)
+        by_name = per_example_gradients(row_loss, parameters, {"x": x, "y": y})["here"]
+        gradients = torch.cat([g.flatten(1) for g in by_name.values()], dim=1)
         # Directions only: clipping shortens most gradients to one length.
         units.append(gradients / gradients.norm(dim=1, keepdim=True).clamp(min=1e-12))
     u = torch.cat(units).nan_to_num()  # (N, P)
-    d = -torch.cat([moved[k].flatten() for k in parameters["here"]]).nan_to_num()  # (P,)
+    d = -torch.cat([update[k].flatten() for k in parameters["here"]]).nan_to_num()  # (P,)
     gram = (u @ u.T).double() + ridge * torch.eye(len(u), dtype=torch.float64)
-    guessed: Tensor = torch.linalg.solve(gram, (u @ d).double())
-    return guessed
+    scores: Tensor = torch.linalg.solve(gram, (u @ d).double())
+    return scores
 
 
-def _judge_canaries(report: AttackReport, found: CanaryAttack) -> None:
+def _judge_canaries(report: AttackReport, result: CanaryAttack) -> None:
     if not report.sound:
         return  # there is no guarantee to refute
-    if found.lower_bound > report.epsilon or found.rejects_claim:
+    if result.lower_bound > report.epsilon or result.rejects_claim:
         report.problems.append(
-            f"canaries: {found.correct} of {found.guesses} guesses about who was in were right, "
+            f"canaries: {result.correct} of {result.guesses} guesses about who was in were right, "
             f"more than epsilon {report.epsilon:.4f} allows (95%)"
         )

@@ -38,98 +38,98 @@ def card_problems(
 
     ``at_card``: by agent, the journal up to the line that the card names.
     """
-    for place in files.unknown_keys:
-        yield f"the card has the key {place:.80}, which this version does not know"
+    for key in files.unknown_keys:
+        yield f"the card has the key {key:.80}, which this version does not know"
     journals = [at_card.get(entry["agent"]) for entry in card["agents"]]
-    found = [journal for journal in journals if journal is not None and journal.plans]
-    if not found or len(found) < len(journals):
+    usable = [journal for journal in journals if journal is not None and journal.plans]
+    if not usable or len(usable) < len(journals):
         return  # reported for that agent already
-    yield from _release_problems(files.config, card, found[0].plan)
+    yield from _release_problems(files.config, card, usable[0].plan)
     if card["this_run"] is None and files.accounts is not None:
         yield "the accounts outlive the run, but the card has no this_run"
     former = former_ledgers(files.run, at_card)
     names = {entry["ledger"] for entry in former}
     stated = [entry for entry in card["former_ledgers"] if entry["ledger"] in names]
-    if where := _difference("former_ledgers", stated, former):
-        yield f"the card's {where} is not what the ledgers of replaced runs say"
+    if path := _difference("former_ledgers", stated, former):
+        yield f"the card's {path} is not what the ledgers of replaced runs say"
     try:
-        made = privacy_card(
+        recomputed = privacy_card(
             [
                 (entry["agent"], journal.plan, tuple(journal.events), entry["ledger_head"])
-                for entry, journal in zip(card["agents"], found, strict=True)
+                for entry, journal in zip(card["agents"], usable, strict=True)
             ],
             scope=card["scope"], delta=card["delta"], releases=_stated_releases(card),
             algorithm=card["algorithm"], dataset=card["dataset"],
             task=card["task"], encoder=card["encoder"],
             network=card["network"],
             this_run=card["this_run"], planned=card["planned_visits"],
-            promised={e["agent"]: j.promised for e, j in zip(card["agents"], found, strict=True)},
+            promised={e["agent"]: j.promised for e, j in zip(card["agents"], usable, strict=True)},
             former=card["former_ledgers"], ledger_problems=card["ledger_problems"],
             weights=card["weights"], clip_norm=card["clip_norm"],
         )  # fmt: skip
     except PrivacyError as error:
         yield f"no true card follows from the ledgers: {error}"
         return
-    if made["agents"][0]["epsilon"]["why_no_bounds"] == NOT_FIXED:
-        yield from _stopped_card_problems(card, made)
-    ours: Mapping[str, Any] = json.loads(json.dumps(made))
-    theirs: Mapping[str, Any] = {**card}
+    if recomputed["agents"][0]["epsilon"]["why_no_bounds"] == NOT_FIXED:
+        yield from _stopped_card_problems(card, recomputed)
+    recomputed_json: Mapping[str, Any] = json.loads(json.dumps(recomputed))
+    card_json: Mapping[str, Any] = {**card}
     for name in _DERIVED:
-        if where := _difference(name, theirs[name], ours[name]):
-            yield f"the card's {where} is not what follows from the ledgers"
-    for entry, true in zip(card["agents"], made["agents"], strict=True):
-        least = min(_upper_bounds(true), default=0.0) - _BETWEEN_METHODS
-        if any(bound < least for bound in _upper_bounds(entry)):
+        if path := _difference(name, card_json[name], recomputed_json[name]):
+            yield f"the card's {path} is not what follows from the ledgers"
+    for entry, expected in zip(card["agents"], recomputed["agents"], strict=True):
+        lowest = min(_upper_bounds(expected), default=0.0) - _BETWEEN_METHODS
+        if any(bound < lowest for bound in _upper_bounds(entry)):
             yield f"the card's numeric bound of {entry['agent']} is below what its visits cost"
-    if not _same_headline(card, made):
+    if not _same_headline(card, recomputed):
         yield "the card's headline is not what follows from the ledgers"
 
 
-def _stopped_card_problems(card: PrivacyCard, made: PrivacyCard) -> Iterator[str]:
+def _stopped_card_problems(card: PrivacyCard, recomputed: PrivacyCard) -> Iterator[str]:
     """Yield statements that need visits fixed beforehand; former versions made them for all."""
-    claim, true = card["guarantee"], made["guarantee"]
-    if claim and true and claim["epsilon"] < true["epsilon"] * (1 - _TOLERANCE):
+    claim, expected = card["guarantee"], recomputed["guarantee"]
+    if claim and expected and claim["epsilon"] < expected["epsilon"] * (1 - _TOLERANCE):
         yield (
             f"the card claims epsilon {claim['epsilon']:.6f}, but {NOT_FIXED}, so its accounts "
-            f"guarantee their budget, {true['epsilon']:.6f}. (Former versions claimed what was "
+            f"guarantee their budget, {expected['epsilon']:.6f}. (Former versions claimed what was "
             "charged: remove privacy.json and results.json, and --resume writes them anew.)"
         )
     if claim and _has_bounds(card):
         yield f"the card has numeric bounds, but {NOT_FIXED}"
 
 
-def _difference(where: str, stated: Any, true: Any) -> str | None:
+def _difference(path: str, stated: Any, expected: Any) -> str | None:
     """Return the place of the first difference between two JSON values; None if they agree."""
-    key = where.split(".")[-1]
-    if key == "why_no_bounds" or (key in _NUMERIC and (stated is None or true is None)):
+    key = path.split(".")[-1]
+    if key == "why_no_bounds" or (key in _NUMERIC and (stated is None or expected is None)):
         return None  # depends on the machine
-    if isinstance(stated, dict) and isinstance(true, dict) and stated.keys() >= true.keys():
-        parts = [_difference(f"{where}.{key}", stated[key], true[key]) for key in true]
-        return next(filter(None, parts), None)
-    if isinstance(stated, list) and isinstance(true, list) and len(stated) == len(true):
-        pairs = enumerate(zip(stated, true, strict=True))
-        return next(filter(None, (_difference(f"{where}.{i}", *pair) for i, pair in pairs)), None)
-    if isinstance(true, float) and isinstance(stated, int | float) and type(stated) is not bool:
-        relative, least = (_NUMERIC_TOLERANCE,) * 2 if key in _NUMERIC else (_TOLERANCE, 1e-12)
-        return None if math.isclose(stated, true, rel_tol=relative, abs_tol=least) else where
-    return None if type(stated) is type(true) and stated == true else where
+    if isinstance(stated, dict) and isinstance(expected, dict) and stated.keys() >= expected.keys():
+        differences = [_difference(f"{path}.{key}", stated[key], expected[key]) for key in expected]
+        return next(filter(None, differences), None)
+    if isinstance(stated, list) and isinstance(expected, list) and len(stated) == len(expected):
+        pairs = enumerate(zip(stated, expected, strict=True))
+        return next(filter(None, (_difference(f"{path}.{i}", *pair) for i, pair in pairs)), None)
+    if isinstance(expected, float) and isinstance(stated, int | float) and type(stated) is not bool:
+        relative, absolute = (_NUMERIC_TOLERANCE,) * 2 if key in _NUMERIC else (_TOLERANCE, 1e-12)
+        return None if math.isclose(stated, expected, rel_tol=relative, abs_tol=absolute) else path
+    return None if type(stated) is type(expected) and stated == expected else path
 
 
-def _same_headline(card: PrivacyCard, made: PrivacyCard) -> bool:
+def _same_headline(card: PrivacyCard, recomputed: PrivacyCard) -> bool:
     """Return whether the headline is right, as far as numeric bounds available here can tell."""
-    stated, true = card["headline"], made["headline"]
-    planned, visits = card["planned_visits"], [entry["visits"] for entry in made["agents"]]
+    stated, expected = card["headline"], recomputed["headline"]
+    planned, visits = card["planned_visits"], [entry["visits"] for entry in recomputed["agents"]]
     as_planned = card["this_run"] is None and all(count == planned for count in visits)
     if stated is not None and not (as_planned and _has_bounds(card)):
         return False
-    if stated is None or true is None:
+    if stated is None or expected is None:
         # A machine without the libraries has no bounds; with them, both cards have them.
-        return bool(stated == true) or not (_has_bounds(card) and _has_bounds(made))
-    if stated["kind"] != true["kind"]:
+        return bool(stated == expected) or not (_has_bounds(card) and _has_bounds(recomputed))
+    if stated["kind"] != expected["kind"]:
         return False
     # Upper bounds by two methods differ by their rounding terms.
-    slack = _NUMERIC_TOLERANCE if stated["by"] == true["by"] else _BETWEEN_METHODS
-    return math.isclose(stated["epsilon"], true["epsilon"], rel_tol=slack, abs_tol=slack)
+    slack = _NUMERIC_TOLERANCE if stated["by"] == expected["by"] else _BETWEEN_METHODS
+    return math.isclose(stated["epsilon"], expected["epsilon"], rel_tol=slack, abs_tol=slack)
 
 
 def _has_bounds(card: PrivacyCard) -> bool:
@@ -139,8 +139,8 @@ def _has_bounds(card: PrivacyCard) -> bool:
 
 def _upper_bounds(entry: AgentEntry) -> list[float]:
     """Return an agent's upper bounds of epsilon by numeric composition."""
-    found = (entry["epsilon"]["pld_upper"], entry["epsilon"]["prv"])
-    return [bound for bound in found if bound is not None]
+    bounds = (entry["epsilon"]["pld_upper"], entry["epsilon"]["prv"])
+    return [bound for bound in bounds if bound is not None]
 
 
 def _stated_releases(card: PrivacyCard) -> list[Any]:
@@ -149,17 +149,17 @@ def _stated_releases(card: PrivacyCard) -> list[Any]:
 
 def _release_problems(config: Config | None, card: PrivacyCard, plan: AccountPlan) -> Iterator[str]:
     """Yield differences between the releases on the card and the plan's protected networks."""
-    listed = _stated_releases(card)
-    statuses = {name: status for name, status, _ in listed}
-    if len(statuses) < len(listed):
+    stated = _stated_releases(card)
+    statuses = {name: status for name, status, _ in stated}
+    if len(statuses) < len(stated):
         yield "releases: one of them is listed twice"
     covered = {name for name, status in statuses.items() if status == "covered"}
     if unknown := sorted(covered - set(plan.protect)):
         yield f"releases: {', '.join(unknown)} is called covered, but not trained with noise"
-    true = "covered" if plan.scope == "sound" else "not covered"
+    expected = "covered" if plan.scope == "sound" else "not covered"
     for name in plan.update:
-        if statuses.get(name) != true:
-            yield f"releases: {name} is trained on labelled rows, so it is {true}"
+        if statuses.get(name) != expected:
+            yield f"releases: {name} is trained on labelled rows, so it is {expected}"
     # Reads only update and protect, which both kinds of plan have.
-    if config is not None and listed != releases(plan, config):
+    if config is not None and stated != releases(plan, config):
         yield "releases: not those of the config and the ledger's plan"

@@ -72,15 +72,15 @@ def check_claim(run: Path) -> ClaimCheck:
     """
     files = read_run(run)
     card = files.card
-    found = ClaimCheck(files=files, journals={})
-    journals = found.journals = _choose_journals(files, found)
-    cross_checks.check_records(files, journals, found)
-    cross_checks.check_results(files, found)
-    cross_checks.check_former_ledgers(files, journals, found)
+    check = ClaimCheck(files=files, journals={})
+    journals = check.journals = _choose_journals(files, check)
+    cross_checks.check_records(files, journals, check)
+    cross_checks.check_results(files, check)
+    cross_checks.check_former_ledgers(files, journals, check)
     if journals or card is not None:
-        cross_checks.check_config(files, journals, found)
-        found.problems += check_metrics(files.metrics, journals)
-    witnesses.check(files, journals, found)
+        cross_checks.check_config(files, journals, check)
+        check.problems += check_metrics(files.metrics, journals)
+    witnesses.check(files, journals, check)
     if card is None and not journals:
         if not any((run / name).exists() for name in _RUN_FILES):
             raise RunFolderError(
@@ -88,32 +88,32 @@ def check_claim(run: Path) -> ClaimCheck:
                 f"the folder that privssl.train wrote, for example runs/fedssl_dp-0."
             )
         if files.config is not None and files.config.privacy is not None:
-            found.notes.append(
+            check.notes.append(
                 "config.yaml asks for privacy: the run never came to its first visit"
             )
-        return found
+        return check
     entries = {entry["agent"]: entry for entry in card["agents"]} if card else {}
     at_card = {name: _at_card(journal, entries.get(name)) for name, journal in journals.items()}
-    found.agents = [
+    check.agents = [
         _check_agent(name, journals.get(name), at_card.get(name), entries.get(name), files)
         for name in sorted(set(journals) | set(entries))
     ]
     if card is None:
-        found.notes.append("there is no privacy.json: the run has not ended, or wrote no claim")
+        check.notes.append("there is no privacy.json: the run has not ended, or wrote no claim")
     else:
-        found.notes += [
+        check.notes += [
             f"{name}, the ledger of a replaced run, is not beside this folder: not checked"
             for name in sorted({entry["ledger"] for entry in card["former_ledgers"]})
             if not (run.resolve().parent / name).is_dir()
         ]
-        found.problems += _card_problems(card, found.agents)
-        found.problems += card_recomputation.card_problems(files, card, at_card)
+        check.problems += _card_problems(card, check.agents)
+        check.problems += card_recomputation.card_problems(files, card, at_card)
     if not verify.available():
-        found.notes.append("dp-accounting is not installed: no second library")
-    return found
+        check.notes.append("dp-accounting is not installed: no second library")
+    return check
 
 
-def _choose_journals(files: RunFiles, found: Findings) -> dict[str, Journal]:
+def _choose_journals(files: RunFiles, findings: Findings) -> dict[str, Journal]:
     """Choose the journals to check.
 
     If accounts outlive the run, the copy in its folder unless this run has spent more since.
@@ -121,27 +121,27 @@ def _choose_journals(files: RunFiles, found: Findings) -> dict[str, Journal]:
     if files.accounts is None:
         return files.own
     if files.shared is None:
-        found.notes.append(
+        findings.notes.append(
             f"the accounts in {files.accounts} are not here; checked is the copy made then"
         )
         return files.own
     if not files.own:
-        found.notes.append(f"no copy was made yet; checked is {files.accounts}")
+        findings.notes.append(f"no copy was made yet; checked is {files.accounts}")
         return files.shared
     chosen = dict(files.own)
     for name, copy in files.own.items():
-        now = files.shared.get(name, Journal())
-        if copy.head not in now.hashes:
-            found.problems.append(
+        account = files.shared.get(name, Journal())
+        if copy.head not in account.hashes:
+            findings.problems.append(
                 f"{files.accounts / f'{name}.jsonl'} is not the continuation of the copy in this "
                 "folder: it was cut, rolled back or replaced, and lacks what this run spent"
             )
-        elif now.epsilon_of(copy.runs[-1]) > copy.epsilon_of(copy.runs[-1]):
-            chosen[name] = now
-        elif now.head != copy.head:
-            found.notes.append(
+        elif account.epsilon_of(copy.runs[-1]) > copy.epsilon_of(copy.runs[-1]):
+            chosen[name] = account
+        elif account.head != copy.head:
+            findings.notes.append(
                 f"{name}: other runs used the account since, and it has spent epsilon "
-                f"{now.epsilon:.4f} of {now.plan.budget.epsilon:g}, this run's included"
+                f"{account.epsilon:.4f} of {account.plan.budget.epsilon:g}, this run's included"
             )
     return chosen
 
@@ -178,9 +178,9 @@ def _check_agent(
         report.notes.append("an unfinished line, charged as a whole visit, exceeds the budget")
     elif journal.torn_tail:
         report.notes.append("the last line is unfinished; it is charged as a whole visit")
-    if later := len(journal.events) - len(at_card.events):
+    if late := len(journal.events) - len(at_card.events):
         text = (
-            f"{later} visits were charged after the card was written; all of them cost epsilon "
+            f"{late} visits were charged after the card was written; all of them cost epsilon "
             f"{journal.epsilon:.6f}"
         )
         report.open = not files.ended
@@ -190,14 +190,14 @@ def _check_agent(
             report.notes.append(f"{text}. Resume the run: it writes a new card")
     report.recomputed = at_card.epsilon
     events = is_protected(at_card.events)
-    full = all(isinstance(e, PoissonSampledGaussianEvent) and e.sample_rate == 1 for e in events)
-    report.method = "exact" if events and full else "RDP"
+    exact = all(isinstance(e, PoissonSampledGaussianEvent) and e.sample_rate == 1 for e in events)
+    report.method = "exact" if events and exact else "RDP"
     if events and at_card.plan.delta_of(at_card.cost) == 0:
         report.method = "sum"
-    card, spent = files.card, [(at_card.plan, at_card.events)]
+    card, spending = files.card, [(at_card.plan, at_card.events)]
     planned = None if card is None else card["planned_visits"]
     shared = card is not None and card["this_run"] is not None
-    report.fixed = fixed_beforehand(spent, planned, shared=shared)
+    report.fixed = fixed_beforehand(spending, planned, shared=shared)
     _check_second_library(report, at_card)
     if files.card is not None:
         report.problems += _claim_problems(report, at_card, entry, files.card)
@@ -213,10 +213,10 @@ def _check_second_library(report: AgentReport, journal: Journal) -> None:
     if not verify.available() or (report.recomputed or 0.0) > BRACKET_LIMIT:
         return
     delta, events = journal.plan.budget.delta, is_protected(journal.events)
-    theirs = verify.rdp_epsilon(events, delta)
-    ours = rdp_epsilon(events, delta, verify.INTEGER_ORDERS)
-    if theirs is not None and abs(ours - theirs) > _TOLERANCE * max(1.0, theirs):
-        report.problems.append(f"RDP is {ours:.6f} by Opacus but {theirs:.6f} by dp-accounting")
+    library = verify.rdp_epsilon(events, delta)
+    opacus = rdp_epsilon(events, delta, verify.INTEGER_ORDERS)
+    if library is not None and abs(opacus - library) > _TOLERANCE * max(1.0, library):
+        report.problems.append(f"RDP is {opacus:.6f} by Opacus but {library:.6f} by dp-accounting")
     try:
         report.pld_lower, upper = verify.pld_bracket(events, delta)
         report.pld_upper = upper if report.fixed else None
@@ -234,7 +234,7 @@ def _claim_problems(
     if entry["ledger_head"] not in journal.hashes:
         yield "the card was written for another ledger: its head is not in this one"
     plan = journal.plan
-    for name, stated, true in (
+    for name, stated, expected in (
         ("scope", card["scope"], plan.scope),
         ("delta", card["delta"], plan.budget.delta),
         ("unit", card["unit"], plan.unit),
@@ -242,18 +242,18 @@ def _claim_problems(
         ("update", card["update"], list(plan.update)),
         ("protect", card["protect"], list(plan.protect)),
     ):
-        if stated != true:
-            yield f"the card says {name} {stated}, the ledger's plan {true}"
+        if stated != expected:
+            yield f"the card says {name} {stated}, the ledger's plan {expected}"
     if report.claimed < report.recomputed - _TOLERANCE * max(1.0, report.recomputed):
         yield (
             f"the card claims epsilon {report.claimed:.6f}; the ledger has spent "
             f"{report.recomputed:.6f}"
         )
     if card["this_run"] is not None:
-        true_own = journal.epsilon_of(journal.runs[-1])  # the last run to spend wrote the card
-        own = card["this_run"].get(report.agent, 0.0)
-        if not math.isclose(own, true_own, rel_tol=_TOLERANCE, abs_tol=1e-12):
-            text = f"this run alone spent {own:.6f}; the ledger says {true_own:.6f}"
+        spent = journal.epsilon_of(journal.runs[-1])  # the last run to spend wrote the card
+        claimed = card["this_run"].get(report.agent, 0.0)
+        if not math.isclose(claimed, spent, rel_tol=_TOLERANCE, abs_tol=1e-12):
+            text = f"this run alone spent {claimed:.6f}; the ledger says {spent:.6f}"
             yield f"the card says that {text}"
     elif len(set(journal.runs)) > 1:
         yield "the ledger has paid for several runs, but the card does not say for what this one"
@@ -274,17 +274,17 @@ def _card_problems(card: PrivacyCard, agents: Sequence[AgentReport]) -> Iterator
         claimed = min(claimed, guarantee["epsilon"])
     if claimed < largest - _TOLERANCE * max(1.0, largest):
         yield f"the card claims epsilon {claimed:.6f} for all, but one agent spent {largest:.6f}"
-    certain = max((agent.pld_lower or 0.0 for agent in agents), default=0.0)
+    lower_bound = max((agent.pld_lower or 0.0 for agent in agents), default=0.0)
     headline = card["headline"]
-    if headline is not None and headline["epsilon"] < certain - _BELOW_LOWER_BOUND:
-        yield f"the headline is below {certain:.6f}, a certified lower bound"
+    if headline is not None and headline["epsilon"] < lower_bound - _BELOW_LOWER_BOUND:
+        yield f"the headline is below {lower_bound:.6f}, a certified lower bound"
     if card["sentence"] != guarantee_sentence(card):
         yield "the card's sentence is not what its numbers say"
     if sound and guarantee is not None:
         # Card recomputation checks whether delta 0 follows from the ledgers.
         stated = (guarantee["unit"], guarantee["neighbours"])
-        same = guarantee["delta"] in (0, card["delta"])
-        if not same or stated != (card["unit"], card["adjacency"]):
+        delta_matches = guarantee["delta"] in (0, card["delta"])
+        if not delta_matches or stated != (card["unit"], card["adjacency"]):
             yield "the guarantee's delta, unit or neighbours are not the card's"
     names = [entry["agent"] for entry in card["agents"]]
     if card["this_run"] is not None and list(card["this_run"]) != names:

@@ -43,30 +43,30 @@ def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findi
     that has ended its copy is compared too: it was made after the last checkpoint, and the card
     from it.
     """
-    copied = files.accounts is not None and files.shared is None
+    uses_copy = files.accounts is not None and files.shared is None
     for agent in sorted({record.agent for record in files.records}):
         records = [record for record in files.records if record.agent == agent]
         journal = (files.shared or {}).get(agent, journals.get(agent))
         last = max(records, key=lambda record: record.seq)
-        if journal is None and copied and files.card is None:
+        if journal is None and uses_copy and files.card is None:
             found.notes.append(f"{agent}: no copy of its ledger was made before the run stopped")
         elif journal is None:
             found.problems.append(
                 f"the ledger of {agent} is missing: {last.checkpoint} records entry {last.seq}"
             )
         else:
-            whole = [journal, files.own.get(agent, journal)] if files.ended else [journal]
-            lost = [r for r in records if not all(_holds(one, r) for one in whole)]
+            ledgers = [journal, files.own.get(agent, journal)] if files.ended else [journal]
+            missing = [r for r in records if not all(_holds(ledger, r) for ledger in ledgers)]
             # A copy may be older than the checkpoint of a later session that was killed.
-            older = copied and not files.ended
-            wrong = [record for record in lost if not (older and record.seq > journal.seq)]
-            if wrong:
-                first = min(wrong, key=lambda record: record.seq)
+            may_lag = uses_copy and not files.ended
+            conflicts = [record for record in missing if not (may_lag and record.seq > journal.seq)]
+            if conflicts:
+                first = min(conflicts, key=lambda record: record.seq)
                 found.problems.append(
                     f"the ledger of {agent} was cut or replaced: {first.checkpoint} records "
                     f"entry {first.seq}"
                 )
-            elif lost:
+            elif missing:
                 found.notes.append(f"the copy of {agent}'s ledger is older than {last.checkpoint}")
 
 
@@ -81,12 +81,12 @@ def check_former_ledgers(files: RunFiles, journals: Mapping[str, Journal], found
     """
     if files.card is None:
         return
-    named = {(entry["ledger"], entry["agent"]) for entry in files.card["former_ledgers"]}
-    named |= {(ledger, "") for ledger, _ in named}
+    on_card = {(entry["ledger"], entry["agent"]) for entry in files.card["former_ledgers"]}
+    on_card |= {(ledger, "") for ledger, _ in on_card}
     for content in files.snapshots.values():
         for ledger, agent, head in recorded_heads(content["extra"]["mapping"].get(FORMER, "{}")):
-            goes_on = bool(head) and head in journals.get(agent, Journal()).hashes
-            if (ledger, agent) not in named and not goes_on:
+            continues = bool(head) and head in journals.get(agent, Journal()).hashes
+            if (ledger, agent) not in on_card and not continues:
                 found.problems.append(
                     f"checkpoints record {ledger}, the ledger of a replaced run, and the card does "
                     "not name it"
@@ -105,9 +105,9 @@ def check_results(files: RunFiles, found: Findings) -> None:
             found.problems.append("results.json claims a guarantee, but there is no privacy.json")
         return
     if results is not None:
-        true = {"guarantee": card["guarantee"], "nominal_epsilon": card["nominal_epsilon"],
+        on_card = {"guarantee": card["guarantee"], "nominal_epsilon": card["nominal_epsilon"],
                 "scope": card["scope"]}  # fmt: skip
-        if not isinstance(claim, dict) or any(claim.get(name) != true[name] for name in true):
+        if not isinstance(claim, dict) or any(claim.get(name) != on_card[name] for name in on_card):
             found.problems.append(f"results.json claims something else than privacy.json{_RESUME}")
         if not isinstance(results.get("rows"), dict):
             found.doubts.append(
@@ -119,17 +119,17 @@ def check_results(files: RunFiles, found: Findings) -> None:
             found.problems.append(
                 "the run was interrupted, but the card says that all planned visits took place"
             )
-    for name, read, expected in (
+    for name, parse, expected in (
         ("privacy.md", str, render_markdown(card)),
         (MODEL_CARD, read_privacy_section, privacy_section(claim_sentences(card))),
     ):
         page = files.run / name
         if page.exists():
             try:
-                same = page.is_file() and read(page.read_text(encoding="utf-8")) == expected
+                matches = page.is_file() and parse(page.read_text(encoding="utf-8")) == expected
             except (OSError, ValueError):
-                same = False
-            if not same:
+                matches = False
+            if not matches:
                 found.problems.append(f"{name} is not what privacy.json says{_RESUME}")
 
 
@@ -158,42 +158,42 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
     if config.privacy is None:
         found.problems.append("there are ledgers or a card, but config.yaml has no privacy section")
         return
-    if wrong := other_device(files.run, config):
-        found.doubts.append(wrong)
+    if doubt := other_device(files.run, config):
+        found.doubts.append(doubt)
     local = config.run.engine == "local"
-    wanted = set(holders(config.data.labels, config.agents).labelled)
+    labelled = set(holders(config.data.labels, config.agents).labelled)
     if local:
         missing = [
             f"config.yaml gives labels to {agent}, which has no ledger"
-            for agent in sorted(wanted - journals.keys())
+            for agent in sorted(labelled - journals.keys())
         ]
         # A run that was killed at its start has not opened all of them.
         (found.problems if card else found.doubts).extend(missing)
         found.problems += [
             f"there is a ledger of {agent}, to which config.yaml gives no labels"
-            for agent in sorted(journals.keys() - wanted)
+            for agent in sorted(journals.keys() - labelled)
         ]
     # The copy of an account has this run's plan; the account may have another run's.
-    own = journals
+    checked = journals
     if config.privacy.ledger:
-        own = {agent: files.own[agent] for agent in journals if agent in files.own}
+        checked = {agent: files.own[agent] for agent in journals if agent in files.own}
     try:
-        plan = make_plan(config, len(wanted))
+        plan = make_plan(config, len(labelled))
     except (UserError, AccountingError) as error:
         found.doubts.append(f"config.yaml was not compared with the ledgers: {error}")
         return
     calibrated = config.privacy.noise_multiplier is None
     noise = _noise_of(plan.event) if calibrated else None
-    for agent, journal in own.items():
-        of = [
-            (list(_plan_differences(agent, one, config, plan, noise)), one)
-            for one in (journal.plans[-1:] if local else journal.plans)
+    for agent, journal in checked.items():
+        candidates = [
+            (list(_plan_differences(agent, account_plan, config, plan, noise)), account_plan)
+            for account_plan in (journal.plans[-1:] if local else journal.plans)
         ]
-        if of:
-            differences, nearest = min(of, key=lambda found: len(found[0]))
+        if candidates:
+            differences, closest = min(candidates, key=lambda found: len(found[0]))
             found.problems += differences
-            found.doubts += _rounding_difference(agent, nearest, noise)
-            found.problems += _unpaid(agent, journal, nearest, files)
+            found.doubts += _rounding_difference(agent, closest, noise)
+            found.problems += _unpaid(agent, journal, closest, files)
     if card is None:
         return
     if card["planned_visits"] not in (None, plan.visits):
@@ -203,18 +203,18 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
     elif card["planned_visits"] is None and files.ended:
         found.problems.append(f"the run has ended, but its card does not plan {plan.visits} visits")
     found.problems += _public_part_differences(config, card)
-    clips = None if plan.update == (CENSUS,) else config.privacy.clip_norm
-    if card["clip_norm"] != clips:
+    clip_norm = None if plan.update == (CENSUS,) else config.privacy.clip_norm
+    if card["clip_norm"] != clip_norm:
         found.problems.append(
-            f"config.yaml says clip_norm {clips}, the card {card.get('clip_norm')}"
+            f"config.yaml says clip_norm {clip_norm}, the card {card.get('clip_norm')}"
         )
 
 
 def _unpaid(agent: str, journal: Journal, plan: AccountPlan, files: RunFiles) -> Iterator[str]:
     """Yield charges recorded by checkpoints that a site's ledger lacks under this plan."""
     run, ids = files.charged.get(agent, ("", set()))
-    if lost := ids - list_charge_ids(journal.visits):
-        yield f"the ledger of {agent} lacks {len(lost)} visits that checkpoints record as charged"
+    if absent := ids - list_charge_ids(journal.visits):
+        yield f"the ledger of {agent} lacks {len(absent)} visits that checkpoints record as charged"
     elif ids and not plan.visit_cost.times(len(ids)).at_most(journal.by_run.get(run, ZERO_COST)):
         yield f"the ledger of {agent} has charged this run less than its {len(ids)} visits cost"
 
@@ -228,8 +228,8 @@ def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]
         yield f"config.yaml has the algorithm {config.algorithm.name}, the card another"
     if card["dataset"] != config.data.name:
         yield f"config.yaml has the data set {config.data.name}, the card another"
-    outside = model.name if is_outside(model.name) or model.weights else ""
-    if (network["name"] if network else "") != outside:
+    expected = model.name if is_outside(model.name) or model.weights else ""
+    if (network["name"] if network else "") != expected:
         yield f"config.yaml has the network {model.name}, which the card does not say"
     elif network and bool(network["weights"]) != bool(model.weights):
         yield "config.yaml and the card differ in whether the network has initial weights"
@@ -242,7 +242,7 @@ def _noise_of(event: Event) -> float | None:
 
 
 def _plan_differences(
-    agent: str, plan: AccountPlan, config: Config, true: Plan, noise: float | None
+    agent: str, plan: AccountPlan, config: Config, run_plan: Plan, noise: float | None
 ) -> Iterator[str]:
     """Yield differences between a ledger's plan and the plan of the config.
 
@@ -250,31 +250,31 @@ def _plan_differences(
     """
     privacy = config.privacy
     assert privacy is not None
-    charged, budget = plan.event, Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
+    event, budget = plan.event, Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
     if config.run.engine != "local":
         budget = Budget(plan.budget.epsilon, privacy.delta)  # the site's own budget
-    if _is_next_to(_noise_of(charged), noise):
-        charged = _with_noise(charged, noise or 0.0)  # a doubt, see below
-    for name, expected, found in (
-        ("a visit", true.event, charged),
+    if _is_next_to(_noise_of(event), noise):
+        event = _with_noise(event, noise or 0.0)  # a doubt, see below
+    for name, expected, recorded in (
+        ("a visit", run_plan.event, event),
         ("a budget", budget, plan.budget),
-        ("the networks", true.update, plan.update),
-        ("protection", true.protect, plan.protect),
+        ("the networks", run_plan.update, plan.update),
+        ("protection", run_plan.protect, plan.protect),
         ("row counts", privacy.record_counts, plan.record_counts),
     ):
-        if expected != found:
-            yield f"config.yaml asks for {name} of {expected}, the ledger of {agent} has {found}"
+        if expected != recorded:
+            yield f"config.yaml asks for {name} of {expected}, the ledger of {agent} has {recorded}"
 
 
 def _rounding_difference(agent: str, plan: AccountPlan, noise: float | None) -> Iterator[str]:
     """Yield a difference in calibrated noise: other library versions may find the next value."""
-    found = _noise_of(plan.event)
-    if found != noise and _is_next_to(found, noise):
-        yield f"config.yaml calibrates to noise {noise:g} here, the ledger of {agent} has {found:g}"
+    value = _noise_of(plan.event)
+    if value != noise and _is_next_to(value, noise):
+        yield f"config.yaml calibrates to noise {noise:g} here, the ledger of {agent} has {value:g}"
 
 
-def _is_next_to(found: float | None, noise: float | None) -> bool:
-    return found is not None and noise is not None and abs(found - noise) < 1.5e-4  # grid: 1e-4
+def _is_next_to(value: float | None, noise: float | None) -> bool:
+    return value is not None and noise is not None and abs(value - noise) < 1.5e-4  # grid: 1e-4
 
 
 def _with_noise(event: Event, noise: float) -> Event:

@@ -60,36 +60,36 @@ class CensusAttack:
     @property
     def trials_run(self) -> str:
         """Describe the trials for a report."""
-        often = "once" if self.censuses == 1 else f"{self.censuses} times"
-        return f"{self.trials} records in each world, counted {often}"
+        times = "once" if self.censuses == 1 else f"{self.censuses} times"
+        return f"{self.trials} records in each world, counted {times}"
 
 
 def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int) -> CensusAttack:
     """Attack ``censuses`` >= 1 releases about the same records, whose total cost is epsilon."""
     cells = math.ceil(_CELLS / classes) * classes
-    often = -math.expm1(float(log_pmf(plan.epsilon, 0)))  # probability of nonzero noise
-    wanted = max(
+    nonzero_rate = -math.expm1(float(log_pmf(plan.epsilon, 0)))  # probability of nonzero noise
+    needed = max(
         2 * trials_to_see(epsilon, 1 - ALARM) / cells,
-        math.log(2 * cells / ALARM) / max(often, 1e-9),
+        math.log(2 * cells / ALARM) / max(nonzero_rate, 1e-9),
     )
-    tables = min(max(_FEWEST, math.ceil(wanted)), _MOST)
+    tables = min(max(_FEWEST, math.ceil(needed)), _MOST)
     included = secure_uniform(tables * cells).reshape(tables, 1, cells) < 0.5
     counts = np.repeat(included.astype(np.int64), censuses, axis=1)  # (tables, censuses, cells)
     released = np.stack([_release(plan, table, classes) for table in counts.reshape(-1, cells)])
     y = released.reshape(counts.shape)
     ratio = (log_pmf(plan.epsilon, y - 1) - log_pmf(plan.epsilon, y)).sum(axis=1)
-    inside = included[:, 0]
-    worlds = two_sample_bound_from_scores(ratio[inside], ratio[~inside], _NO_DELTA, 1 - ALARM)
+    mask = included[:, 0]
+    bound = two_sample_bound_from_scores(ratio[mask], ratio[~mask], _NO_DELTA, 1 - ALARM)
     noise = (y - counts).reshape(-1, cells)  # (releases, cells)
-    few = noise[np.linspace(0, len(noise) - 1, min(len(noise), _COMPARED)).astype(int)]
+    sample = noise[np.linspace(0, len(noise) - 1, min(len(noise), _COMPARED)).astype(int)]
     return CensusAttack(
-        censuses=censuses, trials=min(int(inside.sum()), int((~inside).sum())),
-        lower_bound=worlds.lower_bound, ceiling=worlds.ceiling,
+        censuses=censuses, trials=min(int(mask.sum()), int((~mask).sum())),
+        lower_bound=bound.lower_bound, ceiling=bound.ceiling,
         p_values={
             "noise": _law_p(noise.ravel(), plan.epsilon),
-            "every cell": _every_cell_p(noise, often),
+            "every cell": _every_cell_p(noise, nonzero_rate),
             "other cells": _alike_p(noise, plan.epsilon),
-            "other releases": _alike_p(few.T, plan.epsilon),
+            "other releases": _alike_p(sample.T, plan.epsilon),
         },
     )  # fmt: skip
 
@@ -128,8 +128,8 @@ def judge_census(found: CensusAttack, epsilon: float) -> Iterator[str]:
 
 def _release(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
     """Release a table (cells,) once, with equally seeded generators."""
-    alike = torch.Generator().manual_seed(0)
-    with seeded(alike), others_seeded(alike):  # noise must not depend on any of these
+    generator = torch.Generator().manual_seed(0)
+    with seeded(generator), others_seeded(generator):  # noise must not depend on any of these
         table = plan.release(torch.from_numpy(counts.copy()).view(-1, classes))
     return np.asarray(table.numpy(), dtype=np.int64).ravel()
 
@@ -144,28 +144,28 @@ def _law_p(noise: Whole, epsilon: float) -> float:
     tail = max(0.0, 1 - float(middle.sum())) / 2
     expected = len(noise) * np.array([tail, *middle, tail])
     clipped = np.clip(noise, -reach - 1, reach + 1) + reach + 1
-    seen = np.bincount(clipped, minlength=len(expected)).astype(np.float64)
+    observed = np.bincount(clipped, minlength=len(expected)).astype(np.float64)
     if expected[0] < _EXPECTED:  # sparse tails join the outermost values
-        for bins in (seen, expected):
+        for bins in (observed, expected):
             bins[1] += bins[0]
             bins[-2] += bins[-1]
-        seen, expected = seen[1:-1], expected[1:-1]
-    if len(seen) == 1:  # nearly all noise is 0: count it
-        often = -math.expm1(float(log_pmf(epsilon, 0)))
-        return _two_sided(int(np.count_nonzero(noise)), len(noise), often)
-    return float(chisquare(seen, expected * (seen.sum() / expected.sum())).pvalue)
+        observed, expected = observed[1:-1], expected[1:-1]
+    if len(observed) == 1:  # nearly all noise is 0: count it
+        nonzero_rate = -math.expm1(float(log_pmf(epsilon, 0)))
+        return _two_sided(int(np.count_nonzero(noise)), len(noise), nonzero_rate)
+    return float(chisquare(observed, expected * (observed.sum() / expected.sum())).pvalue)
 
 
-def _every_cell_p(noise: Whole, often: float) -> float:
+def _every_cell_p(noise: Whole, nonzero_rate: float) -> float:
     """Return the p-value of the frequency of nonzero noise in each cell of (releases, cells)."""
     hits = np.count_nonzero(noise, axis=0)
-    each = [_two_sided(int(k), len(noise), often) for k in np.unique(hits)]
-    return float(min(1.0, noise.shape[1] * min(each)))
+    p_values = [_two_sided(int(k), len(noise), nonzero_rate) for k in np.unique(hits)]
+    return float(min(1.0, noise.shape[1] * min(p_values)))
 
 
-def _two_sided(hits: int, trials: int, chance: float) -> float:
+def _two_sided(hits: int, trials: int, rate: float) -> float:
     """Return twice the smaller tail of a binomial count."""
-    below, above = binom.cdf(hits, trials, chance), binom.sf(hits - 1, trials, chance)
+    below, above = binom.cdf(hits, trials, rate), binom.sf(hits - 1, trials, rate)
     return float(min(1.0, 2 * below, 2 * above))
 
 
@@ -177,12 +177,12 @@ def _alike_p(noise: Whole, epsilon: float) -> float:
     """
     values = np.arange(1, 1 + math.ceil(40 / epsilon))
     # # twice: both signs. Without 0, because rare equal values are the evidence
-    chance = 2 * float(np.exp(2 * log_pmf(epsilon, values)).sum())
+    match_rate = 2 * float(np.exp(2 * log_pmf(epsilon, values)).sum())
     rows, columns = noise.shape
-    most = 0
+    matches = 0
     for i in range(columns - 1):
-        mine, others = noise[:, i : i + 1], noise[:, i + 1 :]
-        nonzero = mine != 0
+        column, others = noise[:, i : i + 1], noise[:, i + 1 :]
+        nonzero = column != 0
         for sign in (1, -1):
-            most = max(most, int(((others == sign * mine) & nonzero).sum(axis=0).max()))
-    return float(min(1.0, columns * (columns - 1) * binom.sf(most - 1, rows, chance)))
+            matches = max(matches, int(((others == sign * column) & nonzero).sum(axis=0).max()))
+    return float(min(1.0, columns * (columns - 1) * binom.sf(matches - 1, rows, match_rate)))

@@ -106,35 +106,35 @@ def attack_mechanism(
     plan: PrivatePlan, steps: int, delta: float, confidence: float, *, counts_public: bool = True
 ) -> MechanismAttack:
     """Attack ``steps`` private steps of a plan, about the same rows; epsilon is at ``delta``."""
-    seen = _Seen(plan, steps)
-    wanted = (
+    runs = _Seen(plan, steps)
+    targets = (
         max(2, min(MEMBERS, MEMBER_STEPS // steps)), max(2, min(OTHERS, OTHER_STEPS // steps)),
     )  # fmt: skip
-    while seen.trials[1] < wanted[0]:
-        seen.add(*WITH_MEMBERS)
-    while seen.trials[0] < wanted[1]:
-        seen.add(*WITH_OTHERS)
-    worlds = two_sample_bound_from_scores(
-        np.concatenate(seen.scores[1]), np.concatenate(seen.scores[0]), delta, confidence,
+    while runs.trials[1] < targets[0]:
+        runs.add(*WITH_MEMBERS)
+    while runs.trials[0] < targets[1]:
+        runs.add(*WITH_OTHERS)
+    bound = two_sample_bound_from_scores(
+        np.concatenate(runs.scores[1]), np.concatenate(runs.scores[0]), delta, confidence,
         choosing=_CHOOSING,
     )  # fmt: skip
-    drawn, added = _without_noise(plan)
-    sizes, rate = drawn.sum(axis=1), plan.sample_rate
+    sampled, contribution = _without_noise(plan)
+    sizes, rate = sampled.sum(axis=1), plan.sample_rate
     p_values = {
-        "noise": noise_scale_p(np.concatenate(seen.tested[0]) / plan.noise_multiplier),
+        "noise": noise_scale_p(np.concatenate(runs.tested[0]) / plan.noise_multiplier),
         "included rows": inclusion_p(
-            np.concatenate(seen.tested[1]), noise_multiplier=plan.noise_multiplier, sample_rate=rate
+            np.concatenate(runs.tested[1]), noise_multiplier=plan.noise_multiplier, sample_rate=rate
         ),
-        "batches": sample_rate_p(hits=int(sizes.sum()), trials=drawn.size, rate=rate),
+        "batches": sample_rate_p(hits=int(sizes.sum()), trials=sampled.size, rate=rate),
     }
     if rate < 1:
-        p_values["batch sizes"] = batch_size_p(sizes, rows=drawn.shape[1], rate=rate)
+        p_values["batch sizes"] = batch_size_p(sizes, rows=sampled.shape[1], rate=rate)
     if steps > 1:
-        p_values["repeated noise"] = repeats_p(np.stack(seen.noise, axis=1))
+        p_values["repeated noise"] = repeats_p(np.stack(runs.noise, axis=1))
     return MechanismAttack(
-        steps=steps, members=seen.trials[1], others=seen.trials[0],
-        lower_bound=worlds.lower_bound, ceiling=worlds.ceiling,
-        sensitivity=max(added, _most_added_by_views(plan, counts_public)),
+        steps=steps, members=runs.trials[1], others=runs.trials[0],
+        lower_bound=bound.lower_bound, ceiling=bound.ceiling,
+        sensitivity=max(contribution, _most_added_by_views(plan, counts_public)),
         p_values=p_values | _whole_visits(plan, counts_public),
     )  # fmt: skip
 
@@ -152,22 +152,22 @@ class _Seen:
     def add(self, side: int, share: float) -> None:
         """Add one repetition."""
         plan, included = self._plan, secure_uniform(side * side) < share
-        compared = 0 if self.noise else _MOST_COMPARED
-        left = _MOST_TESTED
+        noise_limit = 0 if self.noise else _MOST_COMPARED
+        remaining = _MOST_TESTED
         score = np.zeros(len(included))
         for y in _releases(plan, self._steps, included, side):
             score += log_likelihood_ratio(
                 y[:, None], noise_multiplier=plan.noise_multiplier, sample_rate=plan.sample_rate
             )
-            if left > 0 and sum(map(len, self.tested[0])) < 2 * _MOST_TESTED:
-                for inside in (0, 1):
-                    self.tested[inside].append(y[included == inside])
-                left -= len(y)  # so that both kinds of repetitions occur
-            if len(self.noise) < compared:
+            if remaining > 0 and sum(map(len, self.tested[0])) < 2 * _MOST_TESTED:
+                for member in (0, 1):
+                    self.tested[member].append(y[included == member])
+                remaining -= len(y)  # so that both kinds of repetitions occur
+            if len(self.noise) < noise_limit:
                 self.noise.append(y[~included])
-        for inside in (0, 1):
-            self.scores[inside].append(score[included == inside])
-            self.trials[inside] += len(self.scores[inside][-1])
+        for member in (0, 1):
+            self.scores[member].append(score[included == member])
+            self.trials[member] += len(self.scores[member][-1])
 
 
 class _Coordinates(nn.Module):
@@ -192,17 +192,17 @@ class _Canaries:
         self._unit = plan.learning_rate * plan.clip_norm / plan.expected_batch
         self._ends = math.sqrt(_TOO_LONG * plan.clip_norm * self._each) * torch.eye(side)
 
-    def factors(self, at: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors of canaries by number (B,): (B, side) twice."""
         side = len(self._ends)
-        return self._ends[at // side], self._ends[at % side]
+        return self._ends[indices // side], self._ends[indices % side]
 
     @staticmethod
     def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of one row, or the sum over all its views."""
         left, right = fields["left"], fields["right"]
-        each = [functional.linear(right, net["weight"]) * left for net in parameters.values()]
-        return torch.stack(each).sum()
+        losses = [functional.linear(right, net["weight"]) * left for net in parameters.values()]
+        return torch.stack(losses).sum()
 
     def reset(self) -> None:
         with torch.no_grad():
@@ -217,17 +217,17 @@ class _Canaries:
 
 def _releases(plan: PrivatePlan, steps: int, included: Bools, side: int) -> Iterator[Floats]:
     """Yield each step's release about each canary, in clip norms (canaries,)."""
-    once = dataclasses.replace(plan, steps=1, momentum=0.0, average_last=0.0, learning_rate=1.0)
-    canaries, at = _Canaries(once, side), torch.from_numpy(np.flatnonzero(included))
+    one_step = dataclasses.replace(plan, steps=1, momentum=0.0, average_last=0.0, learning_rate=1.0)
+    canaries, indices = _Canaries(one_step, side), torch.from_numpy(np.flatnonzero(included))
 
-    def fields_of(picked: Tensor, step: int) -> Mapping[str, Tensor]:
-        return dict(zip(("left", "right"), canaries.factors(at[picked]), strict=True))
+    def fields_of(batch: Tensor, step: int) -> Mapping[str, Tensor]:
+        return dict(zip(("left", "right"), canaries.factors(indices[batch]), strict=True))
 
     for step in range(steps):
         if step % plan.steps == 0:  # as in a run: one object per visit
-            training = PrivateTraining(once, canaries.networks)
+            training = PrivateTraining(one_step, canaries.networks)
         canaries.reset()
-        training.run(len(at), fields_of, canaries.row_loss, at_once=_ROWS_AT_ONCE)
+        training.run(len(indices), fields_of, canaries.row_loss, at_once=_ROWS_AT_ONCE)
         yield canaries.released()
 
 
@@ -235,25 +235,25 @@ def _without_noise(plan: PrivatePlan) -> tuple[Bools, float]:
     """Return rows sampled in each step (steps, rows), and the largest contribution of a row."""
     side, share = WITH_MEMBERS
     included = secure_uniform(side * side) < share
-    silent = dataclasses.replace(plan, noise_multiplier=0.0)
-    drawn, most = [], 0.0
-    for y in _releases(silent, _STEPS_WITHOUT_NOISE, included, side):
-        drawn.append(y[included] != 0)
-        most = max(most, float(np.abs(y).max()))
-    return np.stack(drawn), most
+    noiseless = dataclasses.replace(plan, noise_multiplier=0.0)
+    sampled, largest = [], 0.0
+    for y in _releases(noiseless, _STEPS_WITHOUT_NOISE, included, side):
+        sampled.append(y[included] != 0)
+        largest = max(largest, float(np.abs(y).max()))
+    return np.stack(sampled), largest
 
 
 def _visited(
-    plan: PrivatePlan, visits: int, at: Tensor, side: int, counts_public: bool
+    plan: PrivatePlan, visits: int, indices: Tensor, side: int, counts_public: bool
 ) -> Iterator[Floats]:
     """Yield the release of each of several visits about each coordinate, (coordinates,).
 
-    ``at``: the canaries that are rows of the agent; in every second visit the agent has no rows.
+    ``indices``: canaries that are rows of the agent; in every second visit the agent has no rows.
     """
     canaries = _Canaries(plan, side)
-    x = torch.cat(canaries.factors(at), dim=1)[:, None, None]  # (rows, 1, 1, 2 side)
-    rows = LabelledRows(x, torch.zeros(len(at), dtype=torch.int64), at)
-    none = LabelledRows(x[:0], rows.y[:0], at[:0])
+    x = torch.cat(canaries.factors(indices), dim=1)[:, None, None]  # (rows, 1, 1, 2 side)
+    rows = LabelledRows(x, torch.zeros(len(indices), dtype=torch.int64), indices)
+    no_rows = LabelledRows(x[:0], rows.y[:0], indices[:0])
 
     def draw(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
         return {"left": x[:, 0, 0, :side], "right": x[:, 0, 0, side:]}
@@ -262,7 +262,7 @@ def _visited(
         canaries.reset()
         ctx = Context(0, visit, "s0", f"{visit}", "attempt", torch.device("cpu"), telemetry=False)
         train_rows_privately(
-            plan, canaries.networks, none if visit % 2 else rows, ctx, draw, canaries.row_loss,
+            plan, canaries.networks, no_rows if visit % 2 else rows, ctx, draw, canaries.row_loss,
             counts_public=counts_public,
         )  # fmt: skip
         yield canaries.released()
@@ -276,29 +276,29 @@ def _most_added_by_views(plan: PrivatePlan, counts_public: bool) -> float:
         noise_multiplier=0.0,
     )  # fmt: skip
     side, _ = WITH_MEMBERS
-    seen = next(_visited(views, 1, torch.arange(side), side, counts_public))
-    return float(np.abs(seen).max())
+    release = next(_visited(views, 1, torch.arange(side), side, counts_public))
+    return float(np.abs(release).max())
 
 
 def _whole_visits(plan: PrivatePlan, counts_public: bool) -> dict[str, float]:
     """Test the releases of whole visits; return p-values by name."""
     plan = dataclasses.replace(plan, steps=min(plan.steps, _LONGEST_VISIT))
     side, _ = WITH_MEMBERS
-    at = torch.from_numpy(np.flatnonzero(secure_uniform(side * side) < 1 / side))
-    seen = np.stack(list(_visited(plan, _VISITS, at, side, counts_public)), axis=1)
+    indices = torch.from_numpy(np.flatnonzero(secure_uniform(side * side) < 1 / side))
+    releases = np.stack(list(_visited(plan, _VISITS, indices, side, counts_public)), axis=1)
     weights = _weights(plan)
     length, rate = float(np.sqrt(np.square(weights).sum())), plan.sample_rate
-    out = np.ones(len(seen), dtype=np.bool_)
-    out[at.numpy()] = False
-    noise = seen[out] / (length * plan.noise_multiplier)
+    excluded = np.ones(len(releases), dtype=np.bool_)
+    excluded[indices.numpy()] = False
+    noise = releases[excluded] / (length * plan.noise_multiplier)
     # Scaled to the mean and variance of one step, which the test expects.
-    inside = rate + (seen[at.numpy(), ::2] - rate * weights.sum()) / length
+    included = rate + (releases[indices.numpy(), ::2] - rate * weights.sum()) / length
     return {
         "noise of visits": noise_scale_p(noise),
         "repeated noise of visits": repeats_p(noise),
         "rows of visits": inclusion_p(
-            inside, noise_multiplier=plan.noise_multiplier, sample_rate=rate
-        ) if len(at) else 1.0,
+            included, noise_multiplier=plan.noise_multiplier, sample_rate=rate
+        ) if len(indices) else 1.0,
     }  # fmt: skip
 
 
@@ -308,8 +308,8 @@ def _weights(plan: PrivatePlan) -> Floats:
 
     Momentum is v = m v + g, and the release is the mean of the last iterates.
     """
-    reach = np.cumsum(float(plan.momentum) ** np.arange(plan.steps))  # after so many more steps
+    effect = np.cumsum(float(plan.momentum) ** np.arange(plan.steps))  # after so many more steps
     averaged = max(1, round(plan.average_last * plan.steps))
     last = np.arange(plan.steps - averaged, plan.steps)[:, None]
     lag = last - np.arange(plan.steps)  # (averaged, steps)
-    return np.asarray(np.where(lag >= 0, reach[np.maximum(lag, 0)], 0.0).mean(axis=0))
+    return np.asarray(np.where(lag >= 0, effect[np.maximum(lag, 0)], 0.0).mean(axis=0))

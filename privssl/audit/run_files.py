@@ -85,19 +85,19 @@ def read_run(run: Path) -> RunFiles:
         config = configs.load_config(run / "config.yaml", algorithms=WITH_UNREAD)
     except UserError:
         config = None
-    own = {path.stem: read_journal(path) for path in _journals_in(run / "ledger")}
+    copies = {path.stem: read_journal(path) for path in _journals_in(run / "ledger")}
     snapshots, damaged, records = _read_checkpoints(run / "checkpoints")
     accounts = None if config is None else ledger_of(config, run)
     accounts = None if accounts == run / "ledger" else accounts
     shared = None
     if accounts is not None and accounts.is_dir():
-        wanted = {record.agent for record in records} | own.keys()
+        agents = {record.agent for record in records} | copies.keys()
         paths = sorted(accounts.glob("*.jsonl"))
-        shared = {p.stem: read_journal(p) for p in paths if not own or p.stem in wanted}
+        shared = {p.stem: read_journal(p) for p in paths if not copies or p.stem in agents}
     return RunFiles(
         run, config, card, unknown_keys, _read_results(run / "results.json"), read_metrics(run),
         snapshots, damaged, records, _charged_at_sites(run, config, snapshots),
-        accounts, own, shared,
+        accounts, copies, shared,
     )  # fmt: skip
 
 
@@ -116,10 +116,10 @@ def _read_card(path: Path) -> tuple[PrivacyCard | None, list[str]]:
 
 def _read_results(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        results = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return results if isinstance(results, dict) else None
 
 
 def _journals_in(folder: Path) -> list[Path]:
@@ -137,7 +137,7 @@ def _journals_in(folder: Path) -> list[Path]:
 def _read_checkpoints(
     folder: Path,
 ) -> tuple[dict[int, dict[str, Any]], list[str], list[LedgerRecord]]:
-    intact: dict[int, dict[str, Any]] = {}
+    snapshots: dict[int, dict[str, Any]] = {}
     damaged: list[str] = []
     records: list[LedgerRecord] = []
     for path in sorted(path for path in folder.glob("*") if path.is_dir()):
@@ -147,24 +147,24 @@ def _read_checkpoints(
         if damage:
             damaged.append(f"checkpoint {path.name} cannot be read ({damage})")
         elif content is not None:
-            intact[content["round"]] = content
+            snapshots[content["round"]] = content
         if content is not None:
             records += _records(f"checkpoint {path.name}", content["extra"]["mapping"])
-    return intact, damaged, records
+    return snapshots, damaged, records
 
 
 def _charged_at_sites(
     run: Path, config: Config | None, snapshots: Mapping[int, dict[str, Any]]
 ) -> dict[str, tuple[str, set[str]]]:
-    found: dict[str, tuple[str, set[str]]] = {}
+    charges: dict[str, tuple[str, set[str]]] = {}
     if config is None or config.run.engine == "local":
-        return found
+        return charges
     for number, content in snapshots.items():
         folder = run / "checkpoints" / f"round_{number:05d}"
         for agent, memory in checkpoint.memories_of(folder, content).items():
             name, ids = read_charges(memory)
-            found[agent] = name, ids | found.get(agent, ("", set()))[1]
-    return found
+            charges[agent] = name, ids | charges.get(agent, ("", set()))[1]
+    return charges
 
 
 def _records(name: str, extra: Mapping[str, Any]) -> Iterable[LedgerRecord]:

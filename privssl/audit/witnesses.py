@@ -126,22 +126,22 @@ def _checkpoint_differences(files: RunFiles, results: Mapping[str, Any]) -> Iter
         yield f"results.json is of round {rounds}, but the last checkpoint is of round {last}"
     elif last == rounds:
         for name, key in _OF_PROGRESS:
-            found = _value(results, name)
-            if not _same(found, progress.get(key), within=1e-3 if key == "seconds" else 0.0):
-                yield f"results.json says {name} {found}, the checkpoint {progress.get(key)}"
+            value = _value(results, name)
+            if not _same(value, progress.get(key), within=1e-3 if key == "seconds" else 0.0):
+                yield f"results.json says {name} {value}, the checkpoint {progress.get(key)}"
 
 
 def _config_differences(config: Config | None, results: Mapping[str, Any]) -> Iterator[str]:
     if config is None:
         return
     agents = {k: v for k, v in vars(config.agents).items() if isinstance(v, int) and v}
-    for name, true in (
+    for name, expected in (
         ("name", config.run.name), ("algorithm", config.algorithm.name),
         ("dataset", config.data.name), ("seed", config.run.seed),
         ("agents", agents), ("labels", config.data.labelled),
     ):  # fmt: skip
-        if results.get(name) != true:
-            yield f"results.json says {name} {results.get(name)}, config.yaml {true}"
+        if results.get(name) != expected:
+            yield f"results.json says {name} {results.get(name)}, config.yaml {expected}"
 
 
 def _metrics_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
@@ -154,14 +154,14 @@ def _metrics_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterato
     ):
         yield f"metrics.csv does not have rounds 1 to {rounds}, each once, as results.json says"
         return
-    for name, true in (
+    for name, expected in (
         ("bytes.up", sum(to_number(line.get("comm/up_bytes")) for line in table)),
         ("bytes.down", sum(to_number(line.get("comm/down_bytes")) for line in table)),
         ("test_accuracy.final", to_number(table[-1].get("test/accuracy"))),
     ):
         value = _value(results, name)
-        if not math.isnan(true) and not _same(value, true):
-            yield f"results.json says {name} {value}, metrics.csv {true:g}"
+        if not math.isnan(expected) and not _same(value, expected):
+            yield f"results.json says {name} {value}, metrics.csv {expected:g}"
 
 
 def _later_rounds(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
@@ -182,26 +182,26 @@ def _spending_differences(
         if not journal.plans:
             continue
         column = [to_number(line.get(SPENT + agent)) for line in files.metrics]
-        course = _course(journal)
-        strange = [
-            n for n in column if not any(math.isclose(n, e, rel_tol=_ROUNDING) for e in course)
+        epsilons = _course(journal)
+        unknown = [
+            n for n in column if not any(math.isclose(n, e, rel_tol=_ROUNDING) for e in epsilons)
         ]
-        if strange or column != sorted(column):
+        if unknown or column != sorted(column):
             yield f"metrics.csv has other epsilons of {agent} than its ledger had after any visit"
-        elif files.ended and not math.isclose(column[-1], course[-1], rel_tol=_ROUNDING):
+        elif files.ended and not math.isclose(column[-1], epsilons[-1], rel_tol=_ROUNDING):
             yield (
                 f"metrics.csv ends with epsilon {column[-1]:.6f} of {agent}, its ledger with "
-                f"{course[-1]:.6f}"
+                f"{epsilons[-1]:.6f}"
             )
 
 
 def _course(journal: Journal) -> list[float]:
     """Return epsilon before the first visit and after each."""
-    spent, course = journal.plan.cost(()), [0.0]
+    spent, epsilons = journal.plan.cost(()), [0.0]
     for event in journal.events:
         spent = spent + journal.plan.charge(event)
-        course.append(journal.epsilon_at(spent))
-    return course
+        epsilons.append(journal.epsilon_at(spent))
+    return epsilons
 
 
 def _split_differences(files: RunFiles, journals: Mapping[str, Journal]) -> Iterator[str]:
@@ -210,13 +210,13 @@ def _split_differences(files: RunFiles, journals: Mapping[str, Journal]) -> Iter
     if not path.is_file():
         return
     try:
-        held = split_manifest.read_manifest(path).agents
+        holdings = split_manifest.read_manifest(path).agents
     except DataError:  # without its text: labels could be tried until a hash matches
         yield "split.json cannot be used: it is damaged, or was changed after it was written"
         return
     for agent, journal in journals.items():
         if journal.plans and (rows := journal.plan.n_public) is not None:
-            holding = held.get(agent)
+            holding = holdings.get(agent)
             if holding is None or len(holding.labelled) != rows:
                 yield f"the ledger of {agent} is of {rows} rows, and split.json gives it others"
 
@@ -248,10 +248,10 @@ def _value(results: Mapping[str, Any], name: str) -> Any:
     return value.get(inner) if inner and isinstance(value, dict) else value
 
 
-def _same(found: object, true: object, *, within: float = 0.0) -> bool:
-    numbers = [n for n in (found, true) if isinstance(n, int | float) and not isinstance(n, bool)]
+def _same(a: object, b: object, *, within: float = 0.0) -> bool:
+    numbers = [n for n in (a, b) if isinstance(n, int | float) and not isinstance(n, bool)]
     if len(numbers) < 2:
-        return found == true
+        return a == b
     try:
         return math.isclose(*numbers, rel_tol=1e-9, abs_tol=within)
     except OverflowError:  # an integer beyond the range of floats

@@ -126,13 +126,13 @@ def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     if runner.run_all(planned, quiet=options.quiet) == "interrupted":
         console.print("Interrupted; nothing is lost. The same command continues.")
         return INTERRUPTED
-    rows, runs = runner.rows_of(planned, differs), plan.by_name(planned).items()
-    folders = {name: [run.config.folder for run in of] for name, of in runs}
+    rows, runs_by_config = runner.rows_of(planned, differs), plan.by_name(planned).items()
+    folders = {name: [run.config.folder for run in runs] for name, runs in runs_by_config}
     files.write(output, rows, folders, plan.varied_values(loaded, options.vary))
     if options.json:
-        found = [one.as_json() for one in paired.differences(rows)]
-        whole = {**table.as_json(rows), "paired_differences": found}
-        results_to_standard_output(json.dumps(whole, indent=2))
+        results = [result.as_json() for result in paired.differences(rows)]
+        content = {**table.as_json(rows), "paired_differences": results}
+        results_to_standard_output(json.dumps(content, indent=2))
     runner.report(rows, output, console)
     return 0
 

@@ -32,28 +32,28 @@ def write(
     Raises:
         RunFolderError: a file cannot be written, or the metrics of a run cannot be read.
     """
-    found = differences(rows)
+    results = differences(rows)
     texts = (
-        "\n".join([markdown(rows), *paired_section(found)]),
-        csv_text(rows), runs_text(rows, varied), latex(rows, found),
+        "\n".join([markdown(rows), *paired_section(results)]),
+        csv_text(rows), runs_text(rows, varied), latex(rows, results),
     )  # fmt: skip
     for name, text in zip(FILES, texts, strict=True):
         atomic_files.write(folder / name, text)
-    claimed = {of.config for of in rows if of.epsilon.kind == "guarantee"}
-    drawing = figure({n: [curve(run, n in claimed) for run in of] for n, of in runs.items()})
+    claimed = {row.config for row in rows if row.epsilon.kind == "guarantee"}
+    fig = figure({n: [curve(run, n in claimed) for run in folders] for n, folders in runs.items()})
     for kind in ("png", "pdf"):
-        picture = io.BytesIO()
+        buffer = io.BytesIO()
         # Embed fonts in a type that publishers accept.
         with mpl.rc_context({"pdf.fonttype": 42}):
-            drawing.savefig(picture, format=kind)
-        atomic_files.write(folder / f"comparison.{kind}", picture.getvalue())
+            fig.savefig(buffer, format=kind)
+        atomic_files.write(folder / f"comparison.{kind}", buffer.getvalue())
 
 
 def paired_section(found: Sequence[Difference]) -> list[str]:
     """Return the lines of the Markdown table of differences; none without differences."""
     if not found:
         return []
-    lines = [(one.config, one.interval(), one.p_text()) for one in found]
+    lines = [(result.config, result.interval(), result.p_text()) for result in found]
     headings = ("config", f"difference from {found[0].first} [95% interval]", p_heading(found))
     table = table_lines(headings, lines)
     return ["## Paired differences", "", *table, "", f"- {explanation(found)}", ""]
@@ -64,19 +64,19 @@ def runs_text(rows: Sequence[Row], varied: Mapping[str, Mapping[str, Any]]) -> s
     return csv_lines(
         [
             {
-                **{"config": of.config, "seed": run["seed"]},
-                **varied.get(of.config, {}),
+                **{"config": row.config, "seed": run["seed"]},
+                **varied.get(row.config, {}),
                 **{key: run[key] for key in ("algorithm", "dataset", "labels", "rounds", "status")},
                 "final_test_accuracy": run["test_accuracy"]["final"],
                 "best_on_test_rows": run["test_accuracy"]["best"],
                 "seconds": run["seconds"]["total"],
-                **{f"bytes_{way}": run["bytes"][way] for way in ("up", "down")},
+                **{f"bytes_{direction}": run["bytes"][direction] for direction in ("up", "down")},
                 "epsilon": (run["privacy"]["guarantee"] or {}).get("epsilon"),
                 "nominal_epsilon": run["privacy"]["nominal_epsilon"],
                 "split_hash": run["split_hash"],
             }
-            for of in rows
-            for run in of.runs
+            for row in rows
+            for run in row.runs
         ]
     )
 
@@ -97,14 +97,14 @@ def latex(rows: Sequence[Row], found: Sequence[Difference]) -> str:
     the first config.
     """
     headings = ["config", "algorithm", "labels", "rounds", "final test accuracy", "epsilon"]
-    paired = {one.config: one for one in found}
+    by_config = {result.config: result for result in found}
     lines = []
-    for of in rows:
-        named = cells(of, rows[0].config)
-        line = [*named[:5], named[9] + (" (DIFFERENT split)" if of.differs else "")]
+    for row in rows:
+        texts = cells(row, rows[0].config)
+        line = [*texts[:5], texts[9] + (" (DIFFERENT split)" if row.differs else "")]
         if found:
-            one = paired.get(of.config)
-            line += [one.interval(), one.p_text()] if one else ["", ""]
+            result = by_config.get(row.config)
+            line += [result.interval(), result.p_text()] if result else ["", ""]
         lines.append(" & ".join(map(escape, line)) + r" \\")
     if found:
         headings += [f"difference from {rows[0].config}", p_heading(found)]

@@ -71,10 +71,10 @@ def difference(config: str, first: str, values: Sequence[float]) -> Difference:
     """Compute the interval and the test of at least two differences."""
     seeds, mean = len(values), statistics.fmean(values)
     error = statistics.stdev(values) / math.sqrt(seeds)
-    half = float(stdtrit(seeds - 1, (1 + LEVEL) / 2)) * error
-    exact = error < 1e-12  # all are equal up to rounding
-    p_value = None if exact else 2 * float(stdtr(seeds - 1, -abs(mean) / error))
-    return Difference(config, first, tuple(values), mean - half, mean + half, p_value, p_value)
+    margin = float(stdtrit(seeds - 1, (1 + LEVEL) / 2)) * error
+    all_equal = error < 1e-12  # all are equal up to rounding
+    p_value = None if all_equal else 2 * float(stdtr(seeds - 1, -abs(mean) / error))
+    return Difference(config, first, tuple(values), mean - margin, mean + margin, p_value, p_value)
 
 
 def corrected(p_values: Sequence[float]) -> list[float]:
@@ -85,12 +85,12 @@ def corrected(p_values: Sequence[float]) -> list[float]:
     >>> [round(p, 3) for p in corrected([0.04, 0.01, 0.02])]
     [0.04, 0.03, 0.04]
     """
-    found, largest = [0.0] * len(p_values), 0.0
+    adjusted, largest = [0.0] * len(p_values), 0.0
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    for passed, place in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - passed) * p_values[place]))
-        found[place] = largest
-    return found
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
 
 
 def p_heading(found: Sequence[Difference]) -> str:
@@ -104,31 +104,34 @@ def differences(rows: Sequence[Row]) -> list[Difference]:
     A config without a p value counts as no test.
     """
     first, *others = rows
-    found = []
-    for of in others:
-        if of.differs or len(of.runs) < 2 or of.seeds != first.seeds:
+    results = []
+    for other in others:
+        if other.differs or len(other.runs) < 2 or other.seeds != first.seeds:
             continue
         # Private runs withhold the hash; their split.json has been compared (differs).
         hashes = (
             {a["split_hash"], b["split_hash"]} - {WITHHELD}
-            for a, b in zip(of.runs, first.runs, strict=True)
+            for a, b in zip(other.runs, first.runs, strict=True)
         )
-        if any(len(two) > 1 for two in hashes):
+        if any(len(pair) > 1 for pair in hashes):
             continue
-        pairs = zip(*(row.values["final_test_accuracy"].values for row in (of, first)), strict=True)
-        found.append(difference(of.config, first.config, [mine - its for mine, its in pairs]))
-    holm = iter(corrected([one.p_value for one in found if one.p_value is not None]))
+        pairs = zip(
+            *(row.values["final_test_accuracy"].values for row in (other, first)), strict=True
+        )
+        results.append(difference(other.config, first.config, [a - b for a, b in pairs]))
+    adjusted = iter(corrected([result.p_value for result in results if result.p_value is not None]))
     return [
-        one if one.p_value is None else dataclasses.replace(one, holm=next(holm)) for one in found
+        result if result.p_value is None else dataclasses.replace(result, holm=next(adjusted))
+        for result in results
     ]
 
 
 def explanation(found: Sequence[Difference]) -> str:
     """Explain the meaning and the limits of the differences."""
-    many = f" There are {len(found)} tests, for which p is corrected (Holm); the intervals are not."
+    note = f" There are {len(found)} tests, for which p is corrected (Holm); the intervals are not."
     return (
         f"Difference: final test accuracy minus that of {found[0].first} on the same split, mean "
         f"over {len(found[0].values)} seeds with its {LEVEL:.0%} confidence interval. p: two-sided "
         "paired t-test. Both take the differences to be normal, and seeds that were not used to "
-        f"choose anything.{many if len(found) > 1 else ''}"
+        f"choose anything.{note if len(found) > 1 else ''}"
     )

@@ -59,9 +59,9 @@ def load_configs(arguments: Sequence[str], vary: Sequence[str] = ()) -> list[Con
     # A file whose name contains an equals sign needs a folder: ./a=1.yaml.
     overrides = [t for t in arguments if "=" in t and "/" not in t.partition("=")[0]]
     paths = [Path(text) for text in arguments if text not in overrides]
-    for key, instead in DECIDED.items():
+    for key, advice in DECIDED.items():
         if any(text.startswith(f"{key}=") for text in (*overrides, *vary)):
-            raise ConfigError(f"{key} cannot be an argument here: {instead}")
+            raise ConfigError(f"{key} cannot be an argument here: {advice}")
     if any(text.startswith("run.name=") for text in vary):
         raise ConfigError("--vary run.name would repeat the same runs. Vary another key")
     if not paths:
@@ -74,19 +74,21 @@ def load_configs(arguments: Sequence[str], vary: Sequence[str] = ()) -> list[Con
             problems.append(str(problem))
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    seen: dict[str, Config] = {}
+    by_casefold: dict[str, Config] = {}
     for config in loaded:
         # Some file systems ignore case.
-        other = seen.setdefault(config.run.name.casefold(), config)
+        other = by_casefold.setdefault(config.run.name.casefold(), config)
         if other is not config:
             raise ConfigError(
                 f"{other.source} and {config.source} both have the name {config.run.name}, which "
                 "names the folders of their runs. Give one another run.name in its file"
             )
     unnamed = [dataclasses.replace(c, run=dataclasses.replace(c.run, name="")) for c in loaded]
-    for (one, this), (other, that) in itertools.combinations(zip(loaded, unnamed, strict=True), 2):
-        if this == that and one.source == other.source:
-            names = f"{one.run.name} and {other.run.name}"
+    for (config, unnamed_config), (other, unnamed_other) in itertools.combinations(
+        zip(loaded, unnamed, strict=True), 2
+    ):
+        if unnamed_config == unnamed_other and config.source == other.source:
+            names = f"{config.run.name} and {other.run.name}"
             raise ConfigError(f"--vary: {names} are the same runs. Give each value once")
     return loaded
 
@@ -107,16 +109,16 @@ def varied_values(loaded: Sequence[Config], vary: Sequence[str]) -> dict[str, di
 
 def _value(config: Config, key: str) -> Any:
     section, *names = key.split(".")
-    found = getattr(config, section)
+    value = getattr(config, section)
     for name in names:
-        found = found[name] if isinstance(found, Mapping) else getattr(found, name)
-    return found
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+    return value
 
 
 def title_of(config: Config) -> str:
     """Return the file of a config, with its name if different (as for variants)."""
-    plain = config.run.name == config.source.stem
-    return str(config.source) if plain else f"{config.source} ({config.run.name})"
+    is_default = config.run.name == config.source.stem
+    return str(config.source) if is_default else f"{config.source} ({config.run.name})"
 
 
 def default_output(loaded: Sequence[Config]) -> Path:
@@ -138,23 +140,23 @@ def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> li
             folder = output / f"{config.run.name}-{seed}"
             _check_folder_name(folder)
             run = dataclasses.replace(config.run, seed=seed, output=str(folder), overwrite=False)
-            whole = dataclasses.replace(config, run=run)
+            run_config = dataclasses.replace(config, run=run)
             try:
-                planned.append(_plan_run(whole))
+                planned.append(_plan_run(run_config))
             except (UserError, AccountingError) as problem:
                 raise ConfigError(f"{title_of(config)}, seed {seed}: {problem}") from problem
-    for of in by_name(planned).values():
-        _check_one_data_set(of)
+    for runs in by_name(planned).values():
+        _check_one_data_set(runs)
     return planned
 
 
-def _check_one_data_set(of: Sequence[Planned]) -> None:
+def _check_one_data_set(runs: Sequence[Planned]) -> None:
     """Refuse seeds of one config with different rows: their files changed after a run finished."""
-    first = of[0]
-    others = [str(run.config.run.seed) for run in of if run.rows != first.rows]
-    if others and first.config.data.test is None:  # which samples test rows by the seed
+    first = runs[0]
+    seeds = [str(run.config.run.seed) for run in runs if run.rows != first.rows]
+    if seeds and first.config.data.test is None:  # which samples test rows by the seed
         raise ConfigError(
-            f"{title_of(first.config)}: seed {', '.join(others)} has other rows than seed "
+            f"{title_of(first.config)}: seed {', '.join(seeds)} has other rows than seed "
             f"{first.config.run.seed}: {first.config.data.name} was changed between runs. Put the "
             "former data back, or give another --output"
         )
@@ -206,20 +208,20 @@ def _state(config: Config) -> RunState:
 
 def by_name(planned: Sequence[Planned]) -> dict[str, list[Planned]]:
     """Map configs to runs; configs in the order of the command line, runs by seed."""
-    found: dict[str, list[Planned]] = {}
+    runs: dict[str, list[Planned]] = {}
     for run in planned:
-        found.setdefault(run.name, []).append(run)
-    return found
+        runs.setdefault(run.name, []).append(run)
+    return runs
 
 
 def different_splits(planned: Sequence[Planned]) -> dict[str, list[str]]:
     """Map configs to the keys for which their splits differ from those of the first config."""
     first, *others = by_name(planned).values()
     differs: dict[str, list[str]] = {first[0].name: []}
-    for of in others:
-        same = [run.split for run in of] == [run.split for run in first]
-        keys = [] if same else list(_differing(of[0].config, first[0].config))
-        differs[of[0].name] = keys if same or keys else ["the rows of the data set"]
+    for runs in others:
+        equal = [run.split for run in runs] == [run.split for run in first]
+        keys = [] if equal else list(_differing(runs[0].config, first[0].config))
+        differs[runs[0].name] = keys if equal or keys else ["the rows of the data set"]
     return differs
 
 
@@ -235,14 +237,14 @@ def _differing(config: Config, first: Config) -> Mapping[str, tuple[Any, Any]]:
 
 def cannot_share(planned: Sequence[Planned], differs: Mapping[str, Sequence[str]]) -> str:
     """Return the error message for configs without a shared split, with every key that differs."""
-    named = by_name(planned)
+    runs = by_name(planned)
     first = planned[0].config
     lines = []
     for name in (name for name, keys in differs.items() if keys):
-        values = _differing(named[name][0].config, first)
-        told = [f"{key} is {mine}, not {theirs}" for key, (mine, theirs) in values.items()]
-        told = told or ["the rows of its data set are others: it was changed between runs"]
-        lines.append(f"  {title_of(named[name][0].config)}: {'; '.join(told)}")
+        values = _differing(runs[name][0].config, first)
+        details = [f"{key} is {value}, not {other}" for key, (value, other) in values.items()]
+        details = details or ["the rows of its data set are others: it was changed between runs"]
+        lines.append(f"  {title_of(runs[name][0].config)}: {'; '.join(details)}")
     return "\n".join(
         [
             f"These configs cannot have the split of {title_of(first)}, so that their accuracies "

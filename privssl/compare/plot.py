@@ -44,7 +44,7 @@ def curve(folder: Path, guaranteed: bool = False) -> Curve:
     missing or damaged.
     """
     path = folder / "metrics.csv"
-    took = _round_seconds(folder / "tensorboard")
+    round_seconds = _round_seconds(folder / "tensorboard")
     rounds, accuracy, seconds, sent = list[int](), list[float](), list[float](), list[float]()
     spent = list[float]()
     elapsed = traffic = 0.0
@@ -52,15 +52,15 @@ def curve(folder: Path, guaranteed: bool = False) -> Curve:
         with path.open(encoding="utf-8", newline="") as file:
             for line in csv.DictReader(file):
                 number = int(line["round"])
-                elapsed += took[number]
+                elapsed += round_seconds[number]
                 traffic += float(line["comm/up_bytes"]) + float(line["comm/down_bytes"])
                 if line["test/accuracy"]:
                     rounds.append(number)
                     accuracy.append(float(line["test/accuracy"]))
                     seconds.append(elapsed)
                     sent.append(traffic)
-                    of = [v for name, v in line.items() if name.startswith("dp/epsilon/") and v]
-                    spent += [max(map(float, of))] if of and guaranteed else []
+                    values = [v for name, v in line.items() if name.startswith("dp/epsilon/") and v]
+                    spent += [max(map(float, values))] if values and guaranteed else []
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RunFolderError(
             f"{folder}: its course cannot be read from metrics.csv and tensorboard ({error!r}). "
@@ -72,8 +72,8 @@ def curve(folder: Path, guaranteed: bool = False) -> Curve:
 def _round_seconds(folder: Path) -> dict[int, float]:
     """Map rounds to wall seconds; a round repeated after a resume counts once."""
     without_tensorflow()
-    kept = {event_accumulator.SCALARS: 0, event_accumulator.IMAGES: 1}  # 0: all of them
-    events = event_accumulator.EventAccumulator(str(folder), size_guidance=kept)
+    sizes = {event_accumulator.SCALARS: 0, event_accumulator.IMAGES: 1}  # 0: all of them
+    events = event_accumulator.EventAccumulator(str(folder), size_guidance=sizes)
     if folder.is_dir():
         events.Reload()
     if "time/round_s" not in events.Tags()["scalars"]:
@@ -90,28 +90,28 @@ def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
     """
     private = any(run.epsilon for runs in curves.values() for run in runs)
     axes_names = ("rounds", "seconds", "bytes", *(["epsilon"] if private else []))
-    drawing = Figure(figsize=(4.35 * len(axes_names), 4.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(drawing)
-    panels = drawing.subplots(1, len(axes_names), sharey=True)
+    fig = Figure(figsize=(4.35 * len(axes_names), 4.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(fig)
+    panels = fig.subplots(1, len(axes_names), sharey=True)
     for number, (name, runs) in enumerate(curves.items()):
-        shared = sorted(set.intersection(*(set(run.rounds) for run in runs)))
-        accuracy = _at(runs, shared, "accuracy")
+        rounds = sorted(set.intersection(*(set(run.rounds) for run in runs)))
+        accuracy = _at(runs, rounds, "accuracy")
         y = [statistics.fmean(values) for values in accuracy]
-        look: dict[str, Any] = {
+        style: dict[str, Any] = {
             "color": f"C{number % COLOURS}",
             "linestyle": DASHES[number // COLOURS % len(DASHES)],
-            "marker": "." if len(shared) <= MARKED else "",
+            "marker": "." if len(rounds) <= MARKED else "",
         }
         for panel, quantity in zip(panels, axes_names, strict=True):
             if not all(getattr(run, quantity) for run in runs):
                 continue
-            x = [statistics.fmean(values) for values in _at(runs, shared, quantity)]
-            panel.plot(x, y, label=name, **look)
+            x = [statistics.fmean(values) for values in _at(runs, rounds, quantity)]
+            panel.plot(x, y, label=name, **style)
             if len(runs) > 1:
-                half = [statistics.stdev(values) for values in accuracy]
-                low = [mean - wide for mean, wide in zip(y, half, strict=True)]
-                high = [mean + wide for mean, wide in zip(y, half, strict=True)]
-                panel.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+                deviations = [statistics.stdev(values) for values in accuracy]
+                low = [mean - std for mean, std in zip(y, deviations, strict=True)]
+                high = [mean + std for mean, std in zip(y, deviations, strict=True)]
+                panel.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
     for panel, quantity in zip(panels, axes_names, strict=True):
         panel.set_xlabel(AXES.get(quantity, quantity))
         panel.grid(alpha=0.25)
@@ -120,15 +120,15 @@ def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
     panels[2].xaxis.set_major_formatter(EngFormatter(unit="B"))
     panels[0].set_ylabel("test accuracy")
     seeds = max(map(len, curves.values()))
-    said = f"mean over {seeds} seeds; band: one standard deviation" if seeds > 1 else "one seed"
-    drawing.suptitle(said, fontsize="small")
+    title = f"mean over {seeds} seeds; band: one standard deviation" if seeds > 1 else "one seed"
+    fig.suptitle(title, fontsize="small")
     columns = min(4, len(curves))
     handles = panels[0].get_lines()
-    drawing.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
-    return drawing
+    fig.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
+    return fig
 
 
 def _at(runs: Sequence[Curve], rounds: Sequence[int], quantity: str) -> list[tuple[float, ...]]:
     """Return for each round the quantity of every run."""
-    found = [dict(zip(run.rounds, getattr(run, quantity), strict=True)) for run in runs]
-    return [tuple(of_run[number] for of_run in found) for number in rounds]
+    by_round = [dict(zip(run.rounds, getattr(run, quantity), strict=True)) for run in runs]
+    return [tuple(values[number] for values in by_round) for number in rounds]

@@ -74,8 +74,8 @@ def _run(run: Planned, progress: ProgressTracker | None, title: str) -> str:
         return [_RunProgress(progress)]
 
     with ExitStack() as stack:
-        begun = run.config.folder if run.state == "begun" else None
-        return str(_outcome(launch.launch(prepared, begun, watchers, stack))["status"])
+        resume_folder = run.config.folder if run.state == "begun" else None
+        return str(_outcome(launch.launch(prepared, resume_folder, watchers, stack))["status"])
 
 
 def _outcome(folder: Path) -> compare_table.Results:
@@ -119,18 +119,18 @@ def rows_of(
     ``run.evaluate_every`` is taken from the runs: it changes no result, so the config may differ.
     """
     rows = []
-    for name, of in plan.by_name(planned).items():
-        privacy, folders = of[0].config.privacy, [run.config.folder for run in of]
-        runs, every = tuple(map(_outcome, folders)), tuple(map(_evaluate_every, folders))
+    for name, group in plan.by_name(planned).items():
+        privacy, folders = group[0].config.privacy, [run.config.folder for run in group]
+        runs, intervals = tuple(map(_outcome, folders)), tuple(map(_evaluate_every, folders))
         delta, lasting = (privacy.delta, bool(privacy.ledger)) if privacy else (None, False)
         epsilon = compare_table.epsilon_of(runs, delta, lasting=lasting)
-        other = tuple(_other_code(of))
+        code_notes = tuple(_other_code(group))
         rows.append(
             compare_table.Row(
-                name, runs, epsilon, tuple(differs[name]), every, other,
-                splits=tuple(run.split for run in of),
+                name, runs, epsilon, tuple(differs[name]), intervals, code_notes,
+                splits=tuple(run.split for run in group),
                 accounts=str(Path(privacy.ledger).expanduser().resolve()) if privacy else "",
-                unprotected=_uses_unprotected_rows(of[0].config),
+                unprotected=_uses_unprotected_rows(group[0].config),
             )
         )  # fmt: skip
     return rows
@@ -143,25 +143,25 @@ def _uses_unprotected_rows(config: Config) -> bool:
     """
     data, agents = config.data, config.agents
     learns = WITH_UNREAD[config.algorithm.name].reads_unlabelled
-    held = bool(agents.query or agents.mixed)
-    return bool((learns and held) or data.validation or data.test)
+    has_unlabelled = bool(agents.query or agents.mixed)
+    return bool((learns and has_unlabelled) or data.validation or data.test)
 
 
-def _other_code(of: Sequence[Planned]) -> Iterator[str]:
+def _other_code(planned: Sequence[Planned]) -> Iterator[str]:
     """Yield a sentence for each plug-in that has changed since the runs of a config."""
-    now = describe_here(of[0].config)
-    for key, here in now.items():
-        runs = [run.title for run in of if _is_other(_outcome(run.config.folder), key, here)]
+    plugins = describe_here(planned[0].config)
+    for key, plugin in plugins.items():
+        runs = [run.title for run in planned if _is_other(_outcome(run.config.folder), key, plugin)]
         if runs:
             yield (
-                f"{', '.join(runs)}: made by other code of {key} {here['name']} than the one here. "
-                "Remove these run folders, or give another --output, to run them again."
+                f"{', '.join(runs)}: made by other code of {key} {plugin['name']} than the one "
+                "here. Remove these run folders, or give another --output, to run them again."
             )
 
 
-def _is_other(results: compare_table.Results, key: str, here: Mapping[str, str | None]) -> bool:
-    before = results.get("plugins", {}).get(key, here)
-    return bool(other_file(before, here)) or before["version"] != here["version"]
+def _is_other(results: compare_table.Results, key: str, plugin: Mapping[str, str | None]) -> bool:
+    recorded = results.get("plugins", {}).get(key, plugin)
+    return bool(other_file(recorded, plugin)) or recorded["version"] != plugin["version"]
 
 
 def report(rows: Sequence[compare_table.Row], output: Path, console: Console) -> None:
@@ -170,18 +170,18 @@ def report(rows: Sequence[compare_table.Row], output: Path, console: Console) ->
     table = Table(*(Column(heading, overflow="fold") for heading in headings), box=SIMPLE)
     for row in rows:
         cells = compare_table.cells(row, rows[0].config)
-        named = dict(zip(compare_table.HEADINGS, cells, strict=True))
-        table.add_row(*(named[heading] for heading in headings))
+        texts = dict(zip(compare_table.HEADINGS, cells, strict=True))
+        table.add_row(*(texts[heading] for heading in headings))
     _wide(console).print(table)
     for note in compare_table.notes(rows):
         console.print(note, markup=False)
-    found = differences(rows)
-    for one in found:
-        p = f"{p_heading(found)} {one.p_text()}"
-        text = f"Difference {one.config} - {one.first}: {one.interval()}, {p}"
+    results = differences(rows)
+    for result in results:
+        p = f"{p_heading(results)} {result.p_text()}"
+        text = f"Difference {result.config} - {result.first}: {result.interval()}, {p}"
         console.print(text, markup=False)
-    if found:
-        console.print(explanation(found), markup=False)
+    if results:
+        console.print(explanation(results), markup=False)
     console.print(
         f"The whole table and the plot are in {output}: comparison.md, .csv, .tex, .png, .pdf; "
         "runs.csv",

@@ -158,7 +158,7 @@ def cells(of: Row, first: str) -> tuple[str, ...]:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Return notes on the limits of the numbers."""
     seeds = rows[0].seeds
-    found = [
+    lines = [
         f"Seeds {', '.join(map(str, seeds))}: each value is the mean ± the sample standard "
         "deviation (n - 1) over them."
         if len(seeds) > 1
@@ -169,65 +169,65 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "the machine, and the first run also loads the libraries. Bytes are of all messages "
         "between the server and the agents.",
     ]
-    if len({every for of in rows for every in of.evaluate_every}) > 1:
-        often = _distinguish(rows, [[f"every {n}" for n in of.evaluate_every] for of in rows])
-        found.append(
-            f"run.evaluate_every differs ({often}). Best is chosen among more rounds where they "
-            "are evaluated more often, and seconds include more evaluations: compare neither."
+    if len({interval for row in rows for interval in row.evaluate_every}) > 1:
+        intervals = _distinguish(rows, [[f"every {n}" for n in row.evaluate_every] for row in rows])
+        lines.append(
+            f"run.evaluate_every differs ({intervals}). Best is chosen among more rounds where "
+            "they are evaluated more often, and seconds include more evaluations: compare neither."
         )
-    for package in sorted({name for of in rows for run in of.runs for name in run["versions"]}):
-        versions = [[run["versions"].get(package, "unknown") for run in of.runs] for of in rows]
-        if len({version for of_row in versions for version in of_row}) > 1:
-            found.append(
+    for package in sorted({name for row in rows for run in row.runs for name in run["versions"]}):
+        versions = [[run["versions"].get(package, "unknown") for run in row.runs] for row in rows]
+        if len({version for texts in versions for version in texts}) > 1:
+            lines.append(
                 f"Versions of {package} differ ({_distinguish(rows, versions)}). A difference "
                 "between these runs may come from that alone."
             )
-    found += [sentence for of in rows for sentence in of.other_code]
-    if any(of.epsilon.kind == "guarantee" and not of.epsilon.lasting for of in rows):
-        found.append(
+    lines += [sentence for row in rows for sentence in row.other_code]
+    if any(row.epsilon.kind == "guarantee" and not row.epsilon.lasting for row in rows):
+        lines.append(
             "An epsilon is that of one run unless it says otherwise, the largest over seeds. A "
             "record that has its label in several of these runs pays for each: whoever publishes "
             "them, or chooses among them, can spend up to their sum, at the sum of their deltas."
         )
-    lasting = [of for of in rows if of.epsilon.kind == "guarantee" and of.epsilon.lasting]
-    if len({of.accounts for of in lasting}) > 1:
-        found.append(
+    lasting = [row for row in rows if row.epsilon.kind == "guarantee" and row.epsilon.lasting]
+    if len({row.accounts for row in lasting}) > 1:
+        lines.append(
             "Accounts lie in several folders (privacy.ledger). A record with its label in several "
             "of them pays in each: its epsilons add up, at the sum of their deltas."
         )
-    if any(of.epsilon.kind == "nominal" for of in rows):
-        found.append("NOMINAL: the number of a scheme that guarantees nothing.")
-    found += _unprotected_in_other_splits(rows)
-    found += _unprotected_beside_private(rows)
-    warned: dict[str, list[str]] = {}
-    for of in rows:
-        for run in of.runs:
+    if any(row.epsilon.kind == "nominal" for row in rows):
+        lines.append("NOMINAL: the number of a scheme that guarantees nothing.")
+    lines += _unprotected_in_other_splits(rows)
+    lines += _unprotected_beside_private(rows)
+    warnings: dict[str, list[str]] = {}
+    for row in rows:
+        for run in row.runs:
             for text in run.get("warnings", ()):  # older runs have none
-                warned.setdefault(text, []).append(f"{of.config} seed {run['seed']}")
-    found += [f"Warning of {', '.join(names)}: {text}" for text, names in warned.items()]
-    different = [of.config for of in rows if of.differs]
-    found.append(
+                warnings.setdefault(text, []).append(f"{row.config} seed {run['seed']}")
+    lines += [f"Warning of {', '.join(names)}: {text}" for text, names in warnings.items()]
+    different = [row.config for row in rows if row.differs]
+    lines.append(
         f"{', '.join(different)}: other rows, labels or agents than {rows[0].config}. A difference "
         "in accuracy may come from the split alone."
         if different
         else "All configs had the same split in each seed."
     )
-    return found
+    return lines
 
 
 def _unprotected_in_other_splits(rows: Sequence[Row]) -> list[str]:
     """Note that labelled records of one split may have no noise in another; from public numbers
     alone."""
-    claims = [of for of in rows if of.epsilon.kind == "guarantee"]
+    claims = [row for row in rows if row.epsilon.kind == "guarantee"]
     splits: dict[str, set[str]] = {}  # by data set
-    for of in claims:
-        for run, split in zip(of.runs, of.splits, strict=True):
+    for row in claims:
+        for run, split in zip(row.runs, row.splits, strict=True):
             splits.setdefault(run["dataset"], set()).add(split)
-    several = {name for name, own in splits.items() if len(own) > 1}
+    several = {name for name, hashes in splits.items() if len(hashes) > 1}
     names = [
-        of.config
-        for of in claims
-        if of.unprotected and several & {run["dataset"] for run in of.runs}
+        row.config
+        for row in claims
+        if row.unprotected and several & {run["dataset"] for run in row.runs}
     ]
     if not names:
         return []
@@ -241,24 +241,26 @@ def _unprotected_in_other_splits(rows: Sequence[Row]) -> list[str]:
 
 def _unprotected_beside_private(rows: Sequence[Row]) -> list[str]:
     """Note configs that use the rows of private ones without protection; from public names."""
-    claims = [of for of in rows if of.epsilon.kind == "guarantee"]
-    sets = {run["dataset"] for of in claims for run in of.runs}
-    others = [of for of in rows if of not in claims and sets & {run["dataset"] for run in of.runs}]
+    claims = [row for row in rows if row.epsilon.kind == "guarantee"]
+    sets = {run["dataset"] for row in claims for run in row.runs}
+    others = [
+        row for row in rows if row not in claims and sets & {run["dataset"] for run in row.runs}
+    ]
     if not others:
         return []
     return [
-        f"{', '.join(of.config for of in others)}: no guarantee, and rows of the same data set as "
-        f"{', '.join(of.config for of in claims)}. For a record that both use, whoever sees what "
-        "the former release (weights, metrics, this table) is bounded by no epsilon above."
+        f"{', '.join(row.config for row in others)}: no guarantee, and rows of the same data set "
+        f"as {', '.join(row.config for row in claims)}. For a record that both use, whoever sees "
+        "what the former release (weights, metrics, this table) is bounded by no epsilon above."
     ]
 
 
 def _distinguish(rows: Sequence[Row], values: Sequence[Sequence[str]]) -> str:
     """List runs with each value, given per row and seed: "2.0: a seed 0, a seed 1; 2.1: ..."."""
     runs: dict[str, list[str]] = {}
-    for of, of_row in zip(rows, values, strict=True):
-        for seed, value in zip(of.seeds, of_row, strict=True):
-            runs.setdefault(value, []).append(f"{of.config} seed {seed}")
+    for row, texts in zip(rows, values, strict=True):
+        for seed, value in zip(row.seeds, texts, strict=True):
+            runs.setdefault(value, []).append(f"{row.config} seed {seed}")
     return "; ".join(f"{text}: {', '.join(names)}" for text, names in runs.items())
 
 
@@ -266,18 +268,18 @@ def markdown(rows: Sequence[Row]) -> str:
     """Return the table, its notes, and a table with a line per run."""
     runs = [
         (
-            *(of.config, str(run["seed"])),
+            *(row.config, str(run["seed"])),
             *(f"{run['test_accuracy'][key]:.4f}" for key in ("final", "best")),
             *(f"{run['seconds']['total']:.1f}", run["status"], run["split_hash"][:12]),
         )
-        for of in rows
-        for run in of.runs
+        for row in rows
+        for run in row.runs
     ]
     headings = ("config", "seed", "final", "best (on test rows)", "seconds", "status", "split")
     return "\n".join(
         [
             *("# Comparison", ""),
-            *(*table_lines(HEADINGS, [cells(of, rows[0].config) for of in rows]), ""),
+            *(*table_lines(HEADINGS, [cells(row, rows[0].config) for row in rows]), ""),
             *(f"- {note}" for note in notes(rows)),
             *("", "## Each run", "", *table_lines(headings, runs), ""),
         ]
@@ -291,7 +293,7 @@ def table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 def csv_text(rows: Sequence[Row]) -> str:
     """Return a line per config with all digits; unknown values are empty."""
-    return csv_lines([_csv_line(of) for of in rows])
+    return csv_lines([_csv_line(row) for row in rows])
 
 
 def csv_lines(lines: Sequence[Mapping[str, object]]) -> str:
@@ -303,22 +305,22 @@ def csv_lines(lines: Sequence[Mapping[str, object]]) -> str:
     return buffer.getvalue()
 
 
-def _csv_line(of: Row) -> dict[str, object]:
+def _csv_line(row: Row) -> dict[str, object]:
     return {
-        "config": of.config,
-        **{key: of.runs[0][key] for key in ("algorithm", "dataset")},
-        "seeds": " ".join(map(str, of.seeds)),
-        **{key: of.runs[0][key] for key in ("labels", "rounds")},
+        "config": row.config,
+        **{key: row.runs[0][key] for key in ("algorithm", "dataset")},
+        "seeds": " ".join(map(str, row.seeds)),
+        **{key: row.runs[0][key] for key in ("labels", "rounds")},
         **{
             f"{name}_{statistic}": getattr(quantity, statistic)
-            for name, quantity in of.values.items()
+            for name, quantity in row.values.items()
             for statistic in ("mean", "std")
         },
-        "epsilon": of.epsilon.value,
-        "epsilon_kind": of.epsilon.kind,
-        "delta": of.epsilon.delta,
-        "split": "different" if of.differs else "shared",
-        "split_differs_in": " ".join(of.differs),
+        "epsilon": row.epsilon.value,
+        "epsilon_kind": row.epsilon.kind,
+        "delta": row.epsilon.delta,
+        "split": "different" if row.differs else "shared",
+        "split_differs_in": " ".join(row.differs),
     }
 
 
@@ -326,28 +328,28 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the table as JSON, each quantity with its value of every seed."""
     return {
         "seeds": list(rows[0].seeds),
-        "rows": [_json_row(of) for of in rows],
+        "rows": [_json_row(row) for row in rows],
         "notes": notes(rows),
     }
 
 
-def _json_row(of: Row) -> dict[str, Any]:
-    final, best, seconds, up, down = (quantity.as_json() for quantity in of.values.values())
+def _json_row(row: Row) -> dict[str, Any]:
+    final, best, seconds, up, down = (quantity.as_json() for quantity in row.values.values())
     return {
-        "config": of.config,
-        **{key: of.runs[0][key] for key in ("algorithm", "dataset", "labels", "rounds")},
+        "config": row.config,
+        **{key: row.runs[0][key] for key in ("algorithm", "dataset", "labels", "rounds")},
         "final_test_accuracy": final,
         "best_test_accuracy": {**best, "chosen_on": "test rows"},
         "seconds": seconds,
         "bytes": {"up": up, "down": down},
         "privacy": {
-            **of.epsilon.as_json(),
-            "of": "all runs of the account so far" if of.epsilon.lasting else "one run",
+            **row.epsilon.as_json(),
+            "of": "all runs of the account so far" if row.epsilon.lasting else "one run",
         },
         "split": {
-            "shared": not of.differs,
-            "differs_in": list(of.differs),
-            "hashes": [run["split_hash"] for run in of.runs],
+            "shared": not row.differs,
+            "differs_in": list(row.differs),
+            "hashes": [run["split_hash"] for run in row.runs],
         },
-        "statuses": [run["status"] for run in of.runs],
+        "statuses": [run["status"] for run in row.runs],
     }

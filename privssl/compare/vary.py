@@ -44,20 +44,20 @@ def grid(vary: Sequence[str]) -> list[Variant]:
             raise ConfigError(f"--vary {text!r}: give each value once")
         keys.append(key)
         choices.append(values)
-    points = list(itertools.islice(itertools.product(*choices), MOST + 1))
-    if len(points) > MOST:
+    combinations = list(itertools.islice(itertools.product(*choices), MOST + 1))
+    if len(combinations) > MOST:
         raise ConfigError(f"--vary: more than {MOST} variants. Give fewer values")
     last = [key.rpartition(".")[2] for key in keys]
     titles = [name if last.count(name) == 1 else key for name, key in zip(last, keys, strict=True)]
-    return [_variant(keys, titles, point) for point in points]
+    return [_variant(keys, titles, combination) for combination in combinations]
 
 
-def _variant(keys: Sequence[str], titles: Sequence[str], point: Sequence[str]) -> Variant:
-    name = "".join(f",{title}={_plain(value)}" for title, value in zip(titles, point, strict=True))
-    return Variant(name, tuple(f"{key}={value}" for key, value in zip(keys, point, strict=True)))
+def _variant(keys: Sequence[str], titles: Sequence[str], values: Sequence[str]) -> Variant:
+    name = "".join(f",{title}={_plain(value)}" for title, value in zip(titles, values, strict=True))
+    return Variant(name, tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True)))
 
 
 def _plain(value: str) -> str:
     """Convert a value to a part of a folder's name."""
-    close = re.sub(r"\s*([,\[\]{}])\s*", r"\1", value.replace(": ", "="))
-    return NO_FOLDER.sub("-", close).strip(".")
+    compact = re.sub(r"\s*([,\[\]{}])\s*", r"\1", value.replace(": ", "="))
+    return NO_FOLDER.sub("-", compact).strip(".")

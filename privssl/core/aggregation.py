@@ -37,8 +37,8 @@ class WeightedMean:
     ...     F: StateDict
     >>> F = WeightedMean("F")
     >>> for name, value in (("q0", 1.0), ("q1", 4.0)):
-    ...     said = Trained({"w": torch.tensor([value])})
-    ...     F.add(Reply(AgentRef(name, "query"), said, weight=value))
+    ...     message = Trained({"w": torch.tensor([value])})
+    ...     F.add(Reply(AgentRef(name, "query"), message, weight=value))
     >>> F.value_or({})  # (1 * 1 + 4 * 4) / (1 + 4)
     {'w': tensor([3.4000])}
     """
@@ -68,38 +68,40 @@ class WeightedMean:
         sent: StateDict | None = None if reply.declined else getattr(reply.payload, self._name)
         if sent is None:
             return
-        share, sender = self._weight(reply), reply.sender.id
-        if not (math.isfinite(share) and share >= 0):
+        weight, sender = self._weight(reply), reply.sender.id
+        if not (math.isfinite(weight) and weight >= 0):
             raise MessageError(
-                f"{sender} has the weight {share} in the mean of {self._name}, which must be a "
+                f"{sender} has the weight {weight} in the mean of {self._name}, which must be a "
                 "number >= 0. Leave this agent out"
             )
-        if not share:
+        if not weight:
             return
-        self._total, self._largest = self._total + share, max(self._largest, (share, sender))
+        self._total, self._largest = self._total + weight, max(self._largest, (weight, sender))
         if not math.isfinite(self._total):  # all later weights would be 0
-            largest, whose = self._largest
+            largest, agent = self._largest
             raise MessageError(
-                f"The sum of the weights in the mean of {self._name} overflows: {whose} has "
+                f"The sum of the weights in the mean of {self._name} overflows: {agent} has "
                 f"{largest:g}. Leave this agent out"
             )
         if not self._first:
             self._first = sender
             self._like = {key: torch.empty_like(part, device="meta") for key, part in sent.items()}
             # float64 keeps a single agent's contribution to a mean over many
-            whole = torch.zeros(sum(part.numel() for part in sent.values()), dtype=torch.float64)
-            parts = torch.split(whole, [part.numel() for part in sent.values()])
+            flat_mean = torch.zeros(
+                sum(part.numel() for part in sent.values()), dtype=torch.float64
+            )
+            means = torch.split(flat_mean, [part.numel() for part in sent.values()])
             self._wide = {
                 key: mean.view(part.shape)
-                for (key, part), mean in zip(sent.items(), parts, strict=True)
+                for (key, part), mean in zip(sent.items(), means, strict=True)
             }
-            self._pieces = _pieces(whole, sent)
+            self._pieces = _pieces(flat_mean, sent)
         self._check_form(sent, sender)
         flat = {key: part.reshape(-1) for key, part in sent.items()}
         for piece in self._pieces:
-            some = [flat[key] if rows is None else flat[key][rows] for key, rows in piece.where]
-            torch._foreach_copy_(piece.rooms, some)
-            piece.mean.lerp_(piece.numbers, share / self._total)
+            values = [flat[key] if rows is None else flat[key][rows] for key, rows in piece.slices]
+            torch._foreach_copy_(piece.copies, values)
+            piece.mean.lerp_(piece.numbers, weight / self._total)
 
     def consume(self, reply: Reply[Any]) -> Reply[Any]:
         """Add a reply, and return it with an ``Ack`` in place of its content."""
@@ -125,44 +127,44 @@ class WeightedMean:
         if forms[0] == forms[1]:
             return
         for key in sorted(sent.keys() | self._like.keys()):
-            here, there = _form(sent, key), _form(self._like, key)
-            if here != there:
+            form, expected = _form(sent, key), _form(self._like, key)
+            if form != expected:
                 raise MessageError(
                     f"{sender} and {self._first} sent {self._name} in unlike forms: {key} is "
-                    f"{here} and {there}. Leave the agent with the wrong one out"
+                    f"{form} and {expected}. Leave the agent with the wrong one out"
                 )
 
 
 class _Piece(NamedTuple):
     """Numbers averaged at once, of one or several tensors."""
 
-    where: list[tuple[str, slice | None]]  # tensor and rows; None: all
-    rooms: list[Tensor]  # float64 copies of these,
+    slices: list[tuple[str, slice | None]]  # tensor and rows; None: all
+    copies: list[Tensor]  # float64 copies of these,
     numbers: Tensor  # and one flat tensor of which they are views
     mean: Tensor  # of all replies so far
 
 
-def _pieces(whole: Tensor, sent: StateDict) -> list[_Piece]:
-    """Split the flat mean ``whole`` of all tensors into pieces."""
-    found: list[list[tuple[str, slice | None, int]]] = []
-    left = 0
+def _pieces(flat_mean: Tensor, sent: StateDict) -> list[_Piece]:
+    """Split the mean ``flat_mean`` of all tensors into pieces."""
+    groups: list[list[tuple[str, slice | None, int]]] = []
+    free = 0
     for key, part in sent.items():
         count = part.numel()
-        for begin in range(0, count, PIECE):
-            some = min(PIECE, count - begin)
-            if some > left:
-                found.append([])
-                left = PIECE
-            found[-1].append((key, None if some == count else slice(begin, begin + some), some))
-            left -= some
-    room = torch.empty(min(PIECE, len(whole)), dtype=torch.float64)
-    pieces, at = [], 0
-    for group in found:
-        sizes = [some for *_, some in group]
-        numbers = room[: sum(sizes)]
-        rooms, mean = list(torch.split(numbers, sizes)), whole[at : at + len(numbers)]
-        pieces.append(_Piece([(key, rows) for key, rows, _ in group], rooms, numbers, mean))
-        at += len(numbers)
+        for start in range(0, count, PIECE):
+            size = min(PIECE, count - start)
+            if size > free:
+                groups.append([])
+                free = PIECE
+            groups[-1].append((key, None if size == count else slice(start, start + size), size))
+            free -= size
+    buffer = torch.empty(min(PIECE, len(flat_mean)), dtype=torch.float64)
+    pieces, offset = [], 0
+    for group in groups:
+        sizes = [size for *_, size in group]
+        numbers = buffer[: sum(sizes)]
+        copies, mean = list(torch.split(numbers, sizes)), flat_mean[offset : offset + len(numbers)]
+        pieces.append(_Piece([(key, rows) for key, rows, _ in group], copies, numbers, mean))
+        offset += len(numbers)
     return pieces
 
 

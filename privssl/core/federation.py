@@ -146,25 +146,25 @@ def _is_news(request: Message, reply: Message) -> bool:
     received."""
     if isinstance(reply, Declined):
         return False
-    both = [
-        (value, before)
+    pairs = [
+        (value, received)
         for name, value in vars(reply).items()
         if isinstance(value, Mapping)
-        and isinstance(before := getattr(request, name, None), Mapping)
+        and isinstance(received := getattr(request, name, None), Mapping)
     ]
-    return not both or any(not _are_equal(value, before) for value, before in both)
+    return not pairs or any(not _are_equal(value, received) for value, received in pairs)
 
 
-def _are_equal(one: StateDict, other: StateDict) -> bool:
-    return one.keys() == other.keys() and all(
+def _are_equal(weights: StateDict, other: StateDict) -> bool:
+    return weights.keys() == other.keys() and all(
         tensor.dtype == other[name].dtype and torch.equal(tensor, other[name])
-        for name, tensor in one.items()
+        for name, tensor in weights.items()
     )
 
 
-def _travels(other: AgentRef) -> bool:
+def _travels(agent: AgentRef) -> bool:
     """Return whether messages to and from this agent leave the server."""
-    return other.location is not AgentLocation.SERVER
+    return agent.location is not AgentLocation.SERVER
 
 
 def having(roster: Roster, *roles: str) -> Roster:

@@ -57,7 +57,13 @@ class NoReply(Declined):
 
 @dataclass(frozen=True)
 class Ack(Message):
-    """The agent worked and has nothing to send."""
+    """The agent worked and has nothing to send, or an aggregator has taken what it sent."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this reply has no {name}: its step sent an Ack, or an aggregator took its message. "
+            "Call without aggregator, and use privssl.core.aggregation.average"
+        )
 
 
 M = TypeVar("M", bound=Message)
@@ -189,10 +195,10 @@ def _value(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     value = plain[name] if name in plain else tensors[name]
     if not isinstance(value, dict):
         return value
-    [(what, inner)] = value.items()
-    if what == "float":
-        return float(inner)
-    return {key: tensors[f"{name}/{key}"] for key in {"state_dict": inner}[what]}
+    [(tag, content)] = value.items()
+    if tag == "float":
+        return float(content)
+    return {key: tensors[f"{name}/{key}"] for key in {"state_dict": content}[tag]}
 
 
 def check(message: Message) -> None:

@@ -30,13 +30,13 @@ def frames_of(error: BaseException) -> list[Frame]:
 
     An error of a worker process has the frames of that process (``ErrorInWorker.frames``).
     """
-    found, visit = list[Frame](), ""
+    frames, visit = list[Frame](), ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code is run_step.__code__:
             step, agent, ctx = (frame.f_locals[name] for name in ("step", "agent", "ctx"))
             visit = f"{getattr(step, '__name__', 'a step')} of {agent.id} in round {ctx.round}"
-        found.append(Frame(frame.f_code.co_filename, line, frame.f_code.co_name, visit))
-    return [*found, *getattr(error.__cause__, "frames", ())]
+        frames.append(Frame(frame.f_code.co_filename, line, frame.f_code.co_name, visit))
+    return [*frames, *getattr(error.__cause__, "frames", ())]
 
 
 #: Kind, key and name of each plug-in, as in ``experiment/plugin_names.py``.
@@ -61,10 +61,10 @@ def plugin_errors(
     except (UserError, AccountingError, passing):
         raise
     except Exception as error:
-        said = _describe(error, named)
-        if said is None:
+        description = _describe(error, named)
+        if description is None:
             raise
-        raise PluginError(said + (keep(error) if keep else "")) from error
+        raise PluginError(description + (keep(error) if keep else "")) from error
 
 
 def _describe(error: Exception, named: Named) -> str | None:
@@ -73,13 +73,15 @@ def _describe(error: Exception, named: Named) -> str | None:
     frames = frames_of(error)
     files = {os.path.realpath(frame.file) for frame in frames}
     for kind, key, name in named:
-        own = {os.path.realpath(p): short for short, p in plugins.files_of(kind, name).items()}
-        if not own.keys() & files:
+        paths = {
+            os.path.realpath(path): short for short, path in plugins.files_of(kind, name).items()
+        }
+        if not paths.keys() & files:
             continue
-        at = [frame for frame in frames if os.path.realpath(frame.file) in own][-1]
-        visit = f", {at.visit}" if at.visit else ""
+        last = [frame for frame in frames if os.path.realpath(frame.file) in paths][-1]
+        visit = f", {last.visit}" if last.visit else ""
         return (
-            f"{key} {name} fails in {at.function} ({own[os.path.realpath(at.file)]}, line "
-            f"{at.line}){visit}: {type(error).__name__}: {first_line(error)}"
+            f"{key} {name} fails in {last.function} ({paths[os.path.realpath(last.file)]}, line "
+            f"{last.line}){visit}: {type(error).__name__}: {first_line(error)}"
         )
     return None

@@ -84,11 +84,11 @@ def errors_without_rows(what: str) -> Iterator[None]:
 
 def error_without_rows(what: str, error: Exception) -> PrivacyError:
     """Return an error that names the place of another, without its text."""
-    at = traceback.extract_tb(error.__traceback__)[-1]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     return PrivacyError(
-        f"{what} fails on labelled rows: {type(error).__name__} in {at.name} "
-        f"({PurePath(at.filename).name}, line {at.lineno}). The text of the error is withheld, "
-        "because it may show rows. Try that code on made-up rows, of all classes"
+        f"{what} fails on labelled rows: {type(error).__name__} in {frame.name} "
+        f"({PurePath(frame.filename).name}, line {frame.lineno}). The text of the error is "
+        "withheld, because it may show rows. Try that code on made-up rows, of all classes"
     )
 
 
@@ -165,10 +165,10 @@ def record_release(mechanism: Mechanism, name: str, value: Mapping[str, Tensor] 
 def is_release(made: Made, event: Event, name: str, sent: Any) -> bool:
     """Return whether a field has exactly the bits that a mechanism released for it, under this
     event."""
-    paid, ours = made.get(name, (None, {}))
-    theirs = _tensors(sent)
-    return paid == event and ours.keys() == theirs.keys() and all(
-        _same_bits(ours[n], theirs[n]) for n in ours
+    charged, released = made.get(name, (None, {}))
+    tensors = _tensors(sent)
+    return charged == event and released.keys() == tensors.keys() and all(
+        _same_bits(released[n], tensors[n]) for n in released
     )  # fmt: skip
 
 
@@ -176,9 +176,9 @@ def _tensors(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {"": value}
 
 
-def _same_bits(one: Tensor, other: Any) -> bool:
+def _same_bits(tensor: Tensor, other: Any) -> bool:
     """Return whether the bits are equal, also of NaN: training may diverge."""
-    if not isinstance(other, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
+    if not isinstance(other, Tensor) or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
         return False
-    a, b = (t.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for t in (one, other))
+    a, b = (t.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for t in (tensor, other))
     return torch.equal(a, b)

@@ -29,16 +29,16 @@ def to_sparse(weights: StateDict, sent: Mapping[str, Tensor]) -> dict[str, Tenso
     """
     if not weights:
         return {}
-    where = torch.cat([sent[name].reshape(-1) for name in weights]).cpu().numpy()
+    mask = torch.cat([sent[name].reshape(-1) for name in weights]).cpu().numpy()
     flat = torch.cat([weight.reshape(-1) for weight in weights.values()])
-    places = torch.from_numpy(np.flatnonzero(where))  # three times as fast as torch's own
-    found = {"values": flat.index_select(0, places.to(flat.device))}
-    entries, count = len(where), len(places)
+    positions = torch.from_numpy(np.flatnonzero(mask))  # three times as fast as torch's own
+    sparse = {"values": flat.index_select(0, positions.to(flat.device))}
+    entries, count = len(mask), len(positions)
     if count == entries:
-        return found
+        return sparse
     if 4 * count <= -(-entries // 8):
-        return {**found, "indices": places.to(torch.int32)}
-    return {**found, "bits": torch.from_numpy(np.packbits(where, bitorder="little"))}
+        return {**sparse, "indices": positions.to(torch.int32)}
+    return {**sparse, "bits": torch.from_numpy(np.packbits(mask, bitorder="little"))}
 
 
 def from_sparse(held: StateDict, sparse: StateDict) -> dict[str, Tensor]:
@@ -53,16 +53,16 @@ def from_sparse(held: StateDict, sparse: StateDict) -> dict[str, Tensor]:
     if values is None or values.dim() != 1 or values.dtype != flat.dtype:
         raise MessageError(f"sparse weights lack values of {flat.dtype}. {ADVICE}")
     if sparse.keys() == {"values"}:
-        where = torch.arange(len(flat))
+        positions = torch.arange(len(flat))
     elif sparse.keys() == {"values", "indices"}:
-        where = _check_indices(sparse["indices"], len(flat))
+        positions = _check_indices(sparse["indices"], len(flat))
     elif sparse.keys() == {"values", "bits"}:
-        where = _read_bits(sparse["bits"], len(flat))
+        positions = _read_bits(sparse["bits"], len(flat))
     else:
         raise MessageError(f"sparse weights have {', '.join(sparse)}. {ADVICE}")
-    if len(where) != len(values):
-        raise MessageError(f"{len(values)} values for {len(where)} places. {ADVICE}")
-    flat.index_copy_(0, where.to(flat.device), values)
+    if len(positions) != len(values):
+        raise MessageError(f"{len(values)} values for {len(positions)} places. {ADVICE}")
+    flat.index_copy_(0, positions.to(flat.device), values)
     parts = torch.split(flat, [weight.numel() for weight in held.values()])
     return {
         name: part.view(weight.shape)
@@ -74,18 +74,18 @@ ADVICE = "Its sender has other weights than the receiver, or is malicious (leave
 
 
 def _check_indices(indices: Tensor, entries: int) -> Tensor:
-    places = indices.long()
-    if indices.dtype != torch.int32 or indices.dim() != 1 or (places.diff() <= 0).any():
+    positions = indices.long()
+    if indices.dtype != torch.int32 or indices.dim() != 1 or (positions.diff() <= 0).any():
         raise MessageError(f"indices of sparse weights are not ascending int32. {ADVICE}")
-    if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < entries:
+    if len(positions) and not 0 <= int(positions[0]) <= int(positions[-1]) < entries:
         raise MessageError(f"an index of sparse weights is outside of {entries}. {ADVICE}")
-    return places
+    return positions
 
 
 def _read_bits(bits: Tensor, entries: int) -> Tensor:
     if bits.dtype != torch.uint8 or bits.shape != (-(-entries // 8),):
         raise MessageError(f"bits of sparse weights do not fit {entries} entries. {ADVICE}")
-    read = np.unpackbits(bits.cpu().numpy(), bitorder="little")
-    if read[entries:].any():
+    unpacked = np.unpackbits(bits.cpu().numpy(), bitorder="little")
+    if unpacked[entries:].any():
         raise MessageError(f"bits of sparse weights lie beyond {entries} entries. {ADVICE}")
-    return torch.from_numpy(np.flatnonzero(read.view(bool)[:entries]))
+    return torch.from_numpy(np.flatnonzero(unpacked.view(bool)[:entries]))

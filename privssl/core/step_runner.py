@@ -56,10 +56,10 @@ class ChargedRows(LabelledRows):
         ``who``: the reader, for errors; ``sealed``: whether only the private mechanism may read
         rows and labels; ``counted``: whether their number is public.
         """
-        own = {
+        attributes = {
             "_rows": rows, "_paid": paid, "_who": who, "_sealed": sealed, "_counted": counted,
         }  # fmt: skip
-        for name, value in own.items():
+        for name, value in attributes.items():
             object.__setattr__(self, name, value)
 
     def __getattribute__(self, name: str) -> Any:
@@ -96,66 +96,70 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
             contains a value that is not a tensor.
         RuntimeError: it wrote into a tensor of the agent's memory or rows.
     """
-    account, before, here = agent.account, agent.memory, True
-    who = f"{getattr(step, '__name__', 'a step')} of {agent.id}"
-    visits, on_disk = (0, 0) if account is None else (account.visits(), account.paid_visits())
+    account, memory, running = agent.account, agent.memory, True
+    visit = f"{getattr(step, '__name__', 'a step')} of {agent.id}"
+    visits_before = 0 if account is None else account.visits()
+    paid_before = 0 if account is None else account.paid_visits()
 
     def paid() -> bool:
-        return here and account is not None and account.paid_visits() > on_disk
+        return running and account is not None and account.paid_visits() > paid_before
 
     labelled = agent.held_labelled
     sealed = account is not None and account.plan.scope == "sound"
     if account is not None and labelled is not None:
         labelled = ChargedRows(
-            labelled, paid, who, sealed=sealed,
+            labelled, paid, visit, sealed=sealed,
             counted=account.plan.record_counts == "public",
         )  # fmt: skip
-    lent: Memory = MappingProxyType(before)
-    seen = Agent(
+    view: Memory = MappingProxyType(memory)
+    copy = Agent(
         id=agent.id, location=agent.location, held_labelled=labelled,
-        held_unlabelled=agent.held_unlabelled, account=account, memory=lent,
+        held_unlabelled=agent.held_unlabelled, account=account, memory=view,
     )  # fmt: skip
-    written, rows = _versions(before), _versions(_rows(agent))
+    memory_versions, row_versions = _versions(memory), _versions(_rows(agent))
     try:
         with (
             watch_mechanisms(sealed=sealed) as made,
             _repeatable(step, ctx),
-            _without_texts(step, who, paid),
+            _without_texts(step, visit, paid),
         ):
-            content = step(seen, message, ctx)
-        charged = () if account is None else account.events[visits:]
+            content = step(copy, message, ctx)
+        charged = () if account is None else account.events[visits_before:]
     finally:
-        here = False
+        running = False
     if not isinstance(content, Message):
-        raise TypeError(f"{who} returned {type(content).__name__}. Return a Message, or Declined")
+        raise TypeError(f"{visit} returned {type(content).__name__}. Return a Message, or Declined")
     if changed := [
-        name for name, number in _versions(_rows(agent)).items() if number != rows[name]
+        name for name, number in _versions(_rows(agent)).items() if number != row_versions[name]
     ]:
         raise RuntimeError(
-            f"{who} wrote into its rows ({', '.join(changed)}), which later rounds read. Work on a "
-            "copy: x.clone()"
+            f"{visit} wrote into its rows ({', '.join(changed)}), which later rounds read. Work on "
+            "a copy: x.clone()"
         )
-    if lost := sorted(vars(seen).keys() - vars(agent).keys()):
+    if added := sorted(vars(copy).keys() - vars(agent).keys()):
         raise TypeError(
-            f"{who} set agent.{', agent.'.join(lost)}, which its next visit does not have. Assign "
-            "agent.memory, a mapping of tensors"
+            f"{visit} set agent.{', agent.'.join(added)}, which its next visit does not have. "
+            "Assign agent.memory, a mapping of tensors"
         )
-    if changed := [name for name, version in _versions(before).items() if version != written[name]]:
+    if changed := [
+        name for name, version in _versions(memory).items() if version != memory_versions[name]
+    ]:
         raise RuntimeError(
-            f"{who} wrote into the agent's memory ({', '.join(changed)}). Assign agent.memory "
+            f"{visit} wrote into the agent's memory ({', '.join(changed)}). Assign agent.memory "
             "a new mapping of new tensors"
         )
-    memory_changed = seen.memory is not lent
+    memory_changed = copy.memory is not view
     if account is not None and charged:
-        _refuse_unplanned_release(who, account.plan, charged, content, ctx, memory_changed, made)
+        _refuse_unplanned_release(visit, account.plan, charged, content, ctx, memory_changed, made)
     if memory_changed:
-        if not isinstance(seen.memory, Mapping):
-            what = type(seen.memory).__name__
-            raise TypeError(f"{who}: agent.memory is a {what}. Assign a mapping of tensors")
-        held = seen.memory if isinstance(seen.memory, dict) else {}  # tensors in files are not read
-        if strange := [name for name, value in held.items() if not isinstance(value, Tensor)]:
-            raise TypeError(f"{who}: agent.memory has {', '.join(strange)}, which is no tensor")
-        agent.memory = seen.memory
+        if not isinstance(copy.memory, Mapping):
+            kind = type(copy.memory).__name__
+            raise TypeError(f"{visit}: agent.memory is a {kind}. Assign a mapping of tensors")
+        # Tensors in files are not read.
+        entries = copy.memory if isinstance(copy.memory, dict) else {}
+        if invalid := [name for name, value in entries.items() if not isinstance(value, Tensor)]:
+            raise TypeError(f"{visit}: agent.memory has {', '.join(invalid)}, which is no tensor")
+        agent.memory = copy.memory
     return content
 
 
@@ -164,17 +168,17 @@ def _rows(agent: Agent) -> dict[str, Tensor]:
     labelled = agent.held_labelled if agent.account is None else None
     return {
         f"{kind}.{name}": tensor
-        for kind, held in (("labelled", labelled), ("unlabelled", agent.held_unlabelled))
+        for kind, rows in (("labelled", labelled), ("unlabelled", agent.held_unlabelled))
         for name in ("x", "y", "ids")
-        if isinstance(tensor := getattr(held, name, None), Tensor) and not tensor.is_inference()
+        if isinstance(tensor := getattr(rows, name, None), Tensor) and not tensor.is_inference()
     }
 
 
 @contextmanager
 def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
     """Seed the generators of libraries for plug-in steps; engines seed torch."""
-    home = type(getattr(step, "__self__", None)).__module__
-    if home.partition(".")[0] in ("privssl", "builtins"):
+    module = type(getattr(step, "__self__", None)).__module__
+    if module.partition(".")[0] in ("privssl", "builtins"):
         yield
         return
     with others_seeded(ctx.rng("numpy")):
@@ -203,7 +207,7 @@ def _versions(memory: Memory) -> dict[str, int]:
 
 
 def _refuse_unplanned_release(
-    who: str, plan: AccountPlan, charged: Sequence[Event], content: Message, ctx: Context,
+    visit: str, plan: AccountPlan, charged: Sequence[Event], content: Message, ctx: Context,
     memory_changed: bool, made: Made,
 ) -> None:  # fmt: skip
     """Raise PrivacyError if a charged step sends more than its plan names."""
@@ -211,9 +215,9 @@ def _refuse_unplanned_release(
     protected = [name for name in sent if name in plan.protect]
     unprotected = [n for n in protected if not is_release(made, plan.event, n, vars(content)[n])]
     missing = [name for name in plan.update if name not in sent and plan.scope == "sound"]
-    found = [
-        what
-        for what, wrong in (
+    problems = [
+        problem
+        for problem, applies in (
             ("it declines", isinstance(content, Declined)),
             (f"it sends {', '.join(sent)}", not set(sent) <= set(plan.update)),
             (f"it sends no {', '.join(missing)}", bool(missing)),
@@ -224,11 +228,11 @@ def _refuse_unplanned_release(
             (f"it logs {', '.join(ctx.metrics)}", bool(ctx.metrics)),
             ("it changes its memory", memory_changed and plan.scope == "sound"),
         )
-        if wrong
+        if applies
     ]
-    if found:
+    if problems:
         raise PrivacyError(
-            f"{who} read rows with an account, and {' and '.join(found)}. The claim covers only "
-            f"{', '.join(plan.update)}, as private training or a census made it, with weight 1. "
-            "Nothing was sent; the step stays charged"
+            f"{visit} read rows with an account, and {' and '.join(problems)}. The claim covers "
+            f"only {', '.join(plan.update)}, as private training or a census made it, with weight "
+            "1. Nothing was sent; the step stays charged"
         )

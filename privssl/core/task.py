@@ -61,16 +61,16 @@ class Context:
         """
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if not isinstance(number, int | float | np.number):
-            what = type(value).__name__
-            raise TypeError(f"log_metric got a {what} for {name}. Give a number, such as a mean")
+            kind = type(value).__name__
+            raise TypeError(f"log_metric got a {kind} for {name}. Give a number, such as a mean")
         if self.telemetry:
             self.metrics[name] = number if isinstance(number, int) else float(number)
 
     def pseudo_labels(self, ids: Tensor, probs: Tensor, kept: Tensor | None = None) -> None:
         """Report pseudo-labels for coverage and accuracy: ids (B,), probs (B, C), kept (B,)."""
         if self.telemetry and self.meter is not None:
-            everyone = torch.ones(len(ids), dtype=torch.bool)
-            self.meter.observe(ids, probs.argmax(dim=1).cpu(), everyone if kept is None else kept)
+            all_rows = torch.ones(len(ids), dtype=torch.bool)
+            self.meter.observe(ids, probs.argmax(dim=1).cpu(), all_rows if kept is None else kept)
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,11 @@ class FederatedDataset:
         """
         if not private:
             return self.true_labels
-        found = torch.full_like(self.true_labels, NO_LABEL)
-        held = [holding.unlabelled for holding in self.manifest.agents.values()]
-        ids = torch.tensor([*chain.from_iterable(held)], dtype=torch.int64)
-        found[ids] = self.true_labels[ids]
-        return found
+        labels = torch.full_like(self.true_labels, NO_LABEL)
+        unlabelled = [holding.unlabelled for holding in self.manifest.agents.values()]
+        ids = torch.tensor([*chain.from_iterable(unlabelled)], dtype=torch.int64)
+        labels[ids] = self.true_labels[ids]
+        return labels
 
 
 def build(
@@ -89,39 +89,39 @@ def build(
     if data.test is not None:
         rng = randomness.stream(seed, 0, "world", "split test")
         dataset = redraw_test_rows(dataset, data.test, rng)
-    who = holders(data.labels, agents)
+    roles = holders(data.labels, agents)
     # Hashing takes half of the time, and runs in parallel.
-    with ThreadPoolExecutor(1) as beside:
-        digest = beside.submit(checksum, dataset)
+    with ThreadPoolExecutor(1) as executor:
+        digest = executor.submit(checksum, dataset)
         split: Split | Manifest
         if dataset.held is not None:
-            split = _given(data, who, dataset)
+            split = _given(data, roles, dataset)
         elif data.split:
-            split = _replay(data, who, dataset, digest.result(), labelled_is_declared)
+            split = _replay(data, roles, dataset, digest.result(), labelled_is_declared)
         else:
-            split = draw_split(data, who, seed, dataset)
+            split = draw_split(data, roles, seed, dataset)
         holdings = split.agents.values()
         ids = [split.validation, *(ids for h in holdings for ids in (h.labelled, h.unlabelled))]
         rows = HeldRows(
             dataset.x_train, dataset.unencoded, chain.from_iterable(ids), dataset.records
         )  # fmt: skip
         # # in natural order, not the file's
-        held = tuple(
+        all_agents = tuple(
             _agent(
-                name, split.agents.get(name, AgentRows((), ())), name in who.labelled, rows,
+                name, split.agents.get(name, AgentRows((), ())), name in roles.labelled, rows,
                 dataset.y_train,
             )
-            for name in who.everyone
+            for name in roles.everyone
         )  # fmt: skip
         validation = None
         if split.validation:
             validation = labelled_rows(split.validation, rows, dataset.y_train)
     if not isinstance(split, Manifest):
         split = _manifest(split, data, seed, dataset, digest.result())
-    rest, labels = _without_training_rows(dataset), dataset.y_train.clone()
-    if not labelled_is_declared and _is_one_standardised(dataset, held):
-        rest = dataclasses.replace(rest, standardised=True)
-    return FederatedDataset(rest, held, validation, labels, split)
+    stripped, labels = _without_training_rows(dataset), dataset.y_train.clone()
+    if not labelled_is_declared and _is_one_standardised(dataset, all_agents):
+        stripped = dataclasses.replace(stripped, standardised=True)
+    return FederatedDataset(stripped, all_agents, validation, labels, split)
 
 
 def _is_one_standardised(dataset: Dataset, agents: Sequence[Agent]) -> bool:
@@ -133,9 +133,9 @@ def _is_one_standardised(dataset: Dataset, agents: Sequence[Agent]) -> bool:
         return False
     for agent in agents:
         if agent.held_labelled is not None:
-            mine = agent.held_labelled.x.numpy()
-            rest = [] if agent.held_unlabelled is None else [agent.held_unlabelled.x.numpy()]
-            if are_standardised(mine) or are_standardised(mine, *rest):
+            labelled = agent.held_labelled.x.numpy()
+            unlabelled = [] if agent.held_unlabelled is None else [agent.held_unlabelled.x.numpy()]
+            if are_standardised(labelled) or are_standardised(labelled, *unlabelled):
                 return True
     return False
 
@@ -143,9 +143,9 @@ def _is_one_standardised(dataset: Dataset, agents: Sequence[Agent]) -> bool:
 def test_rows_only(data: DataSettings, seed: int) -> FederatedDataset:
     """Load only test rows, for a coordinator whose agents are sites."""
     dataset = load_dataset(data)
-    empty = _manifest(Split({}, ()), data, seed, dataset, checksum(dataset))
-    rest = _without_training_rows(dataset)
-    return FederatedDataset(rest, (), None, dataset.y_train.clone(), empty)
+    manifest = _manifest(Split({}, ()), data, seed, dataset, checksum(dataset))
+    stripped = _without_training_rows(dataset)
+    return FederatedDataset(stripped, (), None, dataset.y_train.clone(), manifest)
 
 
 def _manifest(
@@ -166,8 +166,8 @@ def _without_training_rows(dataset: Dataset) -> Dataset:
     x_test, raw = dataset.x_test, dataset.unencoded
     if raw is not None:
         x_test, raw = raw.encode(raw.test), dataclasses.replace(raw, train=(), test=())
-    none = dataset.x_train[:0].clone()
-    return dataclasses.replace(dataset, x_train=none, x_test=x_test, unencoded=raw, records=None)
+    empty = dataset.x_train[:0].clone()
+    return dataclasses.replace(dataset, x_train=empty, x_test=x_test, unencoded=raw, records=None)
 
 
 def class_counts(
@@ -178,11 +178,11 @@ def class_counts(
     Uses the true labels, so only for the owner of the experiment. Agents without rows of a kind, or
     with rows of unknown class, are left out.
     """
-    held, y = federated_data.manifest.agents.items(), federated_data.true_labels
-    known = {a: h.unlabelled for a, h in held if (y[list(h.unlabelled)] != NO_LABEL).all()}
+    holdings, y = federated_data.manifest.agents.items(), federated_data.true_labels
+    unlabelled = {a: h.unlabelled for a, h in holdings if (y[list(h.unlabelled)] != NO_LABEL).all()}
     return (
-        {a: class_counts_of(federated_data, h.labelled) for a, h in held if h.labelled},
-        {a: class_counts_of(federated_data, ids) for a, ids in known.items() if ids},
+        {a: class_counts_of(federated_data, h.labelled) for a, h in holdings if h.labelled},
+        {a: class_counts_of(federated_data, ids) for a, ids in unlabelled.items() if ids},
     )
 
 
@@ -194,21 +194,21 @@ def class_counts_of(federated_data: FederatedDataset, ids: Sequence[int]) -> NDA
 
 def agent_refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:
     """Return every agent of a config with its role."""
-    who = holders(labels, agents)
+    roles = holders(labels, agents)
     kinds = {(True, False): "support", (False, True): "query", (True, True): "mixed"}
     return tuple(
         AgentRef(name, "server", AgentLocation.SERVER) if name == SERVER
-        else AgentRef(name, kinds[name in who.labelled, name in who.unlabelled])
-        for name in who.everyone
+        else AgentRef(name, kinds[name in roles.labelled, name in roles.unlabelled])
+        for name in roles.everyone
     )  # fmt: skip
 
 
-def _agent(name: str, holding: AgentRows, labels: bool, rows: HeldRows, y: Tensor) -> Agent:
+def _agent(name: str, holding: AgentRows, has_labels: bool, rows: HeldRows, y: Tensor) -> Agent:
     unlabelled = unlabelled_rows(holding.unlabelled, rows) if holding.unlabelled else None
     return Agent(
         id=name,
         location=AgentLocation.SERVER if name == SERVER else AgentLocation.EDGE,
-        held_labelled=labelled_rows(holding.labelled, rows, y) if labels else None,
+        held_labelled=labelled_rows(holding.labelled, rows, y) if has_labels else None,
         held_unlabelled=unlabelled,
     )
 
@@ -236,34 +236,34 @@ def labelled_rows(held: tuple[int, ...], rows: HeldRows, labels: Tensor) -> Labe
 
 def _rules(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the partition's settings; those of labelled rows default to the others."""
-    own = {name: settings.get(name) for name in ("partition", "alpha", "k", "stratified")}
-    before = "" if settings.get("labelled_partition") is None else "labelled_"
-    of_labels = {f"labelled_{n}": settings.get(f"{before}{n}") for n in ("partition", "alpha", "k")}
-    return own | of_labels
+    rules = {name: settings.get(name) for name in ("partition", "alpha", "k", "stratified")}
+    prefix = "" if settings.get("labelled_partition") is None else "labelled_"
+    labelled = {f"labelled_{n}": settings.get(f"{prefix}{n}") for n in ("partition", "alpha", "k")}
+    return rules | labelled
 
 
-def _given(data: DataSettings, who: RoleAssignment, dataset: Dataset) -> Split:
+def _given(data: DataSettings, roles: RoleAssignment, dataset: Dataset) -> Split:
     """Return the data set's own split. Raises DataError if the settings require another."""
     assert dataset.held is not None
-    there, expected = set(dataset.held), set(who.everyone)
-    if there != expected or data.split or data.validation:
-        extra = "data.split and data.validation can divide them no more"
+    actual, expected = set(dataset.held), set(roles.everyone)
+    if actual != expected or data.split or data.validation:
+        reason = "data.split and data.validation can divide them no more"
         raise DataError(
-            f"data gives rows to {_names(there)}, and the config has {_names(expected)} ("
-            f"{extra}). Leave these settings out"
+            f"data gives rows to {_names(actual)}, and the config has {_names(expected)} ("
+            f"{reason}). Leave these settings out"
         )
     return Split({agent: AgentRows(*ids) for agent, ids in dataset.held.items()}, ())
 
 
 def _replay(
-    data: DataSettings, who: RoleAssignment, dataset: Dataset, digest: str,
+    data: DataSettings, roles: RoleAssignment, dataset: Dataset, digest: str,
     labelled_is_declared: bool,
 ) -> Manifest:  # fmt: skip
     """Read the split from a file. Raises DataError unless data, agents and numbers of rows fit."""
     split = manifests.read_manifest(expand_path("split", data.split))
     split.check(dataset, digest)
-    _check_agents(data, split, "labelled", who.labelled, some_may_have_none=labelled_is_declared)
-    _check_agents(data, split, "unlabelled", who.unlabelled)
+    _check_agents(data, split, "labelled", roles.labelled, some_may_have_none=labelled_is_declared)
+    _check_agents(data, split, "unlabelled", roles.unlabelled)
     counts: dict[str, tuple[int | None, int]] = {
         "labelled": (data.labelled, sum(len(h.labelled) for h in split.agents.values())),
         "unlabelled": (data.unlabelled, sum(len(h.unlabelled) for h in split.agents.values())),
@@ -271,17 +271,17 @@ def _replay(
     }
     if labelled_is_declared:
         del counts["labelled"]
-    for key, (asked, there) in counts.items():
-        if asked is not None and asked != there:
+    for key, (requested, actual) in counts.items():
+        if requested is not None and requested != actual:
             raise DataError(
-                f"{data.split} has {there} {key} rows, but data.{key} is {asked}. "
-                f"Set data.{key} to {there}, or leave data.split out"
+                f"{data.split} has {actual} {key} rows, but data.{key} is {requested}. "
+                f"Set data.{key} to {actual}, or leave data.split out"
             )
-    drawn, default = _rules(split.settings), _rules(dataclasses.asdict(DataSettings()))
+    recorded, defaults = _rules(split.settings), _rules(dataclasses.asdict(DataSettings()))
     for rule, value in _rules(dataclasses.asdict(data)).items():
-        if value not in (drawn[rule], default[rule]):
+        if value not in (recorded[rule], defaults[rule]):
             raise DataError(
-                f"data.{rule} is {value}, but {data.split} was drawn with {drawn[rule]}. Leave "
+                f"data.{rule} is {value}, but {data.split} was drawn with {recorded[rule]}. Leave "
                 f"data.{rule} out, or leave data.split out to draw a new split"
             )
     return split
@@ -291,10 +291,10 @@ def _check_agents(
     data: DataSettings, split: Manifest, kind: str, expected: tuple[str, ...], *,
     some_may_have_none: bool = False,
 ) -> None:  # fmt: skip
-    there = {agent for agent, holding in split.agents.items() if getattr(holding, kind)}
-    if there != set(expected) and not (some_may_have_none and there < set(expected)):
+    actual = {agent for agent, holding in split.agents.items() if getattr(holding, kind)}
+    if actual != set(expected) and not (some_may_have_none and actual < set(expected)):
         raise DataError(
-            f"{data.split} gives {kind} rows to {_names(there)}, but the config (data.labels "
+            f"{data.split} gives {kind} rows to {_names(actual)}, but the config (data.labels "
             f"{data.labels}) to {_names(expected)}. Change agents, or leave data.split out"
         )
 

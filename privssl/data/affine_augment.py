@@ -59,8 +59,8 @@ class Augmentation:
         chance = torch.rand(len(x), 10, generator=rng)  # in [0, 1)
         view: Tensor = batched_call(_views, {"x": x, "chance": chance}, self)
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
-        form = torch.channels_last if channels_last else torch.contiguous_format
-        return view.contiguous(memory_format=form)
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        return view.contiguous(memory_format=memory_format)
 
     def flipping(self, flip: bool) -> "Augmentation":
         """Return the same strengths, with or without mirroring."""
@@ -78,29 +78,29 @@ AUGMENTATIONS = {
 }
 
 
-def _views(fields: Mapping[str, Tensor], how: Augmentation) -> Tensor:
+def _views(fields: Mapping[str, Tensor], strengths: Augmentation) -> Tensor:
     """Return a view of each row x (B, Ch, H, W), from its random numbers "chance" (B, 10) in [0,
     1)."""
     x = fields["x"]
     chance = fields["chance"].to(x.device)
-    either_way = 2 * chance - 1  # (B, 10) in [-1, 1)
+    signed = 2 * chance - 1  # (B, 10) in [-1, 1)
     height, width = x.shape[2:]
     view = x
-    if how.flip or how.crop:
-        reach = torch.tensor([int(how.crop * side) for side in (height, width)])
-        reach = reach.to(x.device)  # whole pixels; shifts are uniform in -reach..reach
-        shift = (chance[:, 7:9] * (2 * reach + 1)).long() - reach
-        view = move_mirrored(view, shift, flipped=(chance[:, 9] < 0.5) & how.flip)
-    if how.rotation or how.scale or how.shear or how.shift:
+    if strengths.flip or strengths.crop:
+        max_shift = torch.tensor([int(strengths.crop * side) for side in (height, width)])
+        max_shift = max_shift.to(x.device)  # pixels; shifts are uniform in -max_shift..max_shift
+        shift = (chance[:, 7:9] * (2 * max_shift + 1)).long() - max_shift
+        view = move_mirrored(view, shift, flipped=(chance[:, 9] < 0.5) & strengths.flip)
+    if strengths.rotation or strengths.scale or strengths.shear or strengths.shift:
         maps = affine(
-            angle=either_way[:, 0] * how.rotation,
-            zoom=1 + either_way[:, 1] * how.scale,
-            shear=either_way[:, 2] * how.shear,
-            shift=either_way[:, 3:5] * how.shift,
+            angle=signed[:, 0] * strengths.rotation,
+            zoom=1 + signed[:, 1] * strengths.scale,
+            shear=signed[:, 2] * strengths.shear,
+            shift=signed[:, 3:5] * strengths.shift,
             aspect=height / width,
         )
         view = warp(view, maps)
-    return cut_out(view, how.cutout, chance[:, 5:7]) if how.cutout else view
+    return cut_out(view, strengths.cutout, chance[:, 5:7]) if strengths.cutout else view
 
 
 def affine(*, angle: Tensor, zoom: Tensor, shear: Tensor, shift: Tensor, aspect: float) -> Tensor:
@@ -119,8 +119,8 @@ def affine(*, angle: Tensor, zoom: Tensor, shear: Tensor, shift: Tensor, aspect:
     Returns:
         (B, 2, 3): rows x and y of the image; columns x, y and 1 of the view.
     """
-    turn = torch.deg2rad(angle)
-    cos, sin = turn.cos() / zoom, turn.sin() / zoom
+    radians = torch.deg2rad(angle)
+    cos, sin = radians.cos() / zoom, radians.sin() / zoom
     xx, xy = cos - shear * sin, (-sin - shear * cos) * aspect
     yx, yy = sin / aspect, cos
     down, right = 2 * shift[:, 0], 2 * shift[:, 1]
@@ -191,9 +191,9 @@ def cut_out(x: Tensor, share: float, place: Tensor) -> Tensor:
         place: (B, 2) in [0, 1): its position from the top and from the left.
     """
     inside = []
-    for side, where in zip(x.shape[2:], place.unbind(dim=1), strict=True):
+    for side, position in zip(x.shape[2:], place.unbind(dim=1), strict=True):
         length = round(share * side)
-        start = (where * (side - length + 1)).long()[:, None]  # (B, 1) in 0..side - length
+        start = (position * (side - length + 1)).long()[:, None]  # (B, 1) in 0..side - length
         pixel = torch.arange(side, device=x.device)
         inside.append((pixel >= start) & (pixel < start + length))  # (B, side)
     hole = inside[0][:, None, :, None] & inside[1][:, None, None, :]  # (B, 1, H, W)

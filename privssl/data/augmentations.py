@@ -51,8 +51,8 @@ class View:
             return contrast_and_grey(CROP.flipping(self.flip)(x, rng), rng)
         if self.name in _PLAIN:
             return _PLAIN[self.name].flipping(self.flip)(x, rng)
-        seen: Tensor = RANDAUGMENTS[self.name](View(self.under, self.flip)(x, rng), rng)
-        return seen
+        augmented: Tensor = RANDAUGMENTS[self.name](View(self.under, self.flip)(x, rng), rng)
+        return augmented
 
 
 def contrast_and_grey(x: Tensor, rng: torch.Generator) -> Tensor:
@@ -67,8 +67,8 @@ def contrast_and_grey(x: Tensor, rng: torch.Generator) -> Tensor:
         luma = x.mean(dim=1, keepdim=True)
     middle = luma.mean(dim=(1, 2, 3), keepdim=True)
     factor = (1 + CONTRAST * (2 * chance[:, 0] - 1)).view(-1, 1, 1, 1)
-    seen = torch.where((chance[:, 1] < GREY).view(-1, 1, 1, 1), luma.expand_as(x), x)
-    return (middle + factor * (seen - middle)).clamp_(-1.0, 1.0)
+    greyed = torch.where((chance[:, 1] < GREY).view(-1, 1, 1, 1), luma.expand_as(x), x)
+    return (middle + factor * (greyed - middle)).clamp_(-1.0, 1.0)
 
 
 def view(name: str, x: Tensor, rng: torch.Generator, *, flip: bool, under: str = "crop") -> Tensor:

@@ -51,8 +51,8 @@ def canonical(x: Origin) -> Iterator[bytes]:
     """
     if not isinstance(x, Tensor):
         for text in x:  # normalise typing and spaces
-            while (plain := html.unescape(text)) != text:  # tweets are read likewise
-                text = plain
+            while (unescaped := html.unescape(text)) != text:  # tweets are read likewise
+                text = unescaped
             yield b"text " + " ".join(unicodedata.normalize("NFC", text).split()).encode()
         return
     for start in range(0, len(x) if x.dim() < 4 else 0, CHUNK):
@@ -79,11 +79,11 @@ def _levels(x: NDArray[Any]) -> Iterator[NDArray[Any]]:
         yield from x
         return
     values = x.astype(np.float32)
-    below = (values < 0).any(axis=(1, 2, 3))
-    values[below] = (values[below] + 1) / 2
+    negative = (values < 0).any(axis=(1, 2, 3))
+    values[negative] = (values[negative] + 1) / 2
     scaled = values * 255
     levels = scaled.round()
-    whole = np.all(abs(scaled - levels) <= TOLERANCE, axis=(1, 2, 3))
+    near_integer = np.all(abs(scaled - levels) <= TOLERANCE, axis=(1, 2, 3))
     clear = np.ptp(scaled, axis=(1, 2, 3)) >= CONTRAST
-    for row, level, by_level in zip(values, levels, (whole | clear).tolist(), strict=True):
-        yield level.astype(np.uint8) if by_level else row
+    for row, level, as_levels in zip(values, levels, (near_integer | clear).tolist(), strict=True):
+        yield level.astype(np.uint8) if as_levels else row

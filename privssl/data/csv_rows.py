@@ -82,7 +82,7 @@ def read_texts(
     test = _no_rows(train) if classes else _read_part(root / "test.csv", label, (text,))
     return Texts(
         texts_of(train, text), _classes(train, names), texts_of(test, text),
-        _classes(test, names, known=True), names,
+        _classes(test, names, is_test=True), names,
     )  # fmt: skip
 
 
@@ -109,14 +109,14 @@ def read_sent140(root: Path) -> Texts:
             f"sent140: no {folder / 'train.csv'}. Put train.csv and test.csv there, with the "
             "columns label (0 negative, 1 positive) and text, or name their folder in data.root"
         )
-    found = read_texts(folder, text="text", label="label")
-    if found.class_names != ("0", "1"):
-        raise DataError(f"{folder}: labels are {', '.join(found.class_names)}, not 0 and 1")
-    clean = [tuple(map(clean_tweet, part)) for part in found[::2][:2]]
-    first = np.unique(np.array(clean[0], dtype=object), return_index=True)[1]
-    first.sort()
+    texts = read_texts(folder, text="text", label="label")
+    if texts.class_names != ("0", "1"):
+        raise DataError(f"{folder}: labels are {', '.join(texts.class_names)}, not 0 and 1")
+    cleaned = [tuple(map(clean_tweet, part)) for part in texts[::2][:2]]
+    indices = np.unique(np.array(cleaned[0], dtype=object), return_index=True)[1]
+    indices.sort()
     return Texts(
-        tuple(clean[0][i] for i in first), found.y_train[first], clean[1], found.y_test,
+        tuple(cleaned[0][i] for i in indices), texts.y_train[indices], cleaned[1], texts.y_test,
         TWEET_CLASSES,
     )  # fmt: skip
 
@@ -147,13 +147,13 @@ def read_table(
         DataError: a file or column is missing, or a value is no finite number.
     """
     declared = None if columns is None else read_columns(columns, label)
-    wanted = None if declared is None else tuple(declared)
-    others = f"Correct the columns in {columns}" if columns else "Give both files the same columns"
-    train = _read_part(root / "train.csv", label, wanted, COLUMNS, others, may_be_empty)
+    column_names = None if declared is None else tuple(declared)
+    advice = f"Correct the columns in {columns}" if columns else "Give both files the same columns"
+    train = _read_part(root / "train.csv", label, column_names, COLUMNS, advice, may_be_empty)
     scales = declared or scales_of(train)
     if classes:
         return table_of(train, _no_rows(train), scales, classes)
-    test = _read_part(root / "test.csv", label, tuple(scales), COLUMNS, others)
+    test = _read_part(root / "test.csv", label, tuple(scales), COLUMNS, advice)
     return table_of(train, test, scales)
 
 
@@ -177,7 +177,7 @@ def table_of(
                 "from the label.", train.path, column, ADVICE,
             )  # fmt: skip
     x_train, x_test = (numbers_of(part, scales) for part in (train, test))
-    y_train, y_test = _classes(train, names), _classes(test, names, known=True)
+    y_train, y_test = _classes(train, names), _classes(test, names, is_test=True)
     return Arrays(x_train, y_train, x_test, y_test, names, train.records, scales)
 
 
@@ -193,8 +193,8 @@ def part_of(
     of its rows."""
     fields = sorted(name for name in columns if name != label)
     labels = [value.strip() for value in columns.get(label, ())]
-    rest = {name: columns[name] for name in columns if name != label}
-    return Part(path, rest, labels, rows, _records(fields, columns), "row")
+    features = {name: columns[name] for name in columns if name != label}
+    return Part(path, features, labels, rows, _records(fields, columns), "row")
 
 
 def _records(fields: Sequence[str], columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -215,20 +215,20 @@ def read_new(path: Path, columns: Sequence[str], label: str | None) -> Part:
 
 
 def _read_part(
-    path: Path, label: str | None, wanted: Sequence[str] | None,
-    advice: str = f"{COLUMNS}, and data.text to that of texts", others: str = "",
+    path: Path, label: str | None, column_names: Sequence[str] | None,
+    advice: str = f"{COLUMNS}, and data.text to that of texts", other_advice: str = "",
     may_be_empty: bool = False,
 ) -> Part:  # fmt: skip
-    """Read one file; ``wanted``: its columns, all but the label if None. Raises DataError.
+    """Read one file; ``column_names``: its columns, all but the label if None. Raises DataError.
 
-    ``label``: None if the file needs no classes. ``advice``: for a missing column; ``others``: the
-    advice if the label's column exists.
+    ``label``: None if the file needs no classes. ``advice``: for a missing column;
+    ``other_advice``: that if the label's column exists.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
-            if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+            if len(header) == 1 and any(separator in header[0] for separator in ";\t|"):
                 raise DataError(
                     f"{path}: the first line is {header[0]!r}. Separate columns by commas"
                 )
@@ -251,18 +251,18 @@ def _read_part(
         ) from None
     if not header:
         raise DataError(f"{path} is empty. Give a line of column names, then a line for each row")
-    if twice := sorted({name for name in header if header.count(name) > 1}):
-        raise DataError(f"{path} has the column {twice[0]} twice. Rename one")
-    names = [name for name in header if name != label] if wanted is None else [*wanted]
+    if repeated := sorted({name for name in header if header.count(name) > 1}):
+        raise DataError(f"{path} has the column {repeated[0]} twice. Rename one")
+    names = [name for name in header if name != label] if column_names is None else [*column_names]
     needed = names if label is None else [label, *names]
-    if absent := [name for name in needed if name not in header]:
-        said = others if others and label in header else advice
+    if missing := [name for name in needed if name not in header]:
+        hint = other_advice if other_advice and label in header else advice
         raise DataError(
-            f"{path} has no column {', '.join(absent)}; it has {', '.join(header)}. {said}"
+            f"{path} has no column {', '.join(missing)}; it has {', '.join(header)}. {hint}"
         )
     if not (rows or may_be_empty):
         raise DataError(f"{path} has no rows. Give at least one")
-    by_name = {name: [row[place] for row in rows] for place, name in enumerate(header)}
+    by_name = {name: [row[index] for row in rows] for index, name in enumerate(header)}
     records = _records([n for n in sorted(header) if n != label], by_name)
     labels = [""] * len(rows) if label is None else [value.strip() for value in by_name[label]]
     return Part(path, {n: by_name[n] for n in names}, labels, lines, records)
@@ -277,32 +277,32 @@ def _class_names(train: Part) -> tuple[str, ...]:
     if len(names) < 2:
         raise DataError(f"{train.path} has {len(names)} classes in its label column. Give two")
     refuse_unprintable(train.path, names)
-    if alike := doubled(names):
+    if similar := doubled(names):
         log.warning(
-            "%s: %r and %r are two classes. Write them alike if they are one.", train.path, *alike
+            "%s: %r and %r are two classes. Write them alike if they are one.", train.path, *similar
         )
-    if odd := [name for name in names if is_absent(name)]:
-        rows = train.labels.count(odd[0])
+    if missing_words := [name for name in names if is_absent(name)]:
+        count = train.labels.count(missing_words[0])
         log.warning(
             "%s: %d rows have the label %s, which counts as a class. Leave the field empty where "
-            "a row has no label.", train.path, rows, odd[0],
+            "a row has no label.", train.path, count, missing_words[0],
         )  # fmt: skip
     return tuple(sorted(names, key=int) if all(n.isdecimal() for n in names) else names)
 
 
-def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[np.int64]:
-    """Return class numbers; ``known``: labels must occur in the training rows."""
+def _classes(part: Part, names: Sequence[str], is_test: bool = False) -> NDArray[np.int64]:
+    """Return class numbers; ``is_test``: labels must occur in the training rows."""
     numbers = {name: number for number, name in enumerate(names)} | {"": NO_LABEL}
     for value, line in zip(part.labels, part.lines, strict=True):
-        if known and not value:
+        if is_test and not value:
             raise DataError(
                 f"{part.path}, {part.unit} {line}: no label. Give each test row its class, or move "
                 "it to the training rows"
             )
         if class_number(value, numbers) is None:
-            why = "which no training row has" if known else "which is no declared class"
+            reason = "which no training row has" if is_test else "which is no declared class"
             raise DataError(
-                f"{part.path}, {part.unit} {line}: the label is {value!r}, {why}. Give one of "
+                f"{part.path}, {part.unit} {line}: the label is {value!r}, {reason}. Give one of "
                 f"{', '.join(names[:10])}"
             )
     return np.array([class_number(value, numbers) for value in part.labels], dtype=np.int64)
@@ -320,36 +320,36 @@ def scales_of(train: Part) -> dict[str, Scale]:
             category it would have one feature per number.
     """
     scales: dict[str, Scale] = {}
-    lacks = list[str]()
+    counts = list[str]()
     for name, values in train.columns.items():
         if not name.strip() or name.startswith("Unnamed: "):  # pandas' name of an unnamed column
             raise DataError(
                 f"{train.path} has a column without a name: row numbers of another program? Leave "
                 "it out (pandas: to_csv(index=False)), or name it"
             )
-        there = [(at, v) for at, v in enumerate(values) if not is_absent(v)]
-        if there and all(is_number(value) for _, value in there):
-            numbers = [_number(train, name, v, at) for at, v in there]
-            low, high, lacking = min(numbers), max(numbers), len(values) - len(there)
-            if low == high and not lacking:
+        present = [(index, v) for index, v in enumerate(values) if not is_absent(v)]
+        if present and all(is_number(value) for _, value in present):
+            numbers = [_number(train, name, v, index) for index, v in present]
+            low, high, absent = min(numbers), max(numbers), len(values) - len(present)
+            if low == high and not absent:
                 log.warning(
                     "%s: column %s is constant, so it has no information.", train.path, name
                 )
-            if len(values) >= FEW_ROWS and (odd := odd_numbers(numbers)):
-                log.warning("%s: column %s %s.", train.path, name, odd)
+            if len(values) >= FEW_ROWS and (warning := odd_numbers(numbers)):
+                log.warning("%s: column %s %s.", train.path, name, warning)
             high = high if high > low else low + 1
             scales[name] = (low, high)
-            if lacking:
+            if absent:
                 scales[name] = (low, high, MISSING)
-                lacks.append(f"{name} ({lacking} of {len(values)})")
+                counts.append(f"{name} ({absent} of {len(values)})")
             continue
-        strange = [at for at, value in there if not is_number(value)]
-        if strange and 2 * len(strange) < len(there):
-            at = strange[0]
+        not_numeric = [index for index, value in present if not is_number(value)]
+        if not_numeric and 2 * len(not_numeric) < len(present):
+            index = not_numeric[0]
             raise DataError(
-                f"{train.path}, {train.unit} {train.lines[at]}: column {name} has {values[at]!r}, "
-                "and most of its values are numbers. Correct it, or declare categories in "
-                "data.columns (Python: columns=)"
+                f"{train.path}, {train.unit} {train.lines[index]}: column {name} has "
+                f"{values[index]!r}, and most of its values are numbers. Correct it, or declare "
+                "categories in data.columns (Python: columns=)"
             )
         categories = tuple(sorted(set(values)))
         if len(categories) == 1:
@@ -359,15 +359,15 @@ def scales_of(train: Part) -> dict[str, Scale]:
                 f"{train.path}: column {name} has {len(categories)} different values that are no "
                 f"numbers. Leave it out, or set data.text: {name}"
             )
-        if len(values) >= FEW_ROWS and (odd := odd_categories(values)):
-            log.warning("%s: column %s %s.", train.path, name, odd)
+        if len(values) >= FEW_ROWS and (warning := odd_categories(values)):
+            log.warning("%s: column %s %s.", train.path, name, warning)
         scales[name] = categories
     if not scales:
         raise DataError(f"{train.path} has no column beside its label")
-    if lacks:
+    if counts:
         log.warning(
             "%s: %d columns have missing values, so each has a second number for them: "
-            "%s.", train.path, len(lacks), ", ".join([*lacks[:10], *["..."][: len(lacks) > 10]]),
+            "%s.", train.path, len(counts), ", ".join([*counts[:10], *["..."][: len(counts) > 10]]),
         )  # fmt: skip
     return scales
 
@@ -377,30 +377,30 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
     values = part.columns[name]
     if isinstance(scale[0], float):
         low, high = float(scale[0]), float(scale[1])
-        if lacks := MISSING in scale:
+        if has_missing := MISSING in scale:
             absent = np.array([is_absent(value) for value in values], dtype=bool)
             values = ["0" if is_absent(value) else value for value in values]
-        x = np.array([_number(part, name, v, at) for at, v in enumerate(values)])
-        x = np.where(absent, (low + high) / 2, x) if lacks else x
-        if beyond := int(((x < low) | (x > high)).sum()):
+        x = np.array([_number(part, name, v, index) for index, v in enumerate(values)])
+        x = np.where(absent, (low + high) / 2, x) if has_missing else x
+        if clipped := int(((x < low) | (x > high)).sum()):
             log.warning("%s: column %s has values beyond its bounds (%d), which are clipped.",
-                        part.path, name, beyond)  # fmt: skip
+                        part.path, name, clipped)  # fmt: skip
         scaled = 2 * (x.clip(low, high) - low) / (high - low) - 1
-        both = (scaled, 2.0 * absent - 1) if lacks else (scaled,)
-        return np.stack(both, axis=1).astype(np.float32)
+        parts = (scaled, 2.0 * absent - 1) if has_missing else (scaled,)
+        return np.stack(parts, axis=1).astype(np.float32)
     categories = tuple(map(str, scale))
-    places = np.array(places_of(values, categories), dtype=np.int64)
-    if new := int((places < 0).sum()):
+    indices = np.array(places_of(values, categories), dtype=np.int64)
+    if unknown := int((indices < 0).sum()):
         log.warning(
             "%s: %d values of column %s are not among its categories (the first: %.40r; it has %s) "
-            "and count as none.", part.path, new, name, values[int((places < 0).argmax())],
+            "and count as none.", part.path, unknown, name, values[int((indices < 0).argmax())],
             first_few(categories),
         )  # fmt: skip
-    hit: NDArray[np.bool_] = places[:, None] == np.arange(len(categories))
-    return np.where(hit, 1, -1).astype(np.float32)
+    one_hot: NDArray[np.bool_] = indices[:, None] == np.arange(len(categories))
+    return np.where(one_hot, 1, -1).astype(np.float32)
 
 
-def _number(part: Part, name: str, value: str, place: int) -> float:
+def _number(part: Part, name: str, value: str, index: int) -> float:
     """Parse a finite number. Raises DataError that names the line."""
     try:
         number = float(value)
@@ -408,7 +408,7 @@ def _number(part: Part, name: str, value: str, place: int) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise DataError(
-            f"{part.path}, {part.unit} {part.lines[place]}: column {name} has {value!r}. Give "
+            f"{part.path}, {part.unit} {part.lines[index]}: column {name} has {value!r}. Give "
             f"finite numbers, or declare missing values in data.columns (Python: columns=): "
             f"{name}: [lowest, highest, {MISSING}]"
         )

@@ -86,16 +86,16 @@ class Dataset:
         """Describe the form of a row and the class names in output order, for users of the
         classifier."""
         kind = kind_of(self.shape)
-        form: dict[str, Any] = {
+        description: dict[str, Any] = {
             "kind": kind.name, "shape": list(self.shape), "scaling": kind.scaling, "encoder": None,
         }  # fmt: skip
         if raw := self.unencoded:
-            form["encoder"] = raw.encoder.about
+            description["encoder"] = raw.encoder.about
             if raw.shape is not None:
-                form["raw_shape"] = list(raw.shape)
+                description["raw_shape"] = list(raw.shape)
         if self.scales is not None:  # private runs have declared ones, which are public
-            form["columns"] = {name: list(scale) for name, scale in self.scales.items()}
-        return {"rows": form, "class_names": list(self.class_names)}
+            description["columns"] = {name: list(scale) for name, scale in self.scales.items()}
+        return {"rows": description, "class_names": list(self.class_names)}
 
 
 @contextmanager
@@ -124,8 +124,8 @@ def load_dataset(
             "give rows.arrays"
         )
     if settings.name not in DATA_SETS:
-        found = _own(settings)
-        return _to_encode(settings, found) if settings.encoder else found
+        dataset = _own(settings)
+        return _to_encode(settings, dataset) if settings.encoder else dataset
     recorder = BufferingHandler(capacity=10**6)
     log.addHandler(recorder)  # beside the process's handlers, which show records
     try:
@@ -133,43 +133,43 @@ def load_dataset(
     finally:
         log.removeHandler(recorder)
     if settings.encoder:
-        made = _to_encode(settings, arrays)
+        dataset = _to_encode(settings, arrays)
     else:
         assert isinstance(arrays, Arrays)  # the config requires an encoder for texts
-        made = from_arrays(settings.name, arrays)
-    return replace(made, said=tuple(recorder.buffer), names_declared=classes is not None)
+        dataset = from_arrays(settings.name, arrays)
+    return replace(dataset, said=tuple(recorder.buffer), names_declared=classes is not None)
 
 
 def _own(settings: DataSettings) -> Dataset:
     """Load the data set of a plug-in: a function of (root) that returns a ``privssl.Dataset``."""
-    said = f"data.name {settings.name}"
+    prefix = f"data.name {settings.name}"
     advice = "Name a function of (root) that returns a privssl.Dataset"
-    found = plugins.load_function("datasets", "data.name", settings.name, advice)
+    function = plugins.load_function("datasets", "data.name", settings.name, advice)
     root = expand_path("root", settings.root) if settings.root else default_root()
-    made = plugins.call(f"{said} cannot be read:", found, root)
-    rows = getattr(made, "rows", None)  # the class imports this module
-    if not isinstance(rows, Dataset):
-        raise ConfigError(f"{said} returns a {type(made).__name__}. Return a privssl.Dataset")
-    if rows.held is not None:
+    result = plugins.call(f"{prefix} cannot be read:", function, root)
+    dataset = getattr(result, "rows", None)  # the class imports this module
+    if not isinstance(dataset, Dataset):
+        raise ConfigError(f"{prefix} returns a {type(result).__name__}. Return a privssl.Dataset")
+    if dataset.held is not None:
         raise ConfigError(
-            f"{said} says which agent has which rows. Return Dataset.from_arrays and give "
+            f"{prefix} says which agent has which rows. Return Dataset.from_arrays and give "
             "data.partition, or give Dataset.federated from Python (data=...)"
         )
-    return replace(rows, name=settings.name)
+    return replace(dataset, name=settings.name)
 
 
-def _to_encode(settings: DataSettings, found: Arrays | Texts | Dataset) -> Dataset:
+def _to_encode(settings: DataSettings, source: Arrays | Texts | Dataset) -> Dataset:
     """Return the data set before its encoder, which is applied to the rows that agents hold."""
-    train: Origin = found.x_train if isinstance(found, Texts) else torch.as_tensor(found.x_train)
-    test: Origin = found.x_test if isinstance(found, Texts) else torch.as_tensor(found.x_test)
+    train: Origin = source.x_train if isinstance(source, Texts) else torch.as_tensor(source.x_train)
+    test: Origin = source.x_test if isinstance(source, Texts) else torch.as_tensor(source.x_test)
     encoder = _encoder(settings, train)
     shape = tuple(test.shape[1:]) if isinstance(test, Tensor) else None
     raw = Unencoded(encoder, train, test, default_root(), shape)
-    none = torch.empty(0, *encoder.shape, dtype=torch.float16)
-    y_train, y_test = torch.as_tensor(found.y_train), torch.as_tensor(found.y_test)
+    empty = torch.empty(0, *encoder.shape, dtype=torch.float16)
+    y_train, y_test = torch.as_tensor(source.y_train), torch.as_tensor(source.y_test)
     return Dataset(
-        settings.name, none, y_train, none, y_test, found.class_names, unencoded=raw,
-        coloured_by_train=getattr(found, "coloured_by_train", False),
+        settings.name, empty, y_train, empty, y_test, source.class_names, unencoded=raw,
+        coloured_by_train=getattr(source, "coloured_by_train", False),
     )  # fmt: skip
 
 
@@ -199,19 +199,19 @@ def encode_new(settings: DataSettings, x: Origin, checksum: str) -> Tensor:
 
 def _encoder(settings: DataSettings, x: Origin) -> Encoder:
     """Return the encoder of these rows. Raises DataError if it does not accept their kind."""
-    own = is_own_encoder(settings.encoder)
-    opened = open_encoder(settings.encoder, settings.encoder_weights) if own else None
-    takes = opened.takes if opened else "texts" if reads_texts(settings.encoder) else "images"
-    if takes != (f"{kind_of(tuple(x.shape[1:])).name}s" if isinstance(x, Tensor) else "texts"):
-        form = describe(tuple(x.shape[1:])) if isinstance(x, Tensor) else "texts"
+    is_own = is_own_encoder(settings.encoder)
+    encoder = open_encoder(settings.encoder, settings.encoder_weights) if is_own else None
+    accepted = encoder.takes if encoder else "texts" if reads_texts(settings.encoder) else "images"
+    if accepted != (f"{kind_of(tuple(x.shape[1:])).name}s" if isinstance(x, Tensor) else "texts"):
+        description = describe(tuple(x.shape[1:])) if isinstance(x, Tensor) else "texts"
         raise DataError(
-            f"data.encoder {settings.encoder} takes {takes}, and rows of {settings.name} are "
-            f"{form}. Leave it out, or give another"
+            f"data.encoder {settings.encoder} takes {accepted}, and rows of {settings.name} are "
+            f"{description}. Leave it out, or give another"
         )
-    if opened is None:  # after the check: its package may be missing
+    if encoder is None:  # after the check: its package may be missing
         return open_encoder(settings.encoder, settings.encoder_weights)
-    refuse_state(opened, tuple(x.shape[1:]) if isinstance(x, Tensor) else None)
-    return opened
+    refuse_state(encoder, tuple(x.shape[1:]) if isinstance(x, Tensor) else None)
+    return encoder
 
 
 def expand_path(key: str, text: str) -> Path:
@@ -239,9 +239,9 @@ def _are_standardised(arrays: Arrays) -> bool:
 
     Tested for all rows, for training rows, and for labelled rows.
     """
-    x, known = arrays.x_train, arrays.y_train != NO_LABEL
-    parts = ((x,), (x, arrays.x_test), *(() if known.all() else ((x[known],),)))
-    return x.ndim < 4 and any(are_standardised(*some) for some in parts)
+    x, labelled = arrays.x_train, arrays.y_train != NO_LABEL
+    parts = ((x,), (x, arrays.x_test), *(() if labelled.all() else ((x[labelled],),)))
+    return x.ndim < 4 and any(are_standardised(*part) for part in parts)
 
 
 def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Dataset:
@@ -254,16 +254,16 @@ def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Data
         )
     x = torch.cat([dataset.x_train, dataset.x_test])
     y = torch.cat([dataset.y_train, dataset.y_test])
-    known = (y != NO_LABEL).nonzero()[:, 0]
-    if count >= len(known):
+    labelled = (y != NO_LABEL).nonzero()[:, 0]
+    if count >= len(labelled):
         raise DataError(
-            f"data.test is {count}, but {dataset.name} has {len(known)} rows with a label. Ask for "
-            "fewer"
+            f"data.test is {count}, but {dataset.name} has {len(labelled)} rows with a label. Ask "
+            "for fewer"
         )
-    tests = known[torch.randperm(len(known), generator=rng)[:count]].sort().values
-    rest = torch.ones(len(y), dtype=torch.bool).index_fill(0, tests, False)
+    test_ids = labelled[torch.randperm(len(labelled), generator=rng)[:count]].sort().values
+    is_train = torch.ones(len(y), dtype=torch.bool).index_fill(0, test_ids, False)
     return replace(
-        dataset, x_train=x[rest], y_train=y[rest], x_test=x[tests], y_test=y[tests],
+        dataset, x_train=x[is_train], y_train=y[is_train], x_test=x[test_ids], y_test=y[test_ids],
         tests_drawn=True,
     )  # fmt: skip
 
@@ -313,8 +313,8 @@ def _read(
             root, label=settings.label, columns=columns, classes=classes, may_be_empty=may_be_empty
         )
     else:
-        npz = settings.name == "npz"
-        arrays = read_npz(root) if npz else read_folder(root, settings.image_size, classes)
+        is_npz = settings.name == "npz"
+        arrays = read_npz(root) if is_npz else read_folder(root, settings.image_size, classes)
     warn_of_equal_rows(root, arrays)
     return arrays
 
@@ -348,12 +348,12 @@ def _toy() -> Arrays:
 def warn_of_equal_rows(where: object, arrays: Arrays) -> None:
     """Warn of equal training rows: all equal, with different labels, or equal to test rows."""
     train, test = _hashes(arrays.x_train), _hashes(arrays.x_test)
-    known = set(train)
-    if seen := sum(row in known for row in test):
+    distinct = set(train)
+    if shared := sum(row in distinct for row in test):
         log.warning(
             "%s: %d of %d test rows are also training rows, so test accuracy is too high. "
             "Remove them from one of the two.",
-            where, seen, len(test),
+            where, shared, len(test),
         )  # fmt: skip
     if len(train) > 1 and len(set(train)) == 1:
         log.warning(

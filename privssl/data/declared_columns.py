@@ -21,17 +21,17 @@ NUMBERS = (int, float, ExponentText)  # types of bounds, where 1e6 is a number
 def read_columns(path: Path, label: str) -> dict[str, Scale]:
     """Read the declarations of a file. Raises DataError."""
     try:
-        found = read_document(path.read_text(encoding="utf-8-sig"))
+        document = read_document(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}. Correct data.columns") from None
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8 text. Save it as UTF-8") from None
     except YamlError as error:
         raise DataError(f"{path}, line {error.line}: cannot be read as YAML: {error}") from None
-    if found.problems:
-        first = found.problems[0]
-        raise DataError(f"{path}, line {first.line}: {first.key}: {first.text}")
-    return check_scales(path, found.value, label)
+    if document.problems:
+        problem = document.problems[0]
+        raise DataError(f"{path}, line {problem.line}: {problem.key}: {problem.text}")
+    return check_scales(path, document.value, label)
 
 
 def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
@@ -40,18 +40,18 @@ def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
         raise DataError(f"{path}: give a line for each column, name: [lowest, highest]")
     scales: dict[str, Scale] = {}
     for name, values in found.items():
-        given = list(values) if isinstance(values, list | tuple) else []
-        numbers = len(given) > 1 and all(type(v) in NUMBERS for v in given[:2])
-        low, high = map(float, given[:2]) if numbers else (0.0, 0.0)
-        if -math.inf < low < high < math.inf and given[2:] in ([], [MISSING]):
-            scales[str(name)] = (low, high, MISSING) if given[2:] else (low, high)
-        elif given and not numbers and all(isinstance(v, str) for v in given):
-            if twice := sorted({v for v in given if given.count(v) > 1}):
-                raise DataError(f"{path}: {name} has the category {twice[0]!r} twice. Drop one")
-            scales[str(name)] = tuple(map(str, given))
+        entries = list(values) if isinstance(values, list | tuple) else []
+        is_numeric = len(entries) > 1 and all(type(v) in NUMBERS for v in entries[:2])
+        low, high = map(float, entries[:2]) if is_numeric else (0.0, 0.0)
+        if -math.inf < low < high < math.inf and entries[2:] in ([], [MISSING]):
+            scales[str(name)] = (low, high, MISSING) if entries[2:] else (low, high)
+        elif entries and not is_numeric and all(isinstance(v, str) for v in entries):
+            if repeated := sorted({v for v in entries if entries.count(v) > 1}):
+                raise DataError(f"{path}: {name} has the category {repeated[0]!r} twice. Drop one")
+            scales[str(name)] = tuple(map(str, entries))
         else:
             raise DataError(
-                f"{path}: {name} is {given or values!r}. Give [lowest, highest], two finite "
+                f"{path}: {name} is {entries or values!r}. Give [lowest, highest], two finite "
                 f"numbers, with {MISSING} as a third where values may be, or a list of categories "
                 "in quotes"
             )

@@ -39,12 +39,12 @@ log = logging.getLogger("privssl")
 def default_root() -> Path:
     """Return the folder of data sets: $PRIVSSL_DATA, else ``~/.cache/privssl/data``. Raises
     DataError."""
-    named = os.environ.get("PRIVSSL_DATA") or "~/.cache/privssl/data"
+    folder = os.environ.get("PRIVSSL_DATA") or "~/.cache/privssl/data"
     try:
-        return Path(named).expanduser()
+        return Path(folder).expanduser()
     except RuntimeError:
         raise DataError(
-            f"{named}: the home folder is unknown. Set PRIVSSL_DATA to a full path"
+            f"{folder}: the home folder is unknown. Set PRIVSSL_DATA to a full path"
         ) from None
 
 
@@ -143,12 +143,12 @@ def download_command(name: str, root: Path) -> str:
 @contextlib.contextmanager
 def _socket_timeout() -> Iterator[None]:
     """Set a timeout for sockets; torchvision has no option for it."""
-    before = socket.getdefaulttimeout()
+    previous = socket.getdefaulttimeout()
     socket.setdefaulttimeout(SOCKET_TIMEOUT)
     try:
         yield
     finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(previous)
 
 
 # Reading ------------------------------------------------------------------------------------
@@ -169,15 +169,15 @@ def _idx_file(path: Path, axes: int) -> NDArray[np.uint8]:
     of each as big-endian uint32; the bytes. torchvision is not used, because importing it is
     slow."""
     content = np.frombuffer(bytearray(path.read_bytes()), np.uint8)
-    begin = 4 + 4 * axes
-    if content[:4].tolist() != [0, 0, 8, axes] or len(content) < begin:
+    offset = 4 + 4 * axes
+    if content[:4].tolist() != [0, 0, 8, axes] or len(content) < offset:
         raise ValueError(f"{path.name} does not begin as an IDX file of bytes with {axes} axes")
-    lengths = content[4:begin].view(">u4").tolist()
-    if len(content) - begin != math.prod(lengths):
+    lengths = content[4:offset].view(">u4").tolist()
+    if len(content) - offset != math.prod(lengths):
         raise ValueError(
-            f"{path.name} has {len(content) - begin} bytes for {' x '.join(map(str, lengths))}"
+            f"{path.name} has {len(content) - offset} bytes for {' x '.join(map(str, lengths))}"
         )
-    return content[begin:].reshape(lengths)
+    return content[offset:].reshape(lengths)
 
 
 def _cifar10(root: Path) -> Arrays:
@@ -196,9 +196,9 @@ def _svhn(root: Path) -> Arrays:
 
     arrays = []
     for part in ("train", "test"):
-        found = loadmat(root / f"{part}_32x32.mat", variable_names=("X", "y"))
-        arrays.append(np.ascontiguousarray(found["X"].transpose(3, 2, 0, 1)))
-        labels = found["y"].reshape(-1).astype(np.int64)
+        matrices = loadmat(root / f"{part}_32x32.mat", variable_names=("X", "y"))
+        arrays.append(np.ascontiguousarray(matrices["X"].transpose(3, 2, 0, 1)))
+        labels = matrices["y"].reshape(-1).astype(np.int64)
         arrays.append(np.where(labels == 10, 0, labels))  # SVHN writes the digit 0 as 10
     x_train, y_train, x_test, y_test = arrays
     return Arrays(x_train, y_train, x_test, y_test, DIGITS)

@@ -41,10 +41,10 @@ class HeldRows:
         them."""
         self._x, self._raw, self._records = x, raw, records
         if self._raw is not None:
-            held = torch.tensor(sorted(set(ids)), dtype=torch.int64)
+            held_ids = torch.tensor(sorted(set(ids)), dtype=torch.int64)
             self._place = torch.full((len(self._raw.train),), -1)
-            self._place[held] = torch.arange(len(held))
-            self._x = self._raw.encode(select(self._raw.train, held))
+            self._place[held_ids] = torch.arange(len(held_ids))
+            self._x = self._raw.encode(select(self._raw.train, held_ids))
 
     def take(self, ids: Tensor) -> tuple[Tensor, Origin | None]:
         """Return copies of rows, and what identifies them to an account if it is not x.
@@ -52,8 +52,8 @@ class HeldRows:
         That is the row before an encoder, or the fields of a table.
         """
         if self._raw is None:  # ``x[ids]`` is ten times slower
-            named = None if self._records is None else select(self._records, ids)
-            return self._x.index_select(0, ids), named
+            records = None if self._records is None else select(self._records, ids)
+            return self._x.index_select(0, ids), records
         return self._x.index_select(0, self._place[ids]), select(self._raw.train, ids)
 
 

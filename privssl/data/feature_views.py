@@ -40,8 +40,8 @@ class FeatureView:
         """
         if self == FeatureView():
             return x
-        places = x[0].numel() if x.dim() == 2 else x.shape[1]  # maskable positions
-        chance = torch.rand(len(x), places + x[0].numel(), generator=rng)
+        positions = x[0].numel() if x.dim() == 2 else x.shape[1]  # maskable positions
+        chance = torch.rand(len(x), positions + x[0].numel(), generator=rng)
         view: Tensor = batched_call(_views, {"x": x, "chance": chance}, self)
         return view
 
@@ -56,16 +56,18 @@ VECTOR_VIEWS = {
 SEQUENCE_VIEWS = {**VECTOR_VIEWS, "strong": FeatureView(masked=0.2, noise=0.2)}
 
 
-def _views(fields: Mapping[str, Tensor], how: FeatureView) -> Tensor:
+def _views(fields: Mapping[str, Tensor], strengths: FeatureView) -> Tensor:
     """Return a view of each row x, from its uniform numbers "chance": for masks, then for noise."""
     x, chance = fields["x"], fields["chance"].to(fields["x"].device)
-    numbers = x[0].numel()
-    kept = chance[:, :-numbers] >= how.masked  # (B, F) or (B, L)
-    there = filled(x) if x.dim() == 3 else torch.ones_like(x[:, :1])
-    if how.noise:
-        size = x.flatten(1).square().sum(dim=1) / (there.expand_as(x).flatten(1).sum(dim=1) + 1e-12)
-        uniform = chance[:, -numbers:].clamp(_EDGE, 1 - _EDGE).view(x.shape)
+    features = x[0].numel()
+    kept = chance[:, :-features] >= strengths.masked  # (B, F) or (B, L)
+    present = filled(x) if x.dim() == 3 else torch.ones_like(x[:, :1])
+    if strengths.noise:
+        mean_square = x.flatten(1).square().sum(dim=1) / (
+            present.expand_as(x).flatten(1).sum(dim=1) + 1e-12
+        )
+        uniform = chance[:, -features:].clamp(_EDGE, 1 - _EDGE).view(x.shape)
         normal = 2**0.5 * torch.erfinv(2 * uniform - 1)
-        scale = how.noise * size.sqrt().view(-1, *[1] * (x.dim() - 1))
-        x = x + scale * normal * there
+        scale = strengths.noise * mean_square.sqrt().view(-1, *[1] * (x.dim() - 1))
+        x = x + scale * normal * present
     return x * (kept if x.dim() == 2 else kept[:, :, None])

@@ -49,9 +49,9 @@ def places_of(values: Sequence[str], categories: Sequence[str]) -> list[int]:
     Other spellings are found by their normal form, if exactly one category has that form.
     """
     forms = [plain(category) for category in categories]
-    places = {form: at for at, form in enumerate(forms) if form and forms.count(form) == 1}
-    exact = {category: at for at, category in enumerate(categories)}
-    return [exact[v] if v in exact else places.get(plain(v), -1) for v in values]
+    by_form = {form: index for index, form in enumerate(forms) if form and forms.count(form) == 1}
+    by_category = {category: index for index, category in enumerate(categories)}
+    return [by_category[v] if v in by_category else by_form.get(plain(v), -1) for v in values]
 
 
 def class_number(label: str, numbers: Mapping[str, int]) -> int | None:
@@ -80,14 +80,14 @@ def odd_numbers(values: Sequence[float]) -> str:
 
 def odd_categories(values: Sequence[str]) -> str:
     """Return a warning about the categories of a column, with advice; or an empty string."""
-    there = [value.strip() for value in values if not is_absent(value)]
-    if there and all(map(_DATE.fullmatch, there)):
+    present = [value.strip() for value in values if not is_absent(value)]
+    if present and all(map(_DATE.fullmatch, present)):
         return (
             "has dates. Each would be a category of its own, and other dates none: give a number, "
             "such as the days since a fixed date, or leave it out"
         )
-    if there and all(_COMMA.fullmatch(value) or is_number(value) for value in there):
-        return f"has numbers with a comma, such as {there[0]!r}. Write them with a point"
+    if present and all(_COMMA.fullmatch(value) or is_number(value) for value in present):
+        return f"has numbers with a comma, such as {present[0]!r}. Write them with a point"
     if 2 * len(set(values)) > len(values):
         return (
             f"has {len(set(values))} different values in {len(values)} rows: an identifier cannot "
@@ -99,14 +99,14 @@ def odd_categories(values: Sequence[str]) -> str:
 def tells_classes(values: Sequence[str], labels: Sequence[str]) -> bool:
     """Return whether a column alone determines every label, and not by chance. Either equal values
     have one class, or the class changes as rarely as possible along sorted numbers."""
-    known = [(value, label) for value, label in zip(values, labels, strict=True) if label]
-    pairs, classes = set(known), Counter(label for _, label in known)
+    labelled = [(value, label) for value, label in zip(values, labels, strict=True) if label]
+    pairs, classes = set(labelled), Counter(label for _, label in labelled)
     if len({value for value, _ in pairs}) < len(pairs) or len(classes) < 2:
         return False  # a value with two classes, or a single class
-    ways = len(pairs) * math.log(len(classes))  # log of the number of assignments
+    log_ways = len(pairs) * math.log(len(classes))  # log of the number of assignments
     if all(is_number(value) for value, _ in pairs):
-        order = sorted(known, key=lambda pair: float(pair[0]))
-        if len([*groupby(label for _, label in order)]) == len(classes):
-            ways = min(ways, math.lgamma(len(classes) + 1))  # of the orders of classes
-    every = math.lgamma(len(known) + 1) - sum(math.lgamma(n + 1) for n in classes.values())
-    return ways - every < math.log(BY_CHANCE)
+        ordered = sorted(labelled, key=lambda pair: float(pair[0]))
+        if len([*groupby(label for _, label in ordered)]) == len(classes):
+            log_ways = min(log_ways, math.lgamma(len(classes) + 1))  # of the orders of classes
+    log_total = math.lgamma(len(labelled) + 1) - sum(math.lgamma(n + 1) for n in classes.values())
+    return log_ways - log_total < math.log(BY_CHANCE)

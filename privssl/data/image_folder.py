@@ -91,33 +91,33 @@ def read_folder(
     y_test: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     if not declared:
         test, y_test = _files(root / "test", classes, skipped)
-    beside = root / UNLABELLED
-    rest = _sorted_images(beside, skipped, "it") if beside.is_dir() else []
-    if not train and not rest:
+    folder = root / UNLABELLED
+    unlabelled = _sorted_images(folder, skipped, "it") if folder.is_dir() else []
+    if not train and not unlabelled:
         raise DataError(f"{root} holds no image in train/CLASS or unlabelled. Correct its path")
-    beyond = _folders(root) - {"train", "test", UNLABELLED}
-    skipped |= Counter(f"folder {name}" for name in beyond)
+    other_folders = _folders(root) - {"train", "test", UNLABELLED}
+    skipped |= Counter(f"folder {name}" for name in other_folders)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        heads = list(pool.map(_head, train + test + rest))
-        form = _form(heads, image_size)
-        x_train, laid_train = _decode(pool, train, form)
-        x_test, laid_test = _decode(pool, test, form)
-        x_rest, laid_rest = _decode(pool, rest, form)
+        headers = list(pool.map(_head, train + test + unlabelled))
+        form = _form(headers, image_size)
+        x_train, transparent_train = _decode(pool, train, form)
+        x_test, transparent_test = _decode(pool, test, form)
+        x_unlabelled, transparent_rest = _decode(pool, unlabelled, form)
     counts = (len(train), len(test), len(classes))
     log.info("%s: %d training and %d test images of %d classes", root, *counts)
-    if rest:
-        log.info("%s: %d training images without a label", beside, len(rest))
-    _log_changes(root, heads, laid_train + laid_test + laid_rest)
+    if unlabelled:
+        log.info("%s: %d training images without a label", folder, len(unlabelled))
+    _log_changes(root, headers, transparent_train + transparent_test + transparent_rest)
     _log_skipped(root, skipped)
     if declared:  # one colour image changes the rows of the others
-        by_train = any(head.mode in GREY for head in heads)
+        coloured_by_train = any(header.mode in GREY for header in headers)
     else:
-        by_train = all(head.mode in GREY for head in heads[len(train) :])
+        coloured_by_train = all(header.mode in GREY for header in headers[len(train) :])
     arrays = Arrays(
         x_train, y_train, x_test, y_test, classes,
-        coloured_by_train=by_train and form.mode == "RGB",
+        coloured_by_train=coloured_by_train and form.mode == "RGB",
     )  # fmt: skip
-    return with_unlabelled(arrays, x_rest) if rest else arrays
+    return with_unlabelled(arrays, x_unlabelled) if unlabelled else arrays
 
 
 def _classes_of_both(root: Path, skipped: Counter[str]) -> tuple[str, ...]:
@@ -137,9 +137,9 @@ def _classes_of_both(root: Path, skipped: Counter[str]) -> tuple[str, ...]:
 
 def _refuse_undeclared(folder: Path, classes: Sequence[str]) -> None:
     """Raise DataError for a folder that is not a declared class."""
-    if strange := sorted(_folders(folder).difference(classes) if folder.is_dir() else ()):
+    if undeclared := sorted(_folders(folder).difference(classes) if folder.is_dir() else ()):
         raise DataError(
-            f"{folder}: {', '.join(map(ascii, strange))} is no declared class. Give one of "
+            f"{folder}: {', '.join(map(ascii, undeclared))} is no declared class. Give one of "
             f"{', '.join(classes[:10])}"
         )
 
@@ -152,8 +152,8 @@ def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> NDArray[n
     channels, height, width = shape
     form = _Form("L" if channels == 1 else "RGB", (width, height), resized=True)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for head in pool.map(_head, files):
-            _refuse_mode(head)
+        for header in pool.map(_head, files):
+            _refuse_mode(header)
         return _decode(pool, files, form)[0]
 
 
@@ -171,18 +171,18 @@ def list_labelled_images(folder: Path) -> tuple[list[Path], list[str]]:
     return files, [classes[number] for number in y]
 
 
-def _log_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
+def _log_changes(root: Path, headers: Sequence[_Head], transparent: int) -> None:
     """Warn of images that are changed when they are read."""
-    if turned := sum(head.turned for head in heads):
+    if turned := sum(header.turned for header in headers):
         log.warning("%s: %d images were rotated by their EXIF orientation", root, turned)
-    if laid:
-        log.warning("%s: %d images have transparent pixels, which became white", root, laid)
-    if several := [head for head in heads if head.frames > 1]:
+    if transparent:
+        log.warning("%s: %d images have transparent pixels, which became white", root, transparent)
+    if multi_frame := [header for header in headers if header.frames > 1]:
         log.warning(
             "%s: %d images have several frames or pages (%s has %d). The first of each was read, "
             "and %d frames were not: save those that are rows as files of their own.",
-            root, len(several), several[0].path.name, several[0].frames,
-            sum(head.frames - 1 for head in several),
+            root, len(multi_frame), multi_frame[0].path.name, multi_frame[0].frames,
+            sum(header.frames - 1 for header in multi_frame),
         )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def _log_skipped(root: Path, skipped: Counter[str]) -> None:
 
 def _classes(folder: Path, skipped: Counter[str]) -> tuple[str, ...]:
     try:
-        found, entries = _folders(folder), list(folder.iterdir())
+        names, entries = _folders(folder), list(folder.iterdir())
     except OSError as error:
         raise DataError(
             f"{folder}: {error.strerror}. data.root must hold train/CLASS/* and test/CLASS/*"
@@ -208,16 +208,16 @@ def _classes(folder: Path, skipped: Counter[str]) -> tuple[str, ...]:
             skipped[HIDDEN] += 1
         elif not entry.is_dir():
             skipped["outside of the folders of classes"] += 1
-    if len(found) < 2:
+    if len(names) < 2:
         raise DataError(
-            f"{folder} has {len(found)} folders. Make one for each class, at least two, with "
+            f"{folder} has {len(names)} folders. Make one for each class, at least two, with "
             "the images of the class in it"
         )
-    return tuple(sorted(found, key=lambda name: (natural_order(name), name)))
+    return tuple(sorted(names, key=lambda name: (natural_order(name), name)))
 
 
-def _folders(place: Path) -> set[str]:
-    return {p.name for p in place.iterdir() if p.is_dir() and p.name[0] != "."}
+def _folders(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir() if p.is_dir() and p.name[0] != "."}
 
 
 def _files(
@@ -234,18 +234,18 @@ def _files(
     return [path for images in by_class for path in images], y
 
 
-def _sorted_images(folder: Path, skipped: Counter[str], what: str) -> list[Path]:
-    """List image files of a folder. Raises DataError with the advice to remove ``what``."""
+def _sorted_images(folder: Path, skipped: Counter[str], to_remove: str) -> list[Path]:
+    """List image files of a folder. Raises DataError with the advice to remove ``to_remove``."""
     try:
-        found = sorted(_images(folder, skipped))
+        paths = sorted(_images(folder, skipped))
     except OSError as error:
         raise DataError(
-            f"{error.filename}: {error.strerror}. Change the permissions, or remove {what}"
+            f"{error.filename}: {error.strerror}. Change the permissions, or remove {to_remove}"
         ) from None
-    if not found:
+    if not paths:
         suffixes = ", ".join(sorted(SUFFIXES))
-        raise DataError(f"{folder} holds no image ({suffixes}). Add some, or remove {what}")
-    return found
+        raise DataError(f"{folder} holds no image ({suffixes}). Add some, or remove {to_remove}")
+    return paths
 
 
 def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
@@ -254,12 +254,12 @@ def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
     def give_up(error: OSError) -> None:
         raise error
 
-    for place, folders, files in os.walk(folder, onerror=give_up):
-        linked = [name for name in folders if Path(place, name).is_symlink()]
+    for parent, folders, files in os.walk(folder, onerror=give_up):
+        linked = [name for name in folders if Path(parent, name).is_symlink()]
         hidden = [name for name in (*folders, *files) if name[0] == "."]
         skipped.update({"linked folders": len(linked), HIDDEN: len(hidden)})
         folders[:] = [name for name in folders if name not in {*linked, *hidden}]
-        for path in (Path(place, name) for name in files if name[0] != "."):
+        for path in (Path(parent, name) for name in files if name[0] != "."):
             if path.exists() and not path.is_file():  # reading a pipe would block
                 skipped["pipes and devices"] += 1
             elif path.suffix.lower() in SUFFIXES:
@@ -293,10 +293,10 @@ def _head(path: Path) -> _Head:
 def _is_deep(image: Image.Image) -> bool:
     """Return whether Pillow would reduce channels of 16 bits to 8, as it does in colour."""
     for tile in getattr(image, "tile", ()):
-        given = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
-        if any(isinstance(one, str) and re.search(r";16[BLN]", one) for one in given):
+        args = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
+        if any(isinstance(arg, str) and re.search(r";16[BLN]", arg) for arg in args):
             return True
-        if image.format == "PPM" and any(isinstance(one, int) and one > 255 for one in given[1:]):
+        if image.format == "PPM" and any(isinstance(arg, int) and arg > 255 for arg in args[1:]):
             return True
     return False
 
@@ -313,25 +313,25 @@ def _orientation(image: Image.Image) -> int:
     return number if number in range(1, 9) else 1
 
 
-def _refuse_mode(head: _Head) -> None:
-    if head.mode not in GREY | COLOUR:
+def _refuse_mode(header: _Head) -> None:
+    if header.mode not in GREY | COLOUR:
         raise DataError(
-            f"{head.path} is an image of Pillow's mode {head.mode}. Save it with 8 bits per "
+            f"{header.path} is an image of Pillow's mode {header.mode}. Save it with 8 bits per "
             "channel, grey or RGB"
         )
 
 
-def _form(heads: Sequence[_Head], image_size: int | None) -> _Form:
-    for head in heads:
-        _refuse_mode(head)
-        if image_size is None and head.size != heads[0].size:
+def _form(headers: Sequence[_Head], image_size: int | None) -> _Form:
+    for header in headers:
+        _refuse_mode(header)
+        if image_size is None and header.size != headers[0].size:
             raise DataError(
-                f"{head.path} is {head.size[0]}x{head.size[1]} pixels and {heads[0].path} "
-                f"{heads[0].size[0]}x{heads[0].size[1]}. Set data.image_size to resize all"
+                f"{header.path} is {header.size[0]}x{header.size[1]} pixels and {headers[0].path} "
+                f"{headers[0].size[0]}x{headers[0].size[1]}. Set data.image_size to resize all"
             )
-    mode = "L" if all(head.mode in GREY for head in heads) else "RGB"
+    mode = "L" if all(header.mode in GREY for header in headers) else "RGB"
     if image_size is None:
-        return _Form(mode, heads[0].size, resized=False)
+        return _Form(mode, headers[0].size, resized=False)
     return _Form(mode, (image_size, image_size), resized=True)
 
 
@@ -352,15 +352,15 @@ def _decode(
                 upright = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
                 if upright.size != form.size and not form.resized:
                     raise ValueError(f"{upright.width}x{upright.height} pixels once it is upright")
-                opaque, laid = _over_white(upright)
-                plain = opaque.convert(form.mode)
+                opaque, transparent = _over_white(upright)
+                converted = opaque.convert(form.mode)
         except Exception as error:  # as in _head
             raise _unreadable(files[row], error) from None
-        if plain.size != form.size:
-            plain = plain.resize(form.size, Image.Resampling.BILINEAR)
-        pixels = np.asarray(plain).reshape(height, width, channels)
+        if converted.size != form.size:
+            converted = converted.resize(form.size, Image.Resampling.BILINEAR)
+        pixels = np.asarray(converted).reshape(height, width, channels)
         images[row] = pixels.transpose(2, 0, 1)
-        return laid
+        return transparent
 
     return images, sum(pool.map(decode, range(len(files))))
 
@@ -369,9 +369,9 @@ def _over_white(image: Image.Image) -> tuple[Image.Image, bool]:
     """Return the image without transparency, and whether any pixel was transparent."""
     if not image.has_transparency_data:
         return image, False
-    shown = image.convert("RGBA")
-    lowest, _ = shown.getchannel("A").getextrema()
+    rgba = image.convert("RGBA")
+    lowest, _ = rgba.getchannel("A").getextrema()
     if lowest == 255:
         return image.convert("RGB" if image.mode in COLOUR else "L"), False
-    white = Image.new("RGBA", shown.size, "white")
-    return Image.alpha_composite(white, shown).convert("RGB"), True
+    white = Image.new("RGBA", rgba.size, "white")
+    return Image.alpha_composite(white, rgba).convert("RGB"), True

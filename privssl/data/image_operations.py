@@ -44,8 +44,8 @@ def equalize(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
     """
     rows, channels, height, width = x.shape
     level = x.long().view(rows * channels, height * width)
-    first = 256 * torch.arange(rows * channels, device=x.device)[:, None]
-    counts = torch.bincount((level + first).flatten(), minlength=256 * rows * channels)
+    offset = 256 * torch.arange(rows * channels, device=x.device)[:, None]
+    counts = torch.bincount((level + offset).flatten(), minlength=256 * rows * channels)
     counts = counts.view(rows * channels, 256)
     highest = counts.gather(1, level.amax(dim=1, keepdim=True))  # (n Ch, 1)
     step = (height * width - highest) // 255
@@ -93,8 +93,8 @@ def sharpness(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
     if min(x.shape[2:]) >= 3:
         # the weights are 1/13, and 5/13 in the middle
         inner = x[:, :, 1:-1, 1:-1]
-        nine = avg_pool2d(x, 3, stride=1, divisor_override=1)
-        smooth[:, :, 1:-1, 1:-1] = ((nine + 4 * inner) / 13).round_()
+        window_sums = avg_pool2d(x, 3, stride=1, divisor_override=1)
+        smooth[:, :, 1:-1, 1:-1] = ((window_sums + 4 * inner) / 13).round_()
     return _from(smooth, x, amount)
 
 
@@ -128,8 +128,8 @@ class Shear:
     def __call__(self, x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
         x = x if self.axis == "x" else x.transpose(2, 3)
         middle = torch.arange(x.shape[2], device=x.device) + 0.5
-        moved = slide(x, amount[:, None] * middle, self.pixels_used)
-        return moved if self.axis == "x" else moved.transpose(2, 3)
+        shifted = slide(x, amount[:, None] * middle, self.pixels_used)
+        return shifted if self.axis == "x" else shifted.transpose(2, 3)
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class Translate:
     def __call__(self, x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
         x = x if self.axis == "x" else x.transpose(2, 3)
         pixels = amount * x.shape[3] if self.unit == "side" else amount
-        moved = slide(x, pixels[:, None].expand(-1, x.shape[2]), 1)
-        return moved if self.axis == "x" else moved.transpose(2, 3)
+        shifted = slide(x, pixels[:, None].expand(-1, x.shape[2]), 1)
+        return shifted if self.axis == "x" else shifted.transpose(2, 3)
 
 
 def slide(x: Tensor, offset: Tensor, pixels_used: Literal[1, 2, 4]) -> Tensor:
@@ -160,20 +160,20 @@ def slide(x: Tensor, offset: Tensor, pixels_used: Literal[1, 2, 4]) -> Tensor:
     column = torch.arange(width, device=x.device)
     nearest = column + (offset + 0.5).floor()[:, :, None].long()  # (n, H, W)
     if pixels_used == 1:
-        source, number = x, nearest.clamp(0, width - 1)
+        source, index = x, nearest.clamp(0, width - 1)
     else:
         # All pixels of a row have the same fraction t: interpolate once, then look up.
         whole = offset.floor()
         t = (offset - whole)[:, None, :, None]
-        edged = pad(x, (2, 2, 0, 0), mode="replicate")
-        a, b, c, d = (edged[..., start : start + width + 1] for start in range(4))
+        padded = pad(x, (2, 2, 0, 0), mode="replicate")
+        a, b, c, d = (padded[..., start : start + width + 1] for start in range(4))
         if pixels_used == 2:
             source = b + t * (c - b)
         else:
             source = b + t * (c - a + t * (2 * (a - b) + c - d + t * (b - a + d - c)))
-        number = (column + 1 + whole[:, :, None].long()).clamp(0, width)
-    seen = source.gather(3, number[:, None].expand(-1, x.shape[1], -1, -1))
-    return seen.masked_fill_(((nearest < 0) | (nearest >= width))[:, None], BLACK)
+        index = (column + 1 + whole[:, :, None].long()).clamp(0, width)
+    shifted = source.gather(3, index[:, None].expand(-1, x.shape[1], -1, -1))
+    return shifted.masked_fill_(((nearest < 0) | (nearest >= width))[:, None], BLACK)
 
 
 @dataclass(frozen=True)
@@ -185,17 +185,17 @@ class Rotate:
     def __call__(self, x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
         rows, channels, height, width = x.shape
         # In float64, so that every library has the same bits; Apple's GPUs have no float64.
-        wide = amount if amount.device.type == "mps" else amount.double()
-        turn = torch.deg2rad(wide)[:, None, None]  # (n, 1, 1)
-        cos, sin = turn.cos().float(), turn.sin().float()
+        degrees = amount if amount.device.type == "mps" else amount.double()
+        radians = torch.deg2rad(degrees)[:, None, None]  # (n, 1, 1)
+        cos, sin = radians.cos().float(), radians.sin().float()
         down = (torch.arange(height, device=x.device) + 0.5 - height / 2)[:, None]  # (H, 1)
         right = torch.arange(width, device=x.device) + 0.5 - width / 2  # (W,)
         from_x = (cos * right - sin * down + width / 2).floor()  # (n, H, W)
         from_y = (sin * right + cos * down + height / 2).floor()
         outside = (from_x < 0) | (from_x >= width) | (from_y < 0) | (from_y >= height)
         pixel = (from_y * width + from_x).masked_fill(outside, 0).long().view(rows, 1, -1)
-        seen = x.reshape(rows, channels, -1).gather(2, pixel.expand(-1, channels, -1))
-        return seen.view_as(x).masked_fill_(outside[:, None], self.outside)
+        rotated = x.reshape(rows, channels, -1).gather(2, pixel.expand(-1, channels, -1))
+        return rotated.view_as(x).masked_fill_(outside[:, None], self.outside)
 
 
 def cutout(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
@@ -204,10 +204,10 @@ def cutout(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
     Its middle is at ``place``, but its top left corner is inside of the image, as in SemiFL's code.
     """
     inside = []
-    for size, where in zip(x.shape[2:], place.unbind(dim=1), strict=True):
-        start = (where * size - amount / 2).clamp(min=0).floor()[:, None]  # (n, 1)
-        pixel = torch.arange(size, device=x.device)
-        inside.append((pixel >= start) & (pixel < start + amount[:, None]))  # (n, size)
+    for side, position in zip(x.shape[2:], place.unbind(dim=1), strict=True):
+        start = (position * side - amount / 2).clamp(min=0).floor()[:, None]  # (n, 1)
+        pixel = torch.arange(side, device=x.device)
+        inside.append((pixel >= start) & (pixel < start + amount[:, None]))  # (n, side)
     hole = inside[0][:, None, :, None] & inside[1][:, None, None, :]  # (n, 1, H, W)
     return x.masked_fill(hole, MIDDLE)
 

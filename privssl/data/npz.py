@@ -89,11 +89,11 @@ def check_arrays(
     if UNLABELLED in found:
         parts[UNLABELLED] = _unlabelled(path, found)
     _check_alike(path, parts)
-    named = None if class_names is None else tuple(map(str, class_names))
+    names = None if class_names is None else tuple(map(str, class_names))
     classes = int(y_train.max()) + 1
-    if named is not None:
-        _check_names(path, named, classes)
-        classes = len(named)
+    if names is not None:
+        _check_names(path, names, classes)
+        classes = len(names)
     if not 2 <= classes <= len(y_train):
         raise DataError(
             f"{path}: the largest label of {len(y_train)} rows in y_train is {classes - 1}. "
@@ -104,21 +104,21 @@ def check_arrays(
             f"{path}: y_test has class {y_test.max()}, but the largest in y_train is "
             f"{classes - 1}. A class without training rows cannot be learned: leave it out"
         )
-    if empty := sorted(set(range(classes)) - set(y_train.tolist())):
+    if missing := sorted(set(range(classes)) - set(y_train.tolist())):
         log.warning(
             "%s: no training row has class %s, but the classifier has an output for it. Number the "
             "classes 0, 1, 2, ... without gaps.",
-            path, first_few(empty),
+            path, first_few(missing),
         )  # fmt: skip
-    arrays = Arrays(x_train, y_train, x_test, y_test, named or tuple(map(str, range(classes))))
+    arrays = Arrays(x_train, y_train, x_test, y_test, names or tuple(map(str, range(classes))))
     return with_unlabelled(arrays, parts[UNLABELLED]) if UNLABELLED in parts else arrays
 
 
 def refuse_unprintable(path: object, names: Sequence[str]) -> None:
     """Raise DataError for a class name that could begin a new line in a file."""
-    if odd := [name for name in names if not name.isprintable()]:
+    if invalid := [name for name in names if not name.isprintable()]:
         raise DataError(
-            f"{path}: the class name {odd[0]!a:.60} has line breaks, or other characters that "
+            f"{path}: the class name {invalid[0]!a:.60} has line breaks, or other characters that "
             "cannot be printed, and class names are written to files. Rename it"
         )
 
@@ -157,12 +157,12 @@ def read_rows(
     """
     names = [*(("x_labelled", "y_labelled") if labelled else ()),
              *(("x_unlabelled",) if unlabelled else ())]  # fmt: skip
-    found = _open(path, names, (KIND,))
-    x, y = _rows(path, found, "labelled", may_be_empty) if labelled else (None, None)
-    rest = _unlabelled(path, found) if unlabelled else None
-    parts = {"x_labelled": x, "x_unlabelled": rest}
+    arrays = _open(path, names, (KIND,))
+    x, y = _rows(path, arrays, "labelled", may_be_empty) if labelled else (None, None)
+    x_unlabelled = _unlabelled(path, arrays) if unlabelled else None
+    parts = {"x_labelled": x, "x_unlabelled": x_unlabelled}
     _check_alike(path, {name: part for name, part in parts.items() if part is not None})
-    return NpzRows(x, y, rest)
+    return NpzRows(x, y, x_unlabelled)
 
 
 def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[Any]]:
@@ -177,19 +177,19 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
                 f"{path} cannot be read as an NPY file: {reason}. Save it with numpy.save, or "
                 "correct its path"
             ) from None
-    wanted = ", or ".join(" and ".join(names) for names in choices)
-    every = {name for names in choices for name in names}
-    found = _open(path, (), every, instead=wanted)
+    expected = ", or ".join(" and ".join(names) for names in choices)
+    all_names = {name for names in choices for name in names}
+    arrays = _open(path, (), all_names, instead=expected)
     for names in choices:
-        if set(names) <= found.keys():
-            return [found[name] for name in names]
+        if set(names) <= arrays.keys():
+            return [arrays[name] for name in names]
     raise DataError(
-        f"{path} has no {wanted}. Save it with numpy.savez_compressed, under such names"
+        f"{path} has no {expected}. Save it with numpy.savez_compressed, under such names"
     )
 
 
-def _unlabelled(path: object, found: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    x = _layout(path, UNLABELLED, found[UNLABELLED], sequences=_are_sequences(path, found))
+def _unlabelled(path: object, arrays: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    x = _layout(path, UNLABELLED, arrays[UNLABELLED], sequences=_are_sequences(path, arrays))
     x = _numbers(path, UNLABELLED, x)
     if not len(x):
         raise DataError(f"{path}: {UNLABELLED} has no rows. Give at least one, or leave it out")
@@ -208,21 +208,21 @@ def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
             )
     if x.ndim < 4:
         return
-    full = 255 if x.dtype == np.uint8 else 1
-    top = {name: float(part.max()) for name, part in parts.items() if part.size}
-    dark = {name: value for name, value in top.items() if value < DARK * full / 255}
+    maximum = 255 if x.dtype == np.uint8 else 1
+    levels = {name: float(part.max()) for name, part in parts.items() if part.size}
+    dark = {name: value for name, value in levels.items() if value < DARK * maximum / 255}
     for name, value in dark.items():
-        what, other_form = ("bytes", "floats in [0, 1]") if full == 255 else ("floats", "bytes")
+        form, other_form = ("bytes", "floats in [0, 1]") if maximum == 255 else ("floats", "bytes")
         log.warning(
             "%s: %s has %s up to %.5g. They are taken for shades from 0 to %d, so all pixels are "
             "nearly black: scale them to that range, or give %s.",
-            path, name, what, value, full, other_form,
+            path, name, form, value, maximum, other_form,
         )  # fmt: skip
-    one, two = min(top, key=top.__getitem__), max(top, key=top.__getitem__)
-    if not dark and top[two] > 2 * top[one]:
+    lowest, highest = min(levels, key=levels.__getitem__), max(levels, key=levels.__getitem__)
+    if not dark and levels[highest] > 2 * levels[lowest]:
         log.warning(
             "%s: %s goes up to %.5g and %s up to %.5g. Scale both equally.",
-            path, one, top[one], two, top[two],
+            path, lowest, levels[lowest], highest, levels[highest],
         )  # fmt: skip
 
 
@@ -250,19 +250,19 @@ def _open(
             for info in file.zip.infolist():  # zipfile never unpacks more than this
                 if info.file_size > MAX_BYTES:
                     raise ValueError(f"{info.filename} has {info.file_size} bytes")
-            wanted = [*names, *(name for name in optional if name in file.files)]
-            if warn and (extra := sorted({*file.files} - {*wanted})):
+            read_names = [*names, *(name for name in optional if name in file.files)]
+            if warn and (extra := sorted({*file.files} - {*read_names})):
                 log.warning(
                     "%s: not read: %s. Read are %s.",
                     path, ", ".join(extra), ", ".join((*names, *optional)),
                 )  # fmt: skip
-            found = {name: _plain(path, name, file) for name in wanted}
-            if not all(isinstance(array, np.ndarray) for array in found.values()):
+            arrays = {name: _plain(path, name, file) for name in read_names}
+            if not all(isinstance(array, np.ndarray) for array in arrays.values()):
                 raise ValueError("an entry is no array")  # NumPy returns other entries as bytes
-            return found
+            return arrays
     except (FileNotFoundError, IsADirectoryError) as error:
-        what = "no such file" if isinstance(error, FileNotFoundError) else "a folder"
-        raise DataError(f"{path}: {what}. Give the NPZ file itself") from None
+        problem = "no such file" if isinstance(error, FileNotFoundError) else "a folder"
+        raise DataError(f"{path}: {problem}. Give the NPZ file itself") from None
     except PermissionError as error:
         raise DataError(f"{path}: {error.strerror}. Change the permissions") from None
     except _DAMAGE as error:
@@ -291,11 +291,11 @@ def _reason(error: BaseException) -> str:
 
 
 def _rows(
-    path: object, found: Mapping[str, NDArray[Any]], part: str, may_be_empty: bool = False
+    path: object, arrays: Mapping[str, NDArray[Any]], part: str, may_be_empty: bool = False
 ) -> tuple[NDArray[Any], Any]:
     """Return rows and labels of one part in their final layout and type."""
-    x, y = found[f"x_{part}"], found[f"y_{part}"]
-    x = _layout(path, f"x_{part}", x, sequences=_are_sequences(path, found))
+    x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+    x = _layout(path, f"x_{part}", x, sequences=_are_sequences(path, arrays))
     if y.ndim != 1 or y.dtype.kind not in "iu":
         raise DataError(
             f"{path}: y_{part} is {y.dtype} of shape {y.shape}. Give integers of shape (N,), "
@@ -307,21 +307,21 @@ def _rows(
             "row, and at least one row"
         )
     lowest = NO_LABEL if part == "train" else 0
-    full = np.iinfo(y.dtype).max
-    unsigned = y.dtype.kind == "u" and (y == full).any() and not (y == full - 1).any()
+    max_value = np.iinfo(y.dtype).max
+    unsigned = y.dtype.kind == "u" and (y == max_value).any() and not (y == max_value - 1).any()
     if y.size and (y.min() < lowest or y.max() > MAX_CLASS or unsigned):
-        wrong = y.min() if y.min() < lowest else y.max()
-        hint = " (-1, stored without a sign?)" if wrong == full else ""
+        label = y.min() if y.min() < lowest else y.max()
+        hint = " (-1, stored without a sign?)" if label == max_value else ""
         raise DataError(
-            f"{path}: y_{part} has the label {wrong}{hint}. Classes are 0, 1, 2, ..., at most "
+            f"{path}: y_{part} has the label {label}{hint}. Classes are 0, 1, 2, ..., at most "
             f"{MAX_CLASS}, and -1 in y_train is no label"
         )
     return _numbers(path, f"x_{part}", x), y.astype(np.int64)
 
 
-def _are_sequences(path: object, found: Mapping[str, NDArray[Any]]) -> bool:
+def _are_sequences(path: object, arrays: Mapping[str, NDArray[Any]]) -> bool:
     """Return whether the arrays declare sequences."""
-    kind = found.get(KIND)
+    kind = arrays.get(KIND)
     if kind is not None and str(kind) != "sequence":
         raise DataError(
             f'{path}: {KIND} is {str(kind)!a:.40}. Give "sequence" for rows (length, features), or '
@@ -367,10 +367,10 @@ def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     # NaN fails the comparison too.
     if x.dtype.kind == "f" and (not x.size or (x.min() >= 0 and x.max() <= 1)):
         return np.ascontiguousarray(x, dtype=np.float32)
-    seen = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
-    seen = _not_finite(x) or seen
+    detail = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
+    detail = _not_finite(x) or detail
     raise DataError(
-        f"{path}: {name} is {x.dtype}{seen}. Give uint8 in 0..255, or floats in [0, 1] without "
+        f"{path}: {name} is {x.dtype}{detail}. Give uint8 in 0..255, or floats in [0, 1] without "
         f'NaN, as images have them; of time series (N, length, features) say {KIND}="sequence"'
     )
 
@@ -378,14 +378,14 @@ def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
 def _features(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     """Return vectors or sequences as float32. Raises DataError for numbers not finite, or too
     large."""
-    top = float(np.abs(x).max(initial=0.0)) if x.dtype.kind == "f" else np.nan
-    if top <= MAX_FEATURE:  # NaN fails the comparison
+    largest = float(np.abs(x).max(initial=0.0)) if x.dtype.kind == "f" else np.nan
+    if largest <= MAX_FEATURE:  # NaN fails the comparison
         return np.ascontiguousarray(x, dtype=np.float32)
-    seen = _not_finite(x) or (f", with numbers up to {top:g}" if x.dtype.kind == "f" else "")
-    kind, give = ("sequences", "") if x.ndim == 3 else ("vectors", "uint8, or ")
+    detail = _not_finite(x) or (f", with numbers up to {largest:g}" if x.dtype.kind == "f" else "")
+    kind, types = ("sequences", "") if x.ndim == 3 else ("vectors", "uint8, or ")
     raise DataError(
-        f"{path}: {name} has {kind} of {x.dtype}{seen}. Give {give}finite floats scaled by public "
-        f"bounds to about [-1, 1], none beyond {MAX_FEATURE:g}"
+        f"{path}: {name} has {kind} of {x.dtype}{detail}. Give {types}finite floats scaled by "
+        f"public bounds to about [-1, 1], none beyond {MAX_FEATURE:g}"
     )
 
 
@@ -393,7 +393,5 @@ def _not_finite(x: NDArray[Any]) -> str:
     """Return the index of the first NaN or infinite number; empty if there is none."""
     if x.dtype.kind != "f" or np.isfinite(x).all():
         return ""
-    wrong = ~np.isfinite(x).reshape(len(x), -1).all(axis=1)
-    return (
-        f", and {wrong.sum()} rows have NaN or infinity (the first: row {wrong.argmax()}, from 0)"
-    )
+    bad = ~np.isfinite(x).reshape(len(x), -1).all(axis=1)
+    return f", and {bad.sum()} rows have NaN or infinity (the first: row {bad.argmax()}, from 0)"

@@ -48,27 +48,27 @@ class Partition(ABC):
             )
         if type(self).__module__ == __name__:
             return self.divide(labels, agents, rng)
-        said = f"data.partition {self!r} fails:"
-        return self._checked(plugins.call(said, self.divide, labels, agents, rng), labels, agents)
+        prefix = f"data.partition {self!r} fails:"
+        return self._checked(plugins.call(prefix, self.divide, labels, agents, rng), labels, agents)
 
     def _checked(self, parts: Any, labels: Ints, agents: int) -> list[Ints]:
         """Check and sort the result of a plug-in's rule. Raises DataError unless it partitions
         rows."""
         rows = len(labels)
         try:
-            found = [np.sort(np.asarray(part)) for part in parts]
-            ids = np.concatenate(found)
-            sound = len(found) == agents and ids.dtype.kind in "iu"
-            if sound and len(ids):
-                sound = ids.min() >= 0 and ids.max() < rows and np.bincount(ids).max() == 1
+            arrays = [np.sort(np.asarray(part)) for part in parts]
+            ids = np.concatenate(arrays)
+            valid = len(arrays) == agents and ids.dtype.kind in "iu"
+            if valid and len(ids):
+                valid = ids.min() >= 0 and ids.max() < rows and np.bincount(ids).max() == 1
         except (TypeError, ValueError):
-            sound = False
-        if not sound:
+            valid = False
+        if not valid:
             raise DataError(
                 f"data.partition {self!r} does not divide {rows} rows among {agents} agents. "
                 "Return a list of arrays of row numbers, one for each agent, each row at most once"
             )
-        return [part.astype(np.int64) for part in found]
+        return [part.astype(np.int64) for part in arrays]
 
     def total(self, labels: Ints) -> int:
         """Return the number of rows to divide."""
@@ -103,12 +103,12 @@ class Dirichlet(Partition):
 
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         shares = _shares(self.alpha, int(labels.max()) + 1, agents, rng)  # (C, agents)
-        hands: list[list[Ints]] = [[] for _ in range(agents)]
+        holdings: list[list[Ints]] = [[] for _ in range(agents)]
         for number, rows in _rows_of_classes(labels, rng).items():
             ends = np.round(np.cumsum(shares[number])[:-1] * len(rows)).astype(np.int64)
-            for hand, part in zip(hands, np.split(rows, ends), strict=True):
-                hand.append(part)
-        return _nobody_empty([np.concatenate(hand) for hand in hands], rng)
+            for holding, part in zip(holdings, np.split(rows, ends), strict=True):
+                holding.append(part)
+        return _nobody_empty([np.concatenate(holding) for holding in holdings], rng)
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,15 @@ class DirichletEqual(Partition):
         shares = _shares(self.alpha, agents, classes, rng)  # (agents, C)
         order = rng.permutation(agents)
         sizes, pools = _even_sizes(total, order), _rows_of_classes(labels, rng)
-        left = np.bincount(labels, minlength=classes)
-        hands: list[Ints] = [labels[:0]] * agents
+        unused = np.bincount(labels, minlength=classes)
+        holdings: list[Ints] = [labels[:0]] * agents
         for agent in order:
-            drawn = _draw_classes(shares[agent], sizes[agent], left, rng)
-            hands[agent] = np.sort(
-                np.concatenate([p[left[c] - drawn[c] : left[c]] for c, p in pools.items()])
+            counts = _draw_classes(shares[agent], sizes[agent], unused, rng)
+            holdings[agent] = np.sort(
+                np.concatenate([p[unused[c] - counts[c] : unused[c]] for c, p in pools.items()])
             )
-            left = left - drawn
-        return hands
+            unused = unused - counts
+        return holdings
 
 
 def _shares(alpha: float, draws: int, size: int, rng: np.random.Generator) -> Floats:
@@ -160,16 +160,16 @@ def _shares(alpha: float, draws: int, size: int, rng: np.random.Generator) -> Fl
     return rng.dirichlet(np.full(size, alpha), size=draws)
 
 
-def _draw_classes(shares: Floats, rows: int, left: Ints, rng: np.random.Generator) -> Ints:
-    """Sample numbers of rows by class (C,), ``rows`` in total, at most ``left`` of each class."""
-    drawn = np.zeros_like(left)
-    while missing := rows - int(drawn.sum()):
-        chances = np.where(drawn < left, shares, 0.0)
-        if not chances.sum():
-            chances = (left - drawn).astype(float)
-        more = rng.multinomial(missing, chances / chances.sum())
-        drawn = np.minimum(drawn + more, left)  # missing rows are sampled again
-    return drawn
+def _draw_classes(shares: Floats, rows: int, unused: Ints, rng: np.random.Generator) -> Ints:
+    """Sample numbers of rows by class (C,), ``rows`` in total, at most ``unused`` of each class."""
+    counts = np.zeros_like(unused)
+    while missing := rows - int(counts.sum()):
+        weights = np.where(counts < unused, shares, 0.0)
+        if not weights.sum():
+            weights = (unused - counts).astype(float)
+        extra = rng.multinomial(missing, weights / weights.sum())
+        counts = np.minimum(counts + extra, unused)  # missing rows are sampled again
+    return counts
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ class ClassesPerAgent(Partition):
                 f"{len(classes)} classes. Lower k"
             )
         # k consecutive positions in a cycle of at least k classes: k different classes.
-        deck = _deck("classes_per_agent", classes, agents, self.k)
-        return _share(_rows_of_classes(labels, rng), _owners(deck, self.k), agents, rng)
+        shards = _deck("classes_per_agent", classes, agents, self.k)
+        return _share(_rows_of_classes(labels, rng), _owners(shards, self.k), agents, rng)
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,10 @@ class Shards(Partition):
     k: int
 
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        deck = rng.permutation(_deck("shards", rng.permutation(np.unique(labels)), agents, self.k))
-        return _share(_rows_of_classes(labels, rng), _owners(deck, self.k), agents, rng)
+        shards = rng.permutation(
+            _deck("shards", rng.permutation(np.unique(labels)), agents, self.k)
+        )
+        return _share(_rows_of_classes(labels, rng), _owners(shards, self.k), agents, rng)
 
 
 def _deck(rule: str, classes: Ints, agents: int, k: int) -> Ints:
@@ -219,11 +221,11 @@ def _deck(rule: str, classes: Ints, agents: int, k: int) -> Ints:
     return np.resize(classes, agents * k)
 
 
-def _owners(deck: Ints, k: int) -> dict[int, list[int]]:
+def _owners(shards: Ints, k: int) -> dict[int, list[int]]:
     """Map classes to the agents that own a part of them, k entries per agent."""
     owners: dict[int, list[int]] = {}
-    for place, number in enumerate(deck.tolist()):
-        owners.setdefault(number, []).append(place // k)
+    for index, number in enumerate(shards.tolist()):
+        owners.setdefault(number, []).append(index // k)
     return owners
 
 
@@ -264,16 +266,16 @@ class Imbalanced(Partition):
                 f"class number {labels.max()}. Use partition dirichlet"
             )
         pools = _rows_of_classes(labels, rng)
-        hands: list[Ints] = []
+        holdings: list[Ints] = []
         for agent in range(agents):
-            drawn = rng.multinomial(len(labels) // agents, np.roll(_BASE, agent % len(_BASE)))
-            hands.append(np.concatenate([rows[: drawn[c]] for c, rows in pools.items()]))
-            pools = {c: rows[drawn[c] :] for c, rows in pools.items()}
-        left = rng.permutation(np.concatenate(list(pools.values())))
+            counts = rng.multinomial(len(labels) // agents, np.roll(_BASE, agent % len(_BASE)))
+            holdings.append(np.concatenate([rows[: counts[c]] for c, rows in pools.items()]))
+            pools = {c: rows[counts[c] :] for c, rows in pools.items()}
+        remaining = rng.permutation(np.concatenate(list(pools.values())))
         goal = _even_sizes(len(labels), rng.permutation(agents))
-        ends = np.cumsum([size - len(hand) for size, hand in zip(goal, hands, strict=True)])[:-1]
-        filling = np.split(left, ends)
-        return [np.sort(np.concatenate(pair)) for pair in zip(hands, filling, strict=True)]
+        ends = np.cumsum([size - len(rows) for size, rows in zip(goal, holdings, strict=True)])[:-1]
+        extras = np.split(remaining, ends)
+        return [np.sort(np.concatenate(pair)) for pair in zip(holdings, extras, strict=True)]
 
 
 def from_settings(name: str, alpha: float | None = None, k: int | None = None) -> Partition:
@@ -298,15 +300,15 @@ def from_settings(name: str, alpha: float | None = None, k: int | None = None) -
 
 def _own(name: str, options: dict[str, float | int]) -> Partition:
     """Return the rule of a plug-in."""
-    found = plugins.load("partitions", "data.partition", name)
-    if inspect.isclass(found) and issubclass(found, Partition):
-        found = plugins.call(f"data.partition {name} cannot be made:", found, **options)
-    if not isinstance(found, Partition):
+    rule = plugins.load("partitions", "data.partition", name)
+    if inspect.isclass(rule) and issubclass(rule, Partition):
+        rule = plugins.call(f"data.partition {name} cannot be made:", rule, **options)
+    if not isinstance(rule, Partition):
         raise ConfigError(
-            f"data.partition {name} is {str(found)[:60]}. Name a class of "
+            f"data.partition {name} is {str(rule)[:60]}. Name a class of "
             "privssl.data.partition.Partition"
         )
-    return found
+    return rule
 
 
 def _rows_of_classes(labels: Ints, rng: np.random.Generator) -> dict[int, Ints]:
@@ -327,33 +329,33 @@ def _even_sizes(rows: int, order: Ints) -> Ints:
 def _deal(rows: Ints, order: Iterable[int]) -> list[Ints]:
     """Deal rows one by one in ``order`` (a permutation of agents); return them sorted."""
     agents = list(order)
-    hands = {agent: np.sort(rows[place :: len(agents)]) for place, agent in enumerate(agents)}
-    return [hands[agent] for agent in sorted(hands)]
+    holdings = {agent: np.sort(rows[index :: len(agents)]) for index, agent in enumerate(agents)}
+    return [holdings[agent] for agent in sorted(holdings)]
 
 
 def _share(
     pools: dict[int, Ints], owners: dict[int, list[int]], agents: int, rng: np.random.Generator
 ) -> list[Ints]:
     """Divide each class evenly among its owners."""
-    hands: list[list[Ints]] = [[] for _ in range(agents)]
+    holdings: list[list[Ints]] = [[] for _ in range(agents)]
     for number, rows in pools.items():
-        holders = owners[number]
-        order = rng.permutation(len(holders))
-        for agent, part in zip(holders, _deal(rows, order), strict=True):
-            hands[agent].append(part)
+        class_owners = owners[number]
+        order = rng.permutation(len(class_owners))
+        for agent, part in zip(class_owners, _deal(rows, order), strict=True):
+            holdings[agent].append(part)
     empty = np.empty(0, dtype=np.int64)
-    return [np.sort(np.concatenate([empty, *hand])) for hand in hands]
+    return [np.sort(np.concatenate([empty, *holding])) for holding in holdings]
 
 
-def _nobody_empty(hands: list[Ints], rng: np.random.Generator) -> list[Ints]:
+def _nobody_empty(holdings: list[Ints], rng: np.random.Generator) -> list[Ints]:
     """Give each agent without rows a random row of the agent with most. N >= agents."""
     # the largest first; among equals the lowest number
-    ranking = [(-len(hand), agent) for agent, hand in enumerate(hands)]
+    ranking = [(-len(holding), agent) for agent, holding in enumerate(holdings)]
     heapq.heapify(ranking)
-    for poor in [agent for agent, hand in enumerate(hands) if not len(hand)]:
-        size, rich = ranking[0]
-        taken = rng.integers(-size)
-        hands[poor] = hands[rich][[taken]]
-        hands[rich] = np.delete(hands[rich], taken)
-        heapq.heapreplace(ranking, (size + 1, rich))
-    return [np.sort(hand) for hand in hands]
+    for receiver in [agent for agent, holding in enumerate(holdings) if not len(holding)]:
+        size, donor = ranking[0]
+        index = rng.integers(-size)
+        holdings[receiver] = holdings[donor][[index]]
+        holdings[donor] = np.delete(holdings[donor], index)
+        heapq.heapreplace(ranking, (size + 1, donor))
+    return [np.sort(holding) for holding in holdings]

@@ -65,15 +65,15 @@ class RandAugment:
                 ``local_training.network_input``.
         """
         chance = torch.rand(len(x), 1 + COLUMNS * self.count, generator=rng).to(x.device)
-        drawn = self._draw(chance)
+        sampled = self._draw(chance)
         if self._kinds is not None and image_transforms.available(x):
-            return image_transforms.apply_change(x, self._kinds, *drawn)
+            return image_transforms.apply_change(x, self._kinds, *sampled)
         levels = ((x + 1) * 127.5).round_().clamp_(BLACK, TOP).contiguous()
-        for one in zip(*(values.unbind(dim=1) for values in drawn), strict=True):
-            self._change(levels, *one)
+        for change in zip(*(values.unbind(dim=1) for values in sampled), strict=True):
+            self._change(levels, *change)
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
-        form = torch.channels_last if channels_last else torch.contiguous_format
-        return levels.div_(127.5).sub_(1).contiguous(memory_format=form)
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        return levels.div_(127.5).sub_(1).contiguous(memory_format=memory_format)
 
     def _draw(self, chance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sample the operations of each image from random numbers (B, 1 + 6 count).
@@ -83,13 +83,13 @@ class RandAugment:
             amount: (B, count).
             place: (B, count, 2) in [0, 1).
         """
-        drawn = chance[:, 1:].view(len(chance), self.count, COLUMNS)
-        which = (len(self.operations) * drawn[..., 0]).long()
-        weakest, reach, mirrored = self._amounts.to(chance.device)[:, which]
-        sign = torch.where((mirrored > 0) & (drawn[..., 3] < 0.5), -1.0, 1.0)
-        strength = self._strength(chance[:, :1], drawn[..., 2])
-        amount = weakest + strength * reach * sign
-        return which.masked_fill_(drawn[..., 1] >= self.chance, -1), amount, drawn[..., 4:]
+        uniform = chance[:, 1:].view(len(chance), self.count, COLUMNS)
+        which = (len(self.operations) * uniform[..., 0]).long()
+        weakest, span, mirrored = self._amounts.to(chance.device)[:, which]
+        sign = torch.where((mirrored > 0) & (uniform[..., 3] < 0.5), -1.0, 1.0)
+        strength = self._strength(chance[:, :1], uniform[..., 2])
+        amount = weakest + strength * span * sign
+        return which.masked_fill_(uniform[..., 1] >= self.chance, -1), amount, uniform[..., 4:]
 
     @cached_property
     def _amounts(self) -> Tensor:

@@ -35,7 +35,7 @@ class RoleAssignment(NamedTuple):
 
 def role_problems(labels: str, agents: AgentSettings) -> Iterator[Problem]:
     """Yield kinds of agents that ``data.labels`` needs but are 0, or that it does not permit."""
-    needed, useless = {
+    needed, forbidden = {
         "support": ("support", ("mixed",)),
         "labels-at-server": ("", ("support", "mixed")),
         "labels-at-client": ("mixed", ("support",)),
@@ -44,9 +44,9 @@ def role_problems(labels: str, agents: AgentSettings) -> Iterator[Problem]:
     if needed and not getattr(agents, needed):
         text = f"data.labels is {labels}, but agents.{needed} is 0, so no agent would hold labels. "
         yield Problem(needed, f"{text}Set agents.{needed} to at least 1")
-    for kind in useless:
-        if held := getattr(agents, kind):
-            text = f"agents.{kind} is {held}, but with data.labels {labels} there can be none. "
+    for kind in forbidden:
+        if count := getattr(agents, kind):
+            text = f"agents.{kind} is {count}, but with data.labels {labels} there can be none. "
             yield Problem(kind, f"{text}Set agents.{kind} to 0")
 
 
@@ -55,8 +55,8 @@ def holders(labels: str, agents: AgentSettings) -> RoleAssignment:
     for _, text in role_problems(labels, agents):
         raise DataError(text)
     support, query, mixed = (
-        tuple(f"{letter}{number}" for number in range(count))
-        for letter, count in (("s", agents.support), ("q", agents.query), ("m", agents.mixed))
+        tuple(f"{prefix}{number}" for number in range(count))
+        for prefix, count in (("s", agents.support), ("q", agents.query), ("m", agents.mixed))
     )
     return {
         "support": RoleAssignment(support, query),
@@ -80,7 +80,9 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
     :mod:`privssl.data.partition`.
     """
     labels: Ints = dataset.y_train.numpy()
-    labelled, validation, unlabelled = _draw_rows(data, labels, seed, wanted=bool(who.unlabelled))
+    labelled, validation, unlabelled = _draw_rows(
+        data, labels, seed, has_unlabelled=bool(who.unlabelled)
+    )
     rule = labelled_rule = from_settings(data.partition, data.alpha, data.k)
     if isinstance(rule, DirichletEqual):  # it samples rows by class
         rule = dataclasses.replace(rule, rows=data.unlabelled)
@@ -91,9 +93,9 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
     with_labels = {}
     if data.server_labelled is not None:
         rng = _rng(seed, "server")
-        own = np.sort(_pick(labelled, labels, data.server_labelled, data.stratified, rng))
-        with_labels = {SERVER: tuple(own.tolist())}
-        labelled = np.setdiff1d(labelled, own)
+        server_rows = np.sort(_pick(labelled, labels, data.server_labelled, data.stratified, rng))
+        with_labels = {SERVER: tuple(server_rows.tolist())}
+        labelled = np.setdiff1d(labelled, server_rows)
     others = tuple(agent for agent in who.labelled if agent not in with_labels)
     with_labels |= _hand_out("labelled", labelled_rule, others, labelled, labels, seed)
     without = _hand_out("unlabelled", rule, who.unlabelled, unlabelled, labels, seed)
@@ -126,38 +128,38 @@ def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool 
 
 
 def _draw_rows(
-    data: DataSettings, labels: Ints, seed: int, *, wanted: bool
+    data: DataSettings, labels: Ints, seed: int, *, has_unlabelled: bool
 ) -> tuple[Ints, Ints, Ints]:
     """Sample ids of labelled and validation rows; return them with possible unlabelled rows.
 
-    The three are disjoint. ``wanted``: whether any agent holds unlabelled rows.
+    The three are disjoint. ``has_unlabelled``: whether any agent holds unlabelled rows.
     """
     rows = len(labels)
-    asked = data.labelled + data.validation + (data.unlabelled or 0)
-    if asked > rows:
+    requested = data.labelled + data.validation + (data.unlabelled or 0)
+    if requested > rows:
         raise DataError(
             f"data.labelled {data.labelled} + data.validation {data.validation} + "
-            f"data.unlabelled {data.unlabelled or 0} = {asked}, but {data.name} has {rows} "
+            f"data.unlabelled {data.unlabelled or 0} = {requested}, but {data.name} has {rows} "
             "training rows. Ask for fewer"
         )
-    known = np.flatnonzero(labels != NO_LABEL)
-    if data.labelled + data.validation > len(known):
+    with_label = np.flatnonzero(labels != NO_LABEL)
+    if data.labelled + data.validation > len(with_label):
         raise DataError(
             f"data.labelled {data.labelled} + data.validation {data.validation}, but {data.name} "
-            f"has {len(known)} training rows with a label. Ask for fewer"
+            f"has {len(with_label)} training rows with a label. Ask for fewer"
         )
-    if data.unlabelled and not wanted:
+    if data.unlabelled and not has_unlabelled:
         raise DataError(
             f"data.unlabelled is {data.unlabelled}, but no agent holds unlabelled rows. "
             "Set agents.query, or leave data.unlabelled out"
         )
-    everything = np.arange(rows)
-    labelled = _pick(known, labels, data.labelled, data.stratified, _rng(seed, "labelled"))
-    rest = np.setdiff1d(everything, labelled)
-    kept = np.setdiff1d(known, labelled)
-    validation = _pick(kept, labels, data.validation, data.stratified, _rng(seed, "validation"))
-    rest = np.setdiff1d(rest, validation) if wanted else rest[:0]
-    return np.sort(labelled), np.sort(validation), rest
+    all_rows = np.arange(rows)
+    labelled = _pick(with_label, labels, data.labelled, data.stratified, _rng(seed, "labelled"))
+    remaining = np.setdiff1d(all_rows, labelled)
+    others = np.setdiff1d(with_label, labelled)
+    validation = _pick(others, labels, data.validation, data.stratified, _rng(seed, "validation"))
+    remaining = np.setdiff1d(remaining, validation) if has_unlabelled else remaining[:0]
+    return np.sort(labelled), np.sort(validation), remaining
 
 
 def _pick(
@@ -172,13 +174,13 @@ def _pick(
     if not stratified or not count:
         return rows[:count]
     classes = labels[rows]
-    turn = rng.permutation(int(classes.max()) + 1)  # order of classes in the last round
+    class_order = rng.permutation(int(classes.max()) + 1)  # order of classes in the last round
     rank = np.empty(len(rows), dtype=np.int64)  # of a row among the rows of its class
     for number in np.flatnonzero(np.bincount(classes)):  # np.unique is ten times slower
-        mine = classes == number
-        rank[mine] = np.arange(mine.sum())
+        in_class = classes == number
+        rank[in_class] = np.arange(in_class.sum())
     # The first of each class, then the second of each, and so on.
-    return rows[np.lexsort((turn[classes], rank))[:count]]
+    return rows[np.lexsort((class_order[classes], rank))[:count]]
 
 
 def _hand_out(
@@ -225,11 +227,11 @@ def _spread_classes(ids: tuple[int, ...], labels: Ints) -> tuple[int, ...]:
     them, within one.
     """
     rows = np.array(ids, dtype=np.int64)
-    places = np.empty(len(rows))
+    positions = np.empty(len(rows))
     for number in np.unique(labels[rows]):
-        mine = np.flatnonzero(labels[rows] == number)
-        places[mine] = (np.arange(len(mine)) + 0.5) / len(mine)
-    return tuple(rows[np.argsort(places, kind="stable")].tolist())
+        in_class = np.flatnonzero(labels[rows] == number)
+        positions[in_class] = (np.arange(len(in_class)) + 0.5) / len(in_class)
+    return tuple(rows[np.argsort(positions, kind="stable")].tolist())
 
 
 def _rng(seed: int, purpose: str) -> np.random.Generator:

@@ -89,17 +89,17 @@ def read_manifest(path: Path) -> Manifest:
     Raises DataError if it is missing, not in this format, changed since it was written, or if a row
     id is out of range or duplicate.
     """
-    found = _parse(path)
-    schema, stated = found.pop("schema", None), found.pop("hash", None)
+    content = _parse(path)
+    schema, stated_hash = content.pop("schema", None), content.pop("hash", None)
     if schema != SCHEMA:
         raise DataError(f"{path} is not a split.json of the form {SCHEMA}: its schema is {schema}")
     try:
-        manifest = _FORM.validate_python(found)
+        manifest = _FORM.validate_python(content)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "top"
-        raise DataError(f"{path} is not a split.json: {where}: {first['msg']}") from None
-    if stated != manifest.hash:  # without the hash: labels could be tried
+        problem = error.errors(include_url=False)[0]
+        location = ".".join(map(str, problem["loc"])) or "top"
+        raise DataError(f"{path} is not a split.json: {location}: {problem['msg']}") from None
+    if stated_hash != manifest.hash:  # without the hash: labels could be tried
         raise DataError(
             f"{path} was changed after it was written: its content has another hash than it "
             "states. Take the original file"
@@ -136,10 +136,10 @@ def _parse(path: Path) -> dict[str, Any]:
 def _check_ids(path: Path, manifest: Manifest) -> None:
     """Raise DataError if a row id is out of range or duplicate."""
     owners: dict[int, str] = {}
-    held = [("validation", manifest.validation)]
+    holdings = [("validation", manifest.validation)]
     for agent, rows in manifest.agents.items():
-        held += [(agent, rows.labelled), (agent, rows.unlabelled)]
-    for owner, ids in held:
+        holdings += [(agent, rows.labelled), (agent, rows.unlabelled)]
+    for owner, ids in holdings:
         for row in ids:
             if row >= manifest.rows:
                 raise DataError(

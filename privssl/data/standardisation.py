@@ -25,18 +25,18 @@ def are_standardised(*parts: NDArray[Any]) -> bool:
     if rows < FEW_ROWS or any(x.ndim != 2 or x.dtype.kind != "f" for x in parts):
         return False
     total: Any = 0.0  # of each column
-    square, plain = total, np.array(True)
+    square, binary = total, np.array(True)
     for x in parts:
         for start in range(0, len(x), 4096):
-            some = x[start : start + 4096].astype(np.float64)
-            total, square = total + some.sum(axis=0), square + np.square(some).sum(axis=0)
-            plain = plain & (np.square(some) == 1).all(axis=0)
+            chunk = x[start : start + 4096].astype(np.float64)
+            total, square = total + chunk.sum(axis=0), square + np.square(chunk).sum(axis=0)
+            binary = binary & (np.square(chunk) == 1).all(axis=0)
     mean = total / rows
     deviation = np.sqrt(np.maximum(square / rows - np.square(mean), 0))
-    near = [abs(deviation * by - 1) < NEARLY for by in (1, math.sqrt(rows / (rows - 1)))]
-    told = (deviation > 0) & ~plain
-    found = told & (abs(mean) < NEARLY) & (near[0] | near[1])
-    return bool(2 * found.sum() > told.sum())
+    near = [abs(deviation * factor - 1) < NEARLY for factor in (1, math.sqrt(rows / (rows - 1)))]
+    counted = (deviation > 0) & ~binary
+    scaled = counted & (abs(mean) < NEARLY) & (near[0] | near[1])
+    return bool(2 * scaled.sum() > counted.sum())
 
 
 def _each_alone_is_standardised(x: NDArray[Any]) -> bool:
@@ -47,5 +47,5 @@ def _each_alone_is_standardised(x: NDArray[Any]) -> bool:
     mean, length = x.mean(axis=1, dtype=np.float64), x.shape[1]
     deviation = x.std(axis=1, dtype=np.float64)
     unbiased = deviation * math.sqrt(length / max(length - 1, 1))
-    fine = (abs(deviation - 1) < NEARLY) | (abs(unbiased - 1) < NEARLY) | (deviation < NEARLY)
-    return bool((fine & (abs(mean) < NEARLY)).all())
+    scaled = (abs(deviation - 1) < NEARLY) | (abs(unbiased - 1) < NEARLY) | (deviation < NEARLY)
+    return bool((scaled & (abs(mean) < NEARLY)).all())

@@ -65,17 +65,19 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
 
     Raises DataError if a feature is not finite, or exceeds float16.
     """
-    found = torch.empty(len(rows), *encoder.shape, dtype=torch.float16)
+    features = torch.empty(len(rows), *encoder.shape, dtype=torch.float16)
     if not len(rows):
-        return found
+        return features
     if not encoder.cached:
-        _fill(encoder, rows, found, range(len(rows)))
-        return found
-    names = [digest_of(row) for row in rows]
-    plain = "".join(c if c.isalnum() else "_" for c in encoder.name)[-60:]
-    cache = folder / CACHES / f"{plain}-{encoder.checksum[:16]}-{FORMAT}"
-    known = _read(cache, set(names), found.shape[1:])
-    missing = list({name: place for place, name in enumerate(names) if name not in known}.values())
+        _fill(encoder, rows, features, range(len(rows)))
+        return features
+    digests = [digest_of(row) for row in rows]
+    safe_name = "".join(c if c.isalnum() else "_" for c in encoder.name)[-60:]
+    cache = folder / CACHES / f"{safe_name}-{encoder.checksum[:16]}-{FORMAT}"
+    cached = _read(cache, set(digests), features.shape[1:])
+    missing = list(
+        {digest: index for index, digest in enumerate(digests) if digest not in cached}.values()
+    )
     if missing:
         log.info("%s encodes %d of %d rows, once", encoder.name, len(missing), len(rows))
         per_block = max(1, BLOCK_BYTES // (2 * math.prod(encoder.shape)))
@@ -86,12 +88,12 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
             task = bar.add_task(f"{encoder.name}: rows encoded", total=len(missing))
             for start in range(0, len(missing), per_block):
                 block = missing[start : start + per_block]
-                _fill(encoder, rows, found, block, lambda: bar.advance(task))
-                _keep(cache, [names[place] for place in block], found[block])
-        known |= {names[place]: found[place] for place in missing}
-    for place, name in enumerate(names):
-        found[place] = known[name]
-    return found
+                _fill(encoder, rows, features, block, lambda: bar.advance(task))
+                _keep(cache, [digests[index] for index in block], features[block])
+        cached |= {digests[index]: features[index] for index in missing}
+    for index, digest in enumerate(digests):
+        features[index] = cached[digest]
+    return features
 
 
 def caches(folder: Path) -> tuple[Path, ...]:
@@ -103,18 +105,18 @@ def digest_of(row: Tensor | str) -> bytes:
     """Return 16 bytes that identify a stored row."""
     if isinstance(row, str):
         return hashlib.sha256(b"text " + row.encode()).digest()[:16]
-    head = f"{row.dtype} {tuple(row.shape)} ".encode()
-    return hashlib.sha256(head + row.contiguous().numpy().tobytes()).digest()[:16]
+    header = f"{row.dtype} {tuple(row.shape)} ".encode()
+    return hashlib.sha256(header + row.contiguous().numpy().tobytes()).digest()[:16]
 
 
 _networks: dict[str, Callable[[Rows], Tensor]] = {}  # by checksum; one process opens few
 
 
 def _fill(
-    encoder: Encoder, rows: Rows, found: Tensor, places: Sequence[int],
-    done: Callable[[], object] = lambda: None,
+    encoder: Encoder, rows: Rows, output: Tensor, indices: Sequence[int],
+    advance: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
-    """Encode the rows at some indices into ``found``, each alone, in parallel threads.
+    """Encode the rows at some indices into ``output``, each alone, in parallel threads.
 
     With a plug-in encoder the first row is encoded again at the end.
     """
@@ -122,10 +124,10 @@ def _fill(
         _networks[encoder.checksum] = encoder.build()
     network = _networks[encoder.checksum]
 
-    def one(place: int) -> Tensor:
+    def encode_row(index: int) -> Tensor:
         # One thread per row: torch's own threads would wait for each other.
         with torch.inference_mode():
-            features = network(rows[place : place + 1])
+            features = network(rows[index : index + 1])
         if tuple(features.shape) != (1, *encoder.shape):
             raise DataError(
                 f"{encoder.name} gives {tuple(features.shape[1:])} for a row, not {encoder.shape}: "
@@ -133,20 +135,20 @@ def _fill(
             )
         if not bool((features.abs() <= torch.finfo(torch.float16).max).all()):  # false for NaN
             raise DataError(
-                f"{encoder.name} gives numbers that are not finite or too large for row {place}. "
+                f"{encoder.name} gives numbers that are not finite or too large for row {index}. "
                 "Look at this row, and at the encoder's weights"
             )
-        found[place] = features[0].half()
+        output[index] = features[0].half()
         return features.clone()
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     with single_threaded(), ThreadPoolExecutor(workers) as pool:
         first = None
-        for features in pool.map(one, places):
+        for features in pool.map(encode_row, indices):
             first = features if first is None else first
-            done()
-        own = is_own_encoder(encoder.name)
-        if own and first is not None and not torch.equal(one(places[0]), first):
+            advance()
+        is_own = is_own_encoder(encoder.name)
+        if is_own and first is not None and not torch.equal(encode_row(indices[0]), first):
             del _networks[encoder.checksum]  # with its stored state
             raise DataError(
                 f"data.encoder {encoder.name} gives a row other features once it has seen more "
@@ -155,32 +157,32 @@ def _fill(
             )
 
 
-def _read(cache: Path, wanted: set[bytes], shape: Sequence[int]) -> dict[bytes, Tensor]:
+def _read(cache: Path, digests: set[bytes], shape: Sequence[int]) -> dict[bytes, Tensor]:
     """Return the cached features of these rows; remove damaged blocks."""
-    known: dict[bytes, Tensor] = {}
+    cached: dict[bytes, Tensor] = {}
     for path in sorted(cache.glob("*.safetensors")):
-        if len(known) == len(wanted):
+        if len(cached) == len(digests):
             break
         try:
-            names, features = _read_block(path, shape)
+            block_digests, features = _read_block(path, shape)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             log.warning("%s is damaged (%s): its rows are encoded again.", path, error)
             path.unlink(missing_ok=True)
             continue
-        known |= {n: f for n, f in zip(names, features, strict=True) if n in wanted}
-    return known
+        cached |= {n: f for n, f in zip(block_digests, features, strict=True) if n in digests}
+    return cached
 
 
-def _keep(cache: Path, names: Sequence[bytes], features: Tensor) -> None:
+def _keep(cache: Path, digests: Sequence[bytes], features: Tensor) -> None:
     """Add a block. If the disk is full, the features are used without being cached."""
-    whole = b"".join(names)
-    rows = torch.frombuffer(bytearray(whole), dtype=torch.uint8).view(-1, 16)
+    joined = b"".join(digests)
+    rows = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(-1, 16)
     tensors = {"rows": rows, "features": features.contiguous()}
-    about = {"format": FORMAT, "sha256": _checksum(tensors)}
-    path = cache / f"{hashlib.sha256(whole).hexdigest()[:16]}.safetensors"
+    metadata = {"format": FORMAT, "sha256": _checksum(tensors)}
+    path = cache / f"{hashlib.sha256(joined).hexdigest()[:16]}.safetensors"
     try:
         cache.mkdir(0o700, parents=True, exist_ok=True)  # digests identify rows
-        atomic_files.replace(path, save(tensors, about))
+        atomic_files.replace(path, save(tensors, metadata))
     except OSError as error:
         log.warning("%s: features cannot be cached (%s), so the next run encodes again.",
                     cache, error)  # fmt: skip
@@ -188,15 +190,15 @@ def _keep(cache: Path, names: Sequence[bytes], features: Tensor) -> None:
 
 def _read_block(path: Path, shape: Sequence[int]) -> tuple[list[bytes], Tensor]:
     with safe_open(path, "pt") as file:
-        about = file.metadata() or {}
+        metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in ("rows", "features")}
     rows, features = tensors["rows"], tensors["features"]
-    if about.get("format") != FORMAT or about.get("sha256") != _checksum(tensors):
+    if metadata.get("format") != FORMAT or metadata.get("sha256") != _checksum(tensors):
         raise ValueError("its checksum differs")
     if tuple(features.shape) != (len(rows), *shape) or features.dtype != torch.float16:
         raise ValueError("it has features of another form")
-    whole = rows.numpy().tobytes()
-    return [whole[at : at + 16] for at in range(0, len(whole), 16)], features
+    joined = rows.numpy().tobytes()
+    return [joined[start : start + 16] for start in range(0, len(joined), 16)], features
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:
@@ -228,13 +230,13 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        found = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
+        weights = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except Exception as error:  # torch raises many types on damaged files
         raise DataError(
             f"{path} cannot be read as weights ({str(error).splitlines()[0]}). Give a safetensors "
             "file, or a state dict as torch.save writes it"
         ) from None
-    found = found.get("state_dict", found) if isinstance(found, dict) else found
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+    weights = weights.get("state_dict", weights) if isinstance(weights, dict) else weights
+    if not isinstance(weights, dict) or not all(isinstance(v, Tensor) for v in weights.values()):
         raise DataError(f"{path} has no state dict of tensors. Save network.state_dict()")
-    return found
+    return weights

@@ -36,16 +36,16 @@ def open_image_encoder(name: str, weights: str) -> Encoder:
 
     def build() -> Callable[[Rows], Tensor]:
         net = _untrained(name)
-        wanted, found = net.state_dict(), load_tensors(path)
-        fitting = {n: w for n, w in found.items() if n in wanted and w.shape == wanted[n].shape}
-        if absent := sorted(wanted.keys() - fitting.keys()):
-            raise DataError(f"{path} has no {', '.join(absent[:3])} of {name}: other weights?")
+        state, loaded = net.state_dict(), load_tensors(path)
+        fitting = {n: w for n, w in loaded.items() if n in state and w.shape == state[n].shape}
+        if missing := sorted(state.keys() - fitting.keys()):
+            raise DataError(f"{path} has no {', '.join(missing[:3])} of {name}: other weights?")
         net.load_state_dict(fitting)
         middle, spread = (torch.tensor(v).view(3, 1, 1) for v in (MEAN, DEVIATION))
         return _running(net, lambda levels: (levels / 255 - middle) / spread)
 
-    about = f"weights of {name}, as their publisher describes them (torchvision: {IMAGENET})"
-    return Encoder(name, shape, checksum_of([path], steps), about, build)
+    trained_on = f"weights of {name}, as their publisher describes them (torchvision: {IMAGENET})"
+    return Encoder(name, shape, checksum_of([path], steps), trained_on, build)
 
 
 def _efficientnet_lite0(name: str) -> Encoder:
@@ -73,7 +73,7 @@ def _efficientnet_lite0(name: str) -> Encoder:
 def _weights_path(name: str, prefix: str, network: str, weights: str) -> Path:
     """Return the file of the weights. Raises DataError if there is none."""
     if weights:
-        path, how = Path(weights).expanduser(), "data.encoder_weights names it"
+        path, hint = Path(weights).expanduser(), "data.encoder_weights names it"
     elif prefix == "torchvision":
         import torchvision
 
@@ -83,11 +83,11 @@ def _weights_path(name: str, prefix: str, network: str, weights: str) -> Path:
             raise DataError(f"data.encoder is {name}: {error}. Give another name") from None
         cache = Path(os.environ.get("TORCH_HOME") or "~/.cache/torch").expanduser()
         path = cache / "hub" / "checkpoints" / url.rpartition("/")[2]
-        how = f"download {url} to it, or give data.encoder_weights"
+        hint = f"download {url} to it, or give data.encoder_weights"
     else:
         raise DataError(f"data.encoder {name} needs data.encoder_weights, the file of its weights")
     if not path.is_file():
-        raise DataError(f"data.encoder {name}: no weights at {path} ({how})")
+        raise DataError(f"data.encoder {name}: no weights at {path} ({hint})")
     return path
 
 
@@ -99,15 +99,15 @@ def _untrained(name: str) -> nn.Module:
     make = library_maker("data.encoder", name)
     if name.startswith("timm:"):
         try:
-            found: nn.Module = make(pretrained=False, num_classes=0)
+            network: nn.Module = make(pretrained=False, num_classes=0)
         except RuntimeError as error:  # an unknown part of the name behind a dot
             raise DataError(f"data.encoder is {name}: {error}. Give another name") from None
-        return found
+        return network
     net: nn.Module = make(weights=None)
-    heads = [n for n, layer in net.named_modules() if isinstance(layer, nn.Linear)]
-    if not heads:
+    linear_layers = [n for n, layer in net.named_modules() if isinstance(layer, nn.Linear)]
+    if not linear_layers:
         raise DataError(f"data.encoder is {name}, which has no linear layer to take off")
-    net.set_submodule(heads[-1], nn.Identity())
+    net.set_submodule(linear_layers[-1], nn.Identity())
     return net
 
 
@@ -120,7 +120,7 @@ def _features_of(net: nn.Module) -> int:
 def _running(net: nn.Module, scale: Callable[[Tensor], Tensor]) -> Callable[[Rows], Tensor]:
     """Add pre- and postprocessing to a network: images (B, channels, height, width) -> features."""
     net = net.eval().requires_grad_(False).to(memory_format=torch.channels_last)
-    narrow = has_instructions()
+    use_bfloat16 = has_instructions()
 
     def run(images: Any) -> Tensor:
         assert isinstance(images, Tensor)
@@ -130,7 +130,7 @@ def _running(net: nn.Module, scale: Callable[[Tensor], Tensor]) -> Callable[[Row
         if (smaller := min(levels.shape[2:])) < SIDE:
             levels = functional.interpolate(levels, scale_factor=SIDE / smaller, mode="bilinear")
         x = scale(levels).contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        with torch.autocast("cpu", torch.bfloat16, enabled=use_bfloat16):
             features = net(x).float()
         features = features.mean(dim=(2, 3)) if features.dim() == 4 else features.flatten(1)
         return standardised(features)

@@ -20,14 +20,14 @@ def open_own_encoder(name: str, weights: str) -> Encoder:
     """Open the encoder of a plug-in. Raises ConfigError if it cannot be imported, or returns no
     Encoder."""
     advice = "Name a function of (weights) that returns a privssl.encoders.Encoder"
-    found = plugins.load_function("encoders", "data.encoder", name, advice)
-    made = plugins.call(f"data.encoder {name} cannot be opened:", found, weights)
-    if not isinstance(made, Encoder):
+    function = plugins.load_function("encoders", "data.encoder", name, advice)
+    encoder = plugins.call(f"data.encoder {name} cannot be opened:", function, weights)
+    if not isinstance(encoder, Encoder):
         raise ConfigError(
-            f"data.encoder {name} returns a {type(made).__name__}. Return a "
+            f"data.encoder {name} returns a {type(encoder).__name__}. Return a "
             "privssl.encoders.Encoder"
         )
-    return dataclasses.replace(made, name=name)
+    return dataclasses.replace(encoder, name=name)
 
 
 def refuse_state(encoder: Encoder, shape: tuple[int, ...] | None) -> None:
@@ -46,13 +46,13 @@ def refuse_state(encoder: Encoder, shape: tuple[int, ...] | None) -> None:
         images = levels.view(3, *shape).to(torch.uint8)
         images[1], images[2] = 0, 255  # these would change a running statistic much
         rows = [image[None] for image in images]
-    said = f"data.encoder {encoder.name} fails on made-up rows:"
+    prefix = f"data.encoder {encoder.name} fails on made-up rows:"
     with torch.inference_mode():
         # Two networks see the rows in opposite order, so stored state differs.
         first, second = (
-            [plugins.call(said, network, row).clone() for row in order]
+            [plugins.call(prefix, network, row).clone() for row in order]
             for order in (rows, rows[::-1])
-            for network in [plugins.call(said, encoder.build)]
+            for network in [plugins.call(prefix, encoder.build)]
         )
     shapes = {tuple(features.shape) for features in (*first, *second)}
     if shapes != {(1, *encoder.shape)}:

@@ -42,22 +42,24 @@ def open_text_encoder(name: str) -> Encoder:
     folder = Path(rest).expanduser() if prefix == "huggingface" else _minilm_folder(name)
     form = FORMS.get(name, "tokens")
     files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
-    if absent := [file.name for file in files if not file.is_file()]:
+    if missing := [file.name for file in files if not file.is_file()]:
         raise DataError(
-            f"data.encoder {name}: {folder} has no {', '.join(absent)}. Give the folder of a "
+            f"data.encoder {name}: {folder} has no {', '.join(missing)}. Give the folder of a "
             "Hugging Face model that was saved with safetensors and a fast tokenizer"
         )
     features = _hidden_size(files[0])
-    vectors = {"mean": (features,), "tweets": (len(LAYERS) * features,)}
-    shape = vectors.get(form, (LENGTH, features))
-    about = MINILM if prefix != "huggingface" else f"the data of {folder.name}, see its publisher"
+    vector_shapes = {"mean": (features,), "tweets": (len(LAYERS) * features,)}
+    shape = vector_shapes.get(form, (LENGTH, features))
+    trained_on = (
+        MINILM if prefix != "huggingface" else f"the data of {folder.name}, see its publisher"
+    )
     build = partial(_build, name, folder, form)
     steps: dict[str, object] = {"form": form, "length": LENGTH, "scales": SCALES, "version": 1}
     if form == "tweets":
         steps["layers"] = LAYERS
     checksum = checksum_of(files, steps)
     cached = form != "words"
-    return Encoder(name, shape, checksum, about, build, cached=cached, takes="texts")
+    return Encoder(name, shape, checksum, trained_on, build, cached=cached, takes="texts")
 
 
 def _minilm_folder(name: str) -> Path:
@@ -75,12 +77,12 @@ def _hidden_size(path: Path) -> int:
     try:
         settings = json.loads(path.read_text())
         size = int(settings["hidden_size"])
-        chosen = [key for key in settings if any(word in key for word in CHOOSE_CODE)]
+        keys = [key for key in settings if any(word in key for word in CHOOSE_CODE)]
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{path} does not give hidden_size: not a BERT-like model") from None
-    if chosen or (path.parent / "adapter_config.json").exists():
+    if keys or (path.parent / "adapter_config.json").exists():
         raise DataError(
-            f"{path.parent}: {chosen[0] if chosen else 'adapter_config.json'} chooses code that "
+            f"{path.parent}: {keys[0] if keys else 'adapter_config.json'} chooses code that "
             "transformers would load, and no file may. Remove it, or take another model"
         )
     return size
@@ -106,20 +108,20 @@ def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
         add_pooling_layer=False,
     )  # fmt: skip
     network = network.eval().requires_grad_(False).float()
-    words = network.get_input_embeddings().weight
-    narrow = has_instructions()
+    word_embeddings = network.get_input_embeddings().weight
+    use_bfloat16 = has_instructions()
 
     def run(texts: Any) -> Tensor:
-        (text,) = (one[:LONGEST] for one in texts)
+        (text,) = (t[:LONGEST] for t in texts)
         if form == "tweets":
             text = plain_tweet(text)
         tokens = tokenizer.encode(text, add_special_tokens=form != "words").ids
         if form == "words":
-            return padded(words[tokens] / SCALES["words"])[None]
+            return padded(word_embeddings[tokens] / SCALES["words"])[None]
         ids = torch.tensor([tokens])
-        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-            found = network(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
-        states = [state[0].float() for state in found.hidden_states]  # (tokens, features) a layer
+        with torch.autocast("cpu", torch.bfloat16, enabled=use_bfloat16):
+            output = network(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+        states = [state[0].float() for state in output.hidden_states]  # (tokens, features) a layer
         if form == "tweets":
             means = [states[layer].mean(dim=0) for layer in LAYERS]
             return torch.cat([layer_norm(mean, mean.shape) for mean in means])[None]

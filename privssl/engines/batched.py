@@ -105,21 +105,21 @@ class BatchedEngine(LocalEngine):
         super().close()
 
     def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
-        together = self._batchable(calls)
-        if len(together) < 2:
+        batchable = self._batchable(calls)
+        if len(batchable) < 2:
             return super()._run_calls(calls)
         replies: dict[int, Reply[Any]] = {}
-        for start in range(0, len(together), self._at_once):
-            some = together[start : start + self._at_once]
-            replies |= zip(some, self._run_batched([calls[place] for place in some]), strict=True)
-        return (replies.get(place) or self._run_call(call) for place, call in enumerate(calls))
+        for start in range(0, len(batchable), self._at_once):
+            chunk = batchable[start : start + self._at_once]
+            replies |= zip(chunk, self._run_batched([calls[index] for index in chunk]), strict=True)
+        return (replies.get(index) or self._run_call(call) for index, call in enumerate(calls))
 
     def _batchable(self, calls: Sequence[Call]) -> list[int]:
         """Return the indices of the calls that can run in lockstep."""
-        often = Counter(call.to.id for call in calls)
+        call_counts = Counter(call.to.id for call in calls)
         return [
-            place for place, call in enumerate(calls)
-            if often[call.to.id] == 1
+            index for index, call in enumerate(calls)
+            if call_counts[call.to.id] == 1
             and getattr(self._algorithm, call.step.__name__, None) == call.step
         ]  # fmt: skip
 
@@ -127,43 +127,51 @@ class BatchedEngine(LocalEngine):
         while len(self._copies) < len(calls):
             self._copies.append(_batching_copy(self._algorithm))
         own_calls = [
-            dataclasses.replace(call, step=getattr(own, call.step.__name__))
-            for call, own in zip(calls, self._copies, strict=False)
+            dataclasses.replace(call, step=getattr(clone, call.step.__name__))
+            for call, clone in zip(calls, self._copies, strict=False)
         ]
 
         def task(call: Call) -> Callable[[Request], Reply[Any]]:
             account = self._agents[call.to.id].account
-            before = 0 if account is None else account.visits()
+            visits_before = 0 if account is None else account.visits()
 
             def work(submit: Request) -> Reply[Any]:
-                def jointly(one: BatchRequest) -> Any:
-                    charged = account is not None and account.visits() > before
-                    shared = _is_batchable(one) and (not charged or isinstance(one, WHEN_CHARGED))
-                    return submit(one) if shared else one.run_single()
+                def handle(request: BatchRequest) -> Any:
+                    charged = account is not None and account.visits() > visits_before
+                    joint = _is_batchable(request) and (
+                        not charged or isinstance(request, WHEN_CHARGED)
+                    )
+                    return submit(request) if joint else request.run_single()
 
-                with request_handler(jointly):  # a task has its own thread and context
+                with request_handler(handle):  # a task has its own thread and context
                     return self._run_call(call)
 
             return work
 
-        steps, private = JointSteps(), JointSteps()
-        kinds: tuple[tuple[type, Callable[[Any], Sequence[Any]]], ...] = (
+        joint_steps, private_steps = JointSteps(), JointSteps()
+        handlers: tuple[tuple[type, Callable[[Any], Sequence[Any]]], ...] = (
             (Pass, run_passes_batched),
             (BatchedCall, run_calls_batched),
             (ClippedSum, clipped_sums_batched),
         )
 
         def answer(requests: Sequence[Any]) -> dict[int, Any]:
-            for kind, batched in kinds:
-                wanted = {n: asked for n, asked in enumerate(requests) if isinstance(asked, kind)}
-                if wanted:
-                    return dict(zip(wanted, batched(list(wanted.values())), strict=True))
-            plain = [one for one in requests if isinstance(one, local_training.OptimizerStep)]
-            noisy = [one for one in requests if isinstance(one, NoisyOptimizerStep)]
-            if plain:
-                steps.take(plain)
-            if noisy:
-                noisy_steps_batched(noisy, private)
+            for kind, run_batched in handlers:
+                matching = {
+                    n: request for n, request in enumerate(requests) if isinstance(request, kind)
+                }
+                if matching:
+                    return dict(zip(matching, run_batched(list(matching.values())), strict=True))
+            optimizer_steps = [
+                request for request in requests if isinstance(request, local_training.OptimizerStep)
+            ]
+            noisy_steps = [
+                request for request in requests if isinstance(request, NoisyOptimizerStep)
+            ]
+            if optimizer_steps:
+                joint_steps.take(optimizer_steps)
+            if noisy_steps:
+                noisy_steps_batched(noisy_steps, private_steps)
             return dict.fromkeys(range(len(requests)))
 
         return run_in_lockstep([task(call) for call in own_calls], answer, self._device)
@@ -174,10 +182,10 @@ class BatchedEngine(LocalEngine):
 WHEN_CHARGED = (ClippedSum, NoisyOptimizerStep)
 
 
-def _is_batchable(one: BatchRequest) -> bool:
-    if isinstance(one, BatchedCall):
-        return can_compute(one)
-    return can_sum(one) if isinstance(one, ClippedSum) else True
+def _is_batchable(request: BatchRequest) -> bool:
+    if isinstance(request, BatchedCall):
+        return can_compute(request)
+    return can_sum(request) if isinstance(request, ClippedSum) else True
 
 
 # Batched networks ----------------------------------------------------------------------------
@@ -185,12 +193,12 @@ def _is_batchable(one: BatchRequest) -> bool:
 
 def _batching_copy(algorithm: Algorithm[Any]) -> Algorithm[Any]:
     """Copy an algorithm so that its networks' calls are batched with those of other steps."""
-    own = copy.deepcopy(algorithm)
-    for name, network in _networks(own):
+    clone = copy.deepcopy(algorithm)
+    for name, network in _networks(clone):
         stackable = Stackable(name, network)
         if not stackable.never:
             _batch_forward(stackable)
-    return own
+    return clone
 
 
 def _networks(algorithm: Algorithm[Any]) -> Iterator[tuple[str, nn.Module]]:
@@ -199,20 +207,20 @@ def _networks(algorithm: Algorithm[Any]) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(value, nn.Module):
             yield name, value
         elif isinstance(value, Mapping):
-            for key, inner in value.items():
-                if isinstance(inner, nn.Module):
-                    yield f"{name}.{key}", inner
+            for key, item in value.items():
+                if isinstance(item, nn.Module):
+                    yield f"{name}.{key}", item
 
 
-def _batch_forward(copy: Stackable) -> None:
+def _batch_forward(stackable: Stackable) -> None:
     # Stacked gradients have this layout, which saves a copy.
-    network = copy.network.to(memory_format=torch.contiguous_format)
-    alone = network.forward
+    network = stackable.network.to(memory_format=torch.contiguous_format)
+    single_forward = network.forward
 
-    def forward(*inputs: Any, **named: Any) -> Any:
-        if named or not can_stack(copy, inputs):
-            return alone(*inputs, **named)
-        return deferred.submit(Pass(copy, alone, inputs, torch.is_grad_enabled()))
+    def forward(*inputs: Any, **kwargs: Any) -> Any:
+        if kwargs or not can_stack(stackable, inputs):
+            return single_forward(*inputs, **kwargs)
+        return deferred.submit(Pass(stackable, single_forward, inputs, torch.is_grad_enabled()))
 
     network.forward = forward
-    setattr(network, COPY, copy)
+    setattr(network, COPY, stackable)

@@ -121,18 +121,18 @@ class _Delivery:
     """The state of one delivery. Calls are identified by their index in ``calls``."""
 
     calls: Sequence[Call]
-    here: deque[int]  # calls of this process, in order
+    local_calls: deque[int]  # calls of this process, in order
     agent_queues: deque[deque[int]]  # calls of workers, by agent; the largest agent first
     request: dict[str, Any] | None = None  # layout of the message that all calls share
     running: dict[Connection, tuple[Worker, deque[int]]] = field(default_factory=dict)
     deaths: Counter[int | None] = field(default_factory=Counter)  # number of dead workers, by call
     replies: dict[int, Reply[Any]] = field(default_factory=dict)
-    seen: dict[int, list[Tensor]] = field(default_factory=dict)  # pseudo-labels for the meter
+    pseudo_labels: dict[int, list[Tensor]] = field(default_factory=dict)  # for the meter
     failed: dict[int, Exception] = field(default_factory=dict)
 
-    def matters(self, place: int) -> bool:
+    def matters(self, index: int) -> bool:
         """Return whether a call can still determine the outcome, which is the first failure."""
-        return place < min(self.failed, default=len(self.calls))
+        return index < min(self.failed, default=len(self.calls))
 
     def next_queue(self) -> deque[int] | None:
         while self.agent_queues:
@@ -164,7 +164,7 @@ class WorkerEngine(LocalEngine):
         self._common_buffer = SharedBuffer()
         self._workers: list[Worker | None] = [None] * workers
         try:
-            self._fill_places()
+            self._fill_slots()
         except BaseException:
             self.close()
             raise
@@ -179,77 +179,83 @@ class WorkerEngine(LocalEngine):
     # One delivery --------------------------------------------------------------------------
 
     def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
-        now = self._plan_delivery(roundtrip_calls(calls) if self._check_wire else calls)
-        if not self._workers or len(now.agent_queues) + len(now.here) < 2 or not now.agent_queues:
+        delivery = self._plan_delivery(roundtrip_calls(calls) if self._check_wire else calls)
+        if (
+            not self._workers
+            or len(delivery.agent_queues) + len(delivery.local_calls) < 2
+            or not delivery.agent_queues
+        ):
             yield from super()._run_calls(calls)
             return
-        self._fill_places()
+        self._fill_slots()
         try:
-            yield from self._deliver_in_order(now)
+            yield from self._deliver_in_order(delivery)
         finally:
-            for worker, _ in now.running.values():
+            for worker, _ in delivery.running.values():
                 self._stop_worker(worker)
-        if now.failed:
-            raise now.failed[min(now.failed)]
+        if delivery.failed:
+            raise delivery.failed[min(delivery.failed)]
 
     def _plan_delivery(self, calls: Sequence[Call]) -> _Delivery:
         queues: dict[str, deque[int]] = {}
-        for place, call in enumerate(calls):
-            queues.setdefault(call.to.id, deque()).append(place)
-        here = {call.to.id for call in calls if not self._runs_in_worker(call)}
-        away = sorted(queues.keys() - here, key=lambda name: (-self._rows(name), queues[name][0]))
-        now = _Delivery(
-            calls,
-            here=deque(place for place, call in enumerate(calls) if call.to.id in here),
-            agent_queues=deque(queues[name] for name in away),
+        for index, call in enumerate(calls):
+            queues.setdefault(call.to.id, deque()).append(index)
+        local = {call.to.id for call in calls if not self._runs_in_worker(call)}
+        pooled = sorted(
+            queues.keys() - local, key=lambda name: (-self._rows(name), queues[name][0])
         )
-        if len({id(call.message) for call in calls}) == 1 and len(away) > 1 and self._workers:
+        delivery = _Delivery(
+            calls,
+            local_calls=deque(index for index, call in enumerate(calls) if call.to.id in local),
+            agent_queues=deque(queues[name] for name in pooled),
+        )
+        if len({id(call.message) for call in calls}) == 1 and len(pooled) > 1 and self._workers:
             check(calls[0].message)  # once, not in every worker
-            [now.request] = self._common_buffer.write(to_parts(calls[0].message)[1])
-        return now
+            [delivery.request] = self._common_buffer.write(to_parts(calls[0].message)[1])
+        return delivery
 
     def _runs_in_worker(self, call: Call) -> bool:
-        own = getattr(self._algorithm, call.step.__name__, None)
-        return self._agents[call.to.id].account is None and bool(own == call.step)
+        own_step = getattr(self._algorithm, call.step.__name__, None)
+        return self._agents[call.to.id].account is None and bool(own_step == call.step)
 
     def _rows(self, name: str) -> int:
         agent = self._agents[name]
         return sum(len(rows) for rows in (agent.held_labelled, agent.held_unlabelled) if rows)
 
-    def _deliver_in_order(self, now: _Delivery) -> Iterator[Reply[Any]]:
-        for place in range(len(now.calls)):
-            while place not in now.replies:
-                if not now.matters(place):
+    def _deliver_in_order(self, delivery: _Delivery) -> Iterator[Reply[Any]]:
+        for index in range(len(delivery.calls)):
+            while index not in delivery.replies:
+                if not delivery.matters(index):
                     return
-                self._advance(now)
+                self._advance(delivery)
             if self._meter is not None:
-                PseudoLabelBuffer(now.seen.pop(place, [])).flush(self._meter)
-            yield now.replies.pop(place)
+                PseudoLabelBuffer(delivery.pseudo_labels.pop(index, [])).flush(self._meter)
+            yield delivery.replies.pop(index)
 
-    def _advance(self, now: _Delivery) -> None:
+    def _advance(self, delivery: _Delivery) -> None:
         """Give every idle worker a call, run one here, and collect replies."""
-        self._hand_out(now)
-        if now.here:
-            place = now.here.popleft()
-            if now.matters(place):
+        self._hand_out(delivery)
+        if delivery.local_calls:
+            index = delivery.local_calls.popleft()
+            if delivery.matters(index):
                 try:
-                    now.replies[place] = self._run_call(now.calls[place])
+                    delivery.replies[index] = self._run_call(delivery.calls[index])
                 except Exception as error:
-                    now.failed[place] = error
-        busy = list(now.running)
-        for pipe in wait(busy, timeout=0 if now.here or not busy else None):
-            self._receive(*now.running[pipe], now)  # type: ignore[index]
-        self._hand_out(now)
+                    delivery.failed[index] = error
+        busy = list(delivery.running)
+        for pipe in wait(busy, timeout=0 if delivery.local_calls or not busy else None):
+            self._receive(*delivery.running[pipe], delivery)  # type: ignore[index]
+        self._hand_out(delivery)
 
-    def _hand_out(self, now: _Delivery) -> None:
+    def _hand_out(self, delivery: _Delivery) -> None:
         for worker in filter(None, list(self._workers)):
-            if worker.pipe not in now.running and (queue := now.next_queue()):
-                self._send(worker, queue, now)
+            if worker.pipe not in delivery.running and (queue := delivery.next_queue()):
+                self._send(worker, queue, delivery)
 
-    def _send(self, worker: Worker, queue: deque[int], now: _Delivery) -> None:
-        call, memory = now.calls[queue[0]], self._agents[now.calls[queue[0]].to.id].memory
+    def _send(self, worker: Worker, queue: deque[int], delivery: _Delivery) -> None:
+        call, memory = delivery.calls[queue[0]], self._agents[delivery.calls[queue[0]].to.id].memory
         fields, tensors = to_parts(call.message)
-        own = [] if now.request is not None else [tensors]
+        own_parts = [] if delivery.request is not None else [tensors]
         request = {
             "agent": call.to.id,
             "step": call.step.__name__,
@@ -257,51 +263,53 @@ class WorkerEngine(LocalEngine):
             "visit": call.visit,
             "kind": type(call.message).__name__,
             "fields": fields,
-            "common": now.request,
-            "own": worker.shared_buffer.write(*own, dict(memory)),
+            "common": delivery.request,
+            "own": worker.shared_buffer.write(*own_parts, dict(memory)),
         }
-        now.running[worker.pipe] = worker, queue
+        delivery.running[worker.pipe] = worker, queue
         try:
             worker.pipe.send_bytes(json.dumps(request).encode())
         except OSError:
-            self._handle_exit(worker, queue, now, started=False)
+            self._handle_exit(worker, queue, delivery, started=False)
 
-    def _receive(self, worker: Worker, queue: deque[int], now: _Delivery) -> None:
+    def _receive(self, worker: Worker, queue: deque[int], delivery: _Delivery) -> None:
         try:
-            answer = json.loads(worker.pipe.recv_bytes())
+            response = json.loads(worker.pipe.recv_bytes())
         except (EOFError, OSError):
-            return self._handle_exit(worker, queue, now, started=True)
-        place = queue.popleft()
+            return self._handle_exit(worker, queue, delivery, started=True)
+        index = queue.popleft()
         try:
-            now.replies[place], now.seen[place] = self._take_reply(now.calls[place], worker, answer)
+            delivery.replies[index], delivery.pseudo_labels[index] = self._take_reply(
+                delivery.calls[index], worker, response
+            )
         except Exception as error:
-            now.failed[place] = error
-        del now.running[worker.pipe]
+            delivery.failed[index] = error
+        del delivery.running[worker.pipe]
         if queue:
-            now.agent_queues.appendleft(queue)
+            delivery.agent_queues.appendleft(queue)
 
     def _take_reply(
-        self, call: Call, worker: Worker, answer: dict[str, Any]
+        self, call: Call, worker: Worker, response: dict[str, Any]
     ) -> tuple[Reply[Any], list[Tensor]]:
         """Return a worker's reply and pseudo-labels; raise the error of its step."""
-        if "error" in answer:
-            raise decode_error(answer)
-        tensors, memory, seen = worker.shared_buffer.read(answer["own"])
-        message = from_parts(output_type(call.step, answer["kind"]), answer["fields"], tensors)
+        if "error" in response:
+            raise decode_error(response)
+        tensors, memory, pseudo_labels = worker.shared_buffer.read(response["own"])
+        message = from_parts(output_type(call.step, response["kind"]), response["fields"], tensors)
         message = roundtrip(message) if self._check_wire else message
-        if answer["memory_changed"]:
+        if response["memory_changed"]:
             self._set_memory(call.to.id, memory)
-        reply = Reply(call.to, message, answer["weight"], answer["metrics"])
-        return reply, list(seen.values())
+        reply = Reply(call.to, message, response["weight"], response["metrics"])
+        return reply, list(pseudo_labels.values())
 
     # Starting and ending workers -----------------------------------------------------------
 
-    def _fill_places(self) -> None:
-        for place in [place for place, worker in enumerate(self._workers) if worker is None]:
-            serve = partial(self._serve, place)
+    def _fill_slots(self) -> None:
+        for slot in [slot for slot, worker in enumerate(self._workers) if worker is None]:
+            serve = partial(self._serve, slot)
             try:
                 with pending_signals():
-                    self._workers[place] = Worker.fork(serve, [self._common_buffer])
+                    self._workers[slot] = Worker.fork(serve, [self._common_buffer])
             except OSError as error:
                 raise WorkerError(
                     f"The system starts no worker process: {error.strerror}. Set run.workers=1, "
@@ -313,31 +321,31 @@ class WorkerEngine(LocalEngine):
         return worker.end()
 
     def _handle_exit(
-        self, worker: Worker, queue: deque[int], now: _Delivery, *, started: bool
+        self, worker: Worker, queue: deque[int], delivery: _Delivery, *, started: bool
     ) -> None:
         """Replace a dead worker, and run its call again unless too many have died."""
-        how, place = self._stop_worker(worker), queue[0]
-        del now.running[worker.pipe]
-        step = f"{now.calls[place].step.__name__} of {now.calls[place].to.id}"
-        what, most = (place, TRIES) if started else (None, UNUSED * len(self._workers))
-        now.deaths[what] += 1
-        if now.deaths[what] < most:
+        ending, index = self._stop_worker(worker), queue[0]
+        del delivery.running[worker.pipe]
+        step = f"{delivery.calls[index].step.__name__} of {delivery.calls[index].to.id}"
+        cause, limit = (index, TRIES) if started else (None, UNUSED * len(self._workers))
+        delivery.deaths[cause] += 1
+        if delivery.deaths[cause] < limit:
             when = f"during {step}, which is run again" if started else "between steps"
-            log.warning("A worker process %s %s.", how, when)
-            now.agent_queues.appendleft(queue)
+            log.warning("A worker process %s %s.", ending, when)
+            delivery.agent_queues.appendleft(queue)
         else:
             ended = f"in turn did not survive {step}" if started else "ended before they had a call"
-            killed = "SIGKILL is how the system takes memory back. " if "SIGKILL" in how else ""
-            now.failed[place] = WorkerError(
-                f"{most} worker processes {ended}: the last {how}. {killed}Set run.workers=1, so "
-                f"that all agents work in one process{killed and ', or give the run more memory'}"
+            hint = "SIGKILL is how the system takes memory back. " if "SIGKILL" in ending else ""
+            delivery.failed[index] = WorkerError(
+                f"{limit} worker processes {ended}: the last {ending}. {hint}Set run.workers=1, so "
+                f"that all agents work in one process{hint and ', or give the run more memory'}"
             )
-        self._fill_places()
+        self._fill_slots()
 
     # In the worker -------------------------------------------------------------------------
 
-    def _serve(self, place: int, pipe: Connection, shared_buffer: SharedBuffer) -> None:
-        pin_to_core(place, len(self._workers))
+    def _serve(self, slot: int, pipe: Connection, shared_buffer: SharedBuffer) -> None:
+        pin_to_core(slot, len(self._workers))
         if self._meter is not None:  # the real meter has true labels
             self._meter = PseudoLabelBuffer()
         for other in filter(None, self._workers):  # a fork must not keep their buffers alive
@@ -348,38 +356,40 @@ class WorkerEngine(LocalEngine):
             except (EOFError, OSError):
                 return
             try:
-                answer = json.dumps(self._answer(request, shared_buffer))
+                response = json.dumps(self._answer(request, shared_buffer))
             except BaseException as error:
-                answer = json.dumps(encode_error(error))
+                response = json.dumps(encode_error(error))
             try:
-                pipe.send_bytes(answer.encode())
+                pipe.send_bytes(response.encode())
             except OSError:  # the engine's process has ended
                 return
 
     def _answer(self, request: dict[str, Any], shared_buffer: SharedBuffer) -> dict[str, Any]:
         """Run one step; leave its tensors in the shared buffer."""
-        *own, before = shared_buffer.read(request["own"])
-        [tensors] = own or self._common_buffer.read([request["common"]])
+        *own_parts, memory = shared_buffer.read(request["own"])
+        [tensors] = own_parts or self._common_buffer.read([request["common"]])
         step = getattr(self._algorithm, request["step"])
         message = from_parts(input_type(step, request["kind"]), request["fields"], tensors)
-        if own:
+        if own_parts:
             check(message)
         agent = self._agents[request["agent"]]
         buffer = None if self._meter is None else PseudoLabelBuffer()
-        agent.memory = before
+        agent.memory = memory
         call = Call(agent.ref, step, message, request["round"], request["visit"])
         reply = self._run_on_agent(call, message, buffer)
         with named_in_errors(call):
             check(reply.content)
-        after, agent.memory = agent.memory, {}
-        changed = after is not before
+        new_memory, agent.memory = agent.memory, {}
+        changed = new_memory is not memory
         fields, tensors = to_parts(reply.content)
-        seen = {str(place): tensor for place, tensor in enumerate(buffer.seen if buffer else ())}
+        pseudo_labels = {
+            str(index): tensor for index, tensor in enumerate(buffer.seen if buffer else ())
+        }
         return {
             "kind": type(reply.content).__name__,
             "fields": fields,
             "weight": reply.weight,
             "metrics": dict(reply.metrics),
             "memory_changed": changed,
-            "own": shared_buffer.write(tensors, after if changed else {}, seen),
+            "own": shared_buffer.write(tensors, new_memory if changed else {}, pseudo_labels),
         }

@@ -108,8 +108,8 @@ class SitesEngine:
         return list(self._expected.values())
 
     def memories(self) -> Mapping[str, Memory]:
-        here = self._home.memories()
-        there = {
+        local = self._home.memories()
+        remote = {
             name: {
                 "run": _to_tensor(self.run),
                 "visit": _to_tensor(version),
@@ -117,7 +117,7 @@ class SitesEngine:
             }
             for name, version in self._memory_versions.items()
         }
-        return {name: here[name] if name in here else there[name] for name in self._expected}
+        return {name: local[name] if name in local else remote[name] for name in self._expected}
 
     def restore(self, memories: Mapping[str, Memory]) -> None:
         remote = {name: memories.get(name, {}) for name in self._remote}
@@ -138,8 +138,8 @@ class SitesEngine:
 
     def take_traffic(self) -> RemoteTraffic:
         """Return the traffic since the last call, and start counting anew."""
-        now, self._traffic = self._traffic, RemoteTraffic()
-        return now
+        traffic, self._traffic = self._traffic, RemoteTraffic()
+        return traffic
 
     def end_run(self, *, over: bool) -> Mapping[str, bytes]:
         """Notify all sites that the run stops; return agent -> journal, of those that share one.
@@ -151,35 +151,35 @@ class SitesEngine:
         """
         frame = protocol.to_bytes(protocol.EndOfRun(self.run, self._compatibility_hash, over))
         journals = dict[str, bytes]()
-        end = time.monotonic() + self._timeouts.join_seconds
+        deadline = time.monotonic() + self._timeouts.join_seconds
         warned = False
         while True:
-            asked = {a: n for n, a in self._sites.address.items() if n not in journals}
-            left = max(end - time.monotonic(), 1.0)
-            answers = self._transport.exchange(dict.fromkeys(asked, frame), left)
-            for address, data in answers.items():
+            names = {a: n for n, a in self._sites.address.items() if n not in journals}
+            seconds_left = max(deadline - time.monotonic(), 1.0)
+            responses = self._transport.exchange(dict.fromkeys(names, frame), seconds_left)
+            for address, data in responses.items():
                 try:
-                    found = protocol.from_bytes(data, protocol.LedgerResponse)
-                    journals[asked[address]] = found.body
+                    response = protocol.from_bytes(data, protocol.LedgerResponse)
+                    journals[names[address]] = response.body
                 except WireError as error:
-                    log.warning("%s did not confirm the end of the run: %s", asked[address], error)
+                    log.warning("%s did not confirm the end of the run: %s", names[address], error)
             missing = [name for name in self._remote if name not in journals]
-            if not missing or time.monotonic() > end:
+            if not missing or time.monotonic() > deadline:
                 break
             if not warned:
                 log.warning(
                     "At the end of the run %s did not answer. Waiting up to %.0f s more; Ctrl-C "
                     "ends the wait, and --resume asks again",
-                    ", ".join(missing), end - time.monotonic(),
+                    ", ".join(missing), deadline - time.monotonic(),
                 )  # fmt: skip
                 warned = True
             time.sleep(self._timeouts.retry_interval)
-            self._sites.poll(left)
-        needed = [name for name in self._ledgers if not journals.get(name)]
-        if needed:
+            self._sites.poll(seconds_left)
+        missing_ledgers = [name for name in self._ledgers if not journals.get(name)]
+        if missing_ledgers:
             raise SiteError(
-                f"{', '.join(needed)} did not send the ledger, which the privacy card needs. Start "
-                "the site again, and end the run with --resume"
+                f"{', '.join(missing_ledgers)} did not send the ledger, which the privacy card "
+                "needs. Start the site again, and end the run with --resume"
             )
         for name in missing:
             log.warning("%s was not reached at the end of the run", name)
@@ -194,54 +194,56 @@ class SitesEngine:
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         replies: dict[int, Reply[Any]] = {}
         queues: dict[str, list[int]] = {}
-        for place, call in enumerate(calls):
+        for index, call in enumerate(calls):
             check(call.message)
             if call.to.location is AgentLocation.SERVER:
-                [replies[place]] = self._home.deliver([call])
+                [replies[index]] = self._home.deliver([call])
             else:
-                queues.setdefault(call.to.id, []).append(place)
+                queues.setdefault(call.to.id, []).append(index)
         while queues:  # calls of one agent in sequence, of several agents in parallel
-            now = {name: places.pop(0) for name, places in queues.items()}
-            queues = {name: places for name, places in queues.items() if places}
-            replies |= self._run_calls({name: (at, calls[at]) for name, at in now.items()})
+            batch = {name: indices.pop(0) for name, indices in queues.items()}
+            queues = {name: indices for name, indices in queues.items() if indices}
+            replies |= self._run_calls(
+                {name: (index, calls[index]) for name, index in batch.items()}
+            )
         self._check_missing_replies(calls, replies)
-        return [replies[place] for place in range(len(calls))]
+        return [replies[index] for index in range(len(calls))]
 
     def _run_calls(self, calls: Mapping[str, tuple[int, Call]]) -> dict[int, Reply[Any]]:
         """Run at most one call per agent."""
-        begun = time.monotonic()
+        start = time.monotonic()
         deadline = math.ceil(time.time() + self._timeouts.visit_seconds)
         requests = {name: self._request(call, deadline) for name, (_, call) in calls.items()}
-        answers: dict[str, StepResponse] = {}
-        last: dict[str, str] = dict.fromkeys(calls, "gone")
-        asked: set[str] = set()
-        while waiting := [name for name in calls if name not in answers]:
-            left = begun + self._timeouts.visit_seconds - time.monotonic()
-            if left <= 0:
+        responses: dict[str, StepResponse] = {}
+        errors: dict[str, str] = dict.fromkeys(calls, "gone")
+        contacted: set[str] = set()
+        while waiting := [name for name in calls if name not in responses]:
+            seconds_left = start + self._timeouts.visit_seconds - time.monotonic()
+            if seconds_left <= 0:
                 break
-            sent = {self._sites.address[n]: n for n in waiting if n in self._sites.address}
-            frames = {a: protocol.to_bytes(requests[name]) for a, name in sent.items()}
+            targets = {self._sites.address[n]: n for n in waiting if n in self._sites.address}
+            frames = {a: protocol.to_bytes(requests[name]) for a, name in targets.items()}
             self._traffic.frames += len(frames)
-            self._traffic.again += len(asked.intersection(sent.values()))
-            asked |= set(sent.values())
+            self._traffic.again += len(contacted.intersection(targets.values()))
+            contacted |= set(targets.values())
             self._traffic.down += sum(map(len, frames.values()))
-            for address, data in self._transport.exchange(frames, left).items():
+            for address, data in self._transport.exchange(frames, seconds_left).items():
                 self._traffic.up += len(data)
-                answer = _parse_response(data, requests[sent[address]])
-                last[sent[address]] = answer.error
-                if answer.error != "busy":
-                    answers[sent[address]] = answer
-                    self._traffic.seconds.append(time.monotonic() - begun)
-            if len(answers) < len(calls):
-                time.sleep(min(self._timeouts.retry_interval, left))
-                self._sites.poll(left)
+                response = _parse_response(data, requests[targets[address]])
+                errors[targets[address]] = response.error
+                if response.error != "busy":
+                    responses[targets[address]] = response
+                    self._traffic.seconds.append(time.monotonic() - start)
+            if len(responses) < len(calls):
+                time.sleep(min(self._timeouts.retry_interval, seconds_left))
+                self._sites.poll(seconds_left)
         return {
-            place: self._reply(
+            index: self._reply(
                 call,
-                answers.get(name) or StepResponse("", error=last[name]),
+                responses.get(name) or StepResponse("", error=errors[name]),
                 requests[name].charge_id,
             )
-            for name, (place, call) in calls.items()
+            for name, (index, call) in calls.items()
         }
 
     def _request(self, call: Call, deadline: int) -> StepRequest:
@@ -251,16 +253,16 @@ class SitesEngine:
             message=type(call.message).__name__, deadline=deadline, body=serialize(call.message),
         )  # fmt: skip
 
-    def _reply(self, call: Call, answer: StepResponse, charge_id: str) -> Reply[Any]:
+    def _reply(self, call: Call, response: StepResponse, charge_id: str) -> Reply[Any]:
         """Return the reply in a response; ``NoReply`` if there is none."""
-        code = answer.error
+        code = response.error
         if not code:
             try:
-                content = deserialize(output_type(call.step, answer.message), answer.body)
-                self._memory_versions[call.to.id] = answer.memory
-                if answer.charged:
+                content = deserialize(output_type(call.step, response.message), response.body)
+                self._memory_versions[call.to.id] = response.memory
+                if response.charged:
                     self._charges[call.to.id] += charge_id
-                return Reply(call.to, content, answer.weight, dict(answer.notes))
+                return Reply(call.to, content, response.weight, dict(response.notes))
             except (MessageError, StepError) as error:
                 log.warning("The response of %s to %s: %s", call.to.id, call.key, error)
                 code = "garbled"
@@ -271,21 +273,21 @@ class SitesEngine:
     ) -> None:
         """Raise SiteError if the run may not continue without the missing replies."""
         absent = [n for n in range(len(calls)) if isinstance(replies[n].content, NoReply)]
-        codes = {place: replies[place].content.reason for place in absent}
-        for place, code in codes.items():
-            log.warning("%s has no reply: %s", calls[place].key, describe_error(code))
-        for place in absent:
-            step = calls[place].step.__name__
-            asked = [n for n, call in enumerate(calls) if call.step.__name__ == step]
-            there = sum(n not in codes for n in asked)
-            remedy = "" if codes[place] in STOP else self._remedy(step, there, len(asked))
+        codes = {index: replies[index].content.reason for index in absent}
+        for index, code in codes.items():
+            log.warning("%s has no reply: %s", calls[index].key, describe_error(code))
+        for index in absent:
+            step = calls[index].step.__name__
+            same_step = [n for n, call in enumerate(calls) if call.step.__name__ == step]
+            replied = sum(n not in codes for n in same_step)
+            remedy = "" if codes[index] in STOP else self._remedy(step, replied, len(same_step))
             if remedy is not None:
                 raise SiteError(
-                    f"{calls[place].to.id} has no reply to {step} in round {calls[place].round} "
-                    f"({codes[place]}): {describe_error(codes[place])}{remedy}"
+                    f"{calls[index].to.id} has no reply to {step} in round {calls[index].round} "
+                    f"({codes[index]}): {describe_error(codes[index])}{remedy}"
                 )
 
-    def _remedy(self, step: str, there: int, asked: int) -> str | None:
+    def _remedy(self, step: str, replied: int, total: int) -> str | None:
         """Return None if the run continues without the missing replies; else how to continue."""
         quorum = self._timeouts.quorum
         if step in self._policy.skip:
@@ -294,13 +296,13 @@ class SitesEngine:
             return ". To continue without it: --resume with run.absent=skip"
         if step not in self._policy.quorum:
             return f". {self._policy.needed_because or 'This step needs all of them'}"
-        if there >= quorum * asked:
+        if replied >= quorum * total:
             return None
-        if not there:
+        if not replied:
             return ". Nobody else replied either, so the run cannot continue"
         return (
-            f". {there} of {asked} replied, and run.quorum is {quorum:g}. To continue with these: "
-            f"--resume with run.quorum={math.floor(1e4 * there / asked) / 1e4:g}"
+            f". {replied} of {total} replied, and run.quorum is {quorum:g}. To continue with "
+            f"these: --resume with run.quorum={math.floor(1e4 * replied / total) / 1e4:g}"
         )
 
 
@@ -325,23 +327,27 @@ def list_charge_ids(visits: Iterable[str]) -> set[str]:
 
 
 def _ids(text: str) -> set[str]:
-    return {text[at : at + CHARGE_ID_DIGITS] for at in range(0, len(text), CHARGE_ID_DIGITS)}
+    return {text[i : i + CHARGE_ID_DIGITS] for i in range(0, len(text), CHARGE_ID_DIGITS)}
 
 
 def _parse_response(data: bytes, request: StepRequest) -> StepResponse:
     """Return the response to this very request; anything else becomes an error."""
     try:
-        answer: StepResponse = protocol.from_bytes(data, StepResponse)
+        response: StepResponse = protocol.from_bytes(data, StepResponse)
     except WireError as error:
         return StepResponse("", error="version" if error.error_code == "version" else "garbled")
     # The id is empty if the site could not read the request and reports an error.
-    if answer.error and answer.id in ("", request.id):
-        return answer if answer.error in protocol.ERROR_CODES else StepResponse("", error="garbled")
+    if response.error and response.id in ("", request.id):
+        return (
+            response
+            if response.error in protocol.ERROR_CODES
+            else StepResponse("", error="garbled")
+        )
     # Charged replies have weight 1: another weight could be a number of rows. NaN fails both tests.
-    bounded = 0 <= answer.weight <= protocol.MOST_SHARE
-    if answer.id != request.id or not (answer.weight == 1.0 if answer.charged else bounded):
+    weight_ok = 0 <= response.weight <= protocol.MOST_SHARE
+    if response.id != request.id or not (response.weight == 1.0 if response.charged else weight_ok):
         return StepResponse("", error="garbled")
-    return answer
+    return response
 
 
 def _to_tensor(text: str) -> Tensor:

@@ -54,42 +54,42 @@ class SharedBuffer:
             WorkerError: the system has no more memory.
         """
         forms = [PackedTensors(part).form() for part in parts]
-        at = 0
+        offset = 0
         for tensor in (tensor for part in parts for tensor in part.values()):
             data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._first(at + len(data))[at:].copy_(data)
-            at += len(data)
+            self._first(offset + len(data))[offset:].copy_(data)
+            offset += len(data)
         return forms
 
     def read(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         """Return copies of the written parts."""
-        parts, begin = [], 0
-        for places in map(places_in, forms):
-            parts.append({name: self._copy(begin, place) for name, place in places.items()})
-            begin += sum(place.size for place in places.values())
+        parts, start = [], 0
+        for entries in map(places_in, forms):
+            parts.append({name: self._copy(start, entry) for name, entry in entries.items()})
+            start += sum(entry.size for entry in entries.values())
         return parts
 
-    def _copy(self, begin: int, place: TensorSlice) -> Tensor:
-        at = begin + place.at
-        data = self._first(at + place.size)[at:].clone()
-        return data.view(place.dtype).reshape(place.shape)
+    def _copy(self, start: int, entry: TensorSlice) -> Tensor:
+        offset = start + entry.at
+        data = self._first(offset + entry.size)[offset:].clone()
+        return data.view(entry.dtype).reshape(entry.shape)
 
     def _first(self, size: int) -> Tensor:
         """Return the first bytes (size,)."""
         if size > len(self._mapped):
-            whole = 2 ** (size - 1).bit_length()  # unwritten pages take no memory
-            if whole > os.fstat(self.file).st_size:
+            capacity = 2 ** (size - 1).bit_length()  # unwritten pages take no memory
+            if capacity > os.fstat(self.file).st_size:
                 try:
-                    os.ftruncate(self.file, whole)  # torch would overwrite the first byte
+                    os.ftruncate(self.file, capacity)  # torch would overwrite the first byte
                 except OSError as error:
                     raise WorkerError(
-                        f"The system gives worker processes no {whole} bytes to share: "
+                        f"The system gives worker processes no {capacity} bytes to share: "
                         f"{error.strerror}. Set run.workers=1, and all agents work in one process"
                     ) from error
             # By path, because Python's mmap would duplicate the file, and a fork closes unknown
             # ones.
             self._mapped = torch.from_file(
-                f"/proc/self/fd/{self.file}", shared=True, size=whole, dtype=torch.uint8
+                f"/proc/self/fd/{self.file}", shared=True, size=capacity, dtype=torch.uint8
             )
         return self._mapped[:size]
 
@@ -118,14 +118,14 @@ class ErrorInWorker(Exception):  # noqa: N818  (it only carries a traceback)
 
 def encode_error(error: BaseException) -> dict[str, Any]:
     """Encode an error as JSON values; ``decode_error`` is the inverse."""
-    plain = all(isinstance(value, str | int | float | None) for value in error.args)
+    simple = all(isinstance(value, str | int | float | None) for value in error.args)
     try:
         text = str(error)
     except Exception:  # its __str__ fails
         text = ""
     return {
         "error": [type(error).__module__, type(error).__qualname__],
-        "arguments": list(error.args) if plain else [text],
+        "arguments": list(error.args) if simple else [text],
         "text": text,
         "trace": "".join(traceback.format_exception(error)),
         "frames": frames_of(error),
@@ -137,10 +137,10 @@ def decode_error(values: dict[str, Any]) -> Exception:
     module, name = values["error"]
     error: Exception = RuntimeError(f"{name}: {values['text']}")
     with suppress(Exception):
-        kind = reduce(getattr, name.split("."), sys.modules[module])
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            same = kind(*values["arguments"])
-            error = same if str(same) == values["text"] else error
+        error_type = reduce(getattr, name.split("."), sys.modules[module])
+        if isinstance(error_type, type) and issubclass(error_type, Exception):
+            rebuilt = error_type(*values["arguments"])
+            error = rebuilt if str(rebuilt) == values["text"] else error
     error.__cause__ = ErrorInWorker(values["trace"], values["frames"])
     return error
 
@@ -151,11 +151,11 @@ def decode_error(values: dict[str, Any]) -> Exception:
 @contextmanager
 def pending_signals() -> Iterator[None]:
     """Delay signals that stop a run, so that every forked worker is recorded."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 @dataclass(eq=False)
@@ -175,7 +175,7 @@ class Worker:
         Call it in ``pending_signals``. ``shared``: further buffers that the process reads. Raises
         OSError if the system has no process.
         """
-        ours, theirs = Pipe()
+        pipe, child_pipe = Pipe()
         shared_buffer = SharedBuffer()
         try:
             with warnings.catch_warnings():
@@ -184,14 +184,14 @@ class Worker:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process = os.fork()
         except OSError:
-            ours.close()
-            theirs.close()
+            pipe.close()
+            child_pipe.close()
             shared_buffer.close()
             raise
         if process == 0:
-            _run(serve, theirs, shared_buffer, shared)
-        theirs.close()
-        return cls(process, ours, shared_buffer)
+            _run(serve, child_pipe, shared_buffer, shared)
+        child_pipe.close()
+        return cls(process, pipe, shared_buffer)
 
     def end(self) -> str:
         """Kill the process if it runs; return how it ended. May be called twice."""
@@ -224,8 +224,8 @@ def _run(
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         # Otherwise journals and run folder stay locked, and pipes of other workers open.
-        kept = {pipe.fileno(), shared_buffer.file, *(buffer.file for buffer in shared)}
-        for file in set(map(int, os.listdir("/proc/self/fd"))) - kept - {0, 1, 2}:
+        kept_files = {pipe.fileno(), shared_buffer.file, *(buffer.file for buffer in shared)}
+        for file in set(map(int, os.listdir("/proc/self/fd"))) - kept_files - {0, 1, 2}:
             with suppress(OSError):  # the listing's own descriptor
                 os.close(file)
         threading.Thread(target=_end_with_parent, args=(pipe.fileno(),), daemon=True).start()

@@ -107,8 +107,8 @@ def load_config(
         raise ConfigError(f"{show(str(path))}: its name is not UTF-8. Rename the file") from None
     builder = ConfigBuilder(path, algorithms)
     builder.read_file(text)
-    of_run = path.name == "config.yaml" and (path.parent / "split.json").exists()
-    if of_run:
+    from_run = path.name == "config.yaml" and (path.parent / "split.json").exists()
+    if from_run:
         leave_out_former(builder)
     for override in overrides:
         builder.override(override)
@@ -132,7 +132,7 @@ def load_config(
     )  # fmt: skip
     config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
     # In a run folder paths are absolute; other paths in older runs are part of their checksum.
-    return config if of_run else _with_absolute_paths(config)
+    return config if from_run else _with_absolute_paths(config)
 
 
 def _with_absolute_paths(config: Config) -> Config:
@@ -140,9 +140,9 @@ def _with_absolute_paths(config: Config) -> Config:
     sections = {}
     for name, keys in _PATHS.items():
         section = getattr(config, name)
-        found = {key: getattr(section, key) for key in keys if getattr(section, key, "")}
-        full = {key: os.path.abspath(text) for key, text in found.items() if text[0] != "~"}
-        sections[name] = dataclasses.replace(section, **full) if full else section
+        paths = {key: getattr(section, key) for key in keys if getattr(section, key, "")}
+        absolute = {key: os.path.abspath(text) for key, text in paths.items() if text[0] != "~"}
+        sections[name] = dataclasses.replace(section, **absolute) if absolute else section
     return dataclasses.replace(config, **sections)
 
 
@@ -163,8 +163,8 @@ def _precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision
 def _name_problems(config: Config) -> Iterator[Problem]:
     """Check a run's name, which becomes a folder on every system."""
     name = _name(config)
-    plain = name not in (".", "..") and not set(name) & set('/\\:*?"<>|')
-    if not plain or DEVICE_NAMES.fullmatch(name) or name != name.strip(" ") or name.endswith("."):
+    valid = name not in (".", "..") and not set(name) & set('/\\:*?"<>|')
+    if not valid or DEVICE_NAMES.fullmatch(name) or name != name.strip(" ") or name.endswith("."):
         yield Problem(
             "name",
             f"{show(name)} cannot be the name of a folder on every system. "
@@ -206,10 +206,10 @@ def _is_census(config: Config, algorithms: Mapping[str, type[Any]]) -> bool:
 def _census_problems(config: Config) -> Iterator[Problem]:
     """Yield settings that do not fit a census: noisy gradients, and norms that mix rows."""
     name = config.algorithm.name
-    usual = {spec.name: spec.default for spec in dataclasses.fields(PrivacySettings)}
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(PrivacySettings)}
     for key in DP_SGD_KEYS:
         value = getattr(config.privacy, key)
-        if value != usual[key]:
+        if value != defaults[key]:
             yield Problem(
                 f"privacy.{key}",
                 f"{show(value)} has no meaning for {name}, which trains no network on labelled "
@@ -267,7 +267,7 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
         text = f"{config.data.labels}, but a claim is against whoever controls the server, and the "
         yield Problem("data.labels", f"{text}server would hold labelled rows. Set support")
     if config.privacy is not None and not algorithms[name].can_be_private:
-        private = [known for known, algorithm in algorithms.items() if algorithm.can_be_private]
+        private = [key for key, algorithm in algorithms.items() if algorithm.can_be_private]
         yield Problem("algorithm.name", not_private(name, private))
 
 
@@ -307,21 +307,21 @@ def _absent(config: Config, algorithms: Mapping[str, type[Any]]) -> Literal["sto
     """Resolve ``auto`` for this algorithm, so that the run's config records it."""
     if config.run.absent != "auto":
         return config.run.absent
-    usual: Literal["stop", "skip"] = _missing_reply_policy(config, algorithms).absent
-    return usual
+    default: Literal["stop", "skip"] = _missing_reply_policy(config, algorithms).absent
+    return default
 
 
 def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     """Refuse runs over sites that would continue without replies that their algorithm needs."""
-    name, without = config.algorithm.name, _missing_reply_policy(config, algorithms)
-    if config.run.absent == "skip" and not without.skip:
+    name, policy = config.algorithm.name, _missing_reply_policy(config, algorithms)
+    if config.run.absent == "skip" and not policy.skip:
         yield Problem(
             "absent",
             f"skip, but with these settings {name} visits no agents one after the other, and a "
             "missing reply changes the aggregate. Leave it out, and give run.quorum, the share of "
             "agents that must reply",
         )
-    if config.run.quorum < 1 and not without.quorum:
+    if config.run.quorum < 1 and not policy.quorum:
         yield Problem("quorum", f"{name} needs the reply of every agent. Leave it out")
 
 
@@ -403,9 +403,9 @@ def compatibility_hash(
 
 
 def _drop(sections: Mapping[str, dict[str, Any] | None], keys: Mapping[str, Sequence[str]]) -> None:
-    for name, some in keys.items():
-        for key in some:
-            (sections[name] or {}).pop(key, None)
+    for section, dropped in keys.items():
+        for key in dropped:
+            (sections[section] or {}).pop(key, None)
 
 
 def hash_values(parts: Mapping[str, Any]) -> str:
@@ -416,4 +416,4 @@ def hash_values(parts: Mapping[str, Any]) -> str:
 
 def _sections(config: Config) -> dict[str, Any]:
     """Return all keys by section; None for a missing section."""
-    return {name: (one := getattr(config, name)) and dataclasses.asdict(one) for name in ORDER}
+    return {name: (part := getattr(config, name)) and dataclasses.asdict(part) for name in ORDER}

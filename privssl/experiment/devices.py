@@ -36,12 +36,12 @@ def device_of(name: str, *, private: bool = False, key: str = "run.device") -> t
     if private:
         return torch.device("cpu")
     cuda = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    there = ["cpu", *(["cuda", *cuda] if cuda else [])]
+    names = ["cpu", *(["cuda", *cuda] if cuda else [])]
     if torch.backends.mps.is_available():
-        there.append("mps")
-    if name != "auto" and name not in there:
+        names.append("mps")
+    if name != "auto" and name not in names:
         raise ConfigError(
-            f"{key} is {name!r}, but this machine has {', '.join(there)}. Give one of them, or auto"
+            f"{key} is {name!r}, but this machine has {', '.join(names)}. Give one of them, or auto"
         )
     return torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
 

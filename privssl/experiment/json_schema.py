@@ -15,21 +15,21 @@ DRAFT = "http://json-schema.org/draft-07/schema#"  # the version that YAML edito
 def config_schema() -> dict[str, Any]:
     """Return the schema of a config file, draft 7."""
     sections = {name: _section(SECTIONS[name]) for name in ORDER if name in SECTIONS}
-    kinds = dict(ALGORITHMS)
+    algorithms = dict(ALGORITHMS)
     with plugins.imports_allowed():  # include installed plug-ins
-        kinds |= {name: ALGORITHMS[name] for name in plugins.entry_points("algorithms")}
-    methods = {name: _section(kind.Config) for name, kind in kinds.items()}
+        algorithms |= {name: ALGORITHMS[name] for name in plugins.entry_points("algorithms")}
+    methods = {name: _section(kind.Config) for name, kind in algorithms.items()}
     for name, method in methods.items():
         method["properties"]["name"] = {"const": name}
     reference = {"type": "string", "pattern": plugins.REFERENCE}
-    named = {
+    name_schema = {
         "anyOf": [{"enum": list(methods)}, reference],
         "description": "The method; its keys follow.",
     }
     algorithm = {
         "description": "The method and its settings.",
         "type": "object",
-        "properties": {"name": named},
+        "properties": {"name": name_schema},
         "required": ["name"],
         # Not oneOf: so an editor names the wrong key, instead of reporting that no method fits.
         "allOf": [

@@ -48,9 +48,11 @@ def leave_out_former(builder: ConfigBuilder) -> None:
 def forget_later_keys(sections: Mapping[str, dict[str, Any] | None]) -> None:
     """Convert a config to the form of an earlier version, if it uses no newer key."""
     for name, keys in _LATER.items():
-        for key, usual in keys.items():
+        for key, default in keys.items():
             section = sections[name] or {}
-            if key in section and section[key] in (usual if isinstance(usual, tuple) else (usual,)):
+            if key in section and section[key] in (
+                default if isinstance(default, tuple) else (default,)
+            ):
                 del section[key]
     algorithm = sections["algorithm"]
     if algorithm and algorithm.get("profile") == "fedmatch-release":

@@ -20,22 +20,22 @@ def number_problems(config: Any, bad: Collection[str]) -> Iterator[Problem]:
 
 
 def _whole(config: Any) -> Iterator[Problem]:
-    for section, most in LARGEST.items():
+    for section, limit in LARGEST.items():
         for key, value in vars(getattr(config, section)).items():
-            if type(value) is int and value > most:
-                yield Problem(f"{section}.{key}", f"{value}: give at most {most}")
+            if type(value) is int and value > limit:
+                yield Problem(f"{section}.{key}", f"{value}: give at most {limit}")
 
 
 def _real(config: Any) -> Iterator[Problem]:
     for key, value in vars(config.algorithm).items():
-        most = MAX_LEARNING_RATE if key.endswith("learning_rate") else MAX_NUMBER
-        if isinstance(value, float) and not value <= most:
-            why = (
+        limit = MAX_LEARNING_RATE if key.endswith("learning_rate") else MAX_NUMBER
+        if isinstance(value, float) and not value <= limit:
+            reason = (
                 "one step would move the weights so far that the outputs are not finite"
-                if most == MAX_LEARNING_RATE
+                if limit == MAX_LEARNING_RATE
                 else "networks compute in float32, where larger ones soon are not finite"
             )
-            yield Problem(f"algorithm.{key}", f"{value:g}: give at most {most:.0f} ({why})")
+            yield Problem(f"algorithm.{key}", f"{value:g}: give at most {limit:.0f} ({reason})")
 
 
 def _batch_norm(config: Any) -> Iterator[Problem]:
@@ -59,11 +59,11 @@ def _batch_norm(config: Any) -> Iterator[Problem]:
 
 def count_labelled_rows(config: Any) -> float:
     """Return the labelled rows of an average agent with labels; 0 if there is none."""
-    holders = {
+    agents = {
         "support": config.agents.support,
         "labels-at-client": config.agents.mixed,
         "labels-at-server": 1,
         "labels-at-both": config.agents.support,
     }[config.data.labels]
     labelled = config.data.labelled - (config.data.server_labelled or 0)
-    return labelled / holders if holders else 0.0
+    return labelled / agents if agents else 0.0

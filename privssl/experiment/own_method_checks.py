@@ -25,26 +25,26 @@ def problems_of(kind: type[Any], config: Any) -> Iterator[Problem]:
     if config.algorithm.name in ALGORITHMS:
         yield from kind.problems(config)
         return
-    own: plugins.Kind = "algorithms"
-    with plugin_errors([(own, "algorithm.name", config.algorithm.name)], passing=UnusableValue):
-        found = kind.problems(config)
-        for one in found if hasattr(found, "__iter__") else [found]:
-            text = isinstance(one, tuple) and all(isinstance(part, str) for part in one)
-            if not (text and len(one) == 2):
+    group: plugins.Kind = "algorithms"
+    with plugin_errors([(group, "algorithm.name", config.algorithm.name)], passing=UnusableValue):
+        problems = kind.problems(config)
+        for item in problems if hasattr(problems, "__iter__") else [problems]:
+            is_text = isinstance(item, tuple) and all(isinstance(part, str) for part in item)
+            if not (is_text and len(item) == 2):
                 raise ConfigError(
-                    f"algorithm.name {config.algorithm.name}: problems gives {str(one)[:60]!r}. "
+                    f"algorithm.name {config.algorithm.name}: problems gives {str(item)[:60]!r}. "
                     'Yield Problem("section.key", "what is wrong, and what to do")'
                 )
-            yield Problem(*one)
+            yield Problem(*item)
 
 
 def not_private(name: str, private: Sequence[str]) -> str:
     """Explain why an algorithm cannot have a privacy section; ``private``: those of privssl that
     can."""
-    own = "write its private form (can_be_private, docs/extending.md), "
+    advice = "write its private form (can_be_private, docs/extending.md), "
     return (
         f"{name} reads labelled rows without noise, so nothing could be claimed. Use "
-        f"{', '.join(private)}, {'' if name in ALGORITHMS else own}or write privacy: null"
+        f"{', '.join(private)}, {'' if name in ALGORITHMS else advice}or write privacy: null"
     )
 
 
@@ -63,8 +63,8 @@ def make(kind: type[Algorithm[Any]], config: Any, task: Task, plan: Plan | None)
 
 def refuse_unchecked(algorithm: Algorithm[Any], name: str) -> None:
     """Raise PrivacyError for an own private method that checks no loss."""
-    unwritten = type(algorithm).check_private is Algorithm.check_private
-    if unwritten and algorithm.mechanism != "census":
+    inherited = type(algorithm).check_private is Algorithm.check_private
+    if inherited and algorithm.mechanism != "census":
         raise PrivacyError(
             f"algorithm.name {name} has can_be_private = True and no check_private, so nobody "
             "checks whether one row changes another's loss. Write it (docs/extending.md), such as "

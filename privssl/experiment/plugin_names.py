@@ -32,7 +32,7 @@ _PREFIXES: dict[plugins.Kind, tuple[str, ...]] = {
 def plugins_of(config: Any) -> Iterator[PluginName]:
     """Yield the plug-ins of a config. ``config``: a ``privssl.experiment.config.Config``."""
     data = config.data
-    given: list[tuple[plugins.Kind, str, str | None]] = [
+    candidates: list[tuple[plugins.Kind, str, str | None]] = [
         ("algorithms", "algorithm.name", config.algorithm.name),
         ("models", "model.name", config.model.name),
         ("datasets", "data.name", data.name),
@@ -41,7 +41,7 @@ def plugins_of(config: Any) -> Iterator[PluginName]:
         ("partitions", "data.labelled_partition", data.labelled_partition),
         *(("trackers", "run.trackers", name) for name in config.run.trackers),
     ]
-    for kind, key, name in given:
+    for kind, key, name in candidates:
         library = name and name.partition(":")[0] in _PREFIXES.get(kind, ())
         if name and name not in BUILT_IN[kind] and not library:
             yield PluginName(kind, key, name)
@@ -69,10 +69,10 @@ def refuse_taken_names() -> None:
 
 def describe_plugins(config: Any) -> dict[str, dict[str, str | None]]:
     """Return a run's record of each plug-in, by key (``plugins.describe``)."""
-    found: dict[str, dict[str, str | None]] = {}
+    records: dict[str, dict[str, str | None]] = {}
     for kind, key, name in plugins_of(config):
-        found[f"{key}: {name}" if key in found else key] = plugins.describe(kind, name)
-    return found
+        records[f"{key}: {name}" if key in records else key] = plugins.describe(kind, name)
+    return records
 
 
 def describe_here(config: Any) -> dict[str, dict[str, str | None]]:

@@ -134,16 +134,16 @@ def prepare(
     refuse_classes_of_labels_alone(config, dataset)
     refuse_order_by_labels(config, federated_data.manifest, config.data.split)
     task = task_of(config, dataset.classes, dataset.shape, network)
-    doubts = list[str]()
+    notes = list[str]()
     if is_outside(config.model.name):
-        doubts = check_network(config.model.name, task.new_classifier, task.shape, task.classes)
-    plan, holders = None, _labelled(federated_data)
+        notes = check_network(config.model.name, task.new_classifier, task.shape, task.classes)
+    plan, labelled_agents = None, _labelled(federated_data)
     if config.privacy is not None:
         plan = make_plan(config, sum(agent.role != "query" for agent in roster))
         if plan.visits:
-            _refuse_shared_rows(holders, federated_data)
+            _refuse_shared_rows(labelled_agents, federated_data)
             _refuse_unaffordable(plan, config.privacy)
-    promises = _account_plans(plan, config.privacy, holders)
+    plans = _account_plans(plan, config.privacy, labelled_agents)
     check_steps(kind)
     algorithm = own_method_checks.make(kind, config, task, plan)
     if plan is not None:
@@ -153,14 +153,14 @@ def prepare(
             check_plan_networks(plan, algorithm)
             if plan.visits and config.run.engine == "local":
                 algorithm.try_private(device)
-    said = (*config.warnings, *_warnings(config, federated_data))
-    said += tuple(check_warm_start(config, federated_data.manifest, task.new_classifier))
+    warnings = (*config.warnings, *_warnings(config, federated_data))
+    warnings += tuple(check_warm_start(config, federated_data.manifest, task.new_classifier))
     if is_outside(config.model.name):
-        changed = describe_exchange(config.model, task.shape, task.classes, network)
-        said += (*doubts, *(() if changed is None else (changed,)))
-    config = dataclasses.replace(config, warnings=said)
-    public = models.public_part(config.model)
-    return Prepared(config, federated_data, algorithm, plan, promises, device, roster, public)
+        exchange = describe_exchange(config.model, task.shape, task.classes, network)
+        warnings += (*notes, *(() if exchange is None else (exchange,)))
+    config = dataclasses.replace(config, warnings=warnings)
+    public_part = models.public_part(config.model)
+    return Prepared(config, federated_data, algorithm, plan, plans, device, roster, public_part)
 
 
 def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator[str]:
@@ -179,45 +179,45 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
             f"learned. Give {len(classes)} or more"
         )
     yield from _test_row_warnings(federated_data.dataset)
-    own = ALGORITHMS[config.algorithm.name].own_classifiers
-    if config.run.evaluate_agents and own is Algorithm.own_classifiers:
+    own_classifiers = ALGORITHMS[config.algorithm.name].own_classifiers
+    if config.run.evaluate_agents and own_classifiers is Algorithm.own_classifiers:
         yield (
             f"run.evaluate_agents has no effect: the server of {config.algorithm.name} has no "
             "network of a single agent. Leave it out"
         )
     if config.privacy is not None:
         return
-    here = [agent.held_labelled for agent in federated_data.agents if agent.held_labelled]
-    found = {c for rows in here for c in rows.y.tolist()} if here else set(range(len(classes)))
-    absent = [name for number, name in enumerate(classes) if number not in found]
+    parts = [agent.held_labelled for agent in federated_data.agents if agent.held_labelled]
+    present = {c for rows in parts for c in rows.y.tolist()} if parts else set(range(len(classes)))
+    absent = [name for number, name in enumerate(classes) if number not in present]
     if absent and config.data.labelled >= len(classes):
         yield (
             f"{len(absent)} of {len(classes)} classes have no labelled row ({first_few(absent)}) "
             "and cannot be learned. Give more data.labelled, or data.stratified: true"
         )
-    if len(found) == 1:
-        yield f"all labelled rows are of class {classes[found.pop()]}: no other can be learned"
+    if len(present) == 1:
+        yield f"all labelled rows are of class {classes[present.pop()]}: no other can be learned"
     least = 2 if config.model.norm == "batch" else 1
     for agent in federated_data.agents:
-        kinds = (agent.held_labelled, agent.held_unlabelled)
-        held = sum(len(rows) for rows in kinds if rows is not None)
-        if held < least:
-            yield f"{agent.id} holds {held} of the {least} rows that a step needs: it takes none"
+        holdings = (agent.held_labelled, agent.held_unlabelled)
+        count = sum(len(rows) for rows in holdings if rows is not None)
+        if count < least:
+            yield f"{agent.id} holds {count} of the {least} rows that a step needs: it takes none"
 
 
 def _test_row_warnings(dataset: Dataset) -> Iterator[str]:
     """Yield reasons why metrics mean little. Allowed in private runs: no agent holds test rows."""
     x, rows = dataset.x_test, len(dataset.x_test)
     counts = dataset.y_test.bincount(minlength=dataset.classes).tolist()
-    there = [name for name, n in zip(dataset.class_names, counts, strict=True) if n]
+    present = [name for name, n in zip(dataset.class_names, counts, strict=True) if n]
     absent = [name for name, n in zip(dataset.class_names, counts, strict=True) if not n]
     if rows == 1:
         yield "there is a single test row: its accuracy is 0 or 1. Give more"
     elif (x[1:8] == x[:1]).all() and (x == x[:1]).all():  # the first test ends most data sets
         yield f"all {rows} test rows are equal, so the metrics mean nothing. Look at what was read"
-    if len(there) == 1 and rows > 1:
+    if len(present) == 1 and rows > 1:
         yield (
-            f"all {rows} test rows are of class {there[0]}: a classifier that "
+            f"all {rows} test rows are of class {present[0]}: a classifier that "
             "always says it has accuracy 1. Give test rows of all classes"
         )
     elif absent and rows > 1:
@@ -287,11 +287,11 @@ def make_plan(config: Config, agents: int) -> Plan:
 def check_private(algorithm: Algorithm[Any], config: Config) -> None:
     """Raise PrivacyError if a row affects another row's loss, in a batch or by an own network's
     state."""
-    trained = is_outside(config.model.name) and algorithm.mechanism == "dp-sgd"
-    if trained:
+    own_network = is_outside(config.model.name) and algorithm.mechanism == "dp-sgd"
+    if own_network:
         refuse_frozen(config.model.name, algorithm.task.new_classifier())
     algorithm.check_private()
-    if trained:
+    if own_network:
         refuse_memory(algorithm.task.new_classifier(), algorithm.task.shape)
 
 
@@ -311,8 +311,8 @@ def task_of(
         narrow = dataclasses.replace(config.model, width=round(share * config.model.width))
         return models.build_classifier(narrow, shape, classes, precision)
 
-    own = network is not None or is_outside(config.model.name)
-    return Task(classes, shape, new_classifier, precision, None if own else narrow_classifier)
+    is_own = network is not None or is_outside(config.model.name)
+    return Task(classes, shape, new_classifier, precision, None if is_own else narrow_classifier)
 
 
 def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:
@@ -348,10 +348,10 @@ def account_plan(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Bud
 
 def check_plan_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
     """Raise PrivacyError if a plan, and so the guarantee, names a network that does not exist."""
-    strange = [name for name in plan.update if name not in algorithm.networks()]
-    if algorithm.mechanism == "dp-sgd" and strange:
+    unknown = [name for name in plan.update if name not in algorithm.networks()]
+    if algorithm.mechanism == "dp-sgd" and unknown:
         raise PrivacyError(
-            f"{algorithm.cfg.name} has no network {', '.join(strange)}, which privacy."
+            f"{algorithm.cfg.name} has no network {', '.join(unknown)}, which privacy."
             f"update_at_support names. It has {', '.join(algorithm.networks()) or 'none'}"
         )
 
@@ -367,9 +367,9 @@ def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
         )
 
 
-def _refuse_shared_rows(holders: tuple[Agent, ...], federated_data: data.FederatedDataset) -> None:
+def _refuse_shared_rows(agents: tuple[Agent, ...], federated_data: data.FederatedDataset) -> None:
     """Refuse a record with two accounts, or one that is also used without protection."""
-    labelled = {agent.id: list(contents_of(agent.labelled)) for agent in holders}
+    labelled = {agent.id: list(contents_of(agent.labelled)) for agent in agents}
     for one, other, rows in row_registry.shared_rows(labelled):
         raise PrivacyError(
             f"{rows} labelled rows of {one} are rows of {other} as well, so that one record would "
@@ -411,9 +411,9 @@ def claim_rows(
     Raises:
         accounting.errors.LedgerError: a row has another account, or is used without protection.
     """
-    held, beside = list(holders), list(unprotected)
+    agents, unprotected_rows = list(holders), list(unprotected)
     # First by the form of version 0.1, so that its refusals still hold.
     for contents, check in ((as_loaded_of, True), (contents_of, only_check)):
-        labelled = {agent.id: contents(agent.labelled) for agent in held}
-        others = chain.from_iterable(contents(rows) for rows in beside)
+        labelled = {agent.id: contents(agent.labelled) for agent in agents}
+        others = chain.from_iterable(contents(rows) for rows in unprotected_rows)
         row_registry.claim(ledger, labelled, unprotected=others, only_check=check)

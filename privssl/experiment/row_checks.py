@@ -36,9 +36,9 @@ def row_problems(
     name, model, rows = config.algorithm.name, config.model, f"rows are {kind.name}s"
     if config.data.encoder:
         rows = f"{config.data.encoder} makes {kind.name}s"
-    because = getattr(algorithms[name], "needs_images", "")
-    if because and kind is not IMAGE:
-        yield Problem("algorithm.name", f"{name} needs images: {because}; {rows}")
+    reason = getattr(algorithms[name], "needs_images", "")
+    if reason and kind is not IMAGE:
+        yield Problem("algorithm.name", f"{name} needs images: {reason}; {rows}")
     if not is_outside(model.name) and model.name not in kind.networks:
         takes = either([k.name + "s" for k in KINDS.values() if model.name in k.networks])
         text = f"{model.name} takes {takes}, and {rows}. Set {either(kind.networks)}"
@@ -122,11 +122,11 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
             "test image in colour"
         )
     name, classes = config.data.name, dataset.classes
-    table = name == "csv" or bool(dataset.table)
-    counted = dataset.class_names == tuple(map(str, range(classes)))
+    is_table = name == "csv" or bool(dataset.table)
+    numbered = dataset.class_names == tuple(map(str, range(classes)))
     if name in (*PUBLISHED, "sent140") or dataset.names_declared:
         return
-    if dataset.tests_drawn and (table or counted or name == "image_folder"):
+    if dataset.tests_drawn and (is_table or numbered or name == "image_folder"):
         raise PrivacyError(
             "test rows were drawn from the rows that may train, so private labels alone say which "
             f"classes there are. Give {_test_set(dataset, name)}"
@@ -134,13 +134,13 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
     if name == "image_folder":
         return
     counts = dataset.y_test.bincount(minlength=classes).tolist()
-    if counted and not table and not counts[-1]:
+    if numbered and not is_table and not counts[-1]:
         raise PrivacyError(
             f"no test row has class {classes - 1}, the largest in the training rows: "
             "the number of outputs would be released from private labels, without noise. Give "
             "a test row of that class (with Dataset.from_arrays: or class_names)"
         )
-    if table and (absent := sum(not n for n in counts)):
+    if is_table and (absent := sum(not n for n in counts)):
         raise PrivacyError(
             f"{absent} of {classes} classes are in training rows alone, so their names and "
             "the number of outputs would be released from private labels, without noise. Give a "
@@ -161,5 +161,5 @@ def _test_set(dataset: Dataset, name: str) -> str:
     """Return the public source of the classes if test rows are sampled."""
     if dataset.table:
         return "another frame (test=), or class_names from public knowledge"
-    beside = "" if name == "image_folder" else ", or class_names in Dataset.from_arrays"
-    return f"a test set of its own, without data.test{beside}"
+    alternative = "" if name == "image_folder" else ", or class_names in Dataset.from_arrays"
+    return f"a test set of its own, without data.test{alternative}"

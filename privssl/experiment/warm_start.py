@@ -39,14 +39,14 @@ def check_warm_start(
     """
     if config.privacy is None:
         return
-    counted = config.privacy.record_counts == "public"
-    given = (
+    counts_public = config.privacy.record_counts == "public"
+    weight_files = (
         ("model.weights", config.model.weights),
         ("data.encoder_weights", config.data.encoder_weights),
     )
-    for key, file in given:
+    for key, file in weight_files:
         if file:
-            yield from _warnings_of(key, Path(file).expanduser().resolve(), split, counted)
+            yield from _warnings_of(key, Path(file).expanduser().resolve(), split, counts_public)
     if is_outside(config.model.name):
         for run in runs_behind(new_classifier()):
             if not (run / SPLIT).is_file():
@@ -55,11 +55,11 @@ def check_warm_start(
                     "run used labelled rows of this one without protection is unknown. Put the "
                     "folder back, or give a network that has not seen these rows"
                 )
-            yield from _warnings_of("model", run / SPLIT, split, counted)
+            yield from _warnings_of("model", run / SPLIT, split, counts_public)
 
 
-def _warnings_of(key: str, file: Path, split: Manifest, counted: bool) -> Iterator[str]:
-    """Yield warnings about one file; ``counted``: numbers of labelled rows are public."""
+def _warnings_of(key: str, file: Path, split: Manifest, counts_public: bool) -> Iterator[str]:
+    """Yield warnings about one file; ``counts_public``: numbers of labelled rows are public."""
     above = list(file.parents)[:DEPTH]
     run = next((p for p in above if (p / SPLIT).is_file()), None)
     if run is None:
@@ -85,22 +85,22 @@ def _warnings_of(key: str, file: Path, split: Manifest, counted: bool) -> Iterat
             f"{key} is of the run {run} over sites on {former.dataset}, so whether that run used "
             f"labelled rows of this one without protection is unknown. {_advice(key)}"
         )
-    mine = set(chain.from_iterable(held.labelled for held in split.agents.values()))
+    own_rows = set(chain.from_iterable(holding.labelled for holding in split.agents.values()))
     unprotected = set(former.validation).union(
-        *(held.unlabelled for held in former.agents.values())
+        *(holding.unlabelled for holding in former.agents.values())
     )
-    paid = set(chain.from_iterable(held.labelled for held in former.agents.values()))
+    charged = set(chain.from_iterable(holding.labelled for holding in former.agents.values()))
     if not _has_guarantee(run):
-        unprotected, paid = unprotected | paid, set()
-    if both := len(mine & unprotected):
+        unprotected, charged = unprotected | charged, set()
+    if shared := len(own_rows & unprotected):
         raise PrivacyError(
-            f"{key} is of the run {run}, which used {both} labelled rows of this run without "
+            f"{key} is of the run {run}, which used {shared} labelled rows of this run without "
             "protection, so nothing could be claimed for them. Give weights that have not seen "
             f"these rows, or leave {key} out"
         )
-    both = len(mine & paid)
-    if both or (paid and not counted):
-        used = f"{both} labelled rows" if counted else "labelled rows, perhaps"
+    shared = len(own_rows & charged)
+    if shared or (charged and not counts_public):
+        used = f"{shared} labelled rows" if counts_public else "labelled rows, perhaps"
         yield (
             f"{key} is of the private run {run}, which used {used} of this run. The claim "
             "is about this run alone: for these rows the epsilons and deltas of both add up. With "
@@ -116,7 +116,7 @@ def _of_other_files(key: str, run: Path, former: Manifest, split: Manifest) -> I
     same = former.dataset == split.dataset
     if not same and {former.dataset, split.dataset} <= {*PUBLISHED, "sent140"}:
         return
-    if same and any(one.settings.get("test") is not None for one in (former, split)):
+    if same and any(manifest.settings.get("test") is not None for manifest in (former, split)):
         raise PrivacyError(
             f"{key} is of the run {run} on {former.dataset}, and one of both runs drew its test "
             "rows (data.test), so whether that run used labelled rows of this one without "

@@ -54,21 +54,21 @@ def write_rows(made: SyntheticRows, output: Path) -> None:
         atomic_files.replace(_sheet_of(output), as_png(sheet))
 
 
-def _write_pictures(made: SyntheticRows, folder: Path) -> None:
-    if made.x.ndim != 4:
+def _write_pictures(synthetic: SyntheticRows, folder: Path) -> None:
+    if synthetic.x.ndim != 4:
         raise UserError("rows are no images, which PNG files need. Give --output FILE.npz")
-    channels = made.x.shape[1]
+    channels = synthetic.x.shape[1]
     if channels not in (1, 3):
         raise UserError(f"rows have {channels} channels, which no PNG has. Give --output FILE.npz")
-    for name in made.class_names:
+    for name in synthetic.class_names:
         if name in (".", "..") or set(name) & set('/\\:*?"<>|\0') or name != name.strip(" ."):
             raise UserError(f"class {name!r} cannot name a folder. Give --output FILE.npz")
     folder.mkdir()
-    for number, (row, label) in enumerate(zip(made.x, made.y.tolist(), strict=True)):
-        place = folder / made.class_names[label]
-        place.mkdir(exist_ok=True)
+    for number, (row, label) in enumerate(zip(synthetic.x, synthetic.y.tolist(), strict=True)):
+        class_folder = folder / synthetic.class_names[label]
+        class_folder.mkdir(exist_ok=True)
         pixels = row[0] if channels == 1 else row.transpose(1, 2, 0)
-        atomic_files.write_new(place / f"{number:05d}.png", as_png(pixels))
+        atomic_files.write_new(class_folder / f"{number:05d}.png", as_png(pixels))
 
 
 def _sheet_of(output: Path) -> Path:

@@ -78,7 +78,7 @@ def generate_rows(
         raise UserError(f"--confidence is {confidence}: give a probability, 0 or more and below 1")
     config, results, card = _finished_run(folder)
     names = tuple(results["class_names"])
-    asked = names if classes is None else _asked_classes(classes, names)
+    chosen = names if classes is None else _asked_classes(classes, names)
     covered_by = coverage_sentence(card)
     if card is not None and not acknowledge_query_rows:
         raise PrivacyError(
@@ -100,18 +100,18 @@ def generate_rows(
     state = algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
     generator = algorithm.generator(state)
     assert generator is not None
-    wanted = torch.tensor([names.index(name) for name in dict.fromkeys(asked)])
-    labels = wanted[torch.arange(count) % len(wanted)]
+    class_ids = torch.tensor([names.index(name) for name in dict.fromkeys(chosen)])
+    labels = class_ids[torch.arange(count) % len(class_ids)]
     levels = _draw(generator, labels, names, shape, seed)
     for draw in range(1, DRAWS + 1):
-        again = _unsure(levels, labels, confidence, classify)
-        if not len(again):
+        unsure = _unsure(levels, labels, confidence, classify)
+        if not len(unsure):
             return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by)
         if draw < DRAWS:
-            levels[again] = _draw(generator, labels[again], names, shape, seed, draw)
+            levels[unsure] = _draw(generator, labels[unsure], names, shape, seed, draw)
     raise UserError(
-        f"--confidence {confidence}: {len(again)} of {count} rows stay below it after {DRAWS} "
-        f"draws, one of class {names[int(labels[again[0]])]}. Give less, or classes that the "
+        f"--confidence {confidence}: {len(unsure)} of {count} rows stay below it after {DRAWS} "
+        f"draws, one of class {names[int(labels[unsure[0]])]}. Give less, or classes that the "
         "generator shows well"
     )
 
@@ -119,15 +119,15 @@ def generate_rows(
 def _asked_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:
     """Return the names of the requested classes. Raises UserError for none, a number, or an unknown
     name."""
-    asked = list(classes) if isinstance(classes, Iterable) else [classes]
-    if not asked:
+    chosen = list(classes) if isinstance(classes, Iterable) else [classes]
+    if not chosen:
         raise UserError("--classes is empty: name a class, or leave it out for all")
-    for name in asked:
+    for name in chosen:
         if not isinstance(name, str):
             raise UserError(f"--classes has {name!r}: give names, which are text ({known[0]!r})")
         if name not in known:
             raise UserError(f"--classes {name}: {unknown('class', name, known)}")
-    return asked
+    return chosen
 
 
 def _draw(
@@ -147,8 +147,8 @@ def _unsure(x: Tensor, labels: Tensor, confidence: float, classify: Classify | N
     if not confidence:
         return torch.empty(0, dtype=torch.int64)
     assert classify is not None
-    given = torch.from_numpy(classify(x.numpy())).gather(1, labels[:, None])[:, 0]
-    return (~(given >= confidence)).nonzero()[:, 0]  # NaN counts as not confident
+    probabilities = torch.from_numpy(classify(x.numpy())).gather(1, labels[:, None])[:, 0]
+    return (~(probabilities >= confidence)).nonzero()[:, 0]  # NaN counts as not confident
 
 
 def coverage_sentence(card: Mapping[str, Any] | None) -> str:

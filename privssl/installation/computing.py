@@ -26,14 +26,14 @@ def check_kernels() -> Iterator[Finding]:
     if name is not None:
         try:
             self_test.refuse_wrong_kernels()
-        except PrivacyError as wrong:
-            yield Finding("kernels", "problem", str(wrong), "Set PRIVSSL_KERNELS=torch.")
+        except PrivacyError as error:
+            yield Finding("kernels", "problem", str(error), "Set PRIVSSL_KERNELS=torch.")
             return
         yield Finding("kernels", "ok", f"{name}; noise and clipping are right on this processor")
     elif os.environ.get("PRIVSSL_KERNELS") == "torch":
         text = f"switched off by PRIVSSL_KERNELS=torch; {cost}"
         yield Finding("kernels", "note", text, "Unset it to use them.")
-    elif not any(known() for known in dispatch.INSTRUCTION_SETS.values()):
+    elif not any(is_available() for is_available in dispatch.INSTRUCTION_SETS.values()):
         sets = " or ".join(dispatch.INSTRUCTION_SETS)
         yield Finding("kernels", "note", f"none for {platform.machine()} without {sets}; {cost}")
     else:
@@ -45,12 +45,12 @@ def check_kernels() -> Iterator[Finding]:
 
 def check_bfloat16() -> Iterator[Finding]:
     """Check whether the processor multiplies in bfloat16."""
-    there = precision.has_instructions()
+    has_instructions = precision.has_instructions()
     text = "this processor has instructions for it"
-    if not there:
+    if not has_instructions:
         text = "no instructions for it are known on this processor, so it is slow here"
     advice = "Leave run.precision at float32 or auto."
-    yield judge("bfloat16", there, text, advice, otherwise="note")
+    yield judge("bfloat16", has_instructions, text, advice, otherwise="note")
 
 
 def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
@@ -61,46 +61,46 @@ def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
     driver = next((file for file in DRIVERS if Path(file).exists()), None)
     built = torch.version.cuda or getattr(torch.version, "hip", None)
     if not names and driver is not None:
-        why = f"torch is built for {built}" if built else "torch is built for CPUs alone"
+        reason = f"torch is built for {built}" if built else "torch is built for CPUs alone"
         yield Finding(
-            "GPU", "problem", f"{driver} is there, but torch sees no GPU ({why})",
+            "GPU", "problem", f"{driver} is there, but torch sees no GPU ({reason})",
             "Install the torch of your driver (pytorch.org, Get started), and look at "
             "CUDA_VISIBLE_DEVICES.",
         )  # fmt: skip
         return
     measured = sorted(measured_gpus(root))
-    known = f"measured on {', '.join(measured)}" if measured else "no GPU was ever measured"
+    text = f"measured on {', '.join(measured)}" if measured else "no GPU was ever measured"
     if not names:
-        yield Finding("GPU", "ok", f"none seen by torch; {known}")
+        yield Finding("GPU", "ok", f"none seen by torch; {text}")
     elif set(names) <= set(measured):
-        yield Finding("GPU", "ok", f"{', '.join(names)}; {known}")
+        yield Finding("GPU", "ok", f"{', '.join(names)}; {text}")
     else:
         yield Finding(
-            "GPU", "note", f"{', '.join(names)}; {known}, so speed and last bits are unknown here",
+            "GPU", "note", f"{', '.join(names)}; {text}, so speed and last bits are unknown here",
             "run.device=cpu is what the figures of docs/performance.md were measured on.",
         )  # fmt: skip
 
 
 def measured_gpus(root: Path) -> set[str]:
     """Return the names of GPUs with a full report of ``make gpu-report`` (``GPU_FILES``)."""
-    found = set()
+    names = set()
     for file in root.glob(GPU_FILES):
         try:
             report = json.loads(file.read_text("utf-8"))
-            name, tried = report["gpu"], report["small"]
+            name, is_small = report["gpu"], report["small"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if isinstance(name, str) and not tried:
-            found.add(name)
-    return found
+        if isinstance(name, str) and not is_small:
+            names.add(name)
+    return names
 
 
 def check_data_sets() -> Iterator[Finding]:
     """Check which built-in data sets are present. Downloads nothing."""
     bundled = Path(dispatch.__file__).parents[1] / "data" / "digits.npz"
-    there = bundled.is_file()
-    text = "bundled" if there else f"{bundled} is absent"
-    yield judge("data digits", there, text, "Install privssl again.", otherwise="problem")
+    present = bundled.is_file()
+    text = "bundled" if present else f"{bundled} is absent"
+    yield judge("data digits", present, text, "Install privssl again.", otherwise="problem")
     root = data_folder()
     if root is None:
         return  # check_disk reports it
@@ -109,8 +109,8 @@ def check_data_sets() -> Iterator[Finding]:
         if not absent:
             yield Finding(f"data {name}", "ok", f"in {root}")
             continue
-        some = f"{len(absent)} of {len(published.files)} files are absent"
-        text = some if len(absent) < len(published.files) else "absent"
+        count = f"{len(absent)} of {len(published.files)} files are absent"
+        text = count if len(absent) < len(published.files) else "absent"
         yield Finding(
             f"data {name}", "note", f"{text} in {root}",
             f"The first run downloads it. Before: {download_command(name, root)}. Or set "

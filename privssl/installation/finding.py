@@ -30,5 +30,7 @@ def run_checks(checks: Iterable[Check]) -> Iterator[Finding]:
             yield from check()
         except Exception as error:  # a broken library raises anything
             name = check.__name__.removeprefix("check_").replace("_", " ")
-            seen = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            yield Finding(name, "problem", f"cannot be checked ({seen})", "Install privssl again.")
+            message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            yield Finding(
+                name, "problem", f"cannot be checked ({message})", "Install privssl again."
+            )

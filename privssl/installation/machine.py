@@ -20,9 +20,9 @@ DATA_VARIABLE = "PRIVSSL_DATA"
 
 def check_cores() -> Iterator[Finding]:
     """Check the cores of the machine, of this process, and of its container."""
-    there, usable = os.cpu_count() or 1, usable_cores()
+    total, usable = os.cpu_count() or 1, usable_cores()
     quota = container_cores()
-    text = f"{usable} of {there} usable by this process"
+    text = f"{usable} of {total} usable by this process"
     if quota is None:
         yield Finding("cores", "ok", f"{text}; no limit by a container")
     elif quota < usable:
@@ -49,11 +49,11 @@ def container_cores(root: Path = CGROUP) -> float | None:
     ):
         try:
             words = quota.read_text().split() + (period.read_text().split() if period else [])
-            granted, each = int(words[0]), int(words[1])
+            quota_us, period_us = int(words[0]), int(words[1])
         except (OSError, ValueError, IndexError):  # absent, or "max"
             continue
-        if granted > 0 and each > 0:
-            return granted / each
+        if quota_us > 0 and period_us > 0:
+            return quota_us / period_us
     return None
 
 
@@ -61,15 +61,15 @@ def check_threads(environment: Mapping[str, str] = os.environ) -> Iterator[Findi
     """Check the number of threads of a training step."""
     threads = environment.get("OMP_NUM_THREADS")
     if threads is None or threads.strip() == "1":
-        said = "is not set, which means 1 here" if threads is None else "is 1"
-        yield Finding("threads", "ok", f"OMP_NUM_THREADS {said}")
+        state = "is not set, which means 1 here" if threads is None else "is 1"
+        yield Finding("threads", "ok", f"OMP_NUM_THREADS {state}")
     else:
         number = threads.split(",")[0].strip()
-        wrong = not number.isdecimal() or int(number) < 1
+        invalid = not number.isdecimal() or int(number) < 1
         yield Finding(
-            "threads", "problem" if wrong else "note",
+            "threads", "problem" if invalid else "note",
             f"OMP_NUM_THREADS is {threads!r}"
-            + (", which is no number of threads" if wrong else
+            + (", which is no number of threads" if invalid else
                ": steps wait for their threads, agents are not divided among processes, and our "
                "kernels are off. A run can take several times as long"),
             "Set OMP_NUM_THREADS=1, or unset it.",
@@ -87,10 +87,10 @@ def check_threads(environment: Mapping[str, str] = os.environ) -> Iterator[Findi
 
 def check_disk() -> Iterator[Finding]:
     """Check free space and write permission for runs, data sets and temporary files."""
-    named = os.environ.get("TMPDIR")
-    if named and not os.access(named, os.W_OK | os.X_OK):
+    tmpdir = os.environ.get("TMPDIR")
+    if tmpdir and not os.access(tmpdir, os.W_OK | os.X_OK):
         yield Finding(
-            "temporary files", "note", f"TMPDIR is {named!r}, where nothing can be written",
+            "temporary files", "note", f"TMPDIR is {tmpdir!r}, where nothing can be written",
             "Make the folder, or unset TMPDIR.",
         )  # fmt: skip
     for name, folder in (("disk of runs", Path("runs")), ("disk of data sets", data_folder())):
@@ -113,24 +113,24 @@ def data_folder() -> Path | None:
 
 def _room(name: str, folder: Path) -> Finding:
     """Check the free space at a folder, or where it would be created. Writes nothing."""
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    existing = folder.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
     text = f"{folder}{'' if folder.exists() else ' (not there yet)'}"
-    if not place.is_dir():
-        return Finding(name, "problem", f"{text}: {place} is no folder", "Move that file away.")
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not existing.is_dir():
+        return Finding(name, "problem", f"{text}: {existing} is no folder", "Move that file away.")
+    if not os.access(existing, os.W_OK | os.X_OK):
         return Finding(
-            name, "problem", f"{text}: {place} cannot be written",
+            name, "problem", f"{text}: {existing} cannot be written",
             "Change its permissions, or give another folder (run.output; PRIVSSL_DATA).",
         )  # fmt: skip
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(existing).free
     text = f"{text}: {_size(free)} free"
     if free >= SMALL_DISK:
         return Finding(name, "ok", text)
-    full = free < LEAST_DISK
-    text = f"{text}, which is {'too little' if full else 'little'}"
-    return Finding(name, "problem" if full else "note", text, "Make room.")
+    too_little = free < LEAST_DISK
+    text = f"{text}, which is {'too little' if too_little else 'little'}"
+    return Finding(name, "problem" if too_little else "note", text, "Make room.")
 
 
 def check_memory() -> Iterator[Finding]:
@@ -147,40 +147,40 @@ def check_memory() -> Iterator[Finding]:
         )
         yield judge("/dev/shm", total > SMALL_SHM, _size(total), advice, otherwise="note")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    endless = files == resource.RLIM_INFINITY
-    text, advice = "no limit" if endless else f"at most {files}", f"ulimit -n {4 * FEW_FILES}."
-    enough = endless or files >= FEW_FILES
+    unlimited = files == resource.RLIM_INFINITY
+    text, advice = "no limit" if unlimited else f"at most {files}", f"ulimit -n {4 * FEW_FILES}."
+    enough = unlimited or files >= FEW_FILES
     yield judge("open files", enough, text, f"Raise the limit: {advice}", otherwise="problem")
 
 
 def _available_memory() -> int | None:
     """Return available bytes of the system or its container; None if unknown."""
-    found = []
+    limits = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     except (OSError, ValueError, IndexError):
         pass
     try:
         limit, used = ((CGROUP / f"memory.{name}").read_text() for name in ("max", "current"))
-        found.append(max(0, int(limit) - int(used)))
+        limits.append(max(0, int(limit) - int(used)))
     except (OSError, ValueError):  # absent, or "max"
         pass
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 def check_text_and_clock() -> Iterator[Finding]:
     """Check that all characters can be printed, and that the clock is plausible."""
     encoding = getattr(sys.stdout, "encoding", None) or locale.getpreferredencoding(False)
-    plain = encoding.lower().replace("_", "-") in ("utf-8", "utf8")
+    is_utf8 = encoding.lower().replace("_", "-") in ("utf-8", "utf8")
     yield judge(
-        "text", plain, f"standard output is {encoding}",
+        "text", is_utf8, f"standard output is {encoding}",
         "Other letters are printed as escapes such as \\xe9. Set PYTHONUTF8=1, or LANG=C.UTF-8.",
         otherwise="note",
     )  # fmt: skip
-    ours, now = Path(__file__).stat().st_mtime, time.strftime("%Y-%m-%d %H:%M:%S %z")
+    package_time, now = Path(__file__).stat().st_mtime, time.strftime("%Y-%m-%d %H:%M:%S %z")
     yield judge(
-        "clock", time.time() >= ours - 86_400, now,
+        "clock", time.time() >= package_time - 86_400, now,
         "It is before the date of privssl's own files. Set the clock: downloads and certificates "
         "of sites fail.", otherwise="problem",
     )  # fmt: skip

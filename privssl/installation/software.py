@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 def check_python() -> Iterator[Finding]:
     """Check Python and privssl itself."""
-    here = platform.python_version()
-    new, text = sys.version_info >= (3, 10), f"{here}, {sys.executable}"
-    yield judge("Python", new, text, "Use 3.10 or later.", otherwise="problem")
+    version = platform.python_version()
+    supported, text = sys.version_info >= (3, 10), f"{version}, {sys.executable}"
+    yield judge("Python", supported, text, "Use 3.10 or later.", otherwise="problem")
     try:
         installed = metadata.version("privssl")
     except metadata.PackageNotFoundError:
@@ -34,48 +34,51 @@ def check_python() -> Iterator[Finding]:
             "Run pip install -e . there.",
         )  # fmt: skip
         return
-    same = installed == __version__
-    text = f"{__version__} in {ROOT}" + f", but {installed} is installed" * (not same)
+    matches = installed == __version__
+    text = f"{__version__} in {ROOT}" + f", but {installed} is installed" * (not matches)
     advice = "Run pip install -e . in the folder that you use."
-    yield judge("privssl", same, text, advice, otherwise="problem")
+    yield judge("privssl", matches, text, advice, otherwise="problem")
 
 
 def check_packages() -> Iterator[Finding]:
     """Check versions of required packages, against privssl's requirements and each other's."""
-    asked = map(Requirement, metadata.requires("privssl") or ())
-    ranges = {needed.name: needed for needed in asked if needed.marker is None}  # without extras
-    fine = []
-    for name, needed in ranges.items():
-        found = _version(name)
-        if found is None:
-            yield Finding(name, "problem", f"absent; needed: {needed}", "Run pip install -e .")
-        elif not needed.specifier.contains(found, prereleases=True):
-            advice = f'Run pip install "{needed}".'
-            yield Finding(name, "problem", f"{found}; needed: {needed}", advice)
-        elif clash := next(_clashes(name, ranges), None):
-            advice = f'Run pip install "{clash}", or install {name} again.'
-            wanted = f"it is made for {clash}, and {_version(clash.name)} is installed"
-            yield Finding(name, "problem", f"{found}; {wanted}", advice)
+    requirements = map(Requirement, metadata.requires("privssl") or ())
+    # without extras
+    ranges = {
+        requirement.name: requirement for requirement in requirements if requirement.marker is None
+    }
+    others = []
+    for name, requirement in ranges.items():
+        installed = _version(name)
+        if installed is None:
+            yield Finding(name, "problem", f"absent; needed: {requirement}", "Run pip install -e .")
+        elif not requirement.specifier.contains(installed, prereleases=True):
+            advice = f'Run pip install "{requirement}".'
+            yield Finding(name, "problem", f"{installed}; needed: {requirement}", advice)
+        elif conflict := next(_clashes(name, ranges), None):
+            advice = f'Run pip install "{conflict}", or install {name} again.'
+            reason = f"it is made for {conflict}, and {_version(conflict.name)} is installed"
+            yield Finding(name, "problem", f"{installed}; {reason}", advice)
         elif name in MAIN:
-            yield Finding(name, "ok", found)
+            yield Finding(name, "ok", installed)
         else:
-            fine.append(f"{name} {found}")
-    if fine:
-        yield Finding("other packages", "ok", ", ".join(fine))
+            others.append(f"{name} {installed}")
+    if others:
+        yield Finding("other packages", "ok", ", ".join(others))
 
 
-def _clashes(name: str, ours: Container[str]) -> Iterator[Requirement]:
+def _clashes(name: str, names: Container[str]) -> Iterator[Requirement]:
     """Yield requirements of a package that installed versions do not meet."""
     for text in metadata.requires(name) or ():
-        needed = Requirement(text)
-        found = _version(needed.name)
+        requirement = Requirement(text)
+        installed = _version(requirement.name)
         if (
-            found is not None
-            and needed.name in ours
-            and (needed.marker is None or needed.marker.evaluate({"extra": ""}))
-            and not needed.specifier.contains(found.partition("+")[0], prereleases=True)
+            installed is not None
+            and requirement.name in names
+            and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
+            and not requirement.specifier.contains(installed.partition("+")[0], prereleases=True)
         ):
-            yield needed
+            yield requirement
 
 
 def _version(name: str) -> str | None:
@@ -87,15 +90,18 @@ def _version(name: str) -> str | None:
 
 def check_optional_packages() -> Iterator[Finding]:
     """Report optional packages."""
-    needed = {
-        needed.name: needed for needed in map(Requirement, metadata.requires("privssl") or ())
+    requirements = {
+        requirement.name: requirement
+        for requirement in map(Requirement, metadata.requires("privssl") or ())
     }
     for name, (extra, purpose) in OPTIONAL.items():
-        found, advice = _version(name), f'pip install -e ".[{extra}]".'
-        if found is None:
+        installed, advice = _version(name), f'pip install -e ".[{extra}]".'
+        if installed is None:
             yield Finding(name, "note", f"absent: {purpose}", f"If you need it: {advice}")
-        elif name in needed and not needed[name].specifier.contains(found, prereleases=True):
-            text = f"{found}; {purpose} need {needed[name].specifier}"
+        elif name in requirements and not requirements[name].specifier.contains(
+            installed, prereleases=True
+        ):
+            text = f"{installed}; {purpose} need {requirements[name].specifier}"
             yield Finding(name, "problem", text, f"Run {advice}")
         else:
-            yield Finding(name, "ok", f"{found}: {purpose}")
+            yield Finding(name, "ok", f"{installed}: {purpose}")

@@ -81,10 +81,10 @@ def build_classifier(
             f"{SMALLEST}x{SMALLEST}. Resize or pad the images (image_folder: data.image_size)"
         )
     network: type[nn.Module] = in_precision(CLASSIFIERS[settings.name], precision)
-    made = network(shape, classes, width=settings.width, norm=settings.norm)
+    classifier = network(shape, classes, width=settings.width, norm=settings.norm)
     if settings.weights:
-        own_networks.load_initial_weights(made, settings.weights)
-    return optimize_layout(made)
+        own_networks.load_initial_weights(classifier, settings.weights)
+    return optimize_layout(classifier)
 
 
 def public_part(settings: ModelSettings) -> PublicPart | None:
@@ -130,8 +130,8 @@ def _pool_early(layers: nn.Sequential) -> None:
     swapped = True
     while swapped:
         swapped = False
-        for place in range(len(layers) - 1):
-            first, second = layers[place], layers[place + 1]
-            same = type(second) in LATER.get(type(first), ())
-            if same and not getattr(second, "return_indices", False):
-                layers[place], layers[place + 1], swapped = second, first, True
+        for index in range(len(layers) - 1):
+            first, second = layers[index], layers[index + 1]
+            can_swap = type(second) in LATER.get(type(first), ())
+            if can_swap and not getattr(second, "return_indices", False):
+                layers[index], layers[index + 1], swapped = second, first, True

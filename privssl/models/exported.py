@@ -39,7 +39,7 @@ def checked(
         expected = network(x)
         try:
             written, compute = write(network, shape, about)
-            found = compute(x)
+            outputs = compute(x)
         except UserError:
             raise
         except Exception as error:  # tracing raises many types
@@ -49,13 +49,15 @@ def checked(
                 "on their values"
             ) from error
     scale = max(1.0, float(expected.abs().max()))
-    apart = float((found - expected).abs().max()) / scale if found.shape == expected.shape else 9.9
-    if not apart <= TOLERANCE:  # NaN too
+    diff = (
+        float((outputs - expected).abs().max()) / scale if outputs.shape == expected.shape else 9.9
+    )
+    if not diff <= TOLERANCE:  # NaN too
         raise UserError(
-            f"The exported network differs from {type(network).__name__} by {apart:.1e} (at most "
+            f"The exported network differs from {type(network).__name__} by {diff:.1e} (at most "
             f"{TOLERANCE}), so it was not written. Its forward may depend on more than its input"
         )
-    return written, apart
+    return written, diff
 
 
 def as_torch_export(network: nn.Module, shape: tuple[int, ...], about: dict[str, str]) -> Written:

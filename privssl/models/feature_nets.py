@@ -63,11 +63,11 @@ class TextCNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         empty = torch.zeros_like(x[:, :1])
-        around = [torch.cat([empty, x[:, :-1]], dim=1), x, torch.cat([x[:, 1:], empty], dim=1)]
-        there = filled(x)
-        seen = self.filters(torch.cat(around, dim=2)).relu() * there  # (B, length, filters)
-        mean = seen.sum(dim=1) / there.sum(dim=1).clamp(min=1)
-        logits: Tensor = self.head(self.norm(torch.cat([mean, seen.amax(dim=1)], dim=1)))
+        window = [torch.cat([empty, x[:, :-1]], dim=1), x, torch.cat([x[:, 1:], empty], dim=1)]
+        present = filled(x)
+        features = self.filters(torch.cat(window, dim=2)).relu() * present  # (B, length, filters)
+        mean = features.sum(dim=1) / present.sum(dim=1).clamp(min=1)
+        logits: Tensor = self.head(self.norm(torch.cat([mean, features.amax(dim=1)], dim=1)))
         return logits
 
 
@@ -90,19 +90,19 @@ class GRU(nn.Module):
         self.head = nn.Linear(self.units, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        there = filled(x)  # (B, length, 1)
+        present = filled(x)  # (B, length, 1)
         total = state = x.new_zeros(x.shape[0], self.units)
-        for seen, here in zip(self.read(x).unbind(dim=1), there.unbind(dim=1), strict=True):
-            state = state + here * (self._next(seen, state) - state)
-            total = total + here * state
-        logits: Tensor = self.head(self.norm(total / there.sum(dim=1).clamp(min=1)))
+        for projection, mask in zip(self.read(x).unbind(dim=1), present.unbind(dim=1), strict=True):
+            state = state + mask * (self._next(projection, state) - state)
+            total = total + mask * state
+        logits: Tensor = self.head(self.norm(total / present.sum(dim=1).clamp(min=1)))
         return logits
 
-    def _next(self, seen: Tensor, state: Tensor) -> Tensor:
-        """Return states (B, units) after a position whose projection is ``seen`` (B, 3 x units)."""
-        read_r, read_z, read_n = seen.chunk(3, dim=-1)
+    def _next(self, projection: Tensor, state: Tensor) -> Tensor:
+        """Return states (B, units) after a position with ``projection`` (B, 3 x units)."""
+        read_r, read_z, read_n = projection.chunk(3, dim=-1)
         keep_r, keep_z, keep_n = self.keep(state).chunk(3, dim=-1)
         reset, update = (read_r + keep_r).sigmoid(), (read_z + keep_z).sigmoid()
-        new = (read_n + reset * keep_n).tanh()
-        after: Tensor = new + update * (state - new)
-        return after
+        candidate = (read_n + reset * keep_n).tanh()
+        next_state: Tensor = candidate + update * (state - candidate)
+        return next_state

@@ -29,14 +29,14 @@ def check_network(
     with randomness.seeded(rng()):
         network = build()
     with randomness.seeded(rng()):
-        again = build()
-    weights, others = network.state_dict(), again.state_dict()
+        rebuilt = build()
+    weights, rebuilt_weights = network.state_dict(), rebuilt.state_dict()
     try:
         tensor_files.check_types(weights)
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"model.name {name}: its state dict cannot be saved: {error}") from None
-    same = weights.keys() == others.keys() and all(
-        torch.equal(weights[n], others[n]) for n in weights
+    same = weights.keys() == rebuilt_weights.keys() and all(
+        torch.equal(weights[n], rebuilt_weights[n]) for n in weights
     )
     if not same:
         raise ConfigError(
@@ -50,7 +50,7 @@ def check_network(
         with torch.no_grad(), randomness.seeded(rng()):
             _check_output(name, network.train(mode), x, classes)
     with randomness.seeded(rng()):
-        _check_gradient(name, again.train(), x)
+        _check_gradient(name, rebuilt.train(), x)
         return list(_doubtful_predictions(name, network.eval(), x))
 
 
@@ -108,8 +108,8 @@ def _check_gradient(name: str, network: nn.Module, x: Tensor) -> None:
 @torch.no_grad()
 def _doubtful_predictions(name: str, network: nn.Module, x: Tensor) -> Iterator[str]:
     """Yield warnings if outputs in evaluation mode depend on more than the input."""
-    first = network(x)
-    if not torch.equal(network(x), first):
+    outputs = network(x)
+    if not torch.equal(network(x), outputs):
         yield (
             f"{name}: in evaluation mode the same rows get other outputs each time, so predictions "
             "and accuracy cannot be repeated. Leave out random numbers (functional.dropout needs "
@@ -119,14 +119,14 @@ def _doubtful_predictions(name: str, network: nn.Module, x: Tensor) -> Iterator[
     if any(isinstance(m, _BatchNorm) and _norms_by_batch(m) for m in network.modules()):
         return  # intended by its author
     try:
-        alone = torch.cat([network(x[n : n + 1]) for n in range(len(x))])
+        single = torch.cat([network(x[index : index + 1]) for index in range(len(x))])
     except Exception as error:
         yield (
             f"{name} cannot take a single row: {type(error).__name__}: {first_line(error)}. "
             "A batch may have one row: keep its dimension"
         )
         return
-    if alone.shape != first.shape or not torch.allclose(alone, first, ROUNDING, ROUNDING):
+    if single.shape != outputs.shape or not torch.allclose(single, outputs, ROUNDING, ROUNDING):
         yield (
             f"{name}: in evaluation mode outputs of a row depend on the other rows of its batch, "
             "so predictions differ with them. Look for a softmax, mean or squeeze over dimension 0"

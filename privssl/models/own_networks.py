@@ -69,8 +69,8 @@ def reference_of(source: NetworkSource) -> str:
 
 def runs_behind(network: nn.Module) -> tuple[Path, ...]:
     """Return the folders of the runs whose classifiers, or copies of them, are in a network."""
-    found = (vars(layer).get(TRAINED_IN) for layer in network.modules())
-    return tuple(dict.fromkeys(Path(folder) for folder in found if folder is not None))
+    folders = (vars(layer).get(TRAINED_IN) for layer in network.modules())
+    return tuple(dict.fromkeys(Path(folder) for folder in folders if folder is not None))
 
 
 def build_network(
@@ -159,10 +159,10 @@ def _built(name: str, build: Callable[..., Any], options: Any) -> nn.Module:
 
 def _of_library(settings: ModelSettings, channels: int, classes: int) -> nn.Module:
     _refuse_files(settings)
-    make = library_maker("model.name", settings.name)
-    own = {"pretrained": False, "in_chans": channels}
-    given = own if settings.name.startswith("timm:") else {"weights": None}
-    return _built(settings.name, make, {**given, "num_classes": classes, **settings.options})
+    factory = library_maker("model.name", settings.name)
+    timm_options = {"pretrained": False, "in_chans": channels}
+    options = timm_options if settings.name.startswith("timm:") else {"weights": None}
+    return _built(settings.name, factory, {**options, "num_classes": classes, **settings.options})
 
 
 def library_maker(key: str, name: str) -> Callable[..., Any]:
@@ -176,8 +176,8 @@ def library_maker(key: str, name: str) -> Callable[..., Any]:
     if library == "torchvision":
         from torchvision import models as zoo
 
-        known = zoo.list_models(module=zoo)
-        found, make = network.lower() in known, zoo.get_model
+        names = zoo.list_models(module=zoo)
+        exists, factory = network.lower() in names, zoo.get_model
     else:
         try:
             import timm
@@ -185,11 +185,11 @@ def library_maker(key: str, name: str) -> Callable[..., Any]:
             raise ConfigError(
                 f"{key} is {name}, and timm is not installed: pip install timm"
             ) from None
-        known, make = timm.list_models(), timm.create_model
-        found = timm.is_model(network)  # other names read folders, or a hub
-    if not found:
-        raise ConfigError(f"{key} {name}: {unknown('network', network, known)[:300]}")
-    return partial(make, network)
+        names, factory = timm.list_models(), timm.create_model
+        exists = timm.is_model(network)  # other names read folders, or a hub
+    if not exists:
+        raise ConfigError(f"{key} {name}: {unknown('network', network, names)[:300]}")
+    return partial(factory, network)
 
 
 def _fit_ends(network: nn.Module, channels: int, classes: int) -> None:
@@ -284,9 +284,9 @@ def batch_norms(network: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
             yield name, layer
 
 
-def _contiguous(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+def _contiguous(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Copy rows with contiguous strides: a grey image counts as contiguous in either layout."""
-    return (given[0].clone(memory_format=torch.contiguous_format),)
+    return (inputs[0].clone(memory_format=torch.contiguous_format),)
 
 
 def load_initial_weights(network: nn.Module, path: str) -> None:
@@ -300,27 +300,27 @@ def load_initial_weights(network: nn.Module, path: str) -> None:
     """
     file = Path(path).expanduser()
     try:
-        found = load_file(file)
+        loaded = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"model.weights: {file} cannot be read as a safetensors file ({first_line(error)}). "
             "Save a state dict with safetensors.torch.save_file(network.state_dict(), PATH)"
         ) from None
-    own = network.state_dict()
-    weights = [name.rpartition(".")[0] for name, tensor in own.items() if tensor.dim() > 1]
+    expected = network.state_dict()
+    weights = [name.rpartition(".")[0] for name, tensor in expected.items() if tensor.dim() > 1]
     ends = {weights[0], weights[-1]} if weights else set()
-    fits = {n: t for n, t in found.items() if n in own and own[n].shape == t.shape}
-    wrong = [n for n in found if n not in fits and n.rpartition(".")[0] not in ends]
-    wrong += [
-        n for n in own.keys() - found.keys()
+    fitting = {n: t for n, t in loaded.items() if n in expected and expected[n].shape == t.shape}
+    mismatched = [n for n in loaded if n not in fitting and n.rpartition(".")[0] not in ends]
+    mismatched += [
+        n for n in expected.keys() - loaded.keys()
         if n.rpartition(".")[0] not in ends and n.rpartition(".")[2] not in STATISTICS
     ]  # fmt: skip
-    if wrong or not fits:
+    if mismatched or not fitting:
         raise ConfigError(
-            f"model.weights: {file} is of another network: {', '.join(sorted(wrong)[:3])} "
+            f"model.weights: {file} is of another network: {', '.join(sorted(mismatched)[:3])} "
             "differ in name or size. Give the weights of model.name"
         )
-    network.load_state_dict({**own, **fits})
+    network.load_state_dict({**expected, **fitting})
 
 
 def describe_exchange(
@@ -329,9 +329,9 @@ def describe_exchange(
     """Describe the batch norms that ``model.norm`` replaces; None if there are none."""
     if settings.norm == "batch":
         return None
-    made = _made(settings, shape, classes, source)
-    if not (count := len(list(batch_norms(made)))):
+    network = _made(settings, shape, classes, source)
+    if not (count := len(list(batch_norms(network)))):
         return None
     new = {"group": "group norm", "static": "static batch norm", "none": "no norm"}[settings.norm]
-    keep = "Set model.norm: batch to keep them in a run without privacy"
-    return f"{settings.name}: {count} batch norms were replaced by {new} (model.norm). {keep}"
+    advice = "Set model.norm: batch to keep them in a run without privacy"
+    return f"{settings.name}: {count} batch norms were replaced by {new} (model.norm). {advice}"

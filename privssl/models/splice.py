@@ -33,8 +33,8 @@ def splice(
     {'conv.weight': 1, 'conv.bias': 1, 'head.weight': 2}
     """
     if shallow_from.keys() != deep_from.keys():
-        unlike = sorted(shallow_from.keys() ^ deep_from.keys())
-        raise ValueError(f"two networks of one architecture are needed; only one has {unlike[0]}")
+        extra = sorted(shallow_from.keys() ^ deep_from.keys())
+        raise ValueError(f"two networks of one architecture are needed; only one has {extra[0]}")
     for name in shallow_names:
         if not any(_submodules(key, name) for key in deep_from):
             top = sorted({key.partition(".")[0] for key in deep_from})

@@ -41,15 +41,15 @@ class StaticNorm(nn.BatchNorm2d):
         assert self.num_batches_tracked is not None
         if self.collecting:
             self._count(x)
-        own = self.training or self.collecting or not int(self.num_batches_tracked)
+        by_batch = self.training or self.collecting or not int(self.num_batches_tracked)
         # nn.functional would refuse a batch with one value per channel.
         return torch.batch_norm(
             x,
             self.weight,
             self.bias,
-            None if own else self.running_mean,
-            None if own else self.running_var,
-            own,
+            None if by_batch else self.running_mean,
+            None if by_batch else self.running_var,
+            by_batch,
             0.0,
             self.eps,
             torch.backends.cudnn.enabled,
@@ -74,8 +74,8 @@ def as_batch_norms(model: nn.Module) -> nn.Module:
     So an exported graph has no branch on the existence of statistics. Raises UserError if nothing
     was collected.
     """
-    plain = copy.deepcopy(model).eval()
-    for parent in list(plain.modules()):
+    converted = copy.deepcopy(model).eval()
+    for parent in list(converted.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, StaticNorm):
                 assert layer.num_batches_tracked is not None
@@ -84,7 +84,7 @@ def as_batch_norms(model: nn.Module) -> nn.Module:
                 norm = nn.BatchNorm2d(layer.num_features, layer.eps)
                 norm.load_state_dict(layer.state_dict())
                 setattr(parent, name, norm.eval())
-    return plain
+    return converted
 
 
 @torch.no_grad()

@@ -36,12 +36,12 @@ def factors(
         raise ValueError(f"gradients of {rows} rows, where {drawn.numel()} were looked at")
     drawn = drawn.to("cpu", torch.bool).contiguous()
     norms = None if norms is None else norms.to("cpu", torch.float64).contiguous()
-    dense, found = [_dense(one) for one in gradients], _empty(rows)
+    dense, result = [_dense(gradient) for gradient in gradients], _empty(rows)
     _FACTORS(dispatch.instruction_set())(
         *_all(dense), None if norms is None else norms.data_ptr(), drawn.data_ptr(), clip_norm,
-        found.data_ptr(),
+        result.data_ptr(),
     )  # fmt: skip
-    return found
+    return result
 
 
 def totals(gradients: Sequence[KernelInput], factors: Tensor) -> Tensor:
@@ -55,18 +55,18 @@ def totals(gradients: Sequence[KernelInput], factors: Tensor) -> Tensor:
     """
     if factors.shape != (_rows(gradients),) or factors.dtype != torch.float64:
         raise ValueError(f"{len(factors)} factors for another number of rows")
-    factors, dense = factors.contiguous(), [_dense(one) for one in gradients]
-    found = _empty(sum(numbers(one) for one in gradients))
-    _TOTALS(dispatch.instruction_set())(*_all(dense), factors.data_ptr(), found.data_ptr())
-    return found
+    factors, dense = factors.contiguous(), [_dense(gradient) for gradient in gradients]
+    result = _empty(sum(numbers(gradient) for gradient in gradients))
+    _TOTALS(dispatch.instruction_set())(*_all(dense), factors.data_ptr(), result.data_ptr())
+    return result
 
 
 def _rows(gradients: Sequence[KernelInput]) -> int:
     """Return B. Refuse inputs that a kernel would misread: other dtypes, devices or row counts."""
-    tensors = [one for of in gradients for one in of if one is not None]
+    tensors = [tensor for gradient in gradients for tensor in gradient if tensor is not None]
     rows = len(tensors[0])
-    known = ((one.is_cpu, one.dtype, one.shape[0]) for one in tensors)
-    if any(each != (True, torch.float32, rows) for each in known):
+    kinds = ((tensor.is_cpu, tensor.dtype, tensor.shape[0]) for tensor in tensors)
+    if any(kind != (True, torch.float32, rows) for kind in kinds):
         raise ValueError("gradients are of different numbers of rows, or not float32 on the CPU")
     return rows
 
@@ -77,37 +77,37 @@ def _empty(count: int) -> Tensor:
 
 def numbers(of: KernelInput) -> int:
     """Return the number of elements of the parameter."""
-    each, other = of
-    return each.numel() // len(each) * (1 if other is None else other.numel() // len(other))
+    first, second = of
+    return first.numel() // len(first) * (1 if second is None else second.numel() // len(second))
 
 
-def _dense(of: KernelInput) -> KernelInput:
+def _dense(gradient: KernelInput) -> KernelInput:
     """Return contiguous rows; one row may represent all (stride 0)."""
-    each, other = of
-    return _pack(each), None if other is None else _pack(other)
+    first, second = gradient
+    return _pack(first), None if second is None else _pack(second)
 
 
-def _pack(each: Tensor) -> Tensor:
-    each = each.resolve_neg()
-    if each.is_contiguous() or each.stride()[1:] == strides(each.shape[1:]):
-        return each
-    return each.contiguous()
+def _pack(tensor: Tensor) -> Tensor:
+    tensor = tensor.resolve_neg()
+    if tensor.is_contiguous() or tensor.stride()[1:] == strides(tensor.shape[1:]):
+        return tensor
+    return tensor.contiguous()
 
 
 @lru_cache(maxsize=1024)
 def strides(shape: torch.Size) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
-    return tuple(shape[place + 1 :].numel() for place in range(len(shape)))
+    return tuple(shape[axis + 1 :].numel() for axis in range(len(shape)))
 
 
 def _all(gradients: Sequence[KernelInput]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
     """Return all gradients in the form of ``_GRADIENTS``."""
-    fields = [field for each, other in gradients for field in (*_at(each), *_at(other))]
+    fields = [field for first, second in gradients for field in (*_at(first), *_at(second))]
     return len(gradients[0][0]), len(gradients), dispatch.int64_array(fields)
 
 
-def _at(each: Tensor | None) -> tuple[int, int, int]:
+def _at(tensor: Tensor | None) -> tuple[int, int, int]:
     """Return elements of a row, stride between rows, address."""
-    if each is None:
+    if tensor is None:
         return 0, 0, 0
-    return each.numel() // len(each), each.stride(0), each.data_ptr()
+    return tensor.numel() // len(tensor), tensor.stride(0), tensor.data_ptr()

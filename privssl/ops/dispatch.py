@@ -63,11 +63,11 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def disabled() -> Iterator[None]:
     """Let torch compute everything on this thread."""
-    before = _disabled.set(True)
+    token = _disabled.set(True)
     try:
         yield
     finally:
-        _disabled.reset(before)
+        _disabled.reset(token)
 
 
 _requested = os.environ.get("PRIVSSL_KERNELS", "")
@@ -82,11 +82,11 @@ if _requested not in ("", "torch"):
 @cache
 def _latest() -> str | None:
     """Return the latest instruction set that is compiled from this source and supported here."""
-    for name in (name for name, known in INSTRUCTION_SETS.items() if known()):
-        found = versions(name)
-        if found == KERNEL_VERSIONS:
+    for name in (name for name, is_supported in INSTRUCTION_SETS.items() if is_supported()):
+        compiled = versions(name)
+        if compiled == KERNEL_VERSIONS:
             return name
-        if found:
+        if compiled:
             log.warning(
                 "privssl/csrc was compiled from another version, so torch computes instead. "
                 "Compile it again: pip install --editable ."
@@ -97,8 +97,8 @@ def _latest() -> str | None:
 
 def versions(instruction_set: str) -> dict[str, int]:
     """Return the version of each kernel compiled for an instruction set."""
-    there = {kernel: library(kernel, instruction_set) for kernel in KERNEL_VERSIONS}
-    return {k: getattr(held, f"{k}_version")() for k, held in there.items() if held is not None}
+    libraries = {kernel: library(kernel, instruction_set) for kernel in KERNEL_VERSIONS}
+    return {k: getattr(lib, f"{k}_version")() for k, lib in libraries.items() if lib is not None}
 
 
 @cache
@@ -116,14 +116,14 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[[str | 
     """
 
     @cache
-    def of(instruction_set: str | None) -> Any:
-        held = library(name.partition("_")[0], instruction_set or "")
-        assert held is not None, "callers check instruction_set() first"
-        found = getattr(held, name)
-        found.argtypes, found.restype = arguments, result
-        return found
+    def load(instruction_set: str | None) -> Any:
+        kernel = library(name.partition("_")[0], instruction_set or "")
+        assert kernel is not None, "callers check instruction_set() first"
+        c_function = getattr(kernel, name)
+        c_function.argtypes, c_function.restype = arguments, result
+        return c_function
 
-    return of
+    return load
 
 
 INT64_PTR = ctypes.POINTER(ctypes.c_int64)

@@ -17,8 +17,8 @@ class Dropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or x.device.type != "cpu" or not 0 < self.p < 1:
             return dropout(x, self.p, self.training, self.inplace)
-        kept = _kept(x, self.p).to(x.dtype).div_(1 - self.p)
-        return x.mul_(kept) if self.inplace else x * kept
+        mask = _kept(x, self.p).to(x.dtype).div_(1 - self.p)
+        return x.mul_(mask) if self.inplace else x * mask
 
 
 def _kept(like: Tensor, p: float) -> Tensor:
@@ -27,11 +27,11 @@ def _kept(like: Tensor, p: float) -> Tensor:
     A byte suffices if p is a multiple of 1/256; else four bytes, to within 2^-32.
     """
     if p * 256 % 1 == 0:
-        kind, least = torch.uint8, int(p * 256)
+        dtype, threshold = torch.uint8, int(p * 256)
     else:
-        kind, least = torch.int32, min(max(round(p * 2**32), 1), 2**32 - 1) - 2**31
-    words = torch.empty(-(-like.numel() * kind.itemsize // 8), dtype=torch.int64)
-    drawn = words.random_(LEAST, None).view(kind)[: like.numel()]
-    # drawn >= least, ten times faster: torch's comparisons are not vectorised.
-    drawn.clamp_(least - 1, least).sub_(least - 1)
-    return drawn.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
+        dtype, threshold = torch.int32, min(max(round(p * 2**32), 1), 2**32 - 1) - 2**31
+    words = torch.empty(-(-like.numel() * dtype.itemsize // 8), dtype=torch.int64)
+    samples = words.random_(LEAST, None).view(dtype)[: like.numel()]
+    # samples >= threshold, ten times faster: torch's comparisons are not vectorised.
+    samples.clamp_(threshold - 1, threshold).sub_(threshold - 1)
+    return samples.as_strided(like.shape, torch.empty_like(like, device="meta").stride())

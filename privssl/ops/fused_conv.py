@@ -48,20 +48,20 @@ class FusedSequential(nn.Sequential):
     runs: dict[int, LayerRun]  # by index of the first layer
 
     def forward(self, x: Tensor) -> Tensor:
-        layers, at = list(self), 0
-        while at < len(layers):
-            own, forms, end = _fusible(x, layers, self.runs, at)
+        layers, index = list(self), 0
+        while index < len(layers):
+            own, forms, end = _fusible(x, layers, self.runs, index)
             if own:
-                x, at = fused_conv(x, own, forms), end
+                x, index = fused_conv(x, own, forms), end
             else:
-                x, at = layers[at](x), at + 1
+                x, index = layers[index](x), index + 1
         return x
 
 
 def fuse(layers: nn.Sequential) -> None:
     """Convert to a ``FusedSequential``, if any layers can be fused."""
-    found = [_run(list(layers), place) for place in range(len(layers))]
-    runs = {run.convolution: run for run in found if run is not None}
+    candidates = [_run(list(layers), index) for index in range(len(layers))]
+    runs = {run.convolution: run for run in candidates if run is not None}
     if runs:
         layers.__class__ = FusedSequential
         cast(FusedSequential, layers).runs = runs
@@ -75,9 +75,9 @@ def _run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
     if pooling is None or not _pools(layers[pooling]):
         return None
     norm, last, groups, eps = None, pooling, 0, 0.0
-    behind = _next(layers, pooling)
-    if behind is not None and isinstance(layer := layers[behind], nn.GroupNorm) and layer.affine:
-        norm, last, groups, eps = behind, behind, layer.num_groups, layer.eps
+    after = _next(layers, pooling)
+    if after is not None and isinstance(layer := layers[after], nn.GroupNorm) and layer.affine:
+        norm, last, groups, eps = after, after, layer.num_groups, layer.eps
     rectifier = _next(layers, last)
     rectified = rectifier is not None and type(layers[rectifier]) is nn.ReLU
     padding = cast(tuple[int, int], cast(nn.Conv2d, layers[first]).padding)
@@ -85,10 +85,10 @@ def _run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
     return LayerRun(first, norm, (rectifier if rectified and rectifier else last) + 1, form)
 
 
-def _next(layers: Sequence[nn.Module], place: int) -> int | None:
+def _next(layers: Sequence[nn.Module], index: int) -> int | None:
     """Return the index of the next layer that is not an identity."""
-    behind = range(place + 1, len(layers))
-    return next((at for at in behind if type(layers[at]) is not nn.Identity), None)
+    later = range(index + 1, len(layers))
+    return next((i for i in later if type(layers[i]) is not nn.Identity), None)
 
 
 def _convolves(layer: nn.Module) -> bool:
@@ -112,15 +112,15 @@ def _pools(layer: nn.Module) -> bool:
 
 
 def _fusible(
-    x: Tensor, layers: Sequence[nn.Module], runs: Mapping[int, LayerRun], at: int
+    x: Tensor, layers: Sequence[nn.Module], runs: Mapping[int, LayerRun], index: int
 ) -> tuple[tuple[Parameters, ...], tuple[Form, ...], int]:
     """Return parameters and forms of the consecutive runs that the kernels can compute, and the
     index after them.
 
     Empty if torch must compute.
     """
-    apply = (
-        at in runs
+    is_applicable = (
+        index in runs
         and dispatch.instruction_set() is not None
         and torch.get_num_threads() == 1
         and type(x) is Tensor  # no subclass
@@ -129,19 +129,19 @@ def _fusible(
         and _may_be_float32(x)
     )
     own, forms, ends = list[Parameters](), list[Form](), list[int]()
-    while apply and at in runs and _may_be_done(layers, runs[at]):
-        run = runs[at]
+    while is_applicable and index in runs and _may_be_done(layers, runs[index]):
+        run = runs[index]
         # Access by attribute would be slower.
         convolution = layers[run.convolution]._parameters
         norm = {} if run.norm is None else layers[run.norm]._parameters
         weight, bias = cast(Tensor, convolution["weight"]), convolution["bias"]
         own.append(Parameters(weight, bias, norm.get("weight"), norm.get("bias")))
         forms.append(run.form)
-        ends.append(at := run.end)
+        ends.append(index := run.end)
     if not own:
-        return (), (), at
-    some = _fitting(x.shape, tuple(each.weight.shape for each in own), tuple(forms))
-    return tuple(own[:some]), tuple(forms[:some]), ends[some - 1]
+        return (), (), index
+    count = _fitting(x.shape, tuple(parameters.weight.shape for parameters in own), tuple(forms))
+    return tuple(own[:count]), tuple(forms[:count]), ends[count - 1]
 
 
 def _may_be_done(layers: Sequence[nn.Module], run: LayerRun) -> bool:
@@ -159,32 +159,32 @@ def _may_be_float32(x: Tensor) -> bool:
     fast."""
     if not torch.is_autocast_enabled("cpu"):
         return x.dtype == torch.float32
-    to = torch.get_autocast_dtype("cpu")
-    return to == torch.bfloat16 and x.dtype in (torch.float32, torch.bfloat16)
+    dtype = torch.get_autocast_dtype("cpu")
+    return dtype == torch.bfloat16 and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def _is_watched(layer: nn.Module) -> bool:
     """Return whether a hook reads this layer's input or output."""
-    before = layer._forward_pre_hooks
+    pre_hooks = layer._forward_pre_hooks
     return bool(
-        (before and any(hook is not upcast for hook in before.values()))
+        (pre_hooks and any(hook is not upcast for hook in pre_hooks.values()))
         or layer._forward_hooks
         or layer._backward_hooks
     )
 
 
 @lru_cache(maxsize=256)
-def _fitting(rows: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Form]) -> int:
+def _fitting(shape: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Form]) -> int:
     """Return how many runs fit these rows and are small enough."""
-    (count, channels, *sides), fit = rows, 0
+    (count, channels, *sides), fit = shape, 0
     for weight, form in zip(weights, forms, strict=True):
         padded = [side + 2 * zeros for side, zeros in zip(sides, form.padding, strict=True)]
-        left = form.pooled(sides, weight[2:])
-        elements = max(channels * math.prod(padded), weight[0] * math.prod(left))
-        there = count > 0 and min(left) > 0 and channels == weight[1]  # else torch raises
-        if not there or elements > MAX_ELEMENTS or weight.numel() > MAX_WEIGHTS:
+        output = form.pooled(sides, weight[2:])
+        elements = max(channels * math.prod(padded), weight[0] * math.prod(output))
+        fits = count > 0 and min(output) > 0 and channels == weight[1]  # else torch raises
+        if not fits or elements > MAX_ELEMENTS or weight.numel() > MAX_WEIGHTS:
             break
-        channels, sides, fit = weight[0], list(left), fit + 1
+        channels, sides, fit = weight[0], list(output), fit + 1
     return fit
 
 
@@ -201,36 +201,36 @@ def fused_conv(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) ->
         own: parameters of each run; gamma and beta of the norm, (kernels,), or None.
         forms: one for each, which fit the rows.
     """
-    weights = [each.weight for each in own]
+    weights = [parameters.weight for parameters in own]
     if has_torch_function_variadic(x, *weights):
-        found: Tensor = handle_torch_function(fused_conv, (x, *weights), x, own, forms)
-        return found
+        output: Tensor = handle_torch_function(fused_conv, (x, *weights), x, own, forms)
+        return output
     if torch._C._are_functorch_transforms_active():
         return plain(x, own, forms)
-    found = _FusedConv.apply(x, *flat(own), FusedPass(forms), None)
-    return found
+    output = _FusedConv.apply(x, *flat(own), FusedPass(forms), None)
+    return output
 
 
 def plain(x: Tensor, own: Sequence[Parameters], forms: Sequence[Form]) -> Tensor:
     """Compute :func:`fused_conv` by torch's layers."""
-    for each, form in zip(own, forms, strict=True):
-        x = functional.conv2d(x.float(), each.weight, each.bias, padding=form.padding)
+    for parameters, form in zip(own, forms, strict=True):
+        x = functional.conv2d(x.float(), parameters.weight, parameters.bias, padding=form.padding)
         x = functional.max_pool2d(x, 2)
         if form.groups:
-            x = group_norm(x.float(), form.groups, each.gamma, each.beta, form.eps)
+            x = group_norm(x.float(), form.groups, parameters.gamma, parameters.beta, form.eps)
         x = functional.relu(x) if form.rectified else x
     return x
 
 
 def flat(own: Sequence[Parameters]) -> list[Tensor | None]:
     """Return all parameters as a list; :func:`unflat` is the inverse."""
-    return [parameter for each in own for parameter in each]
+    return [parameter for parameters in own for parameter in parameters]
 
 
 def unflat(given: Sequence[Any]) -> list[Parameters]:
     """Invert :func:`flat`."""
-    four = len(Parameters._fields)
-    return [Parameters(*given[at : at + four]) for at in range(0, len(given), four)]
+    size = len(Parameters._fields)
+    return [Parameters(*given[start : start + size]) for start in range(0, len(given), size)]
 
 
 class FusedPass:
@@ -263,19 +263,21 @@ class FusedPass:
         dx, sums = kernel.backward(gradient, self._done, inputs=inputs, together=together)
         if sums is None:
             return dx, []
-        places = self._done.plan.parameters
+        layouts = self._done.plan.parameters
         if per_row:
-            return dx, [None if place is None else place.for_each_agent(sums) for place in places]
-        return dx, [None if place is None else place.from_layers(sums) for place in places]
+            return dx, [
+                None if layout is None else layout.for_each_agent(sums) for layout in layouts
+            ]
+        return dx, [None if layout is None else layout.from_layers(sums) for layout in layouts]
 
 
 class _FusedConv(torch.autograd.Function):
     # Without setup_context, which only transforms need and which is slow.
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        """Run the forward pass. ``given``: fields of ``Parameters``, a FusedPass, an anchor for the
-        graph."""
-        *own, ctx.fused, _ = given
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        """Run the forward pass. ``arguments``: fields of ``Parameters``, a FusedPass, an anchor for
+        the graph."""
+        *own, ctx.fused, _ = arguments
         # Saved without copies, so that torch detects changes before the backward pass.
         ctx.save_for_backward(x, *own)
         y: Tensor = ctx.fused.forward(x, unflat(own))
@@ -283,15 +285,15 @@ class _FusedConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x, *own), wanted = ctx.saved_tensors, ctx.needs_input_grad[:-2]
+        (x, *own), needed = ctx.saved_tensors, ctx.needs_input_grad[:-2]
         if torch.is_grad_enabled():  # torch computes second derivatives
-            some = [t for t, want in zip((x, *own), wanted, strict=True) if want]
+            inputs = [t for t, need in zip((x, *own), needed, strict=True) if need]
             y = plain(x, unflat(own), ctx.fused.forms)
-            found = iter(torch.autograd.grad(y, some, gradients, create_graph=True))
-            return *(next(found) if want else None for want in wanted), None, None
-        of_x, sums = ctx.fused.back(gradients[0], inputs=wanted[0], parameters=any(wanted[1:]))
-        of_x = of_x if of_x is None else of_x.to(x.dtype)
-        return of_x, *(sums or (None,) * len(own)), None, None
+            results = iter(torch.autograd.grad(y, inputs, gradients, create_graph=True))
+            return *(next(results) if need else None for need in needed), None, None
+        dx, sums = ctx.fused.back(gradients[0], inputs=needed[0], parameters=any(needed[1:]))
+        dx = dx if dx is None else dx.to(x.dtype)
+        return dx, *(sums or (None,) * len(own)), None, None
 
 
 def of_rows(
@@ -304,11 +306,11 @@ def of_rows(
         own: shared by all rows. The FusedPass computes their gradients; the output always requires
             a gradient.
     """
-    fused, level, place = FusedPass(forms, per_row=len(x)), maybe_current_level(), maybe_get_bdim(x)
+    fused, level, dim = FusedPass(forms, per_row=len(x)), maybe_current_level(), maybe_get_bdim(x)
     assert level is not None
     with temporarily_pop_interpreter_stack():  # faster than passing through vmap
         anchor = torch.zeros((), requires_grad=True)
-        images = get_unwrapped(x).movedim(place, 0).flatten(0, 1)
+        images = get_unwrapped(x).movedim(dim, 0).flatten(0, 1)
         detached = (p if p is None else p.detach() for p in flat(own))
-        found = _FusedConv.apply(images, *detached, fused, anchor)
-    return _add_batch_dim(found, 0, level), fused
+        output = _FusedConv.apply(images, *detached, fused, anchor)
+    return _add_batch_dim(output, 0, level), fused

@@ -84,17 +84,19 @@ def forward(
         own: float32 on the CPU.
         forms: one for each; each leaves at least one pooled position.
     """
-    dense = [p if p is None else dispatch.channels_last(p) for each in own for p in each]
+    dense = [
+        p if p is None else dispatch.channels_last(p) for parameters in own for p in parameters
+    ]
     shapes = tuple(p if p is None else p.shape for p in dense)
     plan = _plan(dispatch.instruction_set(), x.shape, shapes, forms)
     y = torch.empty(plan.output, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     left = torch.empty(plan.left, dtype=torch.uint8, device=x.device)
     addresses = plan.addresses(*map(_at, dense))
-    done = ForwardContext(plan, dispatch.channels_last(x), dense, addresses, left)
+    ctx = ForwardContext(plan, dispatch.channels_last(x), dense, addresses, left)
     _FORWARD(plan.instruction_set)(
-        len(forms), plan.layers, addresses, done.x.data_ptr(), y.data_ptr(), done.left.data_ptr()
+        len(forms), plan.layers, addresses, ctx.x.data_ptr(), y.data_ptr(), ctx.left.data_ptr()
     )
-    return y, done
+    return y, ctx
 
 
 def backward(
@@ -158,39 +160,39 @@ class Plan:
 @lru_cache(maxsize=256)
 def _plan(
     instruction_set: str | None,
-    rows: torch.Size,
-    own: tuple[torch.Size | None, ...],
+    input_shape: torch.Size,
+    shapes: tuple[torch.Size | None, ...],
     forms: tuple[Form, ...],
 ) -> Plan:
-    """Compute the plan. ``own``: shapes of parameters, as in ``Plan.addresses``."""
-    (count, _, *sides), found = rows, []
-    weights = [weight for weight in own[:: len(Parameters._fields)] if weight is not None]
-    for (made, channels, *kernel), form in zip(weights, forms, strict=True):
-        found.append(
+    """Compute the plan. ``shapes``: of parameters, as in ``Plan.addresses``."""
+    (count, _, *sides), structs = input_shape, []
+    weights = [weight for weight in shapes[:: len(Parameters._fields)] if weight is not None]
+    for (kernels, channels, *kernel), form in zip(weights, forms, strict=True):
+        structs.append(
             Layers(
-                count, *sides, channels, made, *kernel, *form.padding, form.groups,
+                count, *sides, channels, kernels, *kernel, *form.padding, form.groups,
                 form.rectified, form.eps,
             )
         )  # fmt: skip
         sides = list(form.pooled(sides, kernel))
-    places, numbers = list[KernelLayout | None](), 0
-    for shape in own:
+    layouts, elements = list[KernelLayout | None](), 0
+    for shape in shapes:
         if shape is None:
-            places.append(None)
+            layouts.append(None)
             continue
         strides: tuple[int, ...] = (1,)
         if len(shape) == 4:
             _, channels, high, wide = shape
             strides = (channels * high * wide, 1, wide * channels, channels)
-        places.append(KernelLayout(shape, strides, numbers))
-        numbers += shape.numel()
-    layers = (Layers * len(found))(*found)
+        layouts.append(KernelLayout(shape, strides, elements))
+        elements += shape.numel()
+    layers = (Layers * len(structs))(*structs)
     return Plan(
         instruction_set,
         layers,
-        ctypes.c_void_p * len(own),
+        ctypes.c_void_p * len(shapes),
         (count, weights[-1][0], sides[0], sides[1]),
-        _LEFT(instruction_set)(len(found), layers),
-        tuple(places),
-        numbers,
+        _LEFT(instruction_set)(len(structs), layers),
+        tuple(layouts),
+        elements,
     )

@@ -28,9 +28,9 @@ def normal(radii: NDArray[np.uint64], angles: NDArray[np.uint64]) -> NDArray[np.
     radii, angles = (np.ascontiguousarray(words, dtype=np.uint64) for words in (radii, angles))
     if radii.shape != angles.shape or radii.ndim != 1:
         raise ValueError(f"radii {radii.shape} and angles {angles.shape} are not (pairs,) both")
-    made = np.empty(2 * len(radii))
-    _NORMAL(dispatch.instruction_set())(len(radii), *(a.ctypes.data for a in (radii, angles, made)))
-    return made
+    out = np.empty(2 * len(radii))
+    _NORMAL(dispatch.instruction_set())(len(radii), *(a.ctypes.data for a in (radii, angles, out)))
+    return out
 
 
 def add(
@@ -48,21 +48,21 @@ def add(
         step: a power of two; 0: no rounding.
         noisy: output, float32, with the strides of its sums.
     """
-    numbers = [number for s, to in zip(sums, noisy, strict=True) for number in _at(s, to)]
+    arguments = [argument for s, out in zip(sums, noisy, strict=True) for argument in _at(s, out)]
     noise = np.ascontiguousarray(noise, dtype=np.float64)
-    if noise.shape != (sum(numbers[::3]),):
-        raise ValueError(f"noise {noise.shape} for {sum(numbers[::3])} sums")
+    if noise.shape != (sum(arguments[::3]),):
+        raise ValueError(f"noise {noise.shape} for {sum(arguments[::3])} sums")
     _ADD(dispatch.instruction_set())(
-        len(sums), dispatch.int64_array(numbers), noise.ctypes.data, deviation, step
+        len(sums), dispatch.int64_array(arguments), noise.ctypes.data, deviation, step
     )
 
 
 def _at(sums: Tensor, noisy: Tensor) -> tuple[int, int, int]:
     if sums.shape != noisy.shape or sums.stride() != noisy.stride():
         raise ValueError("sums are to be written to where numbers lie in another order")
-    kinds = sums.dtype, noisy.dtype
-    known = sums.is_cpu and noisy.is_cpu and kinds == (torch.float64, torch.float32)
+    dtypes = sums.dtype, noisy.dtype
+    is_supported = sums.is_cpu and noisy.is_cpu and dtypes == (torch.float64, torch.float32)
     dense = noisy.is_contiguous() or torch.empty_like(noisy).stride() == noisy.stride()
-    if not (known and dense):
+    if not (is_supported and dense):
         raise ValueError("sums are float64, with noise float32, on the CPU, without gaps in memory")
     return sums.numel(), sums.data_ptr(), noisy.data_ptr()

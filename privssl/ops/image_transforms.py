@@ -66,8 +66,8 @@ def shift_and_flip(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
     if that is dense.
     """
     x, images = _dense(x)
-    y, drawn = torch.empty_like(x), (shift.contiguous(), flipped.contiguous())
-    _MOVE(dispatch.instruction_set())(images, *map(_at, (*drawn, x, y)))
+    y, arguments = torch.empty_like(x), (shift.contiguous(), flipped.contiguous())
+    _MOVE(dispatch.instruction_set())(images, *map(_at, (*arguments, x, y)))
     return y
 
 
@@ -93,17 +93,17 @@ def apply_change(
             for k in kinds
         )
     )
-    drawn = which.contiguous(), amount.contiguous(), place.contiguous()
+    arguments = which.contiguous(), amount.contiguous(), place.contiguous()
     change = _CHANGE(dispatch.instruction_set())
-    change(images, which.shape[1], table, *map(_at, (*drawn, x, y)))
+    change(images, which.shape[1], table, *map(_at, (*arguments, x, y)))
     return y
 
 
 def _dense(x: Tensor) -> tuple[Tensor, _Images]:
     """Return the images without gaps, channels last or first in memory; copy if needed."""
-    last = x.is_contiguous(memory_format=torch.channels_last)
-    x = x if last else x.contiguous()
-    return x, _Images(*x.shape, last)
+    channels_last = x.is_contiguous(memory_format=torch.channels_last)
+    x = x if channels_last else x.contiguous()
+    return x, _Images(*x.shape, channels_last)
 
 
 def _at(tensor: Tensor) -> int:

@@ -35,24 +35,24 @@ def sums(
 ) -> Tensor:
     """Correlate two images and sum over the images of a row.
 
-    Returns (B, height, width of the kernel, channels, made).
+    Returns (B, height, width of the kernel, channels, kernels).
 
     Args:
         seen: (B, T, channels, height, width), T images of each row; ``dispatch.available_for`` must
             hold.
-        met: (B, T, made, tall, broad), at most as many positions as the kernel has on ``seen``.
+        met: (B, T, kernels, tall, broad), at most as many positions as the kernel has on ``seen``.
         kernel: (height, width).
         stride: (down, right), of the kernel over ``seen``.
         padding: (vertical, horizontal) zeros around ``seen``.
     """
-    (rows, together, channels, *sides), (made, *places) = seen.shape, met.shape[2:]
-    for side, taps, step, zeros, many in zip(sides, kernel, stride, padding, places, strict=True):
-        if (many - 1) * step + taps > side + 2 * zeros:
-            raise ValueError(f"a kernel of {kernel} meets fewer places of {sides} than {places}")
+    (rows, together, channels, *sides), (kernels, *positions) = seen.shape, met.shape[2:]
+    for side, taps, step, zeros, n in zip(sides, kernel, stride, padding, positions, strict=True):
+        if (n - 1) * step + taps > side + 2 * zeros:
+            raise ValueError(f"a kernel of {kernel} meets fewer places of {sides} than {positions}")
     x, g = (t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (seen, met))
-    of = _Correlation(
-        rows * together, together, *sides, channels, *padding, *places, made, *kernel, *stride
+    struct = _Correlation(
+        rows * together, together, *sides, channels, *padding, *positions, kernels, *kernel, *stride
     )
-    found = torch.empty((rows, *kernel, channels, made), dtype=x.dtype, device=x.device)
-    _SUMS(dispatch.instruction_set())(of, x.data_ptr(), g.data_ptr(), found.data_ptr())
-    return found
+    result = torch.empty((rows, *kernel, channels, kernels), dtype=x.dtype, device=x.device)
+    _SUMS(dispatch.instruction_set())(struct, x.data_ptr(), g.data_ptr(), result.data_ptr())
+    return result

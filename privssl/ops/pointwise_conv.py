@@ -16,8 +16,8 @@ class PointwiseConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = self.stride
-        seen = x[..., ::rows, ::columns]  # also of one image without a batch
-        return conv2d(seen, self.weight, self.bias, groups=self.groups)
+        sampled = x[..., ::rows, ::columns]  # also of one image without a batch
+        return conv2d(sampled, self.weight, self.bias, groups=self.groups)
 
 
 def avoid_overrun(layer: nn.Module) -> None:

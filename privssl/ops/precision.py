@@ -34,9 +34,9 @@ def fastest_precision(classifier: str, device: str) -> Precision:
         classifier: as ``model.name``.
         device: as ``run.device``.
     """
-    gains = classifier in WIDE and not (classifier in POOLED and dispatch.instruction_set())
-    narrow = _on_cpu(device) and has_instructions() and gains
-    return "bfloat16" if narrow else "float32"
+    is_faster = classifier in WIDE and not (classifier in POOLED and dispatch.instruction_set())
+    use_bfloat16 = _on_cpu(device) and has_instructions() and is_faster
+    return "bfloat16" if use_bfloat16 else "float32"
 
 
 def is_emulated(precision: Precision | Literal["auto"], device: str) -> bool:
@@ -47,8 +47,8 @@ def is_emulated(precision: Precision | Literal["auto"], device: str) -> bool:
 
 def has_instructions() -> bool:
     """Return whether this x86 processor has bfloat16 instructions."""
-    found: bool = torch.cpu._is_avx512_bf16_supported()
-    return found
+    supported: bool = torch.cpu._is_avx512_bf16_supported()
+    return supported
 
 
 def _on_cpu(device: str) -> bool:
@@ -66,8 +66,8 @@ def in_precision(kind: type[Network], precision: Precision) -> type[Network]:
 
 def precision_of(network: nn.Module) -> Precision:
     """Return the precision of a network's multiplications."""
-    found: Precision = getattr(network, "precision", "float32")
-    return found
+    precision: Precision = getattr(network, "precision", "float32")
+    return precision
 
 
 @cache
@@ -75,8 +75,8 @@ def _narrow(kind: type[nn.Module]) -> type:
     class Narrow(kind):  # type: ignore[misc, valid-type]
         precision: Precision = "bfloat16"
 
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
             for module in self.modules():
                 if isinstance(module, nn.GroupNorm):
                     module.register_forward_pre_hook(upcast)
@@ -86,8 +86,8 @@ def _narrow(kind: type[nn.Module]) -> type:
                 out = super().forward(x, *others)
             if isinstance(out, tuple):  # images of a variational generator, and KL divergences
                 return tuple(part.float() for part in out)
-            found: Tensor = out.float()
-            return found
+            converted: Tensor = out.float()
+            return converted
 
     Narrow.__name__ = Narrow.__qualname__ = f"Narrow{kind.__name__}"
     return Narrow

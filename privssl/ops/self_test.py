@@ -36,13 +36,13 @@ def refuse_wrong_kernels() -> None:
 @cache
 def _wrong(instruction_set: str) -> str | None:
     """Name the first wrong kernel by its task."""
-    for what, does in (
+    for task, passes in (
         ("clips rows", _clips),
         ("draws noise", _draws),
         ("adds noise to sums", _adds_noise),
     ):
-        if not does():
-            return what
+        if not passes():
+            return task
     return None
 
 
@@ -50,20 +50,20 @@ def _clips() -> bool:
     """Test clipping: short and long rows, one not sampled, one not finite, one long only by
     ``norms``."""
     sizes = _numbers([1e-3, 1.0, 1e-2, 3.0, 1e3, 1e-2, 1e-3])
-    written = [_normal(len(sizes), n, seed=n) * sizes[:, None] for n in NUMBERS]
+    gradients = [_normal(len(sizes), n, seed=n) * sizes[:, None] for n in NUMBERS]
     left = _normal(len(sizes), 1, 5, seed=5) * sizes[:, None, None]
     right = _normal(len(sizes), 1, 19, seed=19)
-    written[-1][5, -1] = math.inf
-    told = _numbers([0.01, 0.0, 0.0, 1.0, 0.0, 0.0, 7.0])
-    drawn = _numbers([1, 0, 1, 1, 1, 1, 1]) > 0
-    inputs: list[clipping.KernelInput] = [*((each, None) for each in written), (left, right)]
-    factors = clipping.factors(inputs, told, drawn, CLIP_NORM)
+    gradients[-1][5, -1] = math.inf
+    other_norms = _numbers([0.01, 0.0, 0.0, 1.0, 0.0, 0.0, 7.0])
+    sampled = _numbers([1, 0, 1, 1, 1, 1, 1]) > 0
+    inputs: list[clipping.KernelInput] = [*((g, None) for g in gradients), (left, right)]
+    factors = clipping.factors(inputs, other_norms, sampled, CLIP_NORM)
     totals = clipping.totals(inputs, factors)
 
     products = left.double().mT @ right.double()
-    rows = torch.cat([*(each.double() for each in written), products.flatten(1)], dim=1)
-    norms = torch.hypot(rows.norm(dim=1), told.double())
-    weights = (CLIP_NORM / (norms + 1e-6)).clamp(max=1.0).where(drawn & norms.isfinite(), 0.0)
+    rows = torch.cat([*(g.double() for g in gradients), products.flatten(1)], dim=1)
+    norms = torch.hypot(rows.norm(dim=1), other_norms.double())
+    weights = (CLIP_NORM / (norms + 1e-6)).clamp(max=1.0).where(sampled & norms.isfinite(), 0.0)
     sums = weights @ rows.nan_to_num(posinf=0.0)
     return _near(factors, weights, 1e-9 * weights) and _near(totals, sums, 1e-9 * CLIP_NORM)
 
@@ -82,23 +82,23 @@ def _draws() -> bool:
 def _adds_noise() -> bool:
     """Test noise with and without rounding."""
     sums, deviation = [_normal(n, seed=n).double() for n in NUMBERS], 0.7
-    drawn = _normal(sum(NUMBERS), seed=0).double()
-    wanted = torch.cat(sums) + deviation * drawn
+    noise = _normal(sum(NUMBERS), seed=0).double()
+    expected = torch.cat(sums) + deviation * noise
     for step in (2.0**-17, 0.0):
-        noisy = [torch.empty_like(one, dtype=torch.float32) for one in sums]
-        gaussian_noise.add(sums, drawn.numpy(), deviation, step, noisy)
-        found = torch.cat(noisy)
-        on_grid = not step or bool((found / step == (found / step).round()).all())
+        noisy = [torch.empty_like(s, dtype=torch.float32) for s in sums]
+        gaussian_noise.add(sums, noise.numpy(), deviation, step, noisy)
+        result = torch.cat(noisy)
+        on_grid = not step or bool((result / step == (result / step).round()).all())
         # The nearest multiple, up to the last bit before rounding; otherwise float32's.
-        if not (on_grid and _near(found, wanted, 0.5 * step + 1e-6)):
+        if not (on_grid and _near(result, expected, 0.5 * step + 1e-6)):
             return False
     return True
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
     """Return reproducible normal numbers."""
-    drawn = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
-    return torch.from_numpy(drawn)
+    samples = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return torch.from_numpy(samples)
 
 
 def _numbers(values: Sequence[float]) -> Tensor:
@@ -106,6 +106,6 @@ def _numbers(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
-def _near(found: Tensor, wanted: Tensor, by: Tensor | float) -> bool:
+def _near(actual: Tensor, expected: Tensor, tolerance: Tensor | float) -> bool:
     """Return whether all numbers are close; false for NaN."""
-    return bool(((found.double() - wanted).abs() <= by).all())
+    return bool(((actual.double() - expected).abs() <= tolerance).all())

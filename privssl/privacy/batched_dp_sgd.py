@@ -39,82 +39,82 @@ def can_sum(one: ClippedSum) -> bool:
 
 def clipped_sums_batched(wanted: Sequence[ClippedSum]) -> list[dict[Key, Tensor]]:
     """Compute the sums, in the order of ``wanted``; ``can_sum`` holds for each."""
-    kinds: dict[Hashable, list[int]] = {}
-    for place, one in enumerate(wanted):
-        kinds.setdefault(_kind(one), []).append(place)
-    found: dict[int, dict[Key, Tensor]] = {}
-    for places in kinds.values():
-        rows = max(len(wanted[place].drawn) for place in places)
-        numbers = rows * sum(p.numel() for p in _of(wanted[places[0]]).values())
-        at_once = max(1, NUMBERS_AT_ONCE // numbers)
-        for start in range(0, len(places), at_once):
-            some = places[start : start + at_once]
-            found |= zip(some, _sum_batched([wanted[place] for place in some]), strict=True)
-    return [found[place] for place in range(len(wanted))]
+    groups: dict[Hashable, list[int]] = {}
+    for index, request in enumerate(wanted):
+        groups.setdefault(_kind(request), []).append(index)
+    sums: dict[int, dict[Key, Tensor]] = {}
+    for indices in groups.values():
+        rows = max(len(wanted[index].drawn) for index in indices)
+        elements = rows * sum(p.numel() for p in _of(wanted[indices[0]]).values())
+        chunk_size = max(1, NUMBERS_AT_ONCE // elements)
+        for first in range(0, len(indices), chunk_size):
+            chunk = indices[first : first + chunk_size]
+            sums |= zip(chunk, _sum_batched([wanted[index] for index in chunk]), strict=True)
+    return [sums[index] for index in range(len(wanted))]
 
 
-def _kind(one: ClippedSum) -> Hashable:
+def _kind(request: ClippedSum) -> Hashable:
     """Return a key; sums with the same key can be batched. Numbers of rows may differ."""
-    loss = one.row_loss
+    loss = request.row_loss
     assert isinstance(loss, ExampleLoss)
     modes = tuple(vars(network)[COPY].modes() for network in loss.networks.values())
-    forms = tuple((name, x.shape[1:], x.dtype) for name, x in one.fields.items())
-    own = tuple((key, p.shape, p.dtype) for key, p in _of(one).items())
-    return loss.function, loss.settings, modes, forms, own, one.clip_norm
+    fields = tuple((name, x.shape[1:], x.dtype) for name, x in request.fields.items())
+    parameters = tuple((key, p.shape, p.dtype) for key, p in _of(request).items())
+    return loss.function, loss.settings, modes, fields, parameters, request.clip_norm
 
 
-def _of(one: ClippedSum) -> dict[Key, Tensor]:
-    return {(net, n): p for net, named in one.parameters.items() for n, p in named.items()}
+def _of(request: ClippedSum) -> dict[Key, Tensor]:
+    return {(net, n): p for net, params in request.parameters.items() for n, p in params.items()}
 
 
-def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
+def _sum_batched(requests: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
     """Compute sums of agents with the same key."""
-    first = wanted[0]
-    if len(wanted) == 1:
+    first = requests[0]
+    if len(requests) == 1:
         return [first.run_single()]
-    rows = max(len(one.drawn) for one in wanted)
+    rows = max(len(request.drawn) for request in requests)
     fields = {
-        name: torch.stack([pad_rows(one.fields[name], rows) for one in wanted])
+        name: torch.stack([pad_rows(request.fields[name], rows) for request in requests])
         for name in first.fields
     }
     parameters = {
         net: {
-            name: torch.stack([one.parameters[net][name].detach() for one in wanted])
+            name: torch.stack([request.parameters[net][name].detach() for request in requests])
             .requires_grad_()
-            for name in named
+            for name in params
         }
-        for net, named in first.parameters.items()
+        for net, params in first.parameters.items()
     }  # fmt: skip
     if not _keeps_bits(first, parameters, fields):
-        return [one.run_single() for one in wanted]
-    drawn = torch.stack([pad_rows(one.drawn, rows) for one in wanted])
+        return [request.run_single() for request in requests]
+    mask = torch.stack([pad_rows(request.drawn, rows) for request in requests])
     with single_threaded():
         gradients = factored_gradients(first.row_loss, parameters, fields, agents=True)
         sums = {
-            key: total.unbind(0) for key, total in first.add_clipped_sum(gradients, drawn).items()
+            key: total.unbind(0) for key, total in first.add_clipped_sum(gradients, mask).items()
         }
-    return [{key: own[n] for key, own in sums.items()} for n in range(len(wanted))]
+    return [{key: tensors[n] for key, tensors in sums.items()} for n in range(len(requests))]
 
 
-def _keeps_bits(one: ClippedSum, parameters: Parameters, fields: Mapping[str, Tensor]) -> bool:
+def _keeps_bits(request: ClippedSum, parameters: Parameters, fields: Mapping[str, Tensor]) -> bool:
     """Return whether the bits of a row in such a stack are independent of the other rows.
 
     Tested on synthetic rows, once for each kind and size, because other kernels run than for one
     agent.
     """
-    assert isinstance(one.row_loss, ExampleLoss)
-    networks = tuple(map(row_bits.identity, one.row_loss.networks.values()))
+    assert isinstance(request.row_loss, ExampleLoss)
+    networks = tuple(map(row_bits.identity, request.row_loss.networks.values()))
     sizes = tuple(x.shape[:2] for x in fields.values())
-    key = _kind(one), networks, sizes, dispatch.instruction_set()
+    key = _kind(request), networks, sizes, dispatch.instruction_set()
     if key not in _TRIED:
-        chance = torch.Generator().manual_seed(0)
-        made_up = {
-            name: torch.rand(x.shape, generator=chance, dtype=x.dtype) * 2 - 1
+        generator = torch.Generator().manual_seed(0)
+        synthetic = {
+            name: torch.rand(x.shape, generator=generator, dtype=x.dtype) * 2 - 1
             if x.is_floating_point()
             else (torch.arange(x.numel()) % 2).view(x.shape).to(x.dtype)
             for name, x in fields.items()
         }
-        _TRIED[key] = row_bits.stack_keeps_bits(one.row_loss, parameters, made_up)
+        _TRIED[key] = row_bits.stack_keeps_bits(request.row_loss, parameters, synthetic)
     return _TRIED[key]
 
 

@@ -44,8 +44,8 @@ def agent_entry(
     """
     budget, cost = plan.budget, plan.cost(events)
     delta, value = plan.delta_of(cost), plan.epsilon(cost, promised)
-    once, most = plan.visit_cost, budget.epsilon
-    left = max_repeats(once, budget=most, delta=delta, spent=cost, began=promised)
+    visit_cost, limit = plan.visit_cost, budget.epsilon
+    visits_left = max_repeats(visit_cost, budget=limit, delta=delta, spent=cost, began=promised)
     return {
         "agent": agent,
         "epsilon": {
@@ -55,7 +55,7 @@ def agent_entry(
         "budget": {"epsilon": budget.epsilon, "delta": budget.delta},
         "visit": event_to_json(plan.event),
         "visits": len(events),
-        "visits_left": left,
+        "visits_left": visits_left,
         "rows": plan.n_public,
         "ledger_head": head,
     }  # fmt: skip
@@ -69,17 +69,17 @@ _NO_BOUNDS: NumericBounds = {
 @lru_cache(maxsize=64)  # agents often spend the same amount
 def _numeric_bounds(events: tuple[Event, ...], delta: float, value: float) -> NumericBounds:
     """Compute bounds by numeric composition, valid because the plan was fixed beforehand."""
-    prv, lower, upper, why = None, None, None, None
+    prv, lower, upper, reason = None, None, None, None
     if delta == 0:
-        why = "epsilon is the exact sum of pure releases"
+        reason = "epsilon is the exact sum of pure releases"
     elif value > BRACKET_LIMIT:
-        why = f"epsilon above {BRACKET_LIMIT:g} takes too long"
+        reason = f"epsilon above {BRACKET_LIMIT:g} takes too long"
     else:
         try:
             lower, upper = verify.pld_bracket(events, delta)
         except AccountingError as error:
-            prv, why = prv_epsilon(events, delta), str(error)
-    return {"pld_lower": lower, "pld_upper": upper, "prv": prv, "why_no_bounds": why}
+            prv, reason = prv_epsilon(events, delta), str(error)
+    return {"pld_lower": lower, "pld_upper": upper, "prv": prv, "why_no_bounds": reason}
 
 
 def paper_sum(

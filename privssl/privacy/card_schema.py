@@ -166,19 +166,19 @@ def parse_card(content: bytes) -> tuple[PrivacyCard, list[str]]:
     card: Any = decode_strictly(content)
     if (schema := card.get("schema")) not in (None, SCHEMA):
         versions = card.get("versions")
-        by = versions.get("privssl") if isinstance(versions, dict) else "another version"
+        version = versions.get("privssl") if isinstance(versions, dict) else "another version"
         raise ValueError(
-            f"schema {schema!r:.20} of privssl {by!s:.40}; this version reads {SCHEMA}. "
+            f"schema {schema!r:.20} of privssl {version!s:.40}; this version reads {SCHEMA}. "
             "Audit it with that version, or remove privacy.json and results.json: --resume writes "
             "them anew"
         )
-    unknown = []
+    unknown_keys = []
     try:
         TypeAdapter(PrivacyCard).validate_python(card)
     except ValidationError as error:
         for problem in error.errors(include_url=False, include_input=False):
-            place = ".".join(map(str, problem["loc"]))
+            path = ".".join(map(str, problem["loc"]))
             if problem["type"] != "extra_forbidden":
-                raise ValueError(f"not a privacy card ({place}: {problem['msg']})") from None
-            unknown.append(place)
-    return card, unknown
+                raise ValueError(f"not a privacy card ({path}: {problem['msg']})") from None
+            unknown_keys.append(path)
+    return card, unknown_keys

@@ -66,8 +66,8 @@ def encoder_sentence(encoder: EncoderEntry) -> str:
 def network_sentence(network: Mapping[Literal["name", "weights"], str]) -> str:
     """State that the guarantee covers neither a network's code nor the data of its weights."""
     file = f" (model.weights, SHA-256 {network['weights']})" if network["weights"] else ""
-    own = is_outside(network["name"])
-    code = " Its code is not of privssl and was tried, not proved." if own else ""
+    outside = is_outside(network["name"])
+    code = " Its code is not of privssl and was tried, not proved." if outside else ""
     return (
         f"What the initial weights of {network['name']}{file} were trained on: they are taken as "
         f"public. Weights that have seen the private rows break the claim.{code}"
@@ -85,7 +85,7 @@ def render_markdown(card: Mapping[str, Any]) -> str:
     delta, clip_norm = delta_up(card["delta"]), card["clip_norm"]
     if (card["guarantee"] or {}).get("delta") == 0:
         delta = f"0 (pure epsilon; {delta} in the accounts)"
-    tighter, released, bounds = headline_sentence(card), card["weights"], card["attack_bounds"]
+    tighter, weights, bounds = headline_sentence(card), card["weights"], card["attack_bounds"]
     lines = [
         f"# Privacy card: {_cell(card['algorithm'])} on {_cell(card['dataset'])}",
         "",
@@ -126,8 +126,8 @@ def render_markdown(card: Mapping[str, Any]) -> str:
         *(f"- {sentence}" for sentence in card["not_protected"]),
         "",
         *([] if bounds is None else [_attack_sentence(bounds), ""]),
-        *([f"Released weights: {released['file']}, SHA-256 {released['sha256']}.", ""]
-          if released else []),
+        *([f"Released weights: {weights['file']}, SHA-256 {weights['sha256']}.", ""]
+          if weights else []),
         f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -152,10 +152,10 @@ def _agent_row(entry: AgentEntry) -> str:
 def _this_run_lines(spent: Mapping[str, float] | None, number: str) -> list[str]:
     if spent is None:
         return []
-    each = ", ".join(f"{agent} {round_up(value)}" for agent, value in spent.items())
+    agents = ", ".join(f"{agent} {round_up(value)}" for agent, value in spent.items())
     return [
         f"- The accounts outlive this run: every number here counts all runs that drew from them. "
-        f"Of this run alone, {number}: {each}."
+        f"Of this run alone, {number}: {agents}."
     ]
 
 

@@ -67,21 +67,21 @@ class DenseGradients:
 
     def total(self, factors: Tensor) -> Tensor:
         # Under vmap, a gradient that is independent of rows has stride 0.
-        own = self.each.contiguous() if 0 in self.each.stride() else self.each
+        gradients = self.each.contiguous() if 0 in self.each.stride() else self.each
         # 0 times infinity is NaN. Unconditional: a branch would reveal rows.
-        finite = own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        agents, numbers = factors.shape[:-1], finite.reshape(*factors.shape, -1)
-        total = _weighted(factors, numbers).view(agents + own.shape[1:])
+        finite = gradients.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        shape, flat = factors.shape[:-1], finite.reshape(*factors.shape, -1)
+        total = _weighted(factors, flat).view(shape + gradients.shape[1:])
         if self.axes is None:
             return total
-        return total.permute(*range(len(agents)), *(len(agents) + axis for axis in self.axes))
+        return total.permute(*range(len(shape)), *(len(shape) + axis for axis in self.axes))
 
     def kernel_input(self) -> KernelInput | None:
         return (self.each, None) if dispatch.available_for(self.each) else None
 
     def from_totals(self, totals: Tensor, first: int) -> Tensor:
-        kept = self.each.shape[1:]
-        total = totals[first : first + kept.numel()].view(kept)
+        shape = self.each.shape[1:]
+        total = totals[first : first + shape.numel()].view(shape)
         return total if self.axes is None else total.permute(self.axes)
 
 
@@ -106,9 +106,9 @@ class OuterProductGradients:
 
     def total(self, factors: Tensor) -> Tensor:
         left, right = (side.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for side in self._wide)
-        left, agents = left * factors.reshape(-1, 1, 1), factors.shape[:-1]
+        left, shape = left * factors.reshape(-1, 1, 1), factors.shape[:-1]
         left, right = (
-            t.reshape(*agents, -1, t.shape[-1]) for t in (left, right)
+            t.reshape(*shape, -1, t.shape[-1]) for t in (left, right)
         )  # (rows times positions, p or d), of each agent
         return self.reshape_like(left.mT @ right)
 
@@ -119,13 +119,13 @@ class OuterProductGradients:
         return left, right
 
     def kernel_input(self) -> KernelInput | None:
-        there = self.left.shape[1] == 1 and self.left.numel() and self.right.numel()
-        known = there and dispatch.available_for(self.left) and dispatch.available_for(self.right)
-        return (self.left, self.right) if known else None
+        single = self.left.shape[1] == 1 and self.left.numel() and self.right.numel()
+        usable = single and dispatch.available_for(self.left) and dispatch.available_for(self.right)
+        return (self.left, self.right) if usable else None
 
     def from_totals(self, totals: Tensor, first: int) -> Tensor:
-        high, wide = self.left.shape[-1], self.right.shape[-1]
-        return self.reshape_like(totals[first : first + high * wide].view(high, wide))
+        height, width = self.left.shape[-1], self.right.shape[-1]
+        return self.reshape_like(totals[first : first + height * width].view(height, width))
 
     def reshape_like(self, matrices: Tensor) -> Tensor:
         """Reshape (..., p, d) to (..., *shape of the parameter)."""
@@ -152,17 +152,17 @@ def clipped_sums(
         One float64 sum for each parameter; for A agents (A, *shape).
     """
     factors, inputs = factors_and_inputs(gradients, drawn, clip_norm)
-    known = [there for there in inputs if there is not None]
-    if not known:
-        return [one.total(factors) for one in gradients]
-    totals, first = kernel.totals(known, factors), 0
+    kernel_inputs = [x for x in inputs if x is not None]
+    if not kernel_inputs:
+        return [gradient.total(factors) for gradient in gradients]
+    totals, first = kernel.totals(kernel_inputs, factors), 0
     sums = list[Tensor]()
-    for one, there in zip(gradients, inputs, strict=True):
-        if there is None:
-            sums.append(one.total(factors))
+    for gradient, x in zip(gradients, inputs, strict=True):
+        if x is None:
+            sums.append(gradient.total(factors))
         else:
-            sums.append(one.from_totals(totals, first))
-            first += kernel.numbers(there)
+            sums.append(gradient.from_totals(totals, first))
+            first += kernel.numbers(x)
     return sums
 
 
@@ -171,22 +171,22 @@ def factors_and_inputs(
 ) -> tuple[Tensor, list[KernelInput | None]]:
     """Return clipping factors, and the kernel's input for each parameter, or None."""
     # The kernel supports only one agent's rows.
-    inputs = [one.kernel_input() if drawn.dim() == 1 else None for one in gradients]
-    norms = [one.norms() for one, there in zip(gradients, inputs, strict=True) if there is None]
+    inputs = [gradient.kernel_input() if drawn.dim() == 1 else None for gradient in gradients]
+    norms = [gradient.norms() for gradient, x in zip(gradients, inputs, strict=True) if x is None]
     norm = torch.stack(norms, dim=1).norm(dim=1) if norms else None
-    if known := [there for there in inputs if there is not None]:
-        return kernel.factors(known, norm, drawn, clip_norm), inputs
+    if kernel_inputs := [x for x in inputs if x is not None]:
+        return kernel.factors(kernel_inputs, norm, drawn, clip_norm), inputs
     assert norm is not None
     return _factors(norm, drawn, clip_norm), inputs
 
 
-def _factors(norms: Tensor, drawn: Tensor, clip_norm: float) -> Tensor:
-    """Return clipping factors of rows with these norms, in the shape of ``drawn``."""
-    if len(norms) != drawn.numel():
-        raise ValueError(f"gradients of {len(norms)} rows, where {drawn.numel()} were looked at")
-    norms = norms.view(drawn.shape)
+def _factors(norms: Tensor, mask: Tensor, clip_norm: float) -> Tensor:
+    """Return clipping factors of rows with these norms, in the shape of ``mask``."""
+    if len(norms) != mask.numel():
+        raise ValueError(f"gradients of {len(norms)} rows, where {mask.numel()} were looked at")
+    norms = norms.view(mask.shape)
     # False for NaN, and for norms whose square overflows float32.
-    keep = (norms < LONGEST) & drawn.to(norms.device)
+    keep = (norms < LONGEST) & mask.to(norms.device)
     return torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
 
 
@@ -199,16 +199,16 @@ def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
 def _norms(sample: Tensor) -> Tensor:
     """Compute the norm of each row (B,), in blocks that fit a cache in float64."""
     flat = sample.reshape(len(sample), -1)
-    return torch.cat([some.double().norm(dim=1) for some in torch.split(flat, _at_once(flat))])
+    return torch.cat([chunk.double().norm(dim=1) for chunk in torch.split(flat, _at_once(flat))])
 
 
-def _weighted(factors: Tensor, numbers: Tensor) -> Tensor:
-    """Sum factors (..., B) times numbers (..., B, N) over rows: (..., N)."""
-    size = _at_once(numbers)
-    parts = zip(torch.split(factors, size, -1), torch.split(numbers, size, -2), strict=True)
+def _weighted(factors: Tensor, values: Tensor) -> Tensor:
+    """Sum factors (..., B) times values (..., B, N) over rows: (..., N)."""
+    size = _at_once(values)
+    chunks = zip(torch.split(factors, size, -1), torch.split(values, size, -2), strict=True)
     return sum(
-        ((some[..., None, :] @ those.double()).squeeze(-2) for some, those in parts),
-        start=factors.new_zeros((*factors.shape[:-1], numbers.shape[-1])),
+        ((f[..., None, :] @ v.double()).squeeze(-2) for f, v in chunks),
+        start=factors.new_zeros((*factors.shape[:-1], values.shape[-1])),
     )
 
 

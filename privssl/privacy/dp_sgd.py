@@ -161,17 +161,17 @@ class PrivateTraining:
                 clipped as two; matrix products are rounded, so a row could exceed its measured
                 norm; or a kernel for clipping or noise fails its self-test.
         """
-        moving = [name for name, net in networks.items() if any(True for _ in net.buffers())]
-        if moving:
+        buffered = [name for name, net in networks.items() if any(True for _ in net.buffers())]
+        if buffered:
             raise PrivacyError(
-                f"{', '.join(moving)} cannot be protected: its buffers would be sent without "
+                f"{', '.join(buffered)} cannot be protected: its buffers would be sent without "
                 "noise. Use a network without buffers"
             )
         self._plan = plan
         self._parameters = {name: dict(net.named_parameters()) for name, net in networks.items()}
         parameters = [p for net in networks.values() for p in net.parameters()]
-        named = [p for of in self._parameters.values() for p in of.values()]
-        if {id(p) for p in named} != {id(p) for p in parameters}:
+        named_parameters = [p for params in self._parameters.values() for p in params.values()]
+        if {id(p) for p in named_parameters} != {id(p) for p in parameters}:
             raise PrivacyError(
                 f"parameters() and named_parameters() of {', '.join(networks)} differ, so a "
                 "step would not know to which ones it adds noise. Override neither"
@@ -219,14 +219,14 @@ class PrivateTraining:
         begin_release()
         mean: list[Tensor] = []
         parts, size = self._plan.parts(rows, at_once)
-        kept = round(self._plan.average_last * self._plan.steps)
+        averaged_steps = round(self._plan.average_last * self._plan.steps)
         for step in range(self._plan.steps):
             mask = self._plan.draw_batch(rows)
             if self._plan.keeps_places(rows):
                 order = torch.arange(rows)
             else:  # rows that were not sampled pad the batch to its public size
-                drawn, others = mask.nonzero()[:, 0], (~mask).nonzero()[:, 0]
-                order = torch.cat([drawn, others])[: max(parts * size, len(drawn))]
+                sampled, unsampled = mask.nonzero()[:, 0], (~mask).nonzero()[:, 0]
+                order = torch.cat([sampled, unsampled])[: max(parts * size, len(sampled))]
             for number, part in enumerate(torch.split(order, size)):
                 if len(part):
                     fields = {k: pad_rows(v, size) for k, v in fields_of(part, step).items()}
@@ -234,37 +234,37 @@ class PrivateTraining:
                     joint = self._plan.record_counts == "public" and number < parts
                     self._add_clipped(fields, pad_rows(mask[part], size), row_loss, joint=joint)
             self._step()
-            seen = step - (self._plan.steps - kept)  # steps averaged before this one
-            if seen >= 0:
-                mean = self._apply_average(mean, seen)
+            averaged = step - (self._plan.steps - averaged_steps)  # steps averaged before this one
+            if averaged >= 0:
+                mean = self._apply_average(mean, averaged)
         with torch.no_grad():
             for parameter, value in zip(self._optimizer.params, mean, strict=False):
                 parameter.copy_(value)
         for name, weights in self._parameters.items():
             record_release(self._plan, name, weights)
 
-    def _apply_average(self, mean: list[Tensor], seen: int) -> list[Tensor]:
+    def _apply_average(self, mean: list[Tensor], averaged: int) -> list[Tensor]:
         """Add the current iterate to the mean of iterates (Polyak and Juditsky 1992).
 
         This is post-processing, which removes most of the noise of single steps.
         """
-        now = [parameter.detach().clone() for parameter in self._optimizer.params]
-        if not seen:
-            return now
-        return [m.lerp_(n, 1 / (seen + 1)) for m, n in zip(mean, now, strict=True)]
+        iterate = [parameter.detach().clone() for parameter in self._optimizer.params]
+        if not averaged:
+            return iterate
+        return [m.lerp_(n, 1 / (averaged + 1)) for m, n in zip(mean, iterate, strict=True)]
 
     def _add_clipped(
         self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss, *, joint: bool = True
     ) -> None:
         """Add the clipped gradients of a part of the rows to the running float64 sum."""
-        wanted = ClippedSum(
+        request = ClippedSum(
             row_loss, self._parameters, fields, mask, self._plan.clip_norm, joint=joint
         )
-        for (net, name), total in deferred.submit(wanted).items():
-            of: Any = self._parameters[net][name]
-            if total.shape != of.shape:  # broadcasting would repeat a smaller one
+        for (net, name), total in deferred.submit(request).items():
+            p: Any = self._parameters[net][name]
+            if total.shape != p.shape:  # broadcasting would repeat a smaller one
                 raise PrivacyError(f"the gradient of {net}.{name} has shape {total.shape}")
-            of.summed_grad = total if of.summed_grad is None else of.summed_grad.add_(total)
+            p.summed_grad = total if p.summed_grad is None else p.summed_grad.add_(total)
 
     def _step(self) -> None:
         for parameter in self._optimizer.params:

@@ -28,7 +28,7 @@ def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLed
     Raises:
         RunFolderError: the folder above cannot be read.
     """
-    found: list[FormerLedger] = []
+    entries: list[FormerLedger] = []
     for name, agent, journal in _journals_beside(folder):
         entry: FormerLedger = {
             "ledger": name, "agent": agent,
@@ -40,8 +40,8 @@ def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLed
             entry["kind"] = "guaranteed" if journal.plan.scope == "sound" else "nominal"
             entry["epsilon"], entry["budget"] = journal.epsilon, journal.promised
             entry["delta"] = journal.plan.delta_of(journal.cost)
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def former_heads(folder: Path) -> dict[str, dict[str, str]]:
@@ -49,12 +49,12 @@ def former_heads(folder: Path) -> dict[str, dict[str, str]]:
 
     Checkpoints record it. Ledgers without a visit are omitted. Raises RunFolderError.
     """
-    found: dict[str, dict[str, str]] = {}
+    heads: dict[str, dict[str, str]] = {}
     for name, agent, journal in _journals_beside(folder):
         head = _head(journal)
         if journal.events or not head:
-            found.setdefault(name, {})[agent] = head
-    return found
+            heads.setdefault(name, {})[agent] = head
+    return heads
 
 
 def recorded_heads(text: object) -> Iterator[tuple[str, str, str]]:
@@ -73,17 +73,18 @@ def recorded_heads(text: object) -> Iterator[tuple[str, str, str]]:
 
 def _journals_beside(folder: Path) -> Iterator[tuple[str, str, Journal]]:
     """Yield ledger, agent and journal of each replaced run; the journal is empty if unreadable."""
-    own = folder.resolve()
+    resolved = folder.resolve()
     try:
-        names = sorted(os.listdir(own.parent))
+        names = sorted(os.listdir(resolved.parent))
     except OSError as error:
         raise RunFolderError(
-            f"{own.parent}: cannot be read: {error.strerror}. Ledgers of replaced runs are there"
+            f"{resolved.parent}: cannot be read: {error.strerror}. "
+            "Ledgers of replaced runs are there"
         ) from error
     for name in names:
-        if not re.fullmatch(re.escape(own.name) + r"\.ledger-[0-9]{3,}", name):
+        if not re.fullmatch(re.escape(resolved.name) + r"\.ledger-[0-9]{3,}", name):
             continue
-        for path in sorted((own.parent / name).glob("*.jsonl")):
+        for path in sorted((resolved.parent / name).glob("*.jsonl")):
             try:
                 yield name, path.stem, read_journal(path)
             except LedgerError:
@@ -108,18 +109,18 @@ _NOTHING = (
 def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return one sentence per ledger of a replaced run: the card does not count its spending."""
     spending: dict[str, list[str]] = {}
-    nothing = set[str]()  # ledgers of runs without a guarantee
+    nominal_ledgers = set[str]()  # ledgers of runs without a guarantee
     for entry in entries:
         spent = "damaged, so what it spent is unknown"
         if entry["epsilon"] is not None:
             nominal = "nominal " if entry["kind"] == "nominal" else ""
-            nothing |= {entry["ledger"]} if nominal else set()
+            nominal_ledgers |= {entry["ledger"]} if nominal else set()
             budget = "" if entry["budget"] is None else f" of {entry['budget']:g}"
-            at = delta_up(entry["delta"])
-            spent = f"{nominal}epsilon {round_up(entry['epsilon'])}{budget} at delta {at}"
+            delta = delta_up(entry["delta"])
+            spent = f"{nominal}epsilon {round_up(entry['epsilon'])}{budget} at delta {delta}"
         spending.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")
     return [
         f"Not counted: a run that this one replaced, whose ledger is in {ledger}: "
-        f"{', '.join(spent)}. {_NOTHING if ledger in nothing else _BOTH}"
+        f"{', '.join(spent)}. {_NOTHING if ledger in nominal_ledgers else _BOTH}"
         for ledger, spent in spending.items()
     ]

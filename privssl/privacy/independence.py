@@ -25,13 +25,13 @@ def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
     mixing, drawing, recurrent = list[str](), list[str](), list[str]()
     for net, network in networks.items():
         for name, layer in network.named_modules():
-            named = f"{net}.{name} ({type(layer).__name__})"
+            description = f"{net}.{name} ({type(layer).__name__})"
             if isinstance(layer, _COUPLING) or getattr(layer, "track_running_stats", False):
-                mixing.append(named)
+                mixing.append(description)
             elif isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p:
-                drawing.append(named)
+                drawing.append(description)
             elif isinstance(layer, nn.RNNBase):
-                recurrent.append(named)
+                recurrent.append(description)
     if recurrent:
         raise PrivacyError(
             f"torch computes {', '.join(recurrent)} for all rows at once, and gradients of single "
@@ -60,15 +60,15 @@ def refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
         PrivacyError: a call changes later outputs of the same rows, in training or in evaluation,
             or an attribute of a layer.
     """
-    one = torch.linspace(-1, 1, 3 * prod(shape)).view(3, *shape)
+    batch = torch.linspace(-1, 1, 3 * prod(shape)).view(3, *shape)
     with torch.no_grad():
-        evaluated = network.eval()(one)
+        eval_output = network.eval()(batch)
     for with_gradients in (False, True):  # some keep state in training alone
         with torch.set_grad_enabled(with_gradients):
-            _refuse_memory(network.train(), one)
+            _refuse_memory(network.train(), batch)
     # Running statistics may be in any object, and be used only in evaluation.
     with torch.no_grad():
-        if not torch.equal(network.eval()(one), evaluated):
+        if not torch.equal(network.eval()(batch), eval_output):
             raise PrivacyError(
                 "the network keeps something of the rows that it is trained on, and uses it in "
                 "evaluation (running statistics?): it would be released without noise. Use one "
@@ -77,20 +77,20 @@ def refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
     network.train()
 
 
-def _refuse_memory(network: nn.Module, one: Tensor) -> None:
+def _refuse_memory(network: nn.Module, batch: Tensor) -> None:
     before = _attributes(network)
     values = {n: v.detach().clone() for n, v in before.items() if isinstance(v, torch.Tensor)}
-    first = network(one)
-    network(one.flip(-1) * 0.5 + 0.1)
-    kept = [
+    output = network(batch)
+    network(batch.flip(-1) * 0.5 + 0.1)
+    changed = [
         name for name, value in _attributes(network).items()
         if before.get(name) is not value
         or (isinstance(value, torch.Tensor) and not torch.equal(value, values[name]))
     ]  # fmt: skip
-    if kept or not torch.equal(network(one), first):
-        what = f" ({', '.join(sorted(kept)[:3])})" if kept else ""
+    if changed or not torch.equal(network(batch), output):
+        names = f" ({', '.join(sorted(changed)[:3])})" if changed else ""
         raise PrivacyError(
-            f"the network keeps something from one call to the next{what}, or draws random "
+            f"the network keeps something from one call to the next{names}, or draws random "
             "numbers: rows would reach other rows' gradients. Use one without dropout whose output "
             "depends on its weights and its input alone"
         )
@@ -98,13 +98,13 @@ def _refuse_memory(network: nn.Module, one: Tensor) -> None:
 
 def _attributes(network: nn.Module) -> dict[str, object]:
     """Return attributes of layers other than parameters and layers; items of containers."""
-    found: dict[str, object] = {}
+    attributes: dict[str, object] = {}
     for name, layer in network.named_modules():
         for key, value in (*vars(layer).items(), *layer.named_buffers(recurse=False)):
             if key not in ("_parameters", "_modules", "_buffers"):
-                found[f"{name}.{key}".lstrip(".")] = value
-                found |= {f"{name}.{key}[{place}]": item for place, item in _items(value)}
-    return found
+                attributes[f"{name}.{key}".lstrip(".")] = value
+                attributes |= {f"{name}.{key}[{index}]": item for index, item in _items(value)}
+    return attributes
 
 
 def _items(value: object) -> list[tuple[object, object]]:
@@ -134,11 +134,11 @@ def check_rows_independent(
                 "whose output depends on its weights and its input alone"
             )
         for row in range(len(before)):
-            moved = {k: v.clone() for k, v in fields.items()}
-            for value in moved.values():
+            perturbed = {k: v.clone() for k, v in fields.items()}
+            for value in perturbed.values():
                 if value.is_floating_point():
                     value[row] = value[row].flip(-1) * 0.5 + 0.1
-            after = losses(moved)
+            after = losses(perturbed)
             others = torch.arange(len(before)) != row
             shift = (after - before)[others].abs()
             if not torch.equal(after[others], before[others]):

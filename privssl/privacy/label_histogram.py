@@ -77,9 +77,9 @@ class CensusPlan:
         counts = exact_counts(counts)
         begin_release()
         noise = torch.from_numpy(discrete_laplace(self.epsilon, counts.numel()))
-        released = counts.cpu() + noise.view(counts.shape)
-        record_release(self, CENSUS, released)
-        return released
+        noisy = counts.cpu() + noise.view(counts.shape)
+        record_release(self, CENSUS, noisy)
+        return noisy
 
     def spending(self, settings: PrivacySettings) -> str:
         """Describe the release and its cost for a dry run."""
@@ -113,14 +113,14 @@ def count_rows(
         x, y = rows.x, rows.y
     counts = torch.zeros(clusters, classes, dtype=torch.int64)
     with errors_without_rows("the cluster of a row"):
-        found = [int(cluster_of(row[None])) for row in x]
-        own = not is_ours(cluster_of)
-        if own and found != [int(cluster_of(row[None])) for row in x.flip(0)][::-1]:
+        cluster_ids = [int(cluster_of(row[None])) for row in x]
+        outside = not is_ours(cluster_of)
+        if outside and cluster_ids != [int(cluster_of(row[None])) for row in x.flip(0)][::-1]:
             raise PrivacyError(
                 "the cluster of a row depends on the rows before it, so one row would move the "
                 "counts of others. Find clusters by what is public and the row alone"
             )
-        for cluster, label in zip(found, y.tolist(), strict=True):
+        for cluster, label in zip(cluster_ids, y.tolist(), strict=True):
             counts[cluster, label] += 1
     return record_counts(counts)
 

@@ -40,13 +40,13 @@ class Call(ABC):
         """Return gradients of its parameters from the gradient of the output."""
 
     def check_untouched(self) -> None:
-        now = {"input": self.input._version, "output": self.output._version}
-        for (which, version), before, key in zip(
-            now.items(), self.versions, self.ends, strict=True
+        versions = {"input": self.input._version, "output": self.output._version}
+        for (role, version), before, key in zip(
+            versions.items(), self.versions, self.ends, strict=True
         ):
             if version != before:
                 raise PrivacyError(
-                    f"the {which} of {'.'.join(key)} is changed in place, so per-row gradients "
+                    f"the {role} of {'.'.join(key)} is changed in place, so per-row gradients "
                     "are unknown. Use a network without inplace=True"
                 )
 
@@ -71,17 +71,17 @@ class LayerCall(Call):
         if self.layer is functional.linear:
             left, right = (t.reshape(len(t), -1, t.shape[-1]) for t in (g, x))
             return [(key, _product(left, right)), *self._of_bias(left.sum(dim=1))]
-        places = (1, *range(3, g.dim()))
+        dims = (1, *range(3, g.dim()))
         if self.layer is functional.group_norm:
             groups, eps = self.given["num_groups"], self.given["eps"]
             normed = functional.group_norm(x.flatten(0, 1), groups, eps=eps)
-            mine: PerExampleGradients = DenseGradients((g * normed.view_as(g)).sum(dim=places))
+            weight: PerExampleGradients = DenseGradients((g * normed.view_as(g)).sum(dim=dims))
         else:
-            mine = _of_kernels(self.layer, self.given, x, g, self.shape)
-        return [(key, mine), *self._of_bias(g.sum(dim=places))]
+            weight = _of_kernels(self.layer, self.given, x, g, self.shape)
+        return [(key, weight), *self._of_bias(g.sum(dim=dims))]
 
-    def _of_bias(self, each: Tensor) -> list[tuple[Key, PerExampleGradients]]:
-        return [] if self.bias is None else [(self.bias, DenseGradients(each))]
+    def _of_bias(self, gradients: Tensor) -> list[tuple[Key, PerExampleGradients]]:
+        return [] if self.bias is None else [(self.bias, DenseGradients(gradients))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,20 +137,20 @@ def _product(
     ``kernel``: as in :class:`clipping.OuterProductGradients`.
     """
     if _less_work(left.shape[1], left.shape[2] * right.shape[2]):
-        each = left.mT @ right
+        gradients = left.mT @ right
         if kernel is None:
-            return DenseGradients(each)
-        return DenseGradients(each.view(*each.shape[:2], *kernel), (0, 3, 1, 2))
+            return DenseGradients(gradients)
+        return DenseGradients(gradients.view(*gradients.shape[:2], *kernel), (0, 3, 1, 2))
     return OuterProductGradients(left, right, kernel)
 
 
-def _less_work(places: int, numbers: int) -> bool:
+def _less_work(positions: int, elements: int) -> bool:
     """Return whether multiplying out a weight of this many elements is less work."""
-    return MANY * places**2 > numbers
+    return MANY * positions**2 > elements
 
 
 def _of_kernels(
-    layer: Callable[..., Any], given: Mapping[str, Any], x: Tensor, g: Tensor, shape: torch.Size
+    layer: Callable[..., Any], arguments: Mapping[str, Any], x: Tensor, g: Tensor, shape: torch.Size
 ) -> PerExampleGradients:
     """Return gradients of a convolution's weight, of ``shape`` (first, second, height, width).
 
@@ -158,16 +158,16 @@ def _of_kernels(
     larger of the two images, once per position of the smaller one.
     """
     larger, smaller = (x, g) if layer is functional.conv2d else (g, x)
-    kernel, stride = in_pair(tuple(shape[2:])), in_pair(given.get("stride", 1))
-    padding = in_pair(given.get("padding", 0))
-    places = math.prod((smaller.shape[1], *smaller.shape[3:]))
-    if dispatch.available_for(larger) and _less_work(places, shape.numel()):
+    kernel, stride = in_pair(tuple(shape[2:])), in_pair(arguments.get("stride", 1))
+    padding = in_pair(arguments.get("padding", 0))
+    positions = math.prod((smaller.shape[1], *smaller.shape[3:]))
+    if dispatch.available_for(larger) and _less_work(positions, shape.numel()):
         return DenseGradients(
             per_example_conv.sums(larger, smaller, kernel, stride, padding), (3, 2, 0, 1)
         )
-    seen = _windows(larger.flatten(0, 1), kernel, stride, padding)
-    met = smaller.flatten(0, 1).flatten(2).mT  # (B T, places, first)
-    left, right = (t.reshape(len(x), -1, t.shape[-1]) for t in (met, seen))
+    windows = _windows(larger.flatten(0, 1), kernel, stride, padding)
+    outputs = smaller.flatten(0, 1).flatten(2).mT  # (B T, positions, first)
+    left, right = (t.reshape(len(x), -1, t.shape[-1]) for t in (outputs, windows))
     return _product(left, right, (*kernel, shape[1]))
 
 
@@ -177,23 +177,23 @@ def _windows(
     """Return a kernel's windows: (N, channels, h, w) -> (N, positions, kernel channels). Same as
     ``functional.unfold``, 5 times as fast."""
     x = functional.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    many = x.shape[1] >= 4
-    x = x.contiguous(memory_format=torch.channels_last if many else torch.contiguous_format)
-    (high, wide), (down, right) = kernel, stride
-    places = ((x.shape[2] - high) // down + 1, (x.shape[3] - wide) // right + 1)
+    nhwc = x.shape[1] >= 4
+    x = x.contiguous(memory_format=torch.channels_last if nhwc else torch.contiguous_format)
+    (height, width), (stride_y, stride_x) = kernel, stride
+    output_size = ((x.shape[2] - height) // stride_y + 1, (x.shape[3] - width) // stride_x + 1)
     n, c, h, w = x.stride()
-    if many:  # channels are adjacent in memory
-        size = (len(x), *places, high, wide, x.shape[1])
-        return x.as_strided(size, (n, h * down, w * right, h, w, c)).reshape(
-            len(x), places[0] * places[1], -1
+    if nhwc:  # channels are adjacent in memory
+        size = (len(x), *output_size, height, width, x.shape[1])
+        return x.as_strided(size, (n, h * stride_y, w * stride_x, h, w, c)).reshape(
+            len(x), output_size[0] * output_size[1], -1
         )
-    size = (len(x), high, wide, x.shape[1], *places)
-    return x.as_strided(size, (n, h, w, c, h * down, w * right)).reshape(
-        len(x), -1, places[0] * places[1]
+    size = (len(x), height, width, x.shape[1], *output_size)
+    return x.as_strided(size, (n, h, w, c, h * stride_y, w * stride_x)).reshape(
+        len(x), -1, output_size[0] * output_size[1]
     ).mT  # fmt: skip
 
 
 def in_pair(value: Any) -> tuple[int, int]:
     """Return (down, right) of a value that torch also accepts as one number."""
-    one, *other = (value,) if isinstance(value, int) else value
-    return (one, *other) if other else (one, one)
+    first, *rest = (value,) if isinstance(value, int) else value
+    return (first, *rest) if rest else (first, first)

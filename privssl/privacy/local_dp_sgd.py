@@ -66,19 +66,19 @@ def train_rows_privately(
     with mechanism_reads():
         rows = LabelledRows(rows.x, rows.y, rows.ids)
     _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
-    drawn = _DrawnBlocks(rows, plan.views, ctx, draw, counts_public)
+    draws = _DrawnBlocks(rows, plan.views, ctx, draw, counts_public)
     at_once = microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
     count = len(rows) or plan.declared
     _, size = plan.parts(count, at_once)
-    made_up = drawn.made_up(size)
-    refuse_other_devices({}, made_up)
+    synthetic = draws.made_up(size)
+    refuse_other_devices({}, synthetic)
     refuse_batch_dependent_rounding(
-        networks, row_loss, made_up, by_place=not plan.keeps_places(count)
+        networks, row_loss, synthetic, by_place=not plan.keeps_places(count)
     )
-    trial = None if is_ours(networks, row_loss, draw) else _Trial(networks, row_loss, drawn, size)
+    trial = None if is_ours(networks, row_loss, draw) else _Trial(networks, row_loss, draws, size)
     training = PrivateTraining(plan, networks)
     with errors_without_rows("a draw, loss or network of private training"):
-        training.run(len(rows), drawn.fields, row_loss, at_once=at_once)
+        training.run(len(rows), draws.fields, row_loss, at_once=at_once)
         if trial is not None:
             trial.refuse_change()
 
@@ -90,9 +90,9 @@ class _Trial:
     """
 
     def __init__(
-        self, networks: Mapping[str, nn.Module], row_loss: RowLoss, drawn: "_DrawnBlocks", rows: int
+        self, networks: Mapping[str, nn.Module], row_loss: RowLoss, draws: "_DrawnBlocks", rows: int
     ) -> None:
-        self._row_loss, self._drawn, self._rows = row_loss, drawn, rows
+        self._row_loss, self._drawn, self._rows = row_loss, draws, rows
         self._parameters = {
             net: {n: p.detach().clone().requires_grad_() for n, p in network.named_parameters()}
             for net, network in networks.items()
@@ -122,8 +122,8 @@ def tried_out(
 
     It has no steps and no rows, so it can precede the charge.
     """
-    nobody = torch.zeros(0, dtype=torch.long)
-    rows = LabelledRows(torch.zeros(0, *shape, dtype=torch.uint8), nobody, nobody)
+    empty = torch.zeros(0, dtype=torch.long)
+    rows = LabelledRows(torch.zeros(0, *shape, dtype=torch.uint8), empty, empty)
     ctx = Context(
         seed=0, round=0, agent="nobody", visit_key="tried out", session_id="", device=device
     )
@@ -133,8 +133,8 @@ def tried_out(
 def refuse_other_devices(networks: Mapping[str, nn.Module], fields: Mapping[str, Tensor]) -> None:
     """Refuse networks and fields that are not on the CPU, whatever the run's device. On a GPU the
     rounding of a row's gradient may depend on the other rows (docs/performance.md, A GPU)."""
-    of_networks = ((name, p) for name, net in networks.items() for p in net.parameters())
-    for name, tensor in chain(of_networks, fields.items()):
+    parameters = ((name, p) for name, net in networks.items() for p in net.parameters())
+    for name, tensor in chain(parameters, fields.items()):
         if tensor.device.type != "cpu":
             raise PrivacyError(
                 f"{name} is on the device {tensor.device}, but private steps need the CPU: a GPU "
@@ -149,13 +149,13 @@ def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Conte
     x = torch.linspace(0, 1, rows * shape.numel()).view(rows, *shape)
     x = x if dtype.is_floating_point else x.mul(255).to(dtype)
     y = torch.arange(rows) % 2
-    here = dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#tried")
-    before, mixed = draw(x, y, here), set[str]()
+    trial_ctx = dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#tried")
+    before, mixed = draw(x, y, trial_ctx), set[str]()
     for row in range(rows):
         other_x, other_y = x.clone(), y.clone()
         other_x[row], other_y[row] = x[row - 2].flip(-1), 1 - y[row]
-        after, kept = draw(other_x, other_y, here), torch.arange(rows) != row
-        mixed |= {name for name in before if not torch.equal(before[name][kept], after[name][kept])}
+        after, rest = draw(other_x, other_y, trial_ctx), torch.arange(rows) != row
+        mixed |= {name for name in before if not torch.equal(before[name][rest], after[name][rest])}
     if mixed:
         raise PrivacyError(
             f"{', '.join(sorted(mixed))} of a row depend on other rows of its block, or on other "
@@ -175,18 +175,18 @@ class _DrawnBlocks:
         self._blocks: dict[int, Mapping[str, Tensor]] = {}  # blocks of this step, by number
         self._step = -1
 
-    def fields(self, picked: Tensor, step: int) -> Mapping[str, Tensor]:
+    def fields(self, rows: Tensor, step: int) -> Mapping[str, Tensor]:
         """Return fields of rows by number (B,): (B, views, ...)."""
         if step != self._step:
             self._blocks, self._step = {}, step
-        numbers, places = (picked // self._size).tolist(), (picked % self._size).tolist()
-        for number in set(numbers) - self._blocks.keys():
+        blocks, positions = (rows // self._size).tolist(), (rows % self._size).tolist()
+        for number in set(blocks) - self._blocks.keys():
             self._blocks[number] = self._block(number)
         return {
             name: torch.stack(
-                [self._blocks[n][name][p] for n, p in zip(numbers, places, strict=True)]
+                [self._blocks[n][name][p] for n, p in zip(blocks, positions, strict=True)]
             )
-            for name in self._blocks[numbers[0]]
+            for name in self._blocks[blocks[0]]
         }
 
     def made_up(self, rows: int) -> Mapping[str, Tensor]:
@@ -196,21 +196,21 @@ class _DrawnBlocks:
         dtype = self._rows.x.dtype
         x = x if dtype.is_floating_point else x.mul(255).to(dtype)
         y = (torch.arange(rows) % 2).repeat_interleave(self._views)
-        here = dataclasses.replace(self._ctx, visit_key=f"{self._ctx.visit_key}#made up")
-        fields = self._draw(x, y, here)
+        trial_ctx = dataclasses.replace(self._ctx, visit_key=f"{self._ctx.visit_key}#made up")
+        fields = self._draw(x, y, trial_ctx)
         return {name: torch.unflatten(v, 0, (rows, self._views)) for name, v in fields.items()}
 
     def _block(self, number: int) -> Mapping[str, Tensor]:
         """Return all rows of a block with their draws: (rows, views, ...)."""
         first, rows = number * self._size, self._rows
-        members = torch.arange(first, min(first + self._size, len(rows)))
+        indices = torch.arange(first, min(first + self._size, len(rows)))
         name = number if self._counts_public else _content(rows, number)
-        here = dataclasses.replace(
+        block_ctx = dataclasses.replace(
             self._ctx, visit_key=f"{self._ctx.visit_key}#{self._step}/{name}"
         )
-        repeated = members.repeat_interleave(self._views)
-        fields = self._draw(rows.x[repeated], rows.y[repeated], here)
-        shape = (len(members), self._views)
+        repeated = indices.repeat_interleave(self._views)
+        fields = self._draw(rows.x[repeated], rows.y[repeated], block_ctx)
+        shape = (len(indices), self._views)
         return {name: torch.unflatten(value, 0, shape) for name, value in fields.items()}
 
 

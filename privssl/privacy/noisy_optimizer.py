@@ -29,10 +29,10 @@ def add_noise(optimisers: Sequence[SecureNoise]) -> None:
 
     Computed in float64 on the CPU (not every device has it), and rounded after the noise.
     """
-    parameters = [parameter for one in optimisers for parameter in one.params]
+    parameters = [parameter for optimiser in optimisers for parameter in optimiser.params]
     if all(dispatch.available_for(p) and p.summed_grad.is_cpu for p in parameters):
-        for one in optimisers:
-            _add_by_kernel(one)
+        for optimiser in optimisers:
+            _add_by_kernel(optimiser)
     else:
         _add_by_torch(optimisers)
 
@@ -42,12 +42,12 @@ def _add_by_kernel(optimiser: SecureNoise) -> None:
     for parameter in optimiser.params:
         gradient = torch.empty_like(parameter)
         summed = torch.empty_like(gradient, dtype=torch.float64)  # same strides
-        own = parameter.summed_grad
-        there = (own.dtype, own.stride()) == (summed.dtype, summed.stride())
-        sums.append(own if there else summed.copy_(own))
+        total = parameter.summed_grad
+        same_layout = (total.dtype, total.stride()) == (summed.dtype, summed.stride())
+        sums.append(total if same_layout else summed.copy_(total))
         gradients.append(gradient)
     deviation = _stddev(optimiser)
-    noise = secure_noise.secure_normal(sum(one.numel() for one in sums))
+    noise = secure_noise.secure_normal(sum(tensor.numel() for tensor in sums))
     kernel.add(sums, noise, deviation, rounding_grid(deviation), gradients)
     for parameter, gradient in zip(optimiser.params, gradients, strict=True):
         parameter.grad = gradient  # only after noise is added
@@ -55,22 +55,22 @@ def _add_by_kernel(optimiser: SecureNoise) -> None:
 
 def _add_by_torch(optimisers: Sequence[SecureNoise]) -> None:
     """Add noise to all parameters at once: there are dozens of small ones."""
-    parameters = [parameter for one in optimisers for parameter in one.params]
+    parameters = [parameter for optimiser in optimisers for parameter in optimiser.params]
     noisy = torch.cat([parameter.summed_grad.reshape(-1) for parameter in parameters])
-    device, kind = parameters[0].device, parameters[0].dtype
+    device, dtype = parameters[0].device, parameters[0].dtype
     noisy = noisy.to("cpu", torch.float64)
-    sizes = [sum(parameter.numel() for parameter in one.params) for one in optimisers]
-    for one, sums in zip(optimisers, torch.split(noisy, sizes), strict=True):
-        deviation = _stddev(one)
+    sizes = [sum(parameter.numel() for parameter in optimiser.params) for optimiser in optimisers]
+    for optimiser, sums in zip(optimisers, torch.split(noisy, sizes), strict=True):
+        deviation = _stddev(optimiser)
         sums.add_(torch.from_numpy(secure_noise.secure_normal(len(sums))), alpha=deviation)
         if step := rounding_grid(deviation):
             sums.mul_(1 / step).round_().mul_(step)  # exact: powers of two within range
     if device.type != "cpu":
-        noisy = noisy.to(kind).to(device)
-    each = torch.split(noisy, [parameter.numel() for parameter in parameters])
+        noisy = noisy.to(dtype).to(device)
+    chunks = torch.split(noisy, [parameter.numel() for parameter in parameters])
     gradients = [torch.empty_like(parameter) for parameter in parameters]  # same strides
     torch._foreach_copy_(
-        gradients, [own.view_as(g) for own, g in zip(each, gradients, strict=True)]
+        gradients, [chunk.view_as(g) for chunk, g in zip(chunks, gradients, strict=True)]
     )
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient

@@ -59,11 +59,11 @@ def per_example_gradients(
         parameters: of the networks to differentiate; detached here.
         fields: tensors (B, ...).
     """
-    plain = {
-        net: {name: p.detach() for name, p in named.items()} for net, named in parameters.items()
+    detached = {
+        net: {name: p.detach() for name, p in params.items()} for net, params in parameters.items()
     }
     gradients: Parameters = vmap(grad(row_loss), in_dims=(None, 0), randomness="error")(
-        plain, dict(fields)
+        detached, dict(fields)
     )
     return gradients
 
@@ -85,43 +85,44 @@ def factored_gradients(
     """
     depth = 2 if agents else 1  # of vmaps
     rows = next(iter(fields.values())).shape[depth - 1]
-    whole = {(net, name): p for net, named in parameters.items() for name, p in named.items()}
-    own = {key: _seen_by_each(p.detach(), rows, depth - 1) for key, p in whole.items()}
-    watch = _LayerRecorder({key for key, p in whole.items() if p.requires_grad}, depth)
+    shared = {(net, name): p for net, params in parameters.items() for name, p in params.items()}
+    expanded = {key: _seen_by_each(p.detach(), rows, depth - 1) for key, p in shared.items()}
+    recorder = _LayerRecorder({key for key, p in shared.items() if p.requires_grad}, depth)
 
-    def watched(own: Mapping[Key, Tensor], row: Mapping[str, Tensor]) -> Tensor:
-        watch.trace(own)
-        with watch:
+    def recorded_loss(expanded: Mapping[Key, Tensor], row: Mapping[str, Tensor]) -> Tensor:
+        recorder.trace(expanded)
+        with recorder:
             return row_loss(
-                {net: {n: own[net, n] for n in named} for net, named in parameters.items()}, row
+                {net: {n: expanded[net, n] for n in params} for net, params in parameters.items()},
+                row,
             )
 
-    def of_agent(
-        whole: Mapping[Key, Tensor], own: Mapping[Key, Tensor], rows: Mapping[str, Tensor]
+    def agent_losses(
+        shared: Mapping[Key, Tensor], expanded: Mapping[Key, Tensor], rows: Mapping[str, Tensor]
     ) -> Tensor:
-        watch.whole = whole
-        return _over_rows(watched, own, rows)  # (B,)
+        recorder.shared = shared
+        return _over_rows(recorded_loss, expanded, rows)  # (B,)
 
-    compute = vmap(of_agent, randomness="error") if agents else of_agent
+    compute = vmap(agent_losses, randomness="error") if agents else agent_losses
     with _chance_refused():
-        losses = compute(whole, own, dict(fields))
-    for seen in watch.calls:
-        seen.check_untouched()
+        losses = compute(shared, expanded, dict(fields))
+    for call in recorder.calls:
+        call.check_untouched()
     if not losses.requires_grad:
         return {}
-    found = torch.autograd.grad(
-        losses, [*own.values(), *(seen.output for seen in watch.calls)],
+    gradients = torch.autograd.grad(
+        losses, [*expanded.values(), *(call.output for call in recorder.calls)],
         torch.ones_like(losses), allow_unused=True,
     )  # fmt: skip
-    parts: dict[Key, list[PerExampleGradients]] = {key: [] for key in whole}
-    for key, gradient in zip(own, found, strict=False):
+    parts: dict[Key, list[PerExampleGradients]] = {key: [] for key in shared}
+    for key, gradient in zip(expanded, gradients, strict=False):
         if gradient is not None:
             parts[key].append(DenseGradients(gradient.flatten(0, 1) if agents else gradient))
-    for seen, gradient in zip(watch.calls, found[len(own) :], strict=True):
+    for call, gradient in zip(recorder.calls, gradients[len(expanded) :], strict=True):
         if gradient is not None:
-            for key, part in seen.of_parameters(gradient):
+            for key, part in call.of_parameters(gradient):
                 parts[key].append(part)
-    return {key: add_parts(each) for key, each in parts.items() if each}
+    return {key: add_parts(terms) for key, terms in parts.items() if terms}
 
 
 @contextmanager
@@ -141,26 +142,26 @@ def _chance_refused() -> Iterator[None]:
         ) from error
 
 
-def _seen_by_each(parameter: Tensor, rows: int, at: int) -> Tensor:
+def _seen_by_each(parameter: Tensor, rows: int, dim: int) -> Tensor:
     """Expand a tensor by a dimension of rows."""
-    size = (*parameter.shape[:at], rows, *parameter.shape[at:])
-    one = parameter.unsqueeze(at) if at else parameter  # expand adds leading dimensions
-    return one.expand(size).requires_grad_()
+    size = (*parameter.shape[:dim], rows, *parameter.shape[dim:])
+    unsqueezed = parameter.unsqueeze(dim) if dim else parameter  # expand adds leading dimensions
+    return unsqueezed.expand(size).requires_grad_()
 
 
 def _over_rows(
     loss: Callable[[Mapping[Key, Tensor], Mapping[str, Tensor]], Tensor],
-    own: Mapping[Key, Tensor],
+    expanded: Mapping[Key, Tensor],
     fields: Mapping[str, Tensor],
 ) -> Tensor:
-    """Compute ``vmap(loss, randomness="error")(own, fields)``: (B,).
+    """Compute ``vmap(loss, randomness="error")(expanded, fields)``: (B,).
 
     vmap's own tree traversal takes a quarter of a millisecond, as long as a layer of a small
     network.
     """
     lazy_load_decompositions()
     rows = len(next(iter(fields.values())))
-    if any(len(tensor) != rows for tensor in (*own.values(), *fields.values())):
+    if any(len(tensor) != rows for tensor in (*expanded.values(), *fields.values())):
         lengths = {name: len(tensor) for name, tensor in fields.items()}
         raise PrivacyError(
             f"fields have different numbers of rows, {lengths}: one row's would reach all others. "
@@ -168,11 +169,11 @@ def _over_rows(
         )
     level = _vmap_increment_nesting(rows, "error")
     try:
-        one = loss(
-            {key: _add_batch_dim(tensor, 0, level) for key, tensor in own.items()},
+        batched = loss(
+            {key: _add_batch_dim(tensor, 0, level) for key, tensor in expanded.items()},
             {name: _add_batch_dim(tensor, 0, level) for name, tensor in fields.items()},
         )
-        losses: Tensor = _remove_batch_dim(one, level, rows, 0)
+        losses: Tensor = _remove_batch_dim(batched, level, rows, 0)
     finally:
         _vmap_decrement_nesting()
     return losses
@@ -195,20 +196,20 @@ _IN_PAIRS = ("stride", "padding", "output_padding", "dilation")
 class _LayerRecorder(TorchFunctionMode):
     """Compute known calls of a loss with the shared weight, and record them."""
 
-    whole: Mapping[Key, Tensor]  # the shared weight of all rows, by its name
+    shared: Mapping[Key, Tensor]  # the shared weight of all rows, by its name
 
-    def __init__(self, moving: Set[Key], depth: int) -> None:
-        """Set up a recorder. ``moving``: parameters that need gradients. ``depth``: number of vmaps
-        around the loss, over rows, or over agents and rows."""
+    def __init__(self, trainable: Set[Key], depth: int) -> None:
+        """Set up a recorder. ``trainable``: parameters that need gradients. ``depth``: number of
+        vmaps around the loss, over rows, or over agents and rows."""
         super().__init__()
         self.calls: list[Call] = []
-        self._moving, self._depth = moving, depth
+        self._trainable, self._depth = trainable, depth
         self._key_of: dict[int, Key] = {}
         self._level: int | None = None
 
-    def trace(self, own: Mapping[Key, Tensor]) -> None:
-        """Start recording. ``own``: the rows' parameters, as passed to the loss."""
-        self._key_of = {id(tensor): key for key, tensor in own.items()}
+    def trace(self, expanded: Mapping[Key, Tensor]) -> None:
+        """Start recording. ``expanded``: the rows' parameters, as passed to the loss."""
+        self._key_of = {id(tensor): key for key, tensor in expanded.items()}
         self._level = maybe_current_level()
 
     def __torch_function__(
@@ -216,13 +217,13 @@ class _LayerRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.detach and id(args[0]) in self._key_of:  # use of a frozen copy
-            return self.whole[self._key_of[id(args[0])]].detach()
+            return self.shared[self._key_of[id(args[0])]].detach()
         if func in _ARGUMENTS:
-            given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
-            if self._knows(func, given):
-                return self._done(func, given)
+            arguments = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
+            if self._knows(func, arguments):
+                return self._done(func, arguments)
             if func is functional.linear:
-                return _aligned_linear(**given)
+                return _aligned_linear(**arguments)
         if func is fused_conv:
             return self._pooled(*args)
         if func is functional.cross_entropy and self._supports_factored(*args, **kwargs):
@@ -233,38 +234,38 @@ class _LayerRecorder(TorchFunctionMode):
     def _supports_factored(
         self, logits: Tensor, y: Tensor, *, weight: Tensor | None, size_average: bool | None,
         ignore_index: int, reduce: bool | None, reduction: str, label_smoothing: float,
-        **others: Any,
+        **unknown: Any,
     ) -> bool:  # fmt: skip
         """Return whether it is a cross-entropy that :func:`_of_classes` can compute."""
-        plain = weight is None and size_average is None and reduce is None and not label_smoothing
-        plain = plain and reduction in ("none", "mean", "sum") and y.dtype == torch.long
-        plain = plain and not others  # arguments of a later torch
-        known = self._depth == 1 and maybe_current_level() == self._level
+        basic = weight is None and size_average is None and reduce is None and not label_smoothing
+        basic = basic and reduction in ("none", "mean", "sum") and y.dtype == torch.long
+        basic = basic and not unknown  # arguments of a later torch
+        mapped = self._depth == 1 and maybe_current_level() == self._level
         shapes = logits.dim() == 2 and y.dim() == 1
-        return plain and known and shapes and all(len(_beneath(t, 1)[1]) == 1 for t in (logits, y))
+        return basic and mapped and shapes and all(len(_beneath(t, 1)[1]) == 1 for t in (logits, y))
 
     def _pooled(
-        self, x: Tensor, own: Sequence[kernel.Parameters], forms: tuple[kernel.Form, ...]
+        self, x: Tensor, layers: Sequence[kernel.Parameters], forms: tuple[kernel.Form, ...]
     ) -> Tensor:
         """Compute layers by the fused kernels; not with ``agents``."""
-        known = all(
-            self._knows(fused_conv, {"input": x, "weight": each.weight, "bias": each.bias})
-            and all(p is None or self._key_of.get(id(p)) in self._moving for p in each)
-            for each in own
+        supported = all(
+            self._knows(fused_conv, {"input": x, "weight": layer.weight, "bias": layer.bias})
+            and all(p is None or self._key_of.get(id(p)) in self._trainable for p in layer)
+            for layer in layers
         )
-        if self._depth > 1 or not known:
+        if self._depth > 1 or not supported:
             with self:  # single layers may be recognised
-                return plain(x, own, forms)
-        keys = [None if p is None else self._key_of[id(p)] for p in flat(own)]
-        whole = unflat([None if key is None else self.whole[key] for key in keys])
-        out, visit = of_rows(x, whole, forms)
-        ends = self._key_of[id(own[0].weight)], self._key_of[id(own[-1].weight)]
+                return plain(x, layers, forms)
+        keys = [None if p is None else self._key_of[id(p)] for p in flat(layers)]
+        parameters = unflat([None if key is None else self.shared[key] for key in keys])
+        out, visit = of_rows(x, parameters, forms)
+        ends = self._key_of[id(layers[0].weight)], self._key_of[id(layers[-1].weight)]
         self._write_down(x, out, partial(PooledCall, ends=ends, keys=keys, visit=visit))
         return out
 
-    def _knows(self, layer: Callable[..., Any], given: Mapping[str, Any]) -> bool:
+    def _knows(self, layer: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
         """Return whether gradients of this call follow from its input and its output's gradient."""
-        weight, bias, x = given.get("weight"), given.get("bias"), given["input"]
+        weight, bias, x = arguments.get("weight"), arguments.get("bias"), arguments["input"]
         if id(weight) not in self._key_of or not (bias is None or id(bias) in self._key_of):
             return False
         # In a vmap or grad inside the loss, the mapped dimension may not be rows.
@@ -272,40 +273,40 @@ class _LayerRecorder(TorchFunctionMode):
             return False
         if len(_beneath(x, self._depth)[1]) < self._depth:
             return False
-        used = {self._key_of[id(t)] for t in (weight, bias) if t is not None}
-        if not (torch.is_grad_enabled() and used <= self._moving):
+        keys = {self._key_of[id(t)] for t in (weight, bias) if t is not None}
+        if not (torch.is_grad_enabled() and keys <= self._trainable):
             return False
         if layer is functional.linear:
-            shape = self.whole[self._key_of[id(weight)]].shape
+            shape = self.shared[self._key_of[id(weight)]].shape
             return len(shape) == 2 and (bias is None or bias.shape == shape[:1])
         if layer is functional.group_norm:
             return bool(x.dim() >= 2)
-        dense = given.get("groups", 1) == 1 and in_pair(given.get("dilation", 1)) == (1, 1)
-        padded = not isinstance(given.get("padding", 0), str)
-        return dense and padded and x.dim() == 4 and len(x) > 0
+        dense = arguments.get("groups", 1) == 1 and in_pair(arguments.get("dilation", 1)) == (1, 1)
+        numeric_padding = not isinstance(arguments.get("padding", 0), str)
+        return dense and numeric_padding and x.dim() == 4 and len(x) > 0
 
-    def _done(self, layer: Callable[..., Any], given: dict[str, Any]) -> Tensor:
-        key = self._key_of[id(given["weight"])]
-        bias = None if given.get("bias") is None else self._key_of[id(given["bias"])]
-        x = given["input"]
-        one = {"weight": self.whole[key], "bias": None if bias is None else self.whole[bias]}
+    def _done(self, layer: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+        key = self._key_of[id(arguments["weight"])]
+        bias = None if arguments.get("bias") is None else self._key_of[id(arguments["bias"])]
+        x = arguments["input"]
+        weights = {"weight": self.shared[key], "bias": None if bias is None else self.shared[bias]}
         # vmap over weights refuses (2,) in place of (2, 2)
-        pairs = {name: in_pair(given[name]) for name in _IN_PAIRS if name in given}
-        call = _aligned_linear if layer is functional.linear else layer
-        out: Tensor = call(**{**given, **pairs, **one})
-        shape = self.whole[key].shape
-        called = partial(
-            LayerCall, ends=(key, key), layer=layer, given=given, shape=shape, bias=bias
+        pairs = {name: in_pair(arguments[name]) for name in _IN_PAIRS if name in arguments}
+        function = _aligned_linear if layer is functional.linear else layer
+        out: Tensor = function(**{**arguments, **pairs, **weights})
+        shape = self.shared[key].shape
+        make = partial(
+            LayerCall, ends=(key, key), layer=layer, given=arguments, shape=shape, bias=bias
         )
-        self._write_down(x, out, called)
+        self._write_down(x, out, make)
         return out
 
-    def _write_down(self, x: Tensor, out: Tensor, called: Callable[..., Call]) -> None:
-        inner, rows_at = _beneath(out, self._depth)
-        read, places = _beneath(x, self._depth)
-        read = read.movedim(places, tuple(range(self._depth))).detach()
-        versions = (read._version, inner._version)
-        self.calls.append(called(input=read, output=inner, rows_at=rows_at, versions=versions))
+    def _write_down(self, x: Tensor, out: Tensor, make: Callable[..., Call]) -> None:
+        output, rows_at = _beneath(out, self._depth)
+        inputs, dims = _beneath(x, self._depth)
+        inputs = inputs.movedim(dims, tuple(range(self._depth))).detach()
+        versions = (inputs._version, output._version)
+        self.calls.append(make(input=inputs, output=output, rows_at=rows_at, versions=versions))
 
 
 def _aligned_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -324,9 +325,9 @@ def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tens
     independent: each loss depends only on its own row's logits."""
     level = maybe_current_level()
     assert level is not None
-    (x, places), (classes, at) = _beneath(logits, 1), _beneath(y, 1)
+    (x, x_dims), (classes, class_dims) = _beneath(logits, 1), _beneath(y, 1)
     with temporarily_pop_interpreter_stack():
-        x, classes = x.movedim(places, (0,)), classes.movedim(at, (0,))  # (B, n, C), (B, n)
+        x, classes = x.movedim(x_dims, (0,)), classes.movedim(class_dims, (0,))  # (B, n, C), (B, n)
         losses = functional.cross_entropy(
             x.flatten(0, 1), classes.flatten(), ignore_index=ignored, reduction="none"
         ).view(classes.shape)
@@ -340,16 +341,16 @@ def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tens
 def _beneath(tensor: Tensor, depth: int) -> tuple[Tensor, tuple[int, ...]]:
     """Return the tensor beneath vmaps, and the mapped dimensions, the outermost's first. Fewer than
     ``depth`` if it is the same for all rows, or wrapped by the loss."""
-    places: list[int] = []
+    dims: list[int] = []
     for _ in range(depth):
-        place = maybe_get_bdim(tensor)
-        if place < 0:
+        dim = maybe_get_bdim(tensor)
+        if dim < 0:
             return tensor, ()
         tensor = get_unwrapped(tensor)
-        places.append(place)
+        dims.append(dim)
     if is_functorch_wrapped_tensor(tensor):
         return tensor, ()
     if depth == 1:
-        return tensor, (places[0],)
-    rows, agents = places  # rows: counted without the dimension of agents
+        return tensor, (dims[0],)
+    rows, agents = dims  # rows: counted without the dimension of agents
     return tensor, (agents, rows + (rows >= agents))

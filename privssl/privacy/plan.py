@@ -64,10 +64,10 @@ class PrivatePlan:
             sample_rate=self.sample_rate,
             steps=self.steps,
         )
-        plainly = [name for name in self.update if name not in self.protect]
-        if not plainly:
+        noiseless = [name for name in self.update if name not in self.protect]
+        if not noiseless:
             return protected
-        return ComposedEvent((protected, NonPrivateEvent(f"{', '.join(plainly)} without noise")))
+        return ComposedEvent((protected, NonPrivateEvent(f"{', '.join(noiseless)} without noise")))
 
     @property
     def scope(self) -> Literal["sound", "as_published"]:
@@ -105,8 +105,8 @@ class PrivatePlan:
         """
         if rows <= 256 or self.sample_rate == 1.0:
             return rows
-        spread = math.sqrt(rows * self.sample_rate * (1 - self.sample_rate))
-        return min(rows, math.ceil(rows * self.sample_rate + 4 * spread))
+        deviation = math.sqrt(rows * self.sample_rate * (1 - self.sample_rate))
+        return min(rows, math.ceil(rows * self.sample_rate + 4 * deviation))
 
     def keeps_places(self, rows: int) -> bool:
         """Return whether every row is computed in each step, at a position determined by its
@@ -129,9 +129,9 @@ class PrivatePlan:
             rows: of the agent.
             at_once: most rows of one pass.
         """
-        whole = 4 if self.keeps_places(rows) else 32
+        multiple = 4 if self.keeps_places(rows) else 32
         if self.record_counts == "private":
             rows = -(-max(self.declared, 1) // 8) * 8
-        most = max(self.physical_batch_size(rows), 1)
-        parts = -(-most // at_once)
-        return parts, -(-most // (whole * parts)) * whole
+        batch_size = max(self.physical_batch_size(rows), 1)
+        parts = -(-batch_size // at_once)
+        return parts, -(-batch_size // (multiple * parts)) * multiple

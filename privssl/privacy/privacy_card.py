@@ -117,22 +117,22 @@ def privacy_card(
     _check(accounts, scope, delta, releases)
     claims = scope == "sound" and not ledger_problems
     kind: Kind = "guaranteed" if claims else "nominal" if scope == "as_published" else "charged"
-    spent = [(p, events) for _, p, events, _ in accounts]
-    fixed = fixed_beforehand(spent, planned, shared=this_run is not None) and not ledger_problems
-    began = {name: p.budget.epsilon for name, p, _, _ in accounts} | dict(promised or {})
-    plan, total = accounts[0][1], sum((p.cost(events) for p, events in spent), ZERO_COST)
+    spending = [(p, events) for _, p, events, _ in accounts]
+    fixed = fixed_beforehand(spending, planned, shared=this_run is not None) and not ledger_problems
+    initial = {name: p.budget.epsilon for name, p, _, _ in accounts} | dict(promised or {})
+    plan, total = accounts[0][1], sum((p.cost(events) for p, events in spending), ZERO_COST)
     # A guarantee is pure if that of each agent is.
-    claimed = max(p.delta_of(p.cost(events)) for p, events in spent)
+    claimed_delta = max(p.delta_of(p.cost(events)) for p, events in spending)
     # A pure sum bounds every path; another sum only if no choice depended on results.
-    bounds = fixed or claimed == 0
-    of_sums: Kind = "charged" if kind == "guaranteed" and not bounds else kind
-    agents = [agent_entry(*a, of_sums, fixed=fixed, promised=began[a[0]]) for a in accounts]
+    bounds = fixed or claimed_delta == 0
+    sum_kind: Kind = "charged" if kind == "guaranteed" and not bounds else kind
+    agents = [agent_entry(*a, sum_kind, fixed=fixed, promised=initial[a[0]]) for a in accounts]
     overall = max(entry["epsilon"]["value"] for entry in agents)
-    bound = overall if bounds else max(overall, *began.values())
+    bound = overall if bounds else max(overall, *initial.values())
     census = plan.update == (CENSUS,)
     span: Span = "this run and the earlier runs of its account"
     guarantee: Claim = {
-        "epsilon": bound, "delta": claimed, "unit": plan.unit, "neighbours": plan.adjacency,
+        "epsilon": bound, "delta": claimed_delta, "unit": plan.unit, "neighbours": plan.adjacency,
         "covers": [name for name, status, _ in releases if status == "covered"],
         "rule": "largest agent", "span": "this run" if this_run is None else span,
     }  # fmt: skip
@@ -161,10 +161,10 @@ def privacy_card(
         "ledger_problems": list(ledger_problems),
         "weights": None if weights is None else dict(weights),
         "epsilon": {
-            "kind": of_sums,
+            "kind": sum_kind,
             "overall": overall,
-            "person_across_agents": max(overall, total.epsilon(claimed)),
-            "paper_sum": paper_sum(spent, agents, claimed),
+            "person_across_agents": max(overall, total.epsilon(claimed_delta)),
+            "paper_sum": paper_sum(spending, agents, claimed_delta),
         },
         "releases": [{"name": n, "status": status, "why": why} for n, status, why in releases],
         "not_sent": list(_NOT_SENT_IN_CENSUS if census else _NOT_SENT),
@@ -174,9 +174,9 @@ def privacy_card(
             *(() if encoder is None else (encoder_sentence(encoder),)),
             *(() if network is None else (network_sentence(network),)),
             *(() if algorithm in ALGORITHMS else (_OWN_ALGORITHM.format(algorithm),)),
-            *(_IDEAL_BITS if census and claimed == 0 else _ROUNDING),
+            *(_IDEAL_BITS if census and claimed_delta == 0 else _ROUNDING),
         ],
-        "attack_bounds": attack_bounds(bound, claimed) if claims else None,
+        "attack_bounds": attack_bounds(bound, claimed_delta) if claims else None,
         "versions": {
             "privssl": __version__,
             **{name: _version(name) for name in ("opacus", "torch", "scipy")},
@@ -189,16 +189,16 @@ def privacy_card(
 
 def _headline(agents: Sequence[AgentEntry], kind: Kind) -> Headline | None:
     """Return the tightest epsilon of the agent that spent most; None if an agent has no bound."""
-    found = []
+    tightest = []
     for entry in agents:
         numbers = entry["epsilon"]
         bounds = [(numbers["pld_upper"], "PLD"), (numbers["prv"], "PRV")]
-        known = [(value, by) for value, by in bounds if value is not None]
-        if not known:
+        available = [(value, method) for value, method in bounds if value is not None]
+        if not available:
             return None
-        found.append(min(*known, (numbers["value"], "RDP or exact")))
-    epsilon, by = max(found)
-    return {"kind": kind, "epsilon": epsilon, "by": by}
+        tightest.append(min(*available, (numbers["value"], "RDP or exact")))
+    epsilon, method = max(tightest)
+    return {"kind": kind, "epsilon": epsilon, "by": method}
 
 
 def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
@@ -235,8 +235,8 @@ def _check(
                 f"{agent}: the account is {plan.agent}'s, scope {plan.scope}, delta "
                 f"{plan.budget.delta:g}; the card is scope {scope}, delta {delta:g}"
             )
-    same = {(p.update, p.protect, p.adjacency, p.record_counts) for _, p, _, _ in accounts}
-    if len(same) > 1:
+    settings = {(p.update, p.protect, p.adjacency, p.record_counts) for _, p, _, _ in accounts}
+    if len(settings) > 1:
         raise PrivacyError("agents differ in what they train, protect or publish: one card each")
     statuses = {name: status for name, status, _ in releases}
     updated = set(accounts[0][1].update)

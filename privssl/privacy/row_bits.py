@@ -59,8 +59,8 @@ def refuse_batch_dependent_rounding(
     if key in _passed:
         return
     rows = len(next(iter(fields.values())))
-    same, start = torch.arange(rows), time.monotonic()
-    chance = torch.Generator().manual_seed(0)
+    idx, start = torch.arange(rows), time.monotonic()
+    generator = torch.Generator().manual_seed(0)
     for number in range(len(SCALES) + TRIES * by_place):
         if number >= len(SCALES) and time.monotonic() - start > SECONDS:
             break
@@ -68,26 +68,26 @@ def refuse_batch_dependent_rounding(
         spread = 0.0 if number < len(SCALES) else 0.5
         scaled: Parameters = {
             net: {
-                n: (p.detach() * scale * _about_one(p, spread, chance)).requires_grad_()
+                n: (p.detach() * scale * _about_one(p, spread, generator)).requires_grad_()
                 for n, p in network.named_parameters()
             }
             for net, network in networks.items()
         }
 
-        def bits(given: Mapping[str, Tensor], scaled: Parameters = scaled) -> list[Tensor]:
-            return gradient_bits(scaled, row_loss, given)
+        def bits(inputs: Mapping[str, Tensor], scaled: Parameters = scaled) -> list[Tensor]:
+            return gradient_bits(scaled, row_loss, inputs)
 
         before = bits(fields)
-        shifts = (1 + (4 * number + further) % SHIFTS for further in range(4))
-        orders = [same.flip(0), *(same.roll(shift) for shift in shifts)] if by_place else []
-        alike = [
-            _equal(bits({n: f[order.to(f.device)] for n, f in fields.items()}), before, same, order)
+        shifts = (1 + (4 * number + step) % SHIFTS for step in range(4))
+        orders = [idx.flip(0), *(idx.roll(shift) for shift in shifts)] if by_place else []
+        equal = [
+            _equal(bits({n: f[order.to(f.device)] for n, f in fields.items()}), before, idx, order)
             for order in orders
         ]
-        for kept in (same[::2], same[1::2]):
-            others = {name: _with_others(field, kept) for name, field in fields.items()}
-            alike.append(_equal(bits(others), before, kept, kept))
-        if not all(alike):
+        for subset in (idx[::2], idx[1::2]):
+            mixed = {name: _with_others(field, subset) for name, field in fields.items()}
+            equal.append(_equal(bits(mixed), before, subset, subset))
+        if not all(equal):
             raise PrivacyError(
                 f"the rounding of a row's gradient depends on the other {rows - 1} rows or on its "
                 f"place (weights times {scale:g}, on this device), so no guarantee holds. Use "
@@ -119,58 +119,58 @@ def stack_keeps_bits(
         fields: of synthetic rows (A, B, ...).
     """
     agents, rows = next(iter(fields.values())).shape[:2]
-    same, start = torch.arange(rows), time.monotonic()
-    chance = torch.Generator().manual_seed(0)
+    idx, start = torch.arange(rows), time.monotonic()
+    generator = torch.Generator().manual_seed(0)
     for number in range(len(SCALES) + STACK_TRIES):
         if number >= len(SCALES) and time.monotonic() - start > SECONDS:
             break
         scale = SCALES[number] if number < len(SCALES) else 1.0
-        spread, who = 0.5 * (number >= len(SCALES)), (number % 2) * (agents - 1)
+        spread, agent = 0.5 * (number >= len(SCALES)), (number % 2) * (agents - 1)
         scaled: Parameters = {
             net: {
-                n: (p.detach() * scale * _about_one(p, spread, chance)).requires_grad_()
-                for n, p in named.items()
+                n: (p.detach() * scale * _about_one(p, spread, generator)).requires_grad_()
+                for n, p in params.items()
             }
-            for net, named in parameters.items()
+            for net, params in parameters.items()
         }
 
-        def bits(own: Mapping[str, Tensor], who: int = who, scaled: Parameters = scaled) -> Any:
-            given = {name: field.clone() for name, field in fields.items()}
-            for name, value in own.items():
-                given[name][who] = value
+        def bits(new: Mapping[str, Tensor], agent: int = agent, scaled: Parameters = scaled) -> Any:
+            inputs = {name: field.clone() for name, field in fields.items()}
+            for name, value in new.items():
+                inputs[name][agent] = value
             with single_threaded():
-                found = factored_gradients(row_loss, scaled, given, agents=True)
-                return [part.reshape(agents, rows, -1) for part in _bits(found, agents, rows)]
+                gradients = factored_gradients(row_loss, scaled, inputs, agents=True)
+                return [part.reshape(agents, rows, -1) for part in _bits(gradients, agents, rows)]
 
-        before, others = bits({}), torch.arange(agents) != who
+        before, others = bits({}), torch.arange(agents) != agent
         changes = [
-            ({n: f[who, order] for n, f in fields.items()}, same, order)
-            for order in (same.flip(0), same.roll(1 + number))
+            ({n: f[agent, order] for n, f in fields.items()}, idx, order)
+            for order in (idx.flip(0), idx.roll(1 + number))
         ] + [
-            ({n: _with_others(f[who], kept) for n, f in fields.items()}, kept, kept)
-            for kept in (same[::2], same[1::2])
+            ({n: _with_others(f[agent], subset) for n, f in fields.items()}, subset, subset)
+            for subset in (idx[::2], idx[1::2])
         ]
-        for own, here, there in changes:
-            after = bits(own)
-            alike = _equal([a[who] for a in after], [b[who] for b in before], here, there)
-            if not (alike and _equal(after, before, others, others)):
+        for new, dst, src in changes:
+            after = bits(new)
+            equal = _equal([a[agent] for a in after], [b[agent] for b in before], dst, src)
+            if not (equal and _equal(after, before, others, others)):
                 return False
     return True
 
 
-def _about_one(like: Tensor, spread: float, chance: torch.Generator) -> Tensor:
+def _about_one(tensor: Tensor, spread: float, generator: torch.Generator) -> Tensor:
     """Return random factors in the shape of a parameter."""
-    drawn = torch.randn(like.shape, generator=chance, dtype=like.dtype) if spread else 0.0
-    return (torch.ones(like.shape, dtype=like.dtype) + spread * drawn).to(like.device)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) if spread else 0.0
+    return (torch.ones(tensor.shape, dtype=tensor.dtype) + spread * noise).to(tensor.device)
 
 
-def _with_others(field: Tensor, kept: Tensor) -> Tensor:
+def _with_others(field: Tensor, subset: Tensor) -> Tensor:
     """Keep the given rows at their positions, and put other rows at the other positions."""
     changed = field.flip(0)
     if field.is_floating_point():
         changed = changed.mul(0.5).add(0.1)
-    kept = kept.to(field.device)
-    changed[kept] = field[kept]
+    subset = subset.to(field.device)
+    changed[subset] = field[subset]
     return changed
 
 
@@ -180,22 +180,22 @@ def _bits(gradients: Mapping[tuple[str, str], PerExampleGradients], *rows: int) 
 
     ``rows``: their number, or those of agents and of rows per agent.
     """
-    every = list(gradients.values())
-    if not every:
+    items = list(gradients.values())
+    if not items:
         return []
-    factors, _ = factors_and_inputs(every, torch.ones(*rows, dtype=torch.bool), clip_norm=1.0)
-    parts = [factors]
-    for one in every:
-        assert isinstance(one, DenseGradients | OuterProductGradients)
-        parts += [one.each] if isinstance(one, DenseGradients) else [one.left, one.right]
-    return [part.nan_to_num() for part in parts]
+    factors, _ = factors_and_inputs(items, torch.ones(*rows, dtype=torch.bool), clip_norm=1.0)
+    tensors = [factors]
+    for g in items:
+        assert isinstance(g, DenseGradients | OuterProductGradients)
+        tensors += [g.each] if isinstance(g, DenseGradients) else [g.left, g.right]
+    return [tensor.nan_to_num() for tensor in tensors]
 
 
-def _equal(one: list[Tensor], other: list[Tensor], here: Tensor, there: Tensor) -> bool:
-    """Return whether the rows at ``here`` of ``one`` equal those at ``there`` of ``other``."""
+def _equal(left: list[Tensor], right: list[Tensor], left_rows: Tensor, right_rows: Tensor) -> bool:
+    """Return whether ``left_rows`` of ``left`` equal ``right_rows`` of ``right``."""
     return all(
-        torch.equal(a[here.to(a.device)], b[there.to(b.device)])
-        for a, b in zip(one, other, strict=True)
+        torch.equal(a[left_rows.to(a.device)], b[right_rows.to(b.device)])
+        for a, b in zip(left, right, strict=True)
     )
 
 
@@ -203,8 +203,8 @@ def _kind(
     networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor]
 ) -> Hashable:
     """Return a key of the operations that run, and their sizes."""
-    forms = tuple((name, x.shape, x.dtype, str(x.device)) for name, x in fields.items())
-    made = tuple(
+    shapes = tuple((name, x.shape, x.dtype, str(x.device)) for name, x in fields.items())
+    layouts = tuple(
         (
             net,
             identity(network),
@@ -212,7 +212,7 @@ def _kind(
         )
         for net, network in networks.items()
     )
-    return forms, made, _of_loss(row_loss), dispatch.instruction_set()
+    return shapes, layouts, _of_loss(row_loss), dispatch.instruction_set()
 
 
 def identity(network: nn.Module) -> Hashable:
@@ -232,6 +232,6 @@ def is_ours(networks: Mapping[str, nn.Module], row_loss: RowLoss, draw: Callable
 def _of_loss(row_loss: RowLoss) -> Hashable:
     if isinstance(row_loss, ExampleLoss):
         return row_loss.function, row_loss.settings
-    held = [cell.cell_contents for cell in getattr(row_loss, "__closure__", None) or ()]
-    plain = tuple(repr(one) for one in held if isinstance(one, bool | int | float | str | tuple))
-    return getattr(row_loss, "__code__", type(row_loss)), plain
+    captured = [cell.cell_contents for cell in getattr(row_loss, "__closure__", None) or ()]
+    simple = tuple(repr(v) for v in captured if isinstance(v, bool | int | float | str | tuple))
+    return getattr(row_loss, "__code__", type(row_loss)), simple

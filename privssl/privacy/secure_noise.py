@@ -32,10 +32,10 @@ def secure_normal(count: int) -> np.ndarray:
     half = (count + 1) // 2
     radii, angles = random_uint64(half), random_uint64(half)
     normal = box_muller(radii, angles)
-    far = np.flatnonzero(radii < FAR)
-    if len(far):
-        normal[far], normal[far + half] = box_muller_tail(
-            radii[far], random_uint64(len(far)), angles[far]
+    tail = np.flatnonzero(radii < FAR)
+    if len(tail):
+        normal[tail], normal[tail + half] = box_muller_tail(
+            radii[tail], random_uint64(len(tail)), angles[tail]
         )
     return normal[:count]
 
@@ -51,8 +51,8 @@ def box_muller_tail(
     Args:
         radii, more, angles: random uint64 (N,); radii below ``FAR``.
     """
-    tail = (_as_floats(radii) + (_as_floats(more) + 1.0) * 2.0**-64) * 2.0**-64
-    radius, angle = np.sqrt(-2.0 * np.log(tail)), _as_uniform(angles) * (2.0 * math.pi)
+    uniform = (_as_floats(radii) + (_as_floats(more) + 1.0) * 2.0**-64) * 2.0**-64
+    radius, angle = np.sqrt(-2.0 * np.log(uniform)), _as_uniform(angles) * (2.0 * math.pi)
     return np.cos(angle) * radius, np.sin(angle) * radius
 
 
@@ -70,8 +70,8 @@ def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
     """
     if dispatch.instruction_set() is not None:
         return gaussian_noise.normal(radii, angles)
-    tail = torch.from_numpy(_as_floats(radii)).add_(1.0).mul_(2.0**-64)  # in (0, 1]
-    radius = tail.log_().mul_(-2.0).sqrt_()
+    uniform = torch.from_numpy(_as_floats(radii)).add_(1.0).mul_(2.0**-64)  # in (0, 1]
+    radius = uniform.log_().mul_(-2.0).sqrt_()
     angle = torch.from_numpy(_as_uniform(angles)).mul_(2.0 * math.pi)  # torch is faster than numpy
     normal: np.ndarray = torch.cat([angle.cos().mul_(radius), angle.sin().mul_(radius)]).numpy()
     return normal

@@ -106,14 +106,14 @@ class SiteDirectory:
 
     def wait_for_sites(self) -> None:
         """Wait until all sites have joined. Raises SiteError."""
-        end = time.monotonic() + self._timeouts.join_seconds
+        deadline = time.monotonic() + self._timeouts.join_seconds
         while True:
             self.poll(min(self._timeouts.join_seconds, self._timeouts.visit_seconds))
             missing = [name for name in self._expected if name not in self.address]
             if not missing:
                 log.info("All %d sites have joined", len(self._expected))
                 return
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 refused = "".join(f". {text}" for text in sorted(self._refused.values()))
                 raise SiteError(
                     f"{len(missing)} of {len(self._expected)} sites are not there after "
@@ -124,10 +124,10 @@ class SiteDirectory:
 
     def poll(self, seconds: float) -> None:
         """Identify all new addresses. Raises SiteError."""
-        now = self._transport.addresses()
-        self.address = {name: a for name, a in self.address.items() if a in now}
+        reachable = self._transport.addresses()
+        self.address = {name: a for name, a in self.address.items() if a in reachable}
         known = {*self.address.values(), *self._rejected}
-        new = [address for address in now if address not in known and self._has_key(address)]
+        new = [address for address in reachable if address not in known and self._has_key(address)]
         if not new:
             return
         limit = min(seconds, self._timeouts.hello_seconds)
@@ -146,52 +146,52 @@ class SiteDirectory:
 
     def _identify(self, address: str, data: bytes) -> None:
         try:
-            found = protocol.from_bytes(data, Identity, StepResponse)
+            reply = protocol.from_bytes(data, Identity, StepResponse)
         except WireError as error:
             self._report_error(address, error.error_code, f" ({error})")
             return
-        if isinstance(found, StepResponse):
-            self._report_error(address, found.error)
-        elif self._key_owner is not None and (key := self._key_owner(address)) != found.agent:
+        if isinstance(reply, StepResponse):
+            self._report_error(address, reply.error)
+        elif self._key_owner is not None and (key := self._key_owner(address)) != reply.agent:
             self._refuse(
                 address,
-                f"A site with the key of {key} says that it is {found.agent}, and gets no "
+                f"A site with the key of {key} says that it is {reply.agent}, and gets no "
                 f"requests: its operator must name {key} in SITE.yaml, or use its own key",
             )
-        elif found.agent not in self._expected:
-            log.warning("A site has the name %s, which this run does not have", found.agent)
+        elif reply.agent not in self._expected:
+            log.warning("A site has the name %s, which this run does not have", reply.agent)
             self._rejected.add(address)
-        elif self._responds(found.agent):
-            raise SiteError(f"Two sites call themselves {found.agent}. Stop the wrong one")
-        elif found.agreement != self._compatibility_hash:
+        elif self._responds(reply.agent):
+            raise SiteError(f"Two sites call themselves {reply.agent}. Stop the wrong one")
+        elif reply.agreement != self._compatibility_hash:
             raise SiteError(
-                f"{found.agent}: {describe_error('config')}. {self._own}; its operator sees the "
-                f"same of its site (hash {found.agreement[:12]}): python -m privssl.site SITE.yaml"
+                f"{reply.agent}: {describe_error('config')}. {self._own}; its operator sees the "
+                f"same of its site (hash {reply.agreement[:12]}): python -m privssl.site SITE.yaml"
             )
-        elif found.role != self._expected[found.agent].role:
+        elif reply.role != self._expected[reply.agent].role:
             raise SiteError(
-                f"{found.agent} is a {found.role} agent there and "
-                f"{self._expected[found.agent].role} here. Compare the two configs"
+                f"{reply.agent} is a {reply.role} agent there and "
+                f"{self._expected[reply.agent].role} here. Compare the two configs"
             )
-        elif found.agent in self._ledgers and not found.shows_ledger:
+        elif reply.agent in self._ledgers and not reply.shows_ledger:
             raise SiteError(
-                f"{found.agent} does not share its ledger, which the privacy card needs. Its "
+                f"{reply.agent} does not share its ledger, which the privacy card needs. Its "
                 "operator must set site.share_ledger: true"
             )
         else:
             self._refused.pop(address, None)
-            self.address[found.agent] = address
-            self._warn_of_other_code(found)
+            self.address[reply.agent] = address
+            self._warn_of_other_code(reply)
 
-    def _warn_of_other_code(self, found: Identity) -> None:
+    def _warn_of_other_code(self, identity: Identity) -> None:
         """Warn once for each agent whose site runs other sources of the same version."""
-        here = python_fingerprint()
-        if found.code != here and (found.agent, found.code) not in self._other_code:
-            self._other_code.add((found.agent, found.code))
+        own_code = python_fingerprint()
+        if identity.code != own_code and (identity.agent, identity.code) not in self._other_code:
+            self._other_code.add((identity.agent, identity.code))
             log.warning(
                 "%s runs other code of privssl %s (sources %s, here %s), so results may differ. "
                 "Install the same checkout on both sides",
-                found.agent, __version__, found.code, here,
+                identity.agent, __version__, identity.code, own_code,
             )  # fmt: skip
 
     def _responds(self, name: str) -> bool:
@@ -199,14 +199,14 @@ class SiteDirectory:
 
         Flower lists a dead SuperNode for a minute beside its replacement.
         """
-        before = self.address.get(name)
-        if before is None:
+        former = self.address.get(name)
+        if former is None:
             return False
-        request = {before: protocol.to_bytes(IdentifyRequest())}
+        request = {former: protocol.to_bytes(IdentifyRequest())}
         if self._transport.exchange(request, self._timeouts.hello_seconds):
             return True
         log.warning("%s has moved to another address; its previous one does not respond", name)
-        self._rejected.add(before)
+        self._rejected.add(former)
         return False
 
     def _refuse(self, address: str, text: str) -> None:
@@ -215,13 +215,13 @@ class SiteDirectory:
             log.warning("%s", text)
             self._refused[address] = text
 
-    def _report_error(self, address: str, code: str, why: str = "") -> None:
-        whose = "" if self._key_owner is None else f" (with the key of {self._key_owner(address)})"
+    def _report_error(self, address: str, code: str, detail: str = "") -> None:
+        owner = "" if self._key_owner is None else f" (with the key of {self._key_owner(address)})"
         if code in STOP:
             raise SiteError(
-                f"A site that wants to take part{whose} cannot: {describe_error(code)}{why}"
+                f"A site that wants to take part{owner} cannot: {describe_error(code)}{detail}"
             )
-        log.warning("A site%s cannot take part yet: %s", whose, describe_error(code))
+        log.warning("A site%s cannot take part yet: %s", owner, describe_error(code))
 
 
 def describe_error(code: str) -> str:

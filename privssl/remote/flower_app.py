@@ -31,8 +31,8 @@ server = ServerApp()
 @client.query("relay")
 def relay_to_site(message: Message, context: Context) -> Message:
     """Pass a message to the site and return its answer; empty if the site does not answer."""
-    about = message.metadata
-    seconds = max(1.0, about.created_at + about.ttl - time.time())
+    metadata = message.metadata
+    seconds = max(1.0, metadata.created_at + metadata.ttl - time.time())
     try:
         with socket.socket(socket.AF_UNIX) as door:
             door.settimeout(seconds)
@@ -74,16 +74,16 @@ def relay_server(grid: Grid, context: Context) -> None:
 
 def _exchange(grid: Grid, frames: dict[str, bytes], seconds: float) -> dict[str, bytes]:
     """Return the answers that arrive in time, by address."""
-    end = time.monotonic() + seconds
-    sent = [
+    deadline = time.monotonic() + seconds
+    messages = [
         Message(_wrap(frame), dst_node_id=int(address), message_type="query.relay", ttl=seconds)
         for address, frame in frames.items()
     ]
     # Ids in the order of the messages; None: the node is not connected.
-    pending: dict[Any, str] = dict(zip(grid.push_messages(sent), frames, strict=True))
+    pending: dict[Any, str] = dict(zip(grid.push_messages(messages), frames, strict=True))
     pending.pop(None, None)
     answers = {}
-    while pending and time.monotonic() < end:
+    while pending and time.monotonic() < deadline:
         for reply in grid.pull_messages(list(pending)):
             address = pending.pop(reply.metadata.reply_to_message_id, None)
             if address is not None and not reply.has_error() and (data := _unwrap(reply)):

@@ -75,11 +75,11 @@ log = logging.getLogger("privssl")
 
 def program(name: str) -> str:
     """Return the path of one of Flower's programs. Raises SiteError if Flower is not installed."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    candidate = Path(sys.executable).parent / name
+    path = str(candidate) if candidate.exists() else shutil.which(name)
+    if path is None:
         raise SiteError(f"{name} is not installed. Install Flower: pip install 'privssl[flower]'")
-    return found
+    return path
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -173,9 +173,9 @@ class FlowerTransport:
         return self._with_relay(ask, {}) if frames else {}
 
     def close(self) -> None:
-        for end in (self._relay, self._listener):
-            if end is not None:
-                end.close()
+        for connection in (self._relay, self._listener):
+            if connection is not None:
+                connection.close()
         self._relay = self._listener = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -241,11 +241,11 @@ class FlowerTransport:
         A SuperLink on 0.0.0.0 starts processes that connect to 127.0.0.1. They retry for ever if
         its certificate does not name that address.
         """
-        own = f"127.0.0.1:{self._superlink.rpartition(':')[2]}"
-        if self._certificate and (problem := tls.probe(own, self._certificate)):
+        address = f"127.0.0.1:{self._superlink.rpartition(':')[2]}"
+        if self._certificate and (problem := tls.probe(address, self._certificate)):
             return (
-                f"The SuperLink must run on this machine. Its own processes connect to {own}, but "
-                f"{problem}. Its certificate needs 127.0.0.1 as a further name"
+                f"The SuperLink must run on this machine. Its own processes connect to {address}, "
+                f"but {problem}. Its certificate needs 127.0.0.1 as a further name"
             )
         return "The SuperLink must run on this machine; look at its log"
 
@@ -265,7 +265,7 @@ class FlowerTransport:
         """Run Flower's command and return its output. ``tolerated``: ignore a failure whose output
         contains this text. Raises SiteError if it fails or takes too long."""
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 [program("flwr"), *arguments], env=environment(self._folder / "flwr"),
                 capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=START_SECONDS,
                 check=False,
@@ -275,8 +275,8 @@ class FlowerTransport:
                 f"flwr {arguments[0]} did not end within {START_SECONDS:g} s. Look at the "
                 "SuperLink's log"
             ) from None
-        output = f"{done.stdout}\n{done.stderr}".strip()
-        if done.returncode and not (tolerated and tolerated in output):
-            last = " ".join(output.replace("│", " ").split())[-300:]
-            raise SiteError(f"flwr {arguments[0]} failed: {last}. Look at the SuperLink's log")
+        output = f"{result.stdout}\n{result.stderr}".strip()
+        if result.returncode and not (tolerated and tolerated in output):
+            tail = " ".join(output.replace("│", " ").split())[-300:]
+            raise SiteError(f"flwr {arguments[0]} failed: {tail}. Look at the SuperLink's log")
         return output

@@ -169,10 +169,10 @@ def to_bytes(frame: Frame) -> bytes:
     if isinstance(frame, StepResponse):
         fields["weight"] = real(frame.weight)
         fields["notes"] = {name: real(value) for name, value in frame.notes.items()}
-    about = {"letter": _NAMES[type(frame)], "privssl": __version__, "fields": fields}
-    header = encode(about)
-    start = _MAGIC + bytes([FORMAT]) + len(header).to_bytes(4, "little")
-    return b"".join((start, header, body))
+    header = {"letter": _NAMES[type(frame)], "privssl": __version__, "fields": fields}
+    encoded = encode(header)
+    start = _MAGIC + bytes([FORMAT]) + len(encoded).to_bytes(4, "little")
+    return b"".join((start, encoded, body))
 
 
 def from_bytes(data: bytes, *expected: type[Frame]) -> Any:
@@ -180,20 +180,20 @@ def from_bytes(data: bytes, *expected: type[Frame]) -> Any:
 
     Raises WireError if it is not one, or from another version of privssl.
     """
-    about, body = _read_header(data)
-    if about.get("privssl") != __version__:
-        other = about.get("privssl")
-        raise WireError("version", f"a message of privssl {other!r:.20}, this is {__version__}")
+    header, body = _read_header(data)
+    if header.get("privssl") != __version__:
+        version = header.get("privssl")
+        raise WireError("version", f"a message of privssl {version!r:.20}, this is {__version__}")
     try:
-        only_keys(about, {"letter", "privssl", "fields"}, "message")
-        kind = _KINDS[about["letter"]]
+        only_keys(header, {"letter", "privssl", "fields"}, "message")
+        kind = _KINDS[header["letter"]]
         if kind not in expected:
             raise WireError("refused", f"an unexpected {kind.__name__}")
-        return kind(**_values(kind, about["fields"], body))
+        return kind(**_values(kind, header["fields"], body))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise WireError("refused", f"a message with an invalid {where}") from None
+        first_error = error.errors(include_url=False, include_input=False)[0]
+        location = ".".join(map(str, first_error["loc"]))
+        raise WireError("refused", f"a message with an invalid {location}") from None
     except (PlanError, LookupError, TypeError, AttributeError) as error:
         raise WireError("refused", f"not a message: {error}") from None
 

@@ -39,35 +39,35 @@ def check_steps(kind: type) -> None:
     for name, step in inspect.getmembers(kind, inspect.isfunction):
         if getattr(step, "runs_on_agent", False) is not True:
             continue
-        said = f"{kind.__module__}:{kind.__qualname__}, step {name}:"
+        where = f"{kind.__module__}:{kind.__qualname__}, step {name}:"
         parameters = list(signature(step).parameters)
         if len(parameters) != 4:
             raise ConfigError(
-                f"{said} takes ({', '.join(parameters)}). A step takes (self, agent, message, ctx)"
+                f"{where} takes ({', '.join(parameters)}). A step takes (self, agent, message, ctx)"
             )
         try:
-            takes, gives = _messages_of(step)
+            inputs, outputs = _messages_of(step)
         except NameError as error:
             raise ConfigError(
-                f"{said} its annotations cannot be read ({error}). Import what they name where the "
-                "module is run, not under TYPE_CHECKING alone"
+                f"{where} its annotations cannot be read ({error}). Import what they name where "
+                "the module is run, not under TYPE_CHECKING alone"
             ) from None
-        what = f"{parameters[2]}: MESSAGE"
-        for found, where in ((takes, what), (gives, "-> MESSAGE | Declined")):
-            if not any(kind is not Message for kind in found):
+        input_hint = f"{parameters[2]}: MESSAGE"
+        for messages, annotation in ((inputs, input_hint), (outputs, "-> MESSAGE | Declined")):
+            if not any(kind is not Message for kind in messages):
                 raise ConfigError(
-                    f"{said} has no annotation `{where}`, by which worker processes and sites read "
-                    "a message. Name its class of privssl.core.messages.Message"
+                    f"{where} has no annotation `{annotation}`, by which worker processes and "
+                    "sites read a message. Name its class of privssl.core.messages.Message"
                 )
-            for one in found:
-                if wrong := _unreadable(one):
-                    raise ConfigError(f"{said} its message {one.__qualname__} {wrong}")
+            for message in messages:
+                if problem := _unreadable(message):
+                    raise ConfigError(f"{where} its message {message.__qualname__} {problem}")
 
 
 def _unreadable(kind: type[Message]) -> str | None:
     """Return why a message class cannot be read from its fields; None if it can."""
-    own = vars(kind)
-    if "__dataclass_params__" not in own and {"__init__", "__annotations__"} & own.keys():
+    attrs = vars(kind)
+    if "__dataclass_params__" not in attrs and {"__init__", "__annotations__"} & attrs.keys():
         return "is no dataclass of its own. Write @dataclass(frozen=True) above it"
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -91,17 +91,18 @@ def check_declared(step: Callable[..., Any], message: Message, reply: Message) -
     Worker processes and sites could not read them. A step without annotations is not checked.
     """
     try:
-        takes, gives = _messages_of(step)
+        inputs, outputs = _messages_of(step)
     except NameError:
         return
-    for what, found, known, also in (
-        ("takes", message, takes, ()), ("returns", reply, gives, (Declined,)),
+    for verb, actual, declared, extra in (
+        ("takes", message, inputs, ()), ("returns", reply, outputs, (Declined,)),
     ):  # fmt: skip
-        names = list(dict.fromkeys(kind.__name__ for kind in (*known, *also)))
-        if known and Message not in known and type(found).__name__ not in names:
+        names = list(dict.fromkeys(kind.__name__ for kind in (*declared, *extra)))
+        if declared and Message not in declared and type(actual).__name__ not in names:
             raise MessageError(
-                f"{step.__name__} {what} {' or '.join(names)} by its annotations, and here a "
-                f"{type(found).__name__}. Name that class there, as worker processes and sites need"
+                f"{step.__name__} {verb} {' or '.join(names)} by its annotations, and here a "
+                f"{type(actual).__name__}. Name that class there, as worker processes and sites "
+                "need"
             )
 
 
@@ -116,9 +117,9 @@ def output_type(step: Callable[..., Any], name: str) -> type[Message]:
 
 
 def _find_class(
-    step: Callable[..., Any], name: str, known: Sequence[type[Message]]
+    step: Callable[..., Any], name: str, candidates: Sequence[type[Message]]
 ) -> type[Message]:
-    for kind in known:
+    for kind in candidates:
         if kind.__name__ == name:
             return kind
     raise StepError(f"{step.__name__} neither takes nor returns a message {name}")

@@ -45,14 +45,14 @@ def check_root(path: Path, now: float | None = None) -> str:
     roots = context.get_ca_certs()
     if not roots:
         raise ConfigError(f"{path}: a server's certificate, not its authority's. {advice}")
-    begins = min(ssl.cert_time_to_seconds(str(root["notBefore"])) for root in roots)
-    ends = max(ssl.cert_time_to_seconds(str(root["notAfter"])) for root in roots)
-    day = time.strftime("%Y-%m-%d", time.gmtime(begins if now < begins else ends))
-    if now < begins:
+    valid_from = min(ssl.cert_time_to_seconds(str(root["notBefore"])) for root in roots)
+    valid_until = max(ssl.cert_time_to_seconds(str(root["notAfter"])) for root in roots)
+    day = time.strftime("%Y-%m-%d", time.gmtime(valid_from if now < valid_from else valid_until))
+    if now < valid_from:
         raise ConfigError(f"{path}: not valid before {day}. Check the clock of this machine")
-    if now > ends:
+    if now > valid_until:
         raise ConfigError(f"{path}: expired on {day}. Get a new one from the SuperLink's operator")
-    if now > ends - WARNING_DAYS * DAY:
+    if now > valid_until - WARNING_DAYS * DAY:
         return f"{path}: expires on {day}. Ask the SuperLink's operator for a new one"
     return ""
 

@@ -54,20 +54,20 @@ def of_generator(
     if kind_of(tuple(x.shape[1:])) is not IMAGE:
         return {}
     # Column c starts from a row of the nearest class before c, so that lambda 1 and 0 differ.
-    first = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]
+    first_rows = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]
     names = torch.eye(classes)
     z = torch.rand(
         classes, generator.noise_size, generator=randomness.stream(0, 0, "world", "pictures")
     )
     lam = torch.tensor(LAMBDAS).expand(classes, -1)
-    mixes = generator(x[first], names[y[first]], names, z, lam)
-    several, p = x[: 2 * classes], names[y[: 2 * classes]]
+    mixes = generator(x[first_rows], names[y[first_rows]], names, z, lam)
+    originals, p = x[: 2 * classes], names[y[: 2 * classes]]
     # At lambda 1 the target and z have no effect.
-    nothing = torch.zeros(len(several), generator.noise_size)
-    rebuilt = generator(several, p, p, nothing, torch.ones(len(several), 1))[:, 0]
+    no_noise = torch.zeros(len(originals), generator.noise_size)
+    reconstructed = generator(originals, p, p, no_noise, torch.ones(len(originals), 1))[:, 0]
     return {
-        "images/mixes": mix_grid(x[first], mixes.transpose(0, 1), LAMBDAS),
-        "images/reconstruction": reconstruction_grid(several, rebuilt),
+        "images/mixes": mix_grid(x[first_rows], mixes.transpose(0, 1), LAMBDAS),
+        "images/reconstruction": reconstruction_grid(originals, reconstructed),
         "images/samples": samples_sheet(generator, classes, x.shape[1:]),
     }
 
@@ -84,11 +84,11 @@ def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
 
     Blank if a class has fewer. ``labels``: (N,).
     """
-    of_class = [rows[labels == c][:SAMPLES] for c in range(classes)]
-    lines = max(len(some) for some in of_class)
+    groups = [rows[labels == c][:SAMPLES] for c in range(classes)]
+    lines = max(len(group) for group in groups)
     blank = rows.new_full((classes, lines, *rows.shape[1:]), 1.0)
-    for column, some in zip(blank, of_class, strict=True):
-        column[: len(some)] = some
+    for column, group in zip(blank, groups, strict=True):
+        column[: len(group)] = group
     return _tiles(blank.transpose(0, 1), [""] * lines, [str(c) for c in range(classes)])
 
 
@@ -168,25 +168,25 @@ def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
     shares = counts[:, :classes] / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     colours = np.array(PAPER) + shares[..., None] * (np.array(FULL) - np.array(PAPER))
     grid = colours.round().astype(np.uint8).repeat(cell, axis=0).repeat(cell, axis=1)
-    every = math.ceil(20 / cell)  # a name needs 20 pixels
-    labels = {c: _label(names[c]) for c in range(0, classes, every)}
+    step = math.ceil(20 / cell)  # a name needs 20 pixels
+    labels = {c: _label(names[c]) for c in range(0, classes, step)}
     margin = max(label.width for label in labels.values()) + 22
     sheet = Image.new("RGB", (margin + len(grid), margin + len(grid)), PAPER)
     sheet.paste(Image.fromarray(grid), (margin, margin))
     for c, label in labels.items():
-        centre, turned = margin + c * cell + cell // 2, label.rotate(90, expand=True)
+        centre, rotated = margin + c * cell + cell // 2, label.rotate(90, expand=True)
         sheet.paste(label, (margin - 4 - label.width, centre - label.height // 2))
-        sheet.paste(turned, (centre - turned.width // 2, margin - 4 - turned.height))
+        sheet.paste(rotated, (centre - rotated.width // 2, margin - 4 - rotated.height))
     true, predicted = _label("true class").rotate(90, expand=True), _label("predicted class")
     sheet.paste(true, (2, margin))
     sheet.paste(predicted, (margin, 2))
     if cell == CELL:
         draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
         for (row, column), count in np.ndenumerate(counts[:, :classes]):
-            at = (margin + (column + 0.5) * cell, margin + (row + 0.5) * cell)
+            position = (margin + (column + 0.5) * cell, margin + (row + 0.5) * cell)
             ink = PAPER if shares[row, column] > 0.5 else INK
             if count:
-                draw.text(at, str(count), ink, font, anchor="mm")
+                draw.text(position, str(count), ink, font, anchor="mm")
     return np.asarray(sheet)
 
 
@@ -229,14 +229,14 @@ def partition_plot(
     shared = labelled.keys() & unlabelled.keys()
     # Agents with both kinds have two discs side by side in their cell.
     diameter = 0.9 * 72 * min(cell_x / (2 if shared else 1), cell_y)  # points
-    for kind, counts, colour, side in (
+    for kind, counts, colour, offset in (
         ("labelled", labelled, LABELLED, -0.25),
         ("unlabelled", unlabelled, UNLABELLED, 0.25),
     ):
         if not counts:
             continue
         table = np.stack(list(counts.values()))  # (agents, C)
-        x = [column[a] + (side if a in shared else 0.0) for a in counts]
+        x = [column[a] + (offset if a in shared else 0.0) for a in counts]
         largest = max(int(table.max()), 1)
         axes.scatter(
             np.repeat(x, classes),
@@ -249,8 +249,8 @@ def partition_plot(
     axes.set(
         xlim=(-0.6, len(agents) - 0.4), ylim=(classes - 0.4, -0.6), xlabel="agent", ylabel="class"
     )
-    every = math.ceil(len(agents) * 0.35 / LARGEST_FIGURE[0])  # a name needs 0.35 inches
-    axes.set_xticks(range(0, len(agents), every), agents[::every])
+    step = math.ceil(len(agents) * 0.35 / LARGEST_FIGURE[0])  # a name needs 0.35 inches
+    axes.set_xticks(range(0, len(agents), step), agents[::step])
     axes.set_yticks(range(0, classes, math.ceil(classes / 50)))
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)

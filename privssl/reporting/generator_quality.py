@@ -77,8 +77,8 @@ class GeneratorQuality:
     def __init__(self, x: Tensor, y: Tensor, classes: int) -> None:
         """Set test rows as stored (N, *shape) and their classes (N,)."""
         self._x, self._y, self._classes = x, y, classes
-        each = max(2, SAMPLES // classes)
-        self._labels = torch.arange(classes).repeat_interleave(each)
+        per_class = max(2, SAMPLES // classes)
+        self._labels = torch.arange(classes).repeat_interleave(per_class)
 
     def sample(self, generator: ConditionalGenerator) -> Tensor:
         """Generate the evaluated rows, in order of class, with fixed noise."""
@@ -112,18 +112,18 @@ class GeneratorQuality:
         """
         if len(self._x) < FEWEST:
             return {}
-        real, images = self._reference, self.sample(generator)
+        reference, images = self._reference, self.sample(generator)
         with torch.no_grad():
-            features = real.judge.features(images)
-            named = real.judge.output(features).argmax(dim=1)
-        seen = features / real.scale
+            features = reference.judge.features(images)
+            predicted = reference.judge.output(features).argmax(dim=1)
+        scaled = features / reference.scale
         return {
             "gen/right_by_classifier": _share(predict(images), self._labels),
-            "gen/right_by_judge": _share(named, self._labels),
-            "gen/judge_on_real_rows": real.accuracy,
-            "gen/diversity_pixels": _spread(images, self._labels) / real.pixels,
-            "gen/diversity_features": _spread(seen, self._labels) / real.features,
-            "gen/frechet": frechet_distance(seen, real.seen),
+            "gen/right_by_judge": _share(predicted, self._labels),
+            "gen/judge_on_real_rows": reference.accuracy,
+            "gen/diversity_pixels": _spread(images, self._labels) / reference.pixels,
+            "gen/diversity_features": _spread(scaled, self._labels) / reference.features,
+            "gen/frechet": frechet_distance(scaled, reference.seen),
         }
 
     def accuracy_from_synthetic_rows(self, generator: ConditionalGenerator) -> dict[str, float]:
@@ -133,12 +133,15 @@ class GeneratorQuality:
         labels = torch.arange(TAUGHT) % self._classes
         rng, shape = randomness.stream(0, 0, "world", "taught rows"), self._x.shape[1:]
         rows = draw_samples(generator, labels, self._classes, shape, rng).nan_to_num(0.0)
-        taught = train_judge(rows, labels, self._classes)
+        classifier = train_judge(rows, labels, self._classes)
         with torch.no_grad():
-            named = torch.cat(
-                [taught(network_input(part)).argmax(dim=1) for part in torch.split(self._x, 2048)]
+            predicted = torch.cat(
+                [
+                    classifier(network_input(part)).argmax(dim=1)
+                    for part in torch.split(self._x, 2048)
+                ]
             )
-        return {"gen/accuracy_from_synthetic_rows": _share(named, self._y)}
+        return {"gen/accuracy_from_synthetic_rows": _share(predicted, self._y)}
 
     def nearest_ratio(
         self, generator: ConditionalGenerator, training: Iterable[Tensor]
@@ -150,15 +153,15 @@ class GeneratorQuality:
         several agents.
         """
         images = self.sample(generator)
-        few = network_input(self._x[: len(images)])
-        ask = torch.cat([images, few]).flatten(1)
-        nearest = torch.full((len(ask),), math.inf)
+        test_rows = network_input(self._x[: len(images)])
+        queries = torch.cat([images, test_rows]).flatten(1)
+        nearest = torch.full((len(queries),), math.inf)
         for stored in training:
             for part in torch.split(stored, 4096):
                 rows = network_input(part).flatten(1)
-                nearest = torch.minimum(nearest, torch.cdist(ask, rows).min(dim=1).values)
-        ours, theirs = nearest[: len(images)].median(), nearest[len(images) :].median()
-        return {"gen/nearest_training_row": float(ours / theirs.clamp(min=1e-12))}
+                nearest = torch.minimum(nearest, torch.cdist(queries, rows).min(dim=1).values)
+        synthetic, real = nearest[: len(images)].median(), nearest[len(images) :].median()
+        return {"gen/nearest_training_row": float(synthetic / real.clamp(min=1e-12))}
 
     @cached_property
     def _reference(self) -> "_Reference":
@@ -187,34 +190,34 @@ _KNOWN: dict[tuple[str, int], _Reference] = {}
 
 def _reference_of(x: Tensor, y: Tensor, classes: int) -> _Reference:
     order = torch.randperm(len(x), generator=randomness.stream(0, 0, "world", "judge's split"))
-    apart = max(1, len(order) // 5)  # held out to evaluate the judge
-    learned, real = order[apart:][:TRAINED_ON], order[:REAL]
-    judge = train_judge(network_input(x[learned]), y[learned], classes)
-    rows = network_input(x[real])
+    held_out = max(1, len(order) // 5)  # held out to evaluate the judge
+    training, reference = order[held_out:][:TRAINED_ON], order[:REAL]
+    judge = train_judge(network_input(x[training]), y[training], classes)
+    rows = network_input(x[reference])
     with torch.no_grad():
-        guesses = judge(network_input(x[order[:apart]])).argmax(dim=1)
+        predicted = judge(network_input(x[order[:held_out]])).argmax(dim=1)
         features = judge.features(rows)
     scale = max(float(features.var(dim=0).sum().sqrt()), TINY)
     return _Reference(
-        judge, _share(guesses, y[order[:apart]]), scale, features / scale,
-        pixels=max(_spread(rows, y[real]), TINY),
-        features=max(_spread(features / scale, y[real]), TINY),
+        judge, _share(predicted, y[order[:held_out]]), scale, features / scale,
+        pixels=max(_spread(rows, y[reference]), TINY),
+        features=max(_spread(features / scale, y[reference]), TINY),
     )  # fmt: skip
 
 
-def _share(guesses: Tensor, labels: Tensor) -> float:
-    return float((guesses.cpu() == labels).float().mean())
+def _share(predicted: Tensor, labels: Tensor) -> float:
+    return float((predicted.cpu() == labels).float().mean())
 
 
 def _spread(rows: Tensor, labels: Tensor) -> float:
     """Return the root mean square distance of two rows of a class, averaged over classes with two
     rows."""
-    of_class = [rows[labels == c].flatten(1) for c in torch.unique(labels)]
+    groups = [rows[labels == c].flatten(1) for c in torch.unique(labels)]
     # E|a - b|^2 over distinct pairs = 2 n / (n - 1) * variance
     squared = [
-        2 * (some - some.mean(dim=0)).square().mean() * len(some) / (len(some) - 1)
-        for some in of_class
-        if len(some) > 1
+        2 * (group - group.mean(dim=0)).square().mean() * len(group) / (len(group) - 1)
+        for group in groups
+        if len(group) > 1
     ]
     return float(torch.stack(squared).sqrt().mean()) if squared else 0.0
 
@@ -227,10 +230,10 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
     first, second = (t.double().numpy() for t in (a, b))
     means = first.mean(axis=0) - second.mean(axis=0)
     A, B = (np.cov(rows, rowvar=False, ddof=1) for rows in (first, second))
-    half = _square_root(A)
-    cross = np.linalg.eigvalsh(half @ B @ half).clip(min=0)  # similar to A B, and symmetric
-    found = means @ means + np.trace(A) + np.trace(B) - 2 * np.sqrt(cross).sum()
-    return max(0.0, float(found))
+    root = _square_root(A)
+    cross = np.linalg.eigvalsh(root @ B @ root).clip(min=0)  # similar to A B, and symmetric
+    distance = means @ means + np.trace(A) + np.trace(B) - 2 * np.sqrt(cross).sum()
+    return max(0.0, float(distance))
 
 
 def _square_root(symmetric: NDArray[np.float64]) -> NDArray[np.float64]:

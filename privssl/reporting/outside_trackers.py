@@ -54,13 +54,13 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
     opened: list[Tracker] = []
     for name in dict.fromkeys(names):
         with defer_interrupts():
-            made = plugins.call(f"run.trackers: {name} cannot start:", _maker(name), run)
-        if not all(callable(getattr(made, method, None)) for method in ("round", "close")):
+            tracker = plugins.call(f"run.trackers: {name} cannot start:", _maker(name), run)
+        if not all(callable(getattr(tracker, method, None)) for method in ("round", "close")):
             raise ConfigError(
-                f"run.trackers: {name} gives a {type(made).__name__} without round or close. "
+                f"run.trackers: {name} gives a {type(tracker).__name__} without round or close. "
                 "Return a privssl.reporting.trackers.Tracker"
             )
-        opened.append(_Guarded(name, made, private=run.private))
+        opened.append(_Guarded(name, tracker, private=run.private))
     return opened
 
 
@@ -120,7 +120,7 @@ class WandbTracker(Tracker):
         os.environ["WANDB_ERROR_REPORTING"] = "false"
         import wandb
 
-        quiet = wandb.Settings(
+        settings = wandb.Settings(
             console="off", silent=True, disable_code=True, disable_git=True, save_code=False,
             disable_job_creation=True, x_disable_meta=True, x_disable_stats=True,
             x_disable_machine_info=True, x_save_requirements=False,
@@ -129,7 +129,7 @@ class WandbTracker(Tracker):
         self._image = wandb.Image
         self._run = wandb.init(
             project=project, name=run.name, id=_kept_id(run, "wandb.id", secrets.token_hex(8)),
-            dir=str(run.folder), config=dict(run.config), resume="allow", settings=quiet,
+            dir=str(run.folder), config=dict(run.config), resume="allow", settings=settings,
         )  # fmt: skip
 
     def round(self, record: RoundRecord) -> None:
@@ -155,18 +155,20 @@ class MLflowTracker(Tracker):
 
         self._metric, self._client = Metric, mlflow.MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "privssl"
-        known = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if known is None else known.experiment_id
-        before = _kept_id(run, "mlflow.id")
+        existing = self._client.get_experiment_by_name(name)
+        experiment = (
+            self._client.create_experiment(name) if existing is None else existing.experiment_id
+        )
+        stored_id = _kept_id(run, "mlflow.id")
         self._sent = -1
-        if before is None:
+        if stored_id is None:
             self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
             _kept_id(run, "mlflow.id", self._id)
             params = [Param(k, str(v)[:500]) for k, v in _flat(run.config) if v not in ("", None)]
             for start in range(0, len(params), 100):  # the limit of one call
                 self._client.log_batch(self._id, params=params[start : start + 100])
         else:
-            self._id = before
+            self._id = stored_id
             history = self._client.get_metric_history(self._id, "comm/up_bytes")
             self._sent = max((metric.step for metric in history), default=-1)
 

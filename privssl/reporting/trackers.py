@@ -103,16 +103,16 @@ def _event_writer(folder: Path, purge: int | None) -> Any:
     # Imported here: runs without TensorBoard save a second.
     from torch.utils.tensorboard import SummaryWriter
 
-    before = set(folder.glob(EVENTS))
-    end = time.monotonic() + 2
+    old = set(folder.glob(EVENTS))
+    deadline = time.monotonic() + 2
     while True:
         writer: Any = SummaryWriter(str(folder), purge_step=purge)
-        now = set(folder.glob(EVENTS))
+        current = set(folder.glob(EVENTS))
         # At the end of the loop: the clock was set back, and no name sorts last.
-        if max(now) not in before or time.monotonic() > end:
+        if max(current) not in old or time.monotonic() > deadline:
             return writer
         writer.close()
-        for path in now - before:
+        for path in current - old:
             path.unlink()
         time.sleep(0.1)
 
@@ -138,15 +138,15 @@ class CsvTracker(Tracker):
         header, rows = self._read()
         self._columns = header[1:]
         kept = [row for row in rows if int(row[0]) <= after_round]
-        found = [int(row[0]) for row in kept]
-        if found != list(range(1, after_round + 1)):
-            lost = sorted(set(range(1, after_round + 1)) - set(found))
-            what = (
-                f"lacks {len(lost)} rounds ({first_few(lost)})"
-                if lost
+        rounds = [int(row[0]) for row in kept]
+        if rounds != list(range(1, after_round + 1)):
+            missing = sorted(set(range(1, after_round + 1)) - set(rounds))
+            problem = (
+                f"lacks {len(missing)} rounds ({first_few(missing)})"
+                if missing
                 else "has rounds twice or unordered"
             )
-            log.warning("%s %s. The run continues; its curves have a gap", self._path, what)
+            log.warning("%s %s. The run continues; its curves have a gap", self._path, problem)
         if header:
             self._rewrite(kept)
 
@@ -207,9 +207,9 @@ def _text(value: float) -> str:
 def for_the_log(values: Mapping[str, float], *, nominal: bool) -> str:
     """Return the line of a round in train.log: accuracies, and epsilon spent; empty without either.
     ``nominal``: whether epsilons are nominal."""
-    spent = "NOMINAL dp/epsilon/" if nominal else "dp/epsilon/"
+    prefix = "NOMINAL dp/epsilon/" if nominal else "dp/epsilon/"
     return ", ".join(
-        f"{name.replace('dp/epsilon/', spent)} {value:.4f}"
+        f"{name.replace('dp/epsilon/', prefix)} {value:.4f}"
         for name, value in values.items()
         if name.startswith(("test/accuracy", "validation/accuracy", "dp/epsilon/"))
     )

@@ -45,14 +45,14 @@ def _parser() -> argparse.ArgumentParser:
         "tables", nargs="*", metavar="TABLE",
         help="names of files in configs/tables; with --list or --next the default is all",
     )  # fmt: skip
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--list", action="store_true", help="print tables and cells with their state")
-    what.add_argument(
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--list", action="store_true", help="print tables and cells with their state")
+    mode.add_argument(
         "--next", action="store_true",
         help="run what is missing by priority, one cell after the other, until stopped: one seed "
         "of all tables, then the next; old cells come last",
     )  # fmt: skip
-    what.add_argument(
+    mode.add_argument(
         "--render", action="store_true", help="write the pages of docs/ from the store"
     )
     parser.add_argument(
@@ -110,12 +110,12 @@ def _reproduce(options: argparse.Namespace, root: Path, console: Console, _: Exi
             "No table was named. --list shows all tables; name some of them, or give --next for "
             "all that is missing"
         )
-    wanted = schedule.select(tables, options.cells, options.seeds)
+    selected = schedule.select(tables, options.cells, options.seeds)
     if options.list:
-        schedule.print_states(wanted, store, console)
+        schedule.print_states(selected, store, console)
         return 0
     runner = Runner(root, store, keep=options.keep)
-    return schedule.run_all(wanted, store, runner, console, until, by_seed=options.next)
+    return schedule.run_all(selected, store, runner, console, until, by_seed=options.next)
 
 
 if __name__ == "__main__":

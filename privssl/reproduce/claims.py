@@ -37,26 +37,26 @@ class Verdict:
 
     @property
     def answered(self) -> tuple[ColumnAnswer, ...]:
-        return tuple(one for one in self.tested if one.answer in ANSWERS)
+        return tuple(column for column in self.tested if column.answer in ANSWERS)
 
     @property
     def answer(self) -> Answer:
         """Return the worst answer of all answered columns."""
         if self.answered:
-            return max((one.answer for one in self.answered), key=ANSWERS.index)
-        not_yet = any(one.answer == "not tested yet" for one in self.tested)
-        return "not tested yet" if not_yet else "cannot be tested"
+            return max((column.answer for column in self.answered), key=ANSWERS.index)
+        untested = any(column.answer == "not tested yet" for column in self.tested)
+        return "not tested yet" if untested else "cannot be tested"
 
     @property
     def in_short(self) -> str:
         """Return the answer over all columns, with the columns in which alone it holds."""
-        holds = sum(one.answer != "does not hold" for one in self.answered)
+        holds = sum(column.answer != "does not hold" for column in self.answered)
         mixed = self.answer == "does not hold" and holds
         return f"holds in {holds} of {len(self.answered)} columns" if mixed else self.answer
 
     @property
     def reduced(self) -> bool:
-        return any(one.reduced for one in self.answered)
+        return any(column.reduced for column in self.answered)
 
     def in_words(self) -> str:
         """Summarise the answers by columns.
@@ -67,8 +67,8 @@ class Verdict:
         'does not hold in 1, holds in every seed in 1 of 2 columns'
         """
         counts = dict.fromkeys((*reversed(ANSWERS), "not tested yet", "cannot be tested"), 0)
-        for one in self.tested:
-            counts[one.answer] += 1
+        for column in self.tested:
+            counts[column.answer] += 1
         parts = [f"{answer} in {count}" for answer, count in counts.items() if count]
         columns = f"{len(self.tested)} column{'s' if len(self.tested) > 1 else ''}"
         return f"{', '.join(parts)} of {columns}" if len(self.tested) > 1 else self.answer
@@ -79,21 +79,21 @@ def verdicts(table: Table, found: Found) -> list[Verdict]:
     return [Verdict(order.claim, tuple(_test(table, order, found))) for order in table.file.orders]
 
 
-def _test(table: Table, order: Order, found: Found) -> Iterator[ColumnAnswer]:
-    named = [column.name for column in table.file.columns]
-    for column in named if order.columns == "all" else order.columns:
+def _test(table: Table, order: Order, results: Found) -> Iterator[ColumnAnswer]:
+    names = [column.name for column in table.file.columns]
+    for column in names if order.columns == "all" else order.columns:
         rows = (order.better, *order.than)
-        yield _test_column(column, rows, {row: table.cell(row, column) for row in rows}, found)
+        yield _test_column(column, rows, {row: table.cell(row, column) for row in rows}, results)
 
 
 def _test_column(
-    column: str, rows: Sequence[str], cells: Mapping[str, Cell | None], found: Found
+    column: str, rows: Sequence[str], cells: Mapping[str, Cell | None], results: Found
 ) -> ColumnAnswer:
     better, *others = rows
-    kept = {row: found[row, column] for row in rows if found.get((row, column))}
+    kept = {row: results[row, column] for row in rows if results.get((row, column))}
     reduced = any(cell is not None and cell.size == "reduced" for cell in cells.values())
-    old = any(of.is_old for of in kept.values())
-    never = [row for row, cell in cells.items() if cell is None or cell.size == "absent"]
+    old = any(entry.is_old for entry in kept.values())
+    absent = [row for row, cell in cells.items() if cell is None or cell.size == "absent"]
     if better in kept:
         answers = {row: _compare(kept[better], kept[row]) for row in others if row in kept}
         if "does not hold" in answers.values() or len(answers) == len(others):
@@ -101,15 +101,15 @@ def _test_column(
             seeds = len(_shared([kept[better], *(kept[row] for row in answers)]))
             numbers = _numbers(better, kept, answers)
             return ColumnAnswer(column, worst, f"{numbers}; n = {seeds}", reduced, old)
-    missing = [row for row in rows if row not in kept and row not in never]
-    if never:
-        return ColumnAnswer(column, "cannot be tested", f"no {', '.join(never)}", reduced, old)
+    missing = [row for row in rows if row not in kept and row not in absent]
+    if absent:
+        return ColumnAnswer(column, "cannot be tested", f"no {', '.join(absent)}", reduced, old)
     return ColumnAnswer(column, "not tested yet", f"missing: {', '.join(missing)}", reduced, old)
 
 
-def _shared(of: Sequence[Kept]) -> list[int]:
+def _shared(cells: Sequence[Kept]) -> list[int]:
     """Return the seeds that all of them have."""
-    return sorted(set.intersection(*(set(one.shown) for one in of)))
+    return sorted(set.intersection(*(set(cell.shown) for cell in cells)))
 
 
 def _compare(better: Kept, other: Kept) -> Answer:
@@ -118,7 +118,7 @@ def _compare(better: Kept, other: Kept) -> Answer:
         (better.shown[seed]["value"], other.shown[seed]["value"])
         for seed in _shared([better, other])
     ]
-    if pairs and all(ours > theirs for ours, theirs in pairs):
+    if pairs and all(a > b for a, b in pairs):
         return "holds in every seed" if len(pairs) > 1 else "holds in one seed"
     means = [fmean(column) for column in zip(*pairs, strict=True)] or [better.mean, other.mean]
     return "holds in the mean only" if means[0] > means[1] else "does not hold"

@@ -34,7 +34,7 @@ Panels = Mapping[tuple[str, str], Mapping[str, Line]]  # (of AGAINST, column) ->
 def panels(of: Measurements) -> Panels:
     """Collect all lines, without cells of a single evaluation, and without seconds of different
     devices."""
-    found: dict[tuple[str, str], dict[str, Line]] = {}
+    lines: dict[tuple[str, str], dict[str, Line]] = {}
     for against in AGAINST:
         for column in of.table.file.columns:
             if against == "seconds" and len(of.gpus(column.name)) > 1:
@@ -43,8 +43,8 @@ def panels(of: Measurements) -> Panels:
                 kept = of.found.get((row.name, column.name))
                 line = None if kept is None else _mean_line(kept, against)
                 if line is not None and len(line[0]) > 1:
-                    found.setdefault((against, column.name), {})[row.name] = line
-    return found
+                    lines.setdefault((against, column.name), {})[row.name] = line
+    return lines
 
 
 def _mean_line(kept: Kept, against: str) -> Line | None:
@@ -55,8 +55,8 @@ def _mean_line(kept: Kept, against: str) -> Line | None:
     rounds = sorted(set.intersection(*(set(curve["round"]) for curve in curves)))
 
     def mean(quantity: str) -> tuple[float, ...]:
-        known = [dict(zip(curve["round"], curve[quantity], strict=True)) for curve in curves]
-        return tuple(statistics.fmean(one[number] for one in known) for number in rounds)
+        by_round = [dict(zip(curve["round"], curve[quantity], strict=True)) for curve in curves]
+        return tuple(statistics.fmean(values[number] for values in by_round) for number in rounds)
 
     return mean(against), mean("test_accuracy")
 
@@ -70,8 +70,8 @@ def hash_in(path: Path) -> str | None:
     """Read the hash in a figure's file; None if it is missing or unreadable."""
     try:
         with Image.open(path, formats=("PNG",)) as picture:
-            found: str | None = picture.info.get(KEY)
-            return found
+            value: str | None = picture.info.get(KEY)
+            return value
     except OSError:
         return None
 
@@ -80,26 +80,26 @@ def draw(shown: Panels, rows: Sequence[str]) -> bytes:
     """Draw a PNG. rows: all rows of the table, so that each has the same colour in every panel."""
     kinds = [against for against in AGAINST if any(kind == against for kind, _ in shown)]
     counts = [sum(kind == against for kind, _ in shown) for against in kinds]
-    across = min(ACROSS, max(counts))
-    lines_of = [-(-count // across) for count in counts]  # lines of panels, by quantity
-    down = sum(lines_of)
-    named = [row for row in rows if any(row in lines for lines in shown.values())]
+    n_columns = min(ACROSS, max(counts))
+    row_counts = [-(-count // n_columns) for count in counts]  # lines of panels, by quantity
+    n_rows = sum(row_counts)
+    labels = [row for row in rows if any(row in lines for lines in shown.values())]
     # A legend entry takes about 0.075 inches per character, plus half an inch.
-    wide = 0.5 + 0.075 * max(map(len, named), default=0)
-    columns = max(1, min(4, len(named), int(3.6 * across / wide)))
-    height = 2.8 * down + 0.4 + 0.2 * -(-len(named) // columns)
-    drawing = Figure(figsize=(max(3.6 * across, wide), height), dpi=80, layout="constrained")
-    FigureCanvasAgg(drawing)
-    grid = drawing.subplots(down, across, sharey=True, squeeze=False).flatten()
-    first = [across * above for above in itertools.accumulate(lines_of, initial=0)]
-    handles, free = {}, dict(zip(kinds, first, strict=False))
+    legend_width = 0.5 + 0.075 * max(map(len, labels), default=0)
+    columns = max(1, min(4, len(labels), int(3.6 * n_columns / legend_width)))
+    height = 2.8 * n_rows + 0.4 + 0.2 * -(-len(labels) // columns)
+    fig = Figure(figsize=(max(3.6 * n_columns, legend_width), height), dpi=80, layout="constrained")
+    FigureCanvasAgg(fig)
+    grid = fig.subplots(n_rows, n_columns, sharey=True, squeeze=False).flatten()
+    starts = [n_columns * n for n in itertools.accumulate(row_counts, initial=0)]
+    handles, next_panel = {}, dict(zip(kinds, starts, strict=False))
     for (kind, column), lines in shown.items():
-        panel = grid[free[kind]]
-        free[kind] += 1
+        panel = grid[next_panel[kind]]
+        next_panel[kind] += 1
         for row, (x, y) in lines.items():
-            place = rows.index(row)
-            dash = DASHES[place // COLOURS % len(DASHES)]
-            (handles[row],) = panel.plot(x, y, color=f"C{place % COLOURS}", ls=dash, lw=1.2)
+            index = rows.index(row)
+            dash = DASHES[index // COLOURS % len(DASHES)]
+            (handles[row],) = panel.plot(x, y, color=f"C{index % COLOURS}", ls=dash, lw=1.2)
         panel.set_title(column, fontsize="small")
         panel.grid(alpha=0.25)
         panel.set_xlabel(AGAINST[kind], fontsize="small")
@@ -108,11 +108,11 @@ def draw(shown: Panels, rows: Sequence[str]) -> bytes:
             panel.xaxis.set_major_formatter(EngFormatter(unit="B"))
     for panel in grid:
         panel.set_visible(bool(panel.lines))
-    drawing.supylabel("test accuracy", fontsize="small")
-    drawing.legend(
+    fig.supylabel("test accuracy", fontsize="small")
+    fig.legend(
         handles.values(), handles, loc="outside lower center", ncols=columns,
         frameon=False, fontsize="small",
     )  # fmt: skip
-    picture = io.BytesIO()
-    drawing.savefig(picture, metadata={KEY: data_hash(shown), "Software": None})
-    return picture.getvalue()
+    buffer = io.BytesIO()
+    fig.savefig(buffer, metadata={KEY: data_hash(shown), "Software": None})
+    return buffer.getvalue()

@@ -28,13 +28,13 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     except OSError:
         text = ""
     lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
-    found = {key.strip(): value.strip() for key, _, value in lines}
-    flags = set((found.get("flags") or found.get("Features") or "").split())
+    fields = {key.strip(): value.strip() for key, _, value in lines}
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
     return {
-        "name": found.get("model name") or platform.processor() or platform.machine(),
-        "vendor": found.get("vendor_id") or found.get("CPU implementer"),
-        "family": found.get("cpu family") or found.get("CPU architecture"),
-        "model": found.get("model") or found.get("CPU part"),
+        "name": fields.get("model name") or platform.processor() or platform.machine(),
+        "vendor": fields.get("vendor_id") or fields.get("CPU implementer"),
+        "family": fields.get("cpu family") or fields.get("CPU architecture"),
+        "model": fields.get("model") or fields.get("CPU part"),
         "instructions": [name for name in INSTRUCTIONS if name in flags],
         "cores": os.cpu_count(),
     }
@@ -43,8 +43,8 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
 def gpu_name(config: Config) -> str | None:
     """Return the GPU of a run here; None for other devices, as for private steps."""
     with imports_of(config):  # the plug-ins of the table
-        there = device_of_run(config)
-    return torch.cuda.get_device_name(there) if there.type == "cuda" else None
+        device = device_of_run(config)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def is_bfloat16_emulated(config: Config) -> bool:
@@ -61,9 +61,9 @@ def commit_of(root: Path) -> dict[str, Any]:
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", *arguments], cwd=root, check=True, capture_output=True, text=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    return result.stdout.strip()

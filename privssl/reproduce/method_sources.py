@@ -25,60 +25,60 @@ REGISTRY = "privssl.algorithms"  # imports every algorithm
 def sources_hash(config: Config, root: Path) -> str:
     """Return 16 hex digits of the code of a config: of its method and of all its plug-ins."""
     method = method_hash(config.algorithm.name, root)
-    others = {
-        key: about["package_sha256"]
-        for key, about in describe_here(config).items()
+    plugins = {
+        key: description["package_sha256"]
+        for key, description in describe_here(config).items()
         if key not in ("algorithm.name", "run.trackers")
     }
-    if not others:
+    if not plugins:
         return method
-    return hashlib.sha256(f"{method} {sorted(others.items())}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{method} {sorted(plugins.items())}".encode()).hexdigest()[:16]
 
 
 def method_hash(algorithm: str, root: Path) -> str:
     """Return 16 hex digits of the sources of an algorithm, in ``root`` or, for a plug-in, where
     Python finds it."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     start = ALGORITHMS[algorithm].__module__
     built_in = start.startswith(f"{REGISTRY}.")
     modules = _modules(start, root) if built_in else _own_modules(start, root)
     if not modules:
         raise ConfigError(f"{root} has no sources of {algorithm}: it is not a clone of privssl")
     for name, path in sorted(modules.items()):
-        found.update(f"{name} {_read(path.read_bytes()).statements}\n".encode())
-    return found.hexdigest()[:16]
+        digest.update(f"{name} {_read(path.read_bytes()).statements}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _modules(start: str, root: Path) -> dict[str, Path]:
     """Map modules to files, for a module, its package, and their imports from ``PACKAGES``."""
-    found: dict[str, Path] = {}
-    todo = [start]
+    modules: dict[str, Path] = {}
+    pending = [start]
     package = start.rpartition(".")[0]
     if package not in (REGISTRY, f"{REGISTRY}.baselines"):  # that package contains several methods
         folder = root / package.replace(".", "/")
-        todo += [f"{package}.{path.stem}" for path in folder.glob("*.py")]
-    while todo:
-        name = todo.pop()
+        pending += [f"{package}.{path.stem}" for path in folder.glob("*.py")]
+    while pending:
+        name = pending.pop()
         path = _file(name, root)
-        if path is not None and name not in found:
-            found[name] = path
-            todo += _read(path.read_bytes()).imports
-    return found
+        if path is not None and name not in modules:
+            modules[name] = path
+            pending += _read(path.read_bytes()).imports
+    return modules
 
 
 def _own_modules(start: str, root: Path) -> dict[str, Path]:
     """Map modules to files for a plug-in: its package, and that package's imports from
     ``PACKAGES``."""
-    found = source_files(start)
-    for path in list(found.values()):
+    modules = source_files(start)
+    for path in list(modules.values()):
         for name in _read(path.read_bytes()).imports:
-            found |= _modules(name, root)
-    return found
+            modules |= _modules(name, root)
+    return modules
 
 
 def _file(name: str, root: Path) -> Path | None:
     """Return the file of a module that counts; None for others."""
-    if name == REGISTRY or not f"{name}.".startswith(tuple(f"{part}." for part in PACKAGES)):
+    if name == REGISTRY or not f"{name}.".startswith(tuple(f"{package}." for package in PACKAGES)):
         return None
     folder = root / name.replace(".", "/")
     for path in (folder.with_name(f"{folder.name}.py"), folder / "__init__.py"):

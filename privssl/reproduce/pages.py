@@ -51,11 +51,11 @@ def render(tables: Sequence[Table], store: Store, root: Path) -> list[Path]:
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     for path in written:
         _write(root / path, rendered.texts[path].encode())
-    for path, of in rendered.figures.items():
-        shown = figure.panels(of)
-        if figure.hash_in(root / path) != figure.data_hash(shown):
-            rows = [row.name for row in of.table.file.rows]
-            _write(root / path, figure.draw(shown, rows))
+    for path, results in rendered.figures.items():
+        panels = figure.panels(results)
+        if figure.hash_in(root / path) != figure.data_hash(panels):
+            rows = [row.name for row in results.table.file.rows]
+            _write(root / path, figure.draw(panels, rows))
             written.append(path)
     for path in former_pages(rendered, root):
         path.unlink()
@@ -73,16 +73,16 @@ def _read(path: Path) -> str | None:
 
 def former_pages(rendered: Rendered, root: Path) -> list[Path]:
     """List files in the folder of pages that belong to no table."""
-    known = {root / path for path in (*rendered.texts, *rendered.figures)}
-    return [path for path in sorted((root / FOLDER).glob("*.*")) if path not in known]
+    current = {root / path for path in (*rendered.texts, *rendered.figures)}
+    return [path for path in sorted((root / FOLDER).glob("*.*")) if path not in current]
 
 
 def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendered:
     """Render all pages. Raises ConfigError for too long pages, or a block without a table."""
-    of_tables = {table.name: Measurements.of(table, store) for table in tables}
-    measured = [of for of in of_tables.values() if of.found]
-    texts = {FOLDER / f"{of.table.name}.md": markdown(of) for of in measured}
-    texts |= _summary(list(of_tables.values()))
+    by_table = {table.name: Measurements.of(table, store) for table in tables}
+    measured = [results for results in by_table.values() if results.found]
+    texts = {FOLDER / f"{results.table.name}.md": markdown(results) for results in measured}
+    texts |= _summary(list(by_table.values()))
     for path, text in texts.items():
         if (lines := text.count("\n")) > LONGEST_PAGE:
             raise ConfigError(
@@ -92,97 +92,108 @@ def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendere
     for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         if path.is_file() and _BLOCK.search(text := path.read_text(encoding="utf-8")):
             name = path.relative_to(root)
-            texts[name] = _with_blocks(text, name, of_tables)
-    figures = {FOLDER / f"{of.table.name}.png": of for of in measured if figure.panels(of)}
+            texts[name] = _with_blocks(text, name, by_table)
+    figures = {
+        FOLDER / f"{results.table.name}.png": results
+        for results in measured
+        if figure.panels(results)
+    }
     return Rendered(texts, figures)
 
 
-def _with_blocks(text: str, path: Path, of_tables: Mapping[str, Measurements]) -> str:
+def _with_blocks(text: str, path: Path, by_table: Mapping[str, Measurements]) -> str:
     """Return a page with its blocks filled."""
 
     def fill(match: re.Match[str]) -> str:
         begin, name, link, _, end = match.groups()
-        if name not in of_tables:
+        if name not in by_table:
             raise ConfigError(f"{path}: {begin.strip()} names no file of configs/tables")
         page = (FOLDER / f"{name}.md").relative_to(path.parent)
-        of = of_tables[name]
-        table = [*matrix(of), ""] if of.found else []
-        lines = [_state(of, page)] if link else ["", *table, _state(of, page), ""]
+        results = by_table[name]
+        table = [*matrix(results), ""] if results.found else []
+        lines = [_state(results, page)] if link else ["", *table, _state(results, page), ""]
         return begin + "\n".join(lines) + "\n" + end
 
     return _BLOCK.sub(fill, text)
 
 
-def _state(of: Measurements, page: Path) -> str:
+def _state(results: Measurements, page: Path) -> str:
     """Return a link to the page of a table, and the number of cells without an entry."""
-    cells = [cell for cell in of.table.cells if cell.size != "absent"]
+    cells = [cell for cell in results.table.cells if cell.size != "absent"]
     if not cells:
-        reasons = dict.fromkeys(cell.differs for cell in of.table.cells if cell.differs)
+        reasons = dict.fromkeys(cell.differs for cell in results.table.cells if cell.differs)
         return filled(f"Cannot be measured: {'; '.join(reasons)}.")
-    missing = [cell for cell in cells if not of.kept(cell)]
-    minutes = sum(cell.minutes for cell in missing) * len(of.table.file.seeds)
+    missing = [cell for cell in cells if not results.kept(cell)]
+    minutes = sum(cell.minutes for cell in missing) * len(results.table.file.seeds)
     time = f"{minutes / 60:.0f} hours" if minutes >= 90 else f"{minutes:.0f} minutes"
-    total = f" of {len(cells)}" if of.found else ""
-    link = f"[Each cell, and what differs]({page})." if of.found else ""
-    open_ = f"Not measured yet: {len(missing)}{total} cells, about {time}." if missing else ""
-    return f"{link} {open_}".strip()
+    total = f" of {len(cells)}" if results.found else ""
+    link = f"[Each cell, and what differs]({page})." if results.found else ""
+    remaining = f"Not measured yet: {len(missing)}{total} cells, about {time}." if missing else ""
+    return f"{link} {remaining}".strip()
 
 
-def _summary(of_tables: Sequence[Measurements]) -> dict[Path, str]:
+def _summary(all_results: Sequence[Measurements]) -> dict[Path, str]:
     """Render docs/results.md; open cells go to a separate page if it would be too long."""
-    claims = [(of, verdict) for of in of_tables for verdict in of.verdicts]
-    answered = [(of, verdict) for of, verdict in claims if verdict.answered]
-    still = [(of, verdict) for of, verdict in claims if not verdict.answered]
+    claims = [(results, verdict) for results in all_results for verdict in results.verdicts]
+    tested = [(results, verdict) for results, verdict in claims if verdict.answered]
+    untested = [(results, verdict) for results, verdict in claims if not verdict.answered]
     head = [
         *(GENERATED, "", "# What holds of what the papers claim", ""),
         "Find here what was measured of each published table, and whether the order of methods "
         "that a paper claims holds.",
         "Each table has a page with seeds, sizes and times. How to run it: "
         "[reproduce.md](reproduce.md).",
-        *("", "## Cells", "", *_counts(of_tables), ""),
-        *("## Tables", "", *_tables(of_tables), ""),
-        *("## Claims tested", "", *_claim_lines(answered, "results/"), ""),
+        *("", "## Cells", "", *_counts(all_results), ""),
+        *("## Tables", "", *_tables(all_results), ""),
+        *("## Claims tested", "", *_claim_lines(tested, "results/"), ""),
         "What the answers mean: [reproduce.md](reproduce.md#the-pages).",
         "",
     ]
-    tail = ["## Claims not tested", "", *_claim_lines(still, "results/"), ""]
+    tail = ["## Claims not tested", "", *_claim_lines(untested, "results/"), ""]
     if len(head) + len(tail) <= LONGEST_PAGE:
         return {SUMMARY: "\n".join(head + tail)}
     link = f"Claims not tested: [{OPEN_CLAIMS.name}](results/{OPEN_CLAIMS.name})."
-    page = [GENERATED, "", "# Claims not tested", "", *_claim_lines(still, ""), ""]
+    page = [GENERATED, "", "# Claims not tested", "", *_claim_lines(untested, ""), ""]
     return {SUMMARY: "\n".join([*head, link, ""]), OPEN_CLAIMS: "\n".join(page)}
 
 
 def _claim_lines(claims: Sequence[tuple[Measurements, Verdict]], folder: str) -> list[str]:
     lines = [["table", "claim", "answer", "size", "column by column"]]
-    for of, verdict in claims:
+    for results, verdict in claims:
         size = ("reduced" if verdict.reduced else "paper") if verdict.answered else ""
-        lines.append([_link(of, folder), verdict.claim, verdict.in_short, size, verdict.in_words()])
+        lines.append(
+            [_link(results, folder), verdict.claim, verdict.in_short, size, verdict.in_words()]
+        )
     return rows_of(lines) if claims else ["None."]
 
 
-def _link(of: Measurements, folder: str) -> str:
-    table = of.table
-    named = f"{table.file.paper}, {table.file.place}" if table.file.paper != "own" else table.name
-    return f"[{named}]({folder}{table.name}.md)" if of.found else named
+def _link(results: Measurements, folder: str) -> str:
+    table = results.table
+    label = f"{table.file.paper}, {table.file.place}" if table.file.paper != "own" else table.name
+    return f"[{label}]({folder}{table.name}.md)" if results.found else label
 
 
-def _counts(of_tables: Sequence[Measurements]) -> list[str]:
+def _counts(all_results: Sequence[Measurements]) -> list[str]:
     """For each paper, count its accuracies, and how many of them were measured."""
     lines = [["paper", "printed", "measured at the paper's size", "reduced", "data absent"]]
     total = [0, 0, 0, 0]
     for paper, printed in PRINTED.items():
-        sizes = [size for of in of_tables if of.table.file.paper == paper for size in _sizes(of)]
+        sizes = [
+            size
+            for results in all_results
+            if results.table.file.paper == paper
+            for size in _sizes(results)
+        ]
         row = [printed, *(sizes.count(size) for size in ("paper", "reduced", "absent"))]
         total = [a + b for a, b in zip(total, row, strict=True)]
         lines.append([PAPERS[paper], *map(str, row)])
     return rows_of([*lines, ["all", *map(str, total)]])
 
 
-def _sizes(of: Measurements) -> Iterator[str]:
+def _sizes(results: Measurements) -> Iterator[str]:
     """Yield the size of each printed accuracy that was measured, or whose data are missing."""
-    for cell in printed_accuracies(of.table):
-        if of.kept(cell) or cell.size == "absent":
+    for cell in printed_accuracies(results.table):
+        if results.kept(cell) or cell.size == "absent":
             yield cell.size
 
 
@@ -197,15 +208,17 @@ def printed_accuracies(table: Table) -> list[Cell]:
     ]
 
 
-def _tables(of_tables: Sequence[Measurements]) -> list[str]:
+def _tables(all_results: Sequence[Measurements]) -> list[str]:
     lines = [
         ["table", "what", "cells measured", "reduced", "claims that hold, at least in the mean"]
     ]
-    for of in of_tables:
-        cells = [cell for cell in of.table.cells if cell.size != "absent"]
-        reduced = sum(cell.size == "reduced" for cell in cells if of.kept(cell))
-        hold = sum(verdict.answer.startswith("holds") for verdict in of.verdicts)
-        claims = f"{hold} of {len(of.verdicts)}" if of.verdicts else ""
-        measured = f"{len(of.found)} of {len(cells)}"
-        lines.append([_link(of, "results/"), of.table.file.title, measured, str(reduced), claims])
+    for results in all_results:
+        cells = [cell for cell in results.table.cells if cell.size != "absent"]
+        reduced = sum(cell.size == "reduced" for cell in cells if results.kept(cell))
+        holding = sum(verdict.answer.startswith("holds") for verdict in results.verdicts)
+        claims = f"{holding} of {len(results.verdicts)}" if results.verdicts else ""
+        count = f"{len(results.found)} of {len(cells)}"
+        lines.append(
+            [_link(results, "results/"), results.table.file.title, count, str(reduced), claims]
+        )
     return rows_of(lines)

@@ -63,7 +63,7 @@ def train_in_a_process(arguments: Sequence[str], log: Path, lock: int, until: fl
 
     Raises KeyboardInterrupt after the run has written its checkpoint and ended.
     """
-    begun, stopped = time.monotonic(), False
+    start, stopped = time.monotonic(), False
     child: subprocess.Popen[bytes] | None = None
     usage: resource.struct_rusage | None = None
     interrupt: KeyboardInterrupt | None = None
@@ -85,7 +85,7 @@ def train_in_a_process(arguments: Sequence[str], log: Path, lock: int, until: fl
                 os.kill(child.pid, signal.SIGTERM)  # a background job may ignore SIGINT
     assert child is not None
     cpu, peak = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
-    ended = Ended(child.returncode, stopped, time.monotonic() - begun, cpu, peak)
+    ended = Ended(child.returncode, stopped, time.monotonic() - start, cpu, peak)
     if interrupt is not None:
         raise Interrupted(ended) from interrupt
     return ended
@@ -152,11 +152,11 @@ class Runner:
                 entry = self._store.read(cell, seed)
                 assert entry is not None
                 return entry
-            with _locked(self._lock_of_run(cell, seed)) as only:
-                if only is None:
+            with _locked(self._lock_of_run(cell, seed)) as run_lock:
+                if run_lock is None:
                     return "busy"
-                if (same := self._store.equal_entry(cell, seed)) is not None:
-                    return self._store.share(cell, seed, same)
+                if (equal := self._store.equal_entry(cell, seed)) is not None:
+                    return self._store.share(cell, seed, equal)
                 return self._run(cell, seed, folder, lock, until)
 
     def _lock_of_run(self, cell: Cell, seed: int) -> Path:
@@ -228,23 +228,23 @@ def _state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"
 
 
 def _failure(cell: Cell, seed: int, ended: Ended, log: Path) -> str:
-    how = f"exit status {ended.status}"
+    reason = f"exit status {ended.status}"
     if ended.status < 0:
-        how = f"killed by signal {-ended.status}; is there enough memory?"
+        reason = f"killed by signal {-ended.status}; is there enough memory?"
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-TOLD:]
-    said = "\n".join(f"  {line}" for line in lines)
-    return f"{cell.table}, {cell.title}, seed {seed} failed ({how}). The end of {log}:\n{said}"
+    output = "\n".join(f"  {line}" for line in lines)
+    return f"{cell.table}, {cell.title}, seed {seed} failed ({reason}). The end of {log}:\n{output}"
 
 
 @contextmanager
 def _in(folder: Path) -> Iterator[None]:
     """Change the working directory: paths of a table are relative to the clone."""
-    former = Path.cwd()
+    previous = Path.cwd()
     os.chdir(folder)
     try:
         yield
     finally:
-        os.chdir(former)
+        os.chdir(previous)
 
 
 @contextmanager
@@ -291,9 +291,9 @@ class _Note:
 
     def add(self, ended: Ended) -> None:
         """Add a session."""
-        was = self.cost
-        largest = max(was.peak_mb, ended.peak_mb)
-        self._write(Measured(was.wall + ended.wall, was.cpu + ended.cpu, largest, was.origin))
+        total = self.cost
+        largest = max(total.peak_mb, ended.peak_mb)
+        self._write(Measured(total.wall + ended.wall, total.cpu + ended.cpu, largest, total.origin))
 
     def _write(self, cost: Measured) -> None:
         self.cost = cost

@@ -30,35 +30,35 @@ def select(tables: Sequence[Table], pattern: str | None, seeds: int | None) -> l
 
     Raises ConfigError if nothing matches.
     """
-    found = []
+    selected = []
     for table in tables:
         cells = table.cells if pattern is None else matching(table.cells, pattern)
         if cells:
-            found.append(Wanted(table, tuple(cells), table.file.seeds[:seeds]))
-    if not found:
+            selected.append(Wanted(table, tuple(cells), table.file.seeds[:seeds]))
+    if not selected:
         example = tables[0].cells[0].title
         raise ConfigError(
             f"--cells {pattern!r} matches no cell. A cell is called ROW/COLUMN, for example "
             f"{example!r}; --list shows all"
         )
-    return found
+    return selected
 
 
 def print_states(wanted: Sequence[Wanted], store: Store, console: Console) -> None:
     """Print a table of cells for each table, the remaining hours, and the meaning of states."""
-    left = 0.0
-    for of in wanted:
-        file = of.table.file
-        heading = f"{of.table.name}: {file.title} ({file.paper}, {file.place})"
+    minutes = 0.0
+    for selection in wanted:
+        file = selection.table.file
+        heading = f"{selection.table.name}: {file.title} ({file.paper}, {file.place})"
         console.print(heading, style="bold", markup=False)
-        drawn = Drawn(Column("cell", overflow="fold"), "state", "size", "minutes", box=None)
-        for cell in of.cells:
-            state, missing = _state(store, cell, of.seeds)
-            left += missing * cell.minutes
-            drawn.add_row(cell.title, state, cell.size, f"{cell.minutes:g}")
-        console.print(drawn, markup=False)
+        table = Drawn(Column("cell", overflow="fold"), "state", "size", "minutes", box=None)
+        for cell in selection.cells:
+            state, missing = _state(store, cell, selection.seeds)
+            minutes += missing * cell.minutes
+            table.add_row(cell.title, state, cell.size, f"{cell.minutes:g}")
+        console.print(table, markup=False)
     console.print(
-        f"Left: about {left / 60:.1f} hours on one core.\n"
+        f"Left: about {minutes / 60:.1f} hours on one core.\n"
         "State: seeds measured; old: the method's code or config has changed since; missing: not "
         "measured; absent: the data are not at hand. Minutes: of one seed.",
         markup=False,
@@ -82,10 +82,10 @@ def in_order(wanted: Sequence[Wanted], *, by_seed: bool) -> list[tuple[Cell, int
     """Order all runs: table by table, in each of them seed by seed; or seed by seed over all
     tables."""
     runs = [
-        (place, cell, seed)
-        for of in wanted
-        for place, seed in enumerate(of.seeds)
-        for cell in of.cells
+        (index, cell, seed)
+        for selection in wanted
+        for index, seed in enumerate(selection.seeds)
+        for cell in selection.cells
     ]
     if by_seed:
         runs.sort(key=lambda run: run[0])  # stable: within a seed, tables keep their order
@@ -139,12 +139,12 @@ def run_all(
             minutes = ended["seconds"]["wall"] / 60
             console.print(f"  {ended['value']:.4f} in {minutes:.1f} min", markup=False)
             done += 1
-    told = [f"{done} measured", f"{failed} failed" if failed else ""]
-    told.append(f"{busy} left to another process" if busy else "")
-    console.print(f"At the end: {', '.join(filter(None, told))}.", markup=False)
+    parts = [f"{done} measured", f"{failed} failed" if failed else ""]
+    parts.append(f"{busy} left to another process" if busy else "")
+    console.print(f"At the end: {', '.join(filter(None, parts))}.", markup=False)
     return 1 if failed else 0
 
 
-def _time_is_up(console: Console, left: int) -> int:
-    console.print(f"Time is up; {left} runs are left. The same command continues.", markup=False)
+def _time_is_up(console: Console, count: int) -> int:
+    console.print(f"Time is up; {count} runs are left. The same command continues.", markup=False)
     return 0

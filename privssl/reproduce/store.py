@@ -71,8 +71,8 @@ class Store:
         """Read an entry, or None. Raises RunFolderError for a damaged one."""
         path = self.path(cell, seed)
         try:
-            found: Entry = json.loads(path.read_bytes())
-            known = found["schema"] == SCHEMA
+            entry: Entry = json.loads(path.read_bytes())
+            readable = entry["schema"] == SCHEMA
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -80,9 +80,9 @@ class Store:
                 f"{path} is not an entry of the store ({error!r}). Put it back, or remove it and "
                 "the cell is run again"
             ) from None
-        if not known:
-            raise RunFolderError(f"{path} is of schema {found['schema']}, not {SCHEMA}")
-        return found
+        if not readable:
+            raise RunFolderError(f"{path} is of schema {entry['schema']}, not {SCHEMA}")
+        return entry
 
     def state(self, cell: Cell, seed: int) -> State:
         if cell.size == "absent":
@@ -94,11 +94,11 @@ class Store:
 
     def config(self, cell: Cell, seed: int) -> Config:
         """Return the current config of a run. Raises ConfigError."""
-        known = self._configs.get((cell.table, cell.slug))
-        if known is None:
+        config = self._configs.get((cell.table, cell.slug))
+        if config is None:
             with imports_allowed():  # the user chose the table
-                known = self._configs[cell.table, cell.slug] = cell.load(0)
-        return dataclasses.replace(known, run=dataclasses.replace(known.run, seed=seed))
+                config = self._configs[cell.table, cell.slug] = cell.load(0)
+        return dataclasses.replace(config, run=dataclasses.replace(config.run, seed=seed))
 
     def why_old(self, cell: Cell, seed: int, entry: Entry) -> str | None:
         """Return what has changed since an entry was measured; None if nothing has."""
@@ -125,23 +125,23 @@ class Store:
         """Return the entry of another cell that is the same run: code, config, seed and metric."""
         for path in sorted((self._root / "results").glob(f"*/*/{seed}.json")):
             entry: Entry = json.loads(path.read_bytes())
-            known = path != self.path(cell, seed) and entry["schema"] == SCHEMA
-            if known and self._has_rows_of(cell, seed, entry):
+            readable = path != self.path(cell, seed) and entry["schema"] == SCHEMA
+            if readable and self._has_rows_of(cell, seed, entry):
                 return entry
         return None
 
     def _has_rows_of(self, cell: Cell, seed: int, entry: Entry) -> bool:
         """Return whether an entry is of this run, with the same file of rows, if any."""
-        then, now = entry["config"]["data"], vars(self.config(cell, seed).data)
-        same = self.why_old(cell, seed, entry) is None
-        return same and _rows_named(then) == _rows_named(now)
+        stored, current = entry["config"]["data"], vars(self.config(cell, seed).data)
+        unchanged = self.why_old(cell, seed, entry) is None
+        return unchanged and _rows_named(stored) == _rows_named(current)
 
     def share(self, cell: Cell, seed: int, entry: Entry) -> Entry:
         """Store the run of another cell for this one too."""
-        of_cell = {"table": cell.table, "row": cell.row, "column": cell.column}
+        cell_fields = {"table": cell.table, "row": cell.row, "column": cell.column}
         same_run = entry.get("same_run_as", f"{entry['table']}: {entry['row']}/{entry['column']}")
         shared = {
-            **entry, **of_cell, "size": cell.size, "differs": cell.differs,
+            **entry, **cell_fields, "size": cell.size, "differs": cell.differs,
             "same_run_as": same_run,
         }  # fmt: skip
         self._write(self.path(cell, seed), shared)
@@ -177,8 +177,8 @@ class Kept:
     def of(cls, store: Store, table: Table, cell: Cell) -> "Kept":
         seeds = () if cell.size == "absent" else table.file.seeds
         entries = {s: e for s in seeds if (e := store.read(cell, s)) is not None}
-        why = {s: store.why_old(cell, s, e) for s, e in entries.items()}
-        return cls(entries, {seed: text for seed, text in why.items() if text})
+        reasons = {s: store.why_old(cell, s, e) for s, e in entries.items()}
+        return cls(entries, {seed: text for seed, text in reasons.items() if text})
 
     @cached_property
     def shown(self) -> Mapping[int, Entry]:
@@ -210,8 +210,8 @@ def _as_measured(config: Config, entry: Entry) -> Config:
     A float32 run also fills a cell with bfloat16, which only saves time on processors with its
     instructions (``machine.is_bfloat16_emulated``).
     """
-    precise = entry["config"]["run"].get("precision", "float32") == "float32"
-    return in_float32(config) if precise and config.run.precision == "bfloat16" else config
+    is_float32 = entry["config"]["run"].get("precision", "float32") == "float32"
+    return in_float32(config) if is_float32 and config.run.precision == "bfloat16" else config
 
 
 def config_hash(config: Config) -> str:
@@ -221,7 +221,7 @@ def config_hash(config: Config) -> str:
 
 def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return sections of a config without ``_PLACES``, and with only the names of ``_FILES``."""
-    found = {
+    sections = {
         name: section and {
             key: Path(value).name if key in _FILES.get(name, ()) else value
             for key, value in section.items() if key not in _PLACES.get(name, ())
@@ -229,10 +229,10 @@ def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
         for name, section in parts.items()
     }  # fmt: skip
     if data := parts.get("data"):
-        found["data"] |= _rows_named(data)
+        sections["data"] |= _rows_named(data)
         if data.get("encoder"):
-            found["data"]["encoder"] = encoder_without_path(data["encoder"])
-    return found
+            sections["data"]["encoder"] = encoder_without_path(data["encoder"])
+    return sections
 
 
 def _rows_named(data: Mapping[str, Any]) -> dict[str, str]:
@@ -240,11 +240,11 @@ def _rows_named(data: Mapping[str, Any]) -> dict[str, str]:
 
     A path in the clone, or the base name of one elsewhere.
     """
-    published = data["name"] in DATA_SETS and data["name"] not in ("npz", "csv", "image_folder")
-    given = {key: data.get(key) for key in _ROWS if not (key == "root" and published)}
+    built_in = data["name"] in DATA_SETS and data["name"] not in ("npz", "csv", "image_folder")
+    values = {key: data.get(key) for key in _ROWS if not (key == "root" and built_in)}
     return {
         key: Path(text).name if text.startswith(("/", "~")) else text
-        for key, text in given.items() if text
+        for key, text in values.items() if text
     }  # fmt: skip
 
 
@@ -256,26 +256,26 @@ def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
     """
     changed = []
     for name, section in _without_places(configs.result_relevant(now)).items():
-        former = then.get(name)
-        if (former is None) != (section is None):
+        stored = then.get(name)
+        if (stored is None) != (section is None):
             changed.append(name)
-        elif section is not None and former is not None:
-            kind = getattr(now, name)
-            usual = {spec.name: spec.default for spec in dataclasses.fields(kind)}
-            changed += _other_rows(former, section) if name == "data" else []
+        elif section is not None and stored is not None:
+            section_type = getattr(now, name)
+            defaults = {spec.name: spec.default for spec in dataclasses.fields(section_type)}
+            changed += _other_rows(stored, section) if name == "data" else []
             for key, value in section.items():
                 if key in _ROWS:
                     continue
-                if _as_json(former.get(key, usual.get(key))) != _as_json(value):
+                if _as_json(stored.get(key, defaults.get(key))) != _as_json(value):
                     changed.append(f"{name}.{key}")
     return changed
 
 
-def _other_rows(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _other_rows(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
     """Yield keys of rows that differ. Entries without a recorded root may have had any."""
-    former = _rows_named(then)
+    names = _rows_named(stored)
     for key in _ROWS:
-        if former.get(key) != now.get(key) and (key == "split" or key in former):
+        if names.get(key) != current.get(key) and (key == "split" or key in names):
             yield f"data.{key}"
 
 
@@ -291,12 +291,12 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
     # Read without checks: other code than this process's may have written it.
     recorded = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     relevant = {**recorded, "run": {key: recorded["run"][key] for key in ("seed", "precision")}}
-    course = plot.curve(folder)
+    run_curve = plot.curve(folder)
     curve = {
-        "round": list(course.rounds),
-        "test_accuracy": [round(value, 6) for value in course.accuracy],
-        "bytes": [round(value) for value in course.bytes],
-        "seconds": [round(value, 1) for value in course.seconds],
+        "round": list(run_curve.rounds),
+        "test_accuracy": [round(value, 6) for value in run_curve.accuracy],
+        "bytes": [round(value) for value in run_curve.bytes],
+        "seconds": [round(value, 1) for value in run_curve.seconds],
     }
     seconds = {
         "wall": round(measured.wall, 1),
@@ -358,7 +358,7 @@ def as_text(entry: Entry) -> str:
     """
     text = json.dumps(entry, indent=1, ensure_ascii=False, allow_nan=False)
 
-    def in_one_line(found: re.Match[str]) -> str:
-        return "[" + re.sub(r",\s*\n\s*", ", ", found[1]) + "]"
+    def in_one_line(match: re.Match[str]) -> str:
+        return "[" + re.sub(r",\s*\n\s*", ", ", match[1]) + "]"
 
     return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", in_one_line, text) + "\n"

@@ -35,15 +35,15 @@ class Measurements:
 
     @classmethod
     def of(cls, table: Table, store: Store) -> "Measurements":
-        kept = {(cell.row, cell.column): Kept.of(store, table, cell) for cell in table.cells}
-        return cls(table, {place: one for place, one in kept.items() if one.entries})
+        by_cell = {(cell.row, cell.column): Kept.of(store, table, cell) for cell in table.cells}
+        return cls(table, {key: kept for key, kept in by_cell.items() if kept.entries})
 
     def kept(self, cell: Cell) -> Kept | None:
         return self.found.get((cell.row, cell.column))
 
     def gpus(self, column: str) -> set[str | None]:
         """Return the GPUs that trained the cells of a column; None: the CPU."""
-        cells = [one for (_, name), one in self.found.items() if name == column]
+        cells = [kept for (_, name), kept in self.found.items() if name == column]
         return {entry.get("gpu") for kept in cells for entry in kept.shown.values()}
 
     @cached_property
@@ -70,14 +70,14 @@ def markdown(of: Measurements) -> str:
         *("## Each cell", "", *_details(of), ""),
     ]
     if of.verdicts:
-        who = "we expected" if of.table.file.paper == "own" else "the paper claims"
-        lines += [f"## What {who}", "", *_claims(of.verdicts), ""]
+        source = "we expected" if of.table.file.paper == "own" else "the paper claims"
+        lines += [f"## What {source}", "", *_claims(of.verdicts), ""]
     lines += ["## Notes", ""]
     for note, points in notes(of):
         lines += [filled(note, "- "), *(filled(point, "  - ") for point in points)]
     lines.append("")
-    shown = (entry for kept in of.found.values() for entry in kept.shown.values())
-    if any(len(entry["curve"]["round"]) > 1 for entry in shown):
+    entries = (entry for kept in of.found.values() for entry in kept.shown.values())
+    if any(len(entry["curve"]["round"]) > 1 for entry in entries):
         lines += [f"![Test accuracy against rounds]({of.table.name}.png)", ""]
     return "\n".join(lines)
 
@@ -90,25 +90,25 @@ def filled(text: str, bullet: str = "") -> str:
     )  # fmt: skip
 
 
-def _what_numbers_are(of: Measurements) -> str:
-    rows, metric = of.table.file.rows, of.table.file.metric
-    usual = "test accuracy after the last round" if metric == FINAL else f"the last `{metric}`"
+def _what_numbers_are(results: Measurements) -> str:
+    rows, metric = results.table.file.rows, results.table.file.metric
+    default = "test accuracy after the last round" if metric == FINAL else f"the last `{metric}`"
     by_metric: dict[str, list[str]] = {}
     for row in rows:
         by_metric.setdefault(row.metric or "", []).append(row.name)
     others = by_metric.pop("", [])
-    named = [f"{', '.join(names)}: the last `{key}`" for key, names in by_metric.items()]
+    descriptions = [f"{', '.join(names)}: the last `{key}`" for key, names in by_metric.items()]
     if others:
-        named.insert(0, f"other rows: {usual}" if named else usual)
-    printed = " After the slash stands what the paper prints." if _has_printed(of) else ""
+        descriptions.insert(0, f"other rows: {default}" if descriptions else default)
+    printed = " After the slash stands what the paper prints." if _has_printed(results) else ""
     return (
         "In percent, mean ± sample standard deviation over seeds: "
-        f"{'; '.join(named)}.{printed}"
+        f"{'; '.join(descriptions)}.{printed}"
     )  # fmt: skip
 
 
-def _has_printed(of: Measurements) -> bool:
-    return any(cell.paper_value is not None for cell in of.table.cells)
+def _has_printed(results: Measurements) -> bool:
+    return any(cell.paper_value is not None for cell in results.table.cells)
 
 
 def matrix(of: Measurements) -> list[str]:
@@ -121,13 +121,13 @@ def matrix(of: Measurements) -> list[str]:
     return rows_of(lines)
 
 
-def _in_matrix(of: Measurements, cell: Cell) -> str:
-    kept = of.kept(cell)
+def _in_matrix(results: Measurements, cell: Cell) -> str:
+    kept = results.kept(cell)
     if kept is not None:
-        ours = accuracy(kept) + (REDUCED if cell.size == "reduced" else "")
+        text = accuracy(kept) + (REDUCED if cell.size == "reduced" else "")
     else:
-        ours = "absent" if cell.size == "absent" else "-"
-    return ours if cell.paper_value is None else f"{ours} / {_percent(cell.paper_value)}"
+        text = "absent" if cell.size == "absent" else "-"
+    return text if cell.paper_value is None else f"{text} / {_percent(cell.paper_value)}"
 
 
 def _percent(fraction: float) -> str:
@@ -139,23 +139,25 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.2f}".removesuffix("0")
 
 
-def _details(of: Measurements) -> list[str]:
+def _details(results: Measurements) -> list[str]:
     """Render a line for each measured cell."""
     private = any(
-        entry["privacy"]["kind"] != "none" for k in of.found.values() for entry in k.shown.values()
+        entry["privacy"]["kind"] != "none"
+        for k in results.found.values()
+        for entry in k.shown.values()
     )
-    beside = ["paper", "difference", "size"] if _has_printed(of) else []
-    headings = ["column", "row", "measured", "n", *beside, "minutes"]
+    comparison = ["paper", "difference", "size"] if _has_printed(results) else []
+    headings = ["column", "row", "measured", "n", *comparison, "minutes"]
     lines = [headings + (["epsilon"] if private else [])]
-    for cell in of.table.cells:
-        if (kept := of.kept(cell)) is not None:
-            shown = list(kept.shown.values())
-            minutes = median(entry["seconds"]["cpu"] for entry in shown) / 60
+    for cell in results.table.cells:
+        if (kept := results.kept(cell)) is not None:
+            entries = list(kept.shown.values())
+            minutes = median(entry["seconds"]["cpu"] for entry in entries) / 60
             lines.append(
                 [
-                    *(cell.column, cell.row, accuracy(kept), str(len(shown))),
-                    *(_beside_the_paper(cell, kept) if beside else ()),
-                    *(f"{minutes:.1f}{_on_a_gpu(shown)}", *([_epsilon(kept)] if private else ())),
+                    *(cell.column, cell.row, accuracy(kept), str(len(entries))),
+                    *(_beside_the_paper(cell, kept) if comparison else ()),
+                    *(f"{minutes:.1f}{_on_a_gpu(entries)}", *([_epsilon(kept)] if private else ())),
                 ]
             )
     return rows_of(lines)
@@ -185,12 +187,12 @@ def _epsilon(kept: Kept) -> str:
     return f"{kind} {round_up(value)} (delta {delta_up(delta)})"
 
 
-def _claims(of: Sequence[Verdict]) -> list[str]:
+def _claims(tested: Sequence[Verdict]) -> list[str]:
     lines = [["claim", "column", "answer", "numbers"]]
-    for verdict in of:
-        for one in verdict.tested:
-            mark = (REDUCED if one.reduced else "") + (OLD if one.old else "")
-            lines.append([verdict.claim, one.column, one.answer + mark, one.numbers])
+    for verdict in tested:
+        for column in verdict.tested:
+            mark = (REDUCED if column.reduced else "") + (OLD if column.old else "")
+            lines.append([verdict.claim, column.column, column.answer + mark, column.numbers])
     return rows_of(lines)
 
 
@@ -218,68 +220,71 @@ def notes(of: Measurements) -> Iterator[Note]:
         )  # fmt: skip
     if any(entry["privacy"]["kind"] == "nominal" for entry in entries):
         yield "NOMINAL: the number of a scheme that guarantees nothing.", ()
-    precise = {entry["config"]["run"].get("precision", "float32") for entry in entries}
-    if "bfloat16" in precise:
-        some = "" if precise == {"bfloat16"} else " in some cells"
-        yield f"Networks compute in bfloat16{some}.", ()
+    precisions = {entry["config"]["run"].get("precision", "float32") for entry in entries}
+    if "bfloat16" in precisions:
+        suffix = "" if precisions == {"bfloat16"} else " in some cells"
+        yield f"Networks compute in bfloat16{suffix}.", ()
     yield from _splits(of)
-    same = {
+    shared = {
         f"{entry['column']}, {entry['row']} is {entry['same_run_as']}"
         for entry in entries if "same_run_as" in entry
     }  # fmt: skip
-    if same:
-        yield "One run answers two cells:", sorted(same)
-    unlike = [c.name for c in of.table.file.columns if len(of.gpus(c.name)) > 1]
-    if unlike:
-        yield "Seconds are not drawn, because they are of unlike devices:", unlike
+    if shared:
+        yield "One run answers two cells:", sorted(shared)
+    mixed = [c.name for c in of.table.file.columns if len(of.gpus(c.name)) > 1]
+    if mixed:
+        yield "Seconds are not drawn, because they are of unlike devices:", mixed
     yield "Minutes are CPU minutes of one run, the median over seeds, on:", _machines(entries)
 
 
 def _differences(table: Table) -> Iterator[Note]:
     """Yield differences from the paper, grouped by equal rows and columns."""
-    places: dict[str, list[Cell]] = {}
+    groups: dict[str, list[Cell]] = {}
     for cell in table.cells:
         if cell.differs:
             kind = {"paper": "", "reduced": "reduced; ", "absent": "data absent; "}[cell.size]
-            places.setdefault(f"{kind}{cell.differs}".rstrip("."), []).append(cell)
-    for text, of in places.items():
+            groups.setdefault(f"{kind}{cell.differs}".rstrip("."), []).append(cell)
+    for text, cells in groups.items():
         rows, columns = (
             list(dict.fromkeys(names))
-            for names in ((cell.row for cell in of), (cell.column for cell in of))
+            for names in ((cell.row for cell in cells), (cell.column for cell in cells))
         )
-        whole = len(of) == sum(cell.row in rows for cell in table.cells)
-        where = "All rows" if len(rows) == len(table.file.rows) else ", ".join(rows)
-        points = [] if whole else [f"of {'; '.join(columns)}"]
-        yield f"{where}:", points + text.split("; ")
+        complete = len(cells) == sum(cell.row in rows for cell in table.cells)
+        scope = "All rows" if len(rows) == len(table.file.rows) else ", ".join(rows)
+        points = [] if complete else [f"of {'; '.join(columns)}"]
+        yield f"{scope}:", points + text.split("; ")
 
 
-def _splits(of: Measurements) -> Iterator[Note]:
+def _splits(results: Measurements) -> Iterator[Note]:
     """Yield whether each column had one split per seed."""
-    alike = True
-    for column in of.table.file.columns:
-        kept = [(row.name, of.found.get((row.name, column.name))) for row in of.table.file.rows]
-        found = [(name, one) for name, one in kept if one is not None]
-        if not found:
+    all_equal = True
+    for column in results.table.file.columns:
+        cells = [
+            (row.name, results.found.get((row.name, column.name)))
+            for row in results.table.file.rows
+        ]
+        measured = [(name, cell) for name, cell in cells if cell is not None]
+        if not measured:
             continue
-        (first, reference), different = found[0], []
-        for name, one in found[1:]:
-            shared = reference.shown.keys() & one.shown.keys()
-            pairs = [(reference.shown[seed], one.shown[seed]) for seed in sorted(shared)]
-            if other := [pair for pair in pairs if _have_other_splits(*pair)]:
-                keys = ", ".join(data_keys(*other[0])) or "the rows of the data set"
+        (first, reference), different = measured[0], []
+        for name, cell in measured[1:]:
+            seeds = reference.shown.keys() & cell.shown.keys()
+            pairs = [(reference.shown[seed], cell.shown[seed]) for seed in sorted(seeds)]
+            if unequal := [pair for pair in pairs if _have_other_splits(*pair)]:
+                keys = ", ".join(data_keys(*unequal[0])) or "the rows of the data set"
                 different.append(f"{name} ({keys})")
         if different:
-            alike = False
+            all_equal = False
             yield f"Other rows, labels or agents than {first}, {column.name}:", different
-    if alike:
+    if all_equal:
         yield "In each column all rows had the same split in each seed.", ()
 
 
-def _have_other_splits(one: Entry, other: Entry) -> bool:
+def _have_other_splits(first: Entry, second: Entry) -> bool:
     """Return whether two runs had different rows; by their settings if a private one withholds the
     hash."""
-    hashes = {one["split_hash"], other["split_hash"]}
-    return bool(data_keys(one, other)) if WITHHELD in hashes else len(hashes) > 1
+    hashes = {first["split_hash"], second["split_hash"]}
+    return bool(data_keys(first, second)) if WITHHELD in hashes else len(hashes) > 1
 
 
 def data_keys(one: Entry, other: Entry) -> list[str]:

@@ -128,8 +128,8 @@ class Table:
     cells: tuple[Cell, ...]  # column by column
 
     def cell(self, row: str, column: str) -> Cell | None:
-        found = (cell for cell in self.cells if (cell.row, cell.column) == (row, column))
-        return next(found, None)
+        matches = (cell for cell in self.cells if (cell.row, cell.column) == (row, column))
+        return next(matches, None)
 
 
 def slug(text: str) -> str:
@@ -189,12 +189,12 @@ def load_table(path: Path, root: Path) -> Table:
 def _problem(detail: Any, lines: Mapping[str, int]) -> ConfigProblem:
     """Convert an error of pydantic, with the line of its section: items of a list share their
     lines."""
-    where = "".join(f"[{p + 1}]" if isinstance(p, int) else f".{p}" for p in detail["loc"])
+    path = "".join(f"[{p + 1}]" if isinstance(p, int) else f".{p}" for p in detail["loc"])
     line = lines.get(str(detail["loc"][0]), 0)
     text = {"missing": "missing", "extra_forbidden": "unknown key"}.get(
         detail["type"], f"{detail['msg']}, got {detail['input']!r:.60}"
     )
-    return ConfigProblem(line, where.removeprefix("."), text)
+    return ConfigProblem(line, path.removeprefix("."), text)
 
 
 def _problems(file: TableFile, root: Path) -> Iterator[tuple[str, str]]:
@@ -214,9 +214,9 @@ def _problems(file: TableFile, root: Path) -> Iterator[tuple[str, str]]:
             yield "cells", unknown("row", cell.row, rows)
         if cell.column not in columns:
             yield "cells", unknown("column", cell.column, columns)
-    for place, count in Counter((cell.row, cell.column) for cell in file.cells).items():
+    for position, count in Counter((cell.row, cell.column) for cell in file.cells).items():
         if count > 1:
-            yield "cells", f"{'/'.join(place)} is given {count} times"
+            yield "cells", f"{'/'.join(position)} is given {count} times"
     for order in file.orders:
         for row in (order.better, *order.than):
             if row not in rows:
@@ -237,11 +237,11 @@ def _problems(file: TableFile, root: Path) -> Iterator[tuple[str, str]]:
 
 def _entries(file: TableFile) -> Iterator[tuple[TableFile, Line, Line, CellEntry]]:
     """Yield the settings of each cell that is not skipped, weakest first; column by column."""
-    special = {(cell.row, cell.column): cell for cell in file.cells}
+    overrides = {(cell.row, cell.column): cell for cell in file.cells}
     for column in file.columns:
         for row in file.rows:
-            place = (row.name, column.name)
-            cell = special.get(place) or CellEntry(row=row.name, column=column.name)
+            position = (row.name, column.name)
+            cell = overrides.get(position) or CellEntry(row=row.name, column=column.name)
             if not cell.skip:
                 yield file, column, row, cell
 
@@ -259,8 +259,8 @@ def _cell_problems(
 
 def _last(key: str, *entries: _Entry) -> Any:
     """Return the value of the strongest entry that sets it."""
-    given = (getattr(entry, key) for entry in reversed(entries))
-    return next((value for value in given if value is not None), None)
+    values = (getattr(entry, key) for entry in reversed(entries))
+    return next((value for value in values if value is not None), None)
 
 
 def _differs(*entries: _Entry) -> str | None:
@@ -271,8 +271,8 @@ def _differs(*entries: _Entry) -> str | None:
     So a row at the paper's size does not inherit why the rest of its table is reduced.
     """
     if _last("size", *entries) == "paper":
-        decides = max(place for place, entry in enumerate(entries) if entry.size)
-        entries = entries[decides:]
+        strongest = max(index for index, entry in enumerate(entries) if entry.size)
+        entries = entries[strongest:]
     differs: str | None = _last("differs", *entries)
     return differs
 
@@ -303,9 +303,9 @@ def _yaml(value: object) -> str:
 
 def matching(cells: Sequence[Cell], pattern: str) -> list[Cell]:
     """Return the cells whose row/column matches a glob, ignoring case."""
-    wanted = pattern.lower()
+    lowered = pattern.lower()
     return [
         cell for cell in cells
-        if fnmatch.fnmatchcase(cell.title.lower(), wanted)
-        or fnmatch.fnmatchcase(cell.slug, wanted)
+        if fnmatch.fnmatchcase(cell.title.lower(), lowered)
+        or fnmatch.fnmatchcase(cell.slug, lowered)
     ]  # fmt: skip

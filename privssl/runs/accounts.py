@@ -45,20 +45,20 @@ def check_shared_accounts(prepared: Prepared) -> None:
     """
     if prepared.config.privacy is None or not prepared.config.privacy.ledger:
         return
-    own = prepared.config.folder.resolve()
-    ledger = ledger_of(prepared.config, own)
-    for outer in (ledger.resolve(), *ledger.resolve().parents):
-        if outer == own or (outer / "split.json").exists():
+    run_folder = prepared.config.folder.resolve()
+    ledger = ledger_of(prepared.config, run_folder)
+    for folder in (ledger.resolve(), *ledger.resolve().parents):
+        if folder == run_folder or (folder / "split.json").exists():
             raise RunFolderError(
-                f"privacy.ledger {ledger} is in {outer}, the folder of a run, and would go with it "
-                "when it is replaced. Give a folder outside of all runs"
+                f"privacy.ledger {ledger} is in {folder}, the folder of a run, and would go with "
+                "it when it is replaced. Give a folder outside of all runs"
             )
-    for name, promise in prepared.account_plans.items():
+    for name, plan in prepared.account_plans.items():
         path = ledger / f"{name}.jsonl"
         if path.exists():
             journal = read_journal(path)
             refuse_problems(path, journal)
-            refuse_change(journal.plan, promise)
+            refuse_change(journal.plan, plan)
     _claim_rows(prepared, ledger, only_check=True)
 
 
@@ -66,11 +66,11 @@ def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
     if prepared.plan is None:
         return
     # Without visits no labelled row is read, but other rows are used.
-    holders = prepared.labelled_agents if prepared.plan.visits else ()
-    for agent in holders:
+    agents = prepared.labelled_agents if prepared.plan.visits else ()
+    for agent in agents:
         row_registry.refuse_partial_account(ledger, agent.id)
     claim_rows(
-        ledger, holders, find_unprotected_rows(prepared.federated_data), only_check=only_check
+        ledger, agents, find_unprotected_rows(prepared.federated_data), only_check=only_check
     )
 
 
@@ -85,28 +85,28 @@ def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -
         accounting.errors.LedgerError: a journal is missing, damaged, truncated or in use, or a row
             has an account under another agent, or is used without protection.
     """
-    holders, privacy = {a.id: a for a in prepared.labelled_agents}, prepared.config.privacy
+    agents, privacy = {a.id: a for a in prepared.labelled_agents}, prepared.config.privacy
     ledger = ledger_of(prepared.config, folder)
     outlives = privacy is not None and bool(privacy.ledger)
-    known = {} if snapshot is None else snapshot.extra
-    run = str(known.get(RUN_ID, os.urandom(8).hex()))
+    extra = {} if snapshot is None else snapshot.extra
+    run_id = str(extra.get(RUN_ID, os.urandom(8).hex()))
     if outlives:
         for name in prepared.account_plans:
-            if LEDGER_SEQ + name in known:  # before a new registry is begun
+            if LEDGER_SEQ + name in extra:  # before a new registry is begun
                 refuse_missing(ledger / f"{name}.jsonl")
         _claim_rows(prepared, ledger, only_check=False)
     with ExitStack() as stack:
-        for name, promise in prepared.account_plans.items():
+        for name, plan in prepared.account_plans.items():
             assert privacy is not None  # plans exist only with a privacy section
-            path, seq = ledger / f"{name}.jsonl", known.get(LEDGER_SEQ + name)
+            path, seq = ledger / f"{name}.jsonl", extra.get(LEDGER_SEQ + name)
             resume = seq is not None or ((snapshot is not None or outlives) and path.exists())
             account = Account.open(
-                path, promise, resume=resume, minimum_seq=int(seq or 0),
-                minimum_head=str(known.get(LEDGER_HEAD + name, "")),
-                run=run, run_epsilon=privacy.epsilon,
+                path, plan, resume=resume, minimum_seq=int(seq or 0),
+                minimum_head=str(extra.get(LEDGER_HEAD + name, "")),
+                run=run_id, run_epsilon=privacy.epsilon,
             )  # fmt: skip
             stack.callback(account.close)
-            holders[name].account = account
+            agents[name].account = account
         yield
 
 
@@ -120,19 +120,19 @@ def record_former_ledgers(config: Config, folder: Path) -> dict[str, str]:
 
 def ledger_of(config: Config, folder: Path) -> Path:
     """Return the folder of the journals of a run's agents: its own, or one that outlives it."""
-    named = "" if config.privacy is None else config.privacy.ledger
-    return Path(named).expanduser() if named else folder / "ledger"
+    configured = "" if config.privacy is None else config.privacy.ledger
+    return Path(configured).expanduser() if configured else folder / "ledger"
 
 
 def copy_ledgers(prepared: Prepared, folder: Path) -> None:
     """Copy journals that outlive the run into its folder, for the audit."""
-    ledger, own = ledger_of(prepared.config, folder), folder / "ledger"
-    if ledger == own:
+    ledger, target = ledger_of(prepared.config, folder), folder / "ledger"
+    if ledger == target:
         return
-    with atomic_files.writing(own):
-        own.mkdir(mode=0o700, exist_ok=True)
+    with atomic_files.writing(target):
+        target.mkdir(mode=0o700, exist_ok=True)
     for name in prepared.account_plans:
-        path = own / f"{name}.jsonl"
+        path = target / f"{name}.jsonl"
         atomic_files.write(path, read_content(ledger / path.name))
 
 
@@ -147,35 +147,35 @@ SHIPPED_CODE: Release = (
 
 def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
     """Return every release of a support agent: name, covered or not, why."""
-    plainly = [name for name in plan.update if name not in plan.protect]
+    unprotected = [name for name in plan.update if name not in plan.protect]
     if plan.update == (CENSUS,):
-        why = "integer histogram with discrete Laplace noise on every cell"
-        sent: list[Release] = [(CENSUS, "covered", why)]
-    elif not plainly:
-        why = "trained by DP-SGD under the agent's account"
-        sent = [(name, "covered", why) for name in plan.protect]
+        reason = "integer histogram with discrete Laplace noise on every cell"
+        entries: list[Release] = [(CENSUS, "covered", reason)]
+    elif not unprotected:
+        reason = "trained by DP-SGD under the agent's account"
+        entries = [(name, "covered", reason) for name in plan.protect]
     else:
-        others = ", ".join(plainly)
-        through = f"noise was added, but its gradients flow through unprotected {others}"
-        without = "trained on labelled rows without noise"
-        sent = [
-            (name, "not covered", through if name in plan.protect else without)
+        names = ", ".join(unprotected)
+        with_noise = f"noise was added, but its gradients flow through unprotected {names}"
+        without_noise = "trained on labelled rows without noise"
+        entries = [
+            (name, "not covered", with_noise if name in plan.protect else without_noise)
             for name in plan.update
         ]
-    queries = ALGORITHMS[config.algorithm.name].reads_unlabelled
-    if queries and config.data.labels == "labels-at-client":
-        why = "from the agent's unlabelled rows and what the server sent; reads no label"
-        sent.append(("networks of its query pass", "post-processing", why))
+    has_query = ALGORITHMS[config.algorithm.name].reads_unlabelled
+    if has_query and config.data.labels == "labels-at-client":
+        reason = "from the agent's unlabelled rows and what the server sent; reads no label"
+        entries.append(("networks of its query pass", "post-processing", reason))
         if plan.update == (CENSUS,):
-            sent.append(("sums and counts of its unlabelled rows", "post-processing", why))
+            entries.append(("sums and counts of its unlabelled rows", "post-processing", reason))
     if config.run.engine == "flower":
-        sent.append(SHIPPED_CODE)
+        entries.append(SHIPPED_CODE)
     return [
-        *sent,
+        *entries,
         (
             "its weight in the average",
             "post-processing",
-            "the constant 1" + ("; in a query pass the number of its unlabelled rows" * queries),
+            "the constant 1" + ("; in a query pass the number of its unlabelled rows" * has_query),
         ),
         (
             "that it declines, when its budget is spent",

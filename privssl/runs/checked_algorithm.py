@@ -24,8 +24,8 @@ RESERVED = ("test/", "validation/", "pseudo/", "comm/", "dp/", "time/", "images/
 
 def add_checks(algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> Algorithm[Any]:
     """Wrap an own algorithm with checks; return privssl's unchanged. ``warn``: gets sentences."""
-    own = name not in ALGORITHMS
-    return CheckedAlgorithm(algorithm, name, warn) if own else algorithm  # type: ignore[return-value]
+    is_plugin = name not in ALGORITHMS
+    return CheckedAlgorithm(algorithm, name, warn) if is_plugin else algorithm  # type: ignore[return-value]
 
 
 class CheckedAlgorithm:
@@ -34,7 +34,7 @@ class CheckedAlgorithm:
 
     def __init__(self, algorithm: Algorithm[Any], name: str, warn: Callable[[str], None]) -> None:
         self._algorithm, self._name, self._warn = algorithm, name, warn
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         # A classifier of the task, for its names and shapes.
         self._like = {n: t.shape for n, t in algorithm.task.new_classifier().state_dict().items()}
 
@@ -45,10 +45,10 @@ class CheckedAlgorithm:
         return self._called("start", federation)
 
     def round(self, state: Any, federation: Federation) -> Any:
-        after = self._called("round", federation, state)
+        new_state = self._called("round", federation, state)
         for name in federation.metrics:
             self._refuse_reserved("a step", name)
-        return after
+        return new_state
 
     def finish(self, state: Any, federation: Federation) -> Any:
         return self._called("finish", federation, state)
@@ -58,85 +58,88 @@ class CheckedAlgorithm:
         if not isinstance(weights, Mapping):
             raise self._wrong("classifier", f"returns a {_type(weights)}. Return F's state dict")
         for name in [*self._like, *weights]:
-            here, there = self._like.get(name), getattr(weights.get(name), "shape", None)
-            if here != there:
-                text = f"lacks {name}" if there is None else f"has {name} as {[*there]}"
-                has = "lacks it" if here is None else f"has it as {[*here]}"
+            expected, actual = self._like.get(name), getattr(weights.get(name), "shape", None)
+            if expected != actual:
+                problem = f"lacks {name}" if actual is None else f"has {name} as {[*actual]}"
+                expected_text = "lacks it" if expected is None else f"has it as {[*expected]}"
                 raise self._wrong(
-                    "classifier", f"{text}, and the network of model.name {has}. Return all of F"
+                    "classifier",
+                    f"{problem}, and the network of model.name {expected_text}. Return all of F",
                 )
         return weights
 
     def metrics(self, state: Any) -> Mapping[str, float]:
-        found = self._algorithm.metrics(state)
-        if not isinstance(found, Mapping):
-            raise self._wrong("metrics", f"returns a {_type(found)}. Return {{name: number}}")
-        for name, value in found.items():
+        metrics = self._algorithm.metrics(state)
+        if not isinstance(metrics, Mapping):
+            raise self._wrong("metrics", f"returns a {_type(metrics)}. Return {{name: number}}")
+        for name, value in metrics.items():
             self._refuse_reserved("metrics", name)
             if not isinstance(value, int | float):
                 raise self._wrong("metrics", f"gives {name} as a {_type(value)}. Give a number")
-        return found
+        return metrics
 
-    def _called(self, what: str, federation: Federation, *state: Any) -> Any:
-        before = self._kept_on_itself()
-        rng = federation.rng(f"own {what}")
+    def _called(self, method: str, federation: Federation, *state: Any) -> Any:
+        old = self._kept_on_itself()
+        rng = federation.rng(f"own {method}")
         with seeded(rng), others_seeded(rng):
-            after = getattr(self._algorithm, what)(*state, federation)
-        self._check_state(what, after)
+            result = getattr(self._algorithm, method)(*state, federation)
+        self._check_state(method, result)
         new = self._kept_on_itself()
-        changed = [name for name in new if name not in before or new[name] is not before[name]]
+        changed = [name for name in new if name not in old or new[name] is not old[name]]
         for name in changed:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._warned:
+                self._warned.add(name)
                 self._warn(
                     f"{self._name} keeps {name} on the algorithm object, which no checkpoint has "
                     "and no worker process shares: a resumed run would end otherwise. Keep it in "
                     "the state, or in agent.memory"
                 )
-        return after
+        return result
 
     def _kept_on_itself(self) -> dict[str, Any]:
         return {n: v for n, v in vars(self._algorithm).items() if not isinstance(v, nn.Module)}
 
-    def _check_state(self, what: str, state: Any) -> None:
-        kind = self._algorithm.StateType
-        if type(state) is not kind:
+    def _check_state(self, method: str, state: Any) -> None:
+        expected = self._algorithm.StateType
+        if type(state) is not expected:
             raise self._wrong(
-                what,
-                f"returns a {_type(state)}, and StateType is {kind.__name__}, by which a "
-                f"checkpoint is read. Return a {kind.__name__}",
+                method,
+                f"returns a {_type(state)}, and StateType is {expected.__name__}, by which a "
+                f"checkpoint is read. Return a {expected.__name__}",
             )
-        for field in dataclasses.fields(kind):
-            self._check_part(what, f"{kind.__name__}.{field.name}", getattr(state, field.name))
+        for field in dataclasses.fields(expected):
+            self._check_part(
+                method, f"{expected.__name__}.{field.name}", getattr(state, field.name)
+            )
 
-    def _check_part(self, what: str, place: str, value: Any) -> None:
+    def _check_part(self, method: str, path: str, value: Any) -> None:
         """Raise if a checkpoint cannot store a value: ``runs/state_tree.py``."""
         if isinstance(value, Tensor):
             if value.requires_grad:
-                raise self._wrong(what, f"returns {place} with a gradient. Give {place}.detach()")
+                raise self._wrong(method, f"returns {path} with a gradient. Give {path}.detach()")
         elif isinstance(value, LazyTensors):  # of an earlier round, in a file
             return
         elif isinstance(value, Mapping):
-            for key, inner in value.items():
+            for key, item in value.items():
                 if not isinstance(key, str):
-                    raise self._wrong(what, f"returns {place} with the key {key!r}. Give text")
-                self._check_part(what, f"{place}[{key!r}]", inner)
+                    raise self._wrong(method, f"returns {path} with the key {key!r}. Give text")
+                self._check_part(method, f"{path}[{key!r}]", item)
         elif isinstance(value, tuple):
-            for inner in value:
-                self._check_part(what, place, inner)
+            for item in value:
+                self._check_part(method, path, item)
         elif not isinstance(value, bool | int | float | str | None):
             raise self._wrong(
-                what,
-                f"returns {place} as a {_type(value)}, which no checkpoint holds. Give tensors, "
+                method,
+                f"returns {path} as a {_type(value)}, which no checkpoint holds. Give tensors, "
                 "numbers, text, None, and tuples or mappings of these",
             )
 
-    def _refuse_reserved(self, what: str, name: str) -> None:
+    def _refuse_reserved(self, source: str, name: str) -> None:
         if name.startswith(RESERVED):
-            raise self._wrong(what, f"logs {name}, which the run measures. Name it train/WORD")
+            raise self._wrong(source, f"logs {name}, which the run measures. Name it train/WORD")
 
-    def _wrong(self, what: str, text: str) -> PluginError:
-        return PluginError(f"algorithm.name {self._name}: {what} {text}")
+    def _wrong(self, source: str, problem: str) -> PluginError:
+        return PluginError(f"algorithm.name {self._name}: {source} {problem}")
 
 
 def _type(value: object) -> str:

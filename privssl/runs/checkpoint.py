@@ -42,7 +42,7 @@ FORMAT = 3
 #: Depth in each tree of a mapping of tensors that belongs to one agent.
 TREES = {"state": 2, "memories": 1}
 MAX_JSON_BYTES = 64 * 2**20
-_NO_TENSORS = LazyTensors(lambda at, size: bytearray(size), {})
+_NO_TENSORS = LazyTensors(lambda offset, size: bytearray(size), {})
 _FOLDER = re.compile(r"round_([0-9]{5,9})")
 
 
@@ -104,7 +104,7 @@ def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     """
     target = folder / _name_of(snapshot.round)
     temporary = folder / f"{atomic_files.TEMPORARY}{target.name}"
-    about, trees = _manifest(snapshot)
+    manifest, trees = _manifest(snapshot)
     with atomic_files.writing(target):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_leftovers(folder)
@@ -113,8 +113,8 @@ def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
             for name, tensors in trees.items():
                 path = temporary / f"{name}.safetensors"
                 size, checksum = tensor_files.write_new_tensors(path, tensors)
-                about[name] |= {"bytes": size, "sha256": checksum}
-            content = with_checksum(about)
+                manifest[name] |= {"bytes": size, "sha256": checksum}
+            content = with_checksum(manifest)
             if len(content) > MAX_JSON_BYTES:  # too large to read back
                 raise RunFolderError(tensor_files.too_many(sum(map(len, trees.values()))))
             atomic_files.write_new(temporary / "snapshot.json", content)
@@ -194,7 +194,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 def _manifest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
     """Return the content of snapshot.json without files, and the tensors of each file."""
-    about: dict[str, Any] = {
+    manifest: dict[str, Any] = {
         "format": FORMAT,
         "round": snapshot.round,
         "config_digest": snapshot.config_digest,
@@ -203,11 +203,11 @@ def _manifest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, I
     forms: dict[str, int] = {}  # JSON -> number
     trees: dict[str, dict[str, Item]] = {name: {} for name in TREES}
     for name, tensors in trees.items():
-        shape = outline(getattr(snapshot, name), "", tensors, forms, TREES[name])
-        about[name] = {"outline": shape}
+        tree_outline = outline(getattr(snapshot, name), "", tensors, forms, TREES[name])
+        manifest[name] = {"outline": tree_outline}
         tensor_files.check_types(tensors)
-    about["forms"] = list(map(json.loads, forms))
-    return about, trees
+    manifest["forms"] = list(map(json.loads, forms))
+    return manifest, trees
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -223,9 +223,9 @@ def _prune(folder: Path, current: int, keep: int) -> None:
     back."""
     rounds = sorted(_rounds(folder))
     newest = [number for number in rounds if number <= current][-keep:]
-    kept = {_read_pointer(folder, "best"), *map(_name_of, newest)}
+    kept_names = {_read_pointer(folder, "best"), *map(_name_of, newest)}
     for name in map(_name_of, rounds):
-        if name not in kept:
+        if name not in kept_names:
             shutil.rmtree(folder / name)
     _remove_leftovers(folder)
 
@@ -269,10 +269,10 @@ def inspect_snapshot(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """
     content = None
     try:
-        found = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
-        if not isinstance(found["extra"]["mapping"], dict):
+        decoded = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+        if not isinstance(decoded["extra"]["mapping"], dict):
             raise TypeError("extra")
-        content = found
+        content = decoded
         _check_manifest(content, folder.name)
         for name in TREES:
             _check_file(folder / f"{name}.safetensors", content[name])
@@ -292,28 +292,30 @@ def memories_of(folder: Path, content: Mapping[str, Any]) -> Mapping[str, Mappin
     return memories
 
 
-def _check_manifest(about: dict[str, Any], name: str) -> None:
+def _check_manifest(manifest: dict[str, Any], name: str) -> None:
     """Raise _Damaged unless snapshot.json has a known format, its own checksum and the round of its
     folder. Removes the checksum."""
-    if about["format"] != FORMAT:
-        raise _Damaged(f"format {about['format']!r}, this version of privssl reads {FORMAT}")
-    if about.pop("sha256", None) != _checksum(about):
+    if manifest["format"] != FORMAT:
+        raise _Damaged(f"format {manifest['format']!r}, this version of privssl reads {FORMAT}")
+    if manifest.pop("sha256", None) != _checksum(manifest):
         raise _Damaged("snapshot.json does not match its checksum")
-    if type(about["round"]) is not int or _name_of(about["round"]) != name:
-        raise _Damaged(f"snapshot.json is of round {about['round']}")
+    if type(manifest["round"]) is not int or _name_of(manifest["round"]) != name:
+        raise _Damaged(f"snapshot.json is of round {manifest['round']}")
 
 
 def _read(folder: Path) -> Snapshot:
     try:
-        about = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
-        _check_manifest(about, folder.name)
-        forms = list(map(tensor_files.places_in, about["forms"]))
+        manifest = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+        _check_manifest(manifest, folder.name)
+        forms = list(map(tensor_files.places_in, manifest["forms"]))
         trees = {
-            name: _to_tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES
+            name: _to_tree(folder / f"{name}.safetensors", manifest[name], forms) for name in TREES
         }
-        extra = filled(about["extra"], _NO_TENSORS, [])
-        _check_kinds(trees["memories"], about["config_digest"], extra)
-        return Snapshot(about["round"], config_digest=about["config_digest"], extra=extra, **trees)
+        extra = filled(manifest["extra"], _NO_TENSORS, [])
+        _check_kinds(trees["memories"], manifest["config_digest"], extra)
+        return Snapshot(
+            manifest["round"], config_digest=manifest["config_digest"], extra=extra, **trees
+        )
     except PlanError as error:
         raise _Damaged(f"snapshot.json cannot be read ({error})") from error
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -333,23 +335,23 @@ def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
 
 
 def _to_tree(
-    path: Path, about: Mapping[str, Any], forms: Sequence[Mapping[str, TensorSlice]]
+    path: Path, entry: Mapping[str, Any], forms: Sequence[Mapping[str, TensorSlice]]
 ) -> Any:
     """Return a tree; packed mappings are left in the file."""
-    _check_file(path, about)
+    _check_file(path, entry)
     try:
-        return filled(about["outline"], tensor_files.open_lazily(path), forms)
+        return filled(entry["outline"], tensor_files.open_lazily(path), forms)
     except SafetensorError as error:
         raise _Damaged(f"{path.name} is not safetensors ({error})") from error
     except OSError as error:
         raise _Damaged(f"{path.name}: {error.strerror}") from error
 
 
-def _check_file(path: Path, about: Mapping[str, Any]) -> None:
+def _check_file(path: Path, entry: Mapping[str, Any]) -> None:
     """Raise _Damaged unless a file of tensors has the stated size and checksum."""
-    size = about["bytes"]
+    size = entry["bytes"]
     try:
-        if _size(path, size) != size or tensor_files.sha256_of(path) != about["sha256"]:
+        if _size(path, size) != size or tensor_files.sha256_of(path) != entry["sha256"]:
             raise _Damaged(f"{path.name} does not match its checksum")
     except OSError as error:
         raise _Damaged(f"{path.name}: {error.strerror}") from error
@@ -361,12 +363,12 @@ def _size(path: Path, limit: int) -> int:
 
     May raise OSError.
     """
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise _Damaged(f"{path.name} is not a regular file")
-    if about.st_size > limit:
+    if status.st_size > limit:
         raise _Damaged(f"{path.name} is longer than it was")
-    return about.st_size
+    return status.st_size
 
 
 def _bytes(path: Path, limit: int) -> bytes:

@@ -37,8 +37,8 @@ def describe(prepared: Prepared, console: Console) -> dict[str, Any] | None:
         return None
     try:
         estimate = forecast(prepared)
-    except (UserError, AccountingError, OSError) as problem:
-        console.print(f"Time and bytes cannot be estimated: {problem}", markup=False)
+    except (UserError, AccountingError, OSError) as error:
+        console.print(f"Time and bytes cannot be estimated: {error}", markup=False)
         return None
     for line in lines_of(estimate):
         console.print(line, markup=False)
@@ -51,15 +51,15 @@ def _who_holds_what(prepared: Prepared) -> Table:
     for agent in prepared.federated_data.agents:
         labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
         # The guarantee protects which classes a support agent has.
-        known = labelled if prepared.plan is None else None
-        classes = [] if known is None else [names[c] for c in sorted(set(known.y.tolist()))]
+        shown = labelled if prepared.plan is None else None
+        classes = [] if shown is None else [names[c] for c in sorted(set(shown.y.tolist()))]
         counts = ["-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled)]
         if labelled is not None and prepared.config.hides_counts:
             counts[0] = "private"
         table.add_row(agent.id, agent.role, *counts, escape(" ".join(classes)) or "unknown")
-    here = {agent.id for agent in prepared.federated_data.agents}
+    local_ids = {agent.id for agent in prepared.federated_data.agents}
     for ref in prepared.roster:
-        if ref.id not in here:
+        if ref.id not in local_ids:
             table.add_row(ref.id, ref.role, "at its site", "at its site", "unknown")
     return table
 
@@ -77,11 +77,11 @@ def _classes(prepared: Prepared) -> Table | None:
     labelled, unlabelled = class_counts(prepared.federated_data)
     for agent in agents:
         cells = []
-        for number in range(len(names)):
-            first = str(labelled[agent.id][number]) if agent.id in labelled else "0"
-            rest = agent.held_unlabelled
-            second = str(unlabelled[agent.id][number]) if agent.id in unlabelled else "?"
-            cells.append(f"{first}+{second if rest is not None else '0'}")
+        for index in range(len(names)):
+            with_label = str(labelled[agent.id][index]) if agent.id in labelled else "0"
+            rows = agent.held_unlabelled
+            without_label = str(unlabelled[agent.id][index]) if agent.id in unlabelled else "?"
+            cells.append(f"{with_label}+{without_label if rows is not None else '0'}")
         table.add_row(agent.id, *cells)
     return table
 
@@ -95,29 +95,30 @@ def _own_split(prepared: Prepared) -> str:
         )
     data = dataclasses.replace(config.data, split="")
     try:
-        drawn = draw_split(
+        sampled = draw_split(
             data, holders(data.labels, config.agents), config.run.seed, federated_data.dataset
         )
-    except DataError as problem:
-        return f"{config.data.split} is used; the config itself can draw no split ({problem})."
-    ours = federated_data.manifest
-    moved = _places(ours.agents, ours.validation).items() ^ _places(*drawn).items()
-    rows = len({row for row, _ in moved})
+    except DataError as error:
+        return f"{config.data.split} is used; the config itself can draw no split ({error})."
+    manifest = federated_data.manifest
+    differences = _places(manifest.agents, manifest.validation).items() ^ _places(*sampled).items()
+    rows = len({row for row, _ in differences})
     if not rows:
         return f"{config.data.split} is the split that the config would draw."
     return (
         f"{config.data.split} differs from the split that the config would draw (run.seed "
-        f"{config.run.seed}): {rows} of {ours.rows} training rows are held elsewhere or otherwise."
+        f"{config.run.seed}): {rows} of {manifest.rows} training rows are held elsewhere or "
+        "otherwise."
     )
 
 
 def _places(agents: Any, validation: tuple[int, ...]) -> dict[int, tuple[str, str]]:
     """Map rows to their agent and kind."""
-    places = dict.fromkeys(validation, ("", "validation"))
+    assignments = dict.fromkeys(validation, ("", "validation"))
     for name, holding in agents.items():
-        places |= dict.fromkeys(holding.labelled, (name, "labelled"))
-        places |= dict.fromkeys(holding.unlabelled, (name, "unlabelled"))
-    return places
+        assignments |= dict.fromkeys(holding.labelled, (name, "labelled"))
+        assignments |= dict.fromkeys(holding.unlabelled, (name, "unlabelled"))
+    return assignments
 
 
 def lines_of(estimate: Forecast) -> list[str]:

@@ -37,8 +37,8 @@ def refuse_unreachable(prepared: Prepared) -> None:
         _node_keys(prepared)
         certificate = str(Path(run.certificate).expanduser()) if run.certificate else ""
         if problem := tls.probe(run.superlink, certificate):
-            absent = problem.startswith(tls.NOBODY)
-            advice = ". Start it (flower-superlink), or give its host and port" if absent else ""
+            no_server = problem.startswith(tls.NOBODY)
+            advice = ". Start it (flower-superlink), or give its host and port" if no_server else ""
             raise SiteError(f"run.superlink: {problem}{advice}")
 
 
@@ -56,25 +56,25 @@ def make_engine(
     Raises privssl.errors.UserError if that is impossible, or not all sites respond.
     """
     run, agents, device = prepared.config.run, prepared.federated_data.agents, prepared.device
-    common: dict[str, Any] = {
+    options: dict[str, Any] = {
         "seed": run.seed, "device": device, "meter": label_meter, "check_wire": run.check_wire,
         "spill_store": spill_store,
     }  # fmt: skip
     if run.engine == "flower":
-        return _sites(prepared, common)
+        return _sites(prepared, options)
     if run.batched_agents > 1:
-        common |= {"algorithm": prepared.algorithm, "at_once": run.batched_agents}
-        return BatchedEngine(agents, **common)
+        options |= {"algorithm": prepared.algorithm, "at_once": run.batched_agents}
+        return BatchedEngine(agents, **options)
     workers = resolve_worker_count(run.workers, agents, device)
     if workers == 1:
-        return LocalEngine(agents, **common)
-    return WorkerEngine(agents, algorithm=prepared.algorithm, workers=workers, **common)
+        return LocalEngine(agents, **options)
+    return WorkerEngine(agents, algorithm=prepared.algorithm, workers=workers, **options)
 
 
-def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
+def _sites(prepared: Prepared, options: Mapping[str, Any]) -> SitesEngine:
     config, dataset, run = prepared.config, prepared.federated_data.dataset, prepared.config.run
-    here = [a for a in prepared.federated_data.agents if a.location is AgentLocation.SERVER]
-    labelled = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
+    servers = [a for a in prepared.federated_data.agents if a.location is AgentLocation.SERVER]
+    labelled_ids = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
     keys = _node_keys(prepared)
     transport = FlowerTransport(run.superlink, run.certificate, keys)
     assert run.absent != "auto"  # the config has resolved it
@@ -90,8 +90,8 @@ def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
                 None if dataset.unencoded is None else dataset.unencoded.encoder.checksum,
                 dataset.scales,
             ),
-            home=LocalEngine(here, **common),
-            ledgers=labelled if prepared.plan is not None else (),
+            home=LocalEngine(servers, **options),
+            ledgers=labelled_ids if prepared.plan is not None else (),
             timeouts=timeouts, key_owner=transport.key_owner if keys is not None else None,
             task=describe_task(dataset.class_names, dataset.shape),
         )  # fmt: skip
@@ -113,14 +113,14 @@ def log_traffic(engine: Engine, absences: int) -> dict[str, float]:
     """Return the network traffic since the last call, by names of metrics."""
     if not isinstance(engine, SitesEngine):
         return {}
-    now = engine.take_traffic()
+    traffic = engine.take_traffic()
     return {
-        "comm/sent_up_bytes": now.up,
-        "comm/sent_down_bytes": now.down,
-        "comm/letters": now.frames,
-        "comm/letters_again": now.again,
+        "comm/sent_up_bytes": traffic.up,
+        "comm/sent_down_bytes": traffic.down,
+        "comm/letters": traffic.frames,
+        "comm/letters_again": traffic.again,
         "sites/absent": absences,
-        "time/visit_s": statistics.median(now.seconds) if now.seconds else 0.0,
+        "time/visit_s": statistics.median(traffic.seconds) if traffic.seconds else 0.0,
     }
 
 
@@ -144,18 +144,18 @@ def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Sp
         return Spending(journals, this_run, [])
     accounts = [a.account for a in prepared.labelled_agents if a.account is not None]
     balances = {account.agent: account.balance() for account in accounts}
-    own = {a.agent: balances[a.agent].journal.epsilon_of(a.run) for a in accounts}
+    this_run = {a.agent: balances[a.agent].journal.epsilon_of(a.run) for a in accounts}
     outlive = prepared.config.privacy is not None and prepared.config.privacy.ledger
     return Spending(
         {name: balance.journal for name, balance in balances.items()},
-        own if outlive else None,
+        this_run if outlive else None,
         [f"{name}: {text}" for name, balance in balances.items() for text in balance.problems],
     )
 
 
 def _journals_of_sites(engine: SitesEngine, folder: Path, *, over: bool) -> dict[str, Journal]:
     """Return journals by agent, copied to ``folder/ledger``."""
-    found = {}
+    journals = {}
     for name, content in sorted(engine.end_run(over=over).items()):
         path = folder / "ledger" / f"{name}.jsonl"
         with atomic_files.writing(path):
@@ -165,12 +165,12 @@ def _journals_of_sites(engine: SitesEngine, folder: Path, *, over: bool) -> dict
         problems = [str(problem) for problem in journal.problems]
         if not problems and journal.plan.agent != name:
             problems = [f"it is of {journal.plan.agent}"]
-        if not problems and (unpaid := engine.missing_charges(name, journal.visits)):
-            problems = [f"it lacks {unpaid} visits that were charged, as if from a backup"]
+        if not problems and (missing := engine.missing_charges(name, journal.visits)):
+            problems = [f"it lacks {missing} visits that were charged, as if from a backup"]
         if problems:
             raise SiteError(
                 f"NO GUARANTEE: the ledger that {name} shows is not in order: {problems[0]}. Its "
                 "operator must put the true one back; then end the run with --resume"
             )
-        found[name] = journal
-    return found
+        journals[name] = journal
+    return journals

@@ -93,13 +93,13 @@ def sampled_rounds(algorithm: Any) -> Iterator[tuple[Round, int]]:
     and the last of a phase may differ, and represent only themselves.
     """
     rounds = planned_rounds(algorithm.phases())
-    starts = [now.number for now in rounds if now.number_in_phase == 1]
-    begins = {start + after for start in starts for after in (-1, 0, 1)} | {len(rounds)}
-    begins.add(getattr(algorithm.cfg, "warm_up", 0) + 1)
+    phase_starts = [planned.number for planned in rounds if planned.number_in_phase == 1]
+    boundaries = {start + offset for start in phase_starts for offset in (-1, 0, 1)} | {len(rounds)}
+    boundaries.add(getattr(algorithm.cfg, "warm_up", 0) + 1)
     if algorithm.plan is not None:
-        begins.add(algorithm.plan.visits + 1)
-    marks = sorted(begin for begin in begins if 1 <= begin <= len(rounds))
-    for begin, end in zip(marks, [*marks[1:], len(rounds) + 1], strict=True):
+        boundaries.add(algorithm.plan.visits + 1)
+    first_rounds = sorted(begin for begin in boundaries if 1 <= begin <= len(rounds))
+    for begin, end in zip(first_rounds, [*first_rounds[1:], len(rounds) + 1], strict=True):
         yield rounds[begin - 1], end - begin
 
 
@@ -108,26 +108,26 @@ def _sampled(prepared: Prepared, engine: "_OneOfEachKind") -> Forecast:
     federation = Federation(engine, run.seed)
     state = algorithm.start(federation)
     visits: dict[tuple[str, str], Visit] = {}
-    seconds, up, down, longest = 0.0, 0, 0, 0
+    seconds, up, down, most = 0.0, 0, 0, 0
     typical, typical_bytes = 0.0, (0, 0)
-    for now, stands_for in sampled_rounds(algorithm):
-        federation.begin(now)
+    for current, repeats in sampled_rounds(algorithm):
+        federation.begin(current)
         engine.begin_round()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         state = algorithm.round(state, federation)
-        took = time.perf_counter() - begun - engine.spent + engine.estimated
+        elapsed = time.perf_counter() - start - engine.spent + engine.estimated
         visits |= engine.visits
         traffic = federation.traffic
-        seconds += stands_for * took
-        up, down = up + stands_for * traffic.up, down + stands_for * traffic.down
-        if stands_for > longest:
-            longest, typical, typical_bytes = stands_for, took, (traffic.up, traffic.down)
+        seconds += repeats * elapsed
+        up, down = up + repeats * traffic.up, down + repeats * traffic.down
+        if repeats > most:
+            most, typical, typical_bytes = repeats, elapsed, (traffic.up, traffic.down)
     rounds = len(planned_rounds(algorithm.phases()))
-    evaluation = _evaluation_seconds(prepared, state)
+    evaluation_seconds = _evaluation_seconds(prepared, state)
     evaluations = -(-rounds // run.evaluate_every)
     return Forecast(
-        tuple(visits.values()), rounds, engine.workers, typical, evaluation,
-        seconds + evaluations * evaluation, typical_bytes, (up, down),
+        tuple(visits.values()), rounds, engine.workers, typical, evaluation_seconds,
+        seconds + evaluations * evaluation_seconds, typical_bytes, (up, down),
         _bytes_of(vars(state)) + engine.memory_bytes(),
     )  # fmt: skip
 
@@ -136,19 +136,17 @@ class _OneOfEachKind(LocalEngine):
     """Lets one agent of each kind work in each round, and repeats its reply for the others."""
 
     def __init__(self, prepared: Prepared, folder: Path) -> None:
-        real = prepared.federated_data.agents
-        super().__init__(real, seed=prepared.config.run.seed, device=prepared.device)
+        agents = prepared.federated_data.agents
+        super().__init__(agents, seed=prepared.config.run.seed, device=prepared.device)
         self._prepared, self._folder = prepared, folder
-        self.workers = resolve_worker_count(prepared.config.run.workers, real, prepared.device)
+        self.workers = resolve_worker_count(prepared.config.run.workers, agents, prepared.device)
         if prepared.config.run.batched_agents > 1:
             self.workers = 1
         self._roles: dict[str, list[Agent]] = {}
-        for agent in real:
+        for agent in agents:
             self._roles.setdefault(agent.role, []).append(agent)
         under_account = prepared.account_plans.keys()
-        self._chosen = {
-            role: _typical(agents, under_account) for role, agents in self._roles.items()
-        }
+        self._chosen = {role: _typical(group, under_account) for role, group in self._roles.items()}
         self._memories: dict[str, Any] = {role: {} for role in self._roles}
         # Number of rows of each kind's working agent in all rounds: its memory may be about them.
         self._rows: dict[str, int] = {}
@@ -168,47 +166,47 @@ class _OneOfEachKind(LocalEngine):
         )
 
     def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
-        here = side_by_side = longest = 0.0
+        serial = parallel = longest = 0.0
         for call in calls:
             kind = call.to.role, call.step.__name__
             if kind not in self._replies:
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 self._replies[kind], self.visits[kind] = self._timed(call)
-                self.spent += time.perf_counter() - begun
-            took = self.visits[kind].seconds
+                self.spent += time.perf_counter() - start
+            seconds = self.visits[kind].seconds
             if self.workers == 1 or call.to.id in self._prepared.account_plans:
-                here += took
+                serial += seconds
             else:
-                side_by_side, longest = side_by_side + took, max(longest, took)
+                parallel, longest = parallel + seconds, max(longest, seconds)
             yield dataclasses.replace(self._replies[kind], sender=call.to)
-        self.estimated += max(here, longest, (here + side_by_side) / self.workers)
+        self.estimated += max(serial, longest, (serial + parallel) / self.workers)
 
     def _timed(self, call: Call) -> tuple[Reply[Any], Visit]:
         """Return the reply of a visit, maybe of a part of it, and the time of the whole visit."""
         agent = self._chosen[call.to.role]
         made_up = agent.id in self._prepared.account_plans
         unit, whole = self._work(agent)
-        before = self._memories[call.to.role]
+        memory = self._memories[call.to.role]
         if unit == "rows" and (made_up or call.to.role in self._rows):
-            few = timed = whole if made_up else self._rows[call.to.role]
+            probed = timed = whole if made_up else self._rows[call.to.role]
         else:
-            few = timed = min(whole, FEW_ROWS if unit == "rows" else FEW_STEPS)
-        reply, seconds = self._visit(call, agent, unit, few)
+            probed = timed = min(whole, FEW_ROWS if unit == "rows" else FEW_STEPS)
+        reply, seconds = self._visit(call, agent, unit, probed)
         if seconds < WARM:  # the first visit also fills caches
-            self._memories[call.to.role] = before
-            reply, seconds = self._visit(call, agent, unit, few)
-        rate = seconds / few if few else 0.0
+            self._memories[call.to.role] = memory
+            reply, seconds = self._visit(call, agent, unit, probed)
+        rate = seconds / probed if probed else 0.0
         if unit != "rows" or call.to.role not in self._rows:
-            allowed = max(LEAST, SHARE * (self._deadline - time.perf_counter()))
-            timed = min(whole, max(2 * few, int(few * allowed / seconds)))
-            if timed > few:
-                self._memories[call.to.role] = before
-                reply, more = self._visit(call, agent, unit, timed)
+            time_limit = max(LEAST, SHARE * (self._deadline - time.perf_counter()))
+            timed = min(whole, max(2 * probed, int(probed * time_limit / seconds)))
+            if timed > probed:
+                self._memories[call.to.role] = memory
+                reply, timed_seconds = self._visit(call, agent, unit, timed)
                 if unit != "rows":
-                    rate = max(0.0, (more - seconds) / (timed - few))
+                    rate = max(0.0, (timed_seconds - seconds) / (timed - probed))
                 else:
-                    rate = more / timed
-                seconds = more
+                    rate = timed_seconds / timed
+                seconds = timed_seconds
         if unit == "rows":
             self._rows.setdefault(call.to.role, timed)
         seconds += rate * (whole - timed)
@@ -228,42 +226,42 @@ class _OneOfEachKind(LocalEngine):
             return "visit", 1
         return "rows", _count(agent)
 
-    def _visit(self, call: Call, agent: Agent, unit: str, part: int) -> tuple[Reply[Any], float]:
+    def _visit(self, call: Call, agent: Agent, unit: str, units: int) -> tuple[Reply[Any], float]:
         """Run one visit with a part of its work, by a copy of the agent; keep its memory."""
         algorithm = self._prepared.algorithm
         cfg, plan = algorithm.cfg, algorithm.plan
         if unit == "private steps":
-            plan = dataclasses.replace(plan, steps=part)
+            plan = dataclasses.replace(plan, steps=units)
         elif unit == "steps":
-            cfg = dataclasses.replace(cfg, local_steps=part)
+            cfg = dataclasses.replace(cfg, local_steps=units)
         short = algorithm
         if (cfg, plan) != (algorithm.cfg, algorithm.plan):
             short = type(algorithm)(cfg, algorithm.task, plan)
-        copy = self._copy(agent, part if unit == "rows" else _count(agent))
+        copy = self._copy(agent, units if unit == "rows" else _count(agent))
         copy.memory = self._memories[call.to.role]
         if agent.id in self._prepared.account_plans:
             copy.account = self._account(copy, plan)
         self._agents[agent.id] = copy
-        now = dataclasses.replace(call, to=agent.ref, step=getattr(short, call.step.__name__))
-        begun = time.perf_counter()
+        own_call = dataclasses.replace(call, to=agent.ref, step=getattr(short, call.step.__name__))
+        start = time.perf_counter()
         try:
-            reply = self._run_call(now)
-            return reply, time.perf_counter() - begun
+            reply = self._run_call(own_call)
+            return reply, time.perf_counter() - start
         finally:
             self._memories[call.to.role] = copy.memory
             if copy.account is not None:
                 copy.account.close()
 
-    def _copy(self, agent: Agent, rows: int) -> Agent:
+    def _copy(self, agent: Agent, limit: int) -> Agent:
         """Copy an agent with at most this many rows of each kind, and synthetic ones under an
         account."""
         labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
         if labelled is not None and agent.id in self._prepared.account_plans:
             labelled = self._made_up()
         elif labelled is not None:
-            labelled = LabelledRows(labelled.x[:rows], labelled.y[:rows], labelled.ids[:rows])
+            labelled = LabelledRows(labelled.x[:limit], labelled.y[:limit], labelled.ids[:limit])
         if unlabelled is not None:
-            unlabelled = UnlabelledRows(unlabelled.x[:rows], unlabelled.ids[:rows])
+            unlabelled = UnlabelledRows(unlabelled.x[:limit], unlabelled.ids[:limit])
         return Agent(
             id=agent.id, location=agent.location, held_labelled=labelled, held_unlabelled=unlabelled
         )
@@ -283,9 +281,9 @@ class _OneOfEachKind(LocalEngine):
         privacy = self._prepared.config.privacy
         assert privacy is not None
         budget = Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
-        promise = account_plan(plan, privacy, agent, budget)
-        place = Path(tempfile.mkdtemp(dir=self._folder)) / f"{agent.id}.jsonl"
-        return Account.open(place, promise, resume=False)
+        ledger_plan = account_plan(plan, privacy, agent, budget)
+        path = Path(tempfile.mkdtemp(dir=self._folder)) / f"{agent.id}.jsonl"
+        return Account.open(path, ledger_plan, resume=False)
 
 
 def _typical(agents: Sequence[Agent], under_account: Collection[str]) -> Agent:
@@ -301,8 +299,8 @@ def _typical(agents: Sequence[Agent], under_account: Collection[str]) -> Agent:
 
 
 def _count(agent: Agent) -> int:
-    held = (agent.held_labelled, agent.held_unlabelled)
-    return max((len(rows) for rows in held if rows is not None), default=0)
+    holdings = (agent.held_labelled, agent.held_unlabelled)
+    return max((len(rows) for rows in holdings if rows is not None), default=0)
 
 
 def _evaluation_seconds(prepared: Prepared, state: Any) -> float:
@@ -313,11 +311,11 @@ def _evaluation_seconds(prepared: Prepared, state: Any) -> float:
     evaluator = Evaluator(algorithm.task.new_classifier(), {"test": (x, y)}, prepared.device)
     seconds = 0.0
     for _ in range(2):  # the first one also fills caches
-        begun = time.perf_counter()
+        start = time.perf_counter()
         evaluator.accuracies({"": dict(weights[0])})
-        seconds = time.perf_counter() - begun
-    held = len(data.dataset.y_test) + (0 if data.validation is None else len(data.validation))
-    return seconds * len(weights) * held / len(y)
+        seconds = time.perf_counter() - start
+    row_count = len(data.dataset.y_test) + (0 if data.validation is None else len(data.validation))
+    return seconds * len(weights) * row_count / len(y)
 
 
 def _bytes_of(value: Any) -> int:

@@ -50,8 +50,8 @@ def launch(
         folder = resume
         run_dir.restore_replaced_run(folder)
         stack.enter_context(run_dir.lock_run_dir(folder))
-    file = LogFile(folder / "train.log")
-    stack.enter_context(logging_to(file))
+    log_file = LogFile(folder / "train.log")
+    stack.enter_context(logging_to(log_file))
     snapshot = None
     if resume is not None:
         digest = configs.config_hash(prepared.config)
@@ -66,28 +66,28 @@ def launch(
         warn(runs_resume.check_same_plugins(folder, prepared, snapshot))
         if lengthening.asks_for_more(folder, prepared.config):
             lengthening.record(folder, prepared.config.algorithm.rounds)
-    after, config = None if snapshot is None else snapshot.round, prepared.config
+    resume_after, config = None if snapshot is None else snapshot.round, prepared.config
     sections, private = configs.without_paths(config), config.privacy is not None
-    told = TrackedRun(config.run.name, folder, sections, private, after)
+    tracked_run = TrackedRun(config.run.name, folder, sections, private, resume_after)
     _log_start(prepared)
     for record in rows_told(prepared):
-        file.handle(record)
+        log_file.handle(record)
 
     def trackers() -> list[Tracker]:
         run_dir.remove_replaced_run(folder)  # after all checks of the new run
         return [
-            CsvTracker(folder / "metrics.csv", resume_after=after),
-            TensorBoardTracker(folder / "tensorboard", resume_after=after),
-            *open_trackers(config.run.trackers, told),
-            *watchers(after),
+            CsvTracker(folder / "metrics.csv", resume_after=resume_after),
+            TensorBoardTracker(folder / "tensorboard", resume_after=resume_after),
+            *open_trackers(config.run.trackers, tracked_run),
+            *watchers(resume_after),
         ]
 
-    def keep(error: Exception) -> str:
+    def keep_traceback(error: Exception) -> str:
         text = "".join(traceback.format_exception(error))
-        file.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))
+        log_file.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))
         return f". The traceback is in {folder / 'train.log'}"
 
-    with plugin_errors(plugins_of(prepared.config), keep):
+    with plugin_errors(plugins_of(prepared.config), keep_traceback):
         round_loop.train(prepared, folder, trackers, snapshot)
     return folder
 
@@ -120,9 +120,9 @@ def _log_start(prepared: Prepared) -> None:
 def device_text(prepared: Prepared) -> str:
     """Return the device of a run, and why it is not a GPU if one exists and the CPU was not
     requested."""
-    here, asked = prepared.device, prepared.config.run.device
-    passed_over = asked == "auto" and here.type == "cpu" and torch.cuda.device_count()
-    return f"{here} (private steps take no GPU)" if passed_over else str(here)
+    device, requested = prepared.device, prepared.config.run.device
+    gpu_unused = requested == "auto" and device.type == "cpu" and torch.cuda.device_count()
+    return f"{device} (private steps take no GPU)" if gpu_unused else str(device)
 
 
 def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
@@ -136,8 +136,8 @@ def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
         yield from federated_data.dataset.said
     for agent, holding in federated_data.manifest.agents.items():
         parts = [] if private else [f"with labels {_by_class(federated_data, holding.labelled)}"]
-        rest = holding.unlabelled
-        parts.append(f"without labels {len(rest) if private else _by_class(federated_data, rest)}")
+        ids = holding.unlabelled
+        parts.append(f"without labels {len(ids) if private else _by_class(federated_data, ids)}")
         text = f"Rows of {agent}: {'; '.join(parts)}"
         yield log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
 
@@ -149,8 +149,8 @@ def _by_class(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
     parts = [f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n]
     if unknown := len(ids) - int(counts.sum()):
         parts.append(f"{unknown} of unknown class")
-    each = ", ".join(parts)
-    return f"{len(ids)} ({each})" if each else str(len(ids))
+    by_class = ", ".join(parts)
+    return f"{len(ids)} ({by_class})" if by_class else str(len(ids))
 
 
 def warn(sentences: Sequence[str]) -> None:

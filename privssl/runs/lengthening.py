@@ -32,14 +32,14 @@ def asks_for_more(folder: Path, config: Config) -> bool:
     former = configs.load_config(path, algorithms=WITH_UNREAD)
     if former.algorithm.name != config.algorithm.name:
         return False
-    now, then = config.algorithm.rounds, former.algorithm.rounds
-    if now <= then:
+    rounds, former_rounds = config.algorithm.rounds, former.algorithm.rounds
+    if rounds <= former_rounds:
         return False
     if reason := _refusal(folder, former):
         check_resumable(folder, config, longer=True)  # reports other differences first
         raise ConfigError(
-            f"algorithm.rounds is {now} here, but {then} there, and {folder} cannot be lengthened: "
-            f"{reason}"
+            f"algorithm.rounds is {rounds} here, but {former_rounds} there, and {folder} "
+            f"cannot be lengthened: {reason}"
         )
     return True
 
@@ -51,18 +51,18 @@ def read_finished_outcome(folder: Path, config: Config) -> tuple[dict[str, Any],
     """
     longer = asks_for_more(folder, config)
     check_resumable(folder, config, longer=longer)
-    known = run_dir.read_outcome(folder)
-    over = not longer and known is not None and known[0]["status"] != "interrupted"
-    return known if over else None
+    outcome = run_dir.read_outcome(folder)
+    finished = not longer and outcome is not None and outcome[0]["status"] != "interrupted"
+    return outcome if finished else None
 
 
 def _refusal(folder: Path, former: Config) -> str:
-    known = run_dir.read_outcome(folder)
+    outcome = run_dir.read_outcome(folder)
     if reason := _dependence(former):
         return f"{reason}. Start a new run"
     if former.run.engine != "local":
         return "its sites are gone (run.engine). Start a new run"
-    if known is None or known[0]["status"] != "finished":
+    if outcome is None or outcome[0]["status"] != "finished":
         return f"it has not finished. First end it: --resume {folder}"
     return ""
 
@@ -79,10 +79,10 @@ def _dependence(config: Config) -> str:
         return "its learning rate falls over all its rounds (algorithm.schedule)"
     # A stream is divided among the rounds.
     if not kind.can_be_lengthened or getattr(cfg, "stream_slices", 1) > 1:
-        able = [name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened]
+        names = [name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened]
         return (
             f"rounds of {cfg.name} may depend on how many there are (these can be lengthened: "
-            f"{', '.join(able)})"
+            f"{', '.join(names)})"
         )
     return ""
 
@@ -104,9 +104,9 @@ def with_rounds(config: Config, rounds: int) -> Config:
 
 def record(folder: Path, rounds: int) -> None:
     """Turn a finished run's folder into that of a longer, interrupted run."""
-    known = run_dir.read_outcome(folder)
-    assert known is not None  # ``asks_for_more`` has read it
-    text = json.dumps({**known[0], "status": "interrupted"}, indent=2) + "\n"
+    outcome = run_dir.read_outcome(folder)
+    assert outcome is not None  # ``asks_for_more`` has read it
+    text = json.dumps({**outcome[0], "status": "interrupted"}, indent=2) + "\n"
     atomic_files.write(folder / "results.json", text)
     former = configs.load_config(folder / "config.yaml")
     atomic_files.write(folder / "config.yaml", configs.to_yaml(with_rounds(former, rounds)))

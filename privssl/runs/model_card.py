@@ -55,8 +55,8 @@ def privacy_section(sentences: str) -> str:
 
 def read_privacy_section(page: str) -> str:
     """Return that section of a page; empty if there is none, or several."""
-    _, *found = page.split(f"\n{PRIVACY}")
-    return PRIVACY + found[0].split("\n\n## ")[0] + "\n" if len(found) == 1 else ""
+    _, *sections = page.split(f"\n{PRIVACY}")
+    return PRIVACY + sections[0].split("\n\n## ")[0] + "\n" if len(sections) == 1 else ""
 
 
 def _header(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _header(results: Mapping[str, Any]) -> dict[str, Any]:
     task = f"{_kind(results)}-classification"
     accuracy = {"type": "accuracy", "value": results["test_accuracy"]["final"]}
     f1 = {"type": "f1", "name": "macro F1", "value": results["metrics"]["macro_f1"]}
-    measured = {
+    entry = {
         "task": {"type": task},
         "dataset": {"name": results["dataset"], "type": results["dataset"], "split": "test"},
         "metrics": [accuracy, f1],
@@ -74,7 +74,7 @@ def _header(results: Mapping[str, Any]) -> dict[str, Any]:
         "pipeline_tag": task,
         "tags": ["federated-learning", "semi-supervised-learning", results["algorithm"]]
         + ["differential-privacy"] * private,
-        "model-index": [{"name": results["name"], "results": [measured]}],
+        "model-index": [{"name": results["name"], "results": [entry]}],
     }
 
 
@@ -115,8 +115,8 @@ def _results(results: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
     if len(recall) <= MOST_RECALLS:
         values += [(f"recall of {name.replace('|', ' ')}", value) for name, value in recall.items()]
-    shown = [(name, "-" if value is None else f"{value:.4f}") for name, value in values]
-    table = (("metric", "value"), ("---", "---"), *shown)
+    formatted = [(name, "-" if value is None else f"{value:.4f}") for name, value in values]
+    table = (("metric", "value"), ("---", "---"), *formatted)
     return ["On test rows, after the last round.", "", *(f"| {a} | {b} |" for a, b in table)]
 
 
@@ -124,14 +124,14 @@ def _use(results: Mapping[str, Any]) -> list[str]:
     versions = results["versions"]
     # In a private run time may depend on rows, and this page is published.
     private = results["privacy"]["scope"] != "none"
-    took = "" if private else f" for {results['seconds']['total']:.0f} seconds"
+    duration = "" if private else f" for {results['seconds']['total']:.0f} seconds"
     return [
         *("## Use", "", "```python", "import privssl", ""),
         'run = privssl.open_run("FOLDER")  # the run folder',
         *("print(run.predict(x))  # class names", "```", ""),
         "`classifier.safetensors` is a plain state dict; `privssl export` writes ONNX.",
         "",
-        f"Trained{took} with "
+        f"Trained{duration} with "
         f"{results['bytes']['up'] + results['bytes']['down']:,} bytes between server and agents. "
         f"privssl {versions['privssl']}, torch {versions['torch']}. Split hash: "
         f"{results['split_hash']}.",

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from privssl.algorithms.base import Algorithm
+from privssl.algorithms.local_ssl import ClassifierTraining
 from privssl.core.federation import Roster
 from privssl.core.messages import StateDict
 from privssl.errors import first_few
@@ -50,32 +51,32 @@ def score_warnings(scores: Scores, names: Sequence[str]) -> Iterator[str]:
 
     Allowed in private runs: computed from the released weights and test rows.
     """
-    rows, bad = scores.rows, scores.not_finite
-    if bad:
+    rows, not_finite = scores.rows, scores.not_finite
+    if not_finite:
         yield f"at the end {not_finite_warning(scores)}"
-    held, called = scores.confusion.sum(axis=1), scores.confusion[:, :-1].sum(axis=0)
-    predicted = [name for name, count in zip(names, called.tolist(), strict=True) if count]
-    if len(predicted) == 1 and rows - bad > 1:
+    actual, predicted = scores.confusion.sum(axis=1), scores.confusion[:, :-1].sum(axis=0)
+    classes = [name for name, count in zip(names, predicted.tolist(), strict=True) if count]
+    if len(classes) == 1 and rows - not_finite > 1:
         yield (
-            f"the classifier predicts class {predicted[0]} for every test row, so it has learned "
+            f"the classifier predicts class {classes[0]} for every test row, so it has learned "
             "nothing. Check labels, learning rate and rounds"
         )
         return
     missed = [
-        name for name, n, calls in zip(names, held.tolist(), called.tolist(), strict=True)
-        if n and not calls
+        name for name, n, guesses in zip(names, actual.tolist(), predicted.tolist(), strict=True)
+        if n and not guesses
     ]  # fmt: skip
-    if missed and bad < rows:
+    if missed and not_finite < rows:
         yield (
             f"recall is 0 for {len(missed)} of {len(names)} classes, which are never predicted on "
             f"test rows ({first_few(missed)})"
         )
-    most = int(held.argmax())
-    share = int(held[most]) / rows
+    largest_class = int(actual.argmax())
+    share = int(actual[largest_class]) / rows
     if share < 1 and scores.accuracy <= share:
         yield (
             f"test accuracy {scores.accuracy:.4f} is not above {share:.4f}, the share of class "
-            f"{names[most]} in the test rows: always predicting it does as well"
+            f"{names[largest_class]} in the test rows: always predicting it does as well"
         )
 
 
@@ -99,13 +100,29 @@ def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[
     ]
 
 
+def warm_up_warnings(algorithm: Algorithm[Any], rounds: int) -> list[str]:
+    """Return a warning about a run that ended within its warm-up on labels.
+
+    Allowed in private runs: computed from the config.
+    """
+    cfg = algorithm.cfg
+    if not isinstance(cfg, ClassifierTraining) or rounds > cfg.warm_up:
+        return []
+    if not getattr(algorithm, "uses_unlabelled", True) or not getattr(cfg, "real_rows", True):
+        return []  # it has no warm-up
+    return [
+        f"algorithm.warm_up is {cfg.warm_up}, and the run has no later round: unlabelled rows "
+        "taught the classifier nothing. Give more rounds, or a shorter warm-up"
+    ]
+
+
 def fingerprint_networks(algorithm: Algorithm[Any], state: Any) -> str:
     """Hash each network of a server's state, as JSON; F is the classifier."""
     networks: dict[str, StateDict] = {"F": algorithm.classifier(state)}
     for name in algorithm.networks():
-        held = getattr(state, name, None)
-        if isinstance(held, Mapping) and all(isinstance(item, Tensor) for item in held.values()):
-            networks.setdefault(name, held)
+        value = getattr(state, name, None)
+        if isinstance(value, Mapping) and all(isinstance(item, Tensor) for item in value.values()):
+            networks.setdefault(name, value)
     return json.dumps({name: _hash(weights) for name, weights in networks.items()})
 
 
@@ -123,10 +140,10 @@ def untrained_warnings(before: str, after: str) -> list[str]:
     ``before`` and ``after``: fingerprints before round 1 and at the end.
     """
     start, end = json.loads(before), json.loads(after)
-    same = [name for name in end if start.get(name) == end[name]]
-    if not same:
+    untrained = [name for name in end if start.get(name) == end[name]]
+    if not untrained:
         return []
     return [
-        f"{', '.join(same)} took no training step: the weights are those before round 1, and the "
-        "results mean nothing. Check the rows of the agents, the batch size and the budget"
+        f"{', '.join(untrained)} took no training step: the weights are those before round 1, and "
+        "the results mean nothing. Check the rows of the agents, the batch size and the budget"
     ]

@@ -41,15 +41,15 @@ _OTHER_DEVICE = re.compile(r"^[\d-]+ [\d:,]+ INFO Device (?!cpu\b)(\S+), torch "
 
 def config_of(folder: Path) -> Path:
     """Return the config file of a run folder. Raises RunFolderError if it is not a run."""
-    recorded = folder / "config.yaml"
-    if recorded.is_file():
-        return recorded
+    path = folder / "config.yaml"
+    if path.is_file():
+        return path
     if (folder.parent / "config.yaml").is_file() and folder.is_file():
-        why, advice = "a file of one", f"--resume {folder.parent}"
+        reason, advice = "a file of one", f"--resume {folder.parent}"
     else:
-        why = "it has no config.yaml" if folder.is_dir() else "there is no such folder"
+        reason = "it has no config.yaml" if folder.is_dir() else "there is no such folder"
         advice = "--resume the folder that a run named at its end"
-    raise RunFolderError(f"{folder} is not the folder of a run: {why}. Give {advice}")
+    raise RunFolderError(f"{folder} is not the folder of a run: {reason}. Give {advice}")
 
 
 def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> None:
@@ -63,18 +63,18 @@ def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> No
         ConfigError: its config.yaml is damaged.
     """
     former = configs.load_config(config_of(folder), algorithms=WITH_UNREAD)
-    now, then = _result_relevant(config), _result_relevant(former)
-    differing = [
-        f"{key} is {_shown(now, key)} here, but {_shown(then, key)} there"
-        for key in sorted(now.keys() | then.keys())
-        if now.get(key, "absent") != then.get(key, "absent")
+    settings, former_settings = _result_relevant(config), _result_relevant(former)
+    differences = [
+        f"{key} is {_shown(settings, key)} here, but {_shown(former_settings, key)} there"
+        for key in sorted(settings.keys() | former_settings.keys())
+        if settings.get(key, "absent") != former_settings.get(key, "absent")
         and not (longer and key == "algorithm.rounds")
     ]
-    if differing:
-        moved = any(text.startswith(("data.root", "data.split")) for text in differing)
-        advice = " Data that was moved must be put back, or linked to." if moved else ""
+    if differences:
+        data_moved = any(text.startswith(("data.root", "data.split")) for text in differences)
+        advice = " Data that was moved must be put back, or linked to." if data_moved else ""
         raise RunFolderError(
-            f"{folder} belongs to another config: {'; '.join(differing)}. Resume it as it is "
+            f"{folder} belongs to another config: {'; '.join(differences)}. Resume it as it is "
             f"(--resume {folder} alone), or start a new run with another run.output.{advice}"
         )
     if config.run.engine != former.run.engine:  # another engine would begin new accounts
@@ -90,8 +90,8 @@ def run_state(folder: Path, config: Config) -> Literal["stale", "begun", "finish
     Raises as ``check_resumable``.
     """
     check_resumable(folder, config)
-    known = run_dir.read_outcome(folder)
-    if known is not None and known[0]["status"] != "interrupted":
+    outcome = run_dir.read_outcome(folder)
+    if outcome is not None and outcome[0]["status"] != "interrupted":
         return "finished"
     return "begun" if (folder / "checkpoints" / "latest").exists() else "stale"
 
@@ -119,27 +119,27 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
     Raises:
         RunFolderError: the data has changed, or that cannot be checked.
     """
-    now, path = prepared.federated_data.manifest, folder / "split.json"
-    then = snapshot.extra.get(SPLIT)
+    manifest, path = prepared.federated_data.manifest, folder / "split.json"
+    checkpoint_hash = snapshot.extra.get(SPLIT)
     try:
-        written = split_manifest.read_manifest(path).hash
+        file_hash = split_manifest.read_manifest(path).hash
     except DataError as error:
         if prepared.plan is not None:  # without the error's text, which may have hashes
             raise RunFolderError(
                 f"{path} is missing, damaged or was changed, so the rows under the accounts may be "
                 "others. Put it back, or start a new run with another run.output"
             ) from None
-        written = None
+        file_hash = None
         log.warning("%s. It is rewritten", error)
-    for known in (then, written):
-        if known not in (None, now.hash):
+    for former_hash in (checkpoint_hash, file_hash):
+        if former_hash not in (None, manifest.hash):
             # Without the hash of the split: a private run's log must not have it.
             raise RunFolderError(
                 f"{folder} began with other data: its rows, or who has which, are not what they "
                 "are now. Put the former data back, or start a new run with another run.output"
             )
-    if written is None:
-        now.write(path)
+    if file_hash is None:
+        manifest.write(path)
 
 
 def check_device(folder: Path) -> None:
@@ -149,8 +149,8 @@ def check_device(folder: Path) -> None:
         RunFolderError: an earlier version used another device.
     """
     former = configs.load_config(folder / "config.yaml", algorithms=WITH_UNREAD)
-    if wrong := other_device(folder, former):
-        raise RunFolderError(f"{folder}: {wrong}. Start a new run with another run.output")
+    if problem := other_device(folder, former):
+        raise RunFolderError(f"{folder}: {problem}. Start a new run with another run.output")
 
 
 def other_device(folder: Path, config: Config) -> str:
@@ -159,18 +159,18 @@ def other_device(folder: Path, config: Config) -> str:
     An earlier version permitted it. Rounding there may depend on other rows, so clipping bounds
     nothing. ``config``: of the folder's config.yaml.
     """
-    census = getattr(WITH_UNREAD[config.algorithm.name], "mechanism", "dp-sgd") == "census"
+    is_census = getattr(WITH_UNREAD[config.algorithm.name], "mechanism", "dp-sgd") == "census"
     privacy = config.privacy
-    if privacy is None or privacy.scope != "sound" or census or config.run.engine != "local":
+    if privacy is None or privacy.scope != "sound" or is_census or config.run.engine != "local":
         return ""
-    place, device = "config.yaml", config.run.device
+    source, device = "config.yaml", config.run.device
     if device in ("auto", "cpu"):
-        place, found = "train.log", _OTHER_DEVICE.search(run_dir.read_log(folder))
-        device = "" if found is None else found[1]
+        source, match = "train.log", _OTHER_DEVICE.search(run_dir.read_log(folder))
+        device = "" if match is None else match[1]
     if not device:
         return ""
     return (
-        f"{place} says that private steps took {device}, where rounding may let a row change the "
+        f"{source} says that private steps took {device}, where rounding may let a row change the "
         "gradients of others, so no guarantee holds (docs/performance.md, A GPU)"
     )
 
@@ -186,8 +186,8 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
     ledger = ledger_of(prepared.config, folder)
     paths = {name: ledger / f"{name}.jsonl" for name in prepared.account_plans}
     journals = {name: read_journal(path) for name, path in paths.items() if path.exists()}
-    sound = {name: journal for name, journal in journals.items() if not journal.problems}
-    for problem in check_metrics(read_metrics(folder), sound):
+    intact = {name: journal for name, journal in journals.items() if not journal.problems}
+    for problem in check_metrics(read_metrics(folder), intact):
         raise LedgerError(f"{problem}. Put the true ledger back")
 
 
@@ -217,8 +217,8 @@ def check_former_ledgers(folder: Path, prepared: Prepared, snapshot: Snapshot) -
 
 def public_parts(prepared: Prepared) -> dict[str, str]:
     """Return a checkpoint's record of initial weights and of an encoder; empty without either."""
-    found = {"model": prepared.network, "encoder": prepared.about_rows["rows"]["encoder"]}
-    return {PUBLIC: json.dumps(found, sort_keys=True)} if any(found.values()) else {}
+    parts = {"model": prepared.network, "encoder": prepared.about_rows["rows"]["encoder"]}
+    return {PUBLIC: json.dumps(parts, sort_keys=True)} if any(parts.values()) else {}
 
 
 def check_same_public_parts(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
@@ -226,8 +226,8 @@ def check_same_public_parts(folder: Path, prepared: Prepared, snapshot: Snapshot
 
     The card would name the wrong files.
     """
-    then, now = snapshot.extra.get(PUBLIC), public_parts(prepared).get(PUBLIC)
-    if then not in (None, now):  # former versions have no record
+    former, current = snapshot.extra.get(PUBLIC), public_parts(prepared).get(PUBLIC)
+    if former not in (None, current):  # former versions have no record
         raise RunFolderError(
             f"{folder} began with other files of weights (model.weights, data.encoder_weights) or "
             "another encoder. Put them back, or start a new run with another run.output"
@@ -237,45 +237,45 @@ def check_same_public_parts(folder: Path, prepared: Prepared, snapshot: Snapshot
 def check_same_plugins(folder: Path, prepared: Prepared, snapshot: Snapshot) -> list[str]:
     """Check that plug-ins have the versions of the checkpoint. Returns a warning for each changed
     file. Raises RunFolderError if a package has another version, or is another one."""
-    said = []
-    then = json.loads(str(snapshot.extra.get(PLUGINS, "{}")))
-    for key, now in prepared.plugins.items():
-        before = then.get(key, now)
-        for part in ("distribution", "version"):
-            if before[part] != now[part]:
+    warnings = []
+    recorded = json.loads(str(snapshot.extra.get(PLUGINS, "{}")))
+    for key, plugin in prepared.plugins.items():
+        former = recorded.get(key, plugin)
+        for field in ("distribution", "version"):
+            if former[field] != plugin[field]:
                 raise RunFolderError(
-                    f"{folder}: {key} {now['name']} was of {_package(before)}, and is of "
-                    f"{_package(now)}. Install what the run began with, or start a new run"
+                    f"{folder}: {key} {plugin['name']} was of {_package(former)}, and is of "
+                    f"{_package(plugin)}. Install what the run began with, or start a new run"
                 )
-        if what := other_file(before, now):
-            said.append(
-                f"{what} of {key} {now['name']} was changed since the checkpoint of round "
+        if part := other_file(former, plugin):
+            warnings.append(
+                f"{part} of {key} {plugin['name']} was changed since the checkpoint of round "
                 f"{snapshot.round}. The rounds from here on are made by this one."
             )
-    return said
+    return warnings
 
 
 def other_file(before: Mapping[str, str | None], now: Mapping[str, str | None]) -> str:
     """Return the part of a plug-in's code that differs between two records; empty if none."""
     if before["sha256"] != now["sha256"]:
         return "The file"
-    other = before.get("package_sha256", now["package_sha256"])  # older runs have no such record
-    return "The package" if other != now["package_sha256"] else ""
+    former = before.get("package_sha256", now["package_sha256"])  # older runs have no such record
+    return "The package" if former != now["package_sha256"] else ""
 
 
-def _package(about: Mapping[str, str | None]) -> str:
+def _package(record: Mapping[str, str | None]) -> str:
     """Format a distribution and its version."""
-    if about["distribution"] is None:
+    if record["distribution"] is None:
         return "no installed package"
-    return f"{about['distribution']} {about['version']}"
+    return f"{record['distribution']} {record['version']}"
 
 
 def other_code_warnings(snapshot: Snapshot) -> list[str]:
     """Return a warning if the checkpoint was made by other code."""
-    then, here = snapshot.extra.get(SOURCES), fingerprint()
-    if then in (None, here):
+    recorded, current = snapshot.extra.get(SOURCES), fingerprint()
+    if recorded in (None, current):
         return []
     return [
         f"The checkpoint of round {snapshot.round} was made by other code of privssl (sources "
-        f"{then}, here {here}). The rounds from here on are made by this one."
+        f"{recorded}, here {current}). The rounds from here on are made by this one."
     ]

@@ -107,8 +107,8 @@ class RoundLoop:
         """Continue from a snapshot, as if the run had never stopped."""
         check_memory_names(self._engine, snapshot.memories)
         self._engine.restore(snapshot.memories)
-        known = {f.name for f in dataclasses.fields(Progress)}
-        progress = Progress(**{k: v for k, v in snapshot.extra.items() if k in known})  # type: ignore[arg-type]
+        field_names = {f.name for f in dataclasses.fields(Progress)}
+        progress = Progress(**{k: v for k, v in snapshot.extra.items() if k in field_names})  # type: ignore[arg-type]
         try:
             state = self._algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
         except TypeError as error:
@@ -127,11 +127,11 @@ class RoundLoop:
         """Run the remaining rounds. On Ctrl-C save and return "interrupted"."""
         rounds = planned_rounds(self._algorithm.phases())
         try:
-            for now in rounds[self._kept.progress.round :]:
+            for current in rounds[self._kept.progress.round :]:
                 raise_if_interrupted()
                 # The replies of a saved round are sent only once.
-                with defer_interrupts() if now.saved else nullcontext():
-                    self._one_round(now, last=now is rounds[-1])
+                with defer_interrupts() if current.saved else nullcontext():
+                    self._one_round(current, last=current is rounds[-1])
             state = self._algorithm.finish(self._kept.state, self._federation)
             self._kept = dataclasses.replace(self._kept, state=state)
         except KeyboardInterrupt:
@@ -146,30 +146,30 @@ class RoundLoop:
             return "interrupted"
         except (WorkerError, SiteError) as error:
             self.save()
-            of = f"The checkpoint is of round {self._kept.progress.round}"
-            raise type(error)(f"{error}. {of}: continue with --resume {self._folder}") from error
+            hint = f"The checkpoint is of round {self._kept.progress.round}"
+            raise type(error)(f"{error}. {hint}: continue with --resume {self._folder}") from error
         private = self._prepared.plan is not None  # early versions counted other refusals
         return "budget_exhausted" if private and self._kept.progress.refused else "finished"
 
-    def _one_round(self, now: Round, *, last: bool) -> None:
-        begun = time.perf_counter()
-        self._federation.begin(now)
+    def _one_round(self, current: Round, *, last: bool) -> None:
+        start = time.perf_counter()
+        self._federation.begin(current)
         state = self._algorithm.round(self._kept.state, self._federation)
-        values = self._measure(state, now, last)
-        seconds = time.perf_counter() - begun
-        saves = last or now.number % self._config.run.checkpoint_every == 0 or now.saved
-        progress = self._finish_round(now, values, seconds, saves)
+        values = self._measure(state, current, last)
+        seconds = time.perf_counter() - start
+        saved = last or current.number % self._config.run.checkpoint_every == 0 or current.saved
+        progress = self._finish_round(current, values, seconds, saved)
         try:
-            self._log(now, state, {**values, "time/round_s": seconds}, last)
+            self._log(current, state, {**values, "time/round_s": seconds}, last)
         except RunFolderError:
-            if now.saved:  # losing a line of metrics.csv is better than losing the round
+            if current.saved:  # losing a line of metrics.csv is better than losing the round
                 self._record(state, progress)
                 self.save()
             raise
         # Recorded after logging: resume truncates an extra line, but cannot restore a missing one.
         self._record(state, progress)
         self._durations.append(seconds)
-        if saves:
+        if saved:
             self.save()
 
     def _record(self, state: Any, progress: Progress) -> None:
@@ -177,42 +177,43 @@ class RoundLoop:
             self._spill_store.put_parts(state), self._engine.memories(), progress
         )
 
-    def _log(self, now: Round, state: Any, values: Mapping[str, float], last: bool) -> None:
+    def _log(self, current: Round, state: Any, values: Mapping[str, float], last: bool) -> None:
         total = rounds_of(self._algorithm)
         for tracker in self._trackers:
-            tracker.round(RoundRecord(now.number, total, now.phase, values))
-        if measured := for_the_log(values, nominal=self._prepared.is_nominal):
-            log.info("Round %d of %d: %s", now.number, total, measured)
-        if self._draws(now, last):
-            self._log_images(now.number, state)
+            tracker.round(RoundRecord(current.number, total, current.phase, values))
+        if text := for_the_log(values, nominal=self._prepared.is_nominal):
+            log.info("Round %d of %d: %s", current.number, total, text)
+        if self._draws(current, last):
+            self._log_images(current.number, state)
 
-    def _draws(self, now: Round, last: bool) -> bool:
+    def _draws(self, current: Round, last: bool) -> bool:
         """Return whether the round has pictures."""
-        return last or now.number == 1 or now.number % self._config.run.images_every == 0
+        return last or current.number == 1 or current.number % self._config.run.images_every == 0
 
     def _finish_round(
-        self, now: Round, values: Mapping[str, float], seconds: float, saves: bool
+        self, current: Round, values: Mapping[str, float], seconds: float, saved: bool
     ) -> Progress:
         """Return the progress after one more round."""
-        before, traffic = self._kept.progress, self._federation.traffic
-        found: dict[str, Any] = {}
-        reached = values.get("test/accuracy")
-        if reached is not None:
-            found["final"] = reached
-            if reached > before.best or not before.best_round:
-                found |= {"best": reached, "best_round": now.number}
-        held_out = values.get("validation/accuracy")  # test rows choose no checkpoint
-        if held_out is not None and saves and held_out > before.saved_best:
-            found |= {"saved_best": held_out, "saved_best_round": now.number}
+        previous, traffic = self._kept.progress, self._federation.traffic
+        changes: dict[str, Any] = {}
+        accuracy = values.get("test/accuracy")
+        if accuracy is not None:
+            changes["final"] = accuracy
+            if accuracy > previous.best or not previous.best_round:
+                changes |= {"best": accuracy, "best_round": current.number}
+        validation = values.get("validation/accuracy")  # test rows choose no checkpoint
+        if validation is not None and saved and validation > previous.saved_best:
+            changes |= {"saved_best": validation, "saved_best_round": current.number}
         return dataclasses.replace(
-            before, round=now.number, up=before.up + traffic.up, down=before.down + traffic.down,
-            seconds=before.seconds + seconds, refused=before.refused + self._federation.refusals,
+            previous, round=current.number, up=previous.up + traffic.up,
+            down=previous.down + traffic.down, seconds=previous.seconds + seconds,
+            refused=previous.refused + self._federation.refusals,
             trained=" ".join(sorted(self._federation.trained)),
             asked=" ".join(sorted(self._federation.asked)), warnings=json.dumps(self._events),
-            **found,
+            **changes,
         )  # fmt: skip
 
-    def _measure(self, state: Any, now: Round, last: bool) -> dict[str, float]:
+    def _measure(self, state: Any, current: Round, last: bool) -> dict[str, float]:
         values = {**self._federation.mean_metrics(), **self._algorithm.metrics(state)}
         values |= self._label_meter.report()
         traffic = self._federation.traffic
@@ -222,42 +223,42 @@ class RoundLoop:
             if agent.account is not None:
                 values[f"dp/epsilon/{agent.id}"] = agent.account.spent()
                 values[f"dp/budget_left/{agent.id}"] = agent.account.left()
-        if now.number % self._config.run.evaluate_every == 0 or last:
-            values |= self._evaluate(state, now)
+        if current.number % self._config.run.evaluate_every == 0 or last:
+            values |= self._evaluate(state, current)
             predict = partial(self._evaluator.classes_of, self._algorithm.classifier(state))
             generator = self._algorithm.generator(state)
             if generator is not None and kind_of(self._algorithm.task.shape) is IMAGE:
-                closely = self._draws(now, last) and self._prepared.plan is None
-                training = self._prepared.federated_data.rows() if closely else ()
-                taught = now.number % self._config.run.images_every == 0
+                detailed = self._draws(current, last) and self._prepared.plan is None
+                training = self._prepared.federated_data.rows() if detailed else ()
+                taught = current.number % self._config.run.images_every == 0
                 values |= self._quality.measure_all(generator, predict, training, taught=taught)
         return values
 
-    def _evaluate(self, state: Any, now: Round) -> dict[str, float]:
+    def _evaluate(self, state: Any, current: Round) -> dict[str, float]:
         """Compute metrics on held-out rows, which choose nothing in a run."""
         classifiers = {"accuracy": self._algorithm.classifier(state)}
-        for name, other in self._algorithm.also_evaluated(state).items():
-            classifiers[f"accuracy_{name}"] = other
-        found = self._evaluator.accuracies(classifiers)
+        for name, weights in self._algorithm.also_evaluated(state).items():
+            classifiers[f"accuracy_{name}"] = weights
+        metrics = self._evaluator.accuracies(classifiers)
         scores = self._evaluator.scores(classifiers["accuracy"])
-        for rows, of in scores.items():
-            found |= {f"{rows}/{name}": value for name, value in of.as_curves(self._names).items()}
+        for split, split_scores in scores.items():
+            metrics |= {f"{split}/{k}": v for k, v in split_scores.as_curves(self._names).items()}
         if self._config.run.evaluate_agents:
-            found |= self._evaluator.of_agents(self._algorithm.own_classifiers(state))
+            metrics |= self._evaluator.of_agents(self._algorithm.own_classifiers(state))
         self._scores = scores["test"]
-        said = result_warnings.not_finite_warning(self._scores)
-        if said and not any(result_warnings.NOT_FINITE in text for text in self._events):
-            result_warnings.warn_once(self._events, f"round {now.number}: {said}")
-        return found
+        warning = result_warnings.not_finite_warning(self._scores)
+        if warning and not any(result_warnings.NOT_FINITE in text for text in self._events):
+            result_warnings.warn_once(self._events, f"round {current.number}: {warning}")
+        return metrics
 
     def _log_images(self, number: int, state: Any) -> None:
         """Log pictures of held-out rows; none may show an agent's row."""
         x, y = self._test
         # The first row of each class, then the second: files may be sorted by class.
         rank = one_hot(y).cumsum(dim=0).gather(1, y[:, None])[:, 0]
-        few = rank.argsort(stable=True)[:500]
-        drawn = self._algorithm.pictures(state, network_input(x[few]), y[few])
-        for tag, image in drawn.items():
+        indices = rank.argsort(stable=True)[:500]
+        pictures = self._algorithm.pictures(state, network_input(x[indices]), y[indices])
+        for tag, image in pictures.items():
             for tracker in self._trackers:
                 tracker.images(number, tag, image)
 
@@ -270,24 +271,24 @@ class RoundLoop:
             self._save()
 
     def _save(self) -> None:
-        kept, folder = self._kept, self._folder / "checkpoints"
-        fixed: dict[str, str | int] = {SOURCES: fingerprint(), **public_parts(self._prepared)}
+        last, folder = self._kept, self._folder / "checkpoints"
+        records: dict[str, str | int] = {SOURCES: fingerprint(), **public_parts(self._prepared)}
         if self._prepared.plugins:
-            fixed[PLUGINS] = json.dumps(self._prepared.plugins)
+            records[PLUGINS] = json.dumps(self._prepared.plugins)
         if self._prepared.plan is None:
-            fixed[SPLIT] = self._prepared.federated_data.manifest.hash
+            records[SPLIT] = self._prepared.federated_data.manifest.hash
         for agent in self._prepared.labelled_agents:
             if agent.account is not None:
-                fixed[accounts.LEDGER_SEQ + agent.id] = agent.account.seq
-                fixed[accounts.LEDGER_HEAD + agent.id] = agent.account.head
-                fixed[accounts.RUN_ID] = agent.account.run
-        fixed |= accounts.record_former_ledgers(self._config, self._folder)
-        extra = {**dataclasses.asdict(kept.progress), **fixed}
-        state = vars(kept.state)
-        snapshot = Snapshot(kept.progress.round, state, kept.memories, self._digest, extra)
+                records[accounts.LEDGER_SEQ + agent.id] = agent.account.seq
+                records[accounts.LEDGER_HEAD + agent.id] = agent.account.head
+                records[accounts.RUN_ID] = agent.account.run
+        records |= accounts.record_former_ledgers(self._config, self._folder)
+        extra = {**dataclasses.asdict(last.progress), **records}
+        state = vars(last.state)
+        snapshot = Snapshot(last.progress.round, state, last.memories, self._digest, extra)
         checkpoint.save_snapshot(folder, snapshot)
-        if kept.progress.saved_best_round == kept.progress.round > 0:
-            checkpoint.update_pointer(folder, "best", kept.progress.round)
+        if last.progress.saved_best_round == last.progress.round > 0:
+            checkpoint.update_pointer(folder, "best", last.progress.round)
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -346,6 +347,7 @@ class RoundLoop:
         yield from result_warnings.idle_agent_warnings(
             self._federation.agents, progress.trained.split(), roles
         )
+        yield from result_warnings.warm_up_warnings(self._algorithm, progress.round)
         yield from result_warnings.score_warnings(scores, self._names)
 
     def _write_results(
@@ -365,8 +367,8 @@ class RoundLoop:
         plan, privacy = self._prepared.plan, self._config.privacy
         if plan is None or privacy is None:
             return None
-        task, over = self._prepared.algorithm.task, status != "interrupted"
-        journals, this_run, problems = spending(self._engine, self._prepared, self._folder, over)
+        task, ended = self._prepared.algorithm.task, status != "interrupted"
+        journals, this_run, problems = spending(self._engine, self._prepared, self._folder, ended)
         return privacy_card(
             [(name, j.plan, tuple(j.events), j.head) for name, j in journals.items()],
             scope=plan.scope, delta=privacy.delta, releases=accounts.releases(plan, self._config),
@@ -374,7 +376,7 @@ class RoundLoop:
             task={"classes": task.classes, "shape": list(task.shape)},
             encoder=self._prepared.about_rows["rows"]["encoder"],
             network=self._prepared.network,
-            planned=plan.visits if over and not problems else None,
+            planned=plan.visits if ended and not problems else None,
             promised={name: j.promised for name, j in journals.items()},
             this_run=this_run, former=former_ledgers(self._folder, journals),
             ledger_problems=problems, weights=released,

@@ -15,9 +15,9 @@ def rounds_of(algorithm: Algorithm[Any]) -> int:
 
 def planned_rounds(phases: Sequence[Phase]) -> list[Round]:
     """Return all rounds of a run, in order."""
-    listed: list[Round] = []
+    rounds: list[Round] = []
     for phase in phases:
         for number in range(1, phase.rounds + 1):
             saved = phase.saved and number == phase.rounds
-            listed.append(Round(len(listed) + 1, phase.name, number, saved))
-    return listed
+            rounds.append(Round(len(rounds) + 1, phase.name, number, saved))
+    return rounds

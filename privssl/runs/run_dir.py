@@ -76,9 +76,9 @@ def create_run_dir(prepared: Prepared) -> Iterator[Path]:
         # In this order: split.json marks the folder as a run that may be replaced.
         prepared.federated_data.manifest.write(folder / "split.json")
         # Without overwrite, so that running this file again does not replace its own run.
-        recorded = dataclasses.replace(run, overwrite=False)
-        again = dataclasses.replace(prepared.config, run=recorded)
-        atomic_files.write(folder / "config.yaml", configs.to_yaml(again))
+        run_section = dataclasses.replace(run, overwrite=False)
+        config = dataclasses.replace(prepared.config, run=run_section)
+        atomic_files.write(folder / "config.yaml", configs.to_yaml(config))
         yield folder
 
 
@@ -130,19 +130,19 @@ def list_entries(folder: Path) -> set[str]:
 
 def _refuse_what_is_not_ours(folder: Path, entries: set[str]) -> None:
     foreign = sorted(entries - CONTENTS)
-    linked = folder.is_symlink()
-    if foreign or linked or "split.json" not in entries:
-        what = "it is a link" if linked else "it has no split.json"
-        what = f"it holds {', '.join(foreign[:3])}" if foreign else what
+    is_link = folder.is_symlink()
+    if foreign or is_link or "split.json" not in entries:
+        reason = "it is a link" if is_link else "it has no split.json"
+        reason = f"it holds {', '.join(foreign[:3])}" if foreign else reason
         raise RunFolderError(
-            f"{folder} exists and is not a run of privssl ({what}), so nothing in it is replaced, "
-            "not even with run.overwrite=true. Choose another run.output"
+            f"{folder} exists and is not a run of privssl ({reason}), so nothing in it is "
+            "replaced, not even with run.overwrite=true. Choose another run.output"
         )
 
 
 def _in_the_way(folder: Path) -> str:
-    begun = (folder / "checkpoints" / "latest").exists()
-    choices = [f"continue it (--resume {folder})"] if begun else []
+    has_checkpoint = (folder / "checkpoints" / "latest").exists()
+    choices = [f"continue it (--resume {folder})"] if has_checkpoint else []
     choices += ["choose another run.output or run.seed", "replace it with run.overwrite=true"]
     return f"{folder} exists and holds a run. You can {', or '.join(choices)}"
 
@@ -179,11 +179,11 @@ def remove_replaced_run(folder: Path) -> None:
         ledger = former / "ledger"
         if ledger.exists() and any(ledger.iterdir()):
             names = (f"{folder.name}.ledger-{number:03d}" for number in itertools.count(1))
-            kept = next(path for path in map(folder.with_name, names) if not path.exists())
-            ledger.rename(kept)
+            target = next(path for path in map(folder.with_name, names) if not path.exists())
+            ledger.rename(target)
             log.warning(
                 "The replaced run's ledger was moved to %s; what it spent still counts for these "
-                "rows, and the new card names it.", kept,
+                "rows, and the new card names it.", target,
             )  # fmt: skip
         gone = former.with_name(f"{former.name}.gone")  # a partly deleted run must not be restored
         shutil.rmtree(gone, ignore_errors=True)
@@ -199,11 +199,11 @@ def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
     results, card = _read_json(folder / "results.json"), _read_json(folder / "privacy.json")
     if results is None:
         return None
-    for name, found, keys in (
+    for name, content, keys in (
         ("results.json", results, ("status", "rounds", "test_accuracy")),
         ("privacy.json", card, ("releases",)),
     ):
-        if found is not None and not (isinstance(found, dict) and set(keys) <= found.keys()):
+        if content is not None and not (isinstance(content, dict) and set(keys) <= content.keys()):
             raise RunFolderError(
                 f"{folder / name} is not what a run writes. Remove it, then --resume writes it anew"
             )
@@ -212,7 +212,7 @@ def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
 
 def claim_sentences(card: Mapping[str, Any] | None) -> str:
     """Return the final sentences on the guarantee; None: a run without a card."""
-    sentences = [tighter] if (tighter := headline_sentence(card)) else []
+    sentences = [headline] if (headline := headline_sentence(card)) else []
     sentences += former_sentences((card or {}).get("former_ledgers", ()))
     if card is not None and SHIPPED_CODE[0] in {release["name"] for release in card["releases"]}:
         sentences.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
@@ -234,14 +234,14 @@ def read_log(folder: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise RunFolderError(
             f"{path} cannot be read ({error}). Remove it, then --resume writes it anew"
         ) from error
-    return found
+    return content
 
 
 def damaged(prepared: Prepared) -> bool:

@@ -37,9 +37,9 @@ def outline(
         if not all(isinstance(key, str) for key in tree):
             raise TypeError(f"a key at {pointer or '/'} of a state tree is not text")
         items: Any = tree.lazy_tensors() if isinstance(tree, LazyTensors) else tree
-        own = {k: v for k, v in items.items() if isinstance(v, Tensor | LazyTensor)}
-        if left == 0 and own and len(own) == len(items):
-            packed = tensors[pointer] = PackedTensors(own)
+        leaves = {k: v for k, v in items.items() if isinstance(v, Tensor | LazyTensor)}
+        if left == 0 and leaves and len(leaves) == len(items):
+            packed = tensors[pointer] = PackedTensors(leaves)
             form = json.dumps(packed.form())  # there are many agents, but few layouts
             return {"packed": [pointer, forms.setdefault(form, len(forms))]}
         return {"mapping": {k: inner(v, _escaped(k), left - 1) for k, v in items.items()}}

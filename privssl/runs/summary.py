@@ -89,10 +89,10 @@ def write_summary(folder: Path, results: Mapping[str, Any], card: Mapping[str, A
 
 def write_confusion(folder: Path, scores: Scores, names: Sequence[str]) -> figures.Picture:
     """Write confusion.csv and confusion.png; return the picture."""
-    table, drawing = (folder / name for name in CONFUSION)
+    csv_path, png_path = (folder / name for name in CONFUSION)
     picture = figures.confusion_plot(scores.confusion, names)
-    atomic_files.write(table, confusion_csv(scores.confusion, names))
-    atomic_files.write(drawing, figures.as_png(picture))
+    atomic_files.write(csv_path, confusion_csv(scores.confusion, names))
+    atomic_files.write(png_path, figures.as_png(picture))
     return picture
 
 
@@ -103,6 +103,6 @@ def confusion_csv(counts: NDArray[np.int64], names: Sequence[str]) -> str:
     any.
     """
     width = len(names) + bool(counts[:, -1].any())
-    head = ["true class", *names, "not finite"][: width + 1]
+    header = ["true class", *names, "not finite"][: width + 1]
     lines = [[name, *row[:width]] for name, row in zip(names, counts.tolist(), strict=True)]
-    return csv_text([head, *lines])
+    return csv_text([header, *lines])

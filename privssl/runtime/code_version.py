@@ -29,14 +29,14 @@ def fingerprint_of(root: Path, endings: tuple[str, ...] = ENDINGS) -> str:
     """Return the hash of the packages in a folder."""
     paths = (path for package in PACKAGES for path in sorted((root / package).rglob("*")))
     # Skip editors' lock files, which are broken links.
-    found = (path for path in paths if path.suffix in endings and path.is_file())
-    return hash_files({path.relative_to(root).as_posix(): path for path in found})[:12]
+    files = (path for path in paths if path.suffix in endings and path.is_file())
+    return hash_files({path.relative_to(root).as_posix(): path for path in files})[:12]
 
 
 def hash_files(files: Mapping[str, Path]) -> str:
     """Return the SHA-256 over names and contents, in their order."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, path in files.items():
         content = path.read_bytes()
-        found.update(f"{name} {len(content)}\n".encode() + content)
-    return found.hexdigest()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

@@ -24,11 +24,11 @@ class ConfigParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
             flags = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-            known = self._option_string_actions
-            near = [flag for word in flags for flag in get_close_matches(word, known, 1, 0.8)]
+            options = self._option_string_actions
+            similar = [flag for word in flags for flag in get_close_matches(word, options, 1, 0.8)]
             message += (
-                f". Did you mean {near[0]}?"
-                if near
+                f". Did you mean {similar[0]}?"
+                if similar
                 else ". A value of the config is section.key=value, such as algorithm.rounds=5"
             )
         super().error(message)

@@ -78,11 +78,11 @@ def ignore_closed_stream(stream: Any) -> Iterator[None]:
 def redirect_to_devnull(stream: Any) -> None:
     """Discard buffered and later output of a stream."""
     with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        devnull = os.open(os.devnull, os.O_WRONLY)
         try:
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(devnull, stream.fileno())
         finally:
-            os.close(nowhere)
+            os.close(devnull)
 
 
 def results_to_standard_output(text: str) -> None:

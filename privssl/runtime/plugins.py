@@ -94,15 +94,15 @@ def entry_points(kind: Kind) -> Mapping[str, metadata.EntryPoint]:
 @lru_cache(maxsize=8)
 def _installed(_: tuple[str, ...]) -> Mapping[str, Sequence[metadata.EntryPoint]]:
     """Return all entry points of privssl's groups; cached because reading takes 10 ms."""
-    every = metadata.entry_points()
-    return {kind: tuple(every.select(group=f"privssl.{kind}")) for kind in get_args(Kind)}
+    points = metadata.entry_points()
+    return {kind: tuple(points.select(group=f"privssl.{kind}")) for kind in get_args(Kind)}
 
 
 def check_names(kind: Kind, built_in: Collection[str]) -> None:
     """Raise ConfigError for an installed plug-in with the name of privssl's or another one."""
-    found: dict[str, metadata.EntryPoint] = {}
+    points: dict[str, metadata.EntryPoint] = {}
     for point in _installed(tuple(sys.path))[kind]:
-        other = found.setdefault(point.name, point)
+        other = points.setdefault(point.name, point)
         if point.name in built_in or other.value != point.value:
             owner = "privssl itself" if point.name in built_in else _package(other)
             raise ConfigError(
@@ -125,8 +125,8 @@ def load(kind: Kind, key: str, name: str) -> Any:
         ConfigError: the import is not allowed, the module or object does not exist, or importing
             the module raises an error.
     """
-    if (kind, name) in (given := _provided.get({})):
-        return given[kind, name]
+    if (kind, name) in (registered := _provided.get({})):
+        return registered[kind, name]
     permission = _permission.get(NOTHING)
     if not is_allowed(name):
         raise ConfigError(
@@ -141,10 +141,10 @@ def load(kind: Kind, key: str, name: str) -> Any:
 
 def load_function(kind: Kind, key: str, name: str, advice: str) -> Callable[..., Any]:
     """Import like :func:`load`; ConfigError with ``advice`` if the object is not callable."""
-    found = load(kind, key, name)
-    if not callable(found):
-        raise ConfigError(f"{key} {name} is {str(found)[:60]}. {advice}")
-    return found  # type: ignore[no-any-return]
+    function = load(kind, key, name)
+    if not callable(function):
+        raise ConfigError(f"{key} {name} is {str(function)[:60]}. {advice}")
+    return function  # type: ignore[no-any-return]
 
 
 def import_object(said: str, reference: str) -> Any:
@@ -159,23 +159,23 @@ def import_object(said: str, reference: str) -> Any:
             "Give a network from Python (model=...), or put it into a file and name that: "
             "package.module:Name"
         )
-    failed = f"{said} importing {module_name} failed: "
+    prefix = f"{said} importing {module_name} failed: "
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):  # a failed import inside the module
-            raise ConfigError(f"{failed}{type(error).__name__}: {error}") from error
+            raise ConfigError(f"{prefix}{type(error).__name__}: {error}") from error
         raise ConfigError(
             f"{said} there is no module {error.name} here. Install it, or start in the folder that "
             "holds it (PYTHONPATH=.)"
         ) from None
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{failed}{type(error).__name__}: {_at(error, module_name)}") from error
+        raise ConfigError(f"{prefix}{type(error).__name__}: {_at(error, module_name)}") from error
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError:
-        near = difflib.get_close_matches(path, dir(module), n=1)
-        advice = f"Did you mean {near[0]}?" if near else "Write package.module:Name"
+        similar = difflib.get_close_matches(path, dir(module), n=1)
+        advice = f"Did you mean {similar[0]}?" if similar else "Write package.module:Name"
         raise ConfigError(f"{said} {module_name} has no {path}. {advice}") from None
 
 
@@ -210,17 +210,17 @@ def describe(kind: Kind, name: str) -> dict[str, str | None]:
     reference = name if point is None else point.value
     module_name = reference.partition(":")[0]
     module = sys.modules.get(module_name)
-    about = None if point is None else point.dist
-    if about is None:  # most packages have their distribution's name
+    distribution = None if point is None else point.dist
+    if distribution is None:  # most packages have their distribution's name
         with suppress(metadata.PackageNotFoundError):
-            about = metadata.distribution(module_name.partition(".")[0])
+            distribution = metadata.distribution(module_name.partition(".")[0])
     module = None if module is sys.modules.get("__main__") else module  # a script or a notebook
     file = None if module is None else inspect.getsourcefile(module)
     digest = None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return {
         "name": name,
-        "distribution": None if about is None else about.name,
-        "version": None if about is None else about.version,
+        "distribution": None if distribution is None else distribution.name,
+        "version": None if distribution is None else distribution.version,
         "sha256": digest,
         "package_sha256": None if file is None else hash_files(source_files(module_name)),
     }
@@ -229,8 +229,8 @@ def describe(kind: Kind, name: str) -> dict[str, str | None]:
 def files_of(kind: Kind, name: str) -> Mapping[str, Path]:
     """Return :func:`source_files` of an imported plug-in. Empty for scripts, notebooks and privssl
     itself."""
-    if (kind, name) in (given := _provided.get({})):
-        module = str(getattr(given[kind, name], "__module__", ""))
+    if (kind, name) in (registered := _provided.get({})):
+        module = str(getattr(registered[kind, name], "__module__", ""))
     else:
         point = None if is_reference(name) else entry_points(kind).get(name)
         module = (name if point is None else point.value).partition(":")[0]

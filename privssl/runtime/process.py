@@ -63,12 +63,12 @@ def gc_paused() -> Iterator[None]:
     For imports and preparation, whose objects live as long as the process: saves a fifth of the
     start-up.
     """
-    anew = "torch" not in sys.modules  # else existing objects may be garbage
+    first_import = "torch" not in sys.modules  # else existing objects may be garbage
     gc.disable()
     try:
         yield
     finally:
-        if anew:
+        if first_import:
             gc.freeze()
         gc.enable()
 
@@ -158,12 +158,12 @@ def interrupt_on_signals(*signals: signal.Signals) -> Iterator[None]:
             _state.deferred = True
 
     ignored = {n for n in signals if n == signal.SIGHUP and signal.getsignal(n) == signal.SIG_IGN}
-    former = {number: signal.signal(number, stop) for number in signals if number not in ignored}
+    previous = {number: signal.signal(number, stop) for number in signals if number not in ignored}
     try:
         yield
     finally:
         _state.arrived = False
-        for number, handler in former.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -199,24 +199,24 @@ def report_full_disk_once() -> Iterator[None]:
     TensorBoard's thread raises the same error again at the next flush, which stops the run with
     a message.
     """
-    former = threading.excepthook
+    previous = threading.excepthook
 
     def report(crash: threading.ExceptHookArgs) -> None:
         if not isinstance(crash.exc_value, OSError):
-            former(crash)
+            previous(crash)
 
     threading.excepthook = report
     try:
         yield
     finally:
-        threading.excepthook = former
+        threading.excepthook = previous
 
 
 @contextmanager
 def private_umask() -> Iterator[None]:
     """Make new files and folders accessible to the user alone."""
-    former = os.umask(0o077)
+    previous = os.umask(0o077)
     try:
         yield
     finally:
-        os.umask(former)
+        os.umask(previous)

@@ -55,11 +55,11 @@ def others_seeded(generator: torch.Generator) -> Iterator[None]:
     For plug-ins, whose libraries may use them. Five times as slow as :func:`seeded`.
     """
     seed = int(torch.randint(2**31, (1,), generator=generator))
-    of_numpy, of_python = np.random.get_state(legacy=False), random.getstate()
+    numpy_state, python_state = np.random.get_state(legacy=False), random.getstate()
     np.random.seed(seed)
     random.seed(seed)
     try:
         yield
     finally:
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)

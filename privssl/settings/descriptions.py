@@ -29,10 +29,10 @@ def descriptions(section: type) -> dict[str, str]:
     Its docstring, else the comments above and beside it, else that of ``USUAL``, else an empty
     string.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for kind in reversed(section.__mro__[:-1]):
-        found |= {name: text or found.get(name, "") for name, text in _of_its_own(kind).items()}
-    return {name: (text or USUAL.get(name, "")).replace("``", "`") for name, text in found.items()}
+        texts |= {name: text or texts.get(name, "") for name, text in _of_its_own(kind).items()}
+    return {name: (text or USUAL.get(name, "")).replace("``", "`") for name, text in texts.items()}
 
 
 @functools.cache  # sections share their bases
@@ -41,16 +41,16 @@ def _of_its_own(section: type) -> dict[str, str]:
     lines = textwrap.dedent(inspect.getsource(section)).splitlines()
     [tree] = ast.parse("\n".join(lines)).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+    texts = {}
+    for node, next_node in zip(tree.body, [*tree.body[1:], None], strict=True):
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
-        match after:
+        match next_node:
             case ast.Expr(value=ast.Constant(value=str(text))):
-                found[node.target.id] = " ".join(text.split())
+                texts[node.target.id] = " ".join(text.split())
             case _:
-                found[node.target.id] = _comments(lines, node)
-    return found
+                texts[node.target.id] = _comments(lines, node)
+    return texts
 
 
 def _comments(lines: list[str], node: ast.AnnAssign) -> str:

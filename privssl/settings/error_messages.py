@@ -29,13 +29,13 @@ def problem_report(path: Path, findings: Sequence[ConfigProblem]) -> str:
     """Format all problems under one heading: those of the file by line, then those of the
     arguments."""
     ordered = sorted(findings, key=lambda f: (f.line is None, f.line or 0))
-    places = [_place(finding.line) for finding in ordered]
-    place_width = max(map(len, places))
+    positions = [_place(finding.line) for finding in ordered]
+    position_width = max(map(len, positions))
     key_width = max(_KEY_WIDTH, *(len(finding.key) for finding in ordered))
     count = f"{len(ordered)} problem{'s' if len(ordered) > 1 else ''}"
     rows = [
-        f"  {place:<{place_width}}  {finding.key:<{key_width}}  {finding.text}"
-        for place, finding in zip(places, ordered, strict=True)
+        f"  {position:<{position_width}}  {finding.key:<{key_width}}  {finding.text}"
+        for position, finding in zip(positions, ordered, strict=True)
     ]
     return "\n".join([f"{path}: {count}", *rows])
 
@@ -52,8 +52,10 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
     >>> unknown("key", "epsilonn", ["delta", "epsilon"])
     'unknown key. Did you mean epsilon?'
     """
-    near = nearest(name, known)
-    return f"unknown {what}. " + (f"Did you mean {near}?" if near else f"Known: {either(known)}")
+    similar = nearest(name, known)
+    return f"unknown {what}. " + (
+        f"Did you mean {similar}?" if similar else f"Known: {either(known)}"
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -62,9 +64,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     >>> nearest("MNIST", ["digits", "mnist"])
     'mnist'
     """
-    folded = {one.casefold(): one for one in known}
-    near = difflib.get_close_matches(name.casefold(), folded, n=1)
-    return folded[near[0]] if near else None
+    folded = {candidate.casefold(): candidate for candidate in known}
+    matches = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return folded[matches[0]] if matches else None
 
 
 def as_reference(name: str) -> str | None:
@@ -107,16 +109,16 @@ def describe_errors(
     ``error``: raised by ``kind(**values)``.
     """
     schema = TypeAdapter(kind).json_schema()["properties"]
-    seen = set()
+    reported = set()
     for detail in error.errors():
         if detail["type"] == "value_error":  # raised by a validator of the dataclass
             yield ".".join(map(str, detail["loc"])), str(detail["ctx"]["error"])
             continue
         # The options of a union and the items of a list are reported once, as their field.
         key = str(detail["loc"][0])
-        if key in seen:
+        if key in reported:
             continue
-        seen.add(key)
+        reported.add(key)
         if key not in values:
             yield key, f"missing: needs {_needed(schema[key])}"
         else:
@@ -166,10 +168,10 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
         return f"{text}. Put it in quotes"
     if value in schema.get("items", {}).get("enum", []):
         return f"{text}. Write [{value}]"
-    near = nearest(str(value), _enumerated(schema))
+    similar = nearest(str(value), _enumerated(schema))
     if "plugins" in schema and isinstance(value, str):
-        near = as_reference(value) or near
-    return f"{text}. Did you mean {near}?" if near else text
+        similar = as_reference(value) or similar
+    return f"{text}. Did you mean {similar}?" if similar else text
 
 
 def _enumerated(schema: Mapping[str, Any]) -> Iterator[str]:

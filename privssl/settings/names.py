@@ -74,8 +74,8 @@ def is_outside(network: str) -> bool:
 
 def is_own_encoder(encoder: str) -> bool:
     """Return whether ``data.encoder`` names a plug-in."""
-    known = encoder in ("", *IMAGE_ENCODERS, *TEXT_ENCODERS)
-    return not known and encoder.partition(":")[0] not in ENCODER_PREFIXES
+    built_in = encoder in ("", *IMAGE_ENCODERS, *TEXT_ENCODERS)
+    return not built_in and encoder.partition(":")[0] not in ENCODER_PREFIXES
 
 
 def encoder_without_path(encoder: str) -> str:

@@ -17,15 +17,17 @@ def check_own_config(name: str, kind: type[Any]) -> None:
 
     A checkpoint stores the state that ``round`` returns.
     """
-    config, wrong = kind.Config, None
+    config, problem = kind.Config, None
     if config is None:  # the plug-in is not imported
         return
     if not is_pydantic_dataclass(config):
-        wrong = f"has a Config that takes values of any type. {_WRITE} (privssl.settings.schema)"
+        problem = f"has a Config that takes values of any type. {_WRITE} (privssl.settings.schema)"
     elif not _is_frozen(config):
-        wrong = f"has a Config that can be changed during a run. {_WRITE} (privssl.settings.schema)"
+        problem = (
+            f"has a Config that can be changed during a run. {_WRITE} (privssl.settings.schema)"
+        )
     elif not _is_frozen(kind.StateType):
-        wrong = (
+        problem = (
             f"has a StateType, {kind.StateType.__name__}, that can be changed, so an interrupted "
             "round could reach a checkpoint. Write @dataclass(frozen=True) above it"
         )
@@ -33,12 +35,12 @@ def check_own_config(name: str, kind: type[Any]) -> None:
         try:
             TypeAdapter(config).json_schema()
         except (PydanticUserError, PydanticSchemaGenerationError) as error:
-            wrong = (
+            problem = (
                 f"has a Config with a key that YAML cannot give ({first_line(error)}). Use "
                 "numbers, text, bool, None, and lists or mappings of these"
             )
-    if wrong is not None:
-        raise ConfigError(f"algorithm.name {name} {wrong}")
+    if problem is not None:
+        raise ConfigError(f"algorithm.name {name} {problem}")
 
 
 def _is_frozen(kind: type[Any]) -> bool:

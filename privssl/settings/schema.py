@@ -126,8 +126,8 @@ class RunSettings:
                 f"missing: messages to {host} would cross a network in clear. Give the root "
                 "certificate of its SuperLink",
             )
-        for key, usual in (("workers", "auto"), ("batched_agents", 1)):
-            if getattr(self, key) != usual:
+        for key, default in (("workers", "auto"), ("batched_agents", 1)):
+            if getattr(self, key) != default:
                 yield Problem(key, "has no effect: with run.engine flower agents are sites")
 
 
@@ -209,8 +209,8 @@ class DataSettings:
             ):
                 if rule in names and value is None:
                     yield Problem(f"{kind}{number}", f"missing: {kind}partition {rule} needs it")
-                own = rule is not None and rule not in PARTITIONS  # checks its settings itself
-                if not own and rule not in names and value is not None:
+                plugin = rule is not None and rule not in PARTITIONS  # checks its settings itself
+                if not plugin and rule not in names and value is not None:
                     text = f"has no effect: it belongs to {' and '.join(names)}"
                     yield Problem(f"{kind}{number}", text)
         if self.labels != "labels-at-both" and self.server_labelled is not None:
@@ -232,8 +232,8 @@ class DataSettings:
                 f"has no effect: {self.name} {where}. Give data.name of what lies there "
                 "(npz, image_folder, ...)",
             )
-        for key, usual, name in _OF_ONE_DATA_SET:
-            if getattr(self, key) != usual and self.name != name:
+        for key, default, name in _OF_ONE_DATA_SET:
+            if getattr(self, key) != default and self.name != name:
                 yield Problem(key, f"has no effect: it belongs to {name}")
         yield from self._problems_of_csv()
         if self.encoder and self.name == "arrays":

@@ -69,8 +69,8 @@ class ConfigBuilder:
     def add(self, key: str, text: str) -> None:
         """Record a problem of a key, at the line of the key or else its section."""
         section = key.partition(".")[0]
-        place = self._places.get(key, self._places.get(section, 0))
-        self._add(ConfigProblem(place, key, text))
+        line = self._places.get(key, self._places.get(section, 0))
+        self._add(ConfigProblem(line, key, text))
 
     def _add(self, finding: ConfigProblem) -> None:
         self.findings.append(finding)
@@ -99,25 +99,25 @@ class ConfigBuilder:
 
     def leave_out(self, former: Mapping[str, Mapping[str, Any]]) -> None:
         """Drop keys of earlier versions (by section) that have these default values."""
-        for section, usual in former.items():
-            given = self._values.get(section)
-            if isinstance(given, dict):
-                kept = {k: v for k, v in given.items() if k not in usual or usual[k] != v}
+        for section, defaults in former.items():
+            entries = self._values.get(section)
+            if isinstance(entries, dict):
+                kept = {k: v for k, v in entries.items() if k not in defaults or defaults[k] != v}
                 self._values[section] = kept
 
     def value(self, key: str) -> Any:
         """Return the unchecked value of section.key; None if not given."""
         section, _, name = key.partition(".")
-        given = self._values.get(section)
-        return given.get(name) if isinstance(given, dict) else None
+        entries = self._values.get(section)
+        return entries.get(name) if isinstance(entries, dict) else None
 
     def override(self, argument: str) -> None:
         """Apply one ``section.key=value``."""
         key, equals, text = argument.partition("=")
         section, dot, name = key.partition(".")
         if not equals or section not in ORDER:
-            whole = equals and dot  # otherwise seed=1 would be reported as an unknown section
-            text = unknown("section", section, ORDER) if whole else "write section.key=value"
+            complete = equals and dot  # otherwise seed=1 would be reported as an unknown section
+            text = unknown("section", section, ORDER) if complete else "write section.key=value"
             self._add(ConfigProblem(None, key, text))
             return
         if key in self._places and self._places[key] is None:
@@ -131,9 +131,9 @@ class ConfigBuilder:
         self._replace(key)
         for finding in document.problems:
             self._add(ConfigProblem(None, key, finding.text))
-        before = self._values.get(section)
-        if dot and (before is None or isinstance(before, dict)):
-            self._values[section] = {**(before or {}), name: document.value}
+        previous = self._values.get(section)
+        if dot and (previous is None or isinstance(previous, dict)):
+            self._values[section] = {**(previous or {}), name: document.value}
             self._places.setdefault(section, None)
         elif key == "privacy" and document.value is None and text.strip():
             self._values["privacy"] = None
@@ -144,9 +144,9 @@ class ConfigBuilder:
         """Drop the file's values at a key and below, with their problems."""
         self._places[key] = None
         self._empty.discard(key)
-        inside = f"{key}."
-        self.findings = [f for f in self.findings if f.key != key and not f.key.startswith(inside)]
-        self.bad = {k for k in self.bad if k != key and not k.startswith(inside)}
+        prefix = f"{key}."
+        self.findings = [f for f in self.findings if f.key != key and not f.key.startswith(prefix)]
+        self.bad = {k for k in self.bad if k != key and not k.startswith(prefix)}
 
     def given(self, name: str) -> bool:
         """Return whether the file or an argument has a section, even null."""
@@ -154,24 +154,24 @@ class ConfigBuilder:
 
     def section(self, name: str) -> Any:
         """Return the section as its dataclass; accessing an invalid value raises UnusableValue."""
-        given = self._values.get(name)
-        if name == self.null[0] and given is None:
+        entries = self._values.get(name)
+        if name == self.null[0] and entries is None:
             if name in self._empty:
                 # Its keys may all be commented out, which must not silently mean "not private".
                 self.add(name, f"empty. {self.null[1]}")
             return None
-        if given is not None and not isinstance(given, dict):
-            self.add(name, f"needs keys with values, got {show(given)}")
+        if entries is not None and not isinstance(entries, dict):
+            self.add(name, f"needs keys with values, got {show(entries)}")
             return None
-        kind = self.sections.get(name) or self._algorithm(given or {})
+        kind = self.sections.get(name) or self._algorithm(entries or {})
         if kind is None:
             self.bad.add(name)
             return None
-        return self._build(name, kind, given or {})
+        return self._build(name, kind, entries or {})
 
-    def _algorithm(self, given: Mapping[str, Any]) -> type[Any] | None:
+    def _algorithm(self, entries: Mapping[str, Any]) -> type[Any] | None:
         """Return the Config class of the named algorithm, or None after recording a problem."""
-        name = given.get("name")
+        name = entries.get("name")
         if isinstance(name, str) and name in self._algorithms:
             try:
                 algorithm = self._algorithms[name]
@@ -183,7 +183,9 @@ class ConfigBuilder:
             kind: type[Any] | None = algorithm.Config
             if kind is not None:
                 return kind
-            return dataclasses.make_dataclass("Unread", [(key, Any) for key in given], frozen=True)
+            return dataclasses.make_dataclass(
+                "Unread", [(key, Any) for key in entries], frozen=True
+            )
         if "algorithm.name" not in self.bad:
             known = [*self._algorithms, *plugins.entry_points("algorithms")]
             text = f"missing: needs {either(known)}"
@@ -195,18 +197,18 @@ class ConfigBuilder:
             self.add("algorithm.name", text)
         return None
 
-    def _build(self, section: str, kind: type[Any], given: Mapping[str, Any]) -> Any:
+    def _build(self, section: str, kind: type[Any], entries: Mapping[str, Any]) -> Any:
         prefix = f"{section}."
         known = [spec.name for spec in dataclasses.fields(kind)]
-        for name in (name for name in given if name not in known):
+        for name in (name for name in entries if name not in known):
             self.add(prefix + name, self._unknown_key(section, name, known))
             # Otherwise the intended key would seem to be missing, or to have its default.
-            meant = nearest(name, known)
-            self.bad |= {prefix + meant} if meant and meant not in given else set()
-        for name, value in given.items():
+            similar = nearest(name, known)
+            self.bad |= {prefix + similar} if similar and similar not in entries else set()
+        for name, value in entries.items():
             if isinstance(value, str) and not value.isprintable():
                 self.add(prefix + name, f"{show(value)} has characters that cannot be printed")
-        values = {n: given[n] for n in known if n in given and prefix + n not in self.bad}
+        values = {n: entries[n] for n in known if n in entries and prefix + n not in self.bad}
         values = read_exponents(kind, values)
         try:
             result = kind(**values)
@@ -224,8 +226,8 @@ class ConfigBuilder:
         return result
 
     def _unknown_key(self, section: str, name: str, known: list[str]) -> str:
-        place = self._places.get("algorithm.name", 0)
-        if section == "algorithm" and place is None and self._places.get(f"{section}.{name}"):
+        line = self._places.get("algorithm.name", 0)
+        if section == "algorithm" and line is None and self._places.get(f"{section}.{name}"):
             other = self._values[section]["name"]  # given by an argument; the file is for another
             return f"{other} has no such key. Remove it, or start from a config of {other}"
         return unknown("key", name, known)
@@ -291,8 +293,8 @@ def _nearby(path: Path) -> str:
     """Return a sentence with the config files in the folder of a missing file."""
     if not path.parent.is_dir():
         return f"There is no folder {path.parent}"
-    there = sorted(file.name for file in path.parent.glob("*.y*ml"))
-    near = difflib.get_close_matches(path.name, there, n=3, cutoff=0.5)
-    if near:
-        return f"Did you mean {either([str(path.parent / name) for name in near])}?"
-    return f"In {path.parent} there is {', '.join(there[:10]) or 'no YAML file'}"
+    files = sorted(file.name for file in path.parent.glob("*.y*ml"))
+    similar = difflib.get_close_matches(path.name, files, n=3, cutoff=0.5)
+    if similar:
+        return f"Did you mean {either([str(path.parent / name) for name in similar])}?"
+    return f"In {path.parent} there is {', '.join(files[:10]) or 'no YAML file'}"

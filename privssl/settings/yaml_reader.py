@@ -118,7 +118,10 @@ def _root(text: str) -> yaml.Node | None:
 
 
 def _with_advice(problem: str) -> str:
-    return next((f"{problem}. {do}" for said, do in _ADVICE.items() if said in problem), problem)
+    return next(
+        (f"{problem}. {advice}" for beginning, advice in _ADVICE.items() if beginning in problem),
+        problem,
+    )
 
 
 class _Reader:
@@ -138,12 +141,12 @@ class _Reader:
             self.empty.add(key)
         try:
             value = scalar(node.value, node.tag.removeprefix(_TAG))
-            plain = getattr(node, "style", None) is None  # not quoted
-            if plain and isinstance(value, str) and _EXPONENT.fullmatch(value):
+            unquoted = getattr(node, "style", None) is None  # not quoted
+            if unquoted and isinstance(value, str) and _EXPONENT.fullmatch(value):
                 return ExponentText(value)
             return value
-        except ValueError as surprise:
-            self.findings.append(ConfigProblem(node.start_mark.line + 1, key, str(surprise)))
+        except ValueError as error:
+            self.findings.append(ConfigProblem(node.start_mark.line + 1, key, str(error)))
             return None
 
     def _mapping(self, node: yaml.MappingNode, key: str) -> dict[str, object]:

@@ -110,7 +110,7 @@ def _readable_by_others(path: Path) -> bool:
     path = path.resolve()
     if not path.exists() or not path.stat().st_mode & 0o044:
         return False
-    return all(above.stat().st_mode & 0o011 for above in path.parents)
+    return all(parent.stat().st_mode & 0o011 for parent in path.parents)
 
 
 def _in_one_thread(handler: "SiteRequestHandler", frame: bytes) -> bytes:
@@ -120,7 +120,7 @@ def _in_one_thread(handler: "SiteRequestHandler", frame: bytes) -> bytes:
 
 def _description(site: "SiteConfig", handler: "SiteRequestHandler") -> list[str]:
     """Summary for the operator; it does not leave the machine."""
-    held = " and ".join(
+    counts = " and ".join(
         f"{len(rows)} {kind}"
         for kind, rows in (
             ("labelled", handler.agent.held_labelled),
@@ -129,7 +129,7 @@ def _description(site: "SiteConfig", handler: "SiteRequestHandler") -> list[str]
         if rows is not None
     )
     return [
-        f"{handler.agent.id}, a {handler.agent.role} agent with {held} rows.",
+        f"{handler.agent.id}, a {handler.agent.role} agent with {counts} rows.",
         f"Takes part in {site.path(site.site.config)}, hash {handler.agreement[:12]}: a "
         f"coordinator with another one is refused. {handler.task}.",
         _spending(site),

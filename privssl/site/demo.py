@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return demonstrate(options.folder, options.config, options.overrides, console)
         except OSError as error:
-            where = error.filename or options.folder
+            path = error.filename or options.folder
             raise UserError(
-                f"{where}: {error.strerror}. Free space, or give another folder"
+                f"{path}: {error.strerror}. Free space, or give another folder"
             ) from error
 
     return run_command(body, json=False, interrupted="Stopped. All processes have ended.")
@@ -65,18 +65,18 @@ def demonstrate(
     from privssl.remote.flower_transport import program
 
     program("flower-superlink")  # before the folder is created
-    names, made = write_sites(folder, config, overrides), folder / "keys"
-    keys.make(made, "127.0.0.1", names)
+    names, key_folder = write_sites(folder, config, overrides), folder / "keys"
+    keys.make(key_folder, "127.0.0.1", names)
     with ExitStack() as stack:
-        address = stack.enter_context(superlink(folder / "superlink", made=made))
+        address = stack.enter_context(superlink(folder / "superlink", made=key_folder))
         processes = {
-            name: stack.enter_context(site(folder / name, address, *of_site(made, name)))
+            name: stack.enter_context(site(folder / name, address, *of_site(key_folder, name)))
             for name in names
         }
         for name, process in processes.items():
             wait_until((folder / name / "door").exists, process, folder / name / "out")
         console.print(f"{len(names)} sites: {', '.join(names)}. SuperLink at {address}.")
-        status = end_of(train(folder, address, *of_coordinator(made)))
+        status = end_of(train(folder, address, *of_coordinator(key_folder)))
     console.print(summary(folder, names))
     if status == 0:
         subprocess.run([sys.executable, "-m", "privssl.audit", str(folder / "run")], check=False)
@@ -92,30 +92,30 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
     from privssl.experiment.plugin_names import names_in
     from privssl.experiment.prepare import prepare
 
-    given = {text.partition("=")[0] for text in overrides}
+    overridden = {text.partition("=")[0] for text in overrides}
     small = SMALL if config is None else ()
-    chosen = [*(text for text in small if text.partition("=")[0] not in given), *overrides]
+    settings = [*(text for text in small if text.partition("=")[0] not in overridden), *overrides]
     with imports_allowed():
-        loaded = configs.load_config(config or Path(CONFIG), chosen)
-        prepared = prepare(loaded)
+        experiment = configs.load_config(config or Path(CONFIG), settings)
+        prepared = prepare(experiment)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
         raise RunFolderError(f"{folder}: {error.strerror}. Give a new folder") from None
     prepared.federated_data.manifest.write(folder / "split.json")
-    (folder / "experiment.yaml").write_text(configs.to_yaml(loaded))
+    (folder / "experiment.yaml").write_text(configs.to_yaml(experiment))
     agents = [agent for agent in prepared.roster if agent.role != "server"]
     for agent in agents:
         site: dict[str, Any] = {
             "site": {
                 "agent": agent.id, "role": agent.role, "config": "../experiment.yaml",
                 "folder": ".", "share_ledger": True, "share_notes": True,
-                "plugins": sorted(names_in(loaded)),
+                "plugins": sorted(names_in(experiment)),
             },
             "rows": {"split": "../split.json"},
         }  # fmt: skip
         if agent.role != "query":
-            privacy = loaded.privacy
+            privacy = experiment.privacy
             site["budget"] = privacy and {"epsilon": privacy.epsilon, "delta": privacy.delta}
         (folder / agent.id).mkdir(mode=0o700)
         (folder / agent.id / "site.yaml").write_text(yaml.safe_dump(site, sort_keys=False))
@@ -222,9 +222,9 @@ def _running(
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     """Wait until a process is ready. Raises UserError if it ends or takes too long."""
-    end = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_SECONDS
     while not ready():
-        if process.poll() is not None or time.monotonic() > end:
+        if process.poll() is not None or time.monotonic() > deadline:
             output = log.read_text(errors="replace").strip()[-500:]
             raise UserError(f"{' '.join(map(str, process.args[:4]))} did not start: {output}")  # type: ignore[index]
         time.sleep(0.1)
@@ -238,10 +238,10 @@ def summary(folder: Path, names: Sequence[str]) -> Table:
     for name in names:
         log = (folder / name / "site.log").read_text()
         cells = [str(log.count(" done\n")), str(log.count(": the stored reply")), "-", "-"]
-        journal = folder / name / "ledger" / f"{name}.jsonl"
-        if journal.exists():
-            found = read_journal(journal)
-            cells[2:] = [str(len(found.events)), f"{found.epsilon:.4f}"]
+        path = folder / name / "ledger" / f"{name}.jsonl"
+        if path.exists():
+            journal = read_journal(path)
+            cells[2:] = [str(len(journal.events)), f"{journal.epsilon:.4f}"]
         table.add_row(name, *cells)
     return table
 

@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         make(options.folder, options.host, options.names, options.days)
-    except (UserError, PlanError) as problem:
-        print(problem, file=sys.stderr)
+    except (UserError, PlanError) as error:
+        print(error, file=sys.stderr)
         return 2
     print(f"Made in {options.folder}. Give each site its own key, and ca.crt.")
     return 0
@@ -67,8 +67,8 @@ def make(folder: Path, host: str, names: Sequence[str], days: int = DAYS) -> Non
     """
     for name in names:
         check_agent_id(name)
-    if doubled := [name for name, times in Counter(names).items() if times > 1]:
-        raise UserError(f"{', '.join(doubled)}: named twice. Name each agent once")
+    if duplicates := [name for name, times in Counter(names).items() if times > 1]:
+        raise UserError(f"{', '.join(duplicates)}: named twice. Name each agent once")
     if not 1 <= days <= MOST_DAYS:
         raise UserError(f"--days {days}: give 1 to {MOST_DAYS}")
     if x509 is None:
@@ -79,8 +79,8 @@ def make(folder: Path, host: str, names: Sequence[str], days: int = DAYS) -> Non
         folder.mkdir(parents=True, mode=0o700)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}. Give a new folder") from None
-    begins = datetime.now(timezone.utc) - timedelta(minutes=1)
-    dates = begins, begins + timedelta(days=days)
+    valid_from = datetime.now(timezone.utc) - timedelta(minutes=1)
+    dates = valid_from, valid_from + timedelta(days=days)
     authority, link = new_key(), new_key()
     with private_umask(), atomic_files.writing(folder):
         (folder / "ca.crt").write_bytes(certificate(authority, authority, dates))
@@ -132,7 +132,7 @@ def certificate(key: Any, authority: Any, dates: tuple[datetime, datetime], *hos
         extensions.append(x509.SubjectAlternativeName(list(map(_name, dict.fromkeys(hosts)))))
         extensions.append(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]))
     else:  # only key_cert_sign
-        extensions.append(x509.KeyUsage(*(place == 5 for place in range(9))))
+        extensions.append(x509.KeyUsage(*(bit == 5 for bit in range(9))))
     for extension in extensions:
         critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
         builder = builder.add_extension(extension, critical=critical)

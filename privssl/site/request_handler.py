@@ -90,10 +90,10 @@ class SiteRequestHandler:
             frame = protocol.from_bytes(data, IdentifyRequest, StepRequest, EndOfRun)
             match frame:
                 case IdentifyRequest():
-                    shown, agent = self.journal is not None, self.agent
+                    shows_ledger, agent = self.journal is not None, self.agent
                     return protocol.to_bytes(
                         Identity(
-                            agent.id, agent.role, self.agreement, shows_ledger=shown,
+                            agent.id, agent.role, self.agreement, shows_ledger=shows_ledger,
                             code=python_fingerprint(),
                         )
                     )  # fmt: skip
@@ -112,8 +112,8 @@ class SiteRequestHandler:
         if frame.over:
             with self.store.lock():
                 self.store.forget(frame.run)
-        shown = b"" if self.journal is None else self.journal()
-        return protocol.LedgerResponse(self.agent.id, shown)
+        journal = b"" if self.journal is None else self.journal()
+        return protocol.LedgerResponse(self.agent.id, journal)
 
     def _check_agreement(self, frame: StepRequest | EndOfRun) -> None:
         if frame.agreement != self.agreement:
@@ -148,13 +148,13 @@ class SiteRequestHandler:
         """Return the stored reply; None if there is none or it is damaged."""
         answer = self.store.answer(request.run, request.id)
         try:
-            known = (
+            valid = (
                 answer is not None and protocol.from_bytes(answer, StepResponse).id == request.id
             )
         except WireError as error:
             log.error("The stored reply to %s cannot be read: %s", _key(request), error)
             return None
-        return answer if known else None
+        return answer if valid else None
 
     def _open_agent_account(self, request: StepRequest) -> Account:
         assert self.open_account is not None
@@ -191,28 +191,28 @@ class SiteRequestHandler:
                 f"site may send is {protocol.MOST_SHARE:g}"
             )  # fmt: skip
         version = self._store_memory(request, memory, agent.memory)
-        answer = protocol.to_bytes(
+        response = protocol.to_bytes(
             StepResponse(
                 request.id, message=type(content).__name__, weight=ctx.weight,
                 notes=_sendable(ctx.metrics), memory=version, charged=charged, body=body,
             )
         )  # fmt: skip
-        self.store.put_answer(request.run, request.id, answer)
+        self.store.put_answer(request.run, request.id, response)
         log.info("Step %s done", _key(request))
-        return answer
+        return response
 
     def _memory(self, request: StepRequest) -> Memory:
         if not request.memory:
             return {}
-        found = self.store.memory(request.run, request.memory)
-        if found is None:
+        memory = self.store.memory(request.run, request.memory)
+        if memory is None:
             raise WireError("forgotten", f"no memory of the step {request.memory[:12]}")
-        return found
+        return memory
 
-    def _store_memory(self, request: StepRequest, before: object, after: Memory) -> str:
+    def _store_memory(self, request: StepRequest, old: object, new: Memory) -> str:
         """Store the memory; return its version."""
-        if after is not before:
-            self.store.put_memory(request.run, request.id, after)
+        if new is not old:
+            self.store.put_memory(request.run, request.id, new)
         elif request.memory:
             self.store.keep_memory(request.run, request.id, request.memory)
         else:

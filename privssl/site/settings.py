@@ -88,17 +88,19 @@ class RowsSettings:
 
     def problems(self) -> Iterator[Problem]:
         """Yield a missing or second source of rows, or too few classes."""
-        named = self.classes
-        few = named is not None and (named == 1 if isinstance(named, int) else len(named) < 2)
+        classes = self.classes
+        few = classes is not None and (
+            classes == 1 if isinstance(classes, int) else len(classes) < 2
+        )
         if self.arrays:
             for key in ("split", "root"):
                 if getattr(self, key):
                     yield Problem(key, "rows come from arrays already. Give one of them")
-            if named is None or few:
+            if classes is None or few:
                 yield Problem("classes", "missing: arrays need how many there are, or their names")
         elif not self.split and not self.root:
             yield Problem("arrays", "missing: give arrays, or split, or root")
-        elif self.split and named is not None:
+        elif self.split and classes is not None:
             yield Problem("classes", "has no effect: the data set of the split has its own")
         elif few:
             yield Problem("classes", "too few: give all class names, at least two")
@@ -148,8 +150,8 @@ class SiteConfig:
     def secrets(self) -> tuple[Path, ...]:
         """Files and folders that only the site may read, with caches of encoded rows."""
         rows = (self.rows.arrays, self.rows.split, self.rows.root)
-        own = (self.folder, self.ledger, *(self.path(text) for text in rows if text))
-        return (*own, *caches(default_root()))
+        paths = (self.folder, self.ledger, *(self.path(text) for text in rows if text))
+        return (*paths, *caches(default_root()))
 
     @property
     def door(self) -> Path:
@@ -159,8 +161,8 @@ class SiteConfig:
     @property
     def ledger(self) -> Path:
         """The folder of the account's journal."""
-        own = "" if self.budget is None else self.budget.ledger
-        return self.path(own) if own else self.folder / "ledger"
+        configured = "" if self.budget is None else self.budget.ledger
+        return self.path(configured) if configured else self.folder / "ledger"
 
 
 class _SiteConfigBuilder(ConfigBuilder):

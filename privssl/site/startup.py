@@ -79,21 +79,21 @@ def open_site(site: SiteConfig) -> SiteRequestHandler:
             invalid, or no valid guarantee is possible.
         accounting.errors.AccountingError: the ledger is missing, damaged, or does not match.
     """
-    named = (site.site.network, *site.site.plugins)
+    allowed = (site.site.network, *site.site.plugins)
     advice = f"allow it in {site.source}: site.plugins: ['{{name}}']"
-    with plugins.imports_allowed(named, advice):
+    with plugins.imports_allowed(allowed, advice):
         return _open_site(site)
 
 
 def _open_site(site: SiteConfig) -> SiteRequestHandler:
     config = configs.load_config(site.path(site.site.config))
-    who = holders(config.data.labels, config.agents)
+    roles = holders(config.data.labels, config.agents)
     _check_network(site, config)
     _check_role(site, config)
     _check_budget(site, config)
-    held = _rows(site, config)
-    agent = Agent(id=site.site.agent, held_labelled=held.labelled, held_unlabelled=held.unlabelled)
-    algorithm = _algorithm(config, held, who)
+    rows = _rows(site, config)
+    agent = Agent(id=site.site.agent, held_labelled=rows.labelled, held_unlabelled=rows.unlabelled)
+    algorithm = _algorithm(config, rows, roles)
     private = site.budget is not None and algorithm.mechanism == "dp-sgd"
     device = device_of(site.site.device, private=private, key="site.device")
     if site.budget is not None:
@@ -106,11 +106,11 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
     return SiteRequestHandler(
         agent=agent, algorithm=algorithm, seed=config.run.seed,
         agreement=configs.compatibility_hash(
-            config, held.classes, held.shape, held.encoder, held.columns
+            config, rows.classes, rows.shape, rows.encoder, rows.columns
         ),
         store=store, device=device, open_account=open_account,
         journal=_journal_reader(site, agent, store) if shared else None,
-        share_notes=site.site.share_notes, task=describe_task(held.classes, held.shape),
+        share_notes=site.site.share_notes, task=describe_task(rows.classes, rows.shape),
     )  # fmt: skip
 
 
@@ -120,11 +120,11 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
 def _check_network(site: SiteConfig, config: Config) -> None:
     """Refuse a network that the operator has not named: the experiment must not choose code to
     import."""
-    named = config.model.name
-    if is_outside(named) and named not in (site.site.network, *site.site.plugins):
+    network = config.model.name
+    if is_outside(network) and network not in (site.site.network, *site.site.plugins):
         raise ConfigError(
-            f"{site.source}: model.name of {config.source} is {named}, whose code this site would "
-            f"import. Read that code; then allow it with site.network: {named}"
+            f"{site.source}: model.name of {config.source} is {network}, whose code this site "
+            f"would import. Read that code; then allow it with site.network: {network}"
         )
 
 
@@ -137,9 +137,9 @@ def _check_role(site: SiteConfig, config: Config) -> None:
             "Give one of them"
         )
     if role != roles[name]:
-        what = "at the coordinator" if name == "server" else roles[name]
+        actual = "at the coordinator" if name == "server" else roles[name]
         raise ConfigError(
-            f"{site.source}: site.role is {role}, but in {config.source} {name} is {what}. "
+            f"{site.source}: site.role is {role}, but in {config.source} {name} is {actual}. "
             "Correct site.role or site.agent"
         )
 
@@ -150,10 +150,10 @@ def _check_budget(site: SiteConfig, config: Config) -> None:
     if site.site.role == "query":
         return
     if (budget is None) != (privacy is None):
-        here, there = ("null", "has a") if budget is None else ("given", "has no")
+        site_has, config_has = ("null", "has a") if budget is None else ("given", "has no")
         raise ConfigError(
-            f"{site.source}: budget is {here}, but {config.source} {there} privacy section. "
-            "Labelled rows are either under a budget on both sides or on neither"
+            f"{site.source}: budget is {site_has}, but {config.source} {config_has} privacy "
+            "section. Labelled rows are either under a budget on both sides or on neither"
         )
     if budget is None or privacy is None:
         return
@@ -196,30 +196,35 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
         may_be_empty=labelled and config.hides_counts,
     )  # fmt: skip
     refuse_classes_of_labels_alone(config, dataset)
-    known = torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist()
-    mine, others = tuple(known), tuple(range(len(dataset.y_train)))
+    with_label = torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist()
+    labelled_ids, unlabelled_ids = tuple(with_label), tuple(range(len(dataset.y_train)))
     if site.rows.split:
         split = split_manifest.read_manifest(site.path(site.rows.split))
         refuse_order_by_labels(config, split, site.path(site.rows.split))
         split.check(dataset, datasets.checksum(dataset))
         holding = split.agents.get(site.site.agent, split_manifest.AgentRows((), ()))
-        mine, others = holding.labelled, holding.unlabelled
+        labelled_ids, unlabelled_ids = holding.labelled, holding.unlabelled
     elif labelled and unlabelled:
-        others = tuple(sorted({*others} - {*mine}))
-    mine, others = mine if labelled else (), others if unlabelled else ()
-    counted = labelled and not config.hides_counts
-    _check_there(site, counted and not mine, unlabelled and not others)
-    if not set(mine) <= set(known):
+        unlabelled_ids = tuple(sorted({*unlabelled_ids} - {*labelled_ids}))
+    labelled_ids, unlabelled_ids = (
+        labelled_ids if labelled else (),
+        unlabelled_ids if unlabelled else (),
+    )
+    public = labelled and not config.hides_counts
+    _check_there(site, public and not labelled_ids, unlabelled and not unlabelled_ids)
+    if not set(labelled_ids) <= set(with_label):
         raise DataError(
             f"{site.source}: {site.path(site.rows.split)} lists rows without a label as "
             "labelled. Draw a new split"
         )
-    rows = HeldRows(dataset.x_train, dataset.unencoded, (*mine, *others), dataset.records)
-    with_labels = labelled_rows(mine, rows, dataset.y_train) if labelled else None
-    without = unlabelled_rows(others, rows) if unlabelled else None
+    rows = HeldRows(
+        dataset.x_train, dataset.unencoded, (*labelled_ids, *unlabelled_ids), dataset.records
+    )
+    with_labels = labelled_rows(labelled_ids, rows, dataset.y_train) if labelled else None
+    without_labels = unlabelled_rows(unlabelled_ids, rows) if unlabelled else None
     encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.checksum
     return _Held(
-        with_labels, without, dataset.class_names, dataset.shape, encoder, dataset.scales
+        with_labels, without_labels, dataset.class_names, dataset.shape, encoder, dataset.scales
     )  # fmt: skip
 
 
@@ -228,8 +233,8 @@ def _check_number_hidden(site: SiteConfig, config: Config) -> None:
 
     A site with one row would start, and one without rows would not, which reveals the number.
     """
-    own = site.site.role != "query" and site.rows.root and not site.rows.split
-    if not (own and config.hides_counts):
+    own_folder = site.site.role != "query" and site.rows.root and not site.rows.split
+    if not (own_folder and config.hides_counts):
         return
     if config.data.name != "csv":
         raise ConfigError(
@@ -244,8 +249,8 @@ def _check_number_hidden(site: SiteConfig, config: Config) -> None:
 
 
 def _check_there(site: SiteConfig, *missing: bool) -> None:
-    for kind, absent in zip(("labelled", "unlabelled"), missing, strict=True):
-        if absent:
+    for kind, is_missing in zip(("labelled", "unlabelled"), missing, strict=True):
+        if is_missing:
             raise DataError(
                 f"{site.source}: {site.path(site.rows.split or site.rows.root)} has no {kind} rows "
                 f"of {site.site.agent}, which is a {site.site.role} agent. Correct rows, or "
@@ -255,49 +260,47 @@ def _check_there(site: SiteConfig, *missing: bool) -> None:
 
 def _class_names(site: SiteConfig) -> tuple[str, ...]:
     """Return ``rows.classes``, a number as the names "0", "1", ..."""
-    named = site.rows.classes
-    return tuple(map(str, range(named))) if isinstance(named, int) else named or ()
+    classes = site.rows.classes
+    return tuple(map(str, range(classes))) if isinstance(classes, int) else classes or ()
 
 
 def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled: bool) -> _Held:
     path, classes = site.path(site.rows.arrays), _class_names(site)
-    found = read_rows(
+    arrays = read_rows(
         path, labelled=labelled, unlabelled=unlabelled, may_be_empty=config.hides_counts
     )
-    if found.y is not None and found.y.size and int(found.y.max()) >= len(classes):
+    if arrays.y is not None and arrays.y.size and int(arrays.y.max()) >= len(classes):
         raise DataError(
-            f"{path}: y_labelled has class {int(found.y.max())}, but rows.classes gives "
+            f"{path}: y_labelled has class {int(arrays.y.max())}, but rows.classes gives "
             f"{len(classes)} classes, from 0"
         )
     public = config.privacy is not None and not config.hides_counts  # few rows are not refused
-    parts = [part for part in (found.x, found.unlabelled) if part is not None]
-    if public and found.x is not None and (are_standardised(found.x) or are_standardised(*parts)):
+    parts = [part for part in (arrays.x, arrays.unlabelled) if part is not None]
+    if public and arrays.x is not None and (are_standardised(arrays.x) or are_standardised(*parts)):
         refuse_standardised(path)
-    with_labels = without = None
-    if found.x is not None and found.y is not None:
-        x, origin, encoder = datasets.encode_rows(config.data, torch.from_numpy(found.x))
-        with_labels = LabelledRows(x, torch.from_numpy(found.y), torch.arange(len(x)), origin)
-    if found.unlabelled is not None:
-        rest, origin, encoder = datasets.encode_rows(
-            config.data, torch.from_numpy(found.unlabelled)
-        )
-        without = UnlabelledRows(rest, torch.arange(len(rest)), origin)
-    known = with_labels or without
-    assert known is not None  # every role has rows
-    return _Held(with_labels, without, classes, tuple(known.x.shape[1:]), encoder)
+    with_labels = without_labels = None
+    if arrays.x is not None and arrays.y is not None:
+        x, origin, encoder = datasets.encode_rows(config.data, torch.from_numpy(arrays.x))
+        with_labels = LabelledRows(x, torch.from_numpy(arrays.y), torch.arange(len(x)), origin)
+    if arrays.unlabelled is not None:
+        x, origin, encoder = datasets.encode_rows(config.data, torch.from_numpy(arrays.unlabelled))
+        without_labels = UnlabelledRows(x, torch.arange(len(x)), origin)
+    rows = with_labels or without_labels
+    assert rows is not None  # every role has rows
+    return _Held(with_labels, without_labels, classes, tuple(rows.x.shape[1:]), encoder)
 
 
 # Algorithm and account ------------------------------------------------------------------------
 
 
-def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[Any]:
+def _algorithm(config: Config, rows: _Held, roles: RoleAssignment) -> Algorithm[Any]:
     """Build the algorithm as ``prepare.prepare`` does."""
     kind = ALGORITHMS[config.algorithm.name]
-    refuse_other_rows(config, held.shape)
-    plan = None if config.privacy is None else make_plan(config, len(who.labelled))
+    refuse_other_rows(config, rows.shape)
+    plan = None if config.privacy is None else make_plan(config, len(roles.labelled))
     # The coordinator sends initial weights.
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=""))
-    task = task_of(config, len(held.classes), held.shape)
+    task = task_of(config, len(rows.classes), rows.shape)
     if is_outside(config.model.name):
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     algorithm = kind(config.algorithm, task, plan)
@@ -331,12 +334,12 @@ def _account(
         refuse_change(read_journal(path).plan, plan)
     else:
         Account.open(path, plan, resume=False).close()
-    left = budget.epsilon - read_journal(path).epsilon
-    if privacy.epsilon > left:
+    epsilon_left = budget.epsilon - read_journal(path).epsilon
+    if privacy.epsilon > epsilon_left:
         log.warning(
             "A new run of %s may spend epsilon %g of each labelled row, and of this site's "
             "budget.epsilon %g at most %.4f is left. The site refuses steps that cost more",
-            config.source, privacy.epsilon, budget.epsilon, max(0.0, left),
+            config.source, privacy.epsilon, budget.epsilon, max(0.0, epsilon_left),
         )  # fmt: skip
 
     def open_account(run: str) -> Account:

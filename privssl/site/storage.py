@@ -95,12 +95,12 @@ class Store:
         size = int.from_bytes(data[:8], "little")
         names = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["names"])
         tensors = safetensors.torch.load(data)
-        return {name: tensors[str(place)] for place, name in enumerate(names)}
+        return {name: tensors[str(index)] for index, name in enumerate(names)}
 
     def put_memory(self, run: str, visit: str, memory: Mapping[str, Tensor]) -> None:
         """Store the agent's memory after a step, in its order."""
-        plain = [tensor.detach().cpu().contiguous().clone() for tensor in memory.values()]
-        tensors = {str(place): tensor for place, tensor in enumerate(plain)}
+        copies = [tensor.detach().cpu().contiguous().clone() for tensor in memory.values()]
+        tensors = {str(index): tensor for index, tensor in enumerate(copies)}
         data = safetensors.torch.save(tensors, {"names": json.dumps(list(memory))})
         atomic_files.replace(self._path(run, visit, "memory"), data)
 
@@ -131,9 +131,9 @@ class Store:
         """
         path = self.mark_path
         try:
-            found = decode_strictly(path.read_bytes())
-            there = int(found["seq"]), str(found["head"])
-            return max(there, self._known or there, key=lambda mark: mark[0])
+            content = decode_strictly(path.read_bytes())
+            file_mark = int(content["seq"]), str(content["head"])
+            return max(file_mark, self._known or file_mark, key=lambda mark: mark[0])
         except FileNotFoundError:
             return self._known
         except OSError as error:
@@ -147,10 +147,10 @@ class Store:
             ) from None
 
     @mark.setter
-    def mark(self, at: tuple[int, str]) -> None:
+    def mark(self, mark: tuple[int, str]) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = json.dumps({"seq": at[0], "head": at[1]})
-        self._known = at
+        text = json.dumps({"seq": mark[0], "head": mark[1]})
+        self._known = mark
         atomic_files.replace(self.mark_path, text.encode())
 
     # Runs -----------------------------------------------------------------------------------
@@ -165,21 +165,21 @@ class Store:
             (runs / run).mkdir(mode=0o700, parents=True)
             atomic_files.sync_folder(runs)
             # Keep this run whatever the clock: it may have been set back.
-            others = [path for path in runs.iterdir() if path.name != run]
-            others.sort(key=lambda path: path.stat().st_mtime_ns)
-            for former in others[: 1 - KEPT_RUNS]:
-                shutil.rmtree(former, ignore_errors=True)
+            other_runs = [path for path in runs.iterdir() if path.name != run]
+            other_runs.sort(key=lambda path: path.stat().st_mtime_ns)
+            for old_run in other_runs[: 1 - KEPT_RUNS]:
+                shutil.rmtree(old_run, ignore_errors=True)
         return runs / run
 
     def _files(self, run: str) -> list[tuple[int, Path]]:
         folder = self.folder / "runs" / run
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
-        found = [(match, folder / match[0]) for match in map(_FILE.fullmatch, names) if match]
-        return [(int(match[1]), path) for match, path in found]
+        matches = [(match, folder / match[0]) for match in map(_FILE.fullmatch, names) if match]
+        return [(int(match[1]), path) for match, path in matches]
 
     def _find(self, run: str, visit: str, kind: str) -> Path | None:
-        wanted = f"-{visit}.{kind}"
-        return next((path for _, path in self._files(run) if path.name.endswith(wanted)), None)
+        suffix = f"-{visit}.{kind}"
+        return next((path for _, path in self._files(run) if path.name.endswith(suffix)), None)
 
     def _last(self, run: str) -> int:
         return max((number for number, _ in self._files(run)), default=0)
@@ -187,5 +187,5 @@ class Store:
     def _path(self, run: str, visit: str, kind: str) -> Path:
         """Return a step's file, with the number of its other file, else the next number."""
         folder = self._folder(run)
-        known = (n for n, path in self._files(run) if path.name[9:73] == visit)
-        return folder / f"{next(known, self._last(run) + 1):08d}-{visit}.{kind}"
+        numbers = (n for n, path in self._files(run) if path.name[9:73] == visit)
+        return folder / f"{next(numbers, self._last(run) + 1):08d}-{visit}.{kind}"

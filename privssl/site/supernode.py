@@ -142,18 +142,18 @@ class SuperNode:
         """Run a SuperNode until it ends; return the reason."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._log.open("ab") as out:
-            begins = out.tell()
+            log_start = out.tell()
             port = ["--host", "127.0.0.1", "--port", str(free_port())]  # for Flower's own processes
-            own = {**environment(self._folder), "TMPDIR": str(self._folder)}
+            env = {**environment(self._folder), "TMPDIR": str(self._folder)}
             self._process = subprocess.Popen(
-                [*self._command, *port], env=own, stdout=out, stderr=subprocess.STDOUT,
+                [*self._command, *port], env=env, stdout=out, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         if self._stopped.is_set():  # stop may have been called before the process existed
             self._end()
         status = self._process.wait()
         with self._log.open("rb") as log_:
-            log_.seek(max(begins, log_.seek(0, os.SEEK_END) - _TAIL))
+            log_.seek(max(log_start, log_.seek(0, os.SEEK_END) - _TAIL))
             code = _CODE.search(log_.read().decode(errors="replace"))
         if code and code[1] in _REFUSED:
             return _REFUSED[code[1]]
@@ -192,9 +192,9 @@ def check_files(certificate: str, key: str) -> None:
 
 def _problem_of_key(data: bytes) -> str:
     """Return why Flower could not sign with a private key; empty if it can."""
-    none = "not a private key of OpenSSH"
+    not_openssh = "not a private key of OpenSSH"
     if data.partition(b"\n")[0].strip() != _OPENSSH:
-        return none
+        return not_openssh
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -202,12 +202,12 @@ def _problem_of_key(data: bytes) -> str:
     except ImportError:  # Flower depends on it
         return ""
     try:
-        found = load_ssh_private_key(data, None)
+        key = load_ssh_private_key(data, None)
     except TypeError:
         return "protected by a password, which a SuperNode cannot give"
     except (ValueError, UnsupportedAlgorithm):
-        return none
-    return "" if isinstance(found, EllipticCurvePrivateKey) else "not an ECDSA key"
+        return not_openssh
+    return "" if isinstance(key, EllipticCurvePrivateKey) else "not an ECDSA key"
 
 
 def _sandboxed_command(folder: Path, files: Sequence[Path], secrets: Sequence[Path]) -> list[str]:
@@ -215,15 +215,15 @@ def _sandboxed_command(folder: Path, files: Sequence[Path], secrets: Sequence[Pa
     command = Path(program("flower-supernode"))
     prefix = command.parents[1]
     # A virtual environment has Flower's libraries beside its programs.
-    needed = [prefix] if (prefix / "pyvenv.cfg").exists() else [command]
+    required = [prefix] if (prefix / "pyvenv.cfg").exists() else [command]
     for secret in (path.resolve() for path in secrets):
-        for opened in (path.resolve() for path in (*sandbox.readable(), *needed, folder)):
-            if secret.is_relative_to(opened):
+        for readable in (path.resolve() for path in (*sandbox.readable(), *required, folder)):
+            if secret.is_relative_to(readable):
                 raise ConfigError(
-                    f"{secret} is in {opened}, which a SuperNode has to read. Move the site's "
+                    f"{secret} is in {readable}, which a SuperNode has to read. Move the site's "
                     "files elsewhere"
                 )
-    reads = [part for path in (*needed, *files) for part in ("--read", str(path))]
+    reads = [part for path in (*required, *files) for part in ("--read", str(path))]
     # A SuperNode that outlived its site would relay messages to the next one's socket.
-    own = ["--parent", str(os.getpid()), "--write", str(folder), *reads, "--"]
-    return [sys.executable, str(Path(sandbox.__file__)), *own]
+    arguments = ["--parent", str(os.getpid()), "--write", str(folder), *reads, "--"]
+    return [sys.executable, str(Path(sandbox.__file__)), *arguments]

@@ -81,45 +81,45 @@ class SpillStore:
         if isinstance(tensors, _InRam | _OnDisk) or not tensors:
             return tensors
         self._release()
-        given = tensors.lazy_tensors() if isinstance(tensors, LazyTensors) else tensors
-        layout = tensor_files.layout_of(given, given)
+        sources = tensors.lazy_tensors() if isinstance(tensors, LazyTensors) else tensors
+        layout = tensor_files.layout_of(sources, sources)
         # There are many agents and few layouts, so equal ones are shared.
-        places = self._layouts.setdefault(tuple(layout.items()), layout)
-        size = sum(place.size for place in places.values())
+        shared_layout = self._layouts.setdefault(tuple(layout.items()), layout)
+        size = sum(entry.size for entry in shared_layout.values())
         if self._in_ram + size <= self._limit:
-            kept = _InRam(tensors)
+            in_ram = _InRam(tensors)
             self._in_ram += size
-            self._acquire(kept, None, size)
-            return kept
+            self._acquire(in_ram, None, size)
+            return in_ram
         size = -(-size // PAGE) * PAGE
-        at = self._room(size)
+        offset = self._room(size)
         try:
-            for name, place in places.items():
-                self._write(tensor_files.bytes_of(given[name]), at + place.at)
+            for name, entry in shared_layout.items():
+                self._write(tensor_files.bytes_of(sources[name]), offset + entry.at)
         except OSError as error:
             raise RunFolderError(
                 f"What agents remember takes more than run.memories_mb, and the rest cannot be "
                 f"written to {self._where()}: {error.strerror}. Free disk space there, or raise "
                 "run.memories_mb, then continue with --resume"
             ) from error
-        there = _OnDisk(self._read, places, at)
-        self._acquire(there, at, size)
-        return there
+        on_disk = _OnDisk(self._read, shared_layout, offset)
+        self._acquire(on_disk, offset, size)
+        return on_disk
 
     def put_parts(self, state: MemoryT) -> MemoryT:
         """Return a server's state with its parts of agents (agent -> name -> tensor) stored."""
-        known: dict[int, Mapping[str, Tensor]] = {}  # a mapping that agents share is stored once
-        stored = {}
-        for field, held in vars(state).items():
-            if not isinstance(held, Mapping):
+        stored: dict[int, Mapping[str, Tensor]] = {}  # a mapping that agents share is stored once
+        changes = {}
+        for field, value in vars(state).items():
+            if not isinstance(value, Mapping):
                 continue
-            parts = {key: part for key, part in held.items() if _of_tensors(part)}
+            parts = {key: part for key, part in value.items() if _of_tensors(part)}
             for part in parts.values():
-                if id(part) not in known:
-                    known[id(part)] = self.put(part)
+                if id(part) not in stored:
+                    stored[id(part)] = self.put(part)
             if parts:
-                stored[field] = {**held, **{key: known[id(part)] for key, part in parts.items()}}
-        return dataclasses.replace(state, **stored) if stored else state  # type: ignore[type-var]
+                changes[field] = {**value, **{key: stored[id(part)] for key, part in parts.items()}}
+        return dataclasses.replace(state, **changes) if changes else state  # type: ignore[type-var]
 
     def close(self) -> None:
         """Delete the file. May be called twice."""
@@ -127,9 +127,9 @@ class SpillStore:
         if file is not None:
             file.close()
 
-    def _acquire(self, tenant: Mapping[str, Tensor], at: int | None, size: int) -> None:
-        lease = _Lease(tenant, self._returned.append)
-        lease.at, lease.size = at, size
+    def _acquire(self, tensors: Mapping[str, Tensor], offset: int | None, size: int) -> None:
+        lease = _Lease(tensors, self._returned.append)
+        lease.at, lease.size = offset, size
         self._leases[id(lease)] = lease
 
     def _release(self) -> None:
@@ -145,30 +145,30 @@ class SpillStore:
     def _room(self, size: int) -> int:
         if self._free.get(size):
             return self._free[size].pop()
-        at, self._end = self._end, self._end + size
-        return at
+        offset, self._end = self._end, self._end + size
+        return offset
 
-    def _write(self, data: memoryview, at: int) -> None:
+    def _write(self, data: memoryview, offset: int) -> None:
         if self._file is None:
             # If the system cannot create an unnamed file, run folders expect this name.
             self._file = tempfile.TemporaryFile(  # noqa: SIM115  (open as long as the store)
                 dir=self._folder, prefix=atomic_files.TEMPORARY, buffering=0
             )
         while data:
-            done = os.pwrite(self._file.fileno(), data, at)
-            data, at = data[done:], at + done
+            count = os.pwrite(self._file.fileno(), data, offset)
+            data, offset = data[count:], offset + count
 
-    def _read(self, at: int, size: int) -> bytearray:
+    def _read(self, offset: int, size: int) -> bytearray:
         if self._file is None:
             raise ValueError("the store is closed")
         data = bytearray(size)
-        rest = memoryview(data)
+        remaining = memoryview(data)
         try:
-            while rest:
-                done = os.preadv(self._file.fileno(), [rest], at)
-                if not done:
+            while remaining:
+                count = os.preadv(self._file.fileno(), [remaining], offset)
+                if not count:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-                rest, at = rest[done:], at + done
+                remaining, offset = remaining[count:], offset + count
         except OSError as error:
             raise RunFolderError(
                 f"What agents remember cannot be read back from a file in {self._where()}: "

@@ -65,11 +65,11 @@ class LazyTensors(Mapping[str, Tensor]):
         self._read, self._places, self._start = read, places, start
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self._places[name]
-        if not place.size:
-            return torch.empty(place.shape, dtype=place.dtype)
-        data = self._read(self._start + place.at, place.size)
-        return torch.frombuffer(data, dtype=place.dtype).reshape(place.shape)
+        entry = self._places[name]
+        if not entry.size:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        data = self._read(self._start + entry.at, entry.size)
+        return torch.frombuffer(data, dtype=entry.dtype).reshape(entry.shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self._places  # Mapping's own would read the tensor
@@ -83,8 +83,8 @@ class LazyTensors(Mapping[str, Tensor]):
     def lazy_tensors(self) -> dict[str, "LazyTensor"]:
         """Return its tensors by name, unread."""
         return {
-            name: LazyTensor(self, name, place.dtype, place.shape)
-            for name, place in self._places.items()
+            name: LazyTensor(self, name, entry.dtype, entry.shape)
+            for name, entry in self._places.items()
         }
 
     def within(self, name: str, places: Mapping[str, TensorSlice]) -> "LazyTensors":
@@ -96,7 +96,7 @@ class LazyTensors(Mapping[str, Tensor]):
         """
         packed = self._places[name]
         if packed.dtype != torch.uint8 or packed.size != sum(
-            place.size for place in places.values()
+            entry.size for entry in places.values()
         ):
             raise ValueError(f"{name} does not contain these tensors")
         return LazyTensors(self._read, places, self._start + packed.at)
@@ -138,16 +138,16 @@ class PackedTensors(NamedTuple):
 
 def places_in(form: Mapping[str, Any]) -> dict[str, TensorSlice]:
     """Invert ``PackedTensors.form``. Raises LookupError, TypeError, ValueError otherwise."""
-    found: dict[str, TensorSlice] = {}
-    at = 0
+    entries: dict[str, TensorSlice] = {}
+    offset = 0
     for name, (dtype, shape) in form.items():
         if len(shape) > _MOST_SIZES or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{name} does not have the shape of a tensor")
         if math.prod(max(n, 1) for n in shape) >= _LARGEST:
             raise ValueError(f"{name} is larger than any tensor")
-        found[name] = place = TensorSlice(_DTYPES[dtype], tuple(shape), at)
-        at += place.size
-    return found
+        entries[name] = entry = TensorSlice(_DTYPES[dtype], tuple(shape), offset)
+        offset += entry.size
+    return entries
 
 
 Item: TypeAlias = Tensor | LazyTensor | PackedTensors  # of a file
@@ -163,27 +163,27 @@ def save_weights(
     # One key: safetensors has no fixed order of several, and equal runs must have equal files.
     metadata = {"privssl": json.dumps(about)} if about else None
     # safetensors refuses tensors that share memory; a state may have one under two names
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
     with atomic_files.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_files.write(path, safetensors.torch.save(own, metadata))
+    atomic_files.write(path, safetensors.torch.save(copies, metadata))
 
 
 def bytes_of(tensor: Tensor | LazyTensor) -> memoryview:
     """Return the bytes of a tensor, in the order of its elements."""
-    read = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach().cpu()
-    flat = read.contiguous().reshape(-1)
+    loaded = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach().cpu()
+    flat = loaded.contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
 
 
 def layout_of(tensors: Mapping[str, Item], names: Iterable[str]) -> dict[str, TensorSlice]:
     """Return the positions of tensors that follow each other in the order of names."""
-    found: dict[str, TensorSlice] = {}
-    at = 0
+    layout: dict[str, TensorSlice] = {}
+    offset = 0
     for name in names:
-        found[name] = place = TensorSlice(tensors[name].dtype, tuple(tensors[name].shape), at)
-        at += place.size
-    return found
+        layout[name] = entry = TensorSlice(tensors[name].dtype, tuple(tensors[name].shape), offset)
+        offset += entry.size
+    return layout
 
 
 def check_types(tensors: Mapping[str, Item]) -> None:
@@ -211,19 +211,19 @@ def header_of(
         RunFolderError: there are more than safetensors can read back.
     """
     check_types(tensors)
-    order = sorted(tensors, key=lambda name: (-_RANKS[tensors[name].dtype], name))
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    for name, place in layout_of(tensors, order).items():
-        entries[name] = {
-            "dtype": DTYPE_NAMES[place.dtype],
-            "shape": place.shape,
-            "data_offsets": (place.at, place.at + place.size),
+    names = sorted(tensors, key=lambda name: (-_RANKS[tensors[name].dtype], name))
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    for name, entry in layout_of(tensors, names).items():
+        header[name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": (entry.at, entry.at + entry.size),
         }
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise RunFolderError(too_many(len(tensors)))
-    return len(text).to_bytes(8, "little") + text, order
+    return len(text).to_bytes(8, "little") + text, names
 
 
 def pieces_of(
@@ -233,12 +233,12 @@ def pieces_of(
 
     Raises: see ``header_of``.
     """
-    header, order = header_of(tensors, metadata)
+    header, names = header_of(tensors, metadata)
     yield memoryview(header)
-    for name in order:
+    for name in names:
         item = tensors[name]
-        each = item.tensors.values() if isinstance(item, PackedTensors) else (item,)
-        yield from (bytes_of(tensor) for tensor in each)
+        parts = item.tensors.values() if isinstance(item, PackedTensors) else (item,)
+        yield from (bytes_of(tensor) for tensor in parts)
 
 
 def write_new_tensors(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str]:
@@ -250,14 +250,14 @@ def write_new_tensors(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str
     """
     digest, size = hashlib.sha256(), 0
 
-    def seen() -> Iterator[memoryview]:
+    def hashed_pieces() -> Iterator[memoryview]:
         nonlocal size
         for piece in pieces_of(tensors):
             digest.update(piece)
             size += len(piece)
             yield piece
 
-    atomic_files.write_new(path, seen())
+    atomic_files.write_new(path, hashed_pieces())
     return size, digest.hexdigest()
 
 
@@ -296,10 +296,10 @@ def open_lazily(path: Path) -> LazyTensors:
         size = int.from_bytes(part_of(path, 0, 8), "little")
         header = json.loads(part_of(path, 8, size))
     header.pop("__metadata__", None)
-    places = {}
+    layout = {}
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
             raise SafetensorError(f"a tensor of type {entry['dtype']}")
-        begins = 8 + size + entry["data_offsets"][0]
-        places[name] = TensorSlice(_DTYPES[entry["dtype"]], tuple(entry["shape"]), begins)
-    return LazyTensors(partial(part_of, path), places)
+        offset = 8 + size + entry["data_offsets"][0]
+        layout[name] = TensorSlice(_DTYPES[entry["dtype"]], tuple(entry["shape"]), offset)
+    return LazyTensors(partial(part_of, path), layout)

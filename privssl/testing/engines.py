@@ -31,10 +31,10 @@ class UnusedAlgorithmEngine(LocalEngine):
         self, call: Call, message: Message, buffer: PseudoLabelBuffer | None
     ) -> Reply[Any]:
         self._first = self._first or copy.deepcopy(call.step.__self__)  # type: ignore[attr-defined]
-        new = copy.deepcopy(self._first)
-        for network in new.networks().values() if self.layout else ():
+        fresh = copy.deepcopy(self._first)
+        for network in fresh.networks().values() if self.layout else ():
             network.to(memory_format=self.layout)
-        step = getattr(new, call.step.__name__)
+        step = getattr(fresh, call.step.__name__)
         return super()._run_on_agent(dataclasses.replace(call, step=step), message, buffer)
 
 
@@ -97,10 +97,10 @@ def sites_engine(agents: Sequence[Agent], algorithm: Any, seed: int, folder: Pat
         return handle
 
     unused = copy.deepcopy(algorithm)
-    here = [agent for agent in agents if agent.location is AgentLocation.SERVER]
-    sites = {f"at {a.id}": site(a) for a in agents if a not in here}
+    at_server = [agent for agent in agents if agent.location is AgentLocation.SERVER]
+    sites = {f"at {a.id}": site(a) for a in agents if a not in at_server}
     return SitesEngine(
         _InProcessTransport(sites), [agent.ref for agent in agents], algorithm=algorithm,
-        agreement=AGREED, home=LocalEngine(here, seed=seed, device=CPU),
+        agreement=AGREED, home=LocalEngine(at_server, seed=seed, device=CPU),
         timeouts=RemoteTimeouts(join_seconds=5.0, visit_seconds=60.0, retry_interval=0.01),
     )  # fmt: skip

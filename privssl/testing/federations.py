@@ -48,9 +48,9 @@ def federated_data(
     **data: Any,
 ) -> FederatedDataset:
     """Distribute toy rows to agents: 20 labelled and 60 unlabelled by default."""
-    asked: dict[str, Any] = {"labels": labels, "labelled": 20, "unlabelled": 60} | data
+    settings: dict[str, Any] = {"labels": labels, "labelled": 20, "unlabelled": 60} | data
     agents = AgentSettings(support, query, mixed)
-    return build(DataSettings(name="toy", **asked), agents, 0, dataset or toy_rows("image"))
+    return build(DataSettings(name="toy", **settings), agents, 0, dataset or toy_rows("image"))
 
 
 def held_as_in(parties: FederatedDataset, dataset: Dataset, folder: Path) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def make_algorithm(
     width: int = 4, rows: str = "image", **settings: Any,
 ) -> Algorithm[Any]:  # fmt: skip
     """Create an algorithm for toy rows of a kind, by default with a classifier of width 4."""
-    known = {field.name for field in dataclasses.fields(kind.Config)}
-    quick = {key: value for key, value in QUICK.items() if key in known}
+    keys = {field.name for field in dataclasses.fields(kind.Config)}
+    quick = {key: value for key, value in QUICK.items() if key in keys}
     shape, network = SHAPES[rows]
 
     def new_classifier(share: float = 1.0) -> nn.Module:
@@ -168,18 +168,18 @@ def simulate(
     rounds = rounds_to_simulate(algorithm) if rounds is None else rounds
     for agent in parties.agents:
         agent.memory = {}
-    there = engine(parties.agents, seed=seed, device=torch.device("cpu"), check_wire=check_wire)
-    federation = Federation(there, seed)
+    instance = engine(parties.agents, seed=seed, device=torch.device("cpu"), check_wire=check_wire)
+    federation = Federation(instance, seed)
     if resume is None:
-        begun, done = algorithm.start(federation), 0
+        initial, done = algorithm.start(federation), 0
     else:
-        begun, done = algorithm.StateType(**resume.state), resume.round  # type: ignore[arg-type]
-        there.restore(resume.memories)
-    state = begun
+        initial, done = algorithm.StateType(**resume.state), resume.round  # type: ignore[arg-type]
+        instance.restore(resume.memories)
+    state = initial
     for number in range(done + 1, rounds + 1):
         federation.begin(_round(algorithm, number))
         state = algorithm.round(state, federation)
-    return Simulation(algorithm, there, federation, begun, state)
+    return Simulation(algorithm, instance, federation, initial, state)
 
 
 def through_disk(played: Simulation, number: int) -> Snapshot:
@@ -187,9 +187,11 @@ def through_disk(played: Simulation, number: int) -> Snapshot:
     snapshot = Snapshot(number, vars(played.state), played.engine.memories(), "digest")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save_snapshot(Path(folder), snapshot)
-        back = checkpoint.load_snapshot(Path(folder), "digest")
+        loaded = checkpoint.load_snapshot(Path(folder), "digest")
         # Read while the file exists: a snapshot has only the positions of agents' tensors.
-        return dataclasses.replace(back, state=_read(back.state), memories=_read(back.memories))
+        return dataclasses.replace(
+            loaded, state=_read(loaded.state), memories=_read(loaded.memories)
+        )
 
 
 def _read(tree: Any) -> Any:
@@ -201,12 +203,12 @@ def _read(tree: Any) -> Any:
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
     """Flatten a state, memory or message to path -> tensor or number."""
-    inner = tree if isinstance(tree, Mapping) else vars(tree)
-    found: dict[str, Any] = {}
-    for key, value in inner.items():
-        deeper = isinstance(value, Mapping)
-        found |= flat(value, f"{path}/{key}") if deeper else {f"{path}/{key}": value}
-    return found
+    items = tree if isinstance(tree, Mapping) else vars(tree)
+    leaves: dict[str, Any] = {}
+    for key, value in items.items():
+        nested = isinstance(value, Mapping)
+        leaves |= flat(value, f"{path}/{key}") if nested else {f"{path}/{key}": value}
+    return leaves
 
 
 def same_bits(first: Any, second: Any) -> bool:

@@ -157,11 +157,11 @@ def no_reply(trial: Trial) -> None:
         trial.algorithm(), trial.parties(), trial.last, engine=DecliningEngine, resume=before
     )
     for number, after in ((1, first), (trial.last, last)):
-        held = _weights_in(after.begun)
+        initial = _weights_in(after.begun)
         for path, weight in _weights_in(after.state).items():
             name = path.rpartition("/")[2]
-            others = [old for there, old in held.items() if there.endswith(f"/{name}")]
-            if not any(_is_between(weight, held.get(path, old), old) for old in others):
+            others = [old for other_path, old in initial.items() if other_path.endswith(f"/{name}")]
+            if not any(_is_between(weight, initial.get(path, old), old) for old in others):
                 raise BrokenPromise(
                     f"weights of the state moved although no agent replied in round {number}"
                 )
@@ -172,19 +172,19 @@ def _weights_in(state: Any) -> dict[str, Tensor]:
     return {path: torch.as_tensor(value).double() for path, value in weights.items()}
 
 
-def _is_between(weight: Tensor, one: Tensor, other: Tensor) -> bool:
+def _is_between(weight: Tensor, first: Tensor, second: Tensor) -> bool:
     """Return whether each entry is between the others, up to rounding."""
-    if not weight.shape == one.shape == other.shape:
+    if not weight.shape == first.shape == second.shape:
         return False
-    low, high = torch.minimum(one, other) - 1e-6, torch.maximum(one, other) + 1e-6
+    low, high = torch.minimum(first, second) - 1e-6, torch.maximum(first, second) + 1e-6
     return bool(((low <= weight) & (weight <= high)).all())
 
 
 def metrics(trial: Trial) -> None:
     """Check that agents log numbers under names that a site sends."""
-    named = {name for _, reply in trial.whole.engine.recorded for name in reply.metrics}
-    if strange := sorted(name for name in named if not re.fullmatch(NOTE, name)):
-        raise BrokenPromise(f"a site does not send {', '.join(strange)}. Name it train/WORD")
+    names = {name for _, reply in trial.whole.engine.recorded for name in reply.metrics}
+    if unknown := sorted(name for name in names if not re.fullmatch(NOTE, name)):
+        raise BrokenPromise(f"a site does not send {', '.join(unknown)}. Name it train/WORD")
 
 
 def determinism(trial: Trial) -> None:
@@ -245,12 +245,12 @@ def rows(trial: Trial) -> None:
     """Check that no row is sent: every tensor has the shape of a weight, or a declared one."""
     networks = [*trial.whole.algorithm.networks().values()]
     networks.append(trial.whole.algorithm.task.new_classifier())
-    known = {tensor.shape for n in networks for tensor in n.state_dict().values()}
+    weight_shapes = {tensor.shape for n in networks for tensor in n.state_dict().values()}
     for message in trial.messages:
         for name, tensor in _tensors(vars(message)):
             if trial.sparse and tensor.dim() == 1:
                 continue
-            if tensor.shape not in known | trial.also_sent:
+            if tensor.shape not in weight_shapes | trial.also_sent:
                 raise BrokenPromise(
                     f"{type(message).__name__}.{name} is {tuple(tensor.shape)}, the shape of no "
                     "weight. If it is no row, declare it: also_sent=[...]"
@@ -268,51 +268,56 @@ def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 def resume(trial: Trial) -> None:
     """Check that a resumed run ends with the bits of an uninterrupted one."""
     stop = trial.last - 1
-    before = trial.part
-    rest = simulate(
-        trial.algorithm(), trial.parties(), trial.last, resume=through_disk(before, stop)
+    interrupted = trial.part
+    resumed = simulate(
+        trial.algorithm(), trial.parties(), trial.last, resume=through_disk(interrupted, stop)
     )
-    if not same_bits(trial.whole.state, rest.state):
+    if not same_bits(trial.whole.state, resumed.state):
         raise BrokenPromise(
             f"resumed after round {stop}, it ends in another state: something that matters is "
             "neither in the state nor in agent.memory"
         )
-    if not same_bits(trial.whole.engine.memories(), rest.engine.memories()):
+    if not same_bits(trial.whole.engine.memories(), resumed.engine.memories()):
         raise BrokenPromise(f"resumed after round {stop}, agents remember something else")
 
 
 def labels(trial: Trial) -> None:
     """Check that hidden labels change no bit, and that given labels do."""
-    there = trial.parties()
+    federated = trial.parties()
     reference = trial.whole.state
-    for given in (False, True):
-        moved = relabelled(there, labelled=given, rows=trial.rows)
+    for labelled in (False, True):
+        changed = relabelled(federated, labelled=labelled, rows=trial.rows)
         with tempfile.TemporaryDirectory() as folder:
-            held = held_as_in(there, moved, Path(folder))
-            others = trial.parties(**held)
-        same = same_bits(reference, simulate(trial.algorithm(), others).state)
-        if not same and not given:
+            settings = held_as_in(federated, changed, Path(folder))
+            other_parties = trial.parties(**settings)
+        same = same_bits(reference, simulate(trial.algorithm(), other_parties).state)
+        if not same and not labelled:
             raise BrokenPromise("labels that agents do not have change the result")
-        if same and given:
+        if same and labelled:
             raise BrokenPromise("labels that agents have change nothing: nobody learns from them")
 
 
 def parties(trial: Trial) -> None:
     """Check one agent of each kind, and finite weights for agents with rows of one class."""
-    few, cell = {"query": 1}, {"partition": "classes_per_agent", "k": 1}
-    single: dict[str, Any] = {**cell, "query": 10}
+    few, one_class = {"query": 1}, {"partition": "classes_per_agent", "k": 1}
+    skewed: dict[str, Any] = {**one_class, "query": 10}
     if trial.labels == "support":
-        few, single = few | {"support": 1}, single | {"support": 10}
+        few, skewed = few | {"support": 1}, skewed | {"support": 10}
     elif trial.labels == "labels-at-client":
-        few, single = {"mixed": 1}, {**cell, "mixed": 10}
-    enough = 1 if len(trial.algorithm().phases()) == 1 else None
-    for what, how, count in (("one agent of each kind", few, enough), ("one class", single, 1)):
-        nobody = {"support": 0, "query": 0, "mixed": 0}
-        held = federated_data(**{**nobody, "labels": trial.labels, "dataset": trial.rows, **how})
-        after = simulate(trial.algorithm(), held, count)
+        few, skewed = {"mixed": 1}, {**one_class, "mixed": 10}
+    rounds = 1 if len(trial.algorithm().phases()) == 1 else None
+    for case, settings, count in (
+        ("one agent of each kind", few, rounds),
+        ("one class", skewed, 1),
+    ):
+        no_agents = {"support": 0, "query": 0, "mixed": 0}
+        federated = federated_data(
+            **{**no_agents, "labels": trial.labels, "dataset": trial.rows, **settings}
+        )
+        after = simulate(trial.algorithm(), federated, count)
         if not finite(after.state):
-            raise BrokenPromise(f"with {what} at an agent the state has NaN or infinite numbers")
-        if what != "one class" and same_bits(after.begun, after.state):
+            raise BrokenPromise(f"with {case} at an agent the state has NaN or infinite numbers")
+        if case != "one class" and same_bits(after.begun, after.state):
             raise BrokenPromise("with one agent of each kind nothing is learned")
 
 
@@ -320,18 +325,20 @@ def workers(trial: Trial) -> None:
     """Check that worker processes give the bits of one process."""
     if reason := unsupported_reason(CPU):
         raise NotChecked(reason)
-    algorithm, made = trial.algorithm(), list[WorkerEngine]()
+    algorithm, engines = trial.algorithm(), list[WorkerEngine]()
 
     def engine(agents: Any, *, seed: int, device: torch.device, check_wire: bool) -> WorkerEngine:
-        made.append(WorkerEngine(agents, algorithm=algorithm, workers=2, seed=seed, device=device))
-        return made[0]
+        engines.append(
+            WorkerEngine(agents, algorithm=algorithm, workers=2, seed=seed, device=device)
+        )
+        return engines[0]
 
     try:
         after = simulate(algorithm, trial.parties(), engine=engine)
         memories = after.engine.memories()
     finally:
-        for one in made:
-            one.close()
+        for worker_engine in engines:
+            worker_engine.close()
     if not same_bits(trial.whole.state, after.state):
         raise BrokenPromise("two worker processes give another state than one process")
     if not same_bits(trial.whole.engine.memories(), memories):
@@ -353,8 +360,8 @@ def privacy(trial: Trial) -> None:
         raise NotChecked("can_be_private is False")
     if trial.labels != "support":
         raise NotChecked("it is tried where support agents have the labels")
-    own = trial.kind.__module__.partition(".")[0] != "privssl"
-    name = UNDER_TEST if own else trial.kind.Config.__dataclass_fields__["name"].default
+    is_own = trial.kind.__module__.partition(".")[0] != "privssl"
+    name = UNDER_TEST if is_own else trial.kind.Config.__dataclass_fields__["name"].default
     census = trial.kind.mechanism == "census"
     config = {
         "run": {"workers": 1},
@@ -364,9 +371,9 @@ def privacy(trial: Trial) -> None:
         "algorithm": {"name": name, **({} if census else {"rounds": 3})},
         "privacy": {"epsilon": 8.0, "delta": 1e-3},
     }
-    given = {**({} if census else DP_SGD), **trial.private}
+    overrides = {**({} if census else DP_SGD), **trial.private}
     with tempfile.TemporaryDirectory() as folder, plugins.provided("algorithms", name, trial.kind):
-        run = train(config, given, Rows(trial.rows), output=Path(folder) / "run")
+        run = train(config, overrides, Rows(trial.rows), output=Path(folder) / "run")
         ledgers = sorted((run.folder / "ledger").glob("*.jsonl"))
         visits = {path.stem: len(read_journal(path).visits) for path in ledgers}
         verdict = run.audit()

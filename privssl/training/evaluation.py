@@ -53,15 +53,15 @@ class Scores:
     def recall(self) -> list[float | None]:
         """The recall of each class; None for a class without rows."""
         pairs = zip(self.confusion.diagonal().tolist(), self.confusion.sum(1).tolist(), strict=True)
-        return [right / rows if rows else None for right, rows in pairs]
+        return [correct / rows if rows else None for correct, rows in pairs]
 
     @property
     def macro_f1(self) -> float:
         """The mean over classes with rows of 2 TP / (2 TP + FP + FN)."""
-        right, held = self.confusion.diagonal(), self.confusion.sum(axis=1)
-        called = self.confusion[:, :-1].sum(axis=0)
-        there = held > 0
-        return float(np.mean(2 * right[there] / (held + called)[there]))
+        correct, actual = self.confusion.diagonal(), self.confusion.sum(axis=1)
+        predicted = self.confusion[:, :-1].sum(axis=0)
+        present = actual > 0
+        return float(np.mean(2 * correct[present] / (actual + predicted)[present]))
 
     def as_json(self, names: Sequence[str]) -> dict[str, Any]:
         """Return values for results.json; ``names`` of the C classes."""
@@ -74,11 +74,11 @@ class Scores:
 
     def as_curves(self, names: Sequence[str]) -> dict[str, float]:
         """Return existing values by name; recalls up to ``MOST_RECALLS`` classes."""
-        found = self.as_json(names)
-        recall = found.pop("recall")
+        values = self.as_json(names)
+        recall = values.pop("recall")
         if len(names) <= MOST_RECALLS:
-            found |= {f"recall/{name}": value for name, value in recall.items()}
-        return {name: value for name, value in found.items() if value is not None}
+            values |= {f"recall/{name}": value for name, value in recall.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @torch.no_grad()
@@ -99,21 +99,21 @@ def score(
     parts: list[tuple[Tensor, ...]] = []
     for rows, classes in zip(torch.split(x, chunk), torch.split(y, chunk), strict=True):
         logits = network(network_input(rows, device)).cpu()
-        called = logits.argmax(dim=1)
+        predicted = logits.argmax(dim=1)
         # float64: the difference of two float32 logits may not be representable in float32.
         log_probs = logits.double().log_softmax(dim=1)
-        both = log_probs.gather(1, torch.stack([classes, called], dim=1))
-        parts.append((called, logits.isfinite().all(dim=1), -both[:, 0], both[:, 1].exp()))
-    called, finite, losses, confidence = (
+        picked = log_probs.gather(1, torch.stack([classes, predicted], dim=1))
+        parts.append((predicted, logits.isfinite().all(dim=1), -picked[:, 0], picked[:, 1].exp()))
+    predicted, finite, losses, confidence = (
         torch.cat(part).numpy() for part in zip(*parts, strict=True)
     )
     outputs = logits.shape[1]
     true, width = y.numpy(), outputs + 1
-    cells = true * width + np.where(finite, called, outputs)
+    cells = true * width + np.where(finite, predicted, outputs)
     confusion = np.bincount(cells, minlength=outputs * width).reshape(outputs, width)
     if not finite.any():
         return Scores(confusion, None, None)
-    error = calibration_error(confidence[finite], (called == true)[finite])
+    error = calibration_error(confidence[finite], (predicted == true)[finite])
     return Scores(confusion, float(losses[finite].mean()), error)
 
 
@@ -145,11 +145,11 @@ class Evaluator:
 
     def scores(self, weights: StateDict) -> Mapping[str, Scores]:
         """Return scores by name of the set."""
-        known = next((scores for of, scores in self._last if of is weights), None)
-        if known is None:
-            known = {name: self._score(weights, name) for name in self._sets}
-            self._last.append((weights, known))
-        return known
+        cached = next((scores for state, scores in self._last if state is weights), None)
+        if cached is None:
+            cached = {name: self._score(weights, name) for name in self._sets}
+            self._last.append((weights, cached))
+        return cached
 
     def validation_loss(self, weights: StateDict) -> float | None:
         """Return mean cross-entropy on the set of that name; None without the set or finite
@@ -158,27 +158,29 @@ class Evaluator:
 
     def of_agents(self, own: Mapping[str, StateDict]) -> dict[str, float]:
         """Return accuracy of agents' own networks on the test rows: the mean, and each of a few."""
-        reached = {
+        accuracies = {
             agent: self._score(own[agent], "test").accuracy
             for agent in sorted(own, key=natural_order)
         }
-        if not reached:
+        if not accuracies:
             return {}
-        each = {f"test/accuracy_own/{agent}": found for agent, found in reached.items()}
-        mean = {"test/accuracy_own": sum(reached.values()) / len(reached)}
-        return mean | (each if len(each) <= MOST_AGENTS else {})
+        curves = {f"test/accuracy_own/{agent}": value for agent, value in accuracies.items()}
+        mean = {"test/accuracy_own": sum(accuracies.values()) / len(accuracies)}
+        return mean | (curves if len(curves) <= MOST_AGENTS else {})
 
     def accuracies(self, classifiers: Mapping[str, StateDict]) -> dict[str, float]:
         """Return accuracies by ``<set>/<name of the classifier>``; only these stay cached."""
-        found = {
+        result = {
             f"{rows}/{name}": scores.accuracy
             for name, weights in classifiers.items()
             for rows, scores in self.scores(weights).items()
         }
         self._last = [
-            (of, known) for of, known in self._last if any(of is w for w in classifiers.values())
+            (state, scores)
+            for state, scores in self._last
+            if any(state is w for w in classifiers.values())
         ]
-        return found
+        return result
 
     @torch.no_grad()
     def classes_of(self, weights: StateDict, x: Tensor) -> Tensor:
@@ -211,10 +213,10 @@ class HiddenLabelMeter:
     def report(self) -> dict[str, float]:
         """Return coverage, and accuracy if labels are known, of pseudo-labels since the last
         report. Empty if there were none."""
-        seen, kept, known, right = self._seen, self._kept, self._known, self._right
+        seen, kept, known, correct = self._seen, self._kept, self._known, self._right
         self._seen = self._kept = self._known = self._right = 0
         if not seen:
             return {}
         return {"pseudo/coverage": kept / seen} | (
-            {"pseudo/accuracy": right / known} if known else {}
+            {"pseudo/accuracy": correct / known} if known else {}
         )

@@ -48,14 +48,16 @@ def joint_batches(
     batches of ``size`` of both kinds; labelled rows are reused. All batches of a kind without rows
     are empty.
     """
-    none = torch.empty(0, dtype=torch.int64)
-    mine: Sequence[Tensor] = list(epoch_batches(labelled, size, rng))
-    others: Sequence[Tensor] = list(epoch_batches(unlabelled, size, rng))
-    if mine and others and steps_of == "labelled":
-        others = torch.tensor_split(torch.cat(list(others)), len(mine))
-    elif mine and others:
-        mine = torch.split(draw_rows(labelled, size * len(others), rng), size)
-    yield from zip(mine or [none] * len(others), others or [none] * len(mine), strict=True)
+    empty = torch.empty(0, dtype=torch.int64)
+    with_labels: Sequence[Tensor] = list(epoch_batches(labelled, size, rng))
+    without: Sequence[Tensor] = list(epoch_batches(unlabelled, size, rng))
+    if with_labels and without and steps_of == "labelled":
+        without = torch.tensor_split(torch.cat(list(without)), len(with_labels))
+    elif with_labels and without:
+        with_labels = torch.split(draw_rows(labelled, size * len(without), rng), size)
+    yield from zip(
+        with_labels or [empty] * len(without), without or [empty] * len(with_labels), strict=True
+    )
 
 
 def in_blocks(
@@ -107,11 +109,11 @@ class OptimizerStep:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of its optimisers."""
-        groups = [group for one in self.optimisers for group in one.param_groups]
+        groups = [group for optimiser in self.optimisers for group in optimiser.param_groups]
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
     def run_single(self) -> None:
-        for group in (group for one in self.optimisers for group in one.param_groups):
+        for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
             for parameter in group["params"]:  # frozen ones too: an old gradient would move them
                 parameter.grad = None
         parameters = self.parameters()
@@ -134,8 +136,8 @@ def minimise(
     parameters get gradients; parameters that the loss does not depend on stay. All training uses
     this function, so that an engine can batch several agents' steps (``deferred.submit``).
     """
-    several = (optimiser,) if isinstance(optimiser, torch.optim.Optimizer) else tuple(optimiser)
-    deferred.submit(OptimizerStep(several, loss, clip_norm))
+    optimisers = (optimiser,) if isinstance(optimiser, torch.optim.Optimizer) else tuple(optimiser)
+    deferred.submit(OptimizerStep(optimisers, loss, clip_norm))
     return loss.detach()
 
 
@@ -175,15 +177,15 @@ class LocalOptimiser:
             for group in groups.values()
             if isinstance(group, SGDGroup)
         ]
-        kept = {net: group for net, group in groups.items() if isinstance(group, AdamGroup)}
+        adam_groups = {net: group for net, group in groups.items() if isinstance(group, AdamGroup)}
         self._kept = {
             f"{prefix}/{net}/{name}": parameter
-            for net, group in kept.items()
+            for net, group in adam_groups.items()
             for name, parameter in group.network.named_parameters()
         }
         self._moments: Mapping[Tensor, dict[str, Tensor]] = {}
-        if kept:
-            self._adam(list(kept.values()), memory)
+        if adam_groups:
+            self._adam(list(adam_groups.values()), memory)
 
     def _adam(self, groups: Sequence[AdamGroup], memory: Memory) -> None:
         adam = optim.Adam(
@@ -199,15 +201,15 @@ class LocalOptimiser:
         )
         self._optimisers.append(adam)
         self._moments = adam.state
-        own: dict[str, Tensor] = {}
+        restored: dict[str, Tensor] = {}
         for key, parameter in self._kept.items():
             if f"{key}#step" in memory:
                 # The fused kernel ignores strides, so moments must have the parameter's.
                 step = torch.empty_like(memory[f"{key}#step"], device=parameter.device)
                 moments = (torch.empty_like(parameter, requires_grad=False) for _ in range(2))
                 adam.state[parameter] = dict(zip(ADAM, (step, *moments), strict=True))
-                own |= {f"{key}#{slot}": v for slot, v in adam.state[parameter].items()}
-        device_transfer.put(own, {name: memory[name] for name in own})
+                restored |= {f"{key}#{slot}": v for slot, v in adam.state[parameter].items()}
+        device_transfer.put(restored, {name: memory[name] for name in restored})
 
     def minimise(self, loss: Tensor) -> None:
         """Take one step on a scalar loss. Parameters that the loss does not depend on stay."""
@@ -241,12 +243,12 @@ def load_weights(
 
     ``device``: to move the network to; None: leave it.
     """
-    own = network.state_dict()
-    if device is not None and any(tensor.device != device for tensor in own.values()):
-        own = network.to(device).state_dict()
-    if {n: t.shape for n, t in own.items()} != {n: w.shape for n, w in weights.items()}:
+    state = network.state_dict()
+    if device is not None and any(tensor.device != device for tensor in state.values()):
+        state = network.to(device).state_dict()
+    if {n: t.shape for n, t in state.items()} != {n: w.shape for n, w in weights.items()}:
         network.load_state_dict(dict(weights))  # raises if they do not fit
-    device_transfer.put(own, weights)
+    device_transfer.put(state, weights)
     return network.train()
 
 
@@ -268,11 +270,11 @@ _copied_at_once: ContextVar[bool] = ContextVar("copied_at_once", default=False)
 @contextmanager
 def copy_once() -> Iterator[None]:
     """Let :func:`to_send` share memory on this thread, because the caller copies the reply."""
-    before = _copied_at_once.set(True)
+    token = _copied_at_once.set(True)
     try:
         yield
     finally:
-        _copied_at_once.reset(before)
+        _copied_at_once.reset(token)
 
 
 def to_send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -298,9 +300,9 @@ def fit(
     """Train one pass over rows, a step for each batch of ``size``; return the mean loss."""
     losses = []
     for batch in batches(fields, size):
-        now = loss(batch)
-        optimiser.minimise(now)
-        losses.append(now.detach())
+        batch_loss = loss(batch)
+        optimiser.minimise(batch_loss)
+        losses.append(batch_loss.detach())
     return mean_of(losses)
 
 

@@ -25,12 +25,12 @@ def last_linear(F: nn.Module) -> nn.Linear | None:
 @contextmanager
 def features_of(F: nn.Module) -> Iterator[list[Tensor]]:
     """Collect the input of the last linear layer (B, D) of each forward pass in the block."""
-    found: list[Tensor] = []
+    features: list[Tensor] = []
     layer = last_linear(F)
     assert layer is not None
-    hook = layer.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    hook = layer.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
     try:
-        yield found
+        yield features
     finally:
         hook.remove()
 

@@ -56,6 +56,7 @@ ON_THE_SERVER = {
     "NumberAsKey": r"start returns Wide.more with the key 0. Give text",
     "GradientInState": r"start returns Wide.more with a gradient. Give Wide.more.detach\(\)",
     "RoundRaises": rf"fails in round {FILE}: AttributeError: 'ModelState' object has no attribute",
+    "ReadsAggregated": r"this reply has no more: .* an aggregator took .* Call without aggregator",
     "PartOfClassifier": r"classifier lacks trunk.0.bias, and the network of model.name has it as",
     "NetworkAsClassifier": r"classifier returns a torch module. Return F's state dict",
     "TextMetric": r"metrics gives train/teacher as a str. Give a number",

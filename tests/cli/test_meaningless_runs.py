@@ -19,7 +19,12 @@ from privssl.core.federation import _is_news
 from privssl.core.messages import BUDGET_EXHAUSTED, Ack
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
-from privssl.runs.result_warnings import idle_agent_warnings, score_warnings
+from privssl.runs.result_warnings import (
+    idle_agent_warnings,
+    score_warnings,
+    warm_up_warnings,
+)
+from privssl.testing.federations import make_algorithm
 from privssl.training.evaluation import Scores
 from tests.support.command_line import Outcome, assert_refused, command
 
@@ -274,6 +279,30 @@ def test_no_warning_names_agents_that_the_algorithm_does_not_use(tmp_path: Path)
     """FedAvg learns from labelled rows only."""
     text = FEDAVG.replace("support: 2", "support: 2, query: 2")
     assert not output("took no training step", warnings_of(tmp_path, run(tmp_path, text)))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "warns"),
+    [
+        ("pseudo", {"warm_up": 2}, True),
+        ("fedssl", {"warm_up": 3}, True),
+        ("pseudo", {"warm_up": 1}, False),
+        ("supervise", {"warm_up": 2}, False),
+        ("fedssl", {"warm_up": 2, "real_rows": False, "gate": 0.0}, False),
+        ("fedavg", {}, False),
+    ],
+)
+def test_a_warning_names_a_warm_up_on_labels_that_a_run_of_two_rounds_does_not_leave(
+    name: str, settings: dict[str, Any], warns: bool
+) -> None:
+    algorithm = make_algorithm(ALGORITHMS[name], rounds=2, **settings)
+    assert bool(warm_up_warnings(algorithm, 2)) is warns
+
+
+def test_a_run_that_ends_within_its_warm_up_says_so_in_every_output(tmp_path: Path) -> None:
+    text = FEDAVG.replace("support: 2", "support: 2, query: 2").replace("fedavg", "pseudo")
+    found = warnings_of(tmp_path, run(tmp_path, text, "algorithm.local_steps=1"))
+    assert output("algorithm.warm_up is 2, and the run has no later round: unlabelled rows", found)
 
 
 def test_an_agent_counts_as_trained_if_it_sends_other_tensors_than_it_received() -> None:

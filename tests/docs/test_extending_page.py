@@ -1,5 +1,6 @@
 """The Python of docs/extending.md and docs/own_networks_and_data.md, run by a test."""
 
+import csv
 import importlib
 import re
 import sys
@@ -95,16 +96,22 @@ def test_its_private_form_charges_every_visit_and_its_audit_is_consistent(
     assert {name: len(each) for name, each in visits.items()} == {"s0": 3, "s1": 3}
     assert audit.main([str(run), "--plugin", "privssl_example.method:FedOwn"]) == 0
     capsys.readouterr()
-    strange = "{epsilon: 4.0, delta: 1.0e-3, update_at_support: [F, G], protect: [F, G]}"
-    (tmp_path / "c.yaml").write_text(CONFIG + f"privacy: {strange}\n")
-    refused = command_line.command(tmp_path / "c.yaml", f"run.output={tmp_path / 'other'}")
-    assert refused.status == 2 and "privssl_example.method:FedOwn trains F alone" in refused.err
+
+
+def test_query_agents_of_its_private_form_have_their_settings_and_learn_after_the_last_visit(
+    method: type[Algorithm[Any]], tmp_path: Path
+) -> None:
+    given = ("privacy.visits=2", "algorithm.batch_size=8", "algorithm.learning_rate=0.1")
+    run = runs(tmp_path / "private", CONFIG + PRIVACY, *given)
+    visits = [read_journal(path).visits for path in (run / "ledger").glob("*.jsonl")]
+    assert [len(each) for each in visits] == [2, 2]
+    rounds = list(csv.DictReader((run / "metrics.csv").read_text().splitlines()))
+    assert [bool(row["train/loss_F"]) for row in rounds] == [True] * 3  # of query agents alone
 
 
 def test_a_plan_for_networks_that_the_method_lacks_is_refused(
-    method: type[Algorithm[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: type[Algorithm[Any]], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(method, "problems", classmethod(lambda cls, config: iter(())))
     strange = "{epsilon: 4.0, delta: 1.0e-3, update_at_support: [F, G], protect: [F, G]}"
     (tmp_path / "c.yaml").write_text(CONFIG + f"privacy: {strange}\n")
     refused = command_line.command(tmp_path / "c.yaml", f"run.output={tmp_path / 'other'}")

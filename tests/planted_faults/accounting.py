@@ -66,7 +66,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a pure release costs half its divergence",
-        ((ACCOUNTANTS, "np.asarray(orders) * each**2 / 2", "np.asarray(orders) * each**2 / 4"),),
+        ((ACCOUNTANTS, "np.asarray(orders) * eps**2 / 2", "np.asarray(orders) * eps**2 / 4"),),
         (IN_ACCOUNTANTS + "a_pure_release_costs_at_least_randomized_response_at_every_order",),
     ),
     Fault(
@@ -74,8 +74,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 ACCOUNTANTS,
-                "math.ceil(noise * _TICKS), last) / _TICKS",
-                "math.ceil(noise * _TICKS), last) / _TICKS - 1 / _TICKS",
+                "math.ceil(noise * _TICKS), last_tick) / _TICKS",
+                "math.ceil(noise * _TICKS), last_tick) / _TICKS - 1 / _TICKS",
             ),
         ),
         (IN_ACCOUNTANTS + "calibrated_noise_fits_the_budget_and_a_tick_less_does_not",),
@@ -121,7 +121,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a stopped run claims what it was charged",
-        ((CARD, "bounds = fixed or claimed == 0", "bounds = bool(accounts)"),),
+        ((CARD, "bounds = fixed or claimed_delta == 0", "bounds = bool(accounts)"),),
         (IN_STOPPED + "a_stopped_run_guarantees_the_budget_and_reports_the_charged_epsilon",),
     ),
     Fault(
@@ -143,12 +143,12 @@ FAULTS: tuple[Fault, ...] = (
     # The ledger ----------------------------------------------------------------------------------
     Fault(
         "a visit may overdraw the budget",
-        ((LEDGER, "budget > 0 and after <= budget", "budget > 0 and self.spent() <= budget"),),
+        ((LEDGER, "budget > 0 and epsilon <= budget", "budget > 0 and self.spent() <= budget"),),
         (IN_LEDGER + "an_account_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
     ),
     Fault(
         "a run's own limit is not held",
-        ((LEDGER, "self._limit > 0 and own <= self._limit", "self._limit > 0"),),
+        ((LEDGER, "self._limit > 0 and run_epsilon <= self._limit", "self._limit > 0"),),
         (
             "tests/runs/test_shared_accounts.py::test_a_runs_own_budget_limits_it_although_"
             "the_account_has_more",
@@ -172,7 +172,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "0 is drawn twice as often",
-        ((LAPLACE, "once = ~(negative & (y == 0))", "once = np.ones(len(y), dtype=np.bool_)"),),
+        (
+            (
+                LAPLACE,
+                "accepted = ~(negative & (y == 0))",
+                "accepted = np.ones(len(y), dtype=np.bool_)",
+            ),
+        ),
         (IN_LAPLACE + "draws_follow_the_two_sided_geometric_law",),
     ),
     Fault(

@@ -60,8 +60,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/step_runner.py",
-                "labelled, paid, who, sealed=sealed,",
-                "labelled, paid, who, sealed=not account.plan.visit_cost.is_pure,",
+                "labelled, paid, visit, sealed=sealed,",
+                "labelled, paid, visit, sealed=not account.plan.visit_cost.is_pure,",
             ),
         ),
         (
@@ -434,8 +434,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 STATIC,
-                "own = self.training or self.collecting or not",
-                "own = self.collecting or not",
+                "by_batch = self.training or self.collecting or not",
+                "by_batch = self.collecting or not",
             ),
         ),
         (IN_MODELS + "in_training_static_norm_uses_batch_statistics_whatever_was_collected",),
@@ -613,8 +613,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/sparse_tensors.py",
-                "flat.index_copy_(0, where.to(flat.device), values)",
-                "flat.index_copy_(0, where.to(flat.device), values.flip(0))",
+                "flat.index_copy_(0, positions.to(flat.device), values)",
+                "flat.index_copy_(0, positions.to(flat.device), values.flip(0))",
             ),
         ),
         (
@@ -627,8 +627,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/datasets.py",
-                "index_fill(0, tests, False)",
-                "index_fill(0, tests, True)",
+                "index_fill(0, test_ids, False)",
+                "index_fill(0, test_ids, True)",
             ),
         ),
         (

@@ -31,7 +31,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the ledgers of sites are not compared with what checkpoints record as charged",
-        ((CROSS, "found.problems += _unpaid(agent, journal, nearest, files)", "pass"),),
+        ((CROSS, "found.problems += _unpaid(agent, journal, closest, files)", "pass"),),
         (IN_SITES + "the_audit_finds_a_rewritten_copy_of_a_sites_ledger_in_the_run_folder",),
     ),
     Fault(
@@ -55,7 +55,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "any ledger of a replaced run counts as one that goes on",
-        ((CROSS, "goes_on = bool(head) and head in", "goes_on = bool(head) or head in"),),
+        ((CROSS, "continues = bool(head) and head in", "continues = bool(head) or head in"),),
         (
             FORGETS,
             IN_TAMPERING + "a_card_that_omits_the_ledger_of_a_replaced_run_is_violated",
@@ -66,7 +66,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/former_ledgers.py",
-                "{_NOTHING if ledger in nothing else _BOTH}",
+                "{_NOTHING if ledger in nominal_ledgers else _BOTH}",
                 "{_BOTH}",
             ),
         ),
@@ -135,15 +135,15 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CARD,
-                "if where := _difference(name, theirs[name], ours[name]):",
-                "if where := _difference(name, ours[name], ours[name]):",
+                "if path := _difference(name, card_json[name], recomputed_json[name]):",
+                "if path := _difference(name, recomputed_json[name], recomputed_json[name]):",
             ),
         ),
         (IN_CARD + "a_card_that_does_not_follow_from_its_ledgers_is_violated",),
     ),
     Fault(
         "a numeric bound that is another method's is not compared",
-        ((CARD, "if any(bound < least for bound in _upper_bounds(entry)):", "if least < -1:"),),
+        ((CARD, "if any(bound < lowest for bound in _upper_bounds(entry)):", "if lowest < -1:"),),
         (
             IN_CARD + "a_card_that_does_not_follow_from_its_ledgers_is_violated[has a numeric "
             "bound below its costs]",
@@ -159,8 +159,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
             (
                 CARD,
-                "if where := _difference(name, theirs[name], ours[name]):",
-                "if where := _difference(name, ours[name], ours[name]):",
+                "if path := _difference(name, card_json[name], recomputed_json[name]):",
+                "if path := _difference(name, recomputed_json[name], recomputed_json[name]):",
             ),
         ),
         (IN_CARD + "a_card_with_a_false_claim_is_violated",),
@@ -184,8 +184,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CROSS,
-                "        if expected != found:\n",
-                '        if expected != found and name != "a visit":\n',
+                "        if expected != recorded:\n",
+                '        if expected != recorded and name != "a visit":\n',
             ),
         ),
         (
@@ -206,7 +206,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a second library is believed whatever it says",
-        ((CLAIM, "abs(ours - theirs) > _TOLERANCE * max(1.0, theirs)", "abs(ours - theirs) < 0"),),
+        (
+            (
+                CLAIM,
+                "abs(opacus - library) > _TOLERANCE * max(1.0, library)",
+                "abs(opacus - library) < 0",
+            ),
+        ),
         (IN_CARD + "a_disagreement_of_the_second_library_is_violated",),
     ),
     Fault(
@@ -222,7 +228,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "unknown fields of a card are taken for checked",
-        ((CARD, "    for place in files.unknown_keys:\n", "    for place in ():\n"),),
+        ((CARD, "    for key in files.unknown_keys:\n", "    for key in ():\n"),),
         (IN_TAMPERING + "an_edited_file_is_reported_and_the_folder_is_not_consistent",),
     ),
     Fault(
@@ -279,8 +285,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/runs/model_card.py",
-                'took = "" if private else f" for',
-                'took = f" for',
+                'duration = "" if private else f" for',
+                'duration = f" for',
             ),
         ),
         ("tests/runs/test_model_card.py::test_the_model_card_of_a_private_run_contains_no_times",),
@@ -303,8 +309,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CROSS,
-                'if card["clip_norm"] != clips:',
-                'if card["clip_norm"] not in (None, clips):',
+                'if card["clip_norm"] != clip_norm:',
+                'if card["clip_norm"] not in (None, clip_norm):',
             ),
         ),
         (IN_TAMPERING + ANEW + "[changes4-the card None]",),
@@ -314,8 +320,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CROSS,
-                "if (ledger, agent) not in named and not goes_on:",
-                "if (ledger, agent) not in named and goes_on:",
+                "if (ledger, agent) not in on_card and not continues:",
+                "if (ledger, agent) not in on_card and continues:",
             ),
         ),
         (IN_TAMPERING + "a_card_that_omits_the_ledger_of_a_replaced_run_is_violated",),

@@ -21,7 +21,7 @@ IN_PARTITION = "tests/data/test_partition.py::test_"
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "a picture of other shades than bytes has another account as floats",
-        (("privssl/data/canonical.py", "(whole | clear)", "whole"),),
+        (("privssl/data/canonical.py", "(near_integer | clear)", "near_integer"),),
         (
             IN_CANONICAL + "a_digit_has_one_content_as_built_in_bytes_and_divided_by_16",
             IN_CANONICAL + "floats_between_levels_have_the_content_of_the_nearest_level",
@@ -34,7 +34,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a row of a frame has another account in each process",
-        (("privssl/api/frames.py", '_ADDRESS.sub("", str(plain))', "str(plain)"),),
+        (("privssl/api/frames.py", '_ADDRESS.sub("", str(ordered))', "str(ordered)"),),
         (IN_FRAMES + "a_rows_record_does_not_depend_on_memory_addresses_or_on_set_order",),
     ),
     Fault(
@@ -44,12 +44,12 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a whole number beside a missing one is no category",
-        ((FIELDS, "else places.get(plain(v), -1)", "else -1"),),
+        ((FIELDS, "else by_form.get(plain(v), -1)", "else -1"),),
         (IN_SPELLINGS + "integer_categories_beside_a_missing_value_keep_their_category",),
     ),
     Fault(
         "frames are taken by place whatever their columns are",
-        (("privssl/api/frames.py", "if there != names[first]:", "if False:"),),
+        (("privssl/api/frames.py", "if columns != names[first]:", "if False:"),),
         (IN_SPELLINGS + "frames_with_columns_in_another_order_are_not_read_by_position",),
     ),
     Fault(
@@ -78,7 +78,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/__init__.py",
-                "rest = dataclasses.replace(rest, standardised=True)",
+                "stripped = dataclasses.replace(stripped, standardised=True)",
                 "pass",
             ),
         ),
@@ -92,7 +92,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/site/startup.py",
-                "    if public and found.x is not None and (",
+                "    if public and arrays.x is not None and (",
                 "    if () and (",
             ),
         ),
@@ -106,8 +106,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/canonical.py",
-                "(plain := html.unescape(text)) != text",
-                "(plain := text) != text",
+                "(unescaped := html.unescape(text)) != text",
+                "(unescaped := text) != text",
             ),
         ),
         (IN_TABLES + "equal_tweets_are_one_record_and_html_entities_are_resolved",),
@@ -125,7 +125,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the data set stays in reach of every step",
-        ((DATA, "none = dataset.x_train[:0].clone()", "none = dataset.x_train"),),
+        ((DATA, "empty = dataset.x_train[:0].clone()", "empty = dataset.x_train"),),
         (IN_FEDERATION + "the_data_set_keeps_no_training_rows",),
     ),
     Fault(
@@ -133,16 +133,16 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/encoded.py",
-                "return self._x.index_select(0, ids), named",
+                "return self._x.index_select(0, ids), records",
                 "return (self._x[int(ids.min()) : int(ids.max()) + 1][: len(ids)] if "
-                "len(ids) else self._x[:0]), named",
+                "len(ids) else self._x[:0]), records",
             ),
         ),
         (IN_FEDERATION + "agents_share_no_memory_with_the_data_set_or_other_agents",),
     ),
     Fault(
         "labels at the server and agents: agents hold the server's rows too",
-        ((SPLIT, "        labelled = np.setdiff1d(labelled, own)\n", ""),),
+        ((SPLIT, "        labelled = np.setdiff1d(labelled, server_rows)\n", ""),),
         (
             "tests/algorithms/test_labels_at_both.py::"
             "test_the_server_holds_its_number_of_rows_of_all_classes_and_agents_the_others",
@@ -158,25 +158,25 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SPLIT,
-                "rows[np.lexsort((turn[classes], rank))[:count]]",
-                "rows[np.lexsort((turn[classes], 0 * rank))[:count]]",
+                "rows[np.lexsort((class_order[classes], rank))[:count]]",
+                "rows[np.lexsort((class_order[classes], 0 * rank))[:count]]",
             ),
         ),
         (IN_FEDERATION + "stratified_labels_are_equally_many_of_each_class",),
     ),
     Fault(
         "a labelled row is an unlabelled one as well",
-        ((SPLIT, "rest = np.setdiff1d(everything, labelled)", "rest = everything"),),
+        ((SPLIT, "remaining = np.setdiff1d(all_rows, labelled)", "remaining = all_rows"),),
         (IN_FEDERATION + "no_row_is_held_twice_and_none_is_lost",),
     ),
     Fault(
         "a validation row is a labelled one as well",
-        ((SPLIT, "kept = np.setdiff1d(known, labelled)", "kept = known"),),
+        ((SPLIT, "others = np.setdiff1d(with_label, labelled)", "others = with_label"),),
         (IN_FEDERATION + "no_row_is_held_twice_and_none_is_lost",),
     ),
     Fault(
         "a split that somebody changed is taken",
-        ((MANIFEST, "if stated != manifest.hash:", "if stated is None:"),),
+        ((MANIFEST, "if stated_hash != manifest.hash:", "if stated_hash is None:"),),
         (IN_MANIFEST + "a_changed_digit_is_detected",),
     ),
     Fault(

@@ -43,8 +43,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/row_bits.py",
-                "if not (alike and _equal(after, before, others, others)):",
-                "if not alike:",
+                "if not (equal and _equal(after, before, others, others)):",
+                "if not equal:",
             ),
         ),
         (
@@ -57,8 +57,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 AGGREGATION,
-                "piece.mean.lerp_(piece.numbers, share / self._total)",
-                "piece.mean.lerp_(piece.numbers, share and 0.5)",
+                "piece.mean.lerp_(piece.numbers, weight / self._total)",
+                "piece.mean.lerp_(piece.numbers, weight and 0.5)",
             ),
         ),
         (IN_MESSAGES + "the_average_weighs_every_agent_by_its_weight",),
@@ -68,13 +68,13 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 AGGREGATION,
-                "part.numel() for part in sent.values()), dtype=torch.float64)",
-                "part.numel() for part in sent.values()), dtype=torch.float32)",
+                "part.numel() for part in sent.values()), dtype=torch.float64",
+                "part.numel() for part in sent.values()), dtype=torch.float32",
             ),
             (
                 AGGREGATION,
-                "torch.empty(min(PIECE, len(whole)), dtype=torch.float64)",
-                "torch.empty(min(PIECE, len(whole)), dtype=torch.float32)",
+                "torch.empty(min(PIECE, len(flat_mean)), dtype=torch.float64)",
+                "torch.empty(min(PIECE, len(flat_mean)), dtype=torch.float32)",
             ),
         ),
         (IN_MESSAGES + "a_mean_over_many_agents_is_rounded_once",),
@@ -86,7 +86,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a share may be negative",
-        ((AGGREGATION, "math.isfinite(share) and share >= 0", "math.isfinite(share)"),),
+        ((AGGREGATION, "math.isfinite(weight) and weight >= 0", "math.isfinite(weight)"),),
         (IN_MESSAGES + "a_negative_or_infinite_weight_is_refused",),
     ),
     Fault(
@@ -153,18 +153,18 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 RUNNER,
-                "            content = step(seen, message, ctx)\n",
+                "            content = step(copy, message, ctx)\n",
                 "            try:\n"
-                "                content = step(seen, message, ctx)\n"
+                "                content = step(copy, message, ctx)\n"
                 "            finally:\n"
-                "                agent.memory = seen.memory\n",
+                "                agent.memory = copy.memory\n",
             ),
         ),
         (IN_RUNNER + "a_new_memory_is_stored_unless_the_step_fails",),
     ),
     Fault(
         "a step may write into what is remembered",
-        ((RUNNER, "if version != written[name]]", "if version < written[name]]"),),
+        ((RUNNER, "if version != memory_versions[name]", "if version < memory_versions[name]"),),
         (IN_RUNNER + "a_step_cannot_write_into_its_memory_in_place",),
     ),
     Fault(
@@ -193,15 +193,15 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 POOL,
-                "for place in range(len(now.calls)):",
-                "for place in reversed(range(len(now.calls))):",
+                "for index in range(len(delivery.calls)):",
+                "for index in reversed(range(len(delivery.calls))):",
             ),
         ),
         (IN_POOL + "replies_come_in_the_order_of_calls_and_not_of_completion",),
     ),
     Fault(
         "workers keep what agents remember",
-        ((POOL, 'if answer["memory_changed"]:', 'if answer["memory_changed"] is None:'),),
+        ((POOL, 'if response["memory_changed"]:', 'if response["memory_changed"] is None:'),),
         (IN_POOL + "an_agent_keeps_its_memory_in_every_worker",),
     ),
     Fault(
@@ -209,15 +209,21 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 POOL,
-                "return self._agents[call.to.id].account is None and bool(own == call.step)",
-                "return bool(own == call.step)",
+                "return self._agents[call.to.id].account is None and bool(own_step == call.step)",
+                "return bool(own_step == call.step)",
             ),
         ),
         (IN_POOL + "an_agent_with_an_account_is_visited_in_this_process_and_reports_no_metrics",),
     ),
     Fault(
         "of several errors the last is raised",
-        ((POOL, "raise now.failed[min(now.failed)]", "raise now.failed[max(now.failed)]"),),
+        (
+            (
+                POOL,
+                "raise delivery.failed[min(delivery.failed)]",
+                "raise delivery.failed[max(delivery.failed)]",
+            ),
+        ),
         (IN_POOL + "a_workers_error_keeps_its_type_and_the_first_in_call_order_is_raised",),
     ),
     Fault(
@@ -225,8 +231,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 BATCHED,
-                "replies |= zip(some, self._run_batched(",
-                "replies |= zip(reversed(some), self._run_batched(",
+                "replies |= zip(chunk, self._run_batched(",
+                "replies |= zip(reversed(chunk), self._run_batched(",
             ),
         ),
         (IN_BATCHED + "replies_equal_those_of_the_local_engine_in_the_order_of_calls",),
@@ -254,7 +260,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "private steps take fields that a plug-in moved to a GPU",
-        (("privssl/privacy/local_dp_sgd.py", "    refuse_other_devices({}, made_up)\n", ""),),
+        (("privssl/privacy/local_dp_sgd.py", "    refuse_other_devices({}, synthetic)\n", ""),),
         (f"{IN_INDEPENDENCE}private_steps_refuse_networks_and_fields_that_are_not_on_the_cpu[x]",),
     ),
     Fault(
@@ -270,8 +276,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/audit/cross_checks.py",
-                "    if wrong := other_device(files.run, config):",
-                '    if wrong := "":',
+                "    if doubt := other_device(files.run, config):",
+                '    if doubt := "":',
             ),
         ),
         (
@@ -300,8 +306,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 BATCHED,
-                "charged = account is not None and account.visits() > before",
-                "charged = account is not None and isinstance(one, BatchedCall)",
+                "charged = account is not None and account.visits() > visits_before",
+                "charged = account is not None and isinstance(request, BatchedCall)",
             ),
         ),
         (IN_BATCHED + "after_its_charge_an_agent_shares_no_stack_with_other_agents",),
@@ -312,7 +318,7 @@ FAULTS: tuple[Fault, ...] = (
             (
                 SITE,
                 "            if stored is not None:\n",
-                "            if stored is not None and not visit.id:\n",
+                "            if stored is not None and not request.id:\n",
             ),
         ),
         (IN_SITE + "a_visit_is_charged_once_and_a_repeated_request_gets_the_stored_reply",),
@@ -382,25 +388,31 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 REMOTE,
-                "bounded = 0 <= answer.weight <= protocol.MOST_SHARE",
-                "bounded = 0 <= answer.weight",
+                "weight_ok = 0 <= response.weight <= protocol.MOST_SHARE",
+                "weight_ok = 0 <= response.weight",
             ),
         ),
         (IN_REMOTE + "a_reply_that_the_step_cannot_produce_counts_as_no_reply",),
     ),
     Fault(
         "a charged visit may name a share",
-        ((REMOTE, "answer.weight == 1.0 if answer.charged else bounded", "bounded"),),
+        ((REMOTE, "response.weight == 1.0 if response.charged else weight_ok", "weight_ok"),),
         (IN_REMOTE + "a_reply_that_the_step_cannot_produce_counts_as_no_reply",),
     ),
     Fault(
         "an answer to another visit is taken",
-        ((REMOTE, "if answer.id != request.id or not (answer.weight", "if not (answer.weight"),),
+        (
+            (
+                REMOTE,
+                "if response.id != request.id or not (response.weight",
+                "if not (response.weight",
+            ),
+        ),
         (IN_REMOTE + "bytes_that_are_no_reply_to_this_visit_count_as_no_reply",),
     ),
     Fault(
         "a site works below the quorum",
-        ((REMOTE, "if there >= quorum * asked:", "if there:"),),
+        ((REMOTE, "if replied >= quorum * total:", "if replied:"),),
         (IN_REMOTE + "below_the_quorum_a_parallel_step_stops_the_run",),
     ),
     Fault(

@@ -93,8 +93,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 WARM,
-                'counted = config.privacy.record_counts == "public"',
-                "counted = True",
+                'counts_public = config.privacy.record_counts == "public"',
+                "counts_public = True",
             ),
         ),
         (
@@ -122,7 +122,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/api/experiment.py",
-                "data.checksum if config.privacy is None else begun",
+                "data.checksum if config.privacy is None else resumed",
                 "data.checksum",
             ),
         ),
@@ -179,7 +179,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/api/frames.py",
-                "for rows in parts if by_class else [known]:",
+                "for rows in parts if by_class else [labelled]:",
                 "for rows in parts:",
             ),
         ),
@@ -190,7 +190,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a row of a frame has another account where other columns are declared",
-        (("privssl/api/frames.py", "wanted, others=True)", "wanted)"),),
+        (("privssl/api/frames.py", "column_names, others=True)", "column_names)"),),
         ("tests/api/test_dataset.py::test_a_rows_record_does_not_depend_on_the_declared_columns",),
     ),
     Fault(
@@ -228,8 +228,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/site/settings.py",
-                "        return (*own, *caches(default_root()))\n",
-                "        return own\n",
+                "        return (*paths, *caches(default_root()))\n",
+                "        return paths\n",
             ),
         ),
         (
@@ -286,8 +286,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/api/experiment.py",
-                'if known not in ("", data.checksum):',
-                'if known == "" != data.checksum[:0]:',
+                'if recorded not in ("", data.checksum):',
+                'if recorded == "" != data.checksum[:0]:',
             ),
         ),
         ("tests/api/test_train.py::test_resume_of_a_run_on_rows_in_memory_needs_the_rows",),
@@ -297,8 +297,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/independence.py",
-                "    if kept or not torch.equal",
-                "    if not kept and not torch.equal",
+                "    if changed or not torch.equal",
+                "    if not changed and not torch.equal",
             ),
         ),
         (IN_NETWORKS + "a_private_run_refuses_layers_that_clipping_does_not_bound[Counting]",),
@@ -308,7 +308,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/independence.py",
-                "        if not torch.equal(network.eval()(one), evaluated):\n",
+                "        if not torch.equal(network.eval()(batch), eval_output):\n",
                 "        if False:\n",
             ),
         ),
@@ -319,7 +319,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/dp_sgd.py",
-                "        if {id(p) for p in named} != {id(p) for p in parameters}:\n",
+                "        if {id(p) for p in named_parameters} != {id(p) for p in parameters}:\n",
                 "        if False:\n",
             ),
         ),
@@ -357,7 +357,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a private run begins with weights that its rows trained without noise",
-        ((WARM, "if both := len(mine & unprotected):", "if both := 0:"),),
+        ((WARM, "if shared := len(own_rows & unprotected):", "if shared := 0:"),),
         (
             IN_WARM + "a_private_run_refuses_weights_of_a_run_that_used_its_rows_without_noise"
             "[same split]",
@@ -371,7 +371,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "nobody says that the epsilons of two runs on the same rows add up",
-        ((WARM, "if both or (paid and not counted):", "if both := 0:"),),
+        ((WARM, "if shared or (charged and not counts_public):", "if shared := 0:"),),
         (
             IN_WARM
             + "a_private_run_warns_that_epsilons_add_up_with_those_of_the_run_of_its_weights",
@@ -406,8 +406,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/image_folder.py",
-                "by_train = any(head.mode in GREY for head in heads)",
-                "by_train = False",
+                "coloured_by_train = any(header.mode in GREY for header in headers)",
+                "coloured_by_train = False",
             ),
         ),
         (IN_SITE_ROWS + "a_private_site_refuses_colour_images_beside_grey_ones",),

@@ -15,7 +15,7 @@ RUNNER = "privssl/core/step_runner.py"
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "a step writes into its agent's rows",
-        ((RUNNER, "if number != rows[name]", "if number < 0"),),
+        ((RUNNER, "if number != row_versions[name]", "if number < 0"),),
         (IN_MISTAKES + "a_mistake_in_a_round_is_reported_with_its_file_and_line[RowsChanged]",),
     ),
     Fault(
@@ -28,7 +28,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/runs/checked_algorithm.py",
-                "if type(state) is not kind:",
+                "if type(state) is not expected:",
                 "if state is None:",
             ),
         ),
@@ -39,7 +39,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/site/startup.py",
-                "    with plugins.imports_allowed(named, advice):\n",
+                "    with plugins.imports_allowed(allowed, advice):\n",
                 "    with plugins.imports_allowed(None, advice):\n",
             ),
         ),
@@ -125,8 +125,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/label_histogram.py",
-                "if own and found != ",
-                "if own is None and found != ",
+                "if outside and cluster_ids != ",
+                "if outside is None and cluster_ids != ",
             ),
         ),
         (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
@@ -179,8 +179,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/runs/accounts.py",
-                "            if LEDGER_SEQ + name in known:",
-                "            if name == known:",
+                "            if LEDGER_SEQ + name in extra:",
+                "            if name == extra:",
             ),
         ),
         (
@@ -227,8 +227,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/encoders/frozen.py",
-                "own = is_own_encoder(encoder.name)",
-                "own = is_own_encoder('')",
+                "is_own = is_own_encoder(encoder.name)",
+                "is_own = is_own_encoder('')",
             ),
         ),
         (IN_ENCODERS + "an_encoder_from_a_plug_in_that_keeps_rows_after_a_warm_up_is_refused",),
@@ -238,8 +238,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/datasets.py",
-                "    refuse_state(opened, ",
-                "    print(opened.name, ",
+                "    refuse_state(encoder, ",
+                "    print(encoder.name, ",
             ),
         ),
         (IN_PLUGINS + "a_mistake_in_a_plug_in_raises_one_clear_error[data.encoder-fitted]",),
@@ -260,8 +260,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/encoders/text_encoders.py",
-                "    if chosen or (path.parent",
-                "    if chosen is None or (path.parent",
+                "    if keys or (path.parent",
+                "    if keys is None or (path.parent",
             ),
         ),
         (
@@ -282,8 +282,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/encoders/frozen.py",
-                "features = network(rows[place : place + 1])",
-                "features = network(rows)[place : place + 1]",
+                "features = network(rows[index : index + 1])",
+                "features = network(rows)[index : index + 1]",
             ),
         ),
         ("tests/rows/test_encoders.py::test_the_features_of_a_row_do_not_depend_on_other_rows",),
@@ -293,8 +293,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/row_checks.py",
-                "if counted and not table and not counts[-1]:",
-                "if counted and not table and not counts:",
+                "if numbered and not is_table and not counts[-1]:",
+                "if numbered and not is_table and not counts:",
             ),
         ),
         (
@@ -346,7 +346,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run goes on with another version of a plug-in",
-        (("privssl/runs/resume.py", "if before[part] != now[part]:", "if not before:"),),
+        (("privssl/runs/resume.py", "if former[field] != plugin[field]:", "if not former:"),),
         (
             "tests/examples/test_example_package.py::"
             "test_a_run_is_not_resumed_with_another_version_of_a_plug_in",
@@ -385,8 +385,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/testing/promises.py",
-                "    if not same_bits(trial.whole.state, rest.state):\n",
-                "    if rest is None:\n",
+                "    if not same_bits(trial.whole.state, resumed.state):\n",
+                "    if resumed is None:\n",
             ),
         ),
         (

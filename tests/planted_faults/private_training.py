@@ -23,11 +23,11 @@ IN_VISITS = "tests/core/test_step_runner.py::"
 _CLIPPED = "sums = clipped_sums(list(gradients.values()), drawn, self.clip_norm)"
 _DEVIATION = "return float(optimiser.noise_multiplier * optimiser.max_grad_norm)"
 _NORMAL = "return normal[:count]"
-_DRAWN = "noise = secure_noise.secure_normal(sum(one.numel() for one in sums))"
+_DRAWN = "noise = secure_noise.secure_normal(sum(tensor.numel() for tensor in sums))"
 _MASK = "return torch.from_numpy(secure_noise.secure_uniform(rows) < limit)"
 _STEP = "            self._step()\n"
 _ADD = "self._add_clipped(fields, pad_rows(mask[part], size), row_loss, joint=joint)"
-_SUMS = "        wanted = ClippedSum(\n"
+_SUMS = "        request = ClippedSum(\n"
 _NOISY_STEP = "        self.optimiser.add_noise()\n        self.average()\n"
 
 FAULTS: tuple[Fault, ...] = (
@@ -115,7 +115,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the sum is divided by the rows that were drawn",
         (
-            (PRIVACY, _STEP, "            self._drawn = len(drawn)\n" + _STEP),
+            (PRIVACY, _STEP, "            self._drawn = len(sampled)\n" + _STEP),
             (
                 PRIVACY,
                 "NoisyOptimizerStep(self._optimizer, self._plan.expected_batch)",
@@ -168,7 +168,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an empty batch is skipped",
-        ((PRIVACY, _STEP, "            if len(drawn):\n    " + _STEP),),
+        ((PRIVACY, _STEP, "            if len(sampled):\n    " + _STEP),),
         (
             IN_PRIVACY + "test_a_step_with_an_empty_batch_is_a_step_of_noise_alone",
             IN_VISIT + "test_an_agent_with_one_row_or_none_takes_all_its_steps",
@@ -206,7 +206,7 @@ FAULTS: tuple[Fault, ...] = (
             (
                 NOISE,
                 _DRAWN,
-                "count = sum(one.numel() for one in sums)\n"
+                "count = sum(tensor.numel() for tensor in sums)\n"
                 "    noise = optimiser.__dict__.setdefault(count, "
                 "secure_noise.secure_normal(count))",
             ),
@@ -220,7 +220,7 @@ FAULTS: tuple[Fault, ...] = (
             (
                 NOISE,
                 _DRAWN,
-                "count = sum(one.numel() for one in sums)\n"
+                "count = sum(tensor.numel() for tensor in sums)\n"
                 "    optimiser.calls = optimiser.__dict__.get('calls', 0) + 1\n"
                 "    kept = add_noise.__dict__\n"
                 "    noise = secure_noise.secure_normal(count)\n"
@@ -276,8 +276,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
             (
                 PRIVACY,
-                "now = [parameter.detach().clone() for parameter in self._optimizer.params]",
-                "now = [p.detach() + p.hidden for p in self._optimizer.params]",
+                "iterate = [parameter.detach().clone() for parameter in self._optimizer.params]",
+                "iterate = [p.detach() + p.hidden for p in self._optimizer.params]",
             ),
         ),
         (IN_PRIVACY + "test_a_visit_sends_the_mean_of_its_last_iterates_each_with_noise",),
@@ -326,7 +326,7 @@ FAULTS: tuple[Fault, ...] = (
     # What rows reach, and what leaves ------------------------------------------------------------
     Fault(
         "a network's buffers are released",
-        ((PRIVACY, "        if moving:\n", "        if moving and not networks:\n"),),
+        ((PRIVACY, "        if buffered:\n", "        if buffered and not networks:\n"),),
         (
             IN_PRIVACY
             + "test_a_network_with_buffers_is_refused_because_buffers_would_be_sent_without_noise",
@@ -371,8 +371,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/private_release.py",
-                "    return paid == event and ours",
-                "    return paid and ours",
+                "    return charged == event and released",
+                "    return charged and released",
             ),
         ),
         (IN_VISITS + "test_a_mechanism_with_another_event_than_the_charged_one_is_refused",),
@@ -432,7 +432,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "parts whose rows change places may have a remainder of a vector",
-        ((PLAN, "whole = 4 if self.keeps_places(rows) else 32", "whole = 4"),),
+        ((PLAN, "multiple = 4 if self.keeps_places(rows) else 32", "multiple = 4"),),
         (IN_COUNTS + "test_a_batch_beyond_its_public_size_gets_more_microbatches_of_that_size",),
         False,
     ),
@@ -458,8 +458,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 VISITS,
-                "return here and account is not None and account.paid_visits() > on_disk",
-                "return here",
+                "return running and account is not None and account.paid_visits() > paid_before",
+                "return running",
             ),
         ),
         (IN_VISITS + "test_a_step_cannot_read_labelled_rows_before_its_charge",),
@@ -482,7 +482,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the largest radii of noise have 64 bits",
-        ((SECURE, "far = np.flatnonzero(radii < FAR)", "far = np.flatnonzero(radii < 0)"),),
+        ((SECURE, "tail = np.flatnonzero(radii < FAR)", "tail = np.flatnonzero(radii < 0)"),),
         (IN_NOISE + "test_only_large_radii_get_additional_random_bits[None]",),
         False,
     ),

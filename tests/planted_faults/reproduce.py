@@ -46,7 +46,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a comparison keeps quiet of configs that use private rows without protection",
-        (("privssl/compare/table.py", "    found += _unprotected_beside_private(rows)\n", ""),),
+        (("privssl/compare/table.py", "    lines += _unprotected_beside_private(rows)\n", ""),),
         (
             "tests/compare/test_compare.py::test_a_note_names_a_config_that_uses_private_"
             "rows_without_a_guarantee",
@@ -54,7 +54,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a comparison keeps quiet of rows that have no noise in the split of another seed",
-        (("privssl/compare/table.py", "    found += _unprotected_in_other_splits(rows)\n", ""),),
+        (("privssl/compare/table.py", "    lines += _unprotected_in_other_splits(rows)\n", ""),),
         (
             "tests/compare/test_private_splits.py::test_a_note_says_that_private_runs_on_"
             "several_splits_have_no_joint_bound",
@@ -65,7 +65,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/compare/table.py",
-                "    if len({of.accounts for of in lasting}) > 1:\n",
+                "    if len({row.accounts for row in lasting}) > 1:\n",
                 "    if False:\n",
             ),
         ),
@@ -84,7 +84,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/reproduce/method_sources.py",
-                "            todo += _read(path.read_bytes()).imports\n",
+                "            pending += _read(path.read_bytes()).imports\n",
                 "",
             ),
         ),
@@ -119,8 +119,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/reproduce/claims.py",
-                "if pairs and all(ours > theirs for ours, theirs in pairs):",
-                "if pairs and sum(ours - theirs for ours, theirs in pairs) > 0:",
+                "if pairs and all(a > b for a, b in pairs):",
+                "if pairs and sum(a - b for a, b in pairs) > 0:",
             ),
         ),
         (IN_PAGES + "an_order_is_compared_seed_by_seed[better1-other1-holds in the mean only]",),
@@ -141,8 +141,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 STORE,
-                'return in_float32(config) if precise and config.run.precision == "bfloat16" else '
-                "config",
+                "return in_float32(config) if is_float32 and config.run.precision == "
+                '"bfloat16" else config',
                 'return type(config)(**vars(config) | {"run": dataclasses.replace(config.run, '
                 'precision=entry["config"]["run"]["precision"])})',
             ),
@@ -154,7 +154,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 STORE,
-                '            changed += _other_rows(former, section) if name == "data" else []\n',
+                '            changed += _other_rows(stored, section) if name == "data" else []\n',
                 "",
             ),
         ),
@@ -165,7 +165,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/compare/plan.py",
-                "    if others and first.config.data.test is None:",
+                "    if seeds and first.config.data.test is None:",
                 "    if False:",
             ),
         ),

@@ -39,7 +39,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run goes on with another file of initial weights, which its card then names",
-        (("privssl/runs/resume.py", "if then not in (None, now):", "if False:"),),
+        (("privssl/runs/resume.py", "if former not in (None, current):", "if False:"),),
         (
             "tests/experiment/test_warm_start.py::"
             "test_a_run_is_not_resumed_if_its_file_of_initial_weights_has_changed",
@@ -72,8 +72,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/runs/run_dir.py",
-                "            ledger.rename(kept)\n",
-                "            kept.mkdir()\n",
+                "            ledger.rename(target)\n",
+                "            target.mkdir()\n",
             ),
         ),
         (
@@ -106,7 +106,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/prepare.py",
-                "            _refuse_shared_rows(holders, federated_data)\n",
+                "            _refuse_shared_rows(labelled_agents, federated_data)\n",
                 "            pass\n",
             ),
         ),
@@ -135,7 +135,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a ledger's own sum is believed",
-        ((READER, "if not any(abs(written - e)", "if not any(0 * abs(written - e)"),),
+        ((READER, "if not any(abs(recorded - e)", "if not any(0 * abs(recorded - e)"),),
         (IN_LEDGER + "a_tampered_journal_with_a_rebuilt_hash_chain_is_refused_by_its_content",),
     ),
     Fault(
@@ -194,7 +194,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "after damage the smaller sum is claimed",
-        ((LEDGER, "found.epsilon > self.spent()", "found.epsilon < self.spent()"),),
+        ((LEDGER, "journal.epsilon > self.spent()", "journal.epsilon < self.spent()"),),
         (
             "tests/runs/test_journal_damage.py::test_charges_that_only_the_damaged_file_"
             "records_count_as_well",
@@ -222,7 +222,7 @@ FAULTS: tuple[Fault, ...] = (
     # The registry of rows ------------------------------------------------------------------------
     Fault(
         "rows of agents of other runs may be missing from the registry",
-        ((REGISTRY, "            _refuse_lost_rows(folder, known)\n", ""),),
+        ((REGISTRY, "            _refuse_lost_rows(folder, registered)\n", ""),),
         (IN_REGISTRY + "no_row_is_claimed_while_the_rows_of_another_agents_account_are_missing",),
     ),
     Fault(
@@ -232,7 +232,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a row of an account is used without protection",
-        ((REGISTRY, "            _refuse_unprotected(folder, merged, beside_now)\n", ""),),
+        ((REGISTRY, "            _refuse_unprotected(folder, merged, all_unprotected)\n", ""),),
         (IN_REGISTRY + "a_row_of_an_account_cannot_be_used_without_protection_later",),
     ),
     Fault(
@@ -248,7 +248,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a damaged tensor file is read",
-        ((CHECKPOINT, ' or tensor_files.sha256_of(path) != about["sha256"]', ""),),
+        ((CHECKPOINT, ' or tensor_files.sha256_of(path) != entry["sha256"]', ""),),
         (IN_CHECKPOINT + "a_damaged_snapshot_is_skipped_for_the_previous_one",),
     ),
     Fault(
@@ -272,13 +272,13 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 LOOP,
-                "fixed[accounts.LEDGER_SEQ + agent.id] = agent.account.seq",
-                "fixed[accounts.LEDGER_SEQ + agent.id] = 0",
+                "records[accounts.LEDGER_SEQ + agent.id] = agent.account.seq",
+                "records[accounts.LEDGER_SEQ + agent.id] = 0",
             ),
             (
                 LOOP,
-                "fixed[accounts.LEDGER_HEAD + agent.id] = agent.account.head",
-                'fixed[accounts.LEDGER_HEAD + agent.id] = ""',
+                "records[accounts.LEDGER_HEAD + agent.id] = agent.account.head",
+                'records[accounts.LEDGER_HEAD + agent.id] = ""',
             ),
         ),
         (
@@ -310,12 +310,24 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run continues with other rows",
-        ((RESUME, "if known not in (None, now.hash):", "if known not in (None, now.hash, then):"),),
+        (
+            (
+                RESUME,
+                "if former_hash not in (None, manifest.hash):",
+                "if former_hash not in (None, manifest.hash, checkpoint_hash):",
+            ),
+        ),
         (IN_RESUME + "resume_refuses_changed_data",),
     ),
     Fault(
         "a private run continues without its split",
-        ((RESUME, "if prepared.plan is not None:  #", "if prepared.plan is None and then:  #"),),
+        (
+            (
+                RESUME,
+                "if prepared.plan is not None:  #",
+                "if prepared.plan is None and checkpoint_hash:  #",
+            ),
+        ),
         (
             IN_RESUME + "resume_rewrites_a_lost_split_of_a_plain_run_and_refuses_that_of_a_"
             "private_run",
@@ -323,7 +335,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run continues with another config",
-        ((RESUME, "    if differing:\n", "    if len(differing) > 99:\n"),),
+        ((RESUME, "    if differences:\n", "    if len(differences) > 99:\n"),),
         (IN_RESUME + "resume_refuses_a_config_that_would_change_results_and_names_the_key",),
     ),
     Fault(
@@ -337,12 +349,12 @@ FAULTS: tuple[Fault, ...] = (
     # Results --------------------------------------------------------------------------------------
     Fault(
         "outputs that are no numbers count as class 0",
-        ((EVALUATION, "np.where(finite, called, outputs)", "called"),),
+        ((EVALUATION, "np.where(finite, predicted, outputs)", "predicted"),),
         (IN_METRICS + "rows_with_non_finite_outputs_are_counted_and_wrong",),
     ),
     Fault(
         "a class without rows lowers macro F1",
-        ((EVALUATION, "        there = held > 0\n", "        there = held >= 0\n"),),
+        ((EVALUATION, "        present = actual > 0\n", "        present = actual >= 0\n"),),
         (IN_METRICS + "metrics_equal_those_of_scikit_learn",),
     ),
     Fault(
@@ -355,7 +367,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/federation.py",
-                "    return not both or any(",
+                "    return not pairs or any(",
                 "    return True or any(",
             ),
         ),
@@ -366,8 +378,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/prepare.py",
-                "    if config.privacy is not None:\n        return\n    here =",
-                "    here =",
+                "    if config.privacy is not None:\n        return\n    parts =",
+                "    parts =",
             ),
         ),
         (IN_MEANINGLESS + "useless_training_rows_give_a_warning_unless_the_run_is_private",),
@@ -402,8 +414,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/compare/paired.py",
-                "min(1.0, (len(order) - passed) * p_values[place])",
-                "min(1.0, p_values[place])",
+                "min(1.0, (len(order) - rank) * p_values[index])",
+                "min(1.0, p_values[index])",
             ),
         ),
         ("tests/compare/test_vary.py::test_corrected_p_values_control_the_family_wise_error_rate",),

@@ -13,6 +13,7 @@ from torch import Tensor
 from privssl.algorithms.base import Algorithm
 from privssl.algorithms.local_ssl import ModelState
 from privssl.core.agents import QueryAgent
+from privssl.core.aggregation import WeightedMean
 from privssl.core.federation import Federation
 from privssl.core.messages import Declined, Message, StateDict
 from privssl.core.task import Context, on_agent
@@ -150,6 +151,13 @@ class GradientInState(_Wide):
 class RoundRaises(Own):
     def round(self, state: ModelState, federation: Federation) -> Any:
         return state.G  # type: ignore[attr-defined]
+
+
+class ReadsAggregated(Own):
+    def round(self, state: ModelState, federation: Federation) -> Any:
+        F = WeightedMean("F")
+        replies = federation.call_all(federation.query, self.guess, Sent(state.F), aggregator=F)
+        return [reply.payload.more for reply in replies]
 
 
 class PartOfClassifier(Own):

@@ -4,8 +4,7 @@ A query agent keeps a running mean of the global classifier's predictions for ea
 (temporal ensembling, Laine and Aila 2017).
 """
 
-from collections.abc import Iterator
-from typing import Any, final
+from typing import final
 
 import pydantic.dataclasses
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from privssl.core.aggregation import WeightedMean
 from privssl.core.federation import Federation
 from privssl.core.messages import BUDGET_EXHAUSTED, Declined, StateDict
 from privssl.core.task import Context, on_agent
-from privssl.settings.schema import Positive, Problem, Rate, strict
+from privssl.settings.schema import Positive, Rate, strict
 from privssl.training import local_training, optim
 from privssl.training.batched.deferred import batched_call
 from privssl.training.losses import hard_label_loss
@@ -54,10 +53,6 @@ class FedOwn(Algorithm[ModelState]):
     # Steps of a run over sites that tolerate missing agents.
     missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass"))
     cfg: FedOwnConfig
-
-    @classmethod
-    def problems(cls, config: Any) -> Iterator[Problem]:
-        yield from () if config.privacy is None else dp.private_problems(config)
 
     # The server ---------------------------------------------------------------------------
 

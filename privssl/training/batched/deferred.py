@@ -37,8 +37,8 @@ class FunctionalModule:
                 training).
         """
         buffers = dict(self.network.named_buffers()) if leaves_no_trace else {}
-        own = {**buffers, **dict(self.network.named_parameters())}
-        tensors = own if self.tensors is None else self.tensors
+        defaults = {**buffers, **dict(self.network.named_parameters())}
+        tensors = defaults if self.tensors is None else self.tensors
         return FunctionalModule(
             self.network, {n: t.clone() if n in buffers else t.detach() for n, t in tensors.items()}
         )
@@ -52,19 +52,19 @@ def _in_place(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Non
     slower.
     """
     names = _names_of_shared(network)
-    moved = [
+    targets = [
         (*_place(network, name), tensor)
-        for first, tensor in tensors.items()
-        for name in names.get(first, (first,))
+        for key, tensor in tensors.items()
+        for name in names.get(key, (key,))
     ]
-    before = [held[name] for held, name, _ in moved]
+    originals = [store[name] for store, name, _ in targets]
     try:
-        for held, name, tensor in moved:
-            held[name] = tensor
+        for store, name, tensor in targets:
+            store[name] = tensor
         yield
     finally:
-        for (held, name, _), own in zip(moved, before, strict=True):
-            held[name] = own
+        for (store, name, _), original in zip(targets, originals, strict=True):
+            store[name] = original
 
 
 def _place(network: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
@@ -75,8 +75,8 @@ def _place(network: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str
         assert module is not None
         module = module._modules[part]
     assert module is not None
-    held: Any = module._parameters if last in module._parameters else module._buffers
-    return held, last
+    store: Any = module._parameters if last in module._parameters else module._buffers
+    return store, last
 
 
 def _names_of_shared(network: nn.Module) -> Mapping[str, Sequence[str]]:
@@ -90,8 +90,8 @@ def _names_of_shared(network: nn.Module) -> Mapping[str, Sequence[str]]:
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     names.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
-        several = [own for own in names.values() if len(own) > 1]
-        _SHARED[network] = {name: own for own in several for name in own}
+        shared = [aliases for aliases in names.values() if len(aliases) > 1]
+        _SHARED[network] = {name: aliases for aliases in shared for name in aliases}
     return _SHARED[network]
 
 
@@ -118,11 +118,11 @@ _answer: ContextVar[Callable[[BatchRequest], Any]] = ContextVar(
 @contextmanager
 def request_handler(answer: Callable[[BatchRequest], Any]) -> Iterator[None]:
     """Let ``answer`` run the work submitted on this thread."""
-    before = _answer.set(answer)
+    token = _answer.set(answer)
     try:
         yield
     finally:
-        _answer.reset(before)
+        _answer.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,5 +175,5 @@ class ExampleLoss:
     def __call__(
         self, parameters: Mapping[str, Mapping[str, Tensor]], fields: Mapping[str, Tensor]
     ) -> Tensor:
-        called = {n: FunctionalModule(net, parameters.get(n)) for n, net in self.networks.items()}
-        return self.function(fields, *self.settings, **called)
+        modules = {n: FunctionalModule(net, parameters.get(n)) for n, net in self.networks.items()}
+        return self.function(fields, *self.settings, **modules)

@@ -40,7 +40,7 @@ def run_in_lockstep(
         The error of the first task that fails, as if the tasks ran one after the other: later tasks
         are cancelled, earlier ones continue, since one of them may fail too.
     """
-    before = _random_states(device)
+    random_states = _random_states(device)
     tasks: list[_Task[T]] = []
     try:
         for function in functions:
@@ -50,13 +50,13 @@ def run_in_lockstep(
                 break
         while waiting := [task for task in _unfinished(tasks) if not task.over]:
             answers = answer([task.request for task in waiting])
-            for place, task in enumerate(waiting):
-                if place in answers and task in _unfinished(tasks):
-                    task.resume(answers[place])
+            for index, task in enumerate(waiting):
+                if index in answers and task in _unfinished(tasks):
+                    task.resume(answers[index])
     finally:
         for task in tasks:
             task.cancel()
-        _set_random_states(before, device)
+        _set_random_states(random_states, device)
     for task in tasks:
         if task.error is not None:
             raise task.error
@@ -65,7 +65,7 @@ def run_in_lockstep(
 
 def _unfinished(tasks: "Sequence[_Task[T]]") -> "Sequence[_Task[T]]":
     """Return all tasks before the first that failed."""
-    failed = (place for place, task in enumerate(tasks) if task.error is not None)
+    failed = (index for index, task in enumerate(tasks) if task.error is not None)
     return tasks[: next(failed, len(tasks))]
 
 

@@ -61,9 +61,9 @@ class Stackable:
         self._buffers = _places(network, "_buffers")
         self._by_mode = [layer for layer in _layers(network) if _kind(layer) not in BY_ROW]
         self.names = [name for name, *_ in (*self._parameters, *self._buffers)]
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
-        known = all(isinstance(layer, BY_MODE) for layer in self._by_mode)
-        self.never = not known or hooked or precision_of(network) != "float32"
+        has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
+        all_known = all(isinstance(layer, BY_MODE) for layer in self._by_mode)
+        self.never = not all_known or has_hooks or precision_of(network) != "float32"
 
     def is_single(self) -> bool:
         """Return whether it cannot be stacked in its present mode."""
@@ -71,7 +71,7 @@ class Stackable:
 
     def couples(self) -> bool:
         """Return whether a row's output depends on other rows."""
-        return any(isinstance(n, nn.BatchNorm2d) and n.training for n in self._by_mode)
+        return any(isinstance(layer, nn.BatchNorm2d) and layer.training for layer in self._by_mode)
 
     def modes(self) -> tuple[bool, ...]:
         return tuple(layer.training for layer in self._by_mode)
@@ -86,8 +86,8 @@ class Stackable:
 
 def _layers(network: nn.Module) -> list[nn.Module]:
     """Return modules without children, and those with parametrized weights."""
-    made = [layer for layer in network.modules() if parametrize.is_parametrized(layer)]
-    return [*made, *(layer for layer in network.modules() if not any(layer.children()))]
+    parametrized = [layer for layer in network.modules() if parametrize.is_parametrized(layer)]
+    return [*parametrized, *(layer for layer in network.modules() if not any(layer.children()))]
 
 
 def _kind(layer: nn.Module) -> type:
@@ -134,24 +134,24 @@ def can_stack(copy: Stackable, inputs: Sequence[Any]) -> bool:
 
 def run_passes_batched(passes: Sequence[Pass]) -> list[Any]:
     """Return the outputs, in the order of the passes."""
-    kinds = [one.kind() for one in passes]
-    return _in_kinds(passes, kinds, lambda one: len(one.inputs[0]), _run_stacked)
+    keys = [item.kind() for item in passes]
+    return _in_kinds(passes, keys, lambda item: len(item.inputs[0]), _run_stacked)
 
 
 def _in_kinds(
-    wanted: Sequence[StackedT], kinds: Sequence[Hashable], rows: Callable[[StackedT], int],
+    items: Sequence[StackedT], keys: Sequence[Hashable], rows_of: Callable[[StackedT], int],
     run: Callable[[Sequence[StackedT]], Sequence[Any]],
 ) -> list[Any]:  # fmt: skip
     """Apply ``run`` to items of equal kind, as many as memory permits; return results in order."""
-    found: dict[int, Any] = {}
-    for kind in dict.fromkeys(kinds):
-        places = [place for place, of in enumerate(kinds) if of == kind]
-        at_once = max(1, ROWS_AT_ONCE // max(1, *(rows(wanted[place]) for place in places)))
-        for start in range(0, len(places), at_once):
-            some = places[start : start + at_once]
-            with torch.set_grad_enabled(wanted[some[0]].derivatives):
-                found |= zip(some, run([wanted[place] for place in some]), strict=True)
-    return [found[place] for place in range(len(wanted))]
+    results: dict[int, Any] = {}
+    for key in dict.fromkeys(keys):
+        indices = [index for index, k in enumerate(keys) if k == key]
+        at_once = max(1, ROWS_AT_ONCE // max(1, *(rows_of(items[index]) for index in indices)))
+        for start in range(0, len(indices), at_once):
+            chunk = indices[start : start + at_once]
+            with torch.set_grad_enabled(items[chunk[0]].derivatives):
+                results |= zip(chunk, run([items[index] for index in chunk]), strict=True)
+    return [results[index] for index in range(len(items))]
 
 
 def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
@@ -159,15 +159,15 @@ def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
     first = passes[0]
     if len(passes) == 1:
         return [first.run_single()]
-    copies = [one.copy for one in passes]
+    copies = [item.copy for item in passes]
     tensors, buffers = _stack(copies)
-    rows = [len(one.inputs[0]) for one in passes]
-    inputs = _by_agent([pad_to(x, max(rows)) for x in one.inputs] for one in passes)
+    rows = [len(item.inputs[0]) for item in passes]
+    inputs = _by_agent([pad_to(x, max(rows)) for x in item.inputs] for item in passes)
 
-    def of_one(tensors: Any, *inputs: Tensor) -> Any:
+    def forward_one(tensors: Any, *inputs: Tensor) -> Any:
         return functional_call(first.copy.network, tensors, inputs)
 
-    stacked: Tensor = vmap(of_one)(tensors, *inputs)
+    stacked: Tensor = vmap(forward_one)(tensors, *inputs)
     _unstack(copies, buffers)
     return [
         out if len(out) == count else out[:count]
@@ -201,10 +201,10 @@ def pad_to(x: Tensor, rows: int) -> Tensor:
 def run_calls_batched(wanted: Sequence[BatchedCall]) -> list[Any]:
     """Return results of calls, in order; ``can_compute`` holds for each."""
 
-    def rows(one: BatchedCall) -> int:
-        return max((len(x) for x in tree_flatten(one.fields)[0] if x.dim()), default=1)
+    def rows(call: BatchedCall) -> int:
+        return max((len(x) for x in tree_flatten(call.fields)[0] if x.dim()), default=1)
 
-    return _in_kinds(wanted, [_kind_of(one) for one in wanted], rows, _run_calls)
+    return _in_kinds(wanted, [_kind_of(call) for call in wanted], rows, _run_calls)
 
 
 def can_compute(one: BatchedCall) -> bool:
@@ -213,43 +213,43 @@ def can_compute(one: BatchedCall) -> bool:
     return all(copy is not None and not copy.is_single() for copy in copies)
 
 
-def _kind_of(one: BatchedCall) -> Hashable:
+def _kind_of(call: BatchedCall) -> Hashable:
     """Return a key; calls with the same key can be stacked."""
-    copies: list[Stackable] = [vars(network)[COPY] for network in one.networks.values()]
+    copies: list[Stackable] = [vars(network)[COPY] for network in call.networks.values()]
     modes = tuple((copy.modes(), *(p.requires_grad for p in copy.parameters())) for copy in copies)
-    leaves, tree = tree_flatten(one.fields)
+    leaves, tree = tree_flatten(call.fields)
     forms = repr(tree), *((x.shape, x.dtype, x.requires_grad) for x in leaves)
-    return one.function, tuple(one.networks), modes, forms, one.settings, one.derivatives
+    return call.function, tuple(call.networks), modes, forms, call.settings, call.derivatives
 
 
-def _run_calls(wanted: Sequence[BatchedCall]) -> Sequence[Any]:
+def _run_calls(calls: Sequence[BatchedCall]) -> Sequence[Any]:
     """Return results of calls with the same key."""
-    first = wanted[0]
-    if len(wanted) == 1:
+    first = calls[0]
+    if len(calls) == 1:
         return [first.run_single()]
-    copies = {name: [vars(one.networks[name])[COPY] for one in wanted] for name in first.networks}
-    stacked = {name: _stack(own) for name, own in copies.items()}
-    stacks = _by_agent(tree_flatten(one.fields)[0] for one in wanted)
+    copies = {name: [vars(call.networks[name])[COPY] for call in calls] for name in first.networks}
+    stacked = {name: _stack(group) for name, group in copies.items()}
+    stacks = _by_agent(tree_flatten(call.fields)[0] for call in calls)
     fields = tree_unflatten(stacks, tree_flatten(first.fields)[1])
 
-    def of_one(tensors: Any, fields: Any) -> Any:
+    def call_one(tensors: Any, fields: Any) -> Any:
         networks = {n: FunctionalModule(net, tensors[n]) for n, net in first.networks.items()}
         return first.of(fields, networks)
 
-    found = vmap(of_one)({name: tensors for name, (tensors, _) in stacked.items()}, fields)
-    for name, own in copies.items():
-        _unstack(own, stacked[name][1])
-    leaves, form = tree_flatten(found)
+    outputs = vmap(call_one)({name: tensors for name, (tensors, _) in stacked.items()}, fields)
+    for name, group in copies.items():
+        _unstack(group, stacked[name][1])
+    leaves, tree = tree_flatten(outputs)
     by_agent = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
-    return [tree_unflatten(list(leaves), form) for leaves in by_agent]
+    return [tree_unflatten(list(leaves), tree) for leaves in by_agent]
 
 
 def _unstack(copies: Sequence[Stackable], buffers: Sequence[Tensor]) -> None:
     """Copy back the buffers that a pass has changed (batch norm, spectral norm)."""
-    own = [buffer for copy in copies for buffer in copy.buffers()]
-    if own:
-        moved = zip(*(buffer.unbind(0) for buffer in buffers), strict=True)
-        torch._foreach_copy_(own, [buffer for of_agent in moved for buffer in of_agent])
+    targets = [buffer for copy in copies for buffer in copy.buffers()]
+    if targets:
+        updated = zip(*(buffer.unbind(0) for buffer in buffers), strict=True)
+        torch._foreach_copy_(targets, [buffer for of_agent in updated for buffer in of_agent])
 
 
 class JointSteps:
@@ -262,15 +262,15 @@ class JointSteps:
 
     def take(self, steps: Sequence[OptimizerStep]) -> None:
         """Run ``local_training.minimise`` for all of them."""
-        self._join([one for step in steps for one in step.optimisers])
+        self._join([optimiser for step in steps for optimiser in step.optimisers])
         for optimiser in self._joint:
             optimiser.zero_grad(set_to_none=True)
-        losses, moved = [step.loss for step in steps], [step.parameters() for step in steps]
+        losses, parameters = [step.loss for step in steps], [step.parameters() for step in steps]
         total = torch.stack(losses).sum()  # one backward pass; gradients stay separate
-        torch.autograd.backward([total], inputs=[p for own in moved for p in own])
-        for step, own in zip(steps, moved, strict=True):
+        torch.autograd.backward([total], inputs=[p for group in parameters for p in group])
+        for step, group in zip(steps, parameters, strict=True):
             if step.clip_norm is not None:
-                nn.utils.clip_grad_norm_(own, step.clip_norm)
+                nn.utils.clip_grad_norm_(group, step.clip_norm)
         for optimiser in self._joint:
             optimiser.step()
 
@@ -280,34 +280,34 @@ class JointSteps:
         for optimiser in self._joint:
             optimiser.step()
 
-    def _join(self, own: Sequence[torch.optim.Optimizer]) -> None:
+    def _join(self, optimisers: Sequence[torch.optim.Optimizer]) -> None:
         """Create one optimiser of each kind, over all parameters and moments."""
-        settings = [_settings(group) for one in own for group in one.param_groups]
-        known = list(map(id, own)) == list(map(id, self._own)) and settings == self._settings
-        if not known:
-            kinds = dict.fromkeys(map(type, own))
+        settings = [_settings(group) for o in optimisers for group in o.param_groups]
+        same = list(map(id, optimisers)) == list(map(id, self._own)) and settings == self._settings
+        if not same:
+            kinds = dict.fromkeys(map(type, optimisers))
             self._joint = [
-                _merge_settings(k, [one for one in own if type(one) is k]) for k in kinds
+                _merge_settings(kind, [o for o in optimisers if type(o) is kind]) for kind in kinds
             ]
-            self._own, self._settings = list(own), settings
+            self._own, self._settings = list(optimisers), settings
 
 
 def _merge_settings(
-    kind: type[torch.optim.Optimizer], own: Sequence[torch.optim.Optimizer]
+    kind: type[torch.optim.Optimizer], optimisers: Sequence[torch.optim.Optimizer]
 ) -> torch.optim.Optimizer:
     """Create one optimiser over all parameters, those of equal settings in one group.
 
     State is shared: either optimiser continues the other.
     """
     groups: dict[Hashable, dict[str, Any]] = {}
-    for group in (group for one in own for group in one.param_groups):
+    for group in (group for optimiser in optimisers for group in optimiser.param_groups):
         settings = _settings(group)
         merged = groups.setdefault(tuple(settings.items()), {**settings, "params": []})
         merged["params"] = [*merged["params"], *group["params"]]
     joint = kind(list(groups.values()))  # type: ignore[call-arg]
-    for one in own:
-        for parameter in (p for group in one.param_groups for p in group["params"]):
-            joint.state[parameter] = one.state[parameter]
+    for optimiser in optimisers:
+        for parameter in (p for group in optimiser.param_groups for p in group["params"]):
+            joint.state[parameter] = optimiser.state[parameter]
     return joint
 
 
