@@ -145,6 +145,10 @@ class Account:
         """Number of charged visits, unfinished ones included."""
         return len(self._journal.events)
 
+    def paid_visits(self) -> int:
+        """Number of visits whose charge is on disk: only these may read rows."""
+        return len(self._journal.visits)
+
     def is_charged(self, visit: str) -> bool:
         """Return whether a visit of this name was charged, finished or not."""
         return visit in self._journal.visits
@@ -228,11 +232,7 @@ class Account:
 
 def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
     """Verify the journal of a file, convert its torn tail to a line, and open it for appending."""
-    if not file.path.exists():
-        raise LedgerError(
-            f"{file.path}: missing, though the checkpoint (at a site: ledger.mark) says that it "
-            f"existed. Without it nobody knows what was spent. Put it back, or start a new run."
-        )
+    refuse_missing(file.path)
     file.hold()
     journal = read_journal(file.path)
     refuse_problems(file.path, journal, minimum_seq, minimum_head)
@@ -241,6 +241,15 @@ def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
         journal = replay(split_lines(read_content(file.path))[0])
     file.extend(journal.head, journal.seq)
     return journal
+
+
+def refuse_missing(path: Path) -> None:
+    """Raise LedgerError for a journal that is not there."""
+    if not path.exists():
+        raise LedgerError(
+            f"{path}: missing, though the checkpoint (at a site: ledger.mark) says that it "
+            f"existed. Without it nobody knows what was spent. Put it back, or start a new run."
+        )
 
 
 def refuse_problems(

@@ -7,7 +7,6 @@ and the cost of a local step. A forger must edit all of these.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from privssl.experiment.config import Config
 from privssl.experiment.prepare import make_plan
 from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.card_text import render_markdown
+from privssl.privacy.former_ledgers import recorded_heads
 from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan
 from privssl.runs.accounts import FORMER
@@ -84,7 +84,7 @@ def check_former_ledgers(files: RunFiles, journals: Mapping[str, Journal], found
     on_card = {(entry["ledger"], entry["agent"]) for entry in files.card["former_ledgers"]}
     on_card |= {(ledger, "") for ledger, _ in on_card}
     for content in files.snapshots.values():
-        for ledger, agent, head in _recorded(content["extra"]["mapping"].get(FORMER, "{}")):
+        for ledger, agent, head in recorded_heads(content["extra"]["mapping"].get(FORMER, "{}")):
             continues = bool(head) and head in journals.get(agent, Journal()).hashes
             if (ledger, agent) not in on_card and not continues:
                 found.problems.append(
@@ -92,19 +92,6 @@ def check_former_ledgers(files: RunFiles, journals: Mapping[str, Journal], found
                     "not name it"
                 )
                 return
-
-
-def _recorded(text: object) -> Iterator[tuple[str, str, str]]:
-    """Yield ledger, agent and hash of its last line; in former versions the ledger alone."""
-    try:
-        content = json.loads(str(text))
-    except (ValueError, RecursionError):
-        return
-    if isinstance(content, list):
-        yield from ((str(ledger), "", "") for ledger in content)
-    for ledger, heads in content.items() if isinstance(content, dict) else ():
-        for agent, head in heads.items() if isinstance(heads, dict) else ():
-            yield str(ledger), str(agent), str(head)
 
 
 def check_results(files: RunFiles, found: Findings) -> None:

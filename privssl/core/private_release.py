@@ -21,14 +21,18 @@ from privssl.errors import PrivacyError
 class Made(dict[str, tuple[Event, dict[str, Tensor]]]):
     """Field of a message -> its charged event, and its tensors by name ("" for a single tensor).
 
-    ``begun``: whether a mechanism has begun to use rows. ``counted``: the histograms of a census.
+    ``begun``: whether a mechanism has begun to use rows. ``failed``: whether one raised an error
+    while it used them. ``counted``: the histograms of a census, as the step sees them and as they
+    are. ``sealed``: whether the step may see no exact one.
     """
 
     begun = False
+    failed = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, sealed: bool) -> None:
         super().__init__()
-        self.counted: list[Tensor] = []
+        self.sealed = sealed
+        self.counted: list[tuple[Tensor, Tensor]] = []
 
 
 _made: ContextVar[Made | None] = ContextVar("made", default=None)
@@ -51,9 +55,9 @@ def mechanism_is_reading() -> bool:
 
 
 @contextmanager
-def watch_mechanisms() -> Iterator[Made]:
-    """Collect the releases of mechanisms inside the block."""
-    made = Made()
+def watch_mechanisms(*, sealed: bool) -> Iterator[Made]:
+    """Collect the releases of mechanisms inside the block. ``sealed``: as in :class:`Made`."""
+    made = Made(sealed=sealed)
     token = _made.set(made)
     try:
         yield made
@@ -66,18 +70,26 @@ def errors_without_rows(what: str) -> Iterator[None]:
     """Replace errors of code that gets labelled rows by a PrivacyError without their text.
 
     The text may show rows, and errors are printed, logged and in tracebacks. ``what``: that code.
+    Outside of steps the failure is not recorded.
     """
     try:
         yield
-    except (PrivacyError, AccountingError):  # raised by the mechanism itself
-        raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise PrivacyError(
-            f"{what} fails on labelled rows: {type(error).__name__} in {frame.name} "
-            f"({PurePath(frame.filename).name}, line {frame.lineno}). The text of the error is "
-            "withheld, because it may show rows. Try that code on made-up rows, of all classes"
-        ) from None
+        if (made := _made.get()) is not None:
+            made.failed = True
+        if isinstance(error, PrivacyError | AccountingError):  # raised by the mechanism itself
+            raise
+        raise error_without_rows(what, error) from None
+
+
+def error_without_rows(what: str, error: Exception) -> PrivacyError:
+    """Return an error that names the place of another, without its text."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return PrivacyError(
+        f"{what} fails on labelled rows: {type(error).__name__} in {frame.name} "
+        f"({PurePath(frame.filename).name}, line {frame.lineno}). The text of the error is "
+        "withheld, because it may show rows. Try that code on made-up rows, of all classes"
+    )
 
 
 class Mechanism(Protocol):
@@ -104,14 +116,23 @@ def begin_release() -> None:
     made.begun = True
 
 
-def record_counts(counts: Tensor) -> None:
-    """Record a counted histogram; outside of steps do nothing."""
-    if (made := _made.get()) is not None:
-        made.counted.append(counts.clone())
+def record_counts(counts: Tensor) -> Tensor:
+    """Record a counted histogram; return what the step may see of it: in a sealed one zeros.
+
+    Which message it sends, and the text of an error, could follow from exact counts.
+    """
+    if (made := _made.get()) is None:
+        return counts
+    seen = torch.zeros_like(counts) if made.sealed else counts
+    made.counted.append((seen, counts.clone()))
+    return seen
 
 
-def refuse_other_counts(counts: Tensor) -> None:
-    """Refuse a histogram that is not the one counted in this step.
+def exact_counts(seen: Tensor) -> Tensor:
+    """Return the histogram that was counted in this step; outside of steps the given one.
+
+    Args:
+        seen: what :func:`record_counts` returned, unchanged.
 
     Raises:
         PrivacyError: it was changed, so a row may change it by more than one; or several were
@@ -119,18 +140,20 @@ def refuse_other_counts(counts: Tensor) -> None:
     """
     made = _made.get()
     if made is None:
-        return
+        return seen
     if len(made.counted) != 1:
         raise PrivacyError(
             f"a census releases the one table that was counted in its step, and "
             f"{len(made.counted)} were: which of several is released could follow from the rows. "
             "Call count_rows once"
         )
-    if not torch.equal(made.counted[0], counts.cpu()):
+    [(ours, exact)] = made.counted
+    if seen is not ours or not torch.equal(ours, torch.zeros_like(exact) if made.sealed else exact):
         raise PrivacyError(
             "a census releases counts as count_rows made them, and these were changed, so one row "
             "could move them by more than 1. Change them after the noise"
         )
+    return exact
 
 
 def record_release(mechanism: Mechanism, name: str, value: Mapping[str, Tensor] | Tensor) -> None:

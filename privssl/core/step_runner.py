@@ -6,8 +6,10 @@ guarantees or ends the run:
 * labelled rows with an account are readable only from the step's charge to its end, and by the
   private mechanism alone: clipping cannot bound a number that depends on several rows, and a census
   counts single rows. The same holds for their number if it is private;
-* a step is charged once, with the event of the account's plan, and sends only the fields that the
-  plan names: no other field, weight, metric, refusal or memory;
+* a step is charged once, with the event of the account's plan, and sends the fields that the plan
+  names, all of them, and nothing else: no other field, weight, metric, refusal or memory;
+* a charged step in which a mechanism fails on its rows sends nothing. Errors of charged steps from
+  outside have no text;
 * these fields have the bits that a private mechanism released, once, under that event;
 * memory is replaced, never mutated, and rows stay as they are, so results do not depend on the
   worker process or on resuming.
@@ -24,10 +26,17 @@ from typing import Any
 from torch import Tensor
 
 from accounting.account_plan import AccountPlan
+from accounting.errors import AccountingError
 from accounting.events import Event
 from privssl.core.agents import Agent, LabelledRows, Memory
 from privssl.core.messages import Declined, Message
-from privssl.core.private_release import Made, is_release, mechanism_is_reading, watch_mechanisms
+from privssl.core.private_release import (
+    Made,
+    error_without_rows,
+    is_release,
+    mechanism_is_reading,
+    watch_mechanisms,
+)
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
 from privssl.runtime.randomness import others_seeded
@@ -90,14 +99,16 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     account, memory, running = agent.account, agent.memory, True
     visit = f"{getattr(step, '__name__', 'a step')} of {agent.id}"
     visits_before = 0 if account is None else account.visits()
+    paid_before = 0 if account is None else account.paid_visits()
 
     def paid() -> bool:
-        return running and account is not None and account.visits() > visits_before
+        return running and account is not None and account.paid_visits() > paid_before
 
     labelled = agent.held_labelled
+    sealed = account is not None and account.plan.scope == "sound"
     if account is not None and labelled is not None:
         labelled = ChargedRows(
-            labelled, paid, visit, sealed=account.plan.scope == "sound",
+            labelled, paid, visit, sealed=sealed,
             counted=account.plan.record_counts == "public",
         )  # fmt: skip
     view: Memory = MappingProxyType(memory)
@@ -107,7 +118,11 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     )  # fmt: skip
     memory_versions, row_versions = _versions(memory), _versions(_rows(agent))
     try:
-        with watch_mechanisms() as made, _repeatable(step, ctx):
+        with (
+            watch_mechanisms(sealed=sealed) as made,
+            _repeatable(step, ctx),
+            _without_texts(step, visit, paid),
+        ):
             content = step(copy, message, ctx)
         charged = () if account is None else account.events[visits_before:]
     finally:
@@ -170,6 +185,20 @@ def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _without_texts(step: Step, who: str, paid: Callable[[], bool]) -> Iterator[None]:
+    """Withhold the text of an error of a charged step from outside: it may show exact counts."""
+    of = str(getattr(step, "__module__", "")), type(getattr(step, "__self__", None)).__module__
+    try:
+        yield
+    except (PrivacyError, AccountingError):
+        raise
+    except Exception as error:
+        if not paid() or {name.partition(".")[0] for name in of} <= {"privssl", "builtins"}:
+            raise
+        raise error_without_rows(who, error) from None
+
+
 def _versions(memory: Memory) -> dict[str, int]:
     """Return version counters of the tensors; none for tensors in files, which are read-only."""
     if not isinstance(memory, dict):
@@ -185,11 +214,14 @@ def _refuse_unplanned_release(
     sent = [name for name, value in vars(content).items() if value is not None]
     protected = [name for name in sent if name in plan.protect]
     unprotected = [n for n in protected if not is_release(made, plan.event, n, vars(content)[n])]
+    missing = [name for name in plan.update if name not in sent and plan.scope == "sound"]
     problems = [
         problem
         for problem, applies in (
             ("it declines", isinstance(content, Declined)),
             (f"it sends {', '.join(sent)}", not set(sent) <= set(plan.update)),
+            (f"it sends no {', '.join(missing)}", bool(missing)),
+            ("a private mechanism failed in it", made.failed),
             (f"no private mechanism made its {', '.join(unprotected)}", bool(unprotected)),
             ("its weight is not 1", ctx.weight != 1.0),
             ("its charge is not the planned one", tuple(charged) != (plan.event,)),

@@ -20,6 +20,7 @@ from privssl.settings.names import is_outside
 
 SPLIT, CARD = "split.json", "privacy.json"  # in the folder of a run
 DEPTH = 3  # RUN/checkpoints/round_00001/FILE
+_OF_A_RUN = ("config.yaml", "metrics.csv", "model_card.md", "checkpoints/latest")
 _OVER_SITES = re.compile("^  engine: flower$", re.MULTILINE)  # in config.yaml
 
 
@@ -59,8 +60,14 @@ def check_warm_start(
 
 def _warnings_of(key: str, file: Path, split: Manifest, counts_public: bool) -> Iterator[str]:
     """Yield warnings about one file; ``counts_public``: numbers of labelled rows are public."""
-    run = next((p for p in list(file.parents)[:DEPTH] if (p / SPLIT).is_file()), None)
+    above = list(file.parents)[:DEPTH]
+    run = next((p for p in above if (p / SPLIT).is_file()), None)
     if run is None:
+        if rest := next(filter(_lacks_split, above), None):
+            raise PrivacyError(
+                f"{key} is in {rest}, the folder of a run without its split.json, so whether that "
+                f"run used labelled rows of this one without protection is unknown. {_advice(key)}"
+            )
         return
     former = read_manifest(run / SPLIT)
     if not split.agents:  # the agents are sites
@@ -120,6 +127,12 @@ def _of_other_files(key: str, run: Path, former: Manifest, split: Manifest) -> I
         "rows of this run are among them was not looked at, and the claim takes them as public. "
         f"{_advice(key)}"
     )
+
+
+def _lacks_split(folder: Path) -> bool:
+    """Return whether a folder has other files of a run."""
+    config, *others = (folder / name for name in _OF_A_RUN)
+    return config.is_file() and any(path.is_file() for path in others)
 
 
 def _advice(key: str) -> str:

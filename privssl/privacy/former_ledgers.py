@@ -4,6 +4,7 @@ A run's card is about that run. An earlier run may have used the same rows, so t
 ledgers of replaced runs with their epsilon, and the audit reads them again.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,6 +55,20 @@ def former_heads(folder: Path) -> dict[str, dict[str, str]]:
         if journal.events or not head:
             heads.setdefault(name, {})[agent] = head
     return heads
+
+
+def recorded_heads(text: object) -> Iterator[tuple[str, str, str]]:
+    """Yield ledger, agent and hash of its last line of a checkpoint's record; in former versions
+    the ledger alone."""
+    try:
+        recorded = json.loads(str(text))
+    except (ValueError, RecursionError):
+        return
+    if isinstance(recorded, list):
+        yield from ((str(ledger), "", "") for ledger in recorded)
+    for ledger, heads in recorded.items() if isinstance(recorded, dict) else ():
+        for agent, head in heads.items() if isinstance(heads, dict) else ():
+            yield str(ledger), str(agent), str(head)
 
 
 def _journals_beside(folder: Path) -> Iterator[tuple[str, str, Journal]]:

@@ -79,8 +79,8 @@ def train_rows_privately(
     training = PrivateTraining(plan, networks)
     with errors_without_rows("a draw, loss or network of private training"):
         training.run(len(rows), draws.fields, row_loss, at_once=at_once)
-    if trial is not None:
-        trial.refuse_change()
+        if trial is not None:
+            trial.refuse_change()
 
 
 class _Trial:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from privssl.errors import PrivacyError
 from privssl.ops import dispatch
+from privssl.privacy import own_code
 from privssl.privacy.clipping import (
     DenseGradients,
     OuterProductGradients,
@@ -32,8 +33,6 @@ SHIFTS = 15  # rows shift by 1 to this many positions: each changes the alignmen
 TRIES = 15  # random weights per test of positions: rounding differs in few numbers
 STACK_TRIES = 4  # random weights per test of a stack of agents
 SECONDS = 2.0  # time limit: by then large networks have been compared in enough numbers
-
-_KNOWN = ("privssl.", "generators.", "torch.nn.")  # prefixes of modules with our layers
 
 _passed = set[Hashable]()
 
@@ -218,27 +217,16 @@ def _kind(
 
 def identity(network: nn.Module) -> Hashable:
     """Return a key of a network's computation: the form of ours, the object itself of others."""
-    return repr(network) if _has_known_layers(network) else weakref.ref(network)
-
-
-def _has_known_layers(network: nn.Module) -> bool:
-    return all(type(layer).__module__.startswith(_KNOWN) for layer in network.modules())
+    return repr(network) if own_code.has_known_layers(network) else weakref.ref(network)
 
 
 def is_ours(networks: Mapping[str, nn.Module], row_loss: RowLoss, draw: Callable[..., Any]) -> bool:
-    """Return whether all code of a private loss is privssl's. That is functions, and networks
-    without hooks, frozen ones included."""
-    function = row_loss.function if isinstance(row_loss, ExampleLoss) else row_loss
-    ours = all(str(getattr(f, "__module__", "")).startswith(_KNOWN) for f in (function, draw))
-    captured = [cell.cell_contents for cell in getattr(row_loss, "__closure__", None) or ()]
-    captured += [getattr(row_loss, "networks", None), networks]
-    items = [item for v in captured for item in (v.values() if isinstance(v, Mapping) else [v])]
-    return ours and all(_is_plain(item) for item in items if isinstance(item, nn.Module))
-
-
-def _is_plain(network: nn.Module) -> bool:
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
-    return _has_known_layers(network) and not hooked
+    """Return whether all code of a private loss is privssl's: functions with what they hold, and
+    networks without hooks, frozen ones included."""
+    parts: tuple[object, ...] = (networks, row_loss, draw)
+    if isinstance(row_loss, ExampleLoss):
+        parts += (row_loss.function, row_loss.settings, row_loss.networks)
+    return own_code.is_ours(parts)
 
 
 def _of_loss(row_loss: RowLoss) -> Hashable:

@@ -12,7 +12,7 @@ from accounting import row_registry
 from accounting.account_plan import AccountPlan, refuse_change
 from accounting.journal import read_content
 from accounting.journal_reader import Journal
-from accounting.ledger import Account, read_journal, refuse_problems
+from accounting.ledger import Account, read_journal, refuse_missing, refuse_problems
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import RunFolderError
 from privssl.experiment.config import Config
@@ -91,6 +91,9 @@ def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -
     extra = {} if snapshot is None else snapshot.extra
     run_id = str(extra.get(RUN_ID, os.urandom(8).hex()))
     if outlives:
+        for name in prepared.account_plans:
+            if LEDGER_SEQ + name in extra:  # before a new registry is begun
+                refuse_missing(ledger / f"{name}.jsonl")
         _claim_rows(prepared, ledger, only_check=False)
     with ExitStack() as stack:
         for name, plan in prepared.account_plans.items():

@@ -68,6 +68,7 @@ def launch(
         runs_resume.check_same_names(folder, prepared, snapshot)
         runs_resume.check_same_public_parts(folder, prepared, snapshot)
         runs_resume.check_spending_shown(folder, prepared)
+        runs_resume.check_former_ledgers(folder, prepared, snapshot)
         warn(runs_resume.other_code_warnings(snapshot))
         warn(runs_resume.check_same_plugins(folder, prepared, snapshot))
         if lengthening.asks_for_more(folder, prepared.config):

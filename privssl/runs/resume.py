@@ -19,8 +19,9 @@ from privssl.errors import DataError, RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared
+from privssl.privacy.former_ledgers import former_heads, recorded_heads
 from privssl.runs import run_dir
-from privssl.runs.accounts import check_metrics, ledger_of, read_metrics
+from privssl.runs.accounts import FORMER, check_metrics, ledger_of, read_metrics
 from privssl.runs.checkpoint import Snapshot
 from privssl.runtime.code_version import fingerprint
 
@@ -212,6 +213,30 @@ def check_same_names(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
                 f"{', '.join(now[:20])}. Give them the former names and order, or start a new run "
                 "with another run.output"
             )
+
+
+def check_former_ledgers(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
+    """Check that ledgers of replaced runs, which the card will name, are still beside the folder.
+
+    Ledgers that the run's own accounts continue are exempt, as in audits.
+
+    Raises:
+        RunFolderError: one is missing or was changed, or the folder was moved or renamed.
+        LedgerError: a journal cannot be read.
+    """
+    here = former_heads(folder)
+    for ledger, agent, head in recorded_heads(snapshot.extra.get(FORMER, "{}")):
+        there = here.get(ledger, {})
+        own = ledger_of(prepared.config, folder) / f"{agent}.jsonl"
+        if (there.get(agent) == head if agent else there) or (
+            head and own.exists() and head in read_journal(own).hashes
+        ):
+            continue
+        raise RunFolderError(
+            f"{folder.resolve().with_name(ledger)}: the ledger of a replaced run was moved or "
+            "changed, or the run's folder was moved, and the card must say what that run spent. "
+            "Put it back"
+        )
 
 
 def public_parts(prepared: Prepared) -> dict[str, str]:

@@ -2,6 +2,9 @@
 
 import contextlib
 import dataclasses
+import errno
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +16,18 @@ from torch import Tensor
 
 from accounting.account_plan import AccountPlan
 from accounting.budget import Budget
+from accounting.errors import LedgerError
 from accounting.events import PoissonSampledGaussianEvent
 from accounting.ledger import Account, read_journal
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.engine import Call
-from privssl.core.messages import Declined, Message, MessageError, StateDict
-from privssl.core.private_release import begin_release, mechanism_reads, record_release
+from privssl.core.messages import Ack, Declined, Message, MessageError, StateDict
+from privssl.core.private_release import (
+    begin_release,
+    errors_without_rows,
+    mechanism_reads,
+    record_release,
+)
 from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError
 
@@ -160,6 +169,14 @@ def decline(agent: Any, message: Sent, ctx: Any) -> Declined:
     return Declined("knows enough")
 
 
+def send_if_many(agent: Any, message: Sent, ctx: Any) -> Sent:
+    return Sent(F=torch.ones(2) if int(agent.labelled.y.sum()) > 2 else None)
+
+
+def acknowledge(agent: Any, message: Sent, ctx: Any) -> Ack:
+    return Ack()
+
+
 def log_metric(agent: Any, message: Sent, ctx: Any) -> Sent:
     ctx.metrics["loss"] = 0.5  # bypasses ``ctx.log_metric``
     return Sent(F=torch.ones(2))
@@ -176,6 +193,8 @@ def store_gradient(agent: Any, message: Sent, ctx: Any) -> Sent:
         (send_label_counts, "it sends F, counts"),
         (set_weight, "its weight is not 1"),
         (decline, "it declines"),
+        (send_if_many, "it sends no F"),
+        (acknowledge, "it sends no F"),
         (log_metric, "it logs loss"),
         (store_gradient, "it changes its memory"),
     ],
@@ -217,6 +236,53 @@ def test_labelled_rows_kept_by_a_step_cannot_be_read_after_its_visit(engine: Loc
     for look in (len, lambda rows: rows.x, lambda rows: rows.y, lambda rows: rows.ids):
         with pytest.raises(PrivacyError, match="after the step"):
             look(kept[0])
+
+
+@pytest.mark.parametrize(("largest", "fails"), [(0, True), (1, False)])
+def test_a_step_that_continues_after_an_error_on_its_rows_is_refused(
+    engine: LocalEngine, largest: int, fails: bool
+) -> None:
+    # Which of several releases is sent would show whether a row raises an error.
+    def continues(agent: Any, message: Sent, ctx: Any) -> Sent:
+        with contextlib.suppress(PrivacyError), errors_without_rows("a cluster"):
+            [0][int(agent.labelled.y.max()) - largest]
+        return Sent(F=torch.ones(2))
+
+    refused = pytest.raises(PrivacyError, match="a private mechanism failed in it")
+    with refused if fails else contextlib.nullcontext():
+        assert run_step(engine, charged(continues)).payload.F.tolist() == [1, 1]
+
+
+def test_rows_are_closed_to_a_step_that_ignores_a_failed_charge(
+    engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def ignores(agent: Any, message: Sent, ctx: Any) -> Sent:
+        with contextlib.suppress(LedgerError):
+            return cast(Sent, charged(release_f)(agent, message, ctx))
+        begin_release()
+        record_release(MECHANISM, "F", torch.ones(2))
+        with mechanism_reads():
+            return release_f(agent, message, ctx)
+
+    monkeypatch.setattr(os, "write", full_disk)
+    with pytest.raises(PrivacyError, match="before their account was charged"):
+        run_step(engine, ignores)
+    assert charge_count(tmp_path) == 0
+
+
+def test_an_error_of_a_charged_step_from_outside_shows_no_row(engine: LocalEngine) -> None:
+    def fails(agent: Any, message: Sent, ctx: Any) -> Sent:
+        raise ValueError(f"labels {agent.labelled.y.tolist()}")
+
+    with pytest.raises(PrivacyError, match="fails on labelled rows: ValueError in fails") as error:
+        run_step(engine, charged(fails))
+    assert "[0, 1, 1, 0]" not in "".join(traceback.format_exception(error.value))
+    engine._agents["m0"].account = None  # the control: without an account errors have their text
+    with pytest.raises(ValueError, match=r"labels \[0, 1, 1, 0\]"):
+        run_step(engine, fails)
 
 
 # Reading rows ---------------------------------------------------------------------------------

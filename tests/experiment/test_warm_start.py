@@ -84,6 +84,18 @@ def test_a_private_run_refuses_weights_of_a_run_that_used_its_rows_without_noise
     prepared(tmp_path, weights)  # the control: without a claim the weights are accepted
 
 
+def test_a_private_run_refuses_weights_in_a_run_folder_that_lost_its_split(tmp_path: Path) -> None:
+    weights = weights_of_a_run(tmp_path)
+    for name in ("config.yaml", "metrics.csv"):
+        (tmp_path / "former" / name).write_text("")
+    (tmp_path / "former" / "split.json").unlink()
+    with pytest.raises(PrivacyError, match=r"the folder of a run without its split\.json"):
+        prepared(tmp_path, *PRIVATE, weights)
+    prepared(tmp_path, weights)  # the control: without a claim the weights are accepted
+    (tmp_path / "former" / "config.yaml").unlink()
+    prepared(tmp_path, *PRIVATE, weights)  # and in a folder that is not of a run
+
+
 def test_a_private_run_accepts_weights_of_a_run_on_other_rows(tmp_path: Path) -> None:
     weights = weights_of_a_run(tmp_path)
     split = tmp_path / "former" / "split.json"

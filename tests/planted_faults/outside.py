@@ -10,6 +10,11 @@ IN_SITE_ROWS = "tests/site/test_own_rows.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "weights in a run's folder without a split count as public",
+        ((WARM, "return config.is_file() and any(", "return not config and any("),),
+        (IN_WARM + "a_private_run_refuses_weights_in_a_run_folder_that_lost_its_split",),
+    ),
+    Fault(
         "a convolution stays that oneDNN computes wrongly",
         (("privssl/models/__init__.py", "        avoid_overrun(module)\n", ""),),
         (
@@ -248,8 +253,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/row_bits.py",
-                "return repr(network) if _has_known_layers(network) else weakref.ref(network)",
-                "return repr(network)",
+                "    return repr(network) if own_code.has_known_layers(network) else ",
+                "    return repr(network) if repr(network) else ",
             ),
         ),
         (

@@ -458,7 +458,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 VISITS,
-                "return running and account is not None and account.visits() > visits_before",
+                "return running and account is not None and account.paid_visits() > paid_before",
                 "return running",
             ),
         ),

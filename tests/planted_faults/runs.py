@@ -24,6 +24,20 @@ IN_RESUME = "tests/runs/test_resume.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "a renamed run forgets the ledger of the run that it replaced",
+        (
+            (
+                "privssl/runs/launch.py",
+                "        runs_resume.check_former_ledgers(folder, prepared, snapshot)\n",
+                "",
+            ),
+        ),
+        (
+            "tests/runs/test_accounts_of_a_run.py::"
+            "test_a_run_that_replaced_another_is_resumed_beside_the_other_ones_ledger_only",
+        ),
+    ),
+    Fault(
         "a run goes on with another file of initial weights, which its card then names",
         (("privssl/runs/resume.py", "if former not in (None, current):", "if False:"),),
         (

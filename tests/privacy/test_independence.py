@@ -1,5 +1,6 @@
 """A row's private loss depends on no other row, for any network, draw or random number in it."""
 
+import contextlib
 import math
 import traceback
 from collections.abc import Callable, Mapping
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from privssl.algorithms.baselines.dp_classifier import check_classifier
+from privssl.algorithms.fedssl import losses
+from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.core.agents import LabelledRows
 from privssl.core.rows import WITH_DROPOUT
 from privssl.core.task import Context, Task
@@ -37,6 +40,7 @@ from privssl.training.batched.deferred import ExampleLoss, FunctionalModule
 from privssl.training.losses import hard_label_loss
 from tests.support.privacy import (
     CLASSES,
+    NOISE,
     SHAPE,
     SHIPPED,
     classifier_rows,
@@ -261,6 +265,39 @@ def test_a_network_or_draw_that_starts_to_keep_rows_after_a_warm_up_is_refused(
     with pytest.raises(PrivacyError, match="keeps something of the rows that it is trained on"):
         visit()
     return None
+
+
+@pytest.mark.parametrize("uses", [True, False])
+def test_a_view_of_ones_own_config_that_keeps_rows_after_a_warm_up_is_refused(uses: bool) -> None:
+    seen = Memory()
+
+    class OwnViews(FedSSLConfig):
+        """Centres rows by the mean of the last call, in the draw of privssl's own losses."""
+
+        def augmentation(self, *_: Any) -> Any:
+            def view(x: Tensor, rng: torch.Generator) -> Tensor:
+                before, seen.calls = seen.mean, seen.calls + 1
+                if seen.calls > 20:
+                    seen.mean = x.mean()
+                return x - (before if uses else 0.0)
+
+            return view
+
+    plan = make_dp_sgd_plan(
+        PrivacySettings(epsilon=8.0, steps=8, sample_rate=1.0), rounds=1, rows_per_agent=4
+    )
+    rows = LabelledRows(
+        torch.randint(256, (4, *SHAPE), dtype=torch.uint8), torch.arange(4) % CLASSES,
+        torch.arange(4),
+    )  # fmt: skip
+    ctx = Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
+    refused = pytest.raises(PrivacyError, match="keeps something of the rows that it is trained on")
+    with refused if uses else contextlib.nullcontext():
+        losses.train_networks_privately(
+            plan, OwnViews(noise_size=NOISE), networks(), rows, ctx, classes=CLASSES,
+            mixes_teach=True, counts_public=True,
+        )  # fmt: skip
+    assert seen.calls > 20
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -12,6 +12,7 @@ import shutil
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ from accounting.errors import BudgetExhausted, PlanError
 from accounting.events import Event, PoissonSampledGaussianEvent, PureDpEvent
 from accounting.ledger import Account, AccountPlan, read_journal
 from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.label_census.feature_map import FeatureMapRounds, Map
 from privssl.audit import __main__ as audit
 from privssl.compare import table
 from privssl.core.agents import Agent, LabelledRows
 from privssl.core.engine import Call
 from privssl.core.federation import Federation
 from privssl.core.messages import Ack, Message
+from privssl.core.task import Context
 from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError
 from privssl.experiment import config as configs
@@ -567,6 +570,34 @@ def the_purer_of_two(rows: Any) -> Tensor:
     )
 
 
+def another_if_one_fails(rows: Any) -> Tensor:
+    try:
+        return count_rows(rows, lambda row: torch.tensor([3 * int(row > 0.9)]), 2, 2)
+    except PrivacyError:
+        return above_one_half(rows)
+
+
+class OwnFeatures:
+    """A census of one's own that inherits privssl's clusters, and centres features itself."""
+
+    cluster_of = FeatureMapRounds.cluster_of
+
+    def __init__(self) -> None:
+        self.seen = list[float]()
+
+    def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
+        self.seen.append(float(x))
+        return x - sum(self.seen) / len(self.seen)
+
+
+def inherited(features: OwnFeatures) -> Callable[[Any], Tensor]:
+    ends, device = torch.tensor([[-0.1], [0.1]]), torch.device("cpu")
+    found = Map({}, torch.zeros(1), ends, torch.arange(2))
+    ctx = Context(0, 1, "s0", "", "", device)
+    cluster_of = partial(features.cluster_of, msg=found, ctx=ctx)  # type: ignore[misc]
+    return lambda rows: count_rows(rows, cluster_of, 2, 2)
+
+
 def six_rows() -> LabelledRows:
     return LabelledRows(torch.linspace(0, 1, 6).view(6, 1), torch.arange(6) % 2, torch.arange(6))
 
@@ -599,6 +630,8 @@ class SingleAgent:
     [
         (above_the_mean_of_all, "count_rows"),
         (above_the_mean_so_far, "the cluster of a row depends on the rows before it"),
+        (inherited(OwnFeatures()), "the cluster of a row depends on the rows before it"),
+        (another_if_one_fails, "a private mechanism failed in it"),
         (cumulative, "these were changed, so one row could move them by more than 1"),
         (tenfold, "these were changed, so one row could move them by more than 1"),
         (the_purer_of_two, "and 2 were: which of several is released could follow from the rows"),
@@ -611,6 +644,20 @@ def test_a_census_releases_one_count_per_row_as_it_was_assigned(
     with pytest.raises(PrivacyError, match=why):
         SingleAgent(tmp_path)(counted)
     SingleAgent(tmp_path / "control")(above_one_half)
+
+
+def test_a_charged_step_sees_no_exact_count(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    def looks(rows: Any) -> Tensor:
+        seen.append(above_one_half(rows))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(label_histogram, "discrete_laplace", lambda epsilon, n: np.zeros(n, np.int64))
+        released = SingleAgent(tmp_path)(looks)
+    assert not seen[0].any() and released.tolist() == [[2, 1], [1, 2]]
+    assert torch.equal(looks(six_rows()), released)  # the control: without an account
 
 
 @pytest.mark.parametrize("secret", ["class 1", "a row of 0.8"])

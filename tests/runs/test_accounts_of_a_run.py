@@ -176,6 +176,23 @@ def changed_files(paths: RunPaths, before: dict[str, tuple[bytes, int]]) -> set[
     return {name for name in before | after if before.get(name) != after.get(name)}
 
 
+def test_a_run_that_replaced_another_is_resumed_beside_the_other_ones_ledger_only(
+    tmp_path: Path,
+) -> None:
+    paths = place(tmp_path, SHORT.replace("every: 2", "every: 1"))
+    assert command(paths.config, paths.output).status == 0
+    with signals_at_call(LocalEngine, "deliver", 3 + 3, signal.SIGINT):
+        assert command(paths.config, paths.output, "run.overwrite=true").status == 130
+    moved = paths.run.with_name("moved")  # its card would forget what the replaced run spent
+    paths.run.rename(moved)
+    outcome = command(paths.config, "--resume", moved)
+    assert_refused(outcome, "run.ledger-001", "ledger of a replaced run", "Put it back")
+    moved.rename(paths.run)
+    assert command(paths.config, "--resume", paths.run).status == 0
+    card = json.loads((paths.run / "privacy.json").read_text())
+    assert {entry["ledger"] for entry in card["former_ledgers"]} == {"run.ledger-001"}
+
+
 # Tampering --------------------------------------------------------------------------------------
 
 

@@ -486,6 +486,21 @@ def test_a_private_run_refuses_rows_that_two_agents_share(tmp_path: Path) -> Non
     assert_refused(outcome, "labelled rows of s0 are rows of s1 as well", "Remove doubled rows")
 
 
+def test_a_resume_without_its_accounts_begins_no_new_registry(
+    after_run_one: AccountFolder,
+) -> None:
+    # In a new one, journals that are put back would forget which rows other runs used unprotected.
+    for name in ("privacy.json", "results.json"):  # or --resume finds that the run is finished
+        (after_run_one.run("one") / name).unlink()
+    elsewhere = after_run_one.ledger.with_name("elsewhere")
+    after_run_one.ledger.rename(elsewhere)
+    outcome = after_run_one.train("one", resume=after_run_one.run("one"))
+    assert_refused(outcome, "s0.jsonl: missing", "Put it back")
+    assert not after_run_one.ledger.exists()
+    elsewhere.rename(after_run_one.ledger)  # the control
+    assert after_run_one.train("one", resume=after_run_one.run("one")).status == 0
+
+
 # The audit --------------------------------------------------------------------------------------
 
 
