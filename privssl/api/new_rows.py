@@ -151,7 +151,8 @@ class RowForm:
                 f"{HERE}: rows are bytes, which are scaled to [-1, 1], and {self.folder} was "
                 "trained on floats, which are not. Give floats"
             )
-        scaled = as_bytes or (-1 <= rows.min() < 0 and rows.max() <= 1)  # as run.generate makes them
+        # as run.generate makes them
+        scaled = as_bytes or (-1 <= rows.min() < 0 and rows.max() <= 1)
         if self.scaling == BYTES and not scaled:
             raise DataError(
                 f"{HERE}: rows are floats, which are taken as they are, and {self.folder} was "

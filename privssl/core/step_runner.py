@@ -188,13 +188,13 @@ def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
 @contextmanager
 def _without_texts(step: Step, who: str, paid: Callable[[], bool]) -> Iterator[None]:
     """Withhold the text of an error of a charged step from outside: it may show exact counts."""
-    of = str(getattr(step, "__module__", "")), type(getattr(step, "__self__", None)).__module__
+    modules = str(getattr(step, "__module__", "")), type(getattr(step, "__self__", None)).__module__
     try:
         yield
     except (PrivacyError, AccountingError):
         raise
     except Exception as error:
-        if not paid() or {name.partition(".")[0] for name in of} <= {"privssl", "builtins"}:
+        if not paid() or {name.partition(".")[0] for name in modules} <= {"privssl", "builtins"}:
             raise
         raise error_without_rows(who, error) from None
 
