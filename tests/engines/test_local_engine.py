@@ -16,6 +16,7 @@ from privssl.core.engine import Call
 from privssl.core.messages import Message, Reply, StateDict
 from privssl.engines.local import LocalEngine
 from privssl.training.evaluation import HiddenLabelMeter
+from tests.support.toy_worlds import unopened_account
 
 ROWS = UnlabelledRows(torch.zeros(4, 1, 8, 8), torch.arange(4))
 
@@ -127,7 +128,7 @@ def test_no_step_can_reach_the_true_labels_of_the_meter() -> None:
 
 def test_an_agent_with_an_account_reports_no_metrics() -> None:
     meter, closed = Meter(), []
-    account: Any = SimpleNamespace(close=lambda: closed.append(1), visits=lambda: 0, events=())
+    account = unopened_account(close=lambda: closed.append(1))
     agent = Agent(id="s0", held_unlabelled=ROWS, account=account)
     local = LocalEngine([agent], seed=3, device=torch.device("cpu"), meter=meter)
     assert run_step(local, draw, weights()).metrics == {}

@@ -44,6 +44,7 @@ from privssl.storage.tensor_files import PackedTensors
 from tests.support.command_line import assert_refused
 from tests.support.forked_command import ForkedCommand, wait_for
 from tests.support.resume import PRIVATE, RunPaths, command, place, same_results
+from tests.support.toy_worlds import unopened_account
 from tests.support.transports import fork, open_files
 
 CPU = torch.device("cpu")
@@ -255,8 +256,8 @@ def test_parallel_visits_run_in_workers_and_a_single_visit_runs_in_this_process(
 
 
 def test_an_agent_with_an_account_is_visited_in_this_process_and_reports_no_metrics() -> None:
-    account: Any = SimpleNamespace(close=lambda: None, visits=lambda: 0, events=())
-    parties = [*agents(2), Agent(id="s0", held_unlabelled=agents()[0].unlabelled, account=account)]
+    unlabelled = agents()[0].unlabelled
+    parties = [*agents(2), Agent(id="s0", held_unlabelled=unlabelled, account=unopened_account())]
     meter = Meter()
     with worker_engine(parties, meter=meter) as pool:
         where = {

@@ -54,7 +54,7 @@ NAME = "canary-class"  # begins the name of every class
 # The meaning of outputs is public; warnings and metrics of test rows also name classes.
 NAMES_CLASSES = (
     *("results.json", "classifier.safetensors", "train.log", "metrics.csv", "confusion.csv"),
-    "model_card.md",
+    *("model_card.md", "snapshot.json"),
 )
 
 

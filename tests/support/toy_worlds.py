@@ -4,6 +4,7 @@ Each engine here violates the contract of engines, for controls.
 """
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,3 +97,10 @@ def without_noise(patch: pytest.MonkeyPatch) -> None:
     """Make private steps release their sums without noise and rounding."""
     patch.setattr(secure_noise, "secure_normal", np.zeros)
     patch.setattr(noisy_optimizer, "rounding_grid", lambda deviation: 0.0)
+
+
+def unopened_account(**methods: Any) -> Any:
+    """Return what an engine asks of an account that no step charges; ``methods`` come on top."""
+    asked = {"visits": lambda: 0, "paid_visits": lambda: 0, "close": lambda: None}
+    plan = SimpleNamespace(scope="sound")
+    return SimpleNamespace(**{**asked, "events": (), "plan": plan, **methods})

@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +74,7 @@ from tests.support.toy_worlds import (
     make,
     same_bits,
     simulate,
+    unopened_account,
 )
 
 CPU = torch.device("cpu")
@@ -909,7 +909,7 @@ def test_an_agent_with_a_privacy_account_is_batched_before_it_is_charged() -> No
     # Its steps on labelled rows are tested in test_private_fedavg.py.
     steps = Steps()
     there = engine_of(steps)
-    there._agents["q1"].account = SimpleNamespace(visits=lambda: 0, events=())
+    there._agents["q1"].account = unopened_account()
     replies = asked(there, steps.where, ["q0", "q1", "q2"])
     assert HERE not in {reply.payload.text for reply in replies}
 
@@ -927,8 +927,10 @@ def test_after_its_charge_an_agent_shares_no_stack_with_other_agents(
     monkeypatch.setattr(batched, "run_passes_batched", counted)
     there = engine_of(steps)
     for name in ("q0", "q1"):
-        there._agents[name].account = SimpleNamespace(
-            visits=lambda: len(paid), events=(), pay=lambda: paid.append("") if charged else None
+        there._agents[name].account = unopened_account(
+            visits=lambda: len(paid),
+            paid_visits=lambda: len(paid),
+            pay=lambda: paid.append("") if charged else None,
         )
     asked(there, steps.pay, ["q0", "q1", "q2"])
     assert stacks == ([1] if charged else [3])
