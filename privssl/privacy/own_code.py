@@ -34,5 +34,8 @@ def is_ours(code: object) -> bool:
         return is_ours((code.func, *code.args, *code.keywords.values()))
     if not str(getattr(code, "__module__", "")).startswith(_KNOWN):
         return False
-    held = [cell.cell_contents for cell in getattr(code, "__closure__", None) or ()]
+    try:
+        held = [cell.cell_contents for cell in getattr(code, "__closure__", None) or ()]
+    except ValueError:  # a variable that is not assigned yet
+        return False
     return is_ours([getattr(code, "__self__", None), *held])
