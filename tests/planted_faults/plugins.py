@@ -253,7 +253,10 @@ FAULTS: tuple[Fault, ...] = (
                 "if max((a - b).max() for a, b in zip(first, second[::-1], strict=True)) > 0.01:",
             ),
         ),
-        (IN_PLUGINS + "a_mistake_in_a_plug_in_raises_one_clear_error[data.encoder-drifting]",),
+        (
+            IN_PLUGINS
+            + "a_mistake_in_a_plug_in_raises_one_clear_error[data.encoder-drifting_encoder]",
+        ),
     ),
     Fault(
         "a folder of a text encoder chooses code",
