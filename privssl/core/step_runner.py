@@ -186,7 +186,7 @@ def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
 
 
 @contextmanager
-def _without_texts(step: Step, who: str, paid: Callable[[], bool]) -> Iterator[None]:
+def _without_texts(step: Step, visit: str, paid: Callable[[], bool]) -> Iterator[None]:
     """Withhold the text of an error of a charged step from outside: it may show exact counts."""
     modules = str(getattr(step, "__module__", "")), type(getattr(step, "__self__", None)).__module__
     try:
@@ -196,7 +196,7 @@ def _without_texts(step: Step, who: str, paid: Callable[[], bool]) -> Iterator[N
     except Exception as error:
         if not paid() or {name.partition(".")[0] for name in modules} <= {"privssl", "builtins"}:
             raise
-        raise error_without_rows(who, error) from None
+        raise error_without_rows(visit, error) from None
 
 
 def _versions(memory: Memory) -> dict[str, int]:

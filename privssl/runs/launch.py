@@ -96,7 +96,7 @@ def launch(
 
     with plugin_errors(plugins_of(prepared.config), keep_traceback):
         round_loop.train(prepared, folder, trackers, snapshot)
-    _record_outputs(prepared, folder)
+        _record_outputs(prepared, folder)
     return folder
 
 

@@ -205,13 +205,13 @@ def check_same_names(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
 
     The split has their numbers alone, and results would give outputs the wrong names.
     """
-    then = json.loads(str(snapshot.extra.get(NAMES, "{}")))  # former versions have no record
-    for what, now in json.loads(names_of_rows(prepared)[NAMES]).items():
-        if then.get(what, now) != now:
+    recorded = json.loads(str(snapshot.extra.get(NAMES, "{}")))  # former versions have no record
+    for kind, current in json.loads(names_of_rows(prepared)[NAMES]).items():
+        if recorded.get(kind, current) != current:
             raise RunFolderError(
-                f"{folder} began with the {what} {', '.join(then[what][:20])}, which are now "
-                f"{', '.join(now[:20])}. Give them the former names and order, or start a new run "
-                "with another run.output"
+                f"{folder} began with the {kind} {', '.join(recorded[kind][:20])}, which are now "
+                f"{', '.join(current[:20])}. Give them the former names and order, or start a new "
+                "run with another run.output"
             )
 
 
@@ -224,12 +224,12 @@ def check_former_ledgers(folder: Path, prepared: Prepared, snapshot: Snapshot) -
         RunFolderError: one is missing or was changed, or the folder was moved or renamed.
         LedgerError: a journal cannot be read.
     """
-    here = former_heads(folder)
+    heads = former_heads(folder)
     for ledger, agent, head in recorded_heads(snapshot.extra.get(FORMER, "{}")):
-        there = here.get(ledger, {})
-        own = ledger_of(prepared.config, folder) / f"{agent}.jsonl"
-        if (there.get(agent) == head if agent else there) or (
-            head and own.exists() and head in read_journal(own).hashes
+        of_ledger = heads.get(ledger, {})
+        journal = ledger_of(prepared.config, folder) / f"{agent}.jsonl"
+        if (of_ledger.get(agent) == head if agent else of_ledger) or (
+            head and journal.exists() and head in read_journal(journal).hashes
         ):
             continue
         raise RunFolderError(
