@@ -1,8 +1,8 @@
 """A hash of the code of a method, to recognise results of former code.
 
 It covers the algorithm's package and all modules in ``privssl.algorithms`` and ``generators`` that
-it imports, directly or not. Comments, docstrings, layout and the version of Python do not matter.
-For a plug-in all Python files of its package count.
+it imports, directly or not. What ``canonical_code`` leaves out does not matter: comments, layout,
+the names of local variables. For a plug-in all Python files of its package count.
 """
 
 import ast
@@ -16,6 +16,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.errors import ConfigError
 from privssl.experiment.config import Config
 from privssl.experiment.plugin_names import describe_here
+from privssl.reproduce.canonical_code import canonical_code
 from privssl.runtime.plugins import source_files
 
 PACKAGES = ("privssl.algorithms", "generators")
@@ -95,7 +96,7 @@ class _Module(NamedTuple):
 @functools.cache  # methods share most of their modules, and a table has many cells
 def _read(source: bytes) -> _Module:
     tree = ast.parse(source)
-    return _Module(tuple(_imported(tree)), str(_canonical(tree)))
+    return _Module(tuple(_imported(tree)), canonical_code(tree))
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
@@ -106,24 +107,3 @@ def _imported(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _canonical(node: object) -> object:
-    """Convert a tree to tuples, without docstrings and empty fields: the same in every Python."""
-    if isinstance(node, list):
-        return tuple(map(_canonical, node))
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = []
-    for name, value in ast.iter_fields(node):
-        if name == "body" and isinstance(value, list):
-            value = [item for item in value if not _is_text(item)]  # docstrings, also of keys
-        if value not in (None, []) and name != "kind":
-            fields.append((name, _canonical(value)))
-    return (type(node).__name__, *fields)
-
-
-def _is_text(node: object) -> bool:
-    """Return whether a statement is only a string, which has no effect."""
-    value = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)

@@ -161,6 +161,20 @@ FAULTS: tuple[Fault, ...] = (
         (IN_RUNNING + "cells_with_other_rows_are_other_runs_and_make_entries_old",),
     ),
     Fault(
+        "a method's code stays new although it reads another variable",
+        (
+            (
+                "privssl/reproduce/canonical_code.py",
+                "inner if place else names",
+                "inner",
+            ),
+        ),
+        (
+            "tests/reproduce/test_canonical_code.py::"
+            "test_other_code_differs_and_names_that_others_may_use_count",
+        ),
+    ),
+    Fault(
         "a comparison adds seeds on other rows",
         (
             (
