@@ -41,6 +41,6 @@ def networks_for(
     """The classes of G and D for rows of this shape: (channels, height, width), (length, features)
     or (features,). A variational G is for images alone."""
     if len(shape) == 3:
-        made = VariationalImageGenerator if kind == "variational" else ImageGenerator
-        return made, ImageDiscriminator
+        generator = VariationalImageGenerator if kind == "variational" else ImageGenerator
+        return generator, ImageDiscriminator
     return FeatureGenerator, FeatureDiscriminator

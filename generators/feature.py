@@ -38,8 +38,8 @@ class FeatureGenerator(ConditionalGenerator):
         if self.places is not None:
             code = code[:, None] + self.places  # (B, length, hidden)
         code = nn.functional.leaky_relu(code, 0.2)
-        share = lam.view(*lam.shape, *[1] * (x.dim() - 1))  # (B, L, 1, ...)
-        mixes: Tensor = share * x[:, None] + (1 - share) * self.made(code)[:, None]
+        factor = lam.view(*lam.shape, *[1] * (x.dim() - 1))  # (B, L, 1, ...)
+        mixes: Tensor = factor * x[:, None] + (1 - factor) * self.made(code)[:, None]
         return mixes
 
 

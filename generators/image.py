@@ -26,8 +26,8 @@ class ImageGenerator(ConditionalGenerator):
         noise_size: int = 32,
     ) -> None:
         super().__init__()
-        channels, small = shape[0], quarter(shape)
-        features = 2 * width * small[0] * small[1]
+        channels, quarter_sides = shape[0], quarter(shape)
+        features = 2 * width * quarter_sides[0] * quarter_sides[1]
         self.noise_size = noise_size
         self.encoder = nn.Sequential(
             *halving_layers(channels, width),
@@ -40,7 +40,7 @@ class ImageGenerator(ConditionalGenerator):
         )
         self.decoder = nn.Sequential(
             nn.Linear(code_size + classes + 1, features),
-            nn.Unflatten(1, (2 * width, *small)),
+            nn.Unflatten(1, (2 * width, *quarter_sides)),
             nn.ReLU(),
             nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1),
             nn.ReLU(),
@@ -51,10 +51,10 @@ class ImageGenerator(ConditionalGenerator):
     def forward(self, x: Tensor, p: Tensor, p_target: Tensor, z: Tensor, lam: Tensor) -> Tensor:
         noise = (2 * z - 1) * 3**0.5  # unit variance, as the layers' initialisation expects
         prior = self.class_prior(torch.cat([noise, p_target], dim=1))[:, None]  # (B, 1, code)
-        share = lam[:, :, None]  # (B, L, 1)
-        code = share * self.encoder(x)[:, None] + (1 - share) * prior  # (B, L, code)
-        label = share * p[:, None] + (1 - share) * p_target[:, None]  # (B, L, C)
-        mixes = self.decoder(torch.cat([code, 2 * label, share], dim=2).flatten(0, 1))
+        factor = lam[:, :, None]  # (B, L, 1)
+        code = factor * self.encoder(x)[:, None] + (1 - factor) * prior  # (B, L, code)
+        label = factor * p[:, None] + (1 - factor) * p_target[:, None]  # (B, L, C)
+        mixes = self.decoder(torch.cat([code, 2 * label, factor], dim=2).flatten(0, 1))
         rows: Tensor = mixes.unflatten(0, lam.shape)
         return rows
 
@@ -76,11 +76,11 @@ class ImageDiscriminator(ConditionalDiscriminator):
         spectral: bool = True,
     ) -> None:
         super().__init__()
-        small = quarter(shape)
+        quarter_sides = quarter(shape)
         layers: list[nn.Module] = [
             nn.Conv2d(shape[0], width, 4, stride=2, padding=1),
             nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
-            nn.Linear(2 * width * small[0] * small[1], feature_size),
+            nn.Linear(2 * width * quarter_sides[0] * quarter_sides[1], feature_size),
         ]
         if spectral:
             layers = [spectral_norm(layer) for layer in layers]

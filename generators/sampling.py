@@ -29,10 +29,10 @@ def draw_samples(
     """
     device = next(generator.parameters()).device
     noise = torch.rand(len(labels), generator.noise_size, generator=rng)
-    parts = [torch.empty(0, *shape, device=device)]
+    samples = [torch.empty(0, *shape, device=device)]
     for target, z in zip(torch.split(labels, AT_ONCE), torch.split(noise, AT_ONCE), strict=True):
         p = one_hot(target.cpu(), classes).float().to(device)
-        nothing = torch.zeros(len(p), *shape, device=device)
+        blank = torch.zeros(len(p), *shape, device=device)
         lam = torch.zeros(len(p), 1, device=device)
-        parts.append(generator(nothing, p, p, z.to(device), lam)[:, 0])
-    return torch.cat(parts)
+        samples.append(generator(blank, p, p, z.to(device), lam)[:, 0])
+    return torch.cat(samples)

@@ -15,10 +15,10 @@ class SpectralNorm(_SpectralNorm):
     @torch.no_grad()
     def _power_method(self, weight_mat: Tensor, n_power_iterations: int) -> None:
         for _ in range(n_power_iterations):
-            for own, other, matrix in (
+            for vector, other_vector, matrix in (
                 (self._u, self._v, weight_mat), (self._v, self._u, weight_mat.mT),
             ):  # fmt: skip
-                own.copy_(normalize(torch.mv(matrix, other), dim=0, eps=self.eps))
+                vector.copy_(normalize(torch.mv(matrix, other_vector), dim=0, eps=self.eps))
 
 
 def spectral_norm(layer: nn.Module) -> nn.Module:

@@ -32,13 +32,13 @@ class VariationalImageGenerator(ConditionalGenerator):
         self, shape: tuple[int, int, int], classes: int, *, width: int = 16, noise_size: int = 32
     ) -> None:
         super().__init__()
-        channels, small = shape[0], quarter(shape)
-        features = 2 * width * small[0] * small[1]
+        channels, quarter_sides = shape[0], quarter(shape)
+        features = 2 * width * quarter_sides[0] * quarter_sides[1]
         self.noise_size = noise_size
         self.encoder = nn.Sequential(*halving_layers(channels, width))
         self.posterior = nn.Linear(features + classes, 2 * noise_size)
         self.first = nn.Linear(noise_size + classes, features)
-        self.unflatten = nn.Unflatten(1, (2 * width, *small))
+        self.unflatten = nn.Unflatten(1, (2 * width, *quarter_sides))
         self.film_first = nn.Linear(noise_size + classes, 4 * width)
         self.film_second = nn.Linear(noise_size + classes, 2 * width)
         self.up_first = nn.ConvTranspose2d(2 * width, 2 * width, 3, padding=1)
@@ -54,10 +54,10 @@ class VariationalImageGenerator(ConditionalGenerator):
         moments = self.posterior(torch.cat([self.encoder(x), LABEL_GAIN * p], dim=1))
         mean, log_variance = moments.chunk(2, dim=1)
         log_variance = LARGEST_LOG_VARIANCE * torch.tanh(log_variance / LARGEST_LOG_VARIANCE)
-        share = lam[:, :, None]  # (B, L, 1)
-        spread = share * (log_variance / 2).exp()[:, None] + 1 - share
-        code = share * mean[:, None] + spread * noise[:, None]  # (B, L, code)
-        label = share * p[:, None] + (1 - share) * p_target[:, None]  # (B, L, C)
+        factor = lam[:, :, None]  # (B, L, 1)
+        spread = factor * (log_variance / 2).exp()[:, None] + 1 - factor
+        code = factor * mean[:, None] + spread * noise[:, None]  # (B, L, code)
+        label = factor * p[:, None] + (1 - factor) * p_target[:, None]  # (B, L, C)
         mixes = self._decode(torch.cat([code, LABEL_GAIN * label], dim=2).flatten(0, 1))
         rows = mixes.reshape(*lam.shape, *mixes.shape[1:])
         if not with_cost:

@@ -200,16 +200,16 @@ def predict(F: nn.Module, x: Tensor, device: torch.device) -> Tensor:
     F is in training mode afterwards.
     """
     F.eval()
-    parts = [F(local_training.network_input(part, device)) for part in torch.split(x, 512)]
+    logits = [F(local_training.network_input(chunk, device)) for chunk in torch.split(x, 512)]
     F.train()
-    return torch.cat(parts)
+    return torch.cat(logits)
 
 
 def stream_slice(held: int, slices: int, round_number: int, rounds: int) -> Tensor:
     """Numbers of the rows (n,) of a round, of ``held`` in the order of the stream: equal slices
     (within one row) for equally many rounds (within one)."""
-    number = min((round_number - 1) * slices // rounds, slices - 1)
-    return torch.tensor_split(torch.arange(held), slices)[number]
+    slice_number = min((round_number - 1) * slices // rounds, slices - 1)
+    return torch.tensor_split(torch.arange(held), slices)[slice_number]
 
 
 # Averages -----------------------------------------------------------------------------------
@@ -271,14 +271,14 @@ def average_groups(
         field: which network of the message.
         otherwise: used when no agent sent it.
     """
-    sent = [
+    groups = [
         [r for r in replies if not r.declined and getattr(r.payload, field) is not None]
         for replies in (support, query)
     ]
-    share = {
+    weight = {
         id(reply): {"half": 1 / len(group), "rows": reply.weight, "equal": 1.0}[weights]
-        for group in sent
+        for group in groups
         for reply in group
     }
-    everyone = [*sent[0], *sent[1]]
-    return average(everyone, field, otherwise=otherwise, weight=lambda reply: share[id(reply)])
+    replies = [*groups[0], *groups[1]]
+    return average(replies, field, otherwise=otherwise, weight=lambda reply: weight[id(reply)])

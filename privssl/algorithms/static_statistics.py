@@ -39,9 +39,9 @@ def gather_statistics(F: nn.Module, x: Tensor, ctx: Context) -> Statistics:
     """
     rng = randomness.stream(ctx.seed, 0, ctx.agent, "statistics")  # one order for all rounds
     x = x[torch.randperm(len(x), generator=rng)]  # batches of one class would vary too little
-    parts = torch.tensor_split(x, -(-len(x) // BIG_BATCH))
+    batches = torch.tensor_split(x, -(-len(x) // BIG_BATCH))
     ctx.weight = float(len(x))
-    collect(F, (local_training.network_input(part, ctx.device) for part in parts))
+    collect(F, (local_training.network_input(batch, ctx.device) for batch in batches))
     return Statistics(statistics_of(F))
 
 

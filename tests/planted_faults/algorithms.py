@@ -117,7 +117,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "SAGE: the global label counts where both agree in confidence",
-        ((SAGE, "l * mine + (1 - l) * theirs", "(1 - l) * mine + l * theirs"),),
+        ((SAGE, "l * hot_local + (1 - l) * hot_global", "(1 - l) * hot_local + l * hot_global"),),
         (
             IN_NEWER
             + "the_weight_of_local_pseudo_labels_halves_at_a_confidence_gap_of_five_percent",
@@ -383,7 +383,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL, Eq. 8: the first models fade",
-        ((FEDSEAL, '(p - memory["p_bar"]) / models if', '(p - memory["p_bar"]) / 2 if'),),
+        ((FEDSEAL, '(p - memory["p_bar"]) / model_count if', '(p - memory["p_bar"]) / 2 if'),),
         (IN_FEDSEAL + "past_predictions_are_averaged_over_models",),
     ),
     Fault(
@@ -420,7 +420,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL: validation rows are learned",
-        ((FEDSEAL, "torch.nonzero(~checked)[:, 0], torch", "torch.arange(len(checked)), torch"),),
+        (
+            (
+                FEDSEAL,
+                "torch.nonzero(~is_validation)[:, 0], torch",
+                "torch.arange(len(is_validation)), torch",
+            ),
+        ),
         (IN_FEDSEAL + "validation_rows_are_used_for_thresholds_and_not_for_training",),
     ),
     # SemiFL --------------------------------------------------------------------------------------
@@ -502,7 +508,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "HeteroFL: agents without an entry count for it",
-        ((HETEROFL, "count[_first(mean[name])] += sent", "count += sent"),),
+        ((HETEROFL, "count[_first(mean[name])] += agents", "count += agents"),),
         (IN_COMPARATORS + "each_entry_is_the_mean_over_the_agents_that_have_it",),
     ),
     Fault(
@@ -523,7 +529,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedMatch, Eq. 1: the divergence is turned round",
-        ((HALVES, "parts = [(h * (h / p).log())", "parts = [(p * (p / h).log())"),),
+        ((HALVES, "divergences = [(h * (h / p).log())", "divergences = [(p * (p / h).log())"),),
         (IN_FEDMATCH + "the_inter_client_loss_is_the_mean_divergence_from_the_helpers",),
     ),
     Fault(
@@ -542,15 +548,21 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 HELPERS,
-                "found[agent] = tuple(others[:count])",
-                "found[agent] = tuple(sorted(set(seen) - {agent} - set(others[:count])))[:count]",
+                "helpers[agent] = tuple(others[:count])",
+                "helpers[agent] = tuple(sorted(set(embedded) - {agent, *others[:count]}))[:count]",
             ),
         ),
         (IN_FEDMATCH + "the_nearest_helpers_equal_those_of_an_exhaustive_search",),
     ),
     Fault(
         "FedMatch: an agent helps itself",
-        ((HELPERS, "for place in places if seen[place] != agent]", "for place in places]"),),
+        (
+            (
+                HELPERS,
+                "for position in positions if embedded[position] != agent]",
+                "for position in positions]",
+            ),
+        ),
         (IN_FEDMATCH + "an_agent_never_helps_itself_even_among_equal_ones",),
     ),
     Fault(
@@ -558,7 +570,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SPARSE,
-                "return _merge(trained, received, sent), _count",
+                "return _merge(trained, received, masks), _count",
                 "return dict(trained), _count",
             ),
         ),
@@ -569,7 +581,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 HALVES,
-                "used = torch.ones_like(confident) if of_all else confident",
+                "used = torch.ones_like(confident) if uses_all else confident",
                 "used = confident",
             ),
         ),
@@ -591,7 +603,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 FEDMATCH,
-                "state.helped_at.get(a.id, never) >= every",
+                "state.helped_at.get(a.id, never) >= period",
                 "state.helped_at.get(a.id, 0) < 0",
             ),
         ),
@@ -602,8 +614,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/algorithms/fedmatch/exchange.py",
-                "agent.memory = {**agent.memory, **kept}",
-                "agent.memory = {**kept, **agent.memory}",
+                "agent.memory = {**agent.memory, **held}",
+                "agent.memory = {**held, **agent.memory}",
             ),
         ),
         (AS_PRINTED + "sparse_messages_give_the_same_weights_as_dense_ones_with_the_same_entries",),
@@ -654,7 +666,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedTriNet, Eq. 6: lambda is left out",
-        ((VOTING, "(labelled + guessed, cfg.pseudo_weight)]", "(labelled + guessed, 1.0)]"),),
+        (
+            (
+                VOTING,
+                "(labelled + pseudo_batch, cfg.pseudo_weight)]",
+                "(labelled + pseudo_batch, 1.0)]",
+            ),
+        ),
         (
             IN_FEDTRINET
             + "the_loss_is_the_mean_over_labels_plus_lambda_times_that_over_pseudo_labels",
@@ -662,7 +680,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedTriNet: the splice has the local network's first layers",
-        ((FEDTRINET, "splice(msg.F, own, self._shallow)", "splice(own, msg.F, self._shallow)"),),
+        (
+            (
+                FEDTRINET,
+                "splice(msg.F, local, self._shallow)",
+                "splice(local, msg.F, self._shallow)",
+            ),
+        ),
         (IN_FEDTRINET + "without_fine_tuning_and_admitted_rows_phase_2_is_fedavg",),
     ),
     # The label census ----------------------------------------------------------------------------

@@ -134,8 +134,8 @@ class Centralised(Algorithm[TeacherState]):
         losses = self.losses(F, teacher, labelled, unlabelled, memory, ctx)
         run_sgd(F, self._followed(F, teacher, losses, ctx), self.cfg, ProximalRequest(msg.F), ctx)
         agent.memory = memory
-        followed = local_training.to_send(teacher.state_dict()) if self.cfg.teacher_decay else None
-        return TeacherUpdate(local_training.to_send(F.state_dict()), followed)
+        weights = local_training.to_send(teacher.state_dict()) if self.cfg.teacher_decay else None
+        return TeacherUpdate(local_training.to_send(F.state_dict()), weights)
 
     def _followed(
         self, F: nn.Module, teacher: nn.Module, losses: Iterator[Tensor], ctx: Context
@@ -158,5 +158,5 @@ class Centralised(Algorithm[TeacherState]):
 def follow(teacher: nn.Module, F: nn.Module, decay: float) -> None:
     """theta' = decay theta' + (1 - decay) theta, in place: Tarvainen and Valpola, Eq. 1. Of integer
     tensors (batch norm's counts) the new one is taken."""
-    for kept, new in zip(teacher.state_dict().values(), F.state_dict().values(), strict=True):
-        kept.lerp_(new, 1 - decay) if kept.is_floating_point() else kept.copy_(new)
+    for mean, new in zip(teacher.state_dict().values(), F.state_dict().values(), strict=True):
+        mean.lerp_(new, 1 - decay) if mean.is_floating_point() else mean.copy_(new)

@@ -52,17 +52,17 @@ def train_classifier(
     """
     assert agent.account is not None
     with agent.account.spend(plan.event, ctx.charge_id):
-        public = agent.account.plan.record_counts == "public"
-        _train(plan, F, agent.labelled, ctx, flip=flip, counts_public=public)
+        counts_public = agent.account.plan.record_counts == "public"
+        _train(plan, F, agent.labelled, ctx, flip=flip, counts_public=counts_public)
 
 
 def try_classifier(
     plan: PrivatePlan, F: nn.Module, task: Task, device: torch.device, *, flip: bool
 ) -> None:
     """A dry run of ``train_classifier`` without its steps; raises the same PrivacyError."""
-    quiet, rows, ctx = tried_out(plan, task.shape, device)
-    public = plan.record_counts == "public"
-    _train(quiet, F.to(device).train(), rows, ctx, flip=flip, counts_public=public)
+    dry_plan, rows, ctx = tried_out(plan, task.shape, device)
+    counts_public = plan.record_counts == "public"
+    _train(dry_plan, F.to(device).train(), rows, ctx, flip=flip, counts_public=counts_public)
 
 
 def _train(
@@ -71,8 +71,8 @@ def _train(
 ) -> None:  # fmt: skip
     def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
         real = local_training.network_input(x, ctx.device)
-        seen = view(plan.augment, real, here.rng("weak view"), flip=flip)
-        return {"x": seen, "y": y.to(ctx.device)}
+        views = view(plan.augment, real, here.rng("weak view"), flip=flip)
+        return {"x": views, "y": y.to(ctx.device)}
 
     loss = ExampleLoss(hard_label_loss, (), {"F": F})
     train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
@@ -90,12 +90,12 @@ def check_classifier(F: nn.Module, task: Task) -> None:
 
 def private_problems(config: Any) -> Iterator[Problem]:
     """Settings that a private run of the classifier refuses, or would ignore."""
-    own = {spec.name: spec.default for spec in dataclasses.fields(config.algorithm)}
-    for key, there in OVERRIDDEN_BY_PRIVACY.items():
-        if key in own and getattr(config.algorithm, key) != own[key]:
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(config.algorithm)}
+    for key, privacy_key in OVERRIDDEN_BY_PRIVACY.items():
+        if key in defaults and getattr(config.algorithm, key) != defaults[key]:
             yield Problem(
                 f"algorithm.{key}",
-                f"has no effect on private steps: privacy.{there} sets them. Leave it out",
+                f"has no effect on private steps: privacy.{privacy_key} sets them. Leave it out",
             )
     privacy, name = config.privacy, config.algorithm.name
     if {*privacy.update_at_support, *privacy.protect} != {"F"}:

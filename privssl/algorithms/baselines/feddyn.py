@@ -97,20 +97,20 @@ class FedDyn(Averaged):
     def labelled_pass(self, agent: SupportAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Epochs on L_k - <g_k, theta> + a/2 |theta - theta^t|^2; then g_k is renewed."""
         F, a = self.load_classifier(msg.F, ctx), self.cfg.alpha
-        named = {f"gradient/{name}": p for name, p in F.named_parameters()}
-        anchor = [p.detach().clone() for p in named.values()]  # theta^t
-        kept = {key: agent.memory.get(key, torch.zeros(p.shape)) for key, p in named.items()}
-        g = device_transfer.move_to(kept, ctx.device)
+        params = {f"gradient/{name}": p for name, p in F.named_parameters()}
+        anchor = [p.detach().clone() for p in params.values()]  # theta^t
+        stored = {key: agent.memory.get(key, torch.zeros(p.shape)) for key, p in params.items()}
+        g = device_transfer.move_to(stored, ctx.device)
 
         def penalty() -> Tensor:
-            linear = torch.stack([(g[key] * p).sum() for key, p in named.items()]).sum()
+            linear = torch.stack([(g[key] * p).sum() for key, p in params.items()]).sum()
             return a / 2 * squared_distance(F, anchor) - linear
 
         losses = labelled_losses(F, agent.labelled, self.cfg, ctx)
         update = run_sgd(F, losses, self.cfg, msg, ctx, penalty)
-        pairs = zip(named.items(), anchor, strict=True)
-        renewed = {key: g[key] - a * (p.detach() - before) for (key, p), before in pairs}
-        agent.memory = {**agent.memory, **device_transfer.copy_tensors(renewed)}
+        pairs = zip(params.items(), anchor, strict=True)
+        new_g = {key: g[key] - a * (p.detach() - start) for (key, p), start in pairs}
+        agent.memory = {**agent.memory, **device_transfer.copy_tensors(new_g)}
         return update
 
 

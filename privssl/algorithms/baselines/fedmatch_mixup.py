@@ -100,15 +100,15 @@ class FedMatchMixup(_FedSSLBaseline):
 
     def round(self, state: TeacherState, federation: Federation) -> HelpedState:
         assert isinstance(state, HelpedState)
-        taking_part: Roster = ()
+        participants: Roster = ()
         if federation.round.number > self.cfg.warm_up:
-            taking_part = federation.sample(federation.query, self.cfg.query_per_round)
-        asked = {agent.id for agent in (*federation.support, *taking_part)}
+            participants = federation.sample(federation.query, self.cfg.query_per_round)
+        agent_ids = {agent.id for agent in (*federation.support, *participants)}
         count = self.cfg.helpers if self.cfg.divergence_weight else 0
-        chosen = nearest_agents(state.embeddings, sorted(asked), count)
+        helper_ids = nearest_agents(state.embeddings, sorted(agent_ids), count)
 
         def request(to: AgentRef) -> HelpedRequest:
-            helpers = bundle([state.sent[helper] for helper in chosen.get(to.id, ())])
+            helpers = bundle([state.sent[helper] for helper in helper_ids.get(to.id, ())])
             return HelpedRequest(F, state.teacher, helpers)
 
         F, replies = state.F, list[Reply[ModelUpdate]]()
@@ -119,7 +119,7 @@ class FedMatchMixup(_FedSSLBaseline):
             support: list[Reply[ModelUpdate]] = []
         else:
             support = federation.call_all(federation.support, self.support_pass, request)
-        query = federation.call_all(taking_part, self.query_pass, request)
+        query = federation.call_all(participants, self.query_pass, request)
         F = average_groups(self.cfg.weights, support, query, "F", otherwise=F)
         sent = {r.sender.id: r.payload.F for r in [*replies, *support, *query] if not r.declined}
         embeddings = {agent: self._embed(weights, state.probe) for agent, weights in sent.items()}
@@ -165,8 +165,8 @@ class FedMatchMixup(_FedSSLBaseline):
         optimiser = local_training.LocalOptimiser(
             {"F": self.cfg.stepping(F, ctx.round)}, agent.memory, group
         )
-        plain, rng = local_training.network_input(x, ctx.device), ctx.rng("mixup")
-        seen = self.cfg.augmentation()(plain, ctx.rng("augment F"))
+        clean, rng = local_training.network_input(x, ctx.device), ctx.rng("mixup")
+        views = self.cfg.augmentation()(clean, ctx.rng("augment F"))
 
         def loss(batch: dict[str, Tensor]) -> Tensor:
             mixed, labels = self._mix(batch["x"], batch["p"], rng)
@@ -175,7 +175,8 @@ class FedMatchMixup(_FedSSLBaseline):
             return mean
 
         fields = {
-            "x": seen, "p": p.to(ctx.device), "plain": plain, "helpers": torch.stack(helpers, dim=1)
+            "x": views, "p": p.to(ctx.device), "plain": clean,
+            "helpers": torch.stack(helpers, dim=1),
         }  # fmt: skip
         mean_loss = local_training.fit(optimiser, fields, self.cfg.batch_size, loss)
         ctx.log_metric(f"train/loss_F/{group}", mean_loss)
@@ -188,9 +189,9 @@ class FedMatchMixup(_FedSSLBaseline):
 
 def agreement_loss(fields: Mapping[str, Tensor], weight: float, *, F: FunctionalModule) -> Tensor:
     """Mean over rows: cross-entropy of mixes ``x``, ``p``, and ``weight`` times the divergence."""
-    mixed, plain = F(torch.cat([fields["x"], fields["plain"]])).chunk(2)
-    apart = helper_divergence(fields["helpers"], plain)
-    return (soft_cross_entropy(mixed, fields["p"]) + weight * apart).mean()
+    mixed_logits, clean_logits = F(torch.cat([fields["x"], fields["plain"]])).chunk(2)
+    kl = helper_divergence(fields["helpers"], clean_logits)
+    return (soft_cross_entropy(mixed_logits, fields["p"]) + weight * kl).mean()
 
 
 def helper_divergence(helpers: Tensor, logits: Tensor) -> Tensor:

@@ -72,24 +72,24 @@ class FedRGD(Consistent):
 
     def round(self, state: PseudoLabelState, federation: Federation) -> FedRGDState:
         assert isinstance(state, FedRGDState)
-        group = {a.id: str(i % self.cfg.groups) for i, a in enumerate(federation.query)}
+        group_of = {a.id: str(i % self.cfg.groups) for i, a in enumerate(federation.query)}
         starts = state.groups
         if self.cfg.start_from == "average":
             starts = dict.fromkeys(state.groups, state.F)
         request = ProximalRequest(state.F)
-        trained = federation.call_all(federation.support, self.support_pass, request)
+        servers = federation.call_all(federation.support, self.support_pass, request)
         users = federation.call_all(
             federation.sample(federation.query, self.cfg.agents_per_round), self.query_pass,
-            lambda to: ProximalRequest(starts[group[to.id]], self.cfg.proximal),
+            lambda to: ProximalRequest(starts[group_of[to.id]], self.cfg.proximal),
         )  # fmt: skip
-        if all(reply.declined for reply in (*trained, *users)):
+        if all(reply.declined for reply in (*servers, *users)):
             return state
-        server = average(trained, "F", otherwise=state.F)
+        server = average(servers, "F", otherwise=state.F)
         groups = {}
         for name in state.groups:
-            own = [r for r in users if group[r.sender.id] == name and not r.declined]
-            mean = average(own, "F", otherwise=server, weight=uniform_weight)
-            groups[name] = group_average(server, mean, len(own))
+            group_users = [r for r in users if group_of[r.sender.id] == name and not r.declined]
+            mean = average(group_users, "F", otherwise=server, weight=uniform_weight)
+            groups[name] = group_average(server, mean, len(group_users))
         return FedRGDState(mean_of_groups(groups), server, groups=groups)
 
 
@@ -102,7 +102,7 @@ def mean_of_groups(groups: Mapping[str, StateDict]) -> StateDict:
     """The plain mean over groups; of integer tensors the first one."""
     first = next(iter(groups.values()))
     return {
-        name: torch.stack([one[name] for one in groups.values()]).mean(dim=0)
+        name: torch.stack([weights[name] for weights in groups.values()]).mean(dim=0)
         if value.is_floating_point()
         else value
         for name, value in first.items()

@@ -94,8 +94,8 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
         support = federation.call_all(federation.support, self.support_pass, request)
         query: list[Reply[ModelUpdate]] = []
         if self.uses_unlabelled and federation.round.number > self.cfg.warm_up:
-            taking_part = federation.sample(federation.query, self.cfg.query_per_round)
-            query = federation.call_all(taking_part, self.query_pass, request)
+            participants = federation.sample(federation.query, self.cfg.query_per_round)
+            query = federation.call_all(participants, self.query_pass, request)
         F = average_groups(self.cfg.weights, support, query, "F", otherwise=state.F)
         decay = self.cfg.decay(federation.round.number)
         return TeacherState(F, local_training.moving_average(state.teacher, F, decay))
@@ -111,19 +111,19 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
         """Learn from labelled rows."""
         rows = agent.labelled
         ctx.weight = float(len(rows))
-        picked = self.cfg.draw_rows(len(rows), ctx)
-        labels = one_hot(rows, picked, self.task.classes)
-        return self._train(rows.x[picked], labels, agent, msg, ctx, "support")
+        indices = self.cfg.draw_rows(len(rows), ctx)
+        labels = one_hot(rows, indices, self.task.classes)
+        return self._train(rows.x[indices], labels, agent, msg, ctx, "support")
 
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: TeacherRequest, ctx: Context) -> ModelUpdate:
         """Predict labels with the teacher (Eq. 2), learn from them."""
         rows = agent.unlabelled
         ctx.weight = float(len(rows))
-        picked = self.cfg.draw_rows(len(rows), ctx)
-        p = self.cfg.guess(self.load_classifier(msg.teacher, ctx), rows.x[picked], ctx)
-        ctx.pseudo_labels(rows.ids[picked], p)
-        return self._train(rows.x[picked], p, agent, msg, ctx, "query")
+        indices = self.cfg.draw_rows(len(rows), ctx)
+        p = self.cfg.guess(self.load_classifier(msg.teacher, ctx), rows.x[indices], ctx)
+        ctx.pseudo_labels(rows.ids[indices], p)
+        return self._train(rows.x[indices], p, agent, msg, ctx, "query")
 
     def _train(
         self, x: Tensor, p: Tensor, agent: SupportAgent | QueryAgent, msg: TeacherRequest,
@@ -134,14 +134,14 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
             {"F": self.cfg.stepping(F, ctx.round)}, agent.memory, group
         )
         real, rng = local_training.network_input(x, ctx.device), ctx.rng("mixup")
-        seen = self.cfg.augmentation()(real, ctx.rng("augment F"))
+        views = self.cfg.augmentation()(real, ctx.rng("augment F"))
 
         def loss(batch: dict[str, Tensor]) -> Tensor:
-            rows, labels = self._mix(batch["x"], batch["p"], rng)
-            mean: Tensor = batched_call(soft_label_loss, {"x": rows, "p": labels}, F=F)
+            mixed, labels = self._mix(batch["x"], batch["p"], rng)
+            mean: Tensor = batched_call(soft_label_loss, {"x": mixed, "p": labels}, F=F)
             return mean
 
-        fields = {"x": seen, "p": p.to(ctx.device)}
+        fields = {"x": views, "p": p.to(ctx.device)}
         mean_loss = local_training.fit(optimiser, fields, self.cfg.batch_size, loss)
         ctx.log_metric(f"train/loss_F/{group}", mean_loss)
         agent.memory = {**agent.memory, **optimiser.remember()}

@@ -84,8 +84,8 @@ class UDAConfig(Consistency, Streamed):
         """
         if self.annealing == "none":
             return 1.0
-        known = math.exp(5 * (min(round_number / self.rounds, 1.0) - 1))
-        return known * (1 - 1 / classes) + 1 / classes
+        growth = math.exp(5 * (min(round_number / self.rounds, 1.0) - 1))
+        return growth * (1 - 1 / classes) + 1 / classes
 
 
 # The algorithms -----------------------------------------------------------------------------
@@ -102,52 +102,52 @@ class Consistent(PseudoLabelled):
     ) -> Iterator[Tensor]:  # fmt: skip
         """L_s + L_u of each batch, in one forward pass; a batch without any term is no step."""
         order, weak, strong = ctx.rng("order"), ctx.rng("weak view"), ctx.rng("strong view")
-        size, held = self.cfg.batch_size, (len(labelled), len(unlabelled))
-        shares, right = [], []
+        size, counts = self.cfg.batch_size, (len(labelled), len(unlabelled))
+        kept_shares, accuracies = [], []
 
         weak_view = partial(self.cfg.weak_view, rng=weak)
         strong_view = partial(self.cfg.strong_view, rng=strong)
         clean_view = weak_view if self.cfg.guess_on == "weak" else _identity
         for _ in range(self.cfg.local_epochs):
-            batches = list(local_training.joint_batches(*held, size, self.cfg.steps_of, order))
-            of_mine, of_others = ([pair[which] for pair in batches] for which in (0, 1))
+            batches = list(local_training.joint_batches(*counts, size, self.cfg.steps_of, order))
+            s_batches, u_batches = ([pair[kind] for pair in batches] for kind in (0, 1))
             views = zip(
-                local_training.views_of(labelled.x, of_mine, weak_view, ctx.device),
-                local_training.views_of(unlabelled.x, of_others, clean_view, ctx.device),
-                local_training.views_of(unlabelled.x, of_others, strong_view, ctx.device),
+                local_training.views_of(labelled.x, s_batches, weak_view, ctx.device),
+                local_training.views_of(unlabelled.x, u_batches, clean_view, ctx.device),
+                local_training.views_of(unlabelled.x, u_batches, strong_view, ctx.device),
                 strict=True,
             )
-            for (mine, others), (x_l, x, x_u) in zip(batches, views, strict=True):
+            for (s, u), (x_l, x, x_u) in zip(batches, views, strict=True):
                 p = view_probabilities(F, x, self.task.classes)  # (B, C)
                 kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)
-                ctx.pseudo_labels(unlabelled.ids[others], p, kept.cpu())
-                seen = torch.cat([x_l, x_u[kept]])
-                if len(others):
-                    shares.append(float(kept.float().mean()))
-                if not can_learn_from(F, len(seen)):
+                ctx.pseudo_labels(unlabelled.ids[u], p, kept.cpu())
+                rows = torch.cat([x_l, x_u[kept]])
+                if len(u):
+                    kept_shares.append(float(kept.float().mean()))
+                if not can_learn_from(F, len(rows)):
                     continue
-                logits = F(seen)
+                logits = F(rows)
                 terms = [
                     self.cfg.labelled_weight
-                    * self._labelled(logits[: len(mine)], labelled.y[mine].to(ctx.device), ctx),
+                    * self._labelled(logits[: len(s)], labelled.y[s].to(ctx.device), ctx),
                     self.cfg.unlabelled_weight
-                    * self._mean(self._unlabelled(logits[len(mine) :], p[kept]), len(others)),
+                    * self._mean(self._unlabelled(logits[len(s) :], p[kept]), len(u)),
                 ]
                 loss = torch.stack(terms).sum()
                 if not loss.detach() <= 0:  # FedMatch: no step, else momentum alone would move F
                     yield loss  # here the step is taken
                 if self.cfg.measure_labelled and len(labelled):
-                    called = predict(F, labelled.x, ctx.device).argmax(dim=1).cpu()
-                    right.append(float((called == labelled.y).float().mean()))
-        if right:
-            ctx.log_metric("train/labelled_accuracy", sum(right) / len(right))
-        if shares:
-            ctx.log_metric("train/kept", sum(shares) / len(shares))
+                    predicted = predict(F, labelled.x, ctx.device).argmax(dim=1).cpu()
+                    accuracies.append(float((predicted == labelled.y).float().mean()))
+        if accuracies:
+            ctx.log_metric("train/labelled_accuracy", sum(accuracies) / len(accuracies))
+        if kept_shares:
+            ctx.log_metric("train/kept", sum(kept_shares) / len(kept_shares))
 
     def _mean(self, losses: Tensor, batch: int) -> Tensor:
         """Mean of the losses of kept rows over these, or over the batch; 0 of none."""
-        rows = len(losses) if self.cfg.mean_over == "kept" else batch
-        return losses.sum() / max(1, rows)
+        count = len(losses) if self.cfg.mean_over == "kept" else batch
+        return losses.sum() / max(1, count)
 
     def _labelled(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
         """Mean cross-entropy; 0 of no rows."""

@@ -113,17 +113,17 @@ class HeteroFL(Averaged):
         return {"F" if not level else f"F_{level}": F for level, F in enumerate(self._networks)}
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
-        level = {agent.id: i % self.cfg.levels for i, agent in enumerate(federation.support)}
+        level_of = {agent.id: i % self.cfg.levels for i, agent in enumerate(federation.support)}
         requests = [
-            LevelRequest(cut_out(state.F, F.state_dict()), level=number)
-            for number, F in enumerate(self._networks)
+            LevelRequest(cut_out(state.F, F.state_dict()), level=level)
+            for level, F in enumerate(self._networks)
         ]
         replies = federation.call_all(
-            self.learners(federation), self.level_pass, lambda to: requests[level[to.id]]
+            self.learners(federation), self.level_pass, lambda to: requests[level_of[to.id]]
         )
         parts = []
-        for number, request in enumerate(requests):
-            sent = [r for r in replies if level[r.sender.id] == number and not r.declined]
+        for level, request in enumerate(requests):
+            sent = [r for r in replies if level_of[r.sender.id] == level and not r.declined]
             mean = average(sent, "F", otherwise=request.F, weight=uniform_weight)
             if {k: v.shape for k, v in mean.items()} != {k: v.shape for k, v in request.F.items()}:
                 raise MessageError(f"{sent[0].sender.id} sent F in other shapes than it got")
@@ -134,12 +134,12 @@ class HeteroFL(Averaged):
     def level_pass(self, agent: SupportAgent, msg: LevelRequest, ctx: Context) -> ModelUpdate:
         """Epochs of masked cross-entropy on the network of the agent's level."""
         F = local_training.load_weights(self._networks[msg.level], msg.F, ctx.device)
-        held = torch.ones(self.task.classes)
+        mask = torch.ones(self.task.classes)
         if self.cfg.masked:
-            held = torch.bincount(agent.labelled.y, minlength=self.task.classes).clamp(max=1)
+            mask = torch.bincount(agent.labelled.y, minlength=self.task.classes).clamp(max=1)
         loss: Callable[..., Tensor] = masked_loss
         losses = labelled_losses(
-            F, agent.labelled, self.cfg, ctx, loss, held=held.float().to(ctx.device)
+            F, agent.labelled, self.cfg, ctx, loss, held=mask.float().to(ctx.device)
         )
         return run_sgd(F, losses, self.cfg, msg, ctx)
 
@@ -169,19 +169,19 @@ def put_together(F: StateDict, parts: Sequence[tuple[int, StateDict]]) -> StateD
     Args:
         parts: for each level how many agents sent, and the plain mean of what they sent.
     """
-    whole = {}
-    for name, before in F.items():
-        if not before.is_floating_point():
-            whole[name] = before
+    merged = {}
+    for name, value in F.items():
+        if not value.is_floating_point():
+            merged[name] = value
             continue
-        total = torch.zeros(before.shape, dtype=torch.float64)
-        count = torch.zeros(before.shape, dtype=torch.float64)
-        for sent, mean in parts:
-            total[_first(mean[name])] += sent * mean[name]
-            count[_first(mean[name])] += sent
-        means = (total / count.clamp(min=1)).to(before.dtype)
-        whole[name] = torch.where(count > 0, means, before)
-    return whole
+        total = torch.zeros(value.shape, dtype=torch.float64)
+        count = torch.zeros(value.shape, dtype=torch.float64)
+        for agents, mean in parts:
+            total[_first(mean[name])] += agents * mean[name]
+            count[_first(mean[name])] += agents
+        means = (total / count.clamp(min=1)).to(value.dtype)
+        merged[name] = torch.where(count > 0, means, value)
+    return merged
 
 
 def _first(part: Tensor) -> tuple[slice, ...]:

@@ -89,10 +89,10 @@ class LGFedAvg(Averaged):
         self._shared = split_layers(self._F.state_dict(), config.shared_layers, config.shared_end)
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
-        since = federation.round.number - self.cfg.warm_up
-        if since < 1:
+        rounds_after_warm_up = federation.round.number - self.cfg.warm_up
+        if rounds_after_warm_up < 1:
             return super().round(state, federation)
-        if since == 1:  # every agent, drawn or not
+        if rounds_after_warm_up == 1:  # every agent, drawn or not
             federation.call_all(federation.support, self.keep_pass, TrainRequest(state.F))
         request = LGRequest(self._part(state.F, shared=True))
         replies = federation.call_all(self.learners(federation), self.local_pass, request)
@@ -114,10 +114,10 @@ class LGFedAvg(Averaged):
         request = ProximalRequest({**agent.memory, **msg.shared})
         F = self.load_classifier(request.F, ctx)
         losses = labelled_losses(F, agent.labelled, self.cfg, ctx)
-        sent: ModelUpdate = run_sgd(F, losses, self.cfg, request, ctx)
-        local = self._part(sent.F, shared=False)
+        update: ModelUpdate = run_sgd(F, losses, self.cfg, request, ctx)
+        local = self._part(update.F, shared=False)
         agent.memory = {**agent.memory, **_own_copy(local)}
-        shared = self._part(sent.F, shared=True)
+        shared = self._part(update.F, shared=True)
         return LGUpdate(shared, local if self.cfg.send_local else None)
 
     def _part(self, weights: StateDict, *, shared: bool) -> StateDict:
@@ -141,12 +141,12 @@ def split_layers(weights: StateDict, count: int, end: Literal["output", "input"]
         ConfigError: there are too few.
     """
     names = list(weights)
-    begins = [place for place, name in enumerate(names) if weights[name].dim() > 1]
-    if count >= len(begins):
+    starts = [index for index, name in enumerate(names) if weights[name].dim() > 1]
+    if count >= len(starts):
         raise ConfigError(
-            f"algorithm.shared_layers is {count}, but the network has {len(begins)} layers, and "
-            f"one or more must be local. Give less than {len(begins)}"
+            f"algorithm.shared_layers is {count}, but the network has {len(starts)} layers, and "
+            f"one or more must be local. Give less than {len(starts)}"
         )
     if end == "output":
-        return frozenset(names[begins[-count] :])
-    return frozenset(names[: begins[count]])
+        return frozenset(names[starts[-count] :])
+    return frozenset(names[: starts[count]])

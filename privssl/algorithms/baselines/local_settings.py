@@ -46,10 +46,10 @@ class LocalTrainingSettings:
 
     def rate(self, round_number: int) -> float:
         """Learning rate in a round, counted from 1."""
-        before = max(0, round_number - 1)  # what trains before round 1 has its rate
+        rounds_done = max(0, round_number - 1)  # what trains before round 1 has its rate
         if self.schedule == "cosine":
-            return self.learning_rate * (1 + math.cos(math.pi * before / self.rounds)) / 2
-        return self.learning_rate * self.learning_rate_decay**before
+            return self.learning_rate * (1 + math.cos(math.pi * rounds_done / self.rounds)) / 2
+        return self.learning_rate * self.learning_rate_decay**rounds_done
 
     def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A weak view of rows (B, *shape) in [-1, 1]."""
@@ -91,10 +91,10 @@ class Streamed(Federated):
         """Rows that are never used, and what an agent alone has no use for."""
         yield from super().problems()
         if self.aggregation == "none":
-            usual = {spec.name: spec.default for spec in dataclasses.fields(self)}["weights"]
-            if self.weights != usual:
+            default = {spec.name: spec.default for spec in dataclasses.fields(self)}["weights"]
+            if self.weights != default:
                 text = f"{self.weights}, but with aggregation none there is no average. Leave it"
-                yield Problem("weights", f"{text} out, or set {usual}")
+                yield Problem("weights", f"{text} out, or set {default}")
             if mu := getattr(self, "proximal", 0.0):
                 text = f"{mu:g}, but with aggregation none an agent has nothing to be pulled to"
                 yield Problem("proximal", f"{text}. Set 0")

@@ -72,28 +72,28 @@ class _TwoViews(Centralised):
         memory: dict[str, Tensor], ctx: Context,
     ) -> Iterator[Tensor]:  # fmt: skip
         """Cross-entropy of labelled rows, and w(t) times the difference of all rows' two views."""
-        order, chance = ctx.rng("order"), ctx.rng("views")
+        order, view_rng = ctx.rng("order"), ctx.rng("views")
         weight = self.cfg.consistency_weight * ramp_up_weight(ctx.round, self.cfg.ramp_up)
-        stored, held = torch.cat([labelled.x, unlabelled.x]), len(labelled)
-        view = partial(self.cfg.weak_view, rng=chance)
+        x_all, count = torch.cat([labelled.x, unlabelled.x]), len(labelled)
+        view = partial(self.cfg.weak_view, rng=view_rng)
         for _ in range(self.cfg.local_epochs):
             pairs = list(
                 local_training.joint_batches(
-                    held, len(unlabelled), self.cfg.batch_size, self.cfg.steps_of, order
+                    count, len(unlabelled), self.cfg.batch_size, self.cfg.steps_of, order
                 )
             )
-            picked = [torch.cat([mine, others + held]) for mine, others in pairs]
-            both = [torch.cat([rows, rows]) for rows in picked]
-            views = local_training.views_of(stored, both, view, ctx.device)
-            for (mine, _), x in zip(pairs, views, strict=True):
+            indices = [torch.cat([s, u + count]) for s, u in pairs]
+            doubled = [torch.cat([rows, rows]) for rows in indices]
+            views = local_training.views_of(x_all, doubled, view, ctx.device)
+            for (s, _), x in zip(pairs, views, strict=True):
                 if not can_learn_from(F, len(x) // 2):
                     continue
                 first, second = x.chunk(2)
                 logits = F(first)
-                y = labelled.y[mine].to(ctx.device)
-                known = cross_entropy(logits[: len(mine)], y, reduction="sum") / max(1, len(mine))
-                other = self._second(F, teacher, second)
-                yield known + weight * squared_difference(logits, other).mean()
+                y = labelled.y[s].to(ctx.device)
+                loss_s = cross_entropy(logits[: len(s)], y, reduction="sum") / max(1, len(s))
+                second_logits = self._second(F, teacher, second)
+                yield loss_s + weight * squared_difference(logits, second_logits).mean()
 
     @abstractmethod
     def _second(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
@@ -126,8 +126,8 @@ class MeanTeacher(_TwoViews):
 def ramp_up_weight(round_number: int, ramp_up: int) -> float:
     """exp(-5 (1 - T)^2), T from 0 in round 1 to 1 after ``ramp_up`` rounds: Laine and Aila, section
     2.1."""
-    done = min(1.0, (round_number - 1) / ramp_up) if ramp_up else 1.0
-    return math.exp(-5 * (1 - done) ** 2)
+    progress = min(1.0, (round_number - 1) / ramp_up) if ramp_up else 1.0
+    return math.exp(-5 * (1 - progress) ** 2)
 
 
 def squared_difference(first: Tensor, second: Tensor) -> Tensor:

@@ -146,17 +146,17 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         )  # fmt: skip
         if not unlabelled:
             return PseudoLabelState(labelled, labelled)
-        drawn = federation.sample(federation.query, self.cfg.agents_per_round)
+        participants = federation.sample(federation.query, self.cfg.agents_per_round)
         request = ProximalRequest(labelled, mu)
-        F = average_over(federation, drawn, self.query_pass, request, otherwise=labelled)
+        F = average_over(federation, participants, self.query_pass, request, otherwise=labelled)
         return PseudoLabelState(F, labelled)
 
     def _all_at_once(
         self, state: PseudoLabelState, federation: Federation, *, unlabelled: bool
     ) -> PseudoLabelState:
         roster = federation.query if unlabelled else federation.support
-        drawn = federation.sample(roster, self.cfg.agents_per_round)
-        mixed, others = having(drawn, "mixed"), having(drawn, "query")
+        participants = federation.sample(roster, self.cfg.agents_per_round)
+        mixed, others = having(participants, "mixed"), having(participants, "query")
         if _is_alone(self.cfg):
             own = train_alone(
                 federation, mixed, self.mixed_pass, ProximalRequest, state.own, state.F
@@ -192,8 +192,8 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Learn from unlabelled rows alone."""
-        rows, none = agent.unlabelled, no_labelled(agent.unlabelled)
-        return self._visit(none, rows, self.recall_labels(agent, none, msg, ctx), msg, ctx)
+        rows, empty = agent.unlabelled, no_labelled(agent.unlabelled)
+        return self._visit(empty, rows, self.recall_labels(agent, empty, msg, ctx), msg, ctx)
 
     @on_agent
     def mixed_pass(self, agent: MixedAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
@@ -206,8 +206,8 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         msg: ProximalRequest, ctx: Context,
     ) -> ModelUpdate:  # fmt: skip
         if isinstance(self.cfg, Streamed) and self.cfg.stream_slices > 1:
-            some = self.cfg.current_slice(len(unlabelled), ctx)
-            unlabelled = UnlabelledRows(unlabelled.x[some], unlabelled.ids[some])
+            indices = self.cfg.current_slice(len(unlabelled), ctx)
+            unlabelled = UnlabelledRows(unlabelled.x[indices], unlabelled.ids[indices])
         self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
         F = self.load_classifier(msg.F, ctx)
         return run_sgd(F, self.losses(F, labelled, unlabelled, y, ctx), self.cfg, msg, ctx)
@@ -243,21 +243,21 @@ class FedSem(PseudoLabelled):
     cfg: FedSemConfig
 
     def phases(self) -> tuple[Phase, ...]:
-        planned = (
+        phases = (
             Phase("labels", self.cfg.warm_up),
             Phase("pseudo-labels", self.cfg.rounds - self.cfg.warm_up),
         )
-        return tuple(phase for phase in planned if phase.rounds)
+        return tuple(phase for phase in phases if phase.rounds)
 
     def round(self, state: PseudoLabelState, federation: Federation) -> PseudoLabelState:
-        since = federation.round.number - self.cfg.warm_up
-        if since == 1:  # every agent, drawn or not
+        rounds_after_warm_up = federation.round.number - self.cfg.warm_up
+        if rounds_after_warm_up == 1:  # every agent, drawn or not
             request, local = ProximalRequest(state.F), self.cfg.labelled_by == "local"
             mixed = having(federation.query, "mixed") if local else ()
             others = [agent for agent in federation.query if agent not in set(mixed)]
             federation.call_all(mixed, self.label_locally, request)
             federation.call_all(others, self.label_pass, request)
-        return self.one_round(state, federation, unlabelled=since > 0)
+        return self.one_round(state, federation, unlabelled=rounds_after_warm_up > 0)
 
     @on_agent
     def label_pass(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> Ack:
@@ -294,10 +294,10 @@ class FedSem(PseudoLabelled):
         y: Tensor | None, ctx: Context,
     ) -> Iterator[Tensor]:  # fmt: skip
         """Cross-entropy of batches of rows with labels and pseudo-labels, mixed."""
-        guessed = torch.empty(0, dtype=torch.int64) if y is None else y
+        pseudo_labels = torch.empty(0, dtype=torch.int64) if y is None else y
         rows = LabelledRows(
             torch.cat([labelled.x, unlabelled.x]),
-            torch.cat([labelled.y, guessed]),
+            torch.cat([labelled.y, pseudo_labels]),
             torch.cat([labelled.ids, unlabelled.ids]),
         )
         return labelled_losses(F, rows, self.cfg, ctx)

@@ -83,40 +83,40 @@ class ReMixMatch(Centralised):
         rate = cfg.rate(ctx.round)
         weak = partial(cfg.weak_view, rng=ctx.rng("weak view"))
         strong = partial(cfg.strong_view, rng=ctx.rng("strong view"))
-        held, views = (len(labelled), len(unlabelled)), cfg.strong_views
-        grown = min(1.0, ctx.round / cfg.ramp_up) if cfg.ramp_up else 1.0
+        held, K = (len(labelled), len(unlabelled)), cfg.strong_views
+        ramp = min(1.0, ctx.round / cfg.ramp_up) if cfg.ramp_up else 1.0
         for _ in range(cfg.local_epochs):
             pairs = list(local_training.joint_batches(*held, cfg.batch_size, cfg.steps_of, order))
-            mine, others = ([pair[which] for pair in pairs] for which in (0, 1))
-            made = zip(
+            s_batches, u_batches = ([pair[kind] for pair in pairs] for kind in (0, 1))
+            steps = zip(
                 pairs,
-                local_training.views_of(labelled.x, mine, strong, ctx.device),
-                local_training.views_of(unlabelled.x, others, weak, ctx.device),
+                local_training.views_of(labelled.x, s_batches, strong, ctx.device),
+                local_training.views_of(unlabelled.x, u_batches, weak, ctx.device),
                 local_training.views_of(
-                    unlabelled.x, [rows.repeat(views) for rows in others], strong, ctx.device
+                    unlabelled.x, [rows.repeat(K) for rows in u_batches], strong, ctx.device
                 ),
                 strict=True,
             )
-            for (known, u), x, x_weak, x_strong in made:
-                if not can_learn_from(F, len(known) + len(u)):
+            for (s, u), x, x_weak, x_strong in steps:
+                if not can_learn_from(F, len(s) + len(u)):
                     continue
-                p = one_hot(labelled.y[known], classes).float().to(ctx.device)
+                p = one_hot(labelled.y[s], classes).float().to(ctx.device)
                 q = self._guess(F, x_weak, labelled, memory)  # l. 3-6
                 ctx.pseudo_labels(unlabelled.ids[u], q)
                 rows = torch.cat([x, x_strong, x_weak])  # X and U of l. 9-12
-                names = torch.cat([p, q.repeat(views + 1, 1)])
-                mixed, targets = local_mixup(rows, names, cfg.mix_alpha, mixing, towards_first=True)
+                probs = torch.cat([p, q.repeat(K + 1, 1)])
+                mixed, targets = local_mixup(rows, probs, cfg.mix_alpha, mixing, towards_first=True)
                 logits = F(torch.cat([mixed, x_strong[: len(u)]]))
-                of_mixed = soft_cross_entropy(logits[: len(rows)], targets)
-                of_first = soft_cross_entropy(logits[len(rows) :], q)
+                mixed_losses = soft_cross_entropy(logits[: len(rows)], targets)
+                anchor_losses = soft_cross_entropy(logits[len(rows) :], q)
                 loss = (
-                    _mean(of_mixed[: len(known)])
-                    + grown * cfg.mixed_weight * _mean(of_mixed[len(known) :])
-                    + grown * cfg.anchor_weight * _mean(of_first)
+                    _mean(mixed_losses[: len(s)])
+                    + ramp * cfg.mixed_weight * _mean(mixed_losses[len(s) :])
+                    + ramp * cfg.anchor_weight * _mean(anchor_losses)
                 )
                 if cfg.rotation_weight and len(u):
-                    turned = self._turned(F, x_strong[: len(u)], memory, turning, rate)
-                    loss = loss + cfg.rotation_weight * turned
+                    rotation = self._turned(F, x_strong[: len(u)], memory, turning, rate)
+                    loss = loss + cfg.rotation_weight * rotation
                 yield loss
 
     def _turned(
@@ -141,8 +141,8 @@ class ReMixMatch(Centralised):
         if not len(x):
             return torch.empty(0, self.task.classes, device=x.device)
         q = view_probabilities(F, x, self.task.classes)
-        now = q.mean(dim=0, keepdim=True).cpu()
-        memory["means"] = torch.cat([memory.get("means", now[:0]), now])[-KEPT:]
+        batch_mean = q.mean(dim=0, keepdim=True).cpu()
+        memory["means"] = torch.cat([memory.get("means", batch_mean[:0]), batch_mean])[-KEPT:]
         counts = torch.bincount(labelled.y, minlength=q.shape[1]).float()
         counts = counts if len(labelled) else torch.ones_like(counts)
         known, predicted = counts / counts.sum(), memory["means"].mean(dim=0)
@@ -157,8 +157,8 @@ def align(q: Tensor, known: Tensor, predicted: Tensor) -> Tensor:
         known: frequency of each class among labelled rows (C,).
         predicted: mean prediction (C,).
     """
-    moved = q * (known + 1e-6) / (predicted + 1e-6)
-    return moved / moved.sum(dim=1, keepdim=True)
+    aligned = q * (known + 1e-6) / (predicted + 1e-6)
+    return aligned / aligned.sum(dim=1, keepdim=True)
 
 
 def _mean(losses: Tensor) -> Tensor:

@@ -86,45 +86,45 @@ class SAGE(PseudoLabelled):
         """L_x + lambda_u L_u of each batch; F starts as the global model, which G remains."""
         cfg, G = self.cfg, local_training.load_weights(self._G, F.state_dict(), ctx.device)
         order, weak, strong = ctx.rng("order"), ctx.rng("weak view"), ctx.rng("strong view")
-        guessed = (
+        sources = (
             [unlabelled.x, labelled.x] if cfg.labelled_too and len(unlabelled) else [unlabelled.x]
         )
-        x_u, gaps, shares = torch.cat(guessed), list[Tensor](), list[Tensor]()
+        x_u, gaps, used_shares = torch.cat(sources), list[Tensor](), list[Tensor]()
         weak_view = partial(cfg.weak_view, rng=weak)
         strong_view = partial(cfg.strong_view, rng=strong)
         for _ in range(cfg.local_epochs):
-            mine, others = self._batches(len(labelled), len(x_u), order)
+            s_batches, u_batches = self._batches(len(labelled), len(x_u), order)
             views = zip(
-                local_training.views_of(labelled.x, mine, weak_view, ctx.device),
-                local_training.views_of(x_u, others, weak_view, ctx.device),
-                local_training.views_of(x_u, others, strong_view, ctx.device),
+                local_training.views_of(labelled.x, s_batches, weak_view, ctx.device),
+                local_training.views_of(x_u, u_batches, weak_view, ctx.device),
+                local_training.views_of(x_u, u_batches, strong_view, ctx.device),
                 strict=True,
             )
-            for one, other, (x_l, x_weak, x_strong) in zip(mine, others, views, strict=True):
-                local, world = (
+            for s, u, (x_l, x_weak, x_strong) in zip(s_batches, u_batches, views, strict=True):
+                p_local, p_global = (
                     view_probabilities(network, x_weak, self.task.classes) for network in (F, G)
                 )
                 target, used = soft_correction(
-                    local, world, cfg.threshold, cfg.half_at, cfg.correction
+                    p_local, p_global, cfg.threshold, cfg.half_at, cfg.correction
                 )
-                seen = other < len(unlabelled)
-                ctx.pseudo_labels(unlabelled.ids[other[seen]], target.cpu()[seen], used.cpu()[seen])
+                mask = u < len(unlabelled)
+                ctx.pseudo_labels(unlabelled.ids[u[mask]], target.cpu()[mask], used.cpu()[mask])
                 gaps.append(
-                    (local.amax(dim=1) - world.amax(dim=1)).abs().sum() / max(1, len(other))
+                    (p_local.amax(dim=1) - p_global.amax(dim=1)).abs().sum() / max(1, len(u))
                 )
-                shares.append(used.float().sum() / max(1, len(other)))
+                used_shares.append(used.float().sum() / max(1, len(u)))
                 rows = torch.cat([x_l, x_strong[used]])
                 if not can_learn_from(F, len(rows)):
                     continue
                 logits = F(rows)
                 L_x = cross_entropy(
-                    logits[: len(one)], labelled.y[one].to(ctx.device), reduction="sum"
-                ) / max(1, len(one))
-                L_u = divergence(target[used], logits[len(one) :]).sum() / max(1, len(other))
+                    logits[: len(s)], labelled.y[s].to(ctx.device), reduction="sum"
+                ) / max(1, len(s))
+                L_u = divergence(target[used], logits[len(s) :]).sum() / max(1, len(u))
                 yield L_x + cfg.unlabelled_weight * L_u
         if gaps:
             ctx.log_metric("train/gap", local_training.mean_of(gaps))
-            ctx.log_metric("train/kept", local_training.mean_of(shares))
+            ctx.log_metric("train/kept", local_training.mean_of(used_shares))
 
     def _batches(
         self, labelled: int, unlabelled: int, rng: torch.Generator
@@ -134,13 +134,13 @@ class SAGE(PseudoLabelled):
         empty."""
         size = self.cfg.batch_size
         steps = -(-(unlabelled or labelled) // size)
-        none = [torch.empty(0, dtype=torch.int64)] * steps
-        mine = local_training.draw_rows(labelled, steps * size, rng) if labelled else None
-        more = size * self.cfg.unlabelled_ratio
-        others = local_training.draw_rows(unlabelled, steps * more, rng) if unlabelled else None
+        empty = [torch.empty(0, dtype=torch.int64)] * steps
+        s_rows = local_training.draw_rows(labelled, steps * size, rng) if labelled else None
+        u_size = size * self.cfg.unlabelled_ratio
+        u_rows = local_training.draw_rows(unlabelled, steps * u_size, rng) if unlabelled else None
         return (
-            none if mine is None else list(torch.split(mine, size)),
-            none if others is None else list(torch.split(others, more)),
+            empty if s_rows is None else list(torch.split(s_rows, size)),
+            empty if u_rows is None else list(torch.split(u_rows, u_size)),
         )
 
 
@@ -156,10 +156,10 @@ def soft_correction(
     (c_local, y_local), (c_world, y_world) = local.max(dim=1), world.max(dim=1)
     classes, sure = local.shape[1], c_local >= threshold
     l = torch.exp(-math.log(2) / half_at * (c_local - c_world).abs())[:, None]  # noqa: E741
-    mine, theirs = one_hot(y_local, classes).float(), one_hot(y_world, classes).float()
+    hot_local, hot_global = one_hot(y_local, classes).float(), one_hot(y_world, classes).float()
     if correction == "local":
-        return mine, sure
+        return hot_local, sure
     if correction == "global":
-        return theirs, c_world >= threshold
-    target = torch.where(sure[:, None], l * mine + (1 - l) * theirs, theirs)
+        return hot_global, c_world >= threshold
+    target = torch.where(sure[:, None], l * hot_local + (1 - l) * hot_global, hot_global)
     return target, sure | (c_world >= threshold)

@@ -144,8 +144,8 @@ class _Supervised(Algorithm[ModelState]):
         """Epochs of cross-entropy on labelled rows."""
         rows = agent.labelled
         if isinstance(self.cfg, Streamed) and self.cfg.stream_slices > 1:
-            some = self.cfg.current_slice(len(rows), ctx)
-            rows = LabelledRows(rows.x[some], rows.y[some], rows.ids[some])
+            indices = self.cfg.current_slice(len(rows), ctx)
+            rows = LabelledRows(rows.x[indices], rows.y[indices], rows.ids[indices])
         if isinstance(self.cfg, Federated):
             self.cfg.weigh(len(rows), ctx)
         return self._learn(rows, msg, ctx)
@@ -248,8 +248,8 @@ class FedAvg(Averaged):
         dp_classifier.try_classifier(self.plan, self._F, self.task, device, flip=self.cfg.flip)
 
     def learners(self, federation: Federation) -> Roster:
-        over = self.plan is not None and federation.round.number > self.plan.visits
-        return () if over else super().learners(federation)
+        no_visits_left = self.plan is not None and federation.round.number > self.plan.visits
+        return () if no_visits_left else super().learners(federation)
 
     @on_agent
     def labelled_pass(
@@ -282,15 +282,15 @@ def labelled_losses(
         loss: of a batch with ``x`` and ``y``, for ``deferred.batched_call``.
         more: what every batch has beside them.
     """
-    order, chance = ctx.rng("order"), ctx.rng("weak view")
+    order_rng, view_rng = ctx.rng("order"), ctx.rng("weak view")
     for _ in range(cfg.local_epochs):
-        epoch = local_training.epoch_batches(len(rows), cfg.batch_size, order)
-        batches = [picked for picked in epoch if can_learn_from(F, len(picked))]
-        seen = local_training.views_of(
-            rows.x, batches, lambda x: cfg.weak_view(x, chance), ctx.device
+        epoch = local_training.epoch_batches(len(rows), cfg.batch_size, order_rng)
+        batches = [indices for indices in epoch if can_learn_from(F, len(indices))]
+        views = local_training.views_of(
+            rows.x, batches, lambda x: cfg.weak_view(x, view_rng), ctx.device
         )
-        for picked, x in zip(batches, seen, strict=True):
-            y = rows.y[picked].to(ctx.device)
+        for indices, x in zip(batches, views, strict=True):
+            y = rows.y[indices].to(ctx.device)
             yield batched_call(loss, {"x": x, "y": y, **more}, F=F)
 
 
@@ -307,25 +307,25 @@ def run_sgd(
         penalty: a scalar of F's weights, added to each loss but not to the loss that is logged.
     """
     anchor = [p.detach().clone() for p in F.parameters()] if msg.proximal else []
-    values = []
+    loss_values = []
     sgd = optim.SGD(
         F.parameters(), lr=cfg.rate(ctx.round),
         momentum=cfg.momentum, weight_decay=cfg.weight_decay, nesterov=cfg.nesterov,
     )  # fmt: skip
     with randomness.seeded(ctx.rng("dropout")):
         for loss in losses:
-            values.append(loss.detach())
+            loss_values.append(loss.detach())
             if msg.proximal:
                 loss = loss + msg.proximal / 2 * squared_distance(F, anchor)
             if penalty is not None:
                 loss = loss + penalty()
             local_training.minimise(sgd, loss, clip_norm=cfg.clip_gradients)
-    if values:
-        ctx.log_metric("train/loss_F", local_training.mean_of(values))
+    if loss_values:
+        ctx.log_metric("train/loss_F", local_training.mean_of(loss_values))
     return model_update(F)
 
 
 def squared_distance(F: nn.Module, anchor: list[Tensor]) -> Tensor:
     """|theta - anchor|^2 over all parameters of F, a scalar: Li et al. 2020, Eq. 2."""
     pairs = zip(F.parameters(), anchor, strict=True)
-    return torch.stack([(mine - theirs).square().sum() for mine, theirs in pairs]).sum()
+    return torch.stack([(p - p_anchor).square().sum() for p, p_anchor in pairs]).sum()

@@ -139,15 +139,15 @@ class FedMatch(Algorithm[FedMatchState]):
         if not at_clients:  # Alg. 2 l. 4-8
             state = self._learn_where_labels_are(state, federation)
         down = self._downloads(state, federation)  # Alg. 1 l. 4-6, Alg. 2 l. 9-11
-        step, before = self.learn_both if at_clients else self.learn_psi, federation.traffic
+        step, traffic_before = self.learn_both if at_clients else self.learn_psi, federation.traffic
         replies = federation.call_all(down.agents, step, down.request)  # Alg. 1 l. 7, Alg. 2 l. 12
         state = self._collect(state, down, replies, federation)  # Alg. 1 l. 8-11, Alg. 2 l. 13-15
-        dense = sum(w.numel() * w.element_size() for w in state.psi.values())
-        per_agent = dense * max(len(down.agents), 1)
+        dense_bytes = sum(w.numel() * w.element_size() for w in state.psi.values())
+        dense_bytes_of_all = dense_bytes * max(len(down.agents), 1)
         return dataclasses.replace(
             state,
-            bytes_down=(federation.traffic.down - before.down) / per_agent,
-            bytes_up=(federation.traffic.up - before.up) / per_agent,
+            bytes_down=(federation.traffic.down - traffic_before.down) / dense_bytes_of_all,
+            bytes_up=(federation.traffic.up - traffic_before.up) / dense_bytes_of_all,
         )
 
     def _learn_where_labels_are(
@@ -191,8 +191,8 @@ class FedMatch(Algorithm[FedMatchState]):
         first = disjoint.initial_plateau(self.cfg.learning_rate, numbers.patience)
         plateaus = dict(state.plateaus)
         for agent, network in networks.items():
-            small = without_small(network.psi, state.negligible)
-            loss = federation.validation_loss(disjoint.theta(network.sigma, small))
+            psi = without_small(network.psi, state.negligible)
+            loss = federation.validation_loss(disjoint.theta(network.sigma, psi))
             if loss is not None or agent in plateaus:
                 plateaus[agent] = disjoint.step_plateau(
                     plateaus.get(agent, first), math.nan if loss is None else loss, numbers.patience
@@ -203,24 +203,24 @@ class FedMatch(Algorithm[FedMatchState]):
         """The agents of a round, and what each is sent."""
         numbers, now = self.cfg.hyperparameters(_place(federation)), federation.round.number
         agents = federation.sample(federation.query, self.cfg.query_per_round)
-        every, never = self.cfg.helpers_every, -self.cfg.helpers_every
+        period, never = self.cfg.helpers_every, -self.cfg.helpers_every
         if numbers.refresh_helpers == "age":
-            due = [a.id for a in agents if now - state.helped_at.get(a.id, never) >= every]
+            due = [a.id for a in agents if now - state.helped_at.get(a.id, never) >= period]
         else:
-            due = [a.id for a in agents if now % every == 0]
-        names = nearest_agents(state.embeddings, due, self.cfg.helpers)
-        helpers = {agent: [state.held_psi[h] for h in chosen] for agent, chosen in names.items()}
-        sent, by_agent = DecomposedWeights(state.sigma, state.psi), {}
+            due = [a.id for a in agents if now % period == 0]
+        helper_ids = nearest_agents(state.embeddings, due, self.cfg.helpers)
+        helpers = {agent: [state.held_psi[h] for h in ids] for agent, ids in helper_ids.items()}
+        weights, by_agent = DecomposedWeights(state.sigma, state.psi), {}
         sparse = self.cfg.sparse_down or numbers.sparse_messages
         for agent in (agent.id for agent in agents):
             held = None
             if agent in state.held_psi:
                 held = DecomposedWeights(state.held_sigma[agent], state.held_psi[agent])
-            down = sparse_download(
-                held, sent, helpers.get(agent, []), numbers.sparsity_thresholds,
+            download = sparse_download(
+                held, weights, helpers.get(agent, []), numbers.sparsity_thresholds,
                 decodable=numbers.sparse_messages,
             )  # fmt: skip
-            by_agent[agent] = down if sparse else dataclasses.replace(down, weights=sent)
+            by_agent[agent] = download if sparse else dataclasses.replace(download, weights=weights)
         rates = self._rates(state, agents, _place(federation))
         return Downloads(agents, by_agent, helpers, rates, numbers.sparse_messages)
 
@@ -245,7 +245,7 @@ class FedMatch(Algorithm[FedMatchState]):
         helped = set(down.helpers)
         if self.cfg.hyperparameters(_place(federation)).keep_helpers:
             helped |= {agent.id for agent in down.agents} & state.helped_at.keys()
-        downs, most = down.by_agent.values(), max(len(down.agents), 1)
+        downloads, agent_count = down.by_agent.values(), max(len(down.agents), 1)
         return dataclasses.replace(
             state,
             sigma=average(replies, "sigma", otherwise=state.sigma, weight=uniform_weight),
@@ -258,10 +258,10 @@ class FedMatch(Algorithm[FedMatchState]):
                 **{agent: federation.round.number for agent in down.helpers if agent in psis},
             },
             plateaus=self._note_losses(state, networks, federation),
-            cost_down=sum(d.cost for d in downs) / most,
-            cost_down_sigma=sum(d.cost_of_sigma for d in downs) / most,
-            cost_down_psi=sum(d.cost_of_psi for d in downs) / most,
-            helped=len(helped) / most,
+            cost_down=sum(download.cost for download in downloads) / agent_count,
+            cost_down_sigma=sum(download.cost_of_sigma for download in downloads) / agent_count,
+            cost_down_psi=sum(download.cost_of_psi for download in downloads) / agent_count,
+            helped=len(helped) / agent_count,
         )
 
     def classifier(self, state: FedMatchState) -> StateDict:
@@ -302,8 +302,8 @@ class FedMatch(Algorithm[FedMatchState]):
         order = disjoint.kept_order("labelled", len(rows), agent, ctx)
         start = DecomposedWeights(msg.sigma, without_small(msg.psi, numbers.negligible))
         trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx, msg.learning_rate)
-        for picked in torch.split(order, numbers.batch_size) * self.cfg.server_epochs:
-            trainer.learn_sigma(rows, picked)
+        for indices in torch.split(order, numbers.batch_size) * self.cfg.server_epochs:
+            trainer.learn_sigma(rows, indices)
             trainer.measure(rows)
         trainer.end()
         if not self.cfg.decomposition:
@@ -317,15 +317,15 @@ class FedMatch(Algorithm[FedMatchState]):
         """Eq. 5 at an agent without labels: psi learns beside a fixed sigma."""
         numbers, rows = self.cfg.hyperparameters("server"), agent.unlabelled
         order = self._slice(agent, ctx, numbers.slices_of)
-        got, helpers = receive(agent, msg, keep_helpers=numbers.keep_helpers)
+        start, helpers = receive(agent, msg, keep_helpers=numbers.keep_helpers)
         if not len(order):
             return Declined("no rows in this slice of the stream")
-        trainer = DisjointTrainer(self.cfg, "server", self._F, got, agent, ctx, msg.learning_rate)
-        for picked in disjoint.whole_batches(order, numbers.batch_size) * self.cfg.epochs:
-            trainer.learn_psi(rows, picked, helpers)
+        trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx, msg.learning_rate)
+        for indices in disjoint.whole_batches(order, numbers.batch_size) * self.cfg.epochs:
+            trainer.learn_psi(rows, indices, helpers)
         trainer.end()
         trained = DecomposedWeights({}, trainer.update_of("psi"))
-        return upload(trained, got, agent, numbers, ctx)
+        return upload(trained, start, agent, numbers, ctx)
 
     @on_agent
     def learn_both(self, agent: MixedAgent, msg: FedMatchRequest, ctx: Context) -> FedMatchUpdate:
@@ -333,8 +333,8 @@ class FedMatch(Algorithm[FedMatchState]):
         numbers, rows, more = self.cfg.hyperparameters("client"), agent.labelled, agent.unlabelled
         labelled = disjoint.kept_order("labelled", len(rows), agent, ctx)
         unlabelled = self._slice(agent, ctx, numbers.slices_of)
-        got, helpers = receive(agent, msg, keep_helpers=numbers.keep_helpers)
-        trainer = DisjointTrainer(self.cfg, "client", self._F, got, agent, ctx, msg.learning_rate)
+        start, helpers = receive(agent, msg, keep_helpers=numbers.keep_helpers)
+        trainer = DisjointTrainer(self.cfg, "client", self._F, start, agent, ctx, msg.learning_rate)
         for s, u in (
             disjoint.paired_batches(labelled, unlabelled, numbers.batch_size) * self.cfg.epochs
         ):
@@ -343,15 +343,15 @@ class FedMatch(Algorithm[FedMatchState]):
             trainer.measure(rows)
         trainer.end()
         trained = DecomposedWeights(trainer.update_of("sigma"), trainer.update_of("psi"))
-        return upload(trained, got, agent, numbers, ctx)
+        return upload(trained, start, agent, numbers, ctx)
 
     def _slice(self, agent: QueryAgent, ctx: Context, of: SlicesOf) -> Tensor:
         """Numbers of the unlabelled rows of this round's slice of the stream, in kept order."""
         order = disjoint.kept_order("unlabelled", len(agent.unlabelled), agent, ctx)
-        places = stream_slice(len(order), self.cfg.stream_slices, ctx.round, self.cfg.rounds)
+        positions = stream_slice(len(order), self.cfg.stream_slices, ctx.round, self.cfg.rounds)
         if of == "stored":  # a slice's rows still come in the agent's own order
-            return order[torch.isin(order, places)]
-        return order[places]
+            return order[torch.isin(order, positions)]
+        return order[positions]
 
 
 def _place(federation: Federation) -> Place:

@@ -86,8 +86,8 @@ class DisjointTrainer:
         decomposition there are none."""
         cfg, numbers, weights = self._cfg, self._numbers, self._theta()
         if cfg.decomposition:
-            strengths = cfg.l2_weight, numbers.l1_weight, numbers.weight_decay
-            loss = batched_call(_apply_penalties, {**self._weights, "theta": weights}, *strengths)
+            factors = cfg.l2_weight, numbers.l1_weight, numbers.weight_decay
+            loss = batched_call(_apply_penalties, {**self._weights, "theta": weights}, *factors)
         else:
             loss = batched_call(_decay, {"theta": weights}, numbers.weight_decay)
         if len(picked):
@@ -97,23 +97,23 @@ class DisjointTrainer:
 
     def update_of(self, name: Component) -> dict[str, Tensor]:
         """A copy of sigma or psi on the CPU."""
-        plain = {n: weight.contiguous() for n, weight in self._weights[name].items()}
-        return device_transfer.copy_tensors(plain)
+        contiguous = {n: weight.contiguous() for n, weight in self._weights[name].items()}
+        return device_transfer.copy_tensors(contiguous)
 
     def measure(self, rows: LabelledRows) -> None:
         """Note the accuracy on labelled rows: Fig. 6c, after each step."""
         if self._cfg.measure_labelled:
             x = local_training.network_input(rows.x, self._ctx.device)
-            called = predict(self._F, self._theta(), x).argmax(dim=1).cpu()
-            self._labelled_right.append(float((called == rows.y).float().mean()))
+            predicted = predict(self._F, self._theta(), x).argmax(dim=1).cpu()
+            self._labelled_right.append(float((predicted == rows.y).float().mean()))
 
     def end(self) -> None:
         """Log what was measured, and remember the learning rate where labels set it."""
         for name, losses in self._losses.items():
             if losses:
                 self._ctx.log_metric(f"train/loss_{name}", local_training.mean_of(losses))
-        if right := self._labelled_right:
-            self._ctx.log_metric("train/labelled_accuracy", sum(right) / len(right))
+        if accuracies := self._labelled_right:
+            self._ctx.log_metric("train/labelled_accuracy", sum(accuracies) / len(accuracies))
         if self._losses["sigma"] and self._own_rate:
             loss = local_training.mean_of(self._losses["sigma"])
             plateau = step_plateau(self._plateau, loss, self._numbers.patience)
@@ -130,25 +130,25 @@ class DisjointTrainer:
             logits = self._logits(weights, x)  # (B, C)
         p = logits.detach().softmax(dim=1)
         confident = p.max(dim=1).values >= numbers.threshold  # (B,)
-        of_all = bool(helpers) and numbers.inter_client_rows == "all"
-        used = torch.ones_like(confident) if of_all else confident  # (B,), rows of Eq. 1
+        uses_all = bool(helpers) and numbers.inter_client_rows == "all"
+        used = torch.ones_like(confident) if uses_all else confident  # (B,), rows of Eq. 1
         if not used.any():
             self._ctx.pseudo_labels(rows.ids[picked], p, confident.cpu())
             return p.new_zeros(())
-        others = [self._helper_predictions(psi, x[used]) for psi in helpers]  # (S, C) each
+        h = [self._helper_predictions(psi, x[used]) for psi in helpers]  # (S, C) each
         loss = p.new_zeros(())
         if confident.any():
             sure_from = numbers.threshold if numbers.helpers_vote == "sure" else 0.0
-            said = [prediction[confident[used]] for prediction in others]
-            votes = vote_agreement(p[confident], said, sure_from)
+            h_confident = [prediction[confident[used]] for prediction in h]
+            votes = vote_agreement(p[confident], h_confident, sure_from)
             y = votes.argmax(dim=1)  # Eq. 3
             p[confident] = votes.to(p.dtype)  # the metric is of the labels that are learned
-            seen = self._logits(weights, cfg.strong_view(x[confident], self._views))
-            loss = cfg.agreement_weight * label_loss(seen, y, numbers.probabilities)
+            strong_logits = self._logits(weights, cfg.strong_view(x[confident], self._views))
+            loss = cfg.agreement_weight * label_loss(strong_logits, y, numbers.probabilities)
         self._ctx.pseudo_labels(rows.ids[picked], p, confident.cpu())
-        if others:
-            apart = inter_client_loss(logits[used], others, numbers.probabilities)
-            loss = loss + cfg.inter_client_weight * apart
+        if h:
+            kl = inter_client_loss(logits[used], h, numbers.probabilities)
+            loss = loss + cfg.inter_client_weight * kl
         return loss
 
     def _theta(self) -> dict[str, Tensor]:
@@ -158,8 +158,8 @@ class DisjointTrainer:
 
     def _helper_predictions(self, psi: StateDict, x: Tensor) -> Tensor:
         """Probabilities of the sigma that was sent with a helper's psi."""
-        theirs = {name: weight.to(x.device) for name, weight in psi.items()}
-        return predict(self._F, theta(self._sent_sigma, theirs), x)
+        helper_psi = {name: weight.to(x.device) for name, weight in psi.items()}
+        return predict(self._F, theta(self._sent_sigma, helper_psi), x)
 
     def _logits(self, weights: StateDict, x: Tensor) -> Tensor:
         """(B, C) in training mode; dropout, where there is any, draws from the visit's stream."""
@@ -249,14 +249,14 @@ def step_plateau(plateau: Tensor, loss: float, patience: int) -> Tensor:
 
     The rule of HAT (Serra et al. 2018), as in the paper's A.3.
     """
-    rate, left, lowest = plateau.tolist()
+    rate, patience_left, lowest = plateau.tolist()
     if loss < lowest:
-        left, lowest = patience, loss
+        patience_left, lowest = patience, loss
     else:
-        left -= 1
-    if left <= 0:
-        rate, left = rate / RATE_CUT, patience
-    return torch.tensor([rate, left, lowest], dtype=torch.float64)
+        patience_left -= 1
+    if patience_left <= 0:
+        rate, patience_left = rate / RATE_CUT, patience
+    return torch.tensor([rate, patience_left, lowest], dtype=torch.float64)
 
 
 # Losses -------------------------------------------------------------------------------------
@@ -264,15 +264,15 @@ def step_plateau(plateau: Tensor, loss: float, patience: int) -> Tensor:
 
 def theta(sigma: StateDict, psi: StateDict) -> dict[str, Tensor]:
     """sigma + psi by name: the weights of the network. sigma is empty without decomposition."""
-    return {name: sigma[name] + part if sigma else part for name, part in psi.items()}
+    return {name: sigma[name] + weight if sigma else weight for name, weight in psi.items()}
 
 
 @torch.no_grad()
 def predict(F: nn.Module, weights: StateDict, x: Tensor) -> Tensor:
     """Probabilities (B, C) of a network with the given weights, in evaluation mode."""
-    mode = F.training
+    was_training = F.training
     logits: Tensor = functional_call(F.eval(), dict(weights), (x,))
-    F.train(mode)
+    F.train(was_training)
     return logits.softmax(dim=1)
 
 
@@ -300,12 +300,12 @@ def inter_client_loss(logits: Tensor, helpers: Sequence[Tensor], form: Form) -> 
         form: clamped: probabilities cut to [1e-7, 1], as Keras does; exact: by log softmax.
     """
     if form == "exact":
-        parts = [divergence(h, logits).mean() for h in helpers]
+        divergences = [divergence(h, logits).mean() for h in helpers]
     else:
         p = logits.softmax(dim=1).clamp(TINY, 1)  # (B, C)
-        cut = [h.clamp(TINY, 1) for h in helpers]
-        parts = [(h * (h / p).log()).sum(dim=1).mean() for h in cut]
-    return torch.stack(parts).mean()
+        clamped = [h.clamp(TINY, 1) for h in helpers]
+        divergences = [(h * (h / p).log()).sum(dim=1).mean() for h in clamped]
+    return torch.stack(divergences).mean()
 
 
 def penalties(sigma: StateDict, psi: StateDict, *, l2: float, l1: float) -> Tensor:

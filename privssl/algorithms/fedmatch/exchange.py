@@ -62,14 +62,14 @@ class Downloads:
 
     def request(self, agent: AgentRef) -> FedMatchRequest:
         """The message for one agent."""
-        down, helpers = self.by_agent[agent.id], self.helpers.get(agent.id, ())
-        sigma, psi, masks = down.weights.sigma, down.weights.psi, down.masks
+        download, helpers = self.by_agent[agent.id], self.helpers.get(agent.id, ())
+        sigma, psi, masks = download.weights.sigma, download.weights.psi, download.masks
         rate = self.rates[agent.id]
         if not self.sparse or masks is None:
             return FedMatchRequest(sigma, psi, bundle(helpers), learning_rate=rate)
-        few = [to_sparse(h, mask) for h, mask in zip(helpers, masks.helpers, strict=True)]
+        sparse = [to_sparse(h, mask) for h, mask in zip(helpers, masks.helpers, strict=True)]
         return FedMatchRequest(
-            to_sparse(sigma, masks.sigma), to_sparse(psi, masks.psi), bundle(few), True, rate
+            to_sparse(sigma, masks.sigma), to_sparse(psi, masks.psi), bundle(sparse), True, rate
         )
 
     def decode(self, reply: Reply[FedMatchUpdate]) -> Reply[FedMatchUpdate]:
@@ -101,9 +101,9 @@ def receive(
         helpers = [from_sparse(held_psi, helper) for helper in helpers]
     if keep_helpers:
         if helpers:
-            rest = {k: v for k, v in agent.memory.items() if not k.startswith("helper/")}
-            new = bundle(helpers) or {}
-            agent.memory = rest | {f"helper/{k}": v for k, v in new.items()}
+            memory = {k: v for k, v in agent.memory.items() if not k.startswith("helper/")}
+            bundled = bundle(helpers) or {}
+            agent.memory = memory | {f"helper/{k}": v for k, v in bundled.items()}
         helpers = unbundle(_recall(agent, "helper/"))
     return DecomposedWeights(sigma, psi), helpers
 
@@ -113,24 +113,24 @@ def upload(
     numbers: Hyperparameters, ctx: Context,
 ) -> FedMatchUpdate:  # fmt: skip
     """The reply with what changed, and its costs as metrics; sigma is empty where it was fixed."""
-    after, cuts = {"sigma": got.sigma, "psi": got.psi}, numbers.sparsity_thresholds
-    sent: dict[str, StateDict] = {}
+    base, thresholds = {"sigma": got.sigma, "psi": got.psi}, numbers.sparsity_thresholds
+    update: dict[str, StateDict] = {}
     costs = []
     for name, new, old in (("sigma", trained.sigma, got.sigma), ("psi", trained.psi, got.psi)):
         if not new:
             continue
         is_psi = name == "psi"
-        after[name], cost = sparse_upload(new, old, cuts, is_psi=is_psi)
-        sent[name] = after[name]
+        base[name], cost = sparse_upload(new, old, thresholds, is_psi=is_psi)
+        update[name] = base[name]
         if numbers.sparse_messages:
-            sent[name] = to_sparse(new, upload_mask(new, old, cuts, is_psi=is_psi))
+            update[name] = to_sparse(new, upload_mask(new, old, thresholds, is_psi=is_psi))
         ctx.log_metric(f"train/cost_up_{name}", cost)
         costs.append(cost)
     ctx.log_metric("train/cost_up", sum(costs))
     if numbers.sparse_messages:  # what the next differences are from
-        kept = {f"held/{part}/{n}": w for part, ws in after.items() for n, w in ws.items()}
-        agent.memory = {**agent.memory, **kept}
-    return FedMatchUpdate(sent.get("sigma"), sent["psi"])
+        held = {f"held/{part}/{n}": w for part, ws in base.items() for n, w in ws.items()}
+        agent.memory = {**agent.memory, **held}
+    return FedMatchUpdate(update.get("sigma"), update["psi"])
 
 
 def _recall(agent: QueryAgent, prefix: str) -> dict[str, Tensor]:

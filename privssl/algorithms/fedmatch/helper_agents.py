@@ -34,36 +34,36 @@ def nearest_agents(
         agents: get helpers, if they have an embedding and another agent has one.
         count: H, >= 0; fewer where fewer other agents have embeddings.
     """
-    seen = sorted((a for a, e in embeddings.items() if e.isfinite().all()), key=natural_order)
-    asking = [agent for agent in agents if agent in seen]
-    if not asking or not count or len(seen) < 2:
+    embedded = sorted((a for a, e in embeddings.items() if e.isfinite().all()), key=natural_order)
+    receivers = [agent for agent in agents if agent in embedded]
+    if not receivers or not count or len(embedded) < 2:
         return {}
     from scipy.spatial import KDTree  # here: importing it takes 0.2 s
 
-    tree = KDTree(torch.stack([embeddings[agent] for agent in seen]).double().numpy())
-    found = {}
-    for agent in asking:
-        own = embeddings[agent].double().numpy()
-        _, places = tree.query(own, k=list(range(1, min(count + 1, len(seen)) + 1)))
+    tree = KDTree(torch.stack([embeddings[agent] for agent in embedded]).double().numpy())
+    helpers = {}
+    for agent in receivers:
+        embedding = embeddings[agent].double().numpy()
+        _, positions = tree.query(embedding, k=list(range(1, min(count + 1, len(embedded)) + 1)))
         # Dropped by name: among equal embeddings the agent is not always the first.
-        others = [seen[place] for place in places if seen[place] != agent]
-        found[agent] = tuple(others[:count])
-    return found
+        others = [embedded[position] for position in positions if embedded[position] != agent]
+        helpers[agent] = tuple(others[:count])
+    return helpers
 
 
 def bundle(helpers: Sequence[StateDict]) -> dict[str, Tensor] | None:
     """The psi of several helpers as one mapping, "0/NAME", "1/NAME" and so on; None of none."""
-    named = {f"{place}/{n}": w for place, psi in enumerate(helpers) for n, w in psi.items()}
-    return named or None
+    bundled = {f"{number}/{n}": w for number, psi in enumerate(helpers) for n, w in psi.items()}
+    return bundled or None
 
 
 def unbundle(helpers: StateDict | None) -> list[dict[str, Tensor]]:
     """The inverse of ``bundle``."""
-    found: dict[str, dict[str, Tensor]] = {}
+    unbundled: dict[str, dict[str, Tensor]] = {}
     for key, weight in (helpers or {}).items():
-        place, _, name = key.partition("/")
-        found.setdefault(place, {})[name] = weight
-    return list(found.values())
+        number, _, name = key.partition("/")
+        unbundled.setdefault(number, {})[name] = weight
+    return list(unbundled.values())
 
 
 def vote_agreement(own: Tensor, helpers: Sequence[Tensor], sure_from: float = 0.0) -> Tensor:

@@ -107,11 +107,11 @@ class DisjointTraining:
 
     def hyperparameters(self, place: Place) -> Hyperparameters:
         """The numbers that hold where labels are at ``place``."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Hyperparameters)}
-        given = {name: value for name, value in own.items() if value is not None}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Hyperparameters)}
+        overrides = {name: value for name, value in values.items() if value is not None}
         if not self.decomposition:  # psi is then the whole network
-            given.setdefault("negligible", 0.0)
-        return dataclasses.replace(RELEASED[place], **{**PROFILES[self.profile], **given})
+            overrides.setdefault("negligible", 0.0)
+        return dataclasses.replace(RELEASED[place], **{**PROFILES[self.profile], **overrides})
 
     def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A strong view of rows (B, *shape) in [-1, 1]. There is no weak view."""

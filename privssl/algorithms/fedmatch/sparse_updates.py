@@ -101,8 +101,8 @@ def sparse_upload(
     Returns:
         The weights with the old value where the difference is not sent, and the cost.
     """
-    sent = upload_mask(trained, received, cuts, is_psi=is_psi)
-    return _merge(trained, received, sent), _count(sent) / _entries(received)
+    masks = upload_mask(trained, received, cuts, is_psi=is_psi)
+    return _merge(trained, received, masks), _count(masks) / _entries(received)
 
 
 def sparse_download(
@@ -125,20 +125,21 @@ def sparse_download(
         return Download(sent, FIRST_COST / 2 if sent.sigma else 0.0, FIRST_COST / 2)
     own = without_small(held.psi, cuts.negligible)
     new = without_small(sent.psi, cuts.negligible)
-    psi = {n: differs(w, own[n], cuts.change) for n, w in new.items()}
-    sigma = {n: differs(w, held.sigma[n], cuts.change) for n, w in sent.sigma.items()}
-    of_helpers = []
+    psi_mask = {n: differs(w, own[n], cuts.change) for n, w in new.items()}
+    sigma_mask = {n: differs(w, held.sigma[n], cuts.change) for n, w in sent.sigma.items()}
+    helper_masks = []
     for helper in helpers:
-        theirs = without_small(helper, cuts.negligible)
-        basis = {n: own[n] if decodable else own[n].where(a != 0, 0.0) for n, a in theirs.items()}
-        of_helpers.append({n: differs(a, basis[n], cuts.change) for n, a in theirs.items()})
+        other = without_small(helper, cuts.negligible)
+        base = {n: own[n] if decodable else own[n].where(w != 0, 0.0) for n, w in other.items()}
+        helper_masks.append({n: differs(w, base[n], cuts.change) for n, w in other.items()})
     patched = DecomposedWeights(
-        _merge(sent.sigma, held.sigma, sigma), _merge(sent.psi, held.psi, psi)
+        _merge(sent.sigma, held.sigma, sigma_mask), _merge(sent.psi, held.psi, psi_mask)
     )
     entries = _entries(sent.psi)
     return Download(
-        patched, _count(sigma) / entries, _count(psi) / entries,
-        sum(map(_count, of_helpers)) / entries, DownloadMasks(sigma, psi, tuple(of_helpers)),
+        patched, _count(sigma_mask) / entries, _count(psi_mask) / entries,
+        sum(map(_count, helper_masks)) / entries,
+        DownloadMasks(sigma_mask, psi_mask, tuple(helper_masks)),
     )  # fmt: skip
 
 

@@ -129,13 +129,13 @@ class FedSEALConfig:
 
     def problems(self) -> Iterator[Problem]:
         """Settings that overflow, or have no effect."""
-        last = min(self.rounds - 1, self.weight_rounds)
-        grows = self.positive_weight > LARGEST_WEIGHT * self.weight_rate**last
-        if self.weight_schedule == "inverse" and grows:
+        rounds = min(self.rounds - 1, self.weight_rounds)
+        overflows = self.positive_weight > LARGEST_WEIGHT * self.weight_rate**rounds
+        if self.weight_schedule == "inverse" and overflows:
             yield Problem(
                 "weight_rate",
-                f"{self.weight_rate} lets lambda grow beyond {LARGEST_WEIGHT:g} in {last} rounds. "
-                "Give a rate nearer to 1, fewer weight_rounds, or another weight_schedule",
+                f"{self.weight_rate} lets lambda grow beyond {LARGEST_WEIGHT:g} in {rounds} "
+                "rounds. Give a rate nearer to 1, fewer weight_rounds, or another weight_schedule",
             )
         if self.history == "none" and self.history_from_start:
             yield Problem("history_from_start", "has no effect: there is no history")
@@ -187,12 +187,12 @@ class FedSEAL(Algorithm[FedSEALState]):
                 f"most {unlabelled}, or null for all of them",
             )
         holders = {"support": agents.support, "labels-at-client": agents.mixed}.get(labels, 1)
-        each = config.data.labelled // max(1, holders)
-        if cfg.validation_rows >= each:
+        rows = config.data.labelled // max(1, holders)
+        if cfg.validation_rows >= rows:
             yield Problem(
                 "algorithm.validation_rows",
-                f"{cfg.validation_rows} of the {each} labelled rows of each agent, and no row "
-                f"would be left to learn from. Give less than {each}, or raise data.labelled",
+                f"{cfg.validation_rows} of the {rows} labelled rows of each agent, and no row "
+                f"would be left to learn from. Give less than {rows}, or raise data.labelled",
             )
         if config.model.norm == "batch" and cfg.batch_size == 1:
             text = "1, but batch norm needs two rows: every batch would be left out. Give 2 or more"
@@ -211,12 +211,12 @@ class FedSEAL(Algorithm[FedSEALState]):
         request = TrainRequest(state.averaged)
         F = self._average(federation, federation.support, self.learn_from_labels, request)  # step 1
         signed = SignedRequest(F, self._thresholds(F, federation))  # step 1
-        chosen = federation.sample(federation.query, self.cfg.query_per_round)
-        if self.cfg.history == "all" and chosen:  # step 2
-            others = [agent for agent in federation.query if agent not in set(chosen)]
+        participants = federation.sample(federation.query, self.cfg.query_per_round)
+        if self.cfg.history == "all" and participants:  # step 2
+            others = [agent for agent in federation.query if agent not in set(participants)]
             federation.call_all(others, self.remember_prediction, TrainRequest(F))
         # steps 3 and 4, and Eq. 2 of the next round
-        averaged = self._average(federation, chosen, self.learn_from_both_signs, signed)
+        averaged = self._average(federation, participants, self.learn_from_both_signs, signed)
         return FedSEALState(F, averaged)
 
     def _average(
@@ -244,20 +244,20 @@ class FedSEAL(Algorithm[FedSEALState]):
     @on_agent
     def bootstrap(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> ModelUpdate:
         """Train F until accuracy on validation rows stops rising, and keep the best: 4.1.3."""
-        rows, (trained, checked) = agent.labelled, self._split_rows(agent.labelled, ctx)
+        rows, (training, validation) = agent.labelled, self._split_rows(agent.labelled, ctx)
         F = self.load_classifier(msg.F, ctx)
         sgd, rng = self._sgd(F, ctx), ctx.rng("bootstrap")
-        patience = self.cfg.bootstrap_patience if len(checked) else 0
+        patience = self.cfg.bootstrap_patience if len(validation) else 0
         best: StateDict = msg.F
-        best_accuracy, waited = -1.0, 0
+        best_accuracy, epochs_waited = -1.0, 0
         for _ in range(self.cfg.bootstrap_epochs):
-            self._labelled_epoch(F, sgd, rows, trained, ctx, rng)
-            predicted = _probabilities(F, rows.x[checked], ctx).argmax(dim=1)
-            accuracy = float((predicted == rows.y[checked]).float().mean()) if patience else 0.0
-            waited += 1
+            self._labelled_epoch(F, sgd, rows, training, ctx, rng)
+            predicted = _probabilities(F, rows.x[validation], ctx).argmax(dim=1)
+            accuracy = float((predicted == rows.y[validation]).float().mean()) if patience else 0.0
+            epochs_waited += 1
             if accuracy > best_accuracy or not patience:
-                best, best_accuracy, waited = local_training.weights_of(F), accuracy, 0
-            elif waited == patience:
+                best, best_accuracy, epochs_waited = local_training.weights_of(F), accuracy, 0
+            elif epochs_waited == patience:
                 break
         return ModelUpdate(best)
 
@@ -266,11 +266,11 @@ class FedSEAL(Algorithm[FedSEALState]):
         self, agent: SupportAgent, msg: TrainRequest, ctx: Context
     ) -> ModelUpdate:
         """E_s epochs on labelled rows: Eq. 3, 4."""
-        rows, (trained, _) = agent.labelled, self._split_rows(agent.labelled, ctx)
+        rows, (training, _) = agent.labelled, self._split_rows(agent.labelled, ctx)
         F = self.load_classifier(msg.F, ctx)
         sgd, rng, losses = self._sgd(F, ctx), ctx.rng("labels"), []
         for _ in range(self.cfg.server_epochs):
-            losses += self._labelled_epoch(F, sgd, rows, trained, ctx, rng)
+            losses += self._labelled_epoch(F, sgd, rows, training, ctx, rng)
         ctx.log_metric("train/loss_labelled", local_training.mean_of(losses))
         return model_update(F)
 
@@ -279,20 +279,20 @@ class FedSEAL(Algorithm[FedSEALState]):
         self, agent: SupportAgent, msg: TrainRequest, ctx: Context
     ) -> ClassThresholds:
         """Eq. 5 on the validation rows, not augmented; logs Figures 3 and 4 on them."""
-        rows, (_, checked) = agent.labelled, self._split_rows(agent.labelled, ctx)
-        p = _probabilities(self.load_classifier(msg.F, ctx), rows.x[checked], ctx)
-        tau = negative_learning.class_thresholds(p, rows.y[checked])
+        rows, (_, validation) = agent.labelled, self._split_rows(agent.labelled, ctx)
+        p = _probabilities(self.load_classifier(msg.F, ctx), rows.x[validation], ctx)
+        tau = negative_learning.class_thresholds(p, rows.y[validation])
         tau = tau.clamp(min=self.cfg.threshold_floor)
-        known = tau[tau.isfinite()]
-        if len(known):
-            ctx.log_metric("train/threshold_min", float(known.min()))
-            ctx.log_metric("train/threshold_max", float(known.max()))
+        finite = tau[tau.isfinite()]
+        if len(finite):
+            ctx.log_metric("train/threshold_min", float(finite.min()))
+            ctx.log_metric("train/threshold_max", float(finite.max()))
             both = negative_learning.signed_labels(
                 p, tau, self.cfg.unlikely_at_most, ctx.rng("complement"),
                 exclude_likeliest=self.cfg.exclude_likeliest,
             )  # fmt: skip
             for name, value in negative_learning.validation_metrics(
-                p, rows.y[checked], both
+                p, rows.y[validation], both
             ).items():
                 ctx.log_metric(name, value)
         # NaN stays, and is refused as a message: training diverged
@@ -302,8 +302,8 @@ class FedSEAL(Algorithm[FedSEALState]):
         """Numbers of training and of validation rows, the same in every round."""
         rng = randomness.stream(ctx.seed, 0, ctx.agent, "validation rows")
         count = min(self.cfg.validation_rows, len(rows) // 2)
-        checked = negative_learning.split_validation(rows.y, count, rng)
-        return torch.nonzero(~checked)[:, 0], torch.nonzero(checked)[:, 0]
+        is_validation = negative_learning.split_validation(rows.y, count, rng)
+        return torch.nonzero(~is_validation)[:, 0], torch.nonzero(is_validation)[:, 0]
 
     def _labelled_epoch(
         self, F: nn.Module, sgd: optim.SGD, rows: LabelledRows, trained: Tensor,
@@ -313,10 +313,10 @@ class FedSEAL(Algorithm[FedSEALState]):
         epoch = local_training.epoch_batches(len(trained), self.cfg.batch_size, rng)
         batches = [trained[batch] for batch in epoch if can_learn_from(F, len(batch))]
         view = partial(self.cfg.view, self.cfg.server_view, rng=rng)
-        seen = local_training.views_of(rows.x, batches, view, ctx.device)
+        views = local_training.views_of(rows.x, batches, view, ctx.device)
         return [
             local_training.minimise(sgd, cross_entropy(F(x), rows.y[batch].to(ctx.device)))
-            for batch, x in zip(batches, seen, strict=True)
+            for batch, x in zip(batches, views, strict=True)
         ]
 
     # Steps where unlabelled rows are --------------------------------------------------------
@@ -345,11 +345,11 @@ class FedSEAL(Algorithm[FedSEALState]):
         view = partial(self._view_batch, rows, both, ctx, ctx.rng("views"))
         for _ in range(cfg.client_epochs):
             batches = negative_learning.signed_batches(cfg.batches, both, cfg.batch_size, order)
-            seen = local_training.in_blocks(batches, view, local_training.rows_per_pass(rows.x))
-            for batch, x in zip(batches, seen, strict=True):
+            views = local_training.in_blocks(batches, view, local_training.rows_per_pass(rows.x))
+            for batch, x in zip(batches, views, strict=True):
                 if can_learn_from(F, len(batch)):  # Eq. 14 and 15; Eq. 13; Eq. 16
-                    up, down = negative_learning.signed_losses(F(x), both, batch)
-                    loss = negative_learning.batch_loss(cfg.batches, up, down, both.sizes, weights)
+                    pos, neg = negative_learning.signed_losses(F(x), both, batch)
+                    loss = negative_learning.batch_loss(cfg.batches, pos, neg, both.sizes, weights)
                     losses.append(local_training.minimise(sgd, loss))
         ctx.log_metric("train/loss_signs", local_training.mean_of(losses))
         return model_update(F)
@@ -360,9 +360,9 @@ class FedSEAL(Algorithm[FedSEALState]):
         if self.cfg.history == "none":
             return p
         memory = agent.memory
-        models = int(memory["models"]) + 1 if "models" in memory else 1
-        p_bar = memory["p_bar"] + (p - memory["p_bar"]) / models if models > 1 else p
-        agent.memory = {**memory, "p_bar": p_bar, "models": torch.tensor(models)}
+        model_count = int(memory["models"]) + 1 if "models" in memory else 1
+        p_bar = memory["p_bar"] + (p - memory["p_bar"]) / model_count if model_count > 1 else p
+        agent.memory = {**memory, "p_bar": p_bar, "models": torch.tensor(model_count)}
         return p_bar
 
     def _view_batch(
@@ -371,10 +371,10 @@ class FedSEAL(Algorithm[FedSEALState]):
     ) -> Tensor:  # fmt: skip
         """The positive view of rows of D+, the negative view of the others (N, *shape)."""
         x = local_training.network_input(rows.x[picked], ctx.device)
-        positive, seen = both.positive[picked], torch.empty_like(x)
-        seen[positive] = self.cfg.view(self.cfg.positive_view, x[positive], rng)
-        seen[~positive] = self.cfg.view(self.cfg.negative_view, x[~positive], rng)
-        return seen
+        positive, views = both.positive[picked], torch.empty_like(x)
+        views[positive] = self.cfg.view(self.cfg.positive_view, x[positive], rng)
+        views[~positive] = self.cfg.view(self.cfg.negative_view, x[~positive], rng)
+        return views
 
     def _sgd(self, F: nn.Module, ctx: Context) -> optim.SGD:
         rate = self.cfg.rate(ctx.round)

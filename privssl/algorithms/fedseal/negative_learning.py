@@ -104,17 +104,17 @@ def validation_metrics(p: Tensor, y: Tensor, both: SignedLabels) -> dict[str, fl
         y: classes (V,).
         both: labels that these rows would get.
     """
-    found = {}
-    for sign, right, mask in (
+    metrics = {}
+    for sign, correct, mask in (
         ("positive", both.y_plus == y, both.positive),
         ("negative", both.y_minus != y, both.negative),
     ):
         if mask.any():
-            found[f"train/right_{sign}"] = float(right[mask].float().mean())
+            metrics[f"train/right_{sign}"] = float(correct[mask].float().mean())
     if p.shape[1] <= LISTED:
         for m in sorted(set(y.tolist())):
-            found[f"train/confidence/{m}"] = float(p[y == m].amax(dim=1).mean())
-    return found
+            metrics[f"train/confidence/{m}"] = float(p[y == m].amax(dim=1).mean())
+    return metrics
 
 
 def complementary_loss(logits: Tensor, y_minus: Tensor) -> Tensor:
@@ -224,11 +224,11 @@ def signed_losses(logits: Tensor, both: SignedLabels, batch: Tensor) -> tuple[Te
         logits: of all rows of the batch (B, C).
         batch: their numbers (B,), each in D+ or in D-.
     """
-    up = both.positive[batch]
-    y_plus, y_minus = both.targets[batch[up]], both.y_minus[batch[~up]]
+    positive = both.positive[batch]
+    y_plus, y_minus = both.targets[batch[positive]], both.y_minus[batch[~positive]]
     return (
-        soft_cross_entropy(logits[up], y_plus.to(logits.device)),
-        complementary_loss(logits[~up], y_minus.to(logits.device)),
+        soft_cross_entropy(logits[positive], y_plus.to(logits.device)),
+        complementary_loss(logits[~positive], y_minus.to(logits.device)),
     )
 
 
@@ -242,9 +242,9 @@ def split_validation(y: Tensor, count: int, rng: torch.Generator) -> Tensor:
         count: validation rows, at most N.
     """
     order = torch.randperm(len(y), generator=rng)
-    turn = torch.randperm(int(y.max()) + 1, generator=rng)  # of classes in the last, uneven deal
+    tie = torch.randperm(int(y.max()) + 1, generator=rng)  # among classes of equal priority
     rows_of_class = torch.bincount(y)[y[order]]
     rank = one_hot(y[order]).cumsum(dim=0).gather(1, y[order, None])[:, 0] - 1  # within its class
-    deal = torch.where(rank == rows_of_class - 1, len(y), rank)
-    chosen = order[(deal * len(turn) + turn[y[order]]).argsort()[:count]]
+    priority = torch.where(rank == rows_of_class - 1, len(y), rank)
+    chosen = order[(priority * len(tie) + tie[y[order]]).argsort()[:count]]
     return torch.zeros(len(y), dtype=torch.bool).index_fill_(0, chosen, True)

@@ -173,7 +173,7 @@ class FedSSL(Algorithm[FedSSLState]):
         return FedSSLState(F, teacher=F, G=G, D=D)
 
     def round(self, state: FedSSLState, federation: Federation) -> FedSSLState:
-        taking_part = federation.sample(federation.query, self.cfg.query_per_round)
+        participants = federation.sample(federation.query, self.cfg.query_per_round)
         support: list[Reply[FedSSLUpdate]] = []
         if self.plan is not None or self.cfg.order == "sequential":
             for agent in self._support_agents(federation):  # Alg. 2 l. 2
@@ -185,35 +185,35 @@ class FedSSL(Algorithm[FedSSLState]):
             request = self._request(state, federation)
             support = federation.call_all(federation.support, self.support_pass, request)
         request = self._request(state, federation, query=True)
-        query = federation.call_all(taking_part, self.query_pass, request)
+        query = federation.call_all(participants, self.query_pass, request)
         F, G, D = (  # Alg. 1 l. 9
             average_groups(self.cfg.weights, support, query, name, getattr(state, name))
             for name in NETWORKS
         )
-        agreement, gate = self._gate(state, federation, [*support, *query])
+        agreement, gate_round = self._gate(state, federation, [*support, *query])
         decay = self.cfg.decay(federation.round.number)
         teacher = local_training.moving_average(state.teacher, F, decay)
-        return FedSSLState(F, teacher, G, D, agreement, gate)
+        return FedSSLState(F, teacher, G, D, agreement, gate_round)
 
     def _support_agents(self, federation: Federation) -> Roster:
         """Support agents, while the plan has visits left for them."""
-        over = self.plan is not None and federation.round.number > self.plan.visits
-        return () if over else federation.support
+        no_visits_left = self.plan is not None and federation.round.number > self.plan.visits
+        return () if no_visits_left else federation.support
 
     def _gate(
         self, state: FedSSLState, federation: Federation, replies: Sequence[Reply[FedSSLUpdate]]
     ) -> tuple[float, int]:
         """The mean agreement of a round, and the round from which mixes train F."""
-        sent = [r.payload.agreement for r in replies if not r.declined]
-        known = [agreement for agreement in sent if agreement is not None]
-        agreement = sum(known) / len(known) if known else state.agreement
+        reported = [r.payload.agreement for r in replies if not r.declined]
+        agreements = [agreement for agreement in reported if agreement is not None]
+        agreement = sum(agreements) / len(agreements) if agreements else state.agreement
         opens = not state.gate_round and agreement >= self.cfg.gate
         return agreement, federation.round.number + 1 if opens else state.gate_round
 
     def _request(
         self, state: FedSSLState, federation: Federation, query: bool = False
     ) -> FedSSLRequest:
-        warm = federation.round.number <= self.cfg.warm_up and self.cfg.real_rows
+        in_warm_up = federation.round.number <= self.cfg.warm_up and self.cfg.real_rows
         G, D = state.G, state.D
         if self.plan is None:  # what an agent neither trains nor draws from is not sent
             D = D if self.cfg.weight_real else {}
@@ -221,7 +221,7 @@ class FedSSL(Algorithm[FedSSLState]):
                 D, G = {}, G if self.cfg.synthetic_at == "all" else {}
         return FedSSLRequest(
             F=state.F, G=G, D=D, teacher=state.teacher,
-            trains_classifier=not (query and warm),
+            trains_classifier=not (query and in_warm_up),
             mixes_teach=self.cfg.gate == 0 or state.gate_round > 0,
         )  # fmt: skip
 
@@ -254,13 +254,13 @@ class FedSSL(Algorithm[FedSSLState]):
         """The same on unlabelled rows with pseudo-labels: Alg. 1 l. 7-8, Eq. 2."""
         rows = agent.unlabelled
         ctx.weight = float(len(rows))
-        picked = self.cfg.draw_rows(len(rows), ctx)
-        q1 = self.cfg.guess(self.load_classifier(msg.teacher, ctx), rows.x[picked], ctx)
-        ctx.pseudo_labels(rows.ids[picked], q1)
-        synthetic, recognised = self._synthetic(msg, len(picked), ctx)
-        mixing = losses.draw_mixing(self.cfg, rows.x[picked], q1, ctx, synthetic)
-        sent = self._train(NETWORKS, mixing, agent, msg, ctx, "query")
-        return sent if recognised is None else dataclasses.replace(sent, agreement=recognised)
+        indices = self.cfg.draw_rows(len(rows), ctx)
+        q1 = self.cfg.guess(self.load_classifier(msg.teacher, ctx), rows.x[indices], ctx)
+        ctx.pseudo_labels(rows.ids[indices], q1)
+        synthetic, recognised = self._synthetic(msg, len(indices), ctx)
+        mixing = losses.draw_mixing(self.cfg, rows.x[indices], q1, ctx, synthetic)
+        update = self._train(NETWORKS, mixing, agent, msg, ctx, "query")
+        return update if recognised is None else dataclasses.replace(update, agreement=recognised)
 
     def _private_pass(
         self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
@@ -269,15 +269,15 @@ class FedSSL(Algorithm[FedSSLState]):
         assert agent.account is not None
         try:
             with agent.account.spend(self.plan.event, ctx.charge_id):  # l. 3, 7
-                private = self._train_privately(agent, msg, ctx)  # l. 6
-                plainly = tuple(n for n in self.plan.update if n not in self.plan.protect)
-                if not plainly:
-                    return private
+                private_update = self._train_privately(agent, msg, ctx)  # l. 6
+                unprotected = tuple(n for n in self.plan.update if n not in self.plan.protect)
+                if not unprotected:
+                    return private_update
                 # l. 8, the published scheme only: D and F are trained without protection
-                after = dataclasses.replace(msg, G=private.G or msg.G)
+                request = dataclasses.replace(msg, G=private_update.G or msg.G)
                 mixing = self._labelled_mixing(agent, ctx)
-                normal = self._train(plainly, mixing, agent, after, ctx, "support")
-                return dataclasses.replace(normal, G=private.G, agreement=None)
+                update = self._train(unprotected, mixing, agent, request, ctx, "support")
+                return dataclasses.replace(update, G=private_update.G, agreement=None)
         except BudgetExhausted:
             return BUDGET_EXHAUSTED
 
@@ -289,12 +289,12 @@ class FedSSL(Algorithm[FedSSLState]):
         """The labelled rows of one step, with everything drawn for them; with a message also the
         synthetic rows, where support agents get some."""
         rows = agent.labelled
-        picked = self.cfg.draw_rows(len(rows), ctx)
-        labels = one_hot(rows, picked, self.task.classes)
+        indices = self.cfg.draw_rows(len(rows), ctx)
+        labels = one_hot(rows, indices, self.task.classes)
         synthetic = None
         if msg is not None and self.cfg.synthetic_at == "all":
-            synthetic, _ = self._synthetic(msg, len(picked), ctx)
-        return losses.draw_mixing(self.cfg, rows.x[picked], labels, ctx, synthetic)
+            synthetic, _ = self._synthetic(msg, len(indices), ctx)
+        return losses.draw_mixing(self.cfg, rows.x[indices], labels, ctx, synthetic)
 
     def _synthetic(
         self, msg: FedSSLRequest, rows: int, ctx: Context
@@ -304,56 +304,58 @@ class FedSSL(Algorithm[FedSSLState]):
         was asked for while the gate is closed."""
         if not self.cfg.synthetic_share:
             return None, None
-        named = self.cfg.synthetic_labels == "teacher"  # whatever G shows has the teacher's name
-        learns = (msg.mixes_teach or named) and msg.trains_classifier
-        count = len(losses.synthetic_places(self.cfg, rows)) if learns else PROBED
-        wanted = local_training.draw_rows(self.task.classes, count, ctx.rng("synthetic classes"))
+        by_teacher = self.cfg.synthetic_labels == "teacher"  # of any sample
+        is_used = (msg.mixes_teach or by_teacher) and msg.trains_classifier
+        count = len(losses.synthetic_places(self.cfg, rows)) if is_used else PROBED
+        classes = local_training.draw_rows(self.task.classes, count, ctx.rng("synthetic classes"))
         G = local_training.load_weights(self._networks["G"], msg.G, ctx.device).eval()
         assert isinstance(G, ConditionalGenerator)
-        made = draw_samples(G, wanted, self.task.classes, self.task.shape, ctx.rng("synthetic"))
-        made = made.contiguous(memory_format=torch.channels_last)
-        labels = self.cfg.guess_input(self.load_classifier(msg.teacher, ctx), made, ctx, "names")
-        names = labels.argmax(dim=1).cpu()
-        recognised = float((names == wanted).float().mean())
+        samples = draw_samples(G, classes, self.task.classes, self.task.shape, ctx.rng("synthetic"))
+        samples = samples.contiguous(memory_format=torch.channels_last)
+        labels = self.cfg.guess_input(self.load_classifier(msg.teacher, ctx), samples, ctx, "names")
+        predicted = labels.argmax(dim=1).cpu()
+        recognised = float((predicted == classes).float().mean())
         if self.cfg.synthetic_labels == "condition":
-            labels = torch.eye(self.task.classes)[wanted].to(ctx.device)
-        return Synthetic(made, labels) if learns else None, recognised
+            labels = torch.eye(self.task.classes)[classes].to(ctx.device)
+        return Synthetic(samples, labels) if is_used else None, recognised
 
     def _train(
         self, trained: Sequence[str], mixing: Mixing, agent: SupportAgent | QueryAgent,
         msg: FedSSLRequest, ctx: Context, group: str,
     ) -> FedSSLUpdate:  # fmt: skip
         """Ordinary local training of some of the networks."""
-        idle = {"F": not msg.trains_classifier, "D": not self.cfg.weight_real}
-        trained = [name for name in trained if not idle.get(name)]
+        untrained = {"F": not msg.trains_classifier, "D": not self.cfg.weight_real}
+        trained = [name for name in trained if not untrained.get(name)]
         nets = self._load_networks(msg, ctx)
         rates = self.cfg.generator_learning_rate, self.cfg.discriminator_learning_rate
-        how: dict[str, local_training.Group] = {
+        groups: dict[str, local_training.Group] = {
             "F": self.cfg.stepping(nets["F"], ctx.round),
             "G": local_training.AdamGroup(nets["G"], rates[0], (0.5, 0.99)),
             "D": local_training.AdamGroup(nets["D"], rates[1], (0.5, 0.99)),
         }
         for name, network in nets.items():
             network.requires_grad_(name in trained)
-        optimiser = local_training.LocalOptimiser({n: how[n] for n in trained}, agent.memory, group)
-        means_of: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
+        optimiser = local_training.LocalOptimiser(
+            {n: groups[n] for n in trained}, agent.memory, group
+        )
+        mean_losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
         agreements = []
-        for cfg, now, mixes, batch in self._local_steps(trained, mixing):
+        for cfg, networks, mixes, batch in self._local_steps(trained, mixing):
             means, loss, agreement = batched_call(
-                losses.step_losses, batch.fields(), cfg, now, mixes and msg.mixes_teach, **nets
+                losses.step_losses, batch.fields(), cfg, networks, mixes and msg.mixes_teach, **nets
             )
             optimiser.minimise(loss)
             for name, mean in zip(NETWORKS, means.detach(), strict=True):
-                if name in now:
-                    means_of[name].append(mean)
-            if mixes and (now != ("F",) or msg.mixes_teach):
+                if name in networks:
+                    mean_losses[name].append(mean)
+            if mixes and (networks != ("F",) or msg.mixes_teach):
                 agreements.append(agreement)
         agent.memory = {**agent.memory, **optimiser.remember()}
-        for name, steps in means_of.items():
-            if steps:
-                ctx.log_metric(f"train/loss_{name}/{group}", local_training.mean_of(steps))
-        agreed = local_training.mean_of(agreements) if agreements else None
-        return _message(nets, trained, None if self.cfg.synthetic_share else agreed)
+        for name, values in mean_losses.items():
+            if values:
+                ctx.log_metric(f"train/loss_{name}/{group}", local_training.mean_of(values))
+        mean_agreement = local_training.mean_of(agreements) if agreements else None
+        return _message(nets, trained, None if self.cfg.synthetic_share else mean_agreement)
 
     def _local_steps(
         self, trained: Sequence[str], mixing: Mixing
@@ -362,9 +364,9 @@ class FedSSL(Algorithm[FedSSLState]):
         for cfg, networks in self.cfg.parts():
             for step, batch in enumerate(mixing.batches(self.cfg.batch_size)):
                 mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
-                now = tuple(n for n in trained if n in networks and (mixes or n == "F"))
-                if now:
-                    yield cfg, now, mixes, batch
+                step_networks = tuple(n for n in trained if n in networks and (mixes or n == "F"))
+                if step_networks:
+                    yield cfg, step_networks, mixes, batch
 
     def _train_privately(
         self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
@@ -380,10 +382,10 @@ class FedSSL(Algorithm[FedSSLState]):
         return _message(nets, self.plan.protect)
 
     def _load_networks(self, msg: FedSSLRequest, ctx: Context) -> dict[str, nn.Module]:
-        sent = {name: getattr(msg, name) for name in NETWORKS}
+        weights = {name: getattr(msg, name) for name in NETWORKS}
         return {
-            name: local_training.load_weights(network, sent[name], ctx.device)
-            if sent[name] else network.to(ctx.device)
+            name: local_training.load_weights(network, weights[name], ctx.device)
+            if weights[name] else network.to(ctx.device)
             for name, network in self._networks.items()
         }  # fmt: skip
 

@@ -72,15 +72,15 @@ class Callables:
     @classmethod
     def of(cls, nets: Mapping[str, nn.Module], parameters: Parameters) -> "Callables":
         """The networks with given parameters; a network without any is frozen."""
-        given = {name: FunctionalModule(nets[name], parameters.get(name)) for name in NETWORKS}
-        frozen = {name: called.frozen() for name, called in given.items()}
-        live = {name: (given if name in parameters else frozen)[name] for name in NETWORKS}
-        return cls(live["F"], live["G"], live["D"], frozen["F"], frozen["D"])
+        modules = {name: FunctionalModule(nets[name], parameters.get(name)) for name in NETWORKS}
+        frozen = {name: module.frozen() for name, module in modules.items()}
+        functions = {name: (modules if name in parameters else frozen)[name] for name in NETWORKS}
+        return cls(functions["F"], functions["G"], functions["D"], frozen["F"], frozen["D"])
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Rows that G made of nothing."""
+    """Rows that G made of noise and a class, without a row."""
 
     rows: Tensor  # (N, *shape) in [-1, 1]
     labels: Tensor  # (N, C) what F is to learn
@@ -94,24 +94,24 @@ def draw_mixing(
     Args:
         x: rows (N, *shape) as stored.
         p1: their labels or pseudo-labels (N, C).
-        synthetic: rows that F learns in the place of real ones, for the first places of each
+        synthetic: rows that F learns instead of real ones, for the first rows of each
             batch (``synthetic_places``).
     """
     rows, classes = p1.shape
     real = local_training.network_input(x, ctx.device)
     p1 = p1.to(ctx.device)
-    learned, p_strong = real, None
+    x_strong, p_strong = real, None
     if synthetic is not None:
-        places = synthetic_places(cfg, rows).to(ctx.device)
-        learned, p_strong = real.clone(), p1.clone()
-        learned[places], p_strong[places] = synthetic.rows, synthetic.labels
-    target = torch.randint(classes, (rows,), generator=ctx.rng("classes"))
-    mild = cfg.mild_view("none" if cfg.augment == "none" else "mid")
+        indices = synthetic_places(cfg, rows).to(ctx.device)
+        x_strong, p_strong = real.clone(), p1.clone()
+        x_strong[indices], p_strong[indices] = synthetic.rows, synthetic.labels
+    target_classes = torch.randint(classes, (rows,), generator=ctx.rng("classes"))
+    mild_view = cfg.mild_view("none" if cfg.augment == "none" else "mid")
     return Mixing(
-        strong=cfg.augmentation()(learned, ctx.rng("augment F")),
-        mild=mild(real, ctx.rng("augment G")),
+        strong=cfg.augmentation()(x_strong, ctx.rng("augment F")),
+        mild=mild_view(real, ctx.rng("augment G")),
         p1=p1,
-        p2=one_hot(target, classes).float().to(ctx.device),
+        p2=one_hot(target_classes, classes).float().to(ctx.device),
         z=torch.rand(rows, cfg.noise_size, generator=ctx.rng("z")).to(ctx.device),
         lam=sample_mix(rows, cfg.mix_alpha, ctx.rng("lambda")).to(ctx.device),
         p_strong=p_strong,
@@ -120,8 +120,8 @@ def draw_mixing(
 
 def synthetic_places(cfg: GMixupSettings, rows: int) -> Tensor:
     """Which of the rows of a visit, N in batches, are synthetic for F: numbers, in order."""
-    each = round(cfg.synthetic_share * cfg.batch_size)
-    return torch.tensor([i for i in range(rows) if i % cfg.batch_size < each], dtype=torch.int64)
+    count = round(cfg.synthetic_share * cfg.batch_size)
+    return torch.tensor([i for i in range(rows) if i % cfg.batch_size < count], dtype=torch.int64)
 
 
 def mixing_losses(
@@ -149,22 +149,22 @@ def mixing_losses(
         return loss, torch.zeros_like(b.lam, dtype=torch.bool)  # no mix was made
 
     p_mix = mix(b.lam, b.p1, b.p2)  # (B, C) p' of Eq. 4
-    judged_by_d = cfg.weight_real > 0 and ("G" in trained or "D" in trained)
-    guides = learns_mixes or ("G" in trained and cfg.weight_guidance > 0)
-    # Where G learns from whole rows alone, its mixes are not even made.
-    mixes = judged_by_d or guides or not cfg.synthetic_share
-    whole = torch.ones_like(b.lam)
-    both = torch.stack([b.lam if mixes else whole, whole], dim=1)[:, 0 if mixes else 1 :]  # (B, L)
+    judged = cfg.weight_real > 0 and ("G" in trained or "D" in trained)
+    classified = learns_mixes or ("G" in trained and cfg.weight_guidance > 0)
+    # G makes no mixes where no loss uses them: it reconstructs rows (lambda 1) alone.
+    mixes = judged or classified or not cfg.synthetic_share
+    ones = torch.ones_like(b.lam)
+    lams = torch.stack([b.lam if mixes else ones, ones], dim=1)[:, 0 if mixes else 1 :]  # (B, L)
     with_cost = cfg.generator == "variational"
-    made = nets.G(b.mild, b.p1, b.p2, b.z, both, *([True] if with_cost else []))
-    images, cost = made if with_cost else (made, None)
+    output = nets.G(b.mild, b.p1, b.p2, b.z, lams, *([True] if with_cost else []))
+    images, cost = output if with_cost else (output, None)
     x_hat, x_rec = images[:, 0], images[:, -1]
 
     # G-Reg, Alg. 1 l. 4 and 7
     label = p_mix if cfg.judge == "mixed" else b.p2
     if "D" in trained and cfg.weight_real:  # Eq. 6, max over D
-        judged = nets.D(torch.cat([b.mild, x_hat.detach()]), torch.cat([b.p1, label]))
-        real, fake = judged.chunk(2)
+        d_logits = nets.D(torch.cat([b.mild, x_hat.detach()]), torch.cat([b.p1, label]))
+        real, fake = d_logits.chunk(2)
         loss["D"] = discriminator_loss(real, fake, b.lam)
     if "G" in trained:
         if cfg.weight_real:  # Eq. 6, min over G
@@ -175,11 +175,11 @@ def mixing_losses(
 
     # G-MixUp, Alg. 1 l. 5 and 8
     if learns_mixes:  # Eq. 4, 5: F and G together
-        guided = scale_gradient(x_hat, cfg.weight_guidance / cfg.weight_mix)
+        x_hat_scaled = scale_gradient(x_hat, cfg.weight_guidance / cfg.weight_mix)
         if learns_real:
-            logits, logits_hat = nets.F(torch.cat([b.strong, guided])).chunk(2)
+            logits, logits_hat = nets.F(torch.cat([b.strong, x_hat_scaled])).chunk(2)
         else:
-            logits_hat = nets.F(guided)
+            logits_hat = nets.F(x_hat_scaled)
         loss["F"] = cfg.weight_mix * soft_cross_entropy(logits_hat, p_mix)
     else:  # Eq. 4, 5 for G alone, while mixes would mislead F
         logits_hat = nets.F_frozen(x_hat) if mixes else p_mix
@@ -199,9 +199,9 @@ def step_losses(
     """Mean loss of each network (3,), their sum (), and the share of mixes that F classifies as p'
     ()."""
     functions = Callables(F, G, D, F.frozen(leaves_no_trace=True), D.frozen())
-    by_network, agree = mixing_losses(cfg, functions, Mixing(**fields), trained, mixes_teach)
+    by_network, agrees = mixing_losses(cfg, functions, Mixing(**fields), trained, mixes_teach)
     means = torch.stack([by_network[name].mean() for name in NETWORKS])
-    return means, means.sum(), agree.float().mean()
+    return means, means.sum(), agrees.float().mean()
 
 
 def train_networks_privately(
@@ -244,10 +244,10 @@ def try_privately(
     Args:
         gated: whether mixes train F only after the gate opens.
     """
-    quiet, rows, ctx = local_dp_sgd.tried_out(plan, task.shape, device)
+    dry_plan, rows, ctx = local_dp_sgd.tried_out(plan, task.shape, device)
     for mixes_teach in {True, not gated}:
         train_networks_privately(
-            quiet, cfg, nets, rows, ctx, classes=task.classes, mixes_teach=mixes_teach,
+            dry_plan, cfg, nets, rows, ctx, classes=task.classes, mixes_teach=mixes_teach,
             counts_public=plan.record_counts == "public",
         )  # fmt: skip
 
@@ -261,8 +261,8 @@ def canary_losses(cfg: GMixupSettings, task: Task) -> Mapping[str, CanaryLoss]:
 
     def reconstruction(G: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
         label = label_of(y)
-        z, share = x.new_full((1, cfg.noise_size), 0.5), x.new_full((1, 1), lam)
-        return (G(x, label, label, z, share)[:, 0] - x).square().mean()
+        z, factor = x.new_full((1, cfg.noise_size), 0.5), x.new_full((1, 1), lam)
+        return (G(x, label, label, z, factor)[:, 0] - x).square().mean()
 
     def realism(D: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
         return softplus(-D(x, label_of(y))).mean()

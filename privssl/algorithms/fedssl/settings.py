@@ -59,10 +59,10 @@ class FedSSLConfig(GMixupSettings):
         g_mixup = dataclasses.replace(
             self, weight_real=0.0, weight_reconstruction=0.0, weight_code=0.0
         )
-        coded = self.generator == "variational" and self.weight_code
-        of_g = self.weight_real or self.weight_reconstruction or coded
+        code_costs = self.generator == "variational" and self.weight_code
+        with_g = self.weight_real or self.weight_reconstruction or code_costs
         # Without a loss of its own, momentum alone would move G.
-        return ((g_reg, "GD" if of_g else "D"), (g_mixup, "FG" if self.weight_guidance else "F"))
+        return ((g_reg, "GD" if with_g else "D"), (g_mixup, "FG" if self.weight_guidance else "F"))
 
     def problems(self) -> Iterator[Problem]:
         """Settings under which F is never trained."""

@@ -140,13 +140,13 @@ class FedTriNet(Algorithm[FedTriNetState]):
             )
 
     def phases(self) -> tuple[Phase, ...]:
-        after = self.cfg.rounds - self.cfg.warm_up
-        planned = (
+        vote_rounds = self.cfg.rounds - self.cfg.warm_up
+        phases = (
             Phase("cold start", self.cfg.cold_start),
             Phase("labels", self.cfg.warm_up),
-            Phase("three players", after),
+            Phase("three players", vote_rounds),
         )
-        return tuple(phase for phase in planned if phase.rounds)
+        return tuple(phase for phase in phases if phase.rounds)
 
     def start(self, federation: Federation) -> FedTriNetState:
         return FedTriNetState(self.initial_classifier(federation))
@@ -159,20 +159,20 @@ class FedTriNet(Algorithm[FedTriNetState]):
             request, mean = LabelRequest(state.F), WeightedMean("F")
             self._train(federation, learners, agents, self.supervised_pass, request, mean)
             return dataclasses.replace(state, F=mean.value_or(state.F))  # Eq. 1
-        taking_part = self._sample_agents(federation, federation.agents)
+        participants = self._sample_agents(federation, federation.agents)
         confidence = state.confidence
         if self.cfg.measured == "every_round" or t == 0:
-            asked = federation.agents if self.cfg.measured_at == "all" else taking_part
-            confidence = self._ask_confidence(state, federation, asked)
+            measured = federation.agents if self.cfg.measured_at == "all" else participants
+            confidence = self._ask_confidence(state, federation, measured)
         threshold = self.cfg.threshold(confidence, t)
-        mean, voting = WeightedMean("F"), VoteRequest(state.F, threshold)
+        mean, vote_request = WeightedMean("F"), VoteRequest(state.F, threshold)
         for step, roles in (
             (self.mixed_pass, ("mixed",)),
             (self.support_pass, ("support", "server")),
             (self.query_pass, ("query",)),
         ):
-            drawn, agents = having(taking_part, *roles), having(federation.agents, *roles)
-            self._train(federation, drawn, agents, step, voting, mean)
+            drawn, agents = having(participants, *roles), having(federation.agents, *roles)
+            self._train(federation, drawn, agents, step, vote_request, mean)
         return FedTriNetState(mean.value_or(state.F), confidence, threshold)  # Eq. 1
 
     def _train(
@@ -199,12 +199,12 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, state: FedTriNetState, federation: Federation, asked: Roster
     ) -> float:
         """theta-bar of Eq. 4: the mean over agents, or over all their rows ("mean")."""
-        group = having(asked, "mixed", "query")
-        replies = federation.call_all(group, self.confidence_pass, TrainRequest(state.F))
-        sent = [(reply.payload.value, reply.weight) for reply in replies if not reply.declined]
-        if not sent:  # no agent with unlabelled rows replied
+        agents = having(asked, "mixed", "query")
+        replies = federation.call_all(agents, self.confidence_pass, TrainRequest(state.F))
+        pairs = [(reply.payload.value, reply.weight) for reply in replies if not reply.declined]
+        if not pairs:  # no agent with unlabelled rows replied
             return state.confidence
-        return sum(value * weight for value, weight in sent) / sum(weight for _, weight in sent)
+        return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
 
     def classifier(self, state: FedTriNetState) -> StateDict:
         return state.F
@@ -264,30 +264,30 @@ class FedTriNet(Algorithm[FedTriNetState]):
     ) -> ModelUpdate | Ack | Declined:  # fmt: skip
         """Phase 2 at one agent: splice c, fine-tune it, vote (Eq. 3), train c (Eq. 6, 7)."""
         self._weigh(len(labelled) + len(unlabelled), ctx)
-        own = from_memory(agent.memory) or msg.F
+        local = from_memory(agent.memory) or msg.F
         with randomness.seeded(ctx.rng("dropout")):
             if self.cfg.local_player == "labelled":
                 self._load(msg.F, ctx)
                 self._learn_labels(labelled, self.cfg.local_epochs, ctx, "labels")
-                own = local_training.weights_of(self._F)
-            self._load(splice(msg.F, own, self._shallow), ctx)
+                local = local_training.weights_of(self._F)
+            self._load(splice(msg.F, local, self._shallow), ctx)
             self._learn_labels(labelled, self.cfg.fine_tune_epochs, ctx, "fine-tuning")
-            tuned = local_training.weights_of(self._F)
-            y, admitted, kept = self._pseudo_labels(
-                [own, msg.F, tuned], unlabelled, agent.memory, msg.threshold, ctx
+            fine_tuned = local_training.weights_of(self._F)
+            y, admitted, remembered = self._pseudo_labels(
+                [local, msg.F, fine_tuned], unlabelled, agent.memory, msg.threshold, ctx
             )
             if not len(labelled) and not admitted.any():
                 return Declined("no labelled row, and no row whose vote exceeds the threshold")
-            self._load(tuned, ctx)
-            planned = steps(
+            self._load(fine_tuned, ctx)
+            planned_steps = steps(
                 self.cfg, len(labelled), int(admitted.sum()), t=self._clock(ctx.round),
-                hot=int(kept.get("hot", torch.zeros(()))) > 0, rng=ctx.rng("batches, both"),
+                hot=int(remembered.get("hot", torch.zeros(()))) > 0, rng=ctx.rng("batches, both"),
             )  # fmt: skip
             x = torch.cat([labelled.x, unlabelled.x[admitted]])
-            self._learn(x, torch.cat([labelled.y, y[admitted]]), planned, ctx, "both")
+            self._learn(x, torch.cat([labelled.y, y[admitted]]), planned_steps, ctx, "both")
         trained = local_training.weights_of(self._F)
-        own = tuned if self.cfg.remember == "fine_tuned" else trained
-        agent.memory = {**agent.memory, **as_memory(own), **kept}
+        local = fine_tuned if self.cfg.remember == "fine_tuned" else trained
+        agent.memory = {**agent.memory, **as_memory(local), **remembered}
         return ModelUpdate(trained) if msg.upload else Ack()
 
     def _pseudo_labels(
@@ -298,21 +298,21 @@ class FedTriNet(Algorithm[FedTriNetState]):
         if not len(rows):
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), {}
         probs = [self._predict(player, rows, ctx, votes=True) for player in players]
-        same = [p.argmax(dim=1) == probs[0].argmax(dim=1) for p in probs]
-        ctx.log_metric("train/agreement", float(torch.stack(same).all(dim=0).float().mean()))
+        agreements = [p.argmax(dim=1) == probs[0].argmax(dim=1) for p in probs]
+        ctx.log_metric("train/agreement", float(torch.stack(agreements).all(dim=0).float().mean()))
         y, admitted = vote(probs if self.cfg.local_votes else probs[1:], threshold)
-        new, kept = admitted, dict[str, Tensor]()
+        newly_admitted, remembered = admitted, dict[str, Tensor]()
         if self.cfg.pseudo_labels == "kept":
-            before = memory.get("kept", torch.full_like(y, -1))
-            new = admitted & (before < 0)
-            y = torch.where(before < 0, y, before)
-            admitted = admitted | (before >= 0)
-            kept["kept"] = torch.where(admitted, y, -1)
+            former = memory.get("kept", torch.full_like(y, -1))
+            newly_admitted = admitted & (former < 0)
+            y = torch.where(former < 0, y, former)
+            admitted = admitted | (former >= 0)
+            remembered["kept"] = torch.where(admitted, y, -1)
         if self.cfg.retrain == "ramp":
-            visits = memory.get("hot", torch.zeros((), dtype=torch.int64))
-            kept["hot"] = visits + (new.sum() >= PROFILED)
+            hot_visits = memory.get("hot", torch.zeros((), dtype=torch.int64))
+            remembered["hot"] = hot_visits + (newly_admitted.sum() >= PROFILED)
         ctx.pseudo_labels(rows.ids, functional.one_hot(y, self.task.classes), admitted)
-        return y, admitted, kept
+        return y, admitted, remembered
 
     # Local training -------------------------------------------------------------------------
 
@@ -333,15 +333,15 @@ class FedTriNet(Algorithm[FedTriNetState]):
         augment = self.cfg.augmentation() if votes else NONE
         rng, probs = ctx.rng("view of unlabelled rows"), []
         for x in torch.split(rows.x, CHUNK):
-            seen = augment(local_training.network_input(x, ctx.device), rng)
-            probs.append(self._F(seen).softmax(dim=1).cpu())
+            views = augment(local_training.network_input(x, ctx.device), rng)
+            probs.append(self._F(views).softmax(dim=1).cpu())
         return torch.cat(probs)
 
     def _learn_labels(self, rows: LabelledRows, epochs: int, ctx: Context, purpose: str) -> None:
         """Epochs of cross-entropy on labelled rows alone."""
         rng, size = ctx.rng(f"batches, {purpose}"), self.cfg.batch_size
-        each = (local_training.epoch_batches(len(rows), size, rng) for _ in range(epochs))
-        batches = itertools.chain.from_iterable(each)
+        epoch_batches = (local_training.epoch_batches(len(rows), size, rng) for _ in range(epochs))
+        batches = itertools.chain.from_iterable(epoch_batches)
         frozen = self.cfg.freeze_shallow and purpose == "fine-tuning"
         for module in map(self._F.get_submodule, self._shallow):
             module.requires_grad_(not frozen)
@@ -352,20 +352,20 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, x: Tensor, y: Tensor, planned: Iterable[Sequence[Part]], ctx: Context, purpose: str
     ) -> None:
         """The planned steps by a fresh SGD on stored rows x (N, *shape) of classes y (N,)."""
-        trained = [p for p in self._F.parameters() if p.requires_grad]
-        if not trained:
+        parameters = [p for p in self._F.parameters() if p.requires_grad]
+        if not parameters:
             return  # every layer is shallow, and frozen
-        sgd = optim.SGD(trained, lr=self.cfg.learning_rate, momentum=self.cfg.momentum)
+        sgd = optim.SGD(parameters, lr=self.cfg.learning_rate, momentum=self.cfg.momentum)
         augment, rng = self.cfg.augmentation(), ctx.rng(f"view, {purpose}")
-        steps = [(torch.cat([picked for picked, _ in parts]), parts) for parts in planned]
+        steps = [(torch.cat([indices for indices, _ in parts]), parts) for parts in planned]
         steps = [step for step in steps if can_learn_from(self._F, len(step[0]))]
         batches, losses = [rows for rows, _ in steps], list[Tensor]()
-        seen = local_training.views_of(x, batches, lambda x: augment(x, rng), ctx.device)
-        for (_, parts), views in zip(steps, seen, strict=True):
-            by_part = torch.split(self._F(views), [len(picked) for picked, _ in parts])
+        view_batches = local_training.views_of(x, batches, lambda x: augment(x, rng), ctx.device)
+        for (_, parts), views in zip(steps, view_batches, strict=True):
+            logits_by_part = torch.split(self._F(views), [len(indices) for indices, _ in parts])
             terms = [
-                weight * functional.cross_entropy(logits, y[picked].to(ctx.device))
-                for (picked, weight), logits in zip(parts, by_part, strict=True)
+                weight * functional.cross_entropy(logits, y[indices].to(ctx.device))
+                for (indices, weight), logits in zip(parts, logits_by_part, strict=True)
             ]
             loss = torch.stack(terms).sum()
             losses.append(local_training.minimise(sgd, loss))

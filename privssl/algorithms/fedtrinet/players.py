@@ -18,14 +18,14 @@ def shallow_modules(network: nn.Module, cfg: FedTriNetConfig) -> tuple[str, ...]
     if cfg.shallow:
         splice(weights, weights, cfg.shallow)
         return cfg.shallow
-    owners = dict.fromkeys(key.rpartition(".")[0] for key in weights)  # in the order they run
-    layers = {name: network.get_submodule(name) for name in owners}
+    names = dict.fromkeys(key.rpartition(".")[0] for key in weights)  # in the order they run
+    layers = {name: network.get_submodule(name) for name in names}
     if cfg.shallow_convolutions is None:
         return tuple(layers)
-    found, shallow = 0, []
+    convolutions, shallow = 0, []
     for name, module in layers.items():
-        found += isinstance(module, nn.Conv2d)
-        if found > cfg.shallow_convolutions or isinstance(module, nn.Linear):
+        convolutions += isinstance(module, nn.Conv2d)
+        if convolutions > cfg.shallow_convolutions or isinstance(module, nn.Linear):
             break
         shallow.append(name)
     return tuple(shallow)

@@ -96,8 +96,8 @@ class FedTriNetConfig:
         """
         if self.pseudo_labels == "never":
             return 2.0
-        now = (t + self.first_round) / self.clock
-        return self.alpha * confidence * shrinkage(now, self.schedule)
+        scaled_t = (t + self.first_round) / self.clock
+        return self.alpha * confidence * shrinkage(scaled_t, self.schedule)
 
     def augmentation(self) -> Callable[[Tensor, torch.Generator], Tensor]:
         """The augmentation of rows before training and voting."""
@@ -161,20 +161,20 @@ def steps(
     for epoch in range(cfg.local_epochs):
         if cfg.retrain == "two_streams":
             count = math.ceil(max(labelled, pseudo) / size)
-            both = zip(_endless(labelled, size, rng), _endless(pseudo, size, rng), strict=True)
-            for mine, guessed in itertools.islice(both, count):
-                parts = [(mine, 1.0), (labelled + guessed, cfg.pseudo_weight)]
+            pairs = zip(_endless(labelled, size, rng), _endless(pseudo, size, rng), strict=True)
+            for labelled_batch, pseudo_batch in itertools.islice(pairs, count):
+                parts = [(labelled_batch, 1.0), (labelled + pseudo_batch, cfg.pseudo_weight)]
                 yield [part for part in parts if len(part[0])]
             continue
-        everything = local_training.epoch_batches(labelled + pseudo, size, rng)
+        mixed_batches = local_training.epoch_batches(labelled + pseudo, size, rng)
         if cfg.retrain == "mixed" or not (hot and pseudo):
-            yield from ([(batch, 1.0)] for batch in everything)
+            yield from ([(batch, 1.0)] for batch in mixed_batches)
             continue
-        extra = ramp((epoch + cfg.local_epochs * t) / cfg.clock) / 2
-        for batch, guessed in zip(
-            everything, local_training.epoch_batches(pseudo, size, rng), strict=False
+        pseudo_weight = ramp((epoch + cfg.local_epochs * t) / cfg.clock) / 2
+        for batch, pseudo_batch in zip(
+            mixed_batches, local_training.epoch_batches(pseudo, size, rng), strict=False
         ):
-            yield [(batch, 0.5), (labelled + guessed, extra)]
+            yield [(batch, 0.5), (labelled + pseudo_batch, pseudo_weight)]
 
 
 def _endless(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor]:

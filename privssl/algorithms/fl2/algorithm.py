@@ -91,11 +91,11 @@ class FL2(Algorithm[FL2State]):
         return FL2State(self._fine_tune(F, federation), zeros)
 
     def round(self, state: FL2State, federation: Federation) -> FL2State:
-        drawn = federation.sample(federation.query, self.cfg.query_per_round)
+        agents = federation.sample(federation.query, self.cfg.query_per_round)
         equal = self.cfg.aggregation == "equal"
         mean = WeightedMean("F", uniform_weight if equal else learning_status)
         F, velocity = state.F, state.velocity
-        replies = federation.call_all(drawn, self.query_pass, TrainRequest(F), aggregator=mean)
+        replies = federation.call_all(agents, self.query_pass, TrainRequest(F), aggregator=mean)
         if any(not reply.declined for reply in replies):  # else momentum alone would move F
             F, velocity = momentum_step(F, velocity, mean.value_or(F), self.cfg.global_momentum)
         return FL2State(self._fine_tune(F, federation), velocity)
@@ -124,24 +124,24 @@ class FL2(Algorithm[FL2State]):
             F.eval(), local_training.network_input(rows.x, ctx.device), views=1, sharpness=1.0,
             augment=self.cfg.weak_view, rng=ctx.rng("guess"),
         ).cpu()  # (N, C)  # fmt: skip
-        (confidence, y), (tau, by_class) = q.max(dim=1), adaptive_thresholds(q)
+        (confidence, y), (tau, class_thresholds) = q.max(dim=1), adaptive_thresholds(q)
         sure = confidence > self.cfg.sure_above
-        learned = confidence > by_class[y] if self.cfg.adaptive else sure
+        learned = confidence > class_thresholds[y] if self.cfg.adaptive else sure
         ctx.pseudo_labels(rows.ids, q, learned)
         ctx.log_metric("train/tau", tau)
         ctx.log_metric("train/sure", float(sure.float().mean()))
-        order, chance = ctx.rng("order"), ctx.rng("strong view")
+        order_rng, view_rng = ctx.rng("order"), ctx.rng("strong view")
 
         def losses() -> Iterator[Tensor]:
             F.train()
             for _ in range(self.cfg.local_epochs):
-                epoch = local_training.epoch_batches(len(q), self.cfg.batch_size, order)
-                used = [batch[(learned | sure)[batch]] for batch in epoch]
-                batches = [batch for batch in used if len(batch)]
-                seen = local_training.views_of(
-                    rows.x, batches, lambda x: self.cfg.strong_view(x, chance), ctx.device
+                epoch = local_training.epoch_batches(len(q), self.cfg.batch_size, order_rng)
+                used_batches = [batch[(learned | sure)[batch]] for batch in epoch]
+                batches = [batch for batch in used_batches if len(batch)]
+                views = local_training.views_of(
+                    rows.x, batches, lambda x: self.cfg.strong_view(x, view_rng), ctx.device
                 )
-                for batch, x in zip(batches, seen, strict=True):
+                for batch, x in zip(batches, views, strict=True):
                     target = y[batch].to(ctx.device)
                     yield self._loss(F, x, target, learned[batch], sure[batch])
 
@@ -156,9 +156,9 @@ class FL2(Algorithm[FL2State]):
         if self.cfg.consistency_weight and sure.any():
             L_p = cross_entropy(logits[sure], y[sure])  # Eq. 11
             g = torch.autograd.grad(L_p, list(weights.values()), retain_graph=True)
-            moved = perturbation(weights, g, self.cfg.radius, self.cfg.perturbation == "asam")
-            at = {name: w + moved[name] for name, w in weights.items()}  # W*, Eq. 12
-            Q = functional_call(F, at, (x[sure],)).softmax(dim=1)
+            eps = perturbation(weights, g, self.cfg.radius, self.cfg.perturbation == "asam")
+            perturbed = {name: w + eps[name] for name, w in weights.items()}  # W*, Eq. 12
+            Q = functional_call(F, perturbed, (x[sure],)).softmax(dim=1)
             target = Q if self.cfg.moving_target else Q.detach()
             loss = loss + self.cfg.consistency_weight * divergence(target, logits[sure]).mean()
         return loss

@@ -200,18 +200,18 @@ class LabelCensus(FeatureMapRounds):
         # fail.
         request = feature_map.map_of(state)
         federation.call_all(federation.query, self.find_clusters, request)
-        asked = () if self.plan is not None and not self.plan.visits else federation.support
+        agents = () if self.plan is not None and not self.plan.visits else federation.support
         answers = feature_map.payloads(
-            federation.call_all(asked, self.answer, feature_map.map_of(state))
+            federation.call_all(agents, self.answer, feature_map.map_of(state))
         )
         if not answers:
             return state
-        table = (self.k, self.task.classes)
+        shape = (self.k, self.task.classes)
         for answer in answers:
-            if answer.census.shape != table or answer.census.dtype != torch.int64:
+            if answer.census.shape != shape or answer.census.dtype != torch.int64:
                 raise MessageError(
                     f"a census is {tuple(answer.census.shape)}, {answer.census.dtype}; it must be "
-                    f"{table}, int64"
+                    f"{shape}, int64"
                 )
         histogram = torch.stack([answer.census for answer in answers]).sum(dim=0)
         classes = self._read(histogram, state, len(answers), len(federation.support))
@@ -235,17 +235,17 @@ class LabelCensus(FeatureMapRounds):
         """One round of training F: on the clusters' classes, later on the teacher's guesses."""
         if not state.answers:
             return state  # no label was released: there is nothing to learn from
-        sent, number = (state.F, state.classes, self.cfg.learning_rate), 0
-        taking_part = federation.sample(federation.query, self.cfg.query_per_round)
+        fields, former_rounds = (state.F, state.classes, self.cfg.learning_rate), 0
+        participants = federation.sample(federation.query, self.cfg.query_per_round)
         step: Callable[..., ModelUpdate | Declined]
         request: PseudoLabelRequest
         if federation.round.phase == "votes":
-            step, request = self.vote_pass, PseudoLabelRequest(*sent)
+            step, request = self.vote_pass, PseudoLabelRequest(*fields)
         else:
-            step, request = self.self_training_pass, SelfTrainingRequest(*sent, state.teacher)
-            number = self.cfg.vote_rounds
-        F = average_over(federation, taking_part, step, request, otherwise=state.F)
-        decay = self.cfg.decay(number + federation.round.number_in_phase)
+            step, request = self.self_training_pass, SelfTrainingRequest(*fields, state.teacher)
+            former_rounds = self.cfg.vote_rounds
+        F = average_over(federation, participants, step, request, otherwise=state.F)
+        decay = self.cfg.decay(former_rounds + federation.round.number_in_phase)
         return replace(state, F=F, teacher=local_training.moving_average(state.teacher, F, decay))
 
     def classifier(self, state: LabelCensusState) -> StateDict:
@@ -259,10 +259,10 @@ class LabelCensus(FeatureMapRounds):
         if not state.answers:
             return {}
         largest = state.classes.amax(dim=1)
-        with_cluster = len(set(state.classes.argmax(dim=1).tolist()))
+        classes_with_cluster = len(set(state.classes.argmax(dim=1).tolist()))
         return {
             "census/clusters_in_doubt": float((largest < 0.5).sum()),
-            "census/classes_without_cluster": float(self.task.classes - with_cluster),
+            "census/classes_without_cluster": float(self.task.classes - classes_with_cluster),
         }
 
     def pictures(self, state: LabelCensusState, x: Tensor, y: Tensor) -> dict[str, np.ndarray]:
@@ -276,8 +276,8 @@ class LabelCensus(FeatureMapRounds):
     @on_agent
     def find_clusters(self, agent: QueryAgent, msg: Map, ctx: Context) -> Ack:
         """Compute the cluster of each row, and remember it."""
-        kept = {name: value for name, value in agent.memory.items() if name != feature_map.KEPT}
-        agent.memory = {**kept, CLUSTER: self.cluster_of(agent.unlabelled.x, msg, ctx)}
+        memory = {name: value for name, value in agent.memory.items() if name != feature_map.KEPT}
+        agent.memory = {**memory, CLUSTER: self.cluster_of(agent.unlabelled.x, msg, ctx)}
         return Ack()
 
     @on_agent
@@ -287,8 +287,8 @@ class LabelCensus(FeatureMapRounds):
         """Learn the classes of the clusters of rows."""
         if CLUSTER not in agent.memory:
             return NO_CLUSTERS
-        picked = self.cfg.draw_rows(len(agent.unlabelled), ctx)
-        return self._learn(agent, picked, msg.classes[agent.memory[CLUSTER][picked]], msg, ctx)
+        indices = self.cfg.draw_rows(len(agent.unlabelled), ctx)
+        return self._learn(agent, indices, msg.classes[agent.memory[CLUSTER][indices]], msg, ctx)
 
     @on_agent
     def self_training_pass(
@@ -297,11 +297,11 @@ class LabelCensus(FeatureMapRounds):
         """Learn the teacher's predictions, weighted by the classes of a row's cluster."""
         if CLUSTER not in agent.memory:
             return NO_CLUSTERS
-        picked = self.cfg.draw_rows(len(agent.unlabelled), ctx)
+        indices = self.cfg.draw_rows(len(agent.unlabelled), ctx)
         teacher = self.load_classifier(msg.teacher, ctx)
-        p = self.cfg.guess(teacher, agent.unlabelled.x[picked], ctx).cpu()
-        p = p * class_given_cluster(msg.classes, self.cfg.purity)[agent.memory[CLUSTER][picked]]
-        return self._learn(agent, picked, p / p.sum(dim=1, keepdim=True), msg, ctx)
+        p = self.cfg.guess(teacher, agent.unlabelled.x[indices], ctx).cpu()
+        p = p * class_given_cluster(msg.classes, self.cfg.purity)[agent.memory[CLUSTER][indices]]
+        return self._learn(agent, indices, p / p.sum(dim=1, keepdim=True), msg, ctx)
 
     def _learn(
         self, agent: QueryAgent, picked: Tensor, p: Tensor, msg: PseudoLabelRequest, ctx: Context

@@ -53,22 +53,22 @@ def class_posterior(
     scores = torch.zeros(clusters, classes, dtype=torch.float64)
     noise = 0.0 if epsilon is None else agents * _noise_variance(epsilon)
     for k in range(clusters):
-        seen = histogram[k].numpy().astype(np.float64)
+        counts = histogram[k].numpy().astype(np.float64)
         expected = max(float(mass[k]) * labels, 1e-6)
-        if seen.max() > expected + OUTLIER_SIGMAS * np.sqrt(expected + noise):
-            expected = float(seen.max())  # labels are not distributed as unlabelled rows
-        high = _log_law(seen, expected * purity, epsilon, agents)
-        low = _log_law(seen, expected * (1 - purity) / (classes - 1), epsilon, agents)
-        scores[k] = torch.from_numpy(high - low)
+        if counts.max() > expected + OUTLIER_SIGMAS * np.sqrt(expected + noise):
+            expected = float(counts.max())  # labels are not distributed as unlabelled rows
+        log_main = _log_law(counts, expected * purity, epsilon, agents)
+        log_other = _log_law(counts, expected * (1 - purity) / (classes - 1), epsilon, agents)
+        scores[k] = torch.from_numpy(log_main - log_other)
     shares = mass.double() if balanced else None
     posterior, prior = _posterior(scores, shares, torch.zeros(classes, dtype=scores.dtype), STEPS)
     if borders is not None and coupling:
-        beside = borders.double().clone().fill_diagonal_(0)
-        beside = beside / beside.sum(dim=1, keepdim=True).clamp(min=1)  # (K, K), rows sum to 1
+        graph = borders.double().clone().fill_diagonal_(0)
+        graph = graph / graph.sum(dim=1, keepdim=True).clamp(min=1)  # (K, K), rows sum to 1
         for _ in range(MEAN_FIELD):  # naive mean field, damped
-            pulled = scores + coupling * (beside @ posterior)
-            again, prior = _posterior(pulled, shares, prior, STEPS // MEAN_FIELD)
-            posterior = (posterior + again) / 2
+            coupled = scores + coupling * (graph @ posterior)
+            updated, prior = _posterior(coupled, shares, prior, STEPS // MEAN_FIELD)
+            posterior = (posterior + updated) / 2
     return posterior.float()
 
 
@@ -127,19 +127,19 @@ def _log_law(
     Exact for narrow noise; wide noise, or that of many agents, is nearly normal. Numbers outside of
     the table get the probability of its end.
     """
-    wide = 0 if epsilon is None else int(np.ceil(-np.log(TAIL) / epsilon))
-    if mean + agents * wide > WIDE:
+    noise_range = 0 if epsilon is None else int(np.ceil(-np.log(TAIL) / epsilon))
+    if mean + agents * noise_range > WIDE:
         variance = mean + (0.0 if epsilon is None else agents * _noise_variance(epsilon))
         normal: NDArray[np.float64] = -np.square(seen - mean) / (2 * variance)
         return np.asarray(normal - np.log(variance) / 2)
     counts = np.arange(int(mean + 12 * np.sqrt(mean) + 30))
     from scipy.special import gammaln  # here: other algorithms do not need scipy
 
-    law = np.exp(counts * np.log(mean) - mean - gammaln(counts + 1))
+    pmf = np.exp(counts * np.log(mean) - mean - gammaln(counts + 1))
     for _ in range(agents if epsilon is not None else 0):
-        noise = np.exp(-float(epsilon or 0) * np.abs(np.arange(-wide, wide + 1)))
-        law = np.convolve(law, noise / noise.sum())
-    start = -wide * agents
-    place = np.clip(seen - start, 0, len(law) - 1).astype(np.int64)
-    logs: NDArray[np.float64] = np.log(np.maximum(law[place], 1e-300))
-    return logs
+        noise = np.exp(-float(epsilon or 0) * np.abs(np.arange(-noise_range, noise_range + 1)))
+        pmf = np.convolve(pmf, noise / noise.sum())
+    start = -noise_range * agents
+    index = np.clip(seen - start, 0, len(pmf) - 1).astype(np.int64)
+    log_pmf: NDArray[np.float64] = np.log(np.maximum(pmf[index], 1e-300))
+    return log_pmf

@@ -37,15 +37,15 @@ def centroid_sums(
 ) -> tuple[Tensor, Tensor]:
     """Sum (K, E) and number (K,) of the points nearest to each centroid; weighted where given."""
     weight = torch.ones(len(points)) if weight is None else weight
-    chosen, k = nearest_centroids(points, centroids), len(centroids)
-    total = torch.zeros(k, points.shape[1]).index_add_(0, chosen, points * weight[:, None])
-    return total, torch.zeros(k).index_add_(0, chosen, weight)
+    nearest, k = nearest_centroids(points, centroids), len(centroids)
+    total = torch.zeros(k, points.shape[1]).index_add_(0, nearest, points * weight[:, None])
+    return total, torch.zeros(k).index_add_(0, nearest, weight)
 
 
 def update_centroids(centroids: Tensor, total: Tensor, count: Tensor) -> Tensor:
     """Centroids at the means of their clusters; an empty cluster's is not changed."""
-    held = (count > 0)[:, None]
-    return torch.where(held, total / torch.where(held, count[:, None], 1.0), centroids)
+    occupied = (count > 0)[:, None]
+    return torch.where(occupied, total / torch.where(occupied, count[:, None], 1.0), centroids)
 
 
 def k_means(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -67,16 +67,16 @@ def k_means(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> tup
 def _seeds(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> Tensor:
     """k-means++: each next seed is drawn by weight x squared distance to the nearest so far."""
     first = torch.multinomial(weight, 1, generator=rng)
-    chosen = points[first]
-    gap = (points - chosen).square().sum(dim=1)
+    seeds = points[first]
+    squared_distances = (points - seeds).square().sum(dim=1)
     for _ in range(k - 1):
-        odds = weight * gap
-        if not odds.sum() > 0:  # every point is a seed
-            odds = weight
-        seed = points[torch.multinomial(odds, 1, generator=rng)]
-        chosen = torch.cat([chosen, seed])
-        gap = torch.minimum(gap, (points - seed).square().sum(dim=1))
-    return chosen
+        weights = weight * squared_distances
+        if not weights.sum() > 0:  # every point is a seed
+            weights = weight
+        seed = points[torch.multinomial(weights, 1, generator=rng)]
+        seeds = torch.cat([seeds, seed])
+        squared_distances = torch.minimum(squared_distances, (points - seed).square().sum(dim=1))
+    return seeds
 
 
 def neighbours(points: Tensor, centroids: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ def merge_cells(graph: Tensor, k: int, seed: int) -> Tensor:
     if len(graph) <= k:
         return torch.arange(len(graph))
     affinity = (graph + graph.T).double().numpy() + 1e-6  # an edge everywhere: one component
-    found = spectral_clustering(affinity, n_clusters=k, random_state=seed, n_init=10)
-    return torch.from_numpy(found).long()
+    clusters = spectral_clustering(affinity, n_clusters=k, random_state=seed, n_init=10)
+    return torch.from_numpy(clusters).long()
 
 
 def cluster_shares_and_adjacency(graph: Tensor, cluster: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -117,6 +117,6 @@ def cluster_shares_and_adjacency(graph: Tensor, cluster: Tensor, k: int) -> tupl
         graph: (J, J) counts as ``neighbours`` gives them, over all agents; some are above 0.
         cluster: (J,) as ``merge_cells`` gives it. k: clusters.
     """
-    held = one_hot(cluster, k).to(graph.dtype)  # (J, K)
-    mass = held.T @ graph.sum(dim=1)
-    return mass / mass.sum(), held.T @ (graph + graph.T) @ held
+    membership = one_hot(cluster, k).to(graph.dtype)  # (J, K)
+    mass = membership.T @ graph.sum(dim=1)
+    return mass / mass.sum(), membership.T @ (graph + graph.T) @ membership

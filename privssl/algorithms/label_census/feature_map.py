@@ -176,10 +176,10 @@ class FeatureMapRounds(Algorithm[Any]):
         """Whitening of patches, then filters, then the directions that views share."""
         match federation.round.number_in_phase:
             case 1:
-                seen = _sum_over_agents(federation, self.patch_moments, Whitener(state.whitener))
-                if seen is None:
+                sums = _sum_over_agents(federation, self.patch_moments, Whitener(state.whitener))
+                if sums is None:
                     return state
-                return replace(state, whitener=patches.whitening(seen["total"], seen["count"]))
+                return replace(state, whitener=patches.whitening(sums["total"], sums["count"]))
             case 2:
                 request = Whitener(state.whitener)
                 sent = payloads(federation.call_all(federation.query, self.own_filters, request))
@@ -200,23 +200,23 @@ class FeatureMapRounds(Algorithm[Any]):
         if number == 1:
             return self._seed_centroids(state, federation)
         if number < self.cfg.cluster_rounds:
-            seen = _sum_over_agents(federation, self.cell_sums, map_of(state))
-            if seen is None:
+            sums = _sum_over_agents(federation, self.cell_sums, map_of(state))
+            if sums is None:
                 return state
-            return replace(state, centroids=clustering.update_centroids(state.centroids, **seen))
-        seen = _sum_over_agents(federation, self.cell_graph, map_of(state))
-        if seen is None:
+            return replace(state, centroids=clustering.update_centroids(state.centroids, **sums))
+        sums = _sum_over_agents(federation, self.cell_graph, map_of(state))
+        if sums is None:
             return state
         seed = int(torch.randint(2**31, (), generator=federation.rng("cuts")))
-        cluster = clustering.merge_cells(seen["graph"], self.k, seed)
-        mass, borders = clustering.cluster_shares_and_adjacency(seen["graph"], cluster, self.k)
+        cluster = clustering.merge_cells(sums["graph"], self.k, seed)
+        mass, borders = clustering.cluster_shares_and_adjacency(sums["graph"], cluster, self.k)
         return replace(state, cluster=cluster, mass=mass, borders=borders)
 
     def _seed_centroids(self, state: S, federation: Federation) -> S:
-        seen = _sum_over_agents(federation, self.feature_mean, map_of(state))
-        if seen is None:
+        sums = _sum_over_agents(federation, self.feature_mean, map_of(state))
+        if sums is None:
             return state
-        state = replace(state, mean=seen["total"][0] / seen["count"])
+        state = replace(state, mean=sums["total"][0] / sums["count"])
         sent = payloads(federation.call_all(federation.query, self.own_cells, map_of(state)))
         if not sent:
             return state
@@ -224,24 +224,26 @@ class FeatureMapRounds(Algorithm[Any]):
 
     def _joint(self, sent: Sequence[Sums], k: int, rng: torch.Generator) -> Tensor:
         """k centroids of the agents' centroids, weighted by their counts."""
-        points = torch.cat([one.total for one in sent])
-        return clustering.k_means(points, torch.cat([one.count for one in sent]), k, rng)[0]
+        points = torch.cat([message.total for message in sent])
+        return clustering.k_means(points, torch.cat([message.count for message in sent]), k, rng)[0]
 
     # Steps ----------------------------------------------------------------------------------
 
     @on_agent
     def patch_moments(self, agent: QueryAgent, msg: Whitener, ctx: Context) -> Sums:
         """Sum of outer products (d, d) and number (1,) of patches."""
-        drawn = self._patches(agent, ctx)
-        return Sums(drawn.T @ drawn * _weight(agent, drawn), _rows(agent))
+        sample = self._patches(agent, ctx)
+        return Sums(sample.T @ sample * _weight(agent, sample), _rows(agent))
 
     @on_agent
     def own_filters(self, agent: QueryAgent, msg: Whitener, ctx: Context) -> Sums:
         """Centroids of the agent's whitened patches, and the rows that each represents."""
-        seen = patches.whiten(self._patches(agent, ctx), msg.whitener)
-        few = min(self.cfg.filters, len(seen))
-        found, count = clustering.k_means(seen, torch.ones(len(seen)), few, ctx.rng("filters"))
-        return Sums(found, count * _weight(agent, seen))
+        points = patches.whiten(self._patches(agent, ctx), msg.whitener)
+        k = min(self.cfg.filters, len(points))
+        centroids, count = clustering.k_means(
+            points, torch.ones(len(points)), k, ctx.rng("filters")
+        )
+        return Sums(centroids, count * _weight(agent, points))
 
     def _patches(self, agent: QueryAgent, ctx: Context) -> Tensor:
         x = local_training.network_input(self._some(agent))
@@ -252,15 +254,15 @@ class FeatureMapRounds(Algorithm[Any]):
         """Sums over rows of the responses to two views."""
         x = local_training.network_input(self._some(agent), ctx.device)
         filters, view = msg.filters.to(ctx.device), self.cfg.augmentation()
-        one, two = (
+        first, second = (
             patches.responses(view(x, ctx.rng(name)), filters, self.cfg.places)
             for name in ("view 1", "view 2")
         )
-        weight, apart = _weight(agent, x), one - two
+        weight, difference = _weight(agent, x), first - second
         return Views(
-            total=(one + two).sum(dim=0).cpu() * weight,
-            outer=(one.T @ one + two.T @ two).cpu() * weight,
-            within=(apart.T @ apart).cpu() * weight,
+            total=(first + second).sum(dim=0).cpu() * weight,
+            outer=(first.T @ first + second.T @ second).cpu() * weight,
+            within=(difference.T @ difference).cpu() * weight,
             count=_rows(agent),
         )
 
@@ -276,9 +278,9 @@ class FeatureMapRounds(Algorithm[Any]):
     def own_cells(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """Centroids of the agent's k-means, and the number of rows of each."""
         points = self._kept_points(agent, msg, ctx)
-        few = min(self.cfg.cells, len(points))
-        found, count = clustering.k_means(points, torch.ones(len(points)), few, ctx.rng("seeds"))
-        return Sums(found, count * _weight(agent, points))
+        k = min(self.cfg.cells, len(points))
+        centroids, count = clustering.k_means(points, torch.ones(len(points)), k, ctx.rng("seeds"))
+        return Sums(centroids, count * _weight(agent, points))
 
     @on_agent
     def cell_sums(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
@@ -312,10 +314,10 @@ class FeatureMapRounds(Algorithm[Any]):
 
     def _kept_points(self, agent: QueryAgent, msg: Map, ctx: Context) -> Tensor:
         """Points (N, E) of the rows from which the map is made."""
-        kept = agent.memory.get(KEPT)
-        if kept is None:  # the agent missed feature_mean
+        features = agent.memory.get(KEPT)
+        if features is None:  # the agent missed feature_mean
             return self.points(self._some(agent), msg, ctx.device)
-        return clustering.center_and_normalize(kept, msg.mean)
+        return clustering.center_and_normalize(features, msg.mean)
 
     def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Centred and normalised features (N, E) of stored rows, for k-means."""
@@ -323,10 +325,10 @@ class FeatureMapRounds(Algorithm[Any]):
 
     def check_map(self, msg: Map) -> None:
         """Raise MessageError unless shapes, types and cluster numbers fit the config."""
-        own = self.first_map()
+        expected = self.first_map()
         wrong = [
             name for name in ("encoder", "mean", "centroids", "cluster")
-            if _form(getattr(msg, name)) != _form(own[name])
+            if _form(getattr(msg, name)) != _form(expected[name])
         ]  # fmt: skip
         if not wrong and not 0 <= int(msg.cluster.min()) <= int(msg.cluster.max()) < self.k:
             wrong = ["cluster"]
@@ -386,4 +388,4 @@ def _form(value: Tensor | StateDict) -> Any:
     """Shape and type, of a tensor or by name."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
-    return {name: _form(one) for name, one in value.items()}
+    return {name: _form(part) for name, part in value.items()}

@@ -99,15 +99,15 @@ def responses(x: Tensor, filters: Tensor, places: int) -> Tensor:
         x: rows as networks take them (N, channels, height, width).
         filters: (F, channels, side, side).
     """
-    evenly = torch.full_like(filters[:1], 1 / filters[0].numel())
+    mean_filter = torch.full_like(filters[:1], 1 / filters[0].numel())
     filters = filters.contiguous(memory_format=torch.channels_last)
-    found = []
-    for part in torch.split(x, CHUNK):
-        mean, square = conv2d(part, evenly), conv2d(part.square(), evenly)
+    pooled = []
+    for chunk in torch.split(x, CHUNK):
+        mean, square = conv2d(chunk, mean_filter), conv2d(chunk.square(), mean_filter)
         contrast = (square - mean.square()).clamp(min=0).add(CONTRAST).sqrt()
-        seen = conv2d(part, filters).sub_(CUT * contrast).relu_().div_(contrast)
-        found.append(adaptive_avg_pool2d(seen, places).flatten(1))
-    return torch.cat(found) if found else x.new_zeros(0, len(filters) * places**2)
+        rectified = conv2d(chunk, filters).sub_(CUT * contrast).relu_().div_(contrast)
+        pooled.append(adaptive_avg_pool2d(rectified, places).flatten(1))
+    return torch.cat(pooled) if pooled else x.new_zeros(0, len(filters) * places**2)
 
 
 def view_map(total: Tensor, outer: Tensor, within: Tensor, count: Tensor, features: int) -> Tensor:

@@ -112,9 +112,9 @@ class SemiFL(Algorithm[SemiFLState]):
 
     def round(self, state: SemiFLState, federation: Federation) -> SemiFLState:
         F, velocity, mean = state.F, state.velocity, WeightedMean("F", uniform_weight)
-        taking_part = federation.sample(federation.query, self.cfg.query_per_round)
+        participants = federation.sample(federation.query, self.cfg.query_per_round)
         replies = federation.call_all(
-            taking_part, self.query_pass, TrainRequest(F), aggregator=mean
+            participants, self.query_pass, TrainRequest(F), aggregator=mean
         )
         active = sum(not reply.declined for reply in replies)
         if not self.cfg.fine_tune:
@@ -161,8 +161,8 @@ class SemiFL(Algorithm[SemiFLState]):
     ) -> ModelUpdate | Declined:
         """ClientUpdate: learn from pseudo-labels of the global model; Eq. 2 to 8."""
         F = self.load_classifier(msg.F, ctx)
-        in_training = self.cfg.pseudo_labels == "training"
-        losses = self._fixmatch_losses if in_training else self._fixed_label_losses
+        uses_fixmatch = self.cfg.pseudo_labels == "training"
+        losses = self._fixmatch_losses if uses_fixmatch else self._fixed_label_losses
         momentum = local_descent(
             F, losses(F, agent.unlabelled, ctx), self.cfg, agent.memory, "query", ctx
         )
@@ -177,10 +177,10 @@ class SemiFL(Algorithm[SemiFLState]):
         rows = agent.labelled
         ctx.weight = float(len(rows))
         F = self.load_classifier(msg.F, ctx)
-        kept = self.cfg.reading.keeps_momentum
+        keeps = self.cfg.reading.keeps_momentum
         losses = self._true_label_losses(F, rows, ctx)
-        momentum = local_descent(F, losses, self.cfg, agent.memory if kept else {}, "support", ctx)
-        if kept and momentum is not None:
+        momentum = local_descent(F, losses, self.cfg, agent.memory if keeps else {}, "support", ctx)
+        if keeps and momentum is not None:
             agent.memory = {**agent.memory, **momentum}
         return ModelUpdate(local_training.to_send(dict(F.named_parameters())))
 
@@ -212,26 +212,26 @@ class SemiFL(Algorithm[SemiFLState]):
         y = P if reading.soft_labels else P.argmax(dim=1)  # (N, C) or (N,)
         if not confident.any():
             return  # "If D+ is empty then stop"
-        weak, strong, mixing = ctx.rng("weak view"), ctx.rng("strong view"), ctx.rng("mix")
+        weak_rng, strong_rng, mix_rng = ctx.rng("weak view"), ctx.rng("strong view"), ctx.rng("mix")
         orders = passes(int(confident.sum()), cfg.batch_size, cfg.epochs, ctx.rng("order"))
-        for one, other in pair_rows(confident, orders, reading, mixing):  # D+, D-: Eq. 4
+        for plus, minus in pair_rows(confident, orders, reading, mix_rng):  # D+, D-: Eq. 4
             views = {
-                "strong": cfg.strong_view(x[one], strong),
-                "y": y[one].to(ctx.device), "y2": y[other].to(ctx.device),
+                "strong": cfg.strong_view(x[plus], strong_rng),
+                "y": y[plus].to(ctx.device), "y2": y[minus].to(ctx.device),
             }  # fmt: skip
             if cfg.mix_weight and reading.mix_view == "rows":
-                views["x1"] = cfg.weak_view(x[one], weak)
-                views["x2"] = cfg.weak_view(x[other], weak)
+                views["x1"] = cfg.weak_view(x[plus], weak_rng)
+                views["x2"] = cfg.weak_view(x[minus], weak_rng)
             elif cfg.mix_weight:
-                each = sample_mix(-(-len(one) // cfg.batch_size), cfg.mix_alpha, mixing)
-                lam = each.repeat_interleave(cfg.batch_size)[: len(one)].to(ctx.device)
-                mixed = cfg.weak_view(mix(lam, x[one], x[other]), weak)
+                lams = sample_mix(-(-len(plus) // cfg.batch_size), cfg.mix_alpha, mix_rng)
+                lam = lams.repeat_interleave(cfg.batch_size)[: len(plus)].to(ctx.device)
+                mixed = cfg.weak_view(mix(lam, x[plus], x[minus]), weak_rng)
                 views |= {"lam": lam.double(), "mix": mixed}
             for batch in local_training.batches(views, cfg.batch_size):
                 if "lam" in batch:
                     batch["lam"] = batch["lam"][0]  # one for a batch
                 elif cfg.mix_weight:
-                    lam = sample_mix(1, cfg.mix_alpha, mixing)[0].double()  # so is 1 - lam
+                    lam = sample_mix(1, cfg.mix_alpha, mix_rng)[0].double()  # so is 1 - lam
                     batch["lam"] = lam.to(ctx.device)
                 # Eq. 5 to 7; local_descent takes the step of Eq. 8
                 yield batched_call(fix_and_mix_loss, batch, cfg.mix_weight, F=F)
@@ -239,11 +239,11 @@ class SemiFL(Algorithm[SemiFLState]):
     def _fixmatch_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
         """FixMatch: the model in training labels every batch; confident rows are used."""
         x = local_training.network_input(rows.x, ctx.device)
-        weak, strong = ctx.rng("weak view"), ctx.rng("strong view")
+        weak_rng, strong_rng = ctx.rng("weak view"), ctx.rng("strong view")
         for order in passes(len(x), self.cfg.batch_size, self.cfg.epochs, ctx.rng("order")):
             views = {
-                "weak": self.cfg.weak_view(x[order], weak),
-                "strong": self.cfg.strong_view(x[order], strong), "ids": rows.ids[order],
+                "weak": self.cfg.weak_view(x[order], weak_rng),
+                "strong": self.cfg.strong_view(x[order], strong_rng), "ids": rows.ids[order],
             }  # fmt: skip
             for batch in local_training.batches(views, self.cfg.batch_size):
                 with torch.no_grad():
@@ -256,9 +256,9 @@ class SemiFL(Algorithm[SemiFLState]):
     def _true_label_losses(self, F: nn.Module, rows: LabelledRows, ctx: Context) -> Losses:
         """CE(F(weak), y) where labels are."""
         x, y = local_training.network_input(rows.x, ctx.device), rows.y.to(ctx.device)
-        size, weak = self.cfg.server_batch_size, ctx.rng("weak view")
+        size, weak_rng = self.cfg.server_batch_size, ctx.rng("weak view")
         for order in passes(len(x), size, self.cfg.server_epochs, ctx.rng("order")):
-            views = {"x": self.cfg.weak_view(x[order], weak), "y": y[order]}
+            views = {"x": self.cfg.weak_view(x[order], weak_rng), "y": y[order]}
             for batch in local_training.batches(views, size):
                 yield batched_call(hard_label_loss, batch, F=F)
 
@@ -274,22 +274,22 @@ def local_descent(
     Momentum continues from ``memory``, under ``group``. Returns the momentum to remember; None
     when there was no loss.
     """
-    named = {f"{group}/{name}#momentum": p for name, p in F.named_parameters()}
+    params = {f"{group}/{name}#momentum": p for name, p in F.named_parameters()}
     sgd = optim.SGD(
-        named.values(), lr=cfg.rate(ctx.round), momentum=cfg.momentum,
+        params.values(), lr=cfg.rate(ctx.round), momentum=cfg.momentum,
         weight_decay=cfg.weight_decay, nesterov=cfg.momentum > 0,
     )  # fmt: skip
-    remembered = {key: memory[key] for key in named if key in memory}
+    remembered = {key: memory[key] for key in params if key in memory}
     for key, momentum in device_transfer.move_to(remembered, ctx.device).items():
         # in the memory format of the parameter: a checkpoint has another
-        kept = torch.empty_like(named[key], requires_grad=False).copy_(momentum)
-        sgd.state[named[key]]["momentum_buffer"] = kept
-    values = []
+        buffer = torch.empty_like(params[key], requires_grad=False).copy_(momentum)
+        sgd.state[params[key]]["momentum_buffer"] = buffer
+    loss_values = []
     with randomness.seeded(ctx.rng("dropout")):
         for loss in losses:
-            values.append(local_training.minimise(sgd, loss, clip_norm=cfg.clipped_at))
-    if not values:
+            loss_values.append(local_training.minimise(sgd, loss, clip_norm=cfg.clipped_at))
+    if not loss_values:
         return None
-    ctx.log_metric(f"train/loss_F/{group}", local_training.mean_of(values))
-    buffers = {key: sgd.state[p].get("momentum_buffer") for key, p in named.items()}
+    ctx.log_metric(f"train/loss_F/{group}", local_training.mean_of(loss_values))
+    buffers = {key: sgd.state[p].get("momentum_buffer") for key, p in params.items()}
     return device_transfer.copy_tensors({key: b for key, b in buffers.items() if b is not None})

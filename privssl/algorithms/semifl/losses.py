@@ -18,9 +18,9 @@ def passes(held: int, size: int, epochs: float, rng: torch.Generator) -> Iterato
         epochs: > 0, rounded up; up to 1, one epoch stops after that share of its batches.
     """
     share = min(epochs, 1.0)
-    rows = size * math.ceil(share * math.ceil(held / size))
+    row_count = size * math.ceil(share * math.ceil(held / size))
     for _ in range(math.ceil(epochs)):
-        yield torch.randperm(held, generator=rng)[:rows]
+        yield torch.randperm(held, generator=rng)[:row_count]
 
 
 def pair_rows(
@@ -36,18 +36,18 @@ def pair_rows(
         confident: which rows (N,) have a label of probability tau or more; at least one has.
         orders: of the confident rows, ``passes``.
     """
-    sure, pool = confident.nonzero()[:, 0], torch.arange(len(confident))
+    plus, pool = confident.nonzero()[:, 0], torch.arange(len(confident))
     if reading.mix_rows == "unsure" and not confident.all():
         pool = pool[~confident]
-    drawn = pool[:0]
+    minus_of_visit = pool[:0]
     if reading.mix_drawn == "visit":
-        drawn = pool[torch.randint(len(pool), (len(sure),), generator=rng)]
+        minus_of_visit = pool[torch.randint(len(pool), (len(plus),), generator=rng)]
     for order in orders:
         if reading.mix_drawn == "visit":
-            other = drawn[torch.randperm(len(drawn), generator=rng)[: len(order)]]
+            minus = minus_of_visit[torch.randperm(len(minus_of_visit), generator=rng)[: len(order)]]
         else:
-            other = pool[torch.randint(len(pool), (len(order),), generator=rng)]
-        yield sure[order], other
+            minus = pool[torch.randint(len(pool), (len(order),), generator=rng)]
+        yield plus[order], minus
 
 
 def fix_and_mix_loss(

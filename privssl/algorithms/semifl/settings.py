@@ -86,8 +86,8 @@ class SemiFLConfig(StrongViews):
     def reading(self) -> Reading:
         """What the profile and the keys beside it decide."""
         keys = ("soft_labels", "mix_rows", "mix_drawn", "mix_view", "server_first")
-        given = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
-        return dataclasses.replace(PROFILES[self.profile], **given)
+        overrides = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+        return dataclasses.replace(PROFILES[self.profile], **overrides)
 
     @property
     def clipped_at(self) -> float | None:
@@ -101,11 +101,11 @@ class SemiFLConfig(StrongViews):
             yield Problem("clip_norm", text)
         if not self.mix_weight or self.pseudo_labels == "training":
             why = "mix_weight is 0" if not self.mix_weight else "pseudo_labels training has no mix"
-            for key, usual in (
+            for key, default in (
                 ("mix_alpha", 0.75), ("mix_rows", None), ("mix_drawn", None), ("mix_view", None)
             ):  # fmt: skip
-                if (given := getattr(self, key)) != usual:
-                    yield Problem(key, f"{given} has no effect: {why}. Leave it out")
+                if (value := getattr(self, key)) != default:
+                    yield Problem(key, f"{value} has no effect: {why}. Leave it out")
         if self.server_first and not self.fine_tune:
             text = (
                 "true, but with fine_tune false the server trains beside the agents. Leave it out"
@@ -114,8 +114,8 @@ class SemiFLConfig(StrongViews):
 
     def rate(self, round_number: int) -> float:
         """Learning rate of agents and server in a round, counted from 1: cosine down to near 0."""
-        done = max(0, round_number - 1) / self.rounds
-        return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
+        progress = max(0, round_number - 1) / self.rounds
+        return self.learning_rate * (1 + math.cos(math.pi * progress)) / 2
 
     def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A weak view of rows (B, *shape) in [-1, 1]."""
