@@ -42,11 +42,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin(plugin)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that share the longest fixture first. Idle workers take tests from the end of
-    another's list: of a half-finished module, both would make the fixture.
+    """Of each test with ``fast_cases(N)``, N cases evenly spread, or with ``fast_cases(*ids)``, the
+    named ones run in `make test`; the others are marked ``slow``.
     """
-    items.sort(key=lambda item: "test_far_device.py" not in item.nodeid)
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("fast_cases"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, of_test in cases.items():
+        [asked] = [mark.args for mark in of_test[0].iter_markers("fast_cases")]
+        ids = [item.nodeid.partition("[")[2][:-1] for item in of_test]
+        if isinstance(asked[0], int):
+            count = min(asked[0], len(ids))
+            asked = tuple(ids[len(ids) * n // count] for n in range(count))
+        elif len(ids) > len(asked) and (unknown := set(asked) - set(ids)):
+            raise pytest.UsageError(f"{test} has no cases {unknown}: correct its fast_cases.")
+        for item, case in zip(of_test, ids, strict=True):
+            if case not in asked:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

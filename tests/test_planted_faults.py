@@ -13,7 +13,7 @@ import pytest
 from tests.planted_faults import FAULTS
 from tests.planted_faults.fault import ROOT, Fault, StaleFaultError
 
-SLOW = ("slow", "flower", "data")
+SLOW = ("slow", "flower", "device", "data")
 each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 
 
@@ -24,8 +24,8 @@ def _tree(text: str) -> str:
 
 
 @cache
-def _tests_of(path: str) -> dict[str, set[str]]:
-    """Test functions of a file, with their marks and those of the file."""
+def _decorators_of(path: str) -> dict[str, list[str]]:
+    """The decorators of each test function of a file, and the marks of the whole file."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     of_file = [
         node.value
@@ -33,16 +33,20 @@ def _tests_of(path: str) -> dict[str, set[str]]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
     ]
     return {
-        node.name: {
-            name for mark in (*of_file, *node.decorator_list) for name in SLOW
-            if f"mark.{name}" in ast.unparse(mark)
-        }
+        node.name: [ast.unparse(mark) for mark in (*of_file, *node.decorator_list)]
         for node in tree.body if isinstance(node, ast.FunctionDef)
     }  # fmt: skip
 
 
 @each_fault
-def test_a_fault_can_be_planted_in_the_present_sources(fault: Fault) -> None:
+def test_a_fault_finds_its_text_in_the_present_sources(fault: Fault) -> None:
+    before, after = fault.sources(ROOT)
+    assert before != after
+
+
+@pytest.mark.slow
+@each_fault
+def test_a_planted_fault_is_python_that_does_something_else(fault: Fault) -> None:
     before, after = fault.sources(ROOT)
     for path, text in after.items():
         compile(text, path, "exec")
@@ -54,7 +58,11 @@ def test_a_fault_names_fast_tests_that_exist(fault: Fault) -> None:
     assert fault.tests
     for test in fault.tests:
         path, _, name = test.partition("::")
-        assert _tests_of(path)[name.partition("[")[0]] == set()
+        name, _, case = name.partition("[")
+        for decorator in _decorators_of(path)[name]:
+            assert not any(f"mark.{mark}" in decorator for mark in SLOW)
+            if case and "mark.fast_cases" in decorator:
+                assert repr(case[:-1]) in decorator
 
 
 def test_there_are_at_least_64_faults_with_unique_names() -> None:

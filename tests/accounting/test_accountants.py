@@ -176,6 +176,7 @@ def test_the_closed_form_solves_its_equation(mu: float, delta: float) -> None:
         assert at == pytest.approx(delta, rel=1e-5)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("sigma", "q", "delta", "exact"),
     [
@@ -451,6 +452,7 @@ def test_only_canonical_records_are_read(line: bytes, why: str) -> None:
         decode(line)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("target", "rate", "steps"),
     [
@@ -470,6 +472,7 @@ def test_calibrated_noise_fits_the_budget_and_a_tick_less_does_not(
     assert epsilon([PoissonSampledGaussianEvent(sigma - 1e-4, rate, steps)], 1e-5) > target
 
 
+@pytest.mark.slow
 @given(
     target=st.floats(0.05, 80.0),
     rate=st.floats(1e-3, 0.9),
@@ -492,6 +495,7 @@ def test_calibrated_noise_of_any_plan_fits_and_a_tick_less_does_not(
     assert found == 0.3 or not fits(found - 1e-4)
 
 
+@pytest.mark.slow
 def test_noise_is_found_where_divergences_underflow() -> None:
     # At most orders they round to 0, and the few others bound nothing there.
     sigma = calibrate_noise(epsilon=0.001, delta=1e-5, sample_rate=1e-8, steps=100)
@@ -548,6 +552,7 @@ def test_a_budget_of_zero_pays_for_no_step() -> None:
         max_repeats(once, budget=math.nan, delta=1e-5)
 
 
+@pytest.mark.slow
 @needs_library
 def test_the_independent_bracket_equals_that_of_the_golden_grid() -> None:
     rows = [row for row in golden_sample() if 1 < row.pld_lower < 8][::24]

@@ -65,6 +65,7 @@ def test_the_check_of_the_distribution_detects_other_noise(epsilon: float) -> No
     assert law_p(np.concatenate([draws, zeros]), epsilon) < LEVEL
 
 
+@pytest.mark.slow
 def test_a_call_may_have_any_size_and_small_calls_follow_the_distribution_too() -> None:
     assert [len(discrete_laplace(1.0, count)) for count in (0, 1, 7, 1000)] == [0, 1, 7, 1000]
     many = np.concatenate([discrete_laplace(1.0, 3) for _ in range(4000)])

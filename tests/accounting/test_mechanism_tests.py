@@ -151,6 +151,7 @@ def rejected_share(claim: float, false_negative: float, false_positive: float, n
     )
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("claim", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("accused", [0.05, 0.2])
 def test_an_attack_at_the_limit_of_the_claim_refutes_it_once_in_twenty(
@@ -193,6 +194,7 @@ def test_the_threshold_is_chosen_on_one_half_of_the_scores_and_tested_on_the_oth
     assert found.lower_bound == found.ceiling > 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("choosing", [0.25, 0.5])
 def test_a_bound_exceeds_the_true_leakage_of_its_threshold_at_most_once_in_twenty(
     choosing: float,
@@ -267,6 +269,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("step", "claim"), [*STEPS[:2], pytest.param(*STEPS[2], marks=pytest.mark.slow)]
 )
@@ -308,6 +311,7 @@ def p_values(test: Callable[[np.random.Generator], float], repeats: int, seed: i
     return np.array([test(random) for _ in range(repeats)])
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "test",
     [

@@ -176,6 +176,7 @@ def bounds_of_gaussian_canaries(mu: float, trials: int, m: int, r: int, seed: in
     return bounds
 
 
+@pytest.mark.slow
 def test_uninformative_scores_are_called_a_leak_in_at_most_one_run_of_twenty() -> None:
     # Binomial(34, 1/2) is 23 or more with chance 0.0288, so that 400 runs give 11.5 +- 3.3
     # alarms, and 20 or fewer with chance 0.99; the seed is fixed, so the count is as well.

@@ -299,6 +299,7 @@ def winners(folder: Path, holdings: Mapping[str, list[bytes]]) -> list[str]:
     return sorted(agent for agent, success in results if success)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("attempt", range(5))
 def test_of_two_processes_that_claim_an_overlapping_row_only_one_gets_it(
     tmp_path: Path, attempt: int

@@ -62,10 +62,13 @@ STATE = {"determinism", "resume"}
 PUBLISHED = {"fedssl", "fedseal", "semifl", "fedmatch", "fedtrinet", "label_census"}
 #: For controls of an engine, not of an algorithm: four kinds of state and messages.
 a_few = pytest.mark.parametrize("case", ["fedssl", "fedmatch", "semifl", "fedavg"])
-#: Each algorithm with its labels at one place, each place with a third of the algorithms; the rest
-#: of the grid is slow.
+#: Fast for the published methods and FedAvg, each with its labels at one place; the rest is slow.
+OFTEN = PUBLISHED | {"fedavg"}
+EACH = [pytest.param(case, marks=() if case in OFTEN else pytest.mark.slow) for case in ALGORITHMS]
 ALGORITHMS_AND_PLACES = [
-    pytest.param(case, place, marks=() if (first + second) % 3 == 0 else pytest.mark.slow)
+    pytest.param(
+        case, place, marks=() if case in OFTEN and (first + second) % 3 == 0 else pytest.mark.slow
+    )
     for first, case in enumerate(ALGORITHMS)
     for second, place in enumerate(PLACES)
 ]
@@ -86,12 +89,15 @@ def check(case: str, promises: set[str], labels: str = "support") -> None:
     assert skipped.keys() <= {"order"}
 
 
-@pytest.mark.parametrize("case", ALGORITHMS)
+@pytest.mark.parametrize("case", EACH)
 def test_an_algorithm_keeps_its_promises(case: str) -> None:
     # Sites also take a new algorithm object for each visit, so ``workers`` rarely adds anything.
     check(case, EVERY if case in PUBLISHED else EVERY - {"workers"})
 
 
+@pytest.mark.fast_cases(
+    "fedssl, gate open", "fedssl, synthetic rows", "fedmatch, as printed", "semifl, as printed"
+)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ALGORITHMS])
 def test_a_variant_keeps_the_promises_in_which_it_may_differ(case: str) -> None:
     # they do not change the order of agents
@@ -110,6 +116,7 @@ def test_hidden_labels_change_no_bit_and_given_labels_do(case: str, place: str) 
     check(case, {"labels"}, place)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("case", OF_ROWS)
 def test_hidden_labels_of_vectors_and_sequences_change_no_bit(case: str) -> None:
     check(case, {"labels"})
@@ -137,6 +144,7 @@ def has_memory(after: Simulation) -> bool:
     return any(after.engine.memories().values())
 
 
+@pytest.mark.fast_cases("fedmatch", "fedavg")
 @a_few
 def test_the_order_check_detects_agents_that_see_each_others_memory(case: str) -> None:
     forwards, backwards = (
@@ -156,11 +164,13 @@ def test_the_resume_check_detects_networks_in_another_memory_layout() -> None:
     )
 
 
+@pytest.mark.fast_cases("fedmatch", "fedavg")
 @a_few
 def test_the_transport_check_detects_a_transport_that_loses_bits(case: str) -> None:
     assert not same_bits(simulated(case).state, simulated(case, engine=Lossy).state)
 
 
+@pytest.mark.fast_cases("fedmatch", "fedavg")
 @a_few
 def test_the_resume_check_detects_agents_without_their_memory(case: str) -> None:
     last = rounds_to_simulate(algorithm(case)) + 1

@@ -134,6 +134,7 @@ def test_batches_of_a_single_row_are_skipped_under_batch_norm(norm: str, least: 
     assert [rows for rows in range(4) if can_learn_from(F, rows)] == list(range(least, 4))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", [*SUPERVISED, *GUESSING])
 def test_batch_norm_works_with_batches_that_leave_one_row_over(name: str) -> None:
     parties = at_server(labelled=13) if name == "server_sl" else federated_data(labelled=14)
@@ -527,6 +528,7 @@ def accuracy(after: Simulation, parties: FederatedDataset) -> float:
         return float((F.eval()(x).argmax(dim=1) == parties.dataset.y_test).float().mean())
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["server_sl", "fedprox", "fixmatch", "uda", "fedsem"])
 def test_a_toy_run_learns(name: str) -> None:
     settings: dict[str, Any] = {"batch_size": 20, "learning_rate": 0.05, "local_epochs": 4}

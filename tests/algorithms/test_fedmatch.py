@@ -457,6 +457,7 @@ def test_the_probe_is_noise_within_the_levels_of_an_image() -> None:
     assert float(levels.std()) == pytest.approx(0.54 * 125, abs=3)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("place", ["labels-at-server", "labels-at-client"])
 def test_helpers_are_sent_every_few_rounds_to_agents_that_were_seen(place: str) -> None:
     after = simulate(
@@ -576,6 +577,7 @@ def test_five_of_many_agents_take_part() -> None:
     assert set(after.state.embeddings) == set(psi_uploads(after))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("place", "strong"), [
     ("support", "weak"), ("labels-at-server", "weak"), ("labels-at-client", "fedmatch"),
 ])  # fmt: skip
@@ -587,6 +589,7 @@ def test_one_seed_gives_the_same_bits_in_every_order_of_agents(place: str, stron
     assert apart(one, backwards) <= 1e-6
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_hidden_labels_change_no_bit_of_psi_if_it_learns_from_every_row(
     place: str, tmp_path: Path
@@ -604,6 +607,7 @@ def test_hidden_labels_change_no_bit_of_psi_if_it_learns_from_every_row(
     assert not same_bits(first, alone)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_helpers_costs_and_learning_rates() -> None:
     settings = EAGER | {"helpers_every": 2, "keep_helpers": True, "sparse_down": True, "rounds": 4}
     whole = simulate(fedmatch(**settings), at_clients(), 4)
@@ -613,6 +617,7 @@ def test_a_resumed_run_keeps_helpers_costs_and_learning_rates() -> None:
     assert same_bits(whole.engine.memories(), rest.engine.memories())
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("parties", [
     federated_data(support=1, query=1), at_server(query=1), at_clients(labelled=2, unlabelled=2),
 ])  # fmt: skip

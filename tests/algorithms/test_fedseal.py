@@ -656,6 +656,7 @@ def test_an_agent_with_labels_is_never_called_for_the_servers_part_of_another() 
     assert steps == {(agent, step) for agent in ("m0", "m1") for step in named}
 
 
+@pytest.mark.slow
 def test_one_seed_gives_the_same_bits_in_every_order_of_agents() -> None:
     first, again, other = (simulate(brief(), at_server(), 2, seed=seed).state for seed in (3, 3, 4))
     assert same_bits(first, again) and not same_bits(first, other)

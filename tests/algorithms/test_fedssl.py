@@ -533,6 +533,7 @@ def test_a_config_without_unlabelled_rows_is_refused(labels: str) -> None:
     assert [problem.key for problem in FedSSL.problems(asked)] == ["model.norm"]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_before_the_gate_opens_f_equals_that_of_pseudo_to_the_bit(norm: str) -> None:
     """Statistics of batch norm included: a pass over mixes would change them."""

@@ -120,6 +120,7 @@ def test_query_agents_are_not_called_during_the_warm_up(name: str) -> None:
     assert asked == [(1, *s) for s in SUPPORT] + [(2, *s) for s in [*SUPPORT, *QUERY]]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["supervise", "pseudo", "mixmatch", "fedssl"])
 def test_f_is_trained_by_sgd_without_state_or_by_adam_with_its_moments(
     name: str,

@@ -467,6 +467,7 @@ RELEASE = (
 )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("retrain", ["two_streams", "mixed", "ramp"])
 def test_hidden_labels_change_no_bit_where_every_row_is_admitted_and_kept(
     retrain: str, tmp_path: Path
@@ -730,6 +731,7 @@ def test_agents_of_one_class_give_finite_weights() -> None:
     assert finite(simulate(tri(), parties, 3).state)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("votes_in", "augment"), [("eval", "none"), ("train", "shift")])
 def test_dropout_and_views_depend_on_the_seed(votes_in: Any, augment: Any) -> None:
     model = ModelSettings(name="trinet_cnn", norm="none")

@@ -141,6 +141,7 @@ def test_a_round_without_replies_changes_nothing_despite_momentum() -> None:
     assert same_bits(begun.state, silent.state)
 
 
+@pytest.mark.slow
 def test_each_part_of_fl2_can_be_disabled_and_changes_the_result() -> None:
     whole: dict[str, Any] = {"local_epochs": 1, "sure_above": 0.12, "radius": 0.5}
     changes: tuple[dict[str, Any], ...] = (
@@ -233,6 +234,7 @@ def test_labelled_rows_also_have_pseudo_labels_by_default() -> None:
     assert not same_bits(with_them, without)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "settings", "parties"),
     [

@@ -304,6 +304,7 @@ def test_labels_change_no_weight_before_the_census() -> None:
     assert same_bits({"e": after[0].encoder}, {"e": after[1].encoder})
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("parties", [federated_data, at_clients, at_server])
 def test_labelled_rows_affect_the_run_only_through_the_table(
     parties: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -431,6 +432,7 @@ def test_shares_use_positive_counts_and_are_equal_without_them() -> None:
     torch.testing.assert_close(shares(NOISY), expected)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("reading", ["majority", "shares"])
 def test_another_reading_changes_the_posterior_of_the_same_released_table(
     reading: str,
@@ -551,6 +553,7 @@ def test_no_pass_over_query_agents_lies_between_the_answers_and_their_checkpoint
     assert in_that_round == ["find_clusters"] * 2 + ["answer"] * 2
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["done whole", "control"])
 @pytest.mark.parametrize("moment", ["between two answers", "after them"])
 def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
@@ -585,6 +588,7 @@ def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
     assert (resumed.status, results["status"]) == (0, "finished" if whole else lost)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("where", ["round", "keep"])
 def test_answers_are_kept_even_if_metrics_cannot_be_written(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -667,6 +671,7 @@ MAPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("name", MAPS)
 def test_a_malicious_map_is_refused_in_the_same_way_for_any_number_of_rows(name: str) -> None:
     census = make("label_census", **FEW)

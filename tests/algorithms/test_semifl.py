@@ -680,6 +680,7 @@ def varied(variant: str) -> SemiFL:
     return new(**(settings | VARIANTS[variant]))
 
 
+@pytest.mark.fast_cases(2)
 @every_variant
 def test_one_seed_gives_one_result_in_any_order_through_bytes_and_over_a_checkpoint(
     variant: str,
@@ -696,6 +697,7 @@ def test_one_seed_gives_one_result_in_any_order_through_bytes_and_over_a_checkpo
     assert not same_bits(once.state, simulate(varied(variant), parties, 2, seed=1).state)
 
 
+@pytest.mark.fast_cases(2)
 @every_variant
 def test_hidden_labels_change_no_bit(variant: str, tmp_path: Path) -> None:
     parties = at_server()
@@ -735,6 +737,7 @@ PARTIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("parties", PARTIES)
 @pytest.mark.parametrize("variant", ["2021", "parallel", "static"])
 def test_unusual_agents_give_finite_weights(parties: str, variant: str) -> None:

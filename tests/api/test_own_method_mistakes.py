@@ -90,6 +90,7 @@ def test_a_mistake_found_before_the_run_creates_no_run_folder(name: str, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["Raises", "SetOnAgent", "NotFinite"])
 def test_a_mistake_in_a_worker_process_is_reported_as_in_one_process(
     name: str, tmp_path: Path

@@ -51,6 +51,7 @@ def test_a_config_names_a_network_and_its_options(tmp_path: Path) -> None:
     )  # the run is finished, so only its config is read
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("model", [Net, plain, own_module.Lazy, NAMED.format("Net"), nn.Sequential(
     nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 6 * 6, 10))],
     ids=["class", "function", "lazy layers", "name", "module"])  # fmt: skip
@@ -72,6 +73,7 @@ def test_a_network_from_python_gets_the_options_of_the_config(tmp_path: Path) ->
     assert weights["conv.weight"].shape == (6, 1, 3, 3)
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_accept_users_networks(tmp_path: Path) -> None:
     data, given = dataset(shape=(12,)), {"privacy.steps": 1}
     run = privssl.train(config(tmp_path, PRIVATE), given, data, plain, tmp_path / "run")
@@ -92,6 +94,7 @@ def test_torchvision_networks_are_adapted_to_rows_and_classes() -> None:
     assert not any(getattr(layer, "inplace", False) for layer in network.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [PRIVATE, PRIVATE.replace("privacy:", "# privacy:")],
                          ids=["with privacy", "without"])  # fmt: skip
 def test_resnet18_trains_on_colour_images_with_and_without_privacy(
@@ -191,6 +194,7 @@ DOUBTFUL = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("name", "words"), DOUBTFUL.items(), ids=DOUBTFUL)
 def test_predictions_that_depend_on_chance_or_on_other_rows_give_a_warning(
     name: str, words: str, tmp_path: Path

@@ -43,6 +43,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_train_is_a_function_and_a_command_in_every_order_of_imports(order: str) -> None:
     code = f"{order}\nimport inspect; said = [a is b, callable(a), 'main' in vars(a), "
@@ -105,6 +106,7 @@ def test_a_private_run_from_python_has_a_guarantee_and_a_consistent_audit(tmp_pa
     assert run.audit()["verdict"] == "consistent"
 
 
+@pytest.mark.slow
 def test_train_prints_nothing_unless_progress_is_requested(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +150,7 @@ def test_train_does_not_change_the_state_of_the_process(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_train_runs_in_another_thread_and_with_workers(tmp_path: Path) -> None:
     path, data = config(tmp_path), dataset()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

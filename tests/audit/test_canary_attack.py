@@ -266,6 +266,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], PrivatePlan, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_detected_and_named(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, plan, named = BUGS[bug]
@@ -290,6 +291,7 @@ def test_missing_noise_also_shows_as_more_epsilon_than_is_claimed(
     assert any(f"above the {claimed:.4f} that they are charged" in text for text in problems)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeats", [5, pytest.param(20, marks=pytest.mark.slow)])
 def test_correct_code_is_accepted_in_repeated_attacks(repeats: int) -> None:
     # Of 40 p-values (160 of 20 repeats) one is below 1e-4 by chance in 0.4% of all runs of this
@@ -544,6 +546,7 @@ def copied(source: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> N
     (to / "privacy.json").write_text(json.dumps(card))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("costs_of_users")
 @pytest.mark.skipif(not verify.available(), reason="dp-accounting is not installed")
 def test_the_printed_program_runs_alone_and_prints_the_same_epsilon(

@@ -49,6 +49,7 @@ def attacked(epsilon: float, censuses: int = 1) -> tuple[CensusAttack, list[str]
 # The unchanged mechanism ------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("epsilon", "censuses"),
     [pytest.param(0.5, 1, marks=pytest.mark.slow), (4.0, 1), (1.0, 2)],
@@ -157,6 +158,7 @@ BUGS: dict[str, tuple[Callable[[Patch], None], str]] = {
 }
 
 
+@pytest.mark.fast_cases("rounded", "same noise twice", "one bare cell")
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_mistake_is_detected_and_named(bug: str, monkeypatch: Patch) -> None:
     plant, words = BUGS[bug]
@@ -165,6 +167,7 @@ def test_a_planted_mistake_is_detected_and_named(bug: str, monkeypatch: Patch) -
     assert any(words in problem for problem in problems), (found, problems)
 
 
+@pytest.mark.slow
 def test_half_the_noise_is_named_and_shows_as_more_epsilon_than_is_claimed(
     monkeypatch: Patch,
 ) -> None:

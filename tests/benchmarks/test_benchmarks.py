@@ -125,6 +125,7 @@ def test_an_uneven_split_has_the_limited_labels_of_a_class_and_all_of_the_others
         assert fewer.manifest.agents[agent].unlabelled == holding.unlabelled
 
 
+@pytest.mark.slow
 def test_the_map_tables_are_computed_from_rows_with_known_clusters() -> None:
     # Two classes far apart: clusters are pure, and a census with little noise labels them all.
     rows = census_map.Rows.__new__(census_map.Rows)
@@ -177,6 +178,7 @@ def test_memory_of_sites_is_the_growth_after_the_warm_up() -> None:
     assert grows == "| grows | 100.0 | 100.0 | 125.0 | 125.0 | 25.0% |"
 
 
+@pytest.mark.slow
 def test_a_network_trained_on_synthetic_rows_is_measured_on_the_test_rows_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -239,6 +239,7 @@ def running(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_fixmatch_by_a_plain_loop_and_by_our_engine_gives_the_same_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -300,6 +301,7 @@ def test_the_cell_has_the_network_of_pfl() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("play", [cell_ours.main, cell_plain.main], ids=["ours", "plain"])
 def test_a_competitor_on_the_cell_reports_each_round_and_is_evaluated(
     play: Callable[[], None],
@@ -455,6 +457,7 @@ tell(child=child.pid)
 """
 
 
+@pytest.mark.slow
 def test_a_measurement_leaves_no_process_of_its_program_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -480,6 +483,7 @@ def test_parallel_commands_share_a_session_and_so_one_share_of_the_cores(
     assert [int(file.read_text()) for file in files] == [os.getsid(0)] * 2
 
 
+@pytest.mark.slow
 def test_a_program_is_ended_at_its_time_limit() -> None:
     told = carry_out([["sleep", "60"]], [{}], limit=0.5)
     assert told.status == -signal.SIGKILL

@@ -50,6 +50,7 @@ def test_the_export_tests_cover_every_network() -> None:
     assert set(SHAPES) == set(models.CLASSIFIERS)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SHAPES]
 )

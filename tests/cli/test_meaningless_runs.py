@@ -85,6 +85,7 @@ TEST_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("name", TEST_ROWS)
 def test_unsuitable_test_rows_give_a_warning_also_in_private_runs(
@@ -220,6 +221,7 @@ def test_warnings_of_rounds_are_kept_across_an_interruption(
     assert output("at the end the classifier's outputs", first["warnings"])
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_config_with_absurd_learning_rates_is_refused(name: str, tmp_path: Path) -> None:
     labels = {"server_sl": "labels-at-server"}.get(name, "support")

@@ -155,6 +155,7 @@ def test_a_warning_names_an_agent_without_rows_for_a_step(tmp_path: Path) -> Non
 # Threads ------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_warning_about_several_threads_says_what_to_set(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

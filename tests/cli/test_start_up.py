@@ -58,6 +58,7 @@ PREPARED = (
 ) + STEPS.format("SGD([w], lr=1.0, momentum=0.9, nesterov=True)", "Adam([w], lr=1.0, fused=True)")
 
 
+@pytest.mark.slow
 def test_training_steps_do_not_load_the_compiler() -> None:
     assert not imported_of(PREPARED, COMPILER)
     # The control: an entry of this name in sys.modules is noticed.
@@ -101,6 +102,7 @@ sys.stdout = sys.__stdout__
 """
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("module", COMMANDS)
 def test_help_and_usage_errors_do_not_import_torch(module: str) -> None:
     assert not imported_of(HELP_AND_ERROR.format(module=module), "torch")
@@ -191,6 +193,7 @@ def memory_report() -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in said.splitlines()}
 
 
+@pytest.mark.slow
 def test_garbage_collection_is_paused_during_imports_and_their_objects_are_frozen() -> None:
     during, frozen, enabled = memory_report()["collected"]
     assert (during, enabled) == ("0", "True")

@@ -304,6 +304,7 @@ def test_the_ledger_of_a_replaced_run_is_kept_beside_the_new_run(tmp_path: Path)
     assert kept == spent
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["run", "q[1]"])
 def test_a_run_can_be_replaced_repeatedly_even_if_former_ledgers_are_deleted(
     tmp_path: Path, name: str
@@ -456,6 +457,7 @@ def assert_resumes_to(config: Path, folder: Path, like: FinishedRun) -> None:
 
 
 # Limits too small for split.json, then the log and config, the images, and a checkpoint.
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("size", [100, 900, 30_000, 90_000])
 def test_a_full_disk_is_reported_and_the_run_can_be_resumed_later(
     tmp_path: Path, plain: FinishedRun, size: int
@@ -469,6 +471,7 @@ def test_a_full_disk_is_reported_and_the_run_can_be_resumed_later(
     assert_resumes_to(config, folder, like=plain)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("write", [1, 3, 6, 9, 12])
 def test_a_disk_that_fills_at_any_write_leaves_complete_checkpoints(
     tmp_path: Path, plain: FinishedRun, monkeypatch: pytest.MonkeyPatch, write: int
@@ -762,6 +765,7 @@ def test_the_config_in_a_run_folder_repeats_the_run(tmp_path: Path, plain: Finis
     assert again.results()["name"] == plain.results()["name"] == "tiny"
 
 
+@pytest.mark.slow
 def test_control_another_seed_gives_another_run(tmp_path: Path, plain: FinishedRun) -> None:
     # The control of the test above: results can differ.
     other = train_config(tmp_path, PLAIN, "run.seed=1", "--quiet")
@@ -820,6 +824,7 @@ def test_the_log_has_the_error_that_ended_a_run(tmp_path: Path) -> None:
     assert f"ERROR {outcome.err.strip()}" in log
 
 
+@pytest.mark.slow
 def test_without_validation_rows_no_checkpoint_is_marked_best(tmp_path: Path) -> None:
     # Test rows must not select a checkpoint.
     run = train_config(tmp_path, PLAIN, "run.checkpoint_every=1", "--quiet")
@@ -837,6 +842,7 @@ def test_the_pointer_best_names_the_best_checkpoint_on_validation_rows(tmp_path:
     assert (run.folder / "checkpoints" / f"round_{best:05d}").is_dir()
 
 
+@pytest.mark.slow
 def test_image_logging_works_if_the_first_rows_are_all_of_one_class(tmp_path: Path) -> None:
     # Test rows of a folder are sorted by class: 600 of class 0 come before the first of class 1.
     y = np.repeat([0, 1], [600, 20])

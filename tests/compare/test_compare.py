@@ -501,6 +501,7 @@ def test_a_further_seed_with_changed_data_is_refused(tmp_path: Path) -> None:
 # Resuming -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("damage", ["none", "killed before results.json", "no checkpoint either"])
 def test_after_ctrl_c_the_same_command_resumes_to_the_same_results(
     comparison: Comparison, finished_comparison: Comparison, damage: str

@@ -73,6 +73,7 @@ def test_no_note_adds_up_nominal_epsilons() -> None:
     assert any("up to their sum" in note for note in compare_table.notes([row("ours", "one")]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "unprotected"), [(FEDSSL, True), (FEDAVG, False)])
 def test_the_command_prints_the_note_if_seeds_draw_different_splits(
     tmp_path: Path, config: str, unprotected: bool
@@ -97,6 +98,7 @@ def test_the_command_prints_the_note_if_seeds_draw_different_splits(
     assert not notes("--seeds", "2", "--output", str(tmp_path / "again"), split)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("folders", [("one", "two"), ("one", "one/../one")])
 def test_the_command_prints_the_note_if_accounts_are_in_several_folders(
     tmp_path: Path, folders: tuple[str, str]

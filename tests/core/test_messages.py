@@ -255,6 +255,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
     return st.one_of([VALUES[part] for part in parts])
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("kind", [*kinds_of_messages(), Note], ids=lambda kind: kind.__qualname__)
 @given(data=st.data())
 def test_every_message_class_survives_serialisation(

@@ -142,6 +142,7 @@ def turned(number: int) -> Save:
     return save
 
 
+@pytest.mark.fast_cases(10)
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp", ".tif"])
 @pytest.mark.parametrize("number", TURNS)
 def test_an_image_is_upright_for_every_orientation_tag(

@@ -285,6 +285,7 @@ def by_both(variant: RandAugment, x: Tensor, seed: int = 3) -> tuple[Tensor, Ten
         return ours, variant(x, rng(seed))
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.usefixtures("each_generation")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", FORMATS)
@@ -298,6 +299,7 @@ def test_our_kernels_give_the_same_bits_in_the_same_memory_format(
     assert ours.is_contiguous(memory_format=form) and reference.is_contiguous(memory_format=form)
 
 
+@pytest.mark.fast_cases(22)
 @pytest.mark.usefixtures("each_generation")
 @pytest.mark.parametrize("shape", [GREY, COLOURED, OBLONG])
 @pytest.mark.parametrize("name", [*OPERATIONS, "cutout"])

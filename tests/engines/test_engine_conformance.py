@@ -165,6 +165,7 @@ QUICK = {("sites in processes", case) for case in ("fedssl", "semifl")} | {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "case"),
     [
@@ -333,6 +334,7 @@ def test_calls_of_one_agent_run_in_order_and_each_sees_the_memory_of_the_last(
     assert {reply.payload.text for reply in replies} == {"z n a"}
 
 
+@pytest.mark.fast_cases(3)
 @every_engine_also_in_processes
 def test_saved_memories_do_not_change_later_and_can_be_restored(
     name: str,
@@ -371,6 +373,7 @@ def test_a_step_that_sets_no_memory_keeps_the_agents_memory(name: str) -> None:
 # The end -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of open files")
 @every_engine
 def test_an_engine_can_be_closed_twice_and_leaves_no_file_open(name: str) -> None:
@@ -381,6 +384,7 @@ def test_an_engine_can_be_closed_twice_and_leaves_no_file_open(name: str) -> Non
     assert transports.open_files() == before
 
 
+@pytest.mark.fast_cases(2)
 @every_engine
 def test_a_labelled_server_is_visited_like_any_other_agent(name: str) -> None:
     parties = at_server()

@@ -17,7 +17,10 @@ from benchmarks import far_device
 from privssl.algorithms import ALGORITHMS
 
 WHY_NOT = far_device.why_not()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"no far device: {WHY_NOT}")
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"no far device: {WHY_NOT}"),
+]
 
 
 @pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)])

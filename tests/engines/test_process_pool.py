@@ -315,6 +315,7 @@ def two_cores() -> Iterator[tuple[int, int]]:
     os.sched_setaffinity(0, before)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("workers", "places"),
     [(1, ["either"]), (2, ["one", "other"]), (3, ["either"] * 3), (4, ["one", "other"] * 2)],
@@ -507,6 +508,7 @@ def test_a_killed_worker_is_replaced_and_its_visit_repeated_with_the_same_bits(
     )
 
 
+@pytest.mark.slow
 def test_workers_killed_between_visits_are_replaced_with_a_warning_that_names_no_visit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -538,6 +540,7 @@ def test_workers_that_end_before_their_first_visit_end_the_delivery() -> None:
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGUSR1, "SIGUSR1"), (40, "signal 40")])
 def test_the_error_names_the_signal_that_ended_a_worker(
     number: int, name: str, caplog: pytest.LogCaptureFixture
@@ -611,6 +614,7 @@ def test_an_engine_that_cannot_fork_raises_worker_error_and_leaves_no_file_open(
 # Nothing is left behind ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_closed_engine_leaves_no_process_and_no_open_file() -> None:
     before = open_files()
     with worker_engine() as pool:
@@ -689,6 +693,7 @@ def test_replies_taken_one_by_one_leave_at_most_two_in_memory(make: Any) -> None
         assert sum(one() is not None for one in seen) == 12
 
 
+@pytest.mark.slow
 def test_an_unfinished_delivery_does_not_change_the_next_one() -> None:
     parties = agents(6)
     with worker_engine(parties) as pool:
@@ -811,6 +816,7 @@ def test_a_buffer_that_grows_keeps_its_tensors_and_another_process_reads_all() -
             os.close(file)
 
 
+@pytest.mark.slow
 def test_a_buffer_opens_one_file_and_closes_it() -> None:
     before = open_files()
     buffer = SharedBuffer()
@@ -967,6 +973,7 @@ def test_a_run_has_the_same_weights_and_metrics_with_any_number_of_workers(
     assert "pseudo/" in paths.metrics().decode()  # the meter observed pseudo-labels
 
 
+@pytest.mark.slow
 def test_a_run_may_be_resumed_with_another_number_of_workers(
     paths: RunPaths, reference_run: RunPaths
 ) -> None:
@@ -984,6 +991,7 @@ def test_a_run_may_be_resumed_with_another_number_of_workers(
     assert same_results(paths, reference_run)
 
 
+@pytest.mark.slow
 def test_a_run_survives_a_killed_worker_and_warns(paths: RunPaths, reference_run: RunPaths) -> None:
     marker = paths.run.parent / "died"
 
@@ -1039,6 +1047,7 @@ def test_labelled_rows_with_an_account_are_read_only_in_the_process_of_the_run(
     assert {at_home for role, at_home in found if role == "query"} == {False}  # the control
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_ends_all_processes_and_the_run_can_be_resumed(
     paths: RunPaths, reference_run: RunPaths
 ) -> None:

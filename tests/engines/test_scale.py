@@ -168,6 +168,7 @@ def test_a_loaded_snapshot_reads_the_tensors_of_agents_lazily(tmp_path: Path) ->
     assert back.memories["q1"] == {}
 
 
+@pytest.mark.slow
 def test_the_memory_of_an_agent_is_one_entry_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +366,7 @@ def test_an_interrupted_round_does_not_change_saved_memories(
     spilling.close()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -403,6 +405,7 @@ def files_of(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in wanted}
 
 
+@pytest.mark.slow
 def test_a_run_with_memories_on_disk_has_the_same_bits_also_with_workers(tmp_path: Path) -> None:
     config = tmp_path / "toy.yaml"
     config.write_text(PLAIN)
@@ -480,6 +483,7 @@ def calls_of_a_round(name: str, agents: int, **options: Any) -> int:
     return seen[0]
 
 
+@pytest.mark.slow
 def test_the_work_of_a_round_does_not_grow_with_agents_that_are_not_sampled() -> None:
     few, many = (calls_of_a_round("fedmatch", agents) for agents in (5, 500))
     assert many < 1.05 * few  # else one more call for each agent: 495 of a few thousand

@@ -71,6 +71,7 @@ def test_a_config_can_name_every_classifier_and_norm() -> None:
     assert ModelSettings() == ModelSettings("small_cnn", 16, "group")
 
 
+@pytest.mark.fast_cases(44)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 @every_classifier
@@ -307,6 +308,7 @@ def test_changing_a_row_does_not_change_the_logits_of_others(name: str, norm: st
     assert not torch.equal(before[2], after[2])  # the control: the row itself changes
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("norm", ["batch", "static"])
 @every_classifier
 def test_the_check_of_logits_detects_batch_norm(name: str, norm: str) -> None:
@@ -601,6 +603,7 @@ def bfloat16_network(name: str, norm: str) -> nn.Module:
         return build_classifier(ModelSettings(**settings), (1, 8, 8), 10, "bfloat16")
 
 
+@pytest.mark.fast_cases(11)
 @pytest.mark.parametrize("norm", NORMS)
 @every_classifier
 def test_a_bfloat16_network_has_the_weights_of_a_float32_one_and_similar_gradients(

@@ -112,7 +112,14 @@ def fork(work: Callable[[], int], *, seconds: int = 0) -> tuple[int, str]:
 
 
 def run_tests(tests: Sequence[str], *, seconds: int = 0) -> tuple[int, str]:
-    command = ["-p", "no:cacheprovider", "-q", *tests]
+    command = [
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-m",
+        "not slow and not flower and not device",
+        *tests,
+    ]
     return fork(lambda: int(pytest.main(command)), seconds=seconds)
 
 

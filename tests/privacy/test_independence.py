@@ -54,6 +54,7 @@ from tests.support.privacy import (
 pytestmark = pytest.mark.usefixtures("torch_begins_alike")
 
 
+@pytest.mark.fast_cases(14)
 @pytest.mark.parametrize("which", SHIPPED)
 @pytest.mark.parametrize("value", [0.5, 1e30, math.nan])
 def test_changing_another_row_leaves_the_gradient_of_a_row_bit_equal(
@@ -345,6 +346,7 @@ def test_dropout_is_refused_when_the_config_is_read_and_later_by_layer_name(
         prepare(good)
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("model", shipped_classifiers(), ids=lambda m: f"{m.name}-{m.norm}")
 @pytest.mark.parametrize("value", [pytest.param(0.5, marks=pytest.mark.slow), 1e30, math.nan])
 def test_in_the_joint_loss_changing_another_row_leaves_a_gradient_bit_equal(

@@ -508,6 +508,7 @@ def test_every_count_that_a_support_agent_sends_has_its_noise(tmp_path: Path) ->
     assert int(exact.sum()) == 40
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_right_after_the_census(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

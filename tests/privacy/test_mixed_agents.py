@@ -132,6 +132,7 @@ def count_differing(name: str, folder: Path, at_once: int) -> tuple[int, int]:
     return len(pairs), len(different)
 
 
+@pytest.mark.fast_cases("fedavg-8", "fedssl-8", "label_census-1")
 @sequential_and_batched
 @pytest.mark.parametrize("name", METHODS)
 def test_uncharged_answers_do_not_depend_on_labelled_rows(
@@ -166,6 +167,7 @@ def test_a_query_pass_that_trains_on_labelled_rows_ends_the_run(
         uncharged_answers(prepared(name, tmp_path), tmp_path / "a", at_once)
 
 
+@pytest.mark.fast_cases(1)
 @sequential_and_batched
 @pytest.mark.parametrize("name", QUERYING)
 def test_a_query_pass_that_evades_the_guard_changes_its_answers(

@@ -103,6 +103,7 @@ def check_batched(
             torch.testing.assert_close(norms, own.norms(), rtol=2e-3, atol=tiny)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     "protect", [("F",), ("G",), ("D",), ("F", "G"), ("D", "G"), ("F", "G", "D")]
 )

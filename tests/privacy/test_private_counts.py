@@ -166,6 +166,7 @@ def crafted_network(few: int, tries: int = 60) -> SmallCNN:
     return F
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(("model", "shape"), SHIPPED[::2], ids=str)
 def test_one_row_more_moves_the_clipped_sum_by_at_most_a_clip_norm_for_hostile_weights(
@@ -189,6 +190,7 @@ def test_two_hundred_hostile_sets_of_weights_move_no_sum_by_more_than_a_clip_nor
     assert 0.99 < worst <= 1 + 1e-6
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("padding", [True, False])
 def test_crafted_weights_exploit_rounding_only_without_padding(
@@ -378,6 +380,7 @@ def check_network(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SH
 
 
 # The instruction set of this processor, and each other one.
+@pytest.mark.fast_cases(3)
 @pytest.mark.usefixtures("all_scales")
 @pytest.mark.parametrize(
     ("way", "model", "shape"),

@@ -383,6 +383,7 @@ def largest_gap(prepared: Prepared, folder: Path) -> float:
     return max(apart(one.payload, other.payload) for one, other in pairs)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("which", SETTINGS)
 @pytest.mark.usefixtures("same_noise", "in_float64")
 def test_in_float64_batched_agents_end_where_sequential_agents_end_to_eleven_digits(
@@ -437,6 +438,7 @@ def one_in_a_million(wanted: Sequence[ClippedSum]) -> Sequence[Any]:
 _SUMMED = batched_dp_sgd._sum_batched
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("mistake", [neighbours_rows, one_in_a_million])
 @pytest.mark.usefixtures("same_noise", "in_float64")
 def test_the_comparison_detects_a_fault_in_the_batched_sums(

@@ -66,6 +66,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(apart.norm()) / 1000 * 12 / CLIP  # learning rate, public divisor
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.usefixtures("no_noise")
 @pytest.mark.parametrize("protect", ["F", "FG", "FDG"])
 @pytest.mark.parametrize("value", [0.3, 1e15])
@@ -101,6 +102,7 @@ def test_with_private_counts_removing_a_row_moves_the_release_by_at_most_the_cli
 
 
 # Layers without norms also occur in networks with norms, so the rest of the grid is slow.
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     "model",
     [
@@ -257,6 +259,7 @@ def test_two_resumes_from_one_checkpoint_draw_different_noise(
 #
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("left", [slice(1, None), slice(0, 0)], ids=["one less", "none"])
 def test_with_private_counts_a_split_with_other_counts_than_declared_runs_as_usual(
     left: slice, configured: Callable[..., config.Config], tmp_path: Path

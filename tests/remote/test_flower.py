@@ -78,7 +78,7 @@ MARKS = {method: str(number).encode() for number, method in enumerate(DIGITS)}
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A SuperLink, SuperNodes, and the sites of five running runs behind their sockets."""
+    """A SuperLink, SuperNodes, and the sites of running runs behind their sockets."""
 
     folder: Path
     address: str
@@ -86,8 +86,16 @@ class Network:
     seen: set[str]  # remote addresses of all connections so far
 
 
+def methods_asked_for(items: Sequence[pytest.Item]) -> list[str]:
+    """The methods whose cases run; FedSSL at least."""
+    cases = {item.callspec.id for item in items if hasattr(item, "callspec")}
+    return [method for method in DIGITS if method == "fedssl" or method in cases]
+
+
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+def network(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Network]:
     folder = tmp_path_factory.mktemp("net")
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -104,7 +112,10 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
             )
         # Fork the runs before the first SuperNode connects: a fork during its handshake would
         # inherit locked locks of OpenSSL. The runs wait for their sites.
-        runs = {method: stack.enter_context(_run(folder, address, method)) for method in DIGITS}
+        runs = {
+            method: stack.enter_context(_run(folder, address, method))
+            for method in methods_asked_for(request.session.items)
+        }
         for name in NAMES:
             node = SuperNode(folder / name / "door", folder / name / "flower", address, "", "")
             stack.callback(node.stop)
@@ -346,6 +357,7 @@ def test_a_visit_whose_site_is_killed_is_repeated_by_the_next_process_with_the_s
 # Equal bits ------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases("fedssl", "fedmatch")
 @pytest.mark.parametrize("method", DIGITS)
 def test_five_sites_over_flower_end_with_the_weights_of_one_process_and_of_workers(
     network: Network, tmp_path: Path, method: str

@@ -96,6 +96,7 @@ def test_an_agent_with_both_kinds_shows_both_colours() -> None:
     assert area(picture, figures.UNLABELLED) > 50
 
 
+@pytest.mark.slow
 @given(agents=st.integers(1, 120), classes=st.integers(1, 100))
 @settings(max_examples=4, deadline=None)
 def test_a_partition_of_any_number_of_agents_and_classes_has_a_bounded_size(

@@ -93,6 +93,7 @@ def test_rows_of_the_wrong_class_are_diverse_but_not_classified_correctly(
     assert found["gen/diversity_pixels"] == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_classifier_learns_the_classes_from_synthetic_rows(
     quality: GeneratorQuality,
 ) -> None:
@@ -137,6 +138,7 @@ def test_too_few_test_rows_give_no_metrics() -> None:
     assert few.measure(Bank(PIXELS, LABELS, 5), lambda x: x) == {}
 
 
+@pytest.mark.slow
 def test_a_judge_is_reproducible_and_does_not_use_the_global_generator() -> None:
     before = torch.get_rng_state()
     first, again = (train_judge(network_input(PIXELS), LABELS, CLASSES) for _ in range(2))

@@ -178,6 +178,7 @@ def test_the_x_axis_is_the_round(tmp_path: Path) -> None:
         assert (image.step, image.width, image.height) == (2, 6, 4)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("writers", [0, 9, 99])
 def test_a_resumed_run_draws_no_round_twice_for_any_number_of_former_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: int

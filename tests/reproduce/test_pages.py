@@ -278,6 +278,7 @@ def test_the_legend_of_a_figure_is_not_cut_off(name: str, width: int) -> None:
     assert np.asarray(picture.convert("L"))[:, [0, -1]].min() == 255  # nothing at either edge
 
 
+@pytest.mark.slow
 def test_a_figure_has_no_space_for_missing_panels() -> None:
     def height(*, in_seconds: int) -> int:
         line = {"row": ((1.0, 2.0), (0.5, 0.6))}

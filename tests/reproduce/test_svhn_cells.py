@@ -89,6 +89,7 @@ def test_every_cell_without_data_has_a_reason_and_a_config_of_the_papers_size() 
             assert (data.unlabelled, agents.query) == (49_000, 100)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("table", "title"), RUN)
 def test_a_cell_runs_if_the_files_are_present(
     table: str, title: str, svhn: Path, tmp_path: Path

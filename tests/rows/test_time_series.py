@@ -96,6 +96,7 @@ def test_a_site_reads_its_own_sequences(tmp_path: Path) -> None:
         read_rows(path, labelled=True, unlabelled=False)
 
 
+@pytest.mark.slow
 def test_a_run_learns_what_the_mean_over_time_does_not_show(tmp_path: Path) -> None:
     run = privssl.train(SHORT, data=of_arrays(), output=tmp_path / "run")
     accuracy = run.evaluate(X_TEST, Y_TEST)["accuracy"]

@@ -58,6 +58,7 @@ def prepare_text(folder: Path, text: str, *overrides: str) -> Prepared:
     return prepare(load_config(path, [*overrides, f"run.output={folder / 'run'}"]))
 
 
+@pytest.mark.fast_cases("fedavg", "fedssl")
 @pytest.mark.parametrize("name", RUNS)
 def test_the_forecast_of_rounds_bytes_and_disk_equals_a_real_run(name: str, tmp_path: Path) -> None:
     estimate = forecast.forecast(prepare_text(tmp_path, RUNS[name]))
@@ -126,6 +127,7 @@ def test_the_forecast_multiplies_visit_times_by_agents_and_rounds(
     assert halved.round_seconds == pytest.approx(estimate.round_seconds / 2)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("text", "overrides", "unit"),
     [

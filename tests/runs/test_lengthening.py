@@ -52,6 +52,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert settings[0]["algorithm"] == settings[1]["algorithm"]
 
 
+@pytest.mark.fast_cases("fedavg")
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_lengthened_run_has_the_bits_of_a_run_of_that_length(name: str, tmp_path: Path) -> None:
     at_once, run = train_run(tmp_path, TEXTS[name], 4), train_run(tmp_path, TEXTS[name], 2)
@@ -66,6 +67,7 @@ def test_a_lengthened_run_has_the_bits_of_a_run_of_that_length(name: str, tmp_pa
     }
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_is_lengthened_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def interrupted_at_delivery(call: int, number: signal.Signals = signal.SIGINT) -
 # Ctrl-C -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("number", "call"),
     [(signal.SIGINT, 2), (signal.SIGTERM, 5), (signal.SIGINT, 8)],  # in rounds 1, 3 and 4
@@ -106,6 +107,7 @@ def test_a_run_interrupted_in_a_round_exits_with_130_and_resumes_to_the_same_res
     assert paths.results()["bytes"] == uninterrupted.results()["bytes"]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("owner", "name", "call", "late"),
     [
@@ -140,6 +142,7 @@ def test_a_second_signal_during_the_checkpoint_does_not_damage_it(
     assert same_results(paths, uninterrupted)
 
 
+@pytest.mark.slow
 def test_an_interrupt_raised_in_a_finalizer_stops_the_run_before_its_next_round(
     paths: RunPaths, uninterrupted: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +195,7 @@ def test_the_command_restores_the_signal_handlers(stopped: RunPaths) -> None:
     assert {number: signal.getsignal(number) for number in ORIGINAL_HANDLERS} == ORIGINAL_HANDLERS
 
 
+@pytest.mark.slow
 def test_a_process_interrupted_twice_by_ctrl_c_writes_its_checkpoint(
     paths: RunPaths, uninterrupted: RunPaths, tmp_path: Path
 ) -> None:
@@ -232,6 +236,7 @@ def test_a_process_interrupted_twice_by_ctrl_c_writes_its_checkpoint(
 # kill -9 ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_do_not_change_the_results(
     paths: RunPaths, uninterrupted: RunPaths, kills: int
@@ -264,6 +269,7 @@ def start_or_resume(paths: RunPaths) -> list[str]:
 # Resuming -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("which", ["its own", "the original", "none"])
 def test_resume_accepts_the_runs_config_the_original_config_or_none(
     copy: RunPaths, uninterrupted: RunPaths, which: str
@@ -275,6 +281,7 @@ def test_resume_accepts_the_runs_config_the_original_config_or_none(
     assert same_results(copy, uninterrupted)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=["before", "after"])
 def test_resume_without_a_config_checks_overrides_against_the_run(
     copy: RunPaths, uninterrupted: RunPaths, order: Sequence[int]
@@ -482,6 +489,7 @@ def private_copy(stopped_private: RunPaths, tmp_path: Path) -> RunPaths:
     return copied
 
 
+@pytest.mark.slow
 def test_a_resumed_private_run_keeps_all_charges(
     private_copy: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -591,6 +599,7 @@ def interrupted_on_own_rows(folder: Path, text: str) -> RunPaths:
     return paths
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("text", [PLAIN, PRIVATE], ids=["plain", "private"])
 def test_resume_refuses_changed_data(tmp_path: Path, text: str) -> None:
     paths = interrupted_on_own_rows(tmp_path, text)
@@ -657,6 +666,7 @@ def test_the_code_fingerprint_changes_with_every_change_of_a_source_file(tmp_pat
 DAMAGES = [Path.unlink, lambda path: path.write_text("{")]
 
 
+@pytest.mark.fast_cases("lost")
 @pytest.mark.parametrize("damage", DAMAGES, ids=["lost", "damaged"])
 def test_resume_rewrites_a_lost_split_of_a_plain_run_and_refuses_that_of_a_private_run(
     tmp_path: Path, damage: Callable[[Path], object]

@@ -199,6 +199,7 @@ def test_a_runs_own_budget_limits_it_although_the_account_has_more(shared: Accou
     assert shared.visits() == 2 + 4  # the control: the limit was of the run, not of the account
 
 
+@pytest.mark.slow
 def test_a_runs_own_budget_limits_it_across_a_kill_and_a_resume(
     shared: AccountFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +418,7 @@ def open_and_close_accounts(shared: AccountFolder, name: str, *overrides: str) -
         pass
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("what", OTHER_USES)
 def test_no_run_may_use_a_row_of_an_account_without_protection(
     shared: AccountFolder, what: str, monkeypatch: pytest.MonkeyPatch
@@ -443,6 +445,7 @@ def toy_rows() -> int:
     return len(load_dataset(DataSettings(name="toy", labelled=24)).x_train)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", ["unlabelled", "validation"])
 def test_a_private_run_refuses_a_labelled_row_that_it_also_uses_without_protection(
     tmp_path: Path, kind: str

@@ -108,6 +108,7 @@ def before_visit(number: int, action: Any) -> Iterator[None]:
 # Equal bits ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("method", DIGITS)
 def test_a_run_over_sites_has_the_weights_and_metrics_of_one_process(
     tmp_path: Path, method: str
@@ -203,6 +204,7 @@ def test_a_site_that_does_not_share_its_ledger_stops_the_run_before_round_one(
 # Failures -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_whose_site_dies_stops_after_a_checkpoint_and_can_be_resumed(
     tmp_path: Path,
 ) -> None:
@@ -230,6 +232,7 @@ def test_a_run_whose_site_dies_stops_after_a_checkpoint_and_can_be_resumed(
     assert len(run.read_journal_of("s0").events) == charged + 1 == 4
 
 
+@pytest.mark.slow
 def test_a_lost_visit_stops_the_run_with_advice_how_to_resume_without_it(
     tmp_path: Path,
 ) -> None:
@@ -337,6 +340,7 @@ def test_the_error_about_a_missing_site_names_it(private_run: RunOverSites) -> N
     assert_refused(private_run.train(), "1 of 4 sites are not there after 0.2 s: q1")
 
 
+@pytest.mark.slow
 def test_a_run_refused_for_a_missing_site_starts_by_the_same_command_later(
     private_run: RunOverSites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +354,7 @@ def test_a_run_refused_for_a_missing_site_starts_by_the_same_command_later(
     assert private_run.place.results() == done
 
 
+@pytest.mark.slow
 def test_above_the_quorum_a_run_continues_without_a_site_and_counts_its_absence(
     tmp_path: Path,
 ) -> None:

@@ -380,6 +380,7 @@ def test_a_demonstration_on_a_full_disk_ends_with_an_error_message(
     assert "keys: cannot be written: No space left" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_arguments_override_the_small_defaults_of_the_demonstration(tmp_path: Path) -> None:
     names = demo.write_sites(tmp_path / "a", None, ["agents.query=4"])
     assert names == ["s0", "s1", "q0", "q1", "q2", "q3"]
@@ -412,6 +413,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("default_sighup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_demonstration_ends_its_sites_only_after_the_checkpoint(

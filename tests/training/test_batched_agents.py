@@ -303,6 +303,7 @@ def both_ways(
 
 
 # small_cnn is tested with every norm; other networks have one norm here, the rest is slow.
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
     ("name", "norm"),
     [
@@ -583,6 +584,7 @@ SAME_PASSES = {"supervise", "fedsem"}
 
 # Every bias before a batch norm is without effect, so Adam moves those of this case by rounding. In
 # float64, below, a fault a millionth as large is detected; only a few cases run here.
+@pytest.mark.fast_cases(1)
 @cases_but("pseudo, batch norm", fast=("fedssl", "mixmatch"))
 def test_batched_results_equal_those_of_agents_in_sequence(case: str, place: str) -> None:
     assert_equal_in_lockstep(of_case(case), place, within_for(case), dataset=rows_of(case))
@@ -590,6 +592,7 @@ def test_batched_results_equal_those_of_agents_in_sequence(case: str, place: str
 
 # The cases left out use float32 or bfloat16 numbers, whatever torch's default is. Methods with the
 # same passes as another are slow.
+@pytest.mark.fast_cases(3)
 @cases_but(
     "fedssl, as printed", "fedssl, bfloat16", "fedssl, synthetic rows, bfloat16",
     fast=[*ALGORITHMS.keys() - SAME_PASSES],
@@ -620,6 +623,7 @@ def test_batch_norm_counts_the_batches_of_each_agent_separately() -> None:
     assert_equal_in_lockstep(make("fedavg", norm="batch", width=8, local_epochs=2), "support")
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("case", "what"),
     [
@@ -713,6 +717,7 @@ def test_computations_without_gradients_return_results_without_gradients() -> No
     assert asks == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_deleted_releases_its_copies() -> None:
     algorithm = of_case("pseudo")
     engine = simulate(algorithm, three_each(), engine=lockstepped(algorithm)).engine
@@ -750,6 +755,7 @@ def shift_fields(wanted: Sequence[BatchedCall]) -> list[Any]:
     return run_calls_batched(kept)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("case", ["pseudo", "fedavg", "fedssl, gate open"])
 @pytest.mark.parametrize("mistake", ["rows", "moments"])
 def test_the_comparison_of_results_detects_shifted_rows_and_lost_moments(
