@@ -125,5 +125,5 @@ def check_own(name: str, found: Any) -> type[Algorithm[Any]]:
 
 
 ALGORITHMS: Mapping[str, type[Algorithm[Any]]] = _Algorithms()
-#: The same for reading a run folder, where a plug-in that nobody allowed is :class:`Unread`.
+#: The same for reading a run folder, where a plug-in that is not allowed is :class:`Unread`.
 WITH_UNREAD: Mapping[str, type[Algorithm[Any]]] = _WithUnread()

@@ -45,7 +45,7 @@ class MissingReplyPolicy:
     skip: tuple[str, ...] = ()
     #: Steps that need every agent: the run stops, and continues when all are back.
     needed: tuple[str, ...] = ()
-    #: The reason, as a sentence for whoever waits for the agents.
+    #: The reason, a sentence that is shown while the run waits for the agents.
     needed_because: str = ""
     #: ``run.absent`` where the config does not set it.
     absent: Literal["stop", "skip"] = "stop"

@@ -239,7 +239,7 @@ def train_alone(
     federation: Federation, agents: Roster, step: Callable[..., Any],
     message: Callable[[StateDict], Message], own: Mapping[str, StateDict], first: StateDict,
 ) -> dict[str, StateDict]:  # fmt: skip
-    """No aggregation: each agent goes on from the F that it had. FedMatch's Local-SL and the like.
+    """No aggregation: each agent continues from its own F, as in FedMatch's Local-SL.
 
     Args:
         message: F -> what an agent is sent.

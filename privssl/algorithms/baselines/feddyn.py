@@ -121,7 +121,7 @@ def server_step(
 
     Args:
         F: theta^t, which the agents started from.
-        mean: plain mean of what they sent; F where nobody did.
+        mean: plain mean of what they sent; F if no agent replied.
         share: of all agents, who sent.
     """
     if not share:

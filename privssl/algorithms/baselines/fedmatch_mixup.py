@@ -70,7 +70,7 @@ class FedMatchMixupConfig(ClassifierTraining):
     order: Literal["parallel", "sequential"] = "parallel"  # FedSSL's Alg. 1 or 2
 
     def problems(self) -> Iterator[Problem]:
-        """A number of helpers whom nobody gets."""
+        """A number of helpers without effect."""
         if not self.divergence_weight and self.helpers != 2:
             text = f"{self.helpers} has no effect: divergence_weight is 0. Leave it out"
             yield Problem("helpers", text)
@@ -78,7 +78,7 @@ class FedMatchMixupConfig(ClassifierTraining):
 
 @final
 class FedMatchMixup(_FedSSLBaseline):
-    """MixMatch whose agents are drawn to the predictions of their helpers."""
+    """MixMatch with a divergence from the predictions of an agent's helpers."""
 
     Config = FedMatchMixupConfig
     StateType: ClassVar[type[Any]] = HelpedState
@@ -140,14 +140,14 @@ class FedMatchMixup(_FedSSLBaseline):
     def support_pass(
         self, agent: SupportAgent, msg: TeacherRequest | HelpedRequest, ctx: Context
     ) -> ModelUpdate:
-        """As MixMatch, beside helpers."""
+        """As MixMatch, with helpers."""
         return super().support_pass(agent, msg, ctx)
 
     @on_agent
     def query_pass(
         self, agent: QueryAgent, msg: TeacherRequest | HelpedRequest, ctx: Context
     ) -> ModelUpdate:
-        """As MixMatch, beside helpers."""
+        """As MixMatch, with helpers."""
         return super().query_pass(agent, msg, ctx)
 
     def _train(

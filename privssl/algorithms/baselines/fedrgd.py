@@ -1,4 +1,4 @@
-"""FedRGD: FixMatch at agents beside the server's training, averaged in groups, with group norm.
+"""FedRGD: FixMatch at agents while the server trains, averaged in groups, with group norm.
 
 Zhang, Yang, Yao, Yan, Gonzalez, Mahoney: "Improving Semi-supervised Federated Learning by Reducing
 the Gradient Diversity of Models" (2020; arXiv:2008.11364). Labels are at the server.
@@ -7,14 +7,14 @@ the Gradient Diversity of Models" (2020; arXiv:2008.11364). Labels are at the se
     users: CE(strong view, label of the weak view), max >= tau   query_pass, as FixMatch
     server: cross-entropy of labelled rows, at the same time     round -> support_pass
     group g: mean of the server and of its users                 group_average
-    users of g go on from the mean of g, the server from the
+    users of g start from the mean of g, the server from the
       mean over groups                                           round, FedRGDState.groups
     group norm in place of batch norm                            model.norm: group
 
 Agent i is in group i mod ``groups``. Differs from the authors' code: (1) A visit is epochs over an
 agent's rows. There, users and server exchange weights every T steps of a stream of batches. (2) The
 server trains once for all groups. There, each group has a copy of it, which trains on its own.
-SemiFL's code has this method as ``start_from: average``: every user goes on from the mean over
+SemiFL's code has this method as ``start_from: average``: every user starts from the mean over
 groups.
 """
 
@@ -51,7 +51,7 @@ class FedRGDConfig(Consistency):
     name: Literal["fedrgd"] = "fedrgd"
     weights: Literal["equal"] = "equal"  # of users in a group, and of agents with labels
     groups: Positive = 2  # authors' code, CIFAR-10 and SVHN; 1: FedAvg
-    start_from: Literal["group", "average"] = "group"  # what a user goes on from
+    start_from: Literal["group", "average"] = "group"  # what a user starts from
     threshold: Share = 0.95  # tau: authors' code
     guess_on: Literal["raw", "weak"] = "weak"  # the clean view: authors' code
     mean_over: Literal["kept", "batch"] = "batch"  # authors' code

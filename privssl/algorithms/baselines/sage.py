@@ -2,8 +2,8 @@
 
 Liu, Shang, Zhang, Lu, Gong, Xue, Wang: "Mind the Gap: Confidence Discrepancy Can Guide Federated
 Semi-Supervised Learning Across Pseudo-Mismatch" (CVPR 2025; arXiv:2503.13227). Agents hold labelled
-and unlabelled rows of skewed classes. The local model is surer of their rows than the global one,
-and more often wrong. SAGE is a local loss in FixMatch's place; rounds are FedAvg's.
+and unlabelled rows of skewed classes. The local model is more confident than the global one, and
+more often wrong. SAGE is a local loss in FixMatch's place; rounds are FedAvg's.
 
     paper, authors' code                                    here
     both models label a weak view (CPG)                     losses -> view_probabilities
@@ -153,13 +153,13 @@ def soft_correction(
     Where the local model is sure: l onehot(local) + (1 - l) onehot(global), l = exp(-kappa gap) of
     their largest probabilities; elsewhere onehot(global). A row is used where either is sure.
     """
-    (c_local, y_local), (c_world, y_world) = local.max(dim=1), world.max(dim=1)
+    (c_local, y_local), (c_global, y_global) = local.max(dim=1), world.max(dim=1)
     classes, sure = local.shape[1], c_local >= threshold
-    l = torch.exp(-math.log(2) / half_at * (c_local - c_world).abs())[:, None]  # noqa: E741
-    hot_local, hot_global = one_hot(y_local, classes).float(), one_hot(y_world, classes).float()
+    l = torch.exp(-math.log(2) / half_at * (c_local - c_global).abs())[:, None]  # noqa: E741
+    hot_local, hot_global = one_hot(y_local, classes).float(), one_hot(y_global, classes).float()
     if correction == "local":
         return hot_local, sure
     if correction == "global":
-        return hot_global, c_world >= threshold
+        return hot_global, c_global >= threshold
     target = torch.where(sure[:, None], l * hot_local + (1 - l) * hot_global, hot_global)
-    return target, sure | (c_world >= threshold)
+    return target, sure | (c_global >= threshold)

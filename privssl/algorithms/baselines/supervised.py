@@ -280,7 +280,7 @@ def labelled_losses(
 
     Args:
         loss: of a batch with ``x`` and ``y``, for ``deferred.batched_call``.
-        more: what every batch has beside them.
+        more: further fields of every batch.
     """
     order_rng, view_rng = ctx.rng("order"), ctx.rng("weak view")
     for _ in range(cfg.local_epochs):

@@ -297,7 +297,7 @@ class FedMatch(Algorithm[FedMatchState]):
     def learn_sigma(
         self, agent: SupportAgent, msg: FedMatchRequest, ctx: Context
     ) -> FedMatchUpdate:
-        """Eq. 4 where labels are alone: sigma learns beside psi without its small entries."""
+        """Eq. 4 at an agent with labels alone: psi is fixed, without its small entries."""
         numbers, rows = self.cfg.hyperparameters("server"), agent.labelled
         order = disjoint.kept_order("labelled", len(rows), agent, ctx)
         start = DecomposedWeights(msg.sigma, without_small(msg.psi, numbers.negligible))
@@ -314,7 +314,7 @@ class FedMatch(Algorithm[FedMatchState]):
     def learn_psi(
         self, agent: QueryAgent, msg: FedMatchRequest, ctx: Context
     ) -> FedMatchUpdate | Declined:
-        """Eq. 5 at an agent without labels: psi learns beside a fixed sigma."""
+        """Eq. 5 at an agent without labels: sigma is fixed."""
         numbers, rows = self.cfg.hyperparameters("server"), agent.unlabelled
         order = self._slice(agent, ctx, numbers.slices_of)
         start, helpers = receive(agent, msg, keep_helpers=numbers.keep_helpers)
@@ -330,17 +330,19 @@ class FedMatch(Algorithm[FedMatchState]):
     @on_agent
     def learn_both(self, agent: MixedAgent, msg: FedMatchRequest, ctx: Context) -> FedMatchUpdate:
         """Eq. 4 and 5 in turn, step by step: Alg. 1 l. 15-19."""
-        numbers, rows, more = self.cfg.hyperparameters("client"), agent.labelled, agent.unlabelled
-        labelled = disjoint.kept_order("labelled", len(rows), agent, ctx)
-        unlabelled = self._slice(agent, ctx, numbers.slices_of)
+        numbers, s_rows, u_rows = (
+            self.cfg.hyperparameters("client"),
+            agent.labelled,
+            agent.unlabelled,
+        )
+        s_order = disjoint.kept_order("labelled", len(s_rows), agent, ctx)
+        u_order = self._slice(agent, ctx, numbers.slices_of)
         start, helpers = receive(agent, msg, keep_helpers=numbers.keep_helpers)
         trainer = DisjointTrainer(self.cfg, "client", self._F, start, agent, ctx, msg.learning_rate)
-        for s, u in (
-            disjoint.paired_batches(labelled, unlabelled, numbers.batch_size) * self.cfg.epochs
-        ):
-            trainer.learn_sigma(rows, s)
-            trainer.learn_psi(more, u, helpers)
-            trainer.measure(rows)
+        for s, u in disjoint.paired_batches(s_order, u_order, numbers.batch_size) * self.cfg.epochs:
+            trainer.learn_sigma(s_rows, s)
+            trainer.learn_psi(u_rows, u, helpers)
+            trainer.measure(s_rows)
         trainer.end()
         trained = DecomposedWeights(trainer.update_of("sigma"), trainer.update_of("psi"))
         return upload(trained, start, agent, numbers, ctx)

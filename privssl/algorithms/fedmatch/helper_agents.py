@@ -3,7 +3,7 @@
 Jeong et al. (ICLR 2021), section 3.1. The prediction of an agent's model for one image of noise,
 the probe, is its embedding, as of its last visit. Every few rounds an agent gets the psi of the
 agents with the nearest embeddings, its helpers. Their weights are frozen; they vote on
-pseudo-labels (Eq. 3), and the agent's predictions are drawn to theirs (Eq. 1).
+pseudo-labels (Eq. 3), and the divergence of predictions from theirs is a loss (Eq. 1).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -87,8 +87,8 @@ def signed_labels(
     if exclude_likeliest:
         unlikely &= ~likeliest.bool()
     negative = ~positive & unlikely.any(dim=1)  # Eq. 12
-    chances = torch.where(negative[:, None], unlikely.float(), 1.0)
-    y_minus = torch.multinomial(chances, 1, generator=rng)[:, 0]
+    weights = torch.where(negative[:, None], unlikely.float(), 1.0)
+    y_minus = torch.multinomial(weights, 1, generator=rng)[:, 0]
     return SignedLabels(y_plus, likeliest.float() if hard else p_bar, positive, y_minus, negative)
 
 

@@ -299,12 +299,12 @@ class FedSSL(Algorithm[FedSSLState]):
     def _synthetic(
         self, msg: FedSSLRequest, rows: int, ctx: Context
     ) -> tuple[Synthetic | None, float | None]:
-        """Rows of G for a visit with ``rows`` rows, and the share that the teacher calls what G was
-        asked for. All classes equally often; none in a warm-up, and none with the classes that G
-        was asked for while the gate is closed."""
+        """Samples of G for a visit with ``rows`` rows, and the share of which the teacher predicts
+        the class that G was given. All classes equally often; none in the warm-up, and none with
+        the classes that G was given while the gate is closed."""
         if not self.cfg.synthetic_share:
             return None, None
-        by_teacher = self.cfg.synthetic_labels == "teacher"  # of any sample
+        by_teacher = self.cfg.synthetic_labels == "teacher"  # else the class that G was given
         is_used = (msg.mixes_teach or by_teacher) and msg.trains_classifier
         count = len(losses.synthetic_places(self.cfg, rows)) if is_used else PROBED
         classes = local_training.draw_rows(self.task.classes, count, ctx.rng("synthetic classes"))

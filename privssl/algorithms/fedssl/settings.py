@@ -1,4 +1,4 @@
-"""Section ``algorithm`` for FedSSL. Numbers are ours unless a source stands beside them
+"""Section ``algorithm`` for FedSSL. Numbers are ours unless a source is given
 (docs/fedssl.md)."""
 
 import dataclasses
@@ -35,7 +35,7 @@ class GMixupSettings(ClassifierTraining):
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class FedSSLConfig(GMixupSettings):
-    """Section ``algorithm`` for FedSSL. Numbers are ours unless a source stands beside them."""
+    """Section ``algorithm`` for FedSSL. Numbers are ours unless a source is given."""
 
     name: Literal["fedssl"] = "fedssl"
     order: Literal["parallel", "sequential"] = "parallel"  # Alg. 1 or 2; a private run is Alg. 2

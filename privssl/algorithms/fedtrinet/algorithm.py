@@ -16,7 +16,7 @@ network after its last visit, c the spliced one: the shallow half of W, the deep
 Where an agent lacks one kind of rows its term drops out, so labels may be anywhere. The paper has
 mixed agents alone (``labels-at-client``). A support agent trains on its labels alone. A query agent
 sits out phase 1, does not fine-tune, and declines when it admits no row. A labelled server takes
-part in every round, beside the agents that are drawn.
+part in every round, in addition to the drawn agents.
 
 Differs from the paper: (1) lambda is 1, as none is given. (2) An agent that never trained has
 W for l, so that c is W. (3) Rows are in [-1, 1] and in their own size; the authors resize digits

@@ -30,5 +30,5 @@ def perturbation(
 
 
 def learning_status(reply: Reply[Any]) -> float:
-    """1 - tau, the weight of Eq. 15; above 0, so that agents that are sure of all rows count."""
+    """1 - tau, the weight of Eq. 15; above 0, so that agents confident in all rows count."""
     return max(1 - float(reply.payload.tau), 1e-6)

@@ -129,7 +129,7 @@ class SemiFL(Algorithm[SemiFLState]):
         self, F: StateDict, velocity: StateDict, mean: StateDict
     ) -> tuple[StateDict, StateDict]:
         """One step from F to the plain mean of the active agents: Eq. 9, with momentum."""
-        if not self.cfg.fine_tune:  # F was trained beside the agents: one half each
+        if not self.cfg.fine_tune:  # F was trained at the same time: one half each
             mean = {name: (F[name] + value) / 2 for name, value in mean.items()}
         return momentum_step(F, velocity, mean, self.cfg.global_momentum)
 

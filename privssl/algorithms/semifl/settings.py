@@ -75,7 +75,7 @@ class SemiFLConfig(StrongViews):
     mix_view: Literal["rows", "mix"] | None = None  # weak view of the; text: mix, code: rows
     server_first: bool | None = None  # fine-tuning before round 1 too; text: true, code: false
     global_momentum: Momentum = 0.5  # beta_g of the server's step; 0: the plain average
-    fine_tune: bool = True  # false: the server trains beside the agents and counts one half
+    fine_tune: bool = True  # false: the server trains at the same time, for one half
     pseudo_labels: Literal["global", "training"] = "global"  # training: FixMatch, without MIX
     statistics: Literal["everyone", "labelled"] = "everyone"  # whose rows, for norm: static
     weak: Literal["none", "weak", "mid", "crop"] = "crop"
@@ -84,7 +84,7 @@ class SemiFLConfig(StrongViews):
 
     @property
     def reading(self) -> Reading:
-        """What the profile and the keys beside it decide."""
+        """What the profile and the keys that override it decide."""
         keys = ("soft_labels", "mix_rows", "mix_drawn", "mix_view", "server_first")
         overrides = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
         return dataclasses.replace(PROFILES[self.profile], **overrides)
