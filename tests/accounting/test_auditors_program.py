@@ -45,7 +45,7 @@ def printed_by(program: str, folder: Path, capsys: pytest.CaptureFixture[str]) -
     return float(words[3])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.usefixtures("library")
 def test_an_auditors_program_prints_the_upper_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

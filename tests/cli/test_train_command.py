@@ -383,6 +383,7 @@ def test_a_visit_that_costs_more_than_the_budget_is_refused_before_the_run(tmp_p
     assert dearest.status == 0, dearest  # the control: one visit is within the budget
 
 
+@pytest.mark.ci
 def test_a_dry_run_reports_why_a_run_would_be_refused(plain: FinishedRun, tmp_path: Path) -> None:
     taken = command(plain.config, f"run.output={plain.folder}", "--dry-run")
     assert taken.status == 0

@@ -59,7 +59,6 @@ NAMES = [f"base,learning_rate={rate},norm={norm}" for rate in ("1e-3", "0.1")
          for norm in ("group", "none")]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_each_point_of_the_grid_is_a_row_named_by_its_values(swept: tuple[Path, Outcome]) -> None:
     folder, outcome = swept
     assert [of["config"] for of in json.loads(outcome.out)["rows"]] == NAMES

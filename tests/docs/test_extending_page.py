@@ -54,7 +54,7 @@ def test_the_method_on_the_page_equals_that_of_the_example() -> None:
     assert (PACKAGE / "privssl_example" / "method.py").read_text() == METHOD
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_check_on_the_page_accepts_the_method(
     method: type[Algorithm[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +89,7 @@ def test_the_method_on_the_page_learns_keeps_memory_and_is_the_same_in_workers(
     assert (one / "metrics.csv").read_bytes() != (forgets / "metrics.csv").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_its_private_form_charges_every_visit_and_its_audit_is_consistent(
     method: type[Algorithm[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

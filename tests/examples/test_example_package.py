@@ -52,7 +52,7 @@ def tests_of_author(installed: Path) -> Any:
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [
     "test_the_method_keeps_its_promises",
     pytest.param("test_a_run_uses_every_part", marks=pytest.mark.slow),
