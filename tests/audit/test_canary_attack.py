@@ -607,6 +607,7 @@ def test_texts_of_a_card_are_printed_as_comments_and_never_as_code(
         exec(f"# {guarantee_sentence(json.loads((tmp_path / 'run/privacy.json').read_text()))}", {})  # noqa: S102
 
 
+@pytest.mark.ci
 def test_the_published_scheme_prints_a_comment_with_a_nominal_epsilon_and_no_program(
     published: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

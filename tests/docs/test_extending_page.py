@@ -78,6 +78,7 @@ def runs(folder: Path, text: str, *given: str) -> Path:
     return folder / "run"
 
 
+@pytest.mark.ci
 def test_the_method_on_the_page_learns_keeps_memory_and_is_the_same_in_workers(
     method: type[Algorithm[Any]], tmp_path: Path
 ) -> None:
@@ -100,6 +101,7 @@ def test_its_private_form_charges_every_visit_and_its_audit_is_consistent(
     capsys.readouterr()
 
 
+@pytest.mark.ci
 def test_query_agents_of_its_private_form_have_their_settings_and_learn_after_the_last_visit(
     method: type[Algorithm[Any]], tmp_path: Path
 ) -> None:
@@ -130,6 +132,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
+@pytest.mark.ci
 def test_a_partition_of_a_user_is_replayed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported("partition_of_the_page", PARTITION, there, monkeypatch)
     drawn, own = (
