@@ -242,7 +242,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/audit/cross_checks.py",
-                "    found.problems += _public_part_differences(config, card)\n",
+                "    findings.problems += _find_public_part_differences(config, card)\n",
                 "",
             ),
         ),
