@@ -32,7 +32,7 @@ def check_free(output: Path) -> None:
             raise RunFolderError(f"{path} exists. Choose another --output")
 
 
-def write_rows(made: SyntheticRows, output: Path) -> None:
+def write_rows(synthetic: SyntheticRows, output: Path) -> None:
     """Write the rows, and for images a contact sheet.
 
     ``output``: ``FILE.npz`` with ``x``, ``y`` and ``class_names``, or a folder of
@@ -43,14 +43,16 @@ def write_rows(made: SyntheticRows, output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         if _is_npz(output):
             buffer = io.BytesIO()
-            np.savez_compressed(buffer, x=made.x, y=made.y, class_names=np.array(made.class_names))
+            np.savez_compressed(
+                buffer, x=synthetic.x, y=synthetic.y, class_names=np.array(synthetic.class_names)
+            )
             atomic_files.replace(output, buffer.getvalue())
         else:
-            _write_images(made, output)
-        if made.x.ndim != 4:
+            _write_images(synthetic, output)
+        if synthetic.x.ndim != 4:
             return
-        rows, labels = torch.from_numpy(made.x), torch.from_numpy(made.y)
-        sheet = contact_sheet(network_input(rows), labels, len(made.class_names))
+        rows, labels = torch.from_numpy(synthetic.x), torch.from_numpy(synthetic.y)
+        sheet = contact_sheet(network_input(rows), labels, len(synthetic.class_names))
         atomic_files.replace(_sheet_path_of(output), as_png(sheet))
 
 
