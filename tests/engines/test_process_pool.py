@@ -526,12 +526,12 @@ def test_workers_killed_between_visits_are_replaced_with_a_warning_that_names_no
 @pytest.mark.ci
 def test_workers_that_end_before_their_first_visit_end_the_delivery() -> None:
     class EndingWorkers(WorkerEngine):
-        def _serve(self, place: int, pipe: Any, buffer: SharedBuffer) -> None:
+        def _serve_calls(self, place: int, pipe: Any, buffer: SharedBuffer) -> None:
             return
 
-        def _hand_out(self, now: Any) -> None:
+        def _assign_calls(self, now: Any) -> None:
             assert becomes_true(lambda: all_ended(self))
-            super()._hand_out(now)
+            super()._assign_calls(now)
 
     with worker_engine(kind=EndingWorkers) as pool, pytest.raises(WorkerError) as error:
         run_step(pool, STEPS.report_process)
