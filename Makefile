@@ -40,7 +40,7 @@ IN_MEMORY = made=$$(mktemp -d -p /dev/shm) && trap 'rm -rf "$$made"' EXIT INT TE
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo-sites docs train test test-oldest test-avx512 test-device test-flower test-all planted-faults gpu-report check format clean
+.PHONY: help demo-sites docs train test test-oldest test-avx512 test-ci test-flower test-all planted-faults gpu-report check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -56,7 +56,7 @@ demo-sites: $(VENV)/.installed-flower  ## a coordinator and five sites over Flow
 	$(RUN) -m privssl.site.demo runs/demo-sites-$$(date +%Y%m%d-%H%M%S) $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests that take seconds
-	$(IN_MEMORY) $(RUN) -m pytest $(PARALLEL) -m "not slow and not flower and not device" $(TESTS)
+	$(IN_MEMORY) $(RUN) -m pytest $(PARALLEL) -m "not slow and not flower and not ci" $(TESTS)
 
 test-oldest:  ## the same with the oldest packages that we support, in an environment of its own
 	PIP_CONSTRAINT='$(CURDIR)/tests/oldest.txt' $(MAKE) test VENV=.venv-oldest EXTRA=test
@@ -64,8 +64,8 @@ test-oldest:  ## the same with the oldest packages that we support, in an enviro
 test-avx512: $(VENV)/.installed-dev  ## test what kernels do with AVX-512, on processors with AVX2 alone
 	$(RUN) tests/avx512_on_avx2.py $(TESTS)
 
-test-device: $(VENV)/.installed-dev  ## test on a simulated device, which a C++ compiler makes first
-	$(IN_MEMORY) $(RUN) -m pytest -m "device and not slow" $(or $(TESTS),tests/engines/test_far_device.py)
+test-ci: $(VENV)/.installed-dev  ## run what continuous integration runs beside the tests over Flower
+	$(IN_MEMORY) $(RUN) -m pytest -m "ci and not slow" $(TESTS)
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
 	$(IN_MEMORY) $(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py) tests/docs/test_tutorials.py)

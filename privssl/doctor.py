@@ -33,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"problem: {error}. Run pip install -e . in the checkout.", file=sys.stderr)
         return 1
     return run_command(
-        partial(_report, options.json), json=options.json, interrupted="Interrupted."
+        partial(_print_findings, options.json), json=options.json, interrupted="Interrupted."
     )
 
 
-def _report(as_json: bool, console: Any, _: ExitStack) -> int:
+def _print_findings(as_json: bool, console: Any, _: ExitStack) -> int:
     from privssl.runtime.console import results_to_standard_output
 
     findings = find()

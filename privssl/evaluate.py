@@ -54,11 +54,11 @@ def _evaluate(options: argparse.Namespace, console: Console, stack: ExitStack) -
             if not isinstance(value, list | dict):
                 shown = f"{value:.4f}" if isinstance(value, float) else value
                 console.print(f"{name.replace('_', ' ')}: {shown}", markup=False)
-        console.print(_table(run.class_names, metrics))
+        console.print(_build_table(run.class_names, metrics))
     return 0
 
 
-def _table(classes: Sequence[str], metrics: dict[str, Any]) -> Table:
+def _build_table(classes: Sequence[str], metrics: dict[str, Any]) -> Table:
     """Return a table of the recall of each class, and of its predicted classes."""
     digits = len(str(max(max(row) for row in metrics["confusion"])))
     printed = classes if len(classes) <= MOST_COLUMNS else ()

@@ -21,13 +21,13 @@ from privssl.runtime.process import gc_paused, in_one_thread
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _parser().parse_args(argv)
+    options = _build_parser().parse_args(argv)
     return run_command(
         partial(_generate, options), json=False, interrupted="Interrupted. Delete the output."
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m privssl.generate",
         description="Write labelled synthetic rows made by the generator of a finished run.",

@@ -61,7 +61,7 @@ class Dataset:
         """
         unlabelled = () if x_unlabelled is None else (x_unlabelled,)
         arrays = (x_train, y_train, x_test, y_test, *unlabelled)
-        return _checked("Dataset.from_arrays", arrays, class_names, kind=kind)
+        return _build_dataset("Dataset.from_arrays", arrays, class_names, kind=kind)
 
     @classmethod
     def from_torch(cls, train: Any, test: Any) -> "Dataset":
@@ -74,8 +74,8 @@ class Dataset:
             privssl.UserError: an item is not (row, label), or the rows are not in that form.
         """
         where = "Dataset.from_torch"
-        arrays = (*_of_pairs(f"{where}: train", train), *_of_pairs(f"{where}: test", test))
-        return _checked(where, arrays, getattr(train, "classes", None))
+        arrays = (*_read_pairs(f"{where}: train", train), *_read_pairs(f"{where}: test", test))
+        return _build_dataset(where, arrays, getattr(train, "classes", None))
 
     @classmethod
     def from_huggingface(
@@ -94,9 +94,9 @@ class Dataset:
             privssl.UserError: no such column, or the rows are not in that form.
         """
         where = "Dataset.from_huggingface"
-        rows = _of_split(f"{where}: train", train, row, label)
-        tests = _of_split(f"{where}: test", test, row, label)
-        return _checked(where, (*rows, *tests), getattr(train.features[label], "names", None))
+        rows = _read_split(f"{where}: train", train, row, label)
+        tests = _read_split(f"{where}: test", test, row, label)
+        return _build_dataset(where, (*rows, *tests), getattr(train.features[label], "names", None))
 
     @classmethod
     def from_frame(
@@ -175,17 +175,17 @@ class Dataset:
         y: list[NDArray[Any]] = []
         holdings: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         inputs: dict[str, Any] = {}
-        if _is_split(test):
+        if _is_huggingface_split(test):
             class_names = class_names or getattr(test.features.get(label), "names", None)
-            test = _of_split(f"{where}: test", test, row, label)
+            test = _read_split(f"{where}: test", test, row, label)
         for name in sorted(agents, key=natural_order):
             if name.rstrip("0123456789") not in (*KINDS, "server"):
                 raise DataError(f"{where}: {name!r} is no agent's name. Call agents s0, q0, m0")
             value = agents[name]
-            if _is_split(value):
-                split = _of_split(f"{where}: {name}", value, row, label)
+            if _is_huggingface_split(value):
+                split = _read_split(f"{where}: {name}", value, row, label)
                 value = split[0] if name.startswith("q") else split
-            rows, labels = _of_agent(where, name, value)
+            rows, labels = _read_agent_rows(where, name, value)
             inputs[name] = value if name.startswith("q") else value[0]
             ids = np.arange(len(rows)) + sum(map(len, x))
             labelled = labels != NO_LABEL
@@ -195,14 +195,14 @@ class Dataset:
         if not isinstance(test, tuple | list) or len(test) != 2:
             raise DataError(f"{where}: test is {type(test).__name__}. Give (x, y) of the test rows")
         refuse_other_columns(where, inputs | {"test": test[0]})
-        _agents_of(where, holdings)
+        _infer_settings(where, holdings)
         if len({rows.shape[1:] for rows in x}) != 1 or len({rows.dtype for rows in x}) != 1:
             forms = {name: (r.dtype.name, r.shape[1:]) for name, r in zip(holdings, x, strict=True)}
             raise DataError(
                 f"{where}: agents have rows of different forms or types: {forms}. Make them alike"
             )
         value = (np.concatenate(x), np.concatenate(y), *test)
-        return _checked(where, value, class_names, holdings, kind)
+        return _build_dataset(where, value, class_names, holdings, kind)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class Dataset:
             return keys
         unlabelled = sum(len(ids) for _, ids in holdings.values())
         keys["data.labelled"] = sum(len(labelled) for labelled, _ in holdings.values())
-        return keys | {"data.unlabelled": unlabelled or None, **_agents_of("data", holdings)}
+        return keys | {"data.unlabelled": unlabelled or None, **_infer_settings("data", holdings)}
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -253,7 +253,7 @@ class Dataset:
 KINDS = {"s": "support", "q": "query", "m": "mixed"}
 
 
-def _of_agent(where: str, name: str, value: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+def _read_agent_rows(where: str, name: str, value: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return rows and labels of one agent."""
     prefix = f"{where}: {name}"
     if not name.startswith("q") and not (isinstance(value, tuple | list) and len(value) == 2):
@@ -276,7 +276,7 @@ def _of_agent(where: str, name: str, value: Any) -> tuple[NDArray[Any], NDArray[
     return rows, labels
 
 
-def _agents_of(where: str, agents: Mapping[str, Any]) -> dict[str, Any]:
+def _infer_settings(where: str, agents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that create these agents. Raises DataError if the names permit none."""
     counts = {kind: sum(name[:1] == letter for name in agents) for letter, kind in KINDS.items()}
     labels = "labels-at-client" if counts["mixed"] else "support"
@@ -294,7 +294,7 @@ def _agents_of(where: str, agents: Mapping[str, Any]) -> dict[str, Any]:
     return {"data.labels": labels, **{f"agents.{k}": v for k, v in vars(settings).items()}}
 
 
-def _checked(
+def _build_dataset(
     where: str, values: Sequence[Any], names: Sequence[str] | None, holdings: Any = None,
     kind: str | None = None,
 ) -> Dataset:  # fmt: skip
@@ -330,7 +330,7 @@ def to_array(where: str, value: Any) -> NDArray[Any]:
     return array
 
 
-def _items(where: str, items: Any) -> Iterator[Any]:
+def _iterate_items(where: str, items: Any) -> Iterator[Any]:
     """Yield the items of a map-style data set, which may lack ``__iter__``."""
     if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         raise DataError(
@@ -346,16 +346,16 @@ def _items(where: str, items: Any) -> Iterator[Any]:
             ) from error
 
 
-def _is_split(items: Any) -> bool:
+def _is_huggingface_split(items: Any) -> bool:
     """Return whether it is a split of a Hugging Face data set."""
     return isinstance(getattr(items, "features", None), Mapping)
 
 
-def _of_split(
+def _read_split(
     where: str, items: Any, row: str, label: str
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return rows and labels of a split of a Hugging Face data set."""
-    if not _is_split(items):
+    if not _is_huggingface_split(items):
         raise DataError(
             f"{where} is a {type(items).__name__} without features. Give a split of a "
             "Hugging Face data set, or use Dataset.from_torch"
@@ -364,22 +364,22 @@ def _of_split(
         if column not in items.features:
             columns = ", ".join(map(str, items.features))
             raise DataError(f"{where} has no column {column!r}. Set {key}= to one of {columns}")
-    return _collected(where, ((item[row], item[label]) for item in _items(where, items)))
+    return _collect_rows(where, ((item[row], item[label]) for item in _iterate_items(where, items)))
 
 
-def _of_pairs(where: str, items: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _read_pairs(where: str, items: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return rows and labels of a map-style data set of (row, label)."""
 
-    def pairs() -> Iterator[tuple[Any, Any]]:
-        for number, item in enumerate(_items(where, items)):
+    def iterate_pairs() -> Iterator[tuple[Any, Any]]:
+        for number, item in enumerate(_iterate_items(where, items)):
             if not (isinstance(item, tuple | list) and len(item) == 2):
                 raise DataError(f"{where}: item {number} is no (row, label) but {item!r:.60}")
             yield item[0], item[1]
 
-    return _collected(where, pairs())
+    return _collect_rows(where, iterate_pairs())
 
 
-def _collected(
+def _collect_rows(
     where: str, pairs: Iterator[tuple[Any, Any]]
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return all rows, which must have one shape, and their labels."""
@@ -388,7 +388,7 @@ def _collected(
     for number, (row, label) in enumerate(pairs):
         prefix = f"{where}: row {number}"
         rows.append(to_pixels(prefix, row))
-        labels.append(_label(prefix, label))
+        labels.append(_parse_label(prefix, label))
         first, last = rows[0], rows[-1]
         if (last.shape, last.dtype) != (first.shape, first.dtype):
             raise DataError(
@@ -405,7 +405,7 @@ def to_pixels(where: str, row: Any) -> NDArray[Any]:
     return to_array(where, pixels_of(where, row) if isinstance(row, Image.Image) else row)
 
 
-def _label(where: str, label: Any) -> int:
+def _parse_label(where: str, label: Any) -> int:
     if label is None:
         return NO_LABEL
     try:

@@ -64,8 +64,8 @@ class Experiment:
         progress: bool = False,
     ) -> Run:
         """Train. Arguments and errors as in :func:`train`."""
-        request = _Asked(self.source, self.overrides, self.text)
-        return _run(request, data, model, output, progress)
+        request = _ConfigRequest(self.source, self.overrides, self.text)
+        return _run_request(request, data, model, output, progress)
 
 
 def load(config: str | Path | Sections, overrides: Overrides | None = None) -> Experiment:
@@ -81,8 +81,8 @@ def load(config: str | Path | Sections, overrides: Overrides | None = None) -> E
     Raises:
         privssl.UserError: with all problems of the file and the overrides.
     """
-    request = _asked(config, overrides)
-    return Experiment(request.source, request.overrides, _load(*request), request.text)
+    request = _make_request(config, overrides)
+    return Experiment(request.source, request.overrides, _load_config(*request), request.text)
 
 
 def train(
@@ -113,10 +113,10 @@ def train(
         privssl.UserError: a user error, with the text that the command prints.
         KeyboardInterrupt: a checkpoint was written; train its folder to continue.
     """
-    return _run(_asked(config, overrides), data, model, output, progress)
+    return _run_request(_make_request(config, overrides), data, model, output, progress)
 
 
-class _Asked(NamedTuple):
+class _ConfigRequest(NamedTuple):
     """A config that is not checked yet: some keys depend on the rows and the network."""
 
     source: Path
@@ -124,18 +124,18 @@ class _Asked(NamedTuple):
     text: str | None  # the YAML of a config without a file
 
 
-def _asked(config: str | Path | Sections, overrides: Overrides | None) -> _Asked:
-    arguments = _overrides(overrides)
+def _make_request(config: str | Path | Sections, overrides: Overrides | None) -> _ConfigRequest:
+    arguments = _parse_overrides(overrides)
     if isinstance(config, Mapping):
-        return _Asked(Path("config"), arguments, _as_yaml("config", config))
+        return _ConfigRequest(Path("config"), arguments, _as_yaml("config", config))
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
             f"config is {repr(config)[:60]}. Give a YAML file, its sections, or the folder of a run"
         )
-    return _Asked(Path(config), arguments, None)
+    return _ConfigRequest(Path(config), arguments, None)
 
 
-def _overrides(overrides: Overrides | None) -> tuple[str, ...]:
+def _parse_overrides(overrides: Overrides | None) -> tuple[str, ...]:
     """Return command line arguments. Raises ConfigError for neither a mapping nor a list of
     strings."""
     if isinstance(overrides, Mapping):
@@ -151,8 +151,8 @@ def _overrides(overrides: Overrides | None) -> tuple[str, ...]:
     )
 
 
-def _run(
-    request: _Asked, data: Dataset | None, model: NetworkSource | str | None,
+def _run_request(
+    request: _ConfigRequest, data: Dataset | None, model: NetworkSource | str | None,
     output: str | Path | None, progress: bool,
 ) -> Run:  # fmt: skip
     settings: dict[str, Any] = {}
@@ -180,12 +180,14 @@ def _run(
         if key in settings:
             argument = arguments.get(key.partition(".")[0], "data")
             raise ConfigError(f"{key}: set by {argument}=. Leave one of the two out")
-    config = _load(request.source, (*request.overrides, *_as_arguments(settings)), request.text)
+    config = _load_config(
+        request.source, (*request.overrides, *_as_arguments(settings)), request.text
+    )
     source = None if isinstance(model, str) else model
-    return _train(_with_rows(config, data, folder), data, source, folder, progress)
+    return _train_config(_add_checksum(config, data, folder), data, source, folder, progress)
 
 
-def _load(source: Path, arguments: Sequence[str], text: str | None) -> Config:
+def _load_config(source: Path, arguments: Sequence[str], text: str | None) -> Config:
     path = source / "config.yaml" if text is None and source.is_dir() else source
     with imports_allowed():
         return configs.load_config(path, arguments, text=text)
@@ -200,7 +202,7 @@ def _as_yaml(key: str, value: Any) -> str:
     try:
         text: str = yaml.safe_dump(plain, default_flow_style=True, width=2**20, allow_unicode=True)
     except yaml.YAMLError:
-        path, invalid = _not_plain("" if key == "config" else key, plain) or (key, value)
+        path, invalid = _find_invalid_value("" if key == "config" else key, plain) or (key, value)
         advice = "Give text, a number of Python's, a bool, None, a list or a mapping of these"
         if isinstance(invalid, type | FunctionType):
             advice = f'Give its name: "{invalid.__module__}:{invalid.__qualname__}"'
@@ -208,7 +210,7 @@ def _as_yaml(key: str, value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _not_plain(key: str, value: Any) -> tuple[str, Any] | None:
+def _find_invalid_value(key: str, value: Any) -> tuple[str, Any] | None:
     """Return the first value inside that YAML cannot represent, and its dotted key."""
     inner: Iterable[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
@@ -217,10 +219,10 @@ def _not_plain(key: str, value: Any) -> tuple[str, Any] | None:
         inner = ((key, item) for item in value)
     elif not isinstance(value, str | int | float | None):
         return key, value
-    return next(filter(None, (_not_plain(*pair) for pair in inner)), None)
+    return next(filter(None, (_find_invalid_value(*pair) for pair in inner)), None)
 
 
-def _with_rows(config: Config, data: Dataset | None, folder: Path | None) -> Config:
+def _add_checksum(config: Config, data: Dataset | None, folder: Path | None) -> Config:
     """Return the config with the checksum of rows in memory; a recorded checksum must be the same.
 
     A new private run records none: the checksum has no key, so a reader with all rows but one could
@@ -245,13 +247,13 @@ def _with_rows(config: Config, data: Dataset | None, folder: Path | None) -> Con
     return dataclasses.replace(config, data=settings)
 
 
-def _train(
+def _train_config(
     config: Config, data: Dataset | None, network: NetworkSource | None, folder: Path | None,
     progress: bool,
 ) -> Run:  # fmt: skip
     """Run from the start, or with ``folder`` from its last checkpoint."""
     try:
-        with _process(progress) as stack:
+        with _set_up_process(progress) as stack:
             stack.enter_context(imports_of(config))
             if folder is not None and lengthening.read_finished_outcome(folder, config) is not None:
                 return Run(folder, network, names_in(config))
@@ -270,7 +272,7 @@ def _train(
 
 
 @contextmanager
-def _process(progress: bool) -> Iterator[ExitStack]:
+def _set_up_process(progress: bool) -> Iterator[ExitStack]:
     """Set up the process for a run and restore it afterwards; hold the run's lock and log."""
     threads = torch.get_num_threads()
     with ExitStack() as stack:

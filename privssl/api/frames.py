@@ -27,21 +27,21 @@ def read_frame(
 ) -> datasets.Dataset:
     """Read the rows of a frame; arguments and errors as in ``Dataset.from_frame``."""
     label = str(label)
-    declared = None if columns is None else _declared(columns, label)
+    declared = None if columns is None else _check_declared_columns(columns, label)
     column_names = None if declared is None else tuple(declared)
-    table = _columns(WHERE, frame, label, column_names, others=True)  # they identify a record
+    table = _read_columns(WHERE, frame, label, column_names, others=True)  # they identify a record
     sampled = isinstance(test, float)
     if isinstance(test, int | str):
         raise DataError(
             f"{WHERE}: test is {test!r}. Give the share of rows that test, such as 0.2, or a frame"
         )
     if sampled:
-        is_test = _drawn(table[label], test, by_class=class_names is None)
-        parts = [_part(WHERE, table, label, rows) for rows in (~is_test, is_test)]
+        is_test = _draw_test_rows(table[label], test, by_class=class_names is None)
+        parts = [_build_part(WHERE, table, label, rows) for rows in (~is_test, is_test)]
     else:
-        test_table = _columns(f"{WHERE}: test", test, label, column_names or tuple(table))
-        parts = [_part(WHERE, table, label), _part(f"{WHERE}: test", test_table, label)]
-    names = None if class_names is None else _names(class_names, parts)
+        test_table = _read_columns(f"{WHERE}: test", test, label, column_names or tuple(table))
+        parts = [_build_part(WHERE, table, label), _build_part(f"{WHERE}: test", test_table, label)]
+    names = None if class_names is None else _check_class_names(class_names, parts)
     with datasets.recorded() as warnings:
         scales = declared or csv_rows.scales_of(parts[0])
         arrays = csv_rows.table_of(parts[0], parts[1], scales, names)
@@ -56,11 +56,11 @@ def read_frame(
 
 def frame_rows(frame: Any, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
     """Convert to rows (N, features) by known scales. Raises DataError."""
-    table = _columns("network_rows", frame, None, tuple(scales))
-    return csv_rows.numbers_of(_part("network_rows", table, ""), scales)
+    table = _read_columns("network_rows", frame, None, tuple(scales))
+    return csv_rows.numbers_of(_build_part("network_rows", table, ""), scales)
 
 
-def _names(class_names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
+def _check_class_names(class_names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
     """Return the declared class names. Raises DataError if a label is none of them."""
     if isinstance(class_names, str) or not isinstance(class_names, Sequence):
         raise DataError(f"{WHERE}: class_names is {class_names!r}. Give a list of names")
@@ -73,7 +73,7 @@ def _names(class_names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]
     return names
 
 
-def _declared(columns: Mapping[str, Sequence[Any]], label: str) -> dict[str, Scale]:
+def _check_declared_columns(columns: Mapping[str, Sequence[Any]], label: str) -> dict[str, Scale]:
     def to_python(value: Any) -> Any:
         return value.item() if isinstance(value, np.generic) else value
 
@@ -89,7 +89,7 @@ def _declared(columns: Mapping[str, Sequence[Any]], label: str) -> dict[str, Sca
     return declared_columns.check_scales(f"{WHERE}: columns", values, label)
 
 
-def _columns(
+def _read_columns(
     where: str, frame: Any, label: str | None, chosen: Sequence[str] | None, *, others: bool = False
 ) -> dict[str, list[str]]:
     """Return the chosen columns of a frame as text, like a CSV file; None: all. Raises DataError.
@@ -162,7 +162,7 @@ def field_of(value: Any) -> str:
     return _ADDRESS.sub("", str(ordered))
 
 
-def _drawn(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np.bool_]:
+def _draw_test_rows(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np.bool_]:
     """Choose test rows: a share of each class, or of all labelled rows, always the same ones.
 
     By class, a training row's label influences the number of test rows of its class.
@@ -185,7 +185,7 @@ def _drawn(labels: Sequence[str], share: float, *, by_class: bool) -> NDArray[np
     return is_test
 
 
-def _part(
+def _build_part(
     where: str, columns: Mapping[str, list[str]], label: str, rows: NDArray[np.bool_] | None = None
 ) -> Part:
     """Return some of the rows, or all."""

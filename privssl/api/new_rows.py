@@ -54,11 +54,11 @@ class RowForm:
             case (channels, height, width):
                 return channels, height, width
         raise DataError(
-            f"{self.folder} was not trained on pictures, but on {self._what}. Give such rows"
+            f"{self.folder} was not trained on pictures, but on {self._description}. Give such rows"
         )
 
     @property
-    def _what(self) -> str:
+    def _description(self) -> str:
         """Describe the rows."""
         if self._text_column:
             return f"texts: a CSV file with the column {self._text_column}, or a list of texts"
@@ -68,7 +68,7 @@ class RowForm:
 
     @property
     def _text_column(self) -> str:
-        return "text" if self._tweets else self.data.text
+        return "text" if self._has_tweets else self.data.text
 
     def read_csv(self, path: Path, labelled: bool) -> tuple[Any, NDArray[np.str_]]:
         """Read a CSV file as rows for ``convert`` and, with ``labelled``, their classes.
@@ -78,20 +78,20 @@ class RowForm:
         label = self.data.label if labelled else None
         if text := self._text_column:
             part = read_new(path, (text,), label)
-            names = dict(zip("01", TWEET_CLASSES, strict=True)) if self._tweets else {}
+            names = dict(zip("01", TWEET_CLASSES, strict=True)) if self._has_tweets else {}
             return texts_of(part, text), np.array([names.get(c, c) for c in part.labels])
         if self.columns is None:
             outdated = self.data.name == "csv"  # of former versions: results.json has no columns
             raise DataError(
                 f"{self.folder} has no columns in results.json: an older version wrote it. Train "
                 "again" if outdated else f"{path} is a CSV file, and {self.folder} was trained on "
-                f"{self._what}. Give such rows"
+                f"{self._description}. Give such rows"
             )  # fmt: skip
         part = read_new(path, tuple(self.columns), label)
         return numbers_of(part, self.columns), np.array(part.labels)
 
     @property
-    def _tweets(self) -> bool:
+    def _has_tweets(self) -> bool:
         return self.data.name == "sent140"
 
     def convert(self, x: Any) -> NDArray[Any]:
@@ -107,24 +107,24 @@ class RowForm:
         if isinstance(x, Mapping) or hasattr(x, "columns"):
             return self._convert_table(x)
         if self.columns is not None and _has_no_numbers(x):
-            return self._convert_table(_by_column(self.folder, x, tuple(self.columns)))
-        texts = _texts(x)
+            return self._convert_table(_collect_columns(self.folder, x, tuple(self.columns)))
+        texts = _as_texts(x)
         if texts is not None:
             return self._encode_texts(texts)
         if isinstance(x, Sequence):
             x = [to_pixels(f"{HERE}: row {n}", row) for n, row in enumerate(x)]
             if len({row.shape for row in x}) > 1:
                 raise DataError(
-                    f"{HERE}: rows have different shapes. Resize them to {self._wanted}"
+                    f"{HERE}: rows have different shapes. Resize them to {self._expected_shape}"
                 )
         array = to_array(HERE, x)
         if not array.ndim:
             raise DataError(f"{HERE}: {str(x)[:60]} is one value. Give rows, (N, *shape)")
         if not len(array):
             return np.zeros((0, *self.shape), dtype=np.float32)
-        rows = check_rows(HERE, array, sequences=len(self._wanted) == 2)
+        rows = check_rows(HERE, array, sequences=len(self._expected_shape) == 2)
         if self.weights is not None and rows.shape[1:] == self.raw_shape:
-            return self._encode(torch.from_numpy(rows))
+            return self._encode_rows(torch.from_numpy(rows))
         if rows.shape[1:] == self.shape:  # encoder output: features
             if self.columns is not None and np.abs(rows).max() > 1:
                 raise DataError(
@@ -133,14 +133,18 @@ class RowForm:
                 )
             self._refuse_other_scaling(rows)
             return rows
-        channels, *sides = self._wanted
-        row_shapes = [self._wanted, (*sides, channels), *([(*sides,)] if channels == 1 else [])]
+        channels, *sides = self._expected_shape
+        row_shapes = [
+            self._expected_shape,
+            (*sides, channels),
+            *([(*sides,)] if channels == 1 else []),
+        ]
         advice = "Resize or convert them"
         if array.shape in row_shapes:
             advice = "This is one row: give a batch of it, x[None]"
         raise DataError(
             f"{HERE}: rows have the shape {rows.shape[1:]}, and {self.folder} was trained on "
-            f"{self._wanted} (of images: channels, height, width). {advice}"
+            f"{self._expected_shape} (of images: channels, height, width). {advice}"
         )
 
     def _refuse_other_scaling(self, rows: NDArray[Any]) -> None:
@@ -160,12 +164,14 @@ class RowForm:
             )
 
     @property
-    def _wanted(self) -> tuple[int, ...]:
+    def _expected_shape(self) -> tuple[int, ...]:
         return self.raw_shape or self.shape
 
     def _convert_table(self, x: Any) -> NDArray[np.float32]:
         if self.columns is None:
-            raise DataError(f"{HERE}: {self.folder} was trained on {self._what}, not on columns")
+            raise DataError(
+                f"{HERE}: {self.folder} was trained on {self._description}, not on columns"
+            )
         refuse_doubled_columns(HERE, getattr(x, "columns", x))
         by_name = {str(name): x[name] for name in getattr(x, "columns", x)}
         if absent := [name for name in self.columns if name not in by_name]:
@@ -186,17 +192,19 @@ class RowForm:
 
     def _encode_texts(self, texts: Sequence[str]) -> NDArray[Any]:
         if self.weights is None or self.raw_shape is not None:
-            raise DataError(f"{HERE}: texts, and {self.folder} was trained on {self._what}. Give "
-                            "numbers")  # fmt: skip
-        return self._encode(tuple(map(clean_tweet, texts)) if self._tweets else tuple(texts))
+            raise DataError(f"{HERE}: texts, and {self.folder} was trained on {self._description}. "
+                            "Give numbers")  # fmt: skip
+        return self._encode_rows(
+            tuple(map(clean_tweet, texts)) if self._has_tweets else tuple(texts)
+        )
 
-    def _encode(self, rows: Any) -> NDArray[Any]:
+    def _encode_rows(self, rows: Any) -> NDArray[Any]:
         assert self.weights is not None
         encoded: NDArray[Any] = encode_new(self.data, rows, self.weights).numpy()
         return encoded
 
 
-def _texts(x: Any) -> list[str] | None:
+def _as_texts(x: Any) -> list[str] | None:
     """Return texts of a list, an array or a series; None for other values."""
     if isinstance(x, str):
         raise DataError(f"{HERE}: one text. Give a list of texts")
@@ -215,7 +223,7 @@ def _has_no_numbers(x: Any) -> bool:
     return getattr(getattr(x, "dtype", None), "kind", "") in ("O", "U", "S")
 
 
-def _by_column(folder: Path, x: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
+def _collect_columns(folder: Path, x: Any, columns: Sequence[str]) -> dict[str, list[Any]]:
     """Return columns of a list of mappings. Raises DataError for a line without a column."""
     for number, line in enumerate(x):
         if not isinstance(line, Mapping):

@@ -92,14 +92,14 @@ class Run:
     @property
     def class_names(self) -> list[str]:
         """Class names in the order of the outputs."""
-        return [str(name) for name in self._of_rows("class_names")]
+        return [str(name) for name in self._read_result("class_names")]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of a row; of an image (channels, height, width)."""
-        return tuple(self._of_rows("rows")["shape"])
+        return tuple(self._read_result("rows")["shape"])
 
-    def _of_rows(self, key: str) -> Any:
+    def _read_result(self, key: str) -> Any:
         if key not in self.results:
             raise RunFolderError(
                 f"{self.folder / 'results.json'} has no {key}: an older version wrote it. Train "
@@ -114,9 +114,9 @@ class Run:
 
         It maps (B, *shape), as :meth:`network_input` returns, to logits (B, classes).
         """
-        return self._build(torch.device("cpu"))
+        return self._build_classifier(torch.device("cpu"))
 
-    def _build(self, device: torch.device) -> nn.Module:
+    def _build_classifier(self, device: torch.device) -> nn.Module:
         config = self._config
         name, precision = config.model.name, config.run.precision
         if self._model is None and is_imported(name) and name not in self._plugins:
@@ -127,7 +127,7 @@ class Run:
             )
         assert precision != "auto"  # a run's config records the chosen precision
         settings = dataclasses.replace(config.model, weights="")
-        shape, classes = tuple(self._of_rows("rows")["shape"]), len(self.class_names)
+        shape, classes = tuple(self._read_result("rows")["shape"]), len(self.class_names)
         with imports_allowed(self._plugins, ALLOW):
             network = models.build_classifier(settings, shape, classes, precision, self._model)
         try:
@@ -156,14 +156,14 @@ class Run:
         return trained
 
     @cached_property
-    def _ready(self) -> tuple[nn.Module, torch.device]:
+    def _loaded_classifier(self) -> tuple[nn.Module, torch.device]:
         """Return the classifier on the run's device, if available here."""
         config = self._config
         try:
             device = device_of(config.run.device)
         except ConfigError:
             device = torch.device("cpu")
-        return self._build(device), device
+        return self._build_classifier(device), device
 
     def network_input(self, x: Any) -> Tensor:
         """Convert rows to the classifier's input: (N, *shape) float32 in [-1, 1].
@@ -171,14 +171,14 @@ class Run:
         Args:
             x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow.
         """
-        return network_input(torch.from_numpy(self._convert(x)))
+        return network_input(torch.from_numpy(self._convert_rows(x)))
 
     @cached_property
     def form(self) -> RowForm:
         """The format of the run's rows."""
-        return RowForm.of(self.folder, self._config.data, self._of_rows("rows"))
+        return RowForm.of(self.folder, self._config.data, self._read_result("rows"))
 
-    def _convert(self, x: Any) -> NDArray[Any]:
+    def _convert_rows(self, x: Any) -> NDArray[Any]:
         """Convert rows to the format of training."""
         with imports_allowed(self._plugins, ALLOW):  # the encoder may be a plug-in
             return self.form.convert(x)
@@ -203,7 +203,7 @@ class Run:
             privssl.UserError: rows of another form than the training rows, or the encoder is
                 missing or has other weights.
         """
-        logits = self._logits(self._convert(x))
+        logits = self._compute_logits(self._convert_rows(x))
         if probabilities:
             shares: NDArray[np.float32] = logits.softmax(dim=1).numpy()
             return shares
@@ -212,9 +212,9 @@ class Run:
         return predicted
 
     @torch.no_grad()
-    def _logits(self, x: NDArray[Any]) -> Tensor:
+    def _compute_logits(self, x: NDArray[Any]) -> Tensor:
         """Return logits (N, classes), computed like the run's test accuracy."""
-        network, device = self._ready
+        network, device = self._loaded_classifier
         parts = torch.split(torch.from_numpy(x), CHUNK) if len(x) else ()
         logits = [network(network_input(rows, device)).float().cpu() for rows in parts]
         return torch.cat(logits) if logits else torch.zeros(0, len(self.class_names))
@@ -230,13 +230,13 @@ class Run:
             x: rows as of :meth:`predict`.
             y: their class numbers, or class names (N,), or the label column of a frame.
         """
-        rows, true = self._convert(x), self._classes(y)
+        rows, true = self._convert_rows(x), self._convert_labels(y)
         if len(rows) != len(true) or not len(rows):
             raise DataError(
                 f"evaluate: {len(rows)} rows and {len(true)} labels. Give a label for each row, "
                 "and at least one row"
             )
-        (network, device), x = self._ready, torch.from_numpy(rows)
+        (network, device), x = self._loaded_classifier, torch.from_numpy(rows)
         weights = weights_of(network)
         scores = score(network, weights, x, torch.from_numpy(true), device=device)
         return {
@@ -247,7 +247,7 @@ class Run:
             "not_finite": scores.not_finite,
         }
 
-    def _classes(self, y: Any) -> NDArray[np.int64]:
+    def _convert_labels(self, y: Any) -> NDArray[np.int64]:
         """Return class numbers (N,) of numbers or names."""
         names = self.class_names
         numbers = {name: index for index, name in enumerate(names)}

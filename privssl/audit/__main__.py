@@ -80,7 +80,7 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
             report.problems += report.attack.problems
         else:
             report.notes.append("not attacked: what the ledgers say is already wrong")
-        report.verdict = _verdict(check, report)
+        report.verdict = _decide_verdict(check, report)
     return report
 
 
@@ -94,7 +94,7 @@ def _build_report(run: Path, check: "ClaimCheck") -> Report:
     report = Report(
         str(run), Verdict.CONSISTENT, claim, check.agents, check.problems, check.doubts, check.notes
     )
-    report.verdict = _verdict(check, report)
+    report.verdict = _decide_verdict(check, report)
     return report
 
 
@@ -129,7 +129,7 @@ def _audit(options: argparse.Namespace, stack: ExitStack) -> int:
     if options.json:
         results_to_standard_output(json.dumps(as_json(report), indent=2))
     else:
-        _print(report)
+        _print_report(report)
     return int(report.verdict)
 
 
@@ -138,7 +138,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return asdict(report) | {"verdict": report.verdict.name.lower()}
 
 
-def _verdict(check: "ClaimCheck", report: Report) -> Verdict:
+def _decide_verdict(check: "ClaimCheck", report: Report) -> Verdict:
     if report.problems or any(agent.problems for agent in check.agents):
         return Verdict.VIOLATED
     if check.files.card is None:
@@ -164,23 +164,26 @@ def _print_program(run: Path) -> int:
     check = check_claim(run)
     report = _build_report(run, check)
     if report.verdict == Verdict.VIOLATED:
-        why = ["No program is printed for ledgers that do not bear out the claim:", *_wrong(report)]
+        why = [
+            "No program is printed for ledgers that do not bear out the claim:",
+            *_format_problems(report),
+        ]
         print("\n".join(why), file=sys.stderr)
     elif report.verdict == Verdict.NO_GUARANTEE:  # a number alone would look like one
         print("#", " ".join(report.claim.split()))  # as a comment: card text must not run
     else:
-        results_to_standard_output("\n".join(_dp_events(check)))
+        results_to_standard_output("\n".join(_format_dp_events(check)))
     return int(report.verdict)
 
 
-def _wrong(report: Report) -> Iterator[str]:
+def _format_problems(report: Report) -> Iterator[str]:
     """Yield each problem as a line with its agent."""
     yield from report.problems
     for agent in report.agents:
         yield from (f"{agent.agent}: {problem}" for problem in agent.problems)
 
 
-def _dp_events(check: "ClaimCheck") -> Iterator[str]:
+def _format_dp_events(check: "ClaimCheck") -> Iterator[str]:
     fixed_agents = {agent.agent for agent in check.agents if agent.fixed}
     for name, journal in check.journals.items():
         if journal.plans:
@@ -190,16 +193,16 @@ def _dp_events(check: "ClaimCheck") -> Iterator[str]:
             yield dp_event_source(is_protected(journal.events), journal.plan.budget.delta)
 
 
-def _print(report: Report) -> None:
+def _print_report(report: Report) -> None:
     console = Terminal(soft_wrap=True)
     if not console.is_terminal:
         console = Terminal(soft_wrap=True, width=120)  # files and pipes have no width
     if report.agents:
-        console.print(_ledger_table(report))
+        console.print(_build_ledger_table(report))
     if report.attack is not None:
-        console.print(_attack_table(report.attack))
+        console.print(_build_attack_table(report.attack))
     console.print("claim: " + escape(report.claim))
-    for problem in _wrong(report):
+    for problem in _format_problems(report):
         console.print("[red]violated:[/red] " + escape(problem))
     for doubt in report.doubts:
         console.print("[yellow]in doubt:[/yellow] " + escape(doubt))
@@ -219,7 +222,7 @@ def _print(report: Report) -> None:
             console.print(f"  - {escape(kind)}")
 
 
-def _ledger_table(report: Report) -> Table:
+def _build_ledger_table(report: Report) -> Table:
     table = Table(title=f"audit of {escape(report.run)}")
     numbers = ("budget", "claimed", "recomputed")
     # The card has charges per agent; the guarantee is the sentence below.
@@ -236,7 +239,7 @@ def _ledger_table(report: Report) -> Table:
     return table
 
 
-def _attack_table(attack: "AttackReport") -> Table:
+def _build_attack_table(attack: "AttackReport") -> Table:
     """Show the bound of each attack, its largest possible bound, and the claimed epsilon."""
     from privssl.audit.mechanism_attack import MechanismAttack
     from privssl.privacy.privacy_card import attack_bounds

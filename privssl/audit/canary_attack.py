@@ -162,7 +162,7 @@ def attack(
     if is_imported(config.model.name):
         report.notes.append(_NO_CODE.format(config.model.name))
         return report
-    task = _task(config, card["task"])
+    task = _build_task(config, card["task"])
     canaries = CANARIES if report.sound else min(CANARIES, max(FEWEST, round(2 * rows)))
     # The divisor is public and not part of the guarantee: it fits the rows of the synthetic agent,
     # or steps would be too long.
@@ -177,7 +177,7 @@ def attack(
     return report
 
 
-def _task(config: Config, entry: Mapping[str, Any]) -> Task:
+def _build_task(config: Config, entry: Mapping[str, Any]) -> Task:
     classes, shape = int(entry["classes"]), tuple(map(int, entry["shape"]))
     name = config.model.name
     if not is_imported(name) and name not in kind_of(shape).networks:
@@ -214,7 +214,7 @@ def _judge_mechanism(report: AttackReport, result: MechanismAttack) -> None:
         )
 
 
-class _Recorder(LocalEngine):
+class _RecordingEngine(LocalEngine):
     """An engine that records all messages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -246,13 +246,13 @@ def attack_messages(
     y = torch.from_numpy((secure_uniform(canaries) * task.classes).astype(np.int64))
     included = secure_uniform(canaries) < 0.5
     synthetic = LabelledRows(x, y, torch.arange(canaries))
-    messages = _visits_of(algorithm, plan, synthetic, included, visits, promised)
+    messages = _record_visits(algorithm, plan, synthetic, included, visits, promised)
     # Ratio of squared noise to a canary's squared contribution per visit, times 4: see
-    # _projection_scores.
+    # _score_by_projection.
     ridge = 4 * plan.noise_multiplier**2 / (plan.steps * plan.sample_rate**2)
     rows, networks = (network_input(x), y), algorithm.networks()
     scores = {
-        name: _scores(
+        name: _score_canaries(
             networks[name], loss, name, messages, rows, ridge if name in plan.protect else None
         )
         for name, loss in algorithm.canary_losses().items()
@@ -273,7 +273,7 @@ def attack_messages(
     )  # fmt: skip
 
 
-def _visits_of(
+def _record_visits(
     algorithm: Algorithm[Any], plan: PrivatePlan, rows: LabelledRows, included: NDArray[np.bool_],
     visits: int, run_plan: AccountPlan | None,
 ) -> list[tuple[Message, Message]]:  # fmt: skip
@@ -293,7 +293,7 @@ def _visits_of(
         account = Account.open(Path(folder) / "s0.jsonl", account_plan, resume=False)
         labelled = LabelledRows(rows.x[indices], rows.y[indices], rows.ids[indices])
         agent = Agent(id="s0", held_labelled=labelled, account=account)
-        engine = _Recorder([agent], seed=seed, device=torch.device("cpu"))
+        engine = _RecordingEngine([agent], seed=seed, device=torch.device("cpu"))
         try:
             federation = Federation(engine, seed)
             state = algorithm.start(federation)
@@ -305,7 +305,7 @@ def _visits_of(
     return engine.messages
 
 
-def _scores(
+def _score_canaries(
     network: nn.Module, loss: CanaryLoss, name: str, messages: Sequence[tuple[Message, Message]],
     canaries: tuple[Tensor, Tensor], ridge: float | None,
 ) -> NDArray[np.float64]:  # fmt: skip
@@ -313,8 +313,8 @@ def _scores(
 
     Args:
         canaries: their rows (N, *shape) as network input, and classes (N,).
-        ridge: of :func:`_projection_scores`; None for a network trained without noise, whose score
-            is the decrease of the canary's loss.
+        ridge: of :func:`_score_by_projection`; None for a network trained without noise, whose
+            score is the decrease of the canary's loss.
     """
     scores = torch.zeros(len(canaries[1]), dtype=torch.float64)
     for request, reply in messages:
@@ -323,17 +323,21 @@ def _scores(
         if after is None:
             continue
         if ridge is None:
-            loss_after = _losses(load_weights(network, after), loss, canaries)
-            visit_scores = _losses(load_weights(network, before), loss, canaries) - loss_after
+            loss_after = _compute_losses(load_weights(network, after), loss, canaries)
+            visit_scores = (
+                _compute_losses(load_weights(network, before), loss, canaries) - loss_after
+            )
         else:
             load_weights(network, before)
             update = {k: after[k] - before[k] for k, _ in network.named_parameters()}
-            visit_scores = _projection_scores(network, loss, canaries, update, ridge)
+            visit_scores = _score_by_projection(network, loss, canaries, update, ridge)
         scores += visit_scores.nan_to_num()  # a diverged network has no information
     return scores.numpy()
 
 
-def _losses(network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor]) -> Tensor:
+def _compute_losses(
+    network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor]
+) -> Tensor:
     """Return the loss of each canary (N,)."""
     network.eval()
     with torch.no_grad():
@@ -341,7 +345,7 @@ def _losses(network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor
         return torch.stack([loss(network, x[None], y[None]).double() for x, y in rows])
 
 
-def _projection_scores(
+def _score_by_projection(
     network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor], update: StateDict,
     ridge: float,
 ) -> Tensor:  # fmt: skip

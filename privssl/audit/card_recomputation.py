@@ -44,13 +44,13 @@ def card_problems(
     usable = [journal for journal in journals if journal is not None and journal.plans]
     if not usable or len(usable) < len(journals):
         return  # reported for that agent already
-    yield from _release_problems(files.config, card, usable[0].plan)
+    yield from _find_release_problems(files.config, card, usable[0].plan)
     if card["this_run"] is None and files.accounts is not None:
         yield "the accounts outlive the run, but the card has no this_run"
     former = former_ledgers(files.run, at_card)
     names = {entry["ledger"] for entry in former}
     stated = [entry for entry in card["former_ledgers"] if entry["ledger"] in names]
-    if path := _difference("former_ledgers", stated, former):
+    if path := _find_difference("former_ledgers", stated, former):
         yield f"the card's {path} is not what the ledgers of replaced runs say"
     try:
         recomputed = privacy_card(
@@ -58,7 +58,7 @@ def card_problems(
                 (entry["agent"], journal.plan, tuple(journal.events), entry["ledger_head"])
                 for entry, journal in zip(card["agents"], usable, strict=True)
             ],
-            scope=card["scope"], delta=card["delta"], releases=_stated_releases(card),
+            scope=card["scope"], delta=card["delta"], releases=_list_releases(card),
             algorithm=card["algorithm"], dataset=card["dataset"],
             task=card["task"], encoder=card["encoder"],
             network=card["network"],
@@ -71,21 +71,21 @@ def card_problems(
         yield f"no true card follows from the ledgers: {error}"
         return
     if recomputed["agents"][0]["epsilon"]["why_no_bounds"] == NOT_FIXED:
-        yield from _stopped_card_problems(card, recomputed)
+        yield from _find_stopped_card_problems(card, recomputed)
     recomputed_json: Mapping[str, Any] = json.loads(json.dumps(recomputed))
     card_json: Mapping[str, Any] = {**card}
     for name in _DERIVED:
-        if path := _difference(name, card_json[name], recomputed_json[name]):
+        if path := _find_difference(name, card_json[name], recomputed_json[name]):
             yield f"the card's {path} is not what follows from the ledgers"
     for entry, expected in zip(card["agents"], recomputed["agents"], strict=True):
         lowest = min(_upper_bounds(expected), default=0.0) - _BETWEEN_METHODS
         if any(bound < lowest for bound in _upper_bounds(entry)):
             yield f"the card's numeric bound of {entry['agent']} is below what its visits cost"
-    if not _same_headline(card, recomputed):
+    if not _is_same_headline(card, recomputed):
         yield "the card's headline is not what follows from the ledgers"
 
 
-def _stopped_card_problems(card: PrivacyCard, recomputed: PrivacyCard) -> Iterator[str]:
+def _find_stopped_card_problems(card: PrivacyCard, recomputed: PrivacyCard) -> Iterator[str]:
     """Yield statements that need visits fixed beforehand; former versions made them for all."""
     claim, expected = card["guarantee"], recomputed["guarantee"]
     if claim and expected and claim["epsilon"] < expected["epsilon"] * (1 - _TOLERANCE):
@@ -98,24 +98,28 @@ def _stopped_card_problems(card: PrivacyCard, recomputed: PrivacyCard) -> Iterat
         yield f"the card has numeric bounds, but {NOT_FIXED}"
 
 
-def _difference(path: str, stated: Any, expected: Any) -> str | None:
+def _find_difference(path: str, stated: Any, expected: Any) -> str | None:
     """Return the place of the first difference between two JSON values; None if they agree."""
     key = path.split(".")[-1]
     if key == "why_no_bounds" or (key in _NUMERIC and (stated is None or expected is None)):
         return None  # depends on the machine
     if isinstance(stated, dict) and isinstance(expected, dict) and stated.keys() >= expected.keys():
-        differences = [_difference(f"{path}.{key}", stated[key], expected[key]) for key in expected]
+        differences = [
+            _find_difference(f"{path}.{key}", stated[key], expected[key]) for key in expected
+        ]
         return next(filter(None, differences), None)
     if isinstance(stated, list) and isinstance(expected, list) and len(stated) == len(expected):
         pairs = enumerate(zip(stated, expected, strict=True))
-        return next(filter(None, (_difference(f"{path}.{i}", *pair) for i, pair in pairs)), None)
+        return next(
+            filter(None, (_find_difference(f"{path}.{i}", *pair) for i, pair in pairs)), None
+        )
     if isinstance(expected, float) and isinstance(stated, int | float) and type(stated) is not bool:
         relative, absolute = (_NUMERIC_TOLERANCE,) * 2 if key in _NUMERIC else (_TOLERANCE, 1e-12)
         return None if math.isclose(stated, expected, rel_tol=relative, abs_tol=absolute) else path
     return None if type(stated) is type(expected) and stated == expected else path
 
 
-def _same_headline(card: PrivacyCard, recomputed: PrivacyCard) -> bool:
+def _is_same_headline(card: PrivacyCard, recomputed: PrivacyCard) -> bool:
     """Return whether the headline is right, as far as numeric bounds available here can tell."""
     stated, expected = card["headline"], recomputed["headline"]
     planned, visits = card["planned_visits"], [entry["visits"] for entry in recomputed["agents"]]
@@ -143,13 +147,15 @@ def _upper_bounds(entry: AgentEntry) -> list[float]:
     return [bound for bound in bounds if bound is not None]
 
 
-def _stated_releases(card: PrivacyCard) -> list[Any]:
+def _list_releases(card: PrivacyCard) -> list[Any]:
     return [(r["name"], r["status"], r["why"]) for r in card["releases"]]
 
 
-def _release_problems(config: Config | None, card: PrivacyCard, plan: AccountPlan) -> Iterator[str]:
+def _find_release_problems(
+    config: Config | None, card: PrivacyCard, plan: AccountPlan
+) -> Iterator[str]:
     """Yield differences between the releases on the card and the plan's protected networks."""
-    stated = _stated_releases(card)
+    stated = _list_releases(card)
     statuses = {name: status for name, status, _ in stated}
     if len(statuses) < len(stated):
         yield "releases: one of them is listed twice"

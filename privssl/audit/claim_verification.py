@@ -93,7 +93,9 @@ def check_claim(run: Path) -> ClaimCheck:
             )
         return check
     entries = {entry["agent"]: entry for entry in card["agents"]} if card else {}
-    at_card = {name: _at_card(journal, entries.get(name)) for name, journal in journals.items()}
+    at_card = {
+        name: _truncate_at_card(journal, entries.get(name)) for name, journal in journals.items()
+    }
     check.agents = [
         _check_agent(name, journals.get(name), at_card.get(name), entries.get(name), files)
         for name in sorted(set(journals) | set(entries))
@@ -106,7 +108,7 @@ def check_claim(run: Path) -> ClaimCheck:
             for name in sorted({entry["ledger"] for entry in card["former_ledgers"]})
             if not (run.resolve().parent / name).is_dir()
         ]
-        check.problems += _card_problems(card, check.agents)
+        check.problems += _find_card_problems(card, check.agents)
         check.problems += card_recomputation.card_problems(files, card, at_card)
     if not verify.available():
         check.notes.append("dp-accounting is not installed: no second library")
@@ -146,7 +148,7 @@ def _choose_journals(files: RunFiles, findings: Findings) -> dict[str, Journal]:
     return chosen
 
 
-def _at_card(journal: Journal, entry: AgentEntry | None) -> Journal:
+def _truncate_at_card(journal: Journal, entry: AgentEntry | None) -> Journal:
     """Return the journal at the time of the card; all of it if no card names one of its lines."""
     if entry is None or entry["ledger_head"] not in journal.hashes:
         return journal
@@ -200,7 +202,7 @@ def _check_agent(
     report.fixed = fixed_beforehand(spending, planned, shared=shared)
     _check_second_library(report, at_card)
     if files.card is not None:
-        report.problems += _claim_problems(report, at_card, entry, files.card)
+        report.problems += _find_claim_problems(report, at_card, entry, files.card)
     return report
 
 
@@ -224,7 +226,7 @@ def _check_second_library(report: AgentReport, journal: Journal) -> None:
         report.notes.append(str(error))
 
 
-def _claim_problems(
+def _find_claim_problems(
     report: AgentReport, journal: Journal, entry: AgentEntry | None, card: PrivacyCard
 ) -> Iterator[str]:
     """Yield statements of the card about this agent that its ledger contradicts."""
@@ -261,7 +263,7 @@ def _claim_problems(
         yield f"the claim is below {report.pld_lower:.6f}, a certified lower bound"
 
 
-def _card_problems(card: PrivacyCard, agents: Sequence[AgentReport]) -> Iterator[str]:
+def _find_card_problems(card: PrivacyCard, agents: Sequence[AgentReport]) -> Iterator[str]:
     """Yield problems of the guarantee of the whole run."""
     guarantee, sound = card["guarantee"], card["scope"] == "sound"
     if (guarantee is not None) != (sound and not card["ledger_problems"]):

@@ -36,7 +36,7 @@ from privssl.settings.names import is_outside
 _RESUME = "; if the run was killed while it wrote them, resume it: it writes them anew"
 
 
-def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
+def check_records(files: RunFiles, journals: Mapping[str, Journal], findings: Findings) -> None:
     """Check that each ledger has the lines that checkpoints recorded.
 
     If an account outlives the run and is on this machine, the account itself is compared. In a run
@@ -49,32 +49,36 @@ def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findi
         journal = (files.shared or {}).get(agent, journals.get(agent))
         last = max(records, key=lambda record: record.seq)
         if journal is None and uses_copy and files.card is None:
-            found.notes.append(f"{agent}: no copy of its ledger was made before the run stopped")
+            findings.notes.append(f"{agent}: no copy of its ledger was made before the run stopped")
         elif journal is None:
-            found.problems.append(
+            findings.problems.append(
                 f"the ledger of {agent} is missing: {last.checkpoint} records entry {last.seq}"
             )
         else:
             ledgers = [journal, files.own.get(agent, journal)] if files.ended else [journal]
-            missing = [r for r in records if not all(_holds(ledger, r) for ledger in ledgers)]
+            missing = [r for r in records if not all(_has_record(ledger, r) for ledger in ledgers)]
             # A copy may be older than the checkpoint of a later session that was killed.
             may_lag = uses_copy and not files.ended
             conflicts = [record for record in missing if not (may_lag and record.seq > journal.seq)]
             if conflicts:
                 first = min(conflicts, key=lambda record: record.seq)
-                found.problems.append(
+                findings.problems.append(
                     f"the ledger of {agent} was cut or replaced: {first.checkpoint} records "
                     f"entry {first.seq}"
                 )
             elif missing:
-                found.notes.append(f"the copy of {agent}'s ledger is older than {last.checkpoint}")
+                findings.notes.append(
+                    f"the copy of {agent}'s ledger is older than {last.checkpoint}"
+                )
 
 
-def _holds(journal: Journal, record: LedgerRecord) -> bool:
+def _has_record(journal: Journal, record: LedgerRecord) -> bool:
     return record.seq <= journal.seq and journal.hashes[record.seq] == record.head
 
 
-def check_former_ledgers(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
+def check_former_ledgers(
+    files: RunFiles, journals: Mapping[str, Journal], findings: Findings
+) -> None:
     """Check that the card names the ledgers of replaced runs that checkpoints recorded.
 
     Ledgers that this run continues are exempt: they contain the earlier charges.
@@ -87,36 +91,40 @@ def check_former_ledgers(files: RunFiles, journals: Mapping[str, Journal], found
         for ledger, agent, head in recorded_heads(content["extra"]["mapping"].get(FORMER, "{}")):
             continues = bool(head) and head in journals.get(agent, Journal()).hashes
             if (ledger, agent) not in on_card and not continues:
-                found.problems.append(
+                findings.problems.append(
                     f"checkpoints record {ledger}, the ledger of a replaced run, and the card does "
                     "not name it"
                 )
                 return
 
 
-def check_results(files: RunFiles, found: Findings) -> None:
+def check_results(files: RunFiles, findings: Findings) -> None:
     """Compare results.json, privacy.md and model_card.md with the card."""
     card, results = files.card, files.results
     if results is None and (files.run / "results.json").exists():
-        found.doubts.append("results.json cannot be read, so it was not compared")
+        findings.doubts.append("results.json cannot be read, so it was not compared")
     claim = None if results is None else results.get("privacy")
     if card is None:
         if isinstance(claim, dict) and claim.get("guarantee") is not None:
-            found.problems.append("results.json claims a guarantee, but there is no privacy.json")
+            findings.problems.append(
+                "results.json claims a guarantee, but there is no privacy.json"
+            )
         return
     if results is not None:
         on_card = {"guarantee": card["guarantee"], "nominal_epsilon": card["nominal_epsilon"],
                 "scope": card["scope"]}  # fmt: skip
         if not isinstance(claim, dict) or any(claim.get(name) != on_card[name] for name in on_card):
-            found.problems.append(f"results.json claims something else than privacy.json{_RESUME}")
+            findings.problems.append(
+                f"results.json claims something else than privacy.json{_RESUME}"
+            )
         if not isinstance(results.get("rows"), dict):
-            found.doubts.append(
+            findings.doubts.append(
                 "results.json does not say what rows there are, so they were not compared"
             )
         else:
-            found.problems += _row_differences(results, card)
+            findings.problems += _find_row_differences(results, card)
         if results.get("status") == "interrupted" and card["planned_visits"] is not None:
-            found.problems.append(
+            findings.problems.append(
                 "the run was interrupted, but the card says that all planned visits took place"
             )
     for name, parse, expected in (
@@ -130,10 +138,10 @@ def check_results(files: RunFiles, found: Findings) -> None:
             except (OSError, ValueError):
                 matches = False
             if not matches:
-                found.problems.append(f"{name} is not what privacy.json says{_RESUME}")
+                findings.problems.append(f"{name} is not what privacy.json says{_RESUME}")
 
 
-def _row_differences(results: Mapping[str, Any], card: PrivacyCard) -> Iterator[str]:
+def _find_row_differences(results: Mapping[str, Any], card: PrivacyCard) -> Iterator[str]:
     """Yield differences between card and results.json in classes, rows or encoder."""
     rows, names = results["rows"], results.get("class_names")
     classes = len(names) if isinstance(names, list) else None
@@ -143,7 +151,7 @@ def _row_differences(results: Mapping[str, Any], card: PrivacyCard) -> Iterator[
         yield "privacy.json says something else of the encoder than results.json"
 
 
-def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
+def check_config(files: RunFiles, journals: Mapping[str, Journal], findings: Findings) -> None:
     """Check that ledgers and card fit config.yaml.
 
     Sites have their own accounts and budgets, for several runs: one of the plans must be this
@@ -151,15 +159,17 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
     """
     config, card = files.config, files.card
     if config is None:
-        found.doubts.append(
+        findings.doubts.append(
             "config.yaml is missing or cannot be read, so the ledgers were not compared with it"
         )
         return
     if config.privacy is None:
-        found.problems.append("there are ledgers or a card, but config.yaml has no privacy section")
+        findings.problems.append(
+            "there are ledgers or a card, but config.yaml has no privacy section"
+        )
         return
     if doubt := other_device(files.run, config):
-        found.doubts.append(doubt)
+        findings.doubts.append(doubt)
     local = config.run.engine == "local"
     labelled = set(holders(config.data.labels, config.agents).labelled)
     if local:
@@ -168,8 +178,8 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
             for agent in sorted(labelled - journals.keys())
         ]
         # A run that was killed at its start has not opened all of them.
-        (found.problems if card else found.doubts).extend(missing)
-        found.problems += [
+        (findings.problems if card else findings.doubts).extend(missing)
+        findings.problems += [
             f"there is a ledger of {agent}, to which config.yaml gives no labels"
             for agent in sorted(journals.keys() - labelled)
         ]
@@ -180,37 +190,41 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
     try:
         plan = make_plan(config, len(labelled))
     except (UserError, AccountingError) as error:
-        found.doubts.append(f"config.yaml was not compared with the ledgers: {error}")
+        findings.doubts.append(f"config.yaml was not compared with the ledgers: {error}")
         return
     calibrated = config.privacy.noise_multiplier is None
     noise = _noise_of(plan.event) if calibrated else None
     for agent, journal in checked.items():
         candidates = [
-            (list(_plan_differences(agent, account_plan, config, plan, noise)), account_plan)
+            (list(_find_plan_differences(agent, account_plan, config, plan, noise)), account_plan)
             for account_plan in (journal.plans[-1:] if local else journal.plans)
         ]
         if candidates:
-            differences, closest = min(candidates, key=lambda found: len(found[0]))
-            found.problems += differences
-            found.doubts += _rounding_difference(agent, closest, noise)
-            found.problems += _unpaid(agent, journal, closest, files)
+            differences, closest = min(candidates, key=lambda pair: len(pair[0]))
+            findings.problems += differences
+            findings.doubts += _find_rounding_difference(agent, closest, noise)
+            findings.problems += _find_unpaid_charges(agent, journal, closest, files)
     if card is None:
         return
     if card["planned_visits"] not in (None, plan.visits):
-        found.problems.append(
+        findings.problems.append(
             f"config.yaml plans {plan.visits} visits, the card says {card['planned_visits']}"
         )
     elif card["planned_visits"] is None and files.ended:
-        found.problems.append(f"the run has ended, but its card does not plan {plan.visits} visits")
-    found.problems += _public_part_differences(config, card)
+        findings.problems.append(
+            f"the run has ended, but its card does not plan {plan.visits} visits"
+        )
+    findings.problems += _find_public_part_differences(config, card)
     clip_norm = None if plan.update == (CENSUS,) else config.privacy.clip_norm
     if card["clip_norm"] != clip_norm:
-        found.problems.append(
+        findings.problems.append(
             f"config.yaml says clip_norm {clip_norm}, the card {card.get('clip_norm')}"
         )
 
 
-def _unpaid(agent: str, journal: Journal, plan: AccountPlan, files: RunFiles) -> Iterator[str]:
+def _find_unpaid_charges(
+    agent: str, journal: Journal, plan: AccountPlan, files: RunFiles
+) -> Iterator[str]:
     """Yield charges recorded by checkpoints that a site's ledger lacks under this plan."""
     run, ids = files.charged.get(agent, ("", set()))
     if absent := ids - list_charge_ids(journal.visits):
@@ -219,7 +233,7 @@ def _unpaid(agent: str, journal: Journal, plan: AccountPlan, files: RunFiles) ->
         yield f"the ledger of {agent} has charged this run less than its {len(ids)} visits cost"
 
 
-def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]:
+def _find_public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]:
     """Yield differences between card and config in what the guarantee takes as public."""
     encoder, network, model = card["encoder"], card["network"], config.model
     if (encoder["name"] if encoder else "") != config.data.encoder:
@@ -241,7 +255,7 @@ def _noise_of(event: Event) -> float | None:
     return next((leaf.noise_multiplier for leaf in gaussians), None)
 
 
-def _plan_differences(
+def _find_plan_differences(
     agent: str, plan: AccountPlan, config: Config, run_plan: Plan, noise: float | None
 ) -> Iterator[str]:
     """Yield differences between a ledger's plan and the plan of the config.
@@ -254,7 +268,7 @@ def _plan_differences(
     if config.run.engine != "local":
         budget = Budget(plan.budget.epsilon, privacy.delta)  # the site's own budget
     if _is_next_to(_noise_of(event), noise):
-        event = _with_noise(event, noise or 0.0)  # a doubt, see below
+        event = _replace_noise(event, noise or 0.0)  # a doubt, see below
     for name, expected, recorded in (
         ("a visit", run_plan.event, event),
         ("a budget", budget, plan.budget),
@@ -266,7 +280,7 @@ def _plan_differences(
             yield f"config.yaml asks for {name} of {expected}, the ledger of {agent} has {recorded}"
 
 
-def _rounding_difference(agent: str, plan: AccountPlan, noise: float | None) -> Iterator[str]:
+def _find_rounding_difference(agent: str, plan: AccountPlan, noise: float | None) -> Iterator[str]:
     """Yield a difference in calibrated noise: other library versions may find the next value."""
     value = _noise_of(plan.event)
     if value != noise and _is_next_to(value, noise):
@@ -277,9 +291,9 @@ def _is_next_to(value: float | None, noise: float | None) -> bool:
     return value is not None and noise is not None and abs(value - noise) < 1.5e-4  # grid: 1e-4
 
 
-def _with_noise(event: Event, noise: float) -> Event:
+def _replace_noise(event: Event, noise: float) -> Event:
     if isinstance(event, PoissonSampledGaussianEvent):
         return dataclasses.replace(event, noise_multiplier=noise)
     if isinstance(event, ComposedEvent):
-        return ComposedEvent(tuple(_with_noise(part, noise) for part in event.events))
+        return ComposedEvent(tuple(_replace_noise(part, noise) for part in event.events))
     return event

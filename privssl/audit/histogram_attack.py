@@ -75,7 +75,9 @@ def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int)
     tables = min(max(_FEWEST, math.ceil(needed)), _MOST)
     included = secure_uniform(tables * cells).reshape(tables, 1, cells) < 0.5
     counts = np.repeat(included.astype(np.int64), censuses, axis=1)  # (tables, censuses, cells)
-    released = np.stack([_release(plan, table, classes) for table in counts.reshape(-1, cells)])
+    released = np.stack(
+        [_release_table(plan, table, classes) for table in counts.reshape(-1, cells)]
+    )
     y = released.reshape(counts.shape)
     ratio = (log_pmf(plan.epsilon, y - 1) - log_pmf(plan.epsilon, y)).sum(axis=1)
     mask = included[:, 0]
@@ -86,10 +88,10 @@ def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int)
         censuses=censuses, trials=min(int(mask.sum()), int((~mask).sum())),
         lower_bound=bound.lower_bound, ceiling=bound.ceiling,
         p_values={
-            "noise": _law_p(noise.ravel(), plan.epsilon),
-            "every cell": _every_cell_p(noise, nonzero_rate),
-            "other cells": _alike_p(noise, plan.epsilon),
-            "other releases": _alike_p(sample.T, plan.epsilon),
+            "noise": _distribution_p(noise.ravel(), plan.epsilon),
+            "every cell": _cell_frequency_p(noise, nonzero_rate),
+            "other cells": _equal_columns_p(noise, plan.epsilon),
+            "other releases": _equal_columns_p(sample.T, plan.epsilon),
         },
     )  # fmt: skip
 
@@ -114,19 +116,19 @@ _SAYS = {
 }
 
 
-def judge_census(found: CensusAttack, epsilon: float) -> Iterator[str]:
+def judge_census(result: CensusAttack, epsilon: float) -> Iterator[str]:
     """Yield contradictions to this total epsilon of all censuses."""
-    for name, p in found.p_values.items():
+    for name, p in result.p_values.items():
         if p < ALARM:
             yield f"census: {_SAYS[name]} (p = {p:.2g})"
-    if found.lower_bound > epsilon:
+    if result.lower_bound > epsilon:
         yield (
-            f"census: the counts leak at least epsilon {found.lower_bound:.4f}, above the "
+            f"census: the counts leak at least epsilon {result.lower_bound:.4f}, above the "
             f"{epsilon:.4f} that they are charged"
         )
 
 
-def _release(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
+def _release_table(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
     """Release a table (cells,) once, with equally seeded generators."""
     generator = torch.Generator().manual_seed(0)
     with seeded(generator), others_seeded(generator):  # noise must not depend on any of these
@@ -134,7 +136,7 @@ def _release(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
     return np.asarray(table.numpy(), dtype=np.int64).ravel()
 
 
-def _law_p(noise: Whole, epsilon: float) -> float:
+def _distribution_p(noise: Whole, epsilon: float) -> float:
     """Return the p-value of noise (N,) by a chi-square test with merged tails."""
     reach = 0
     while len(noise) * math.exp(float(log_pmf(epsilon, reach + 1))) >= _EXPECTED:
@@ -152,24 +154,24 @@ def _law_p(noise: Whole, epsilon: float) -> float:
         observed, expected = observed[1:-1], expected[1:-1]
     if len(observed) == 1:  # nearly all noise is 0: count it
         nonzero_rate = -math.expm1(float(log_pmf(epsilon, 0)))
-        return _two_sided(int(np.count_nonzero(noise)), len(noise), nonzero_rate)
+        return _binomial_p(int(np.count_nonzero(noise)), len(noise), nonzero_rate)
     return float(chisquare(observed, expected * (observed.sum() / expected.sum())).pvalue)
 
 
-def _every_cell_p(noise: Whole, nonzero_rate: float) -> float:
+def _cell_frequency_p(noise: Whole, nonzero_rate: float) -> float:
     """Return the p-value of the frequency of nonzero noise in each cell of (releases, cells)."""
     hits = np.count_nonzero(noise, axis=0)
-    p_values = [_two_sided(int(k), len(noise), nonzero_rate) for k in np.unique(hits)]
+    p_values = [_binomial_p(int(k), len(noise), nonzero_rate) for k in np.unique(hits)]
     return float(min(1.0, noise.shape[1] * min(p_values)))
 
 
-def _two_sided(hits: int, trials: int, rate: float) -> float:
+def _binomial_p(hits: int, trials: int, rate: float) -> float:
     """Return twice the smaller tail of a binomial count."""
     below, above = binom.cdf(hits, trials, rate), binom.sf(hits - 1, trials, rate)
     return float(min(1.0, 2 * below, 2 * above))
 
 
-def _alike_p(noise: Whole, epsilon: float) -> float:
+def _equal_columns_p(noise: Whole, epsilon: float) -> float:
     """Return the p-value that no two columns (N, columns) are too often equal or opposite.
 
     The probability of two equal nonzero draws is known. The smallest p-value is multiplied by the

@@ -106,40 +106,42 @@ def attack_mechanism(
     plan: PrivatePlan, steps: int, delta: float, confidence: float, *, counts_public: bool = True
 ) -> MechanismAttack:
     """Attack ``steps`` private steps of a plan, about the same rows; epsilon is at ``delta``."""
-    runs = _Seen(plan, steps)
+    samples = _ReleaseSamples(plan, steps)
     targets = (
         max(2, min(MEMBERS, MEMBER_STEPS // steps)), max(2, min(OTHERS, OTHER_STEPS // steps)),
     )  # fmt: skip
-    while runs.trials[1] < targets[0]:
-        runs.add(*WITH_MEMBERS)
-    while runs.trials[0] < targets[1]:
-        runs.add(*WITH_OTHERS)
+    while samples.trials[1] < targets[0]:
+        samples.add(*WITH_MEMBERS)
+    while samples.trials[0] < targets[1]:
+        samples.add(*WITH_OTHERS)
     bound = two_sample_bound_from_scores(
-        np.concatenate(runs.scores[1]), np.concatenate(runs.scores[0]), delta, confidence,
+        np.concatenate(samples.scores[1]), np.concatenate(samples.scores[0]), delta, confidence,
         choosing=_CHOOSING,
     )  # fmt: skip
-    sampled, contribution = _without_noise(plan)
+    sampled, contribution = _measure_without_noise(plan)
     sizes, rate = sampled.sum(axis=1), plan.sample_rate
     p_values = {
-        "noise": noise_scale_p(np.concatenate(runs.tested[0]) / plan.noise_multiplier),
+        "noise": noise_scale_p(np.concatenate(samples.tested[0]) / plan.noise_multiplier),
         "included rows": inclusion_p(
-            np.concatenate(runs.tested[1]), noise_multiplier=plan.noise_multiplier, sample_rate=rate
+            np.concatenate(samples.tested[1]),
+            noise_multiplier=plan.noise_multiplier,
+            sample_rate=rate,
         ),
         "batches": sample_rate_p(hits=int(sizes.sum()), trials=sampled.size, rate=rate),
     }
     if rate < 1:
         p_values["batch sizes"] = batch_size_p(sizes, rows=sampled.shape[1], rate=rate)
     if steps > 1:
-        p_values["repeated noise"] = repeats_p(np.stack(runs.noise, axis=1))
+        p_values["repeated noise"] = repeats_p(np.stack(samples.noise, axis=1))
     return MechanismAttack(
-        steps=steps, members=runs.trials[1], others=runs.trials[0],
+        steps=steps, members=samples.trials[1], others=samples.trials[0],
         lower_bound=bound.lower_bound, ceiling=bound.ceiling,
-        sensitivity=max(contribution, _most_added_by_views(plan, counts_public)),
-        p_values=p_values | _whole_visits(plan, counts_public),
+        sensitivity=max(contribution, _measure_view_sensitivity(plan, counts_public)),
+        p_values=p_values | _test_visits(plan, counts_public),
     )  # fmt: skip
 
 
-class _Seen:
+class _ReleaseSamples:
     """Releases of many repetitions; [0]: of excluded canaries, [1]: of included ones."""
 
     def __init__(self, plan: PrivatePlan, steps: int) -> None:
@@ -155,7 +157,7 @@ class _Seen:
         noise_limit = 0 if self.noise else _MOST_COMPARED
         remaining = _MOST_TESTED
         score = np.zeros(len(included))
-        for y in _releases(plan, self._steps, included, side):
+        for y in _release_steps(plan, self._steps, included, side):
             score += log_likelihood_ratio(
                 y[:, None], noise_multiplier=plan.noise_multiplier, sample_rate=plan.sample_rate
             )
@@ -170,7 +172,7 @@ class _Seen:
             self.trials[member] += len(self.scores[member][-1])
 
 
-class _Coordinates(nn.Module):
+class _CoordinateNetwork(nn.Module):
     """A network of one square of numbers: the release is the noisy sum itself."""
 
     def __init__(self, side: int) -> None:
@@ -178,7 +180,7 @@ class _Coordinates(nn.Module):
         self.weight = nn.Parameter(torch.zeros(side, side))
 
 
-class _Canaries:
+class _OrthogonalCanaries:
     """Rows with orthogonal gradients.
 
     Canary i has a gradient along coordinate i alone, the same in every protected network and too
@@ -187,7 +189,7 @@ class _Canaries:
     """
 
     def __init__(self, plan: PrivatePlan, side: int) -> None:
-        self.networks = {name: _Coordinates(side) for name in plan.protect}
+        self.networks = {name: _CoordinateNetwork(side) for name in plan.protect}
         self._each = 1 / math.sqrt(len(self.networks))
         self._unit = plan.learning_rate * plan.clip_norm / plan.expected_batch
         self._ends = math.sqrt(_TOO_LONG * plan.clip_norm * self._each) * torch.eye(side)
@@ -215,10 +217,13 @@ class _Canaries:
         return np.asarray(-np.sum(weights, axis=0).ravel() * (self._each / self._unit))
 
 
-def _releases(plan: PrivatePlan, steps: int, included: Bools, side: int) -> Iterator[Floats]:
+def _release_steps(plan: PrivatePlan, steps: int, included: Bools, side: int) -> Iterator[Floats]:
     """Yield each step's release about each canary, in clip norms (canaries,)."""
     one_step = dataclasses.replace(plan, steps=1, momentum=0.0, average_last=0.0, learning_rate=1.0)
-    canaries, indices = _Canaries(one_step, side), torch.from_numpy(np.flatnonzero(included))
+    canaries, indices = (
+        _OrthogonalCanaries(one_step, side),
+        torch.from_numpy(np.flatnonzero(included)),
+    )
 
     def fields_of(batch: Tensor, step: int) -> Mapping[str, Tensor]:
         return dict(zip(("left", "right"), canaries.factors(indices[batch]), strict=True))
@@ -231,26 +236,26 @@ def _releases(plan: PrivatePlan, steps: int, included: Bools, side: int) -> Iter
         yield canaries.released()
 
 
-def _without_noise(plan: PrivatePlan) -> tuple[Bools, float]:
+def _measure_without_noise(plan: PrivatePlan) -> tuple[Bools, float]:
     """Return rows sampled in each step (steps, rows), and the largest contribution of a row."""
     side, share = WITH_MEMBERS
     included = secure_uniform(side * side) < share
     noiseless = dataclasses.replace(plan, noise_multiplier=0.0)
     sampled, largest = [], 0.0
-    for y in _releases(noiseless, _STEPS_WITHOUT_NOISE, included, side):
+    for y in _release_steps(noiseless, _STEPS_WITHOUT_NOISE, included, side):
         sampled.append(y[included] != 0)
         largest = max(largest, float(np.abs(y).max()))
     return np.stack(sampled), largest
 
 
-def _visited(
+def _release_visits(
     plan: PrivatePlan, visits: int, indices: Tensor, side: int, counts_public: bool
 ) -> Iterator[Floats]:
     """Yield the release of each of several visits about each coordinate, (coordinates,).
 
     ``indices``: canaries that are rows of the agent; in every second visit the agent has no rows.
     """
-    canaries = _Canaries(plan, side)
+    canaries = _OrthogonalCanaries(plan, side)
     x = torch.cat(canaries.factors(indices), dim=1)[:, None, None]  # (rows, 1, 1, 2 side)
     rows = LabelledRows(x, torch.zeros(len(indices), dtype=torch.int64), indices)
     no_rows = LabelledRows(x[:0], rows.y[:0], indices[:0])
@@ -268,7 +273,7 @@ def _visited(
         yield canaries.released()
 
 
-def _most_added_by_views(plan: PrivatePlan, counts_public: bool) -> float:
+def _measure_view_sensitivity(plan: PrivatePlan, counts_public: bool) -> float:
     """Return the largest contribution of a row with all its views, in clip norms: views are clipped
     jointly."""
     views = dataclasses.replace(
@@ -276,17 +281,17 @@ def _most_added_by_views(plan: PrivatePlan, counts_public: bool) -> float:
         noise_multiplier=0.0,
     )  # fmt: skip
     side, _ = WITH_MEMBERS
-    release = next(_visited(views, 1, torch.arange(side), side, counts_public))
+    release = next(_release_visits(views, 1, torch.arange(side), side, counts_public))
     return float(np.abs(release).max())
 
 
-def _whole_visits(plan: PrivatePlan, counts_public: bool) -> dict[str, float]:
+def _test_visits(plan: PrivatePlan, counts_public: bool) -> dict[str, float]:
     """Test the releases of whole visits; return p-values by name."""
     plan = dataclasses.replace(plan, steps=min(plan.steps, _LONGEST_VISIT))
     side, _ = WITH_MEMBERS
     indices = torch.from_numpy(np.flatnonzero(secure_uniform(side * side) < 1 / side))
-    releases = np.stack(list(_visited(plan, _VISITS, indices, side, counts_public)), axis=1)
-    weights = _weights(plan)
+    releases = np.stack(list(_release_visits(plan, _VISITS, indices, side, counts_public)), axis=1)
+    weights = _compute_step_weights(plan)
     length, rate = float(np.sqrt(np.square(weights).sum())), plan.sample_rate
     excluded = np.ones(len(releases), dtype=np.bool_)
     excluded[indices.numpy()] = False
@@ -302,7 +307,7 @@ def _whole_visits(plan: PrivatePlan, counts_public: bool) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _weights(plan: PrivatePlan) -> Floats:
+def _compute_step_weights(plan: PrivatePlan) -> Floats:
     """Return the effect of each step's noisy sum on the release of a visit (steps,), at learning
     rate 1.
 

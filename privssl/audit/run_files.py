@@ -85,7 +85,7 @@ def read_run(run: Path) -> RunFiles:
         config = configs.load_config(run / "config.yaml", algorithms=WITH_UNREAD)
     except UserError:
         config = None
-    copies = {path.stem: read_journal(path) for path in _journals_in(run / "ledger")}
+    copies = {path.stem: read_journal(path) for path in _list_journals(run / "ledger")}
     snapshots, damaged, records = _read_checkpoints(run / "checkpoints")
     accounts = None if config is None else ledger_of(config, run)
     accounts = None if accounts == run / "ledger" else accounts
@@ -96,7 +96,7 @@ def read_run(run: Path) -> RunFiles:
         shared = {p.stem: read_journal(p) for p in paths if not copies or p.stem in agents}
     return RunFiles(
         run, config, card, unknown_keys, _read_results(run / "results.json"), read_metrics(run),
-        snapshots, damaged, records, _charged_at_sites(run, config, snapshots),
+        snapshots, damaged, records, _collect_site_charges(run, config, snapshots),
         accounts, copies, shared,
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ def _read_results(path: Path) -> dict[str, Any] | None:
     return results if isinstance(results, dict) else None
 
 
-def _journals_in(folder: Path) -> list[Path]:
+def _list_journals(folder: Path) -> list[Path]:
     """List the journals of a folder; a glob would take an unreadable folder for an empty one."""
     try:
         return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
@@ -149,11 +149,11 @@ def _read_checkpoints(
         elif content is not None:
             snapshots[content["round"]] = content
         if content is not None:
-            records += _records(f"checkpoint {path.name}", content["extra"]["mapping"])
+            records += _read_ledger_records(f"checkpoint {path.name}", content["extra"]["mapping"])
     return snapshots, damaged, records
 
 
-def _charged_at_sites(
+def _collect_site_charges(
     run: Path, config: Config | None, snapshots: Mapping[int, dict[str, Any]]
 ) -> dict[str, tuple[str, set[str]]]:
     charges: dict[str, tuple[str, set[str]]] = {}
@@ -167,7 +167,7 @@ def _charged_at_sites(
     return charges
 
 
-def _records(name: str, extra: Mapping[str, Any]) -> Iterable[LedgerRecord]:
+def _read_ledger_records(name: str, extra: Mapping[str, Any]) -> Iterable[LedgerRecord]:
     for key, seq in extra.items():
         if key.startswith(LEDGER_SEQ) and type(seq) is int and seq >= 0:
             agent = key.removeprefix(LEDGER_SEQ)

@@ -32,7 +32,7 @@ _OF_PROGRESS = (  # numbers that results.json repeats from the last checkpoint
 )
 
 
-def check(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
+def check(files: RunFiles, journals: Mapping[str, Journal], findings: Findings) -> None:
     """Report missing files of a run, and contradictions between its files.
 
     Without a card there is no guarantee, and no file is missing. ``cross_checks.check_config``
@@ -41,36 +41,37 @@ def check(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> 
     card, config, results = files.card, files.config, files.results
     if card is None:
         return
-    found.doubts += _absent(files, card)
-    found.notes += [
+    findings.doubts += _find_missing_files(files, card)
+    findings.notes += [
         f"{name} is absent: it was not compared"
         for name in ("privacy.md", "split.json", "train.log", "tensorboard")
         if not (files.run / name).exists()
     ]
-    _check_weights(files, card, found)
-    found.doubts += files.damaged
+    _check_weights(files, card, findings)
+    findings.doubts += files.damaged
     if results is not None:
-        found.doubts += [
-            *_checkpoint_differences(files, results), *_config_differences(config, results),
-            *_metrics_differences(files, results), *_interruption(files, results),
-            *_later_rounds(files, results),
+        findings.doubts += [
+            *_find_checkpoint_differences(files, results),
+            *_find_config_differences(config, results),
+            *_find_metrics_differences(files, results), *_find_interruption(files, results),
+            *_find_later_rounds(files, results),
         ]  # fmt: skip
     if config is None or config.privacy is None:
         return
     digest = configs.config_hash(config)
     if any(content.get("config_digest") != digest for content in files.snapshots.values()):
-        found.doubts.append(
+        findings.doubts.append(
             "config.yaml is not the one that the checkpoints were made with (or it is of another "
             f"version: the card says privssl {card['versions'].get('privssl', 'unknown')})"
         )
     if config.run.engine == "local":
-        found.doubts += _split_differences(files, journals)
-        found.doubts += _missing_records(files, config)
-        found.problems += _spending_differences(files, config, journals)
-        found.doubts += _missing_visits(files, config, card)
+        findings.doubts += _find_split_differences(files, journals)
+        findings.doubts += _find_missing_records(files, config)
+        findings.problems += _find_spending_differences(files, config, journals)
+        findings.doubts += _find_missing_visits(files, config, card)
 
 
-def _absent(files: RunFiles, card: PrivacyCard) -> Iterator[str]:
+def _find_missing_files(files: RunFiles, card: PrivacyCard) -> Iterator[str]:
     """Yield missing files that bear on the guarantee.
 
     An interrupted run releases no classifier, and has no metrics before its first round.
@@ -89,7 +90,7 @@ def _absent(files: RunFiles, card: PrivacyCard) -> Iterator[str]:
         yield f"results.json says that the run was interrupted, but there is a {CLASSIFIER}"
 
 
-def _interruption(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
+def _find_interruption(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
     """Yield doubts about an interruption: rolling back all files to an older checkpoint looks like
     one."""
     if not files.ended:
@@ -100,23 +101,27 @@ def _interruption(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _check_weights(files: RunFiles, card: PrivacyCard, found: Findings) -> None:
+def _check_weights(files: RunFiles, card: PrivacyCard, findings: Findings) -> None:
     """Compare the released weights with the hash on the card."""
     path, weights = files.run / CLASSIFIER, card["weights"]
     if weights is None:
         if files.ended:
-            found.doubts.append("the run has ended, but its card names no weights")
+            findings.doubts.append("the run has ended, but its card names no weights")
     elif weights["file"] != CLASSIFIER:
-        found.problems.append(f"the card names weights that no run releases: {weights['file']!r}")
+        findings.problems.append(
+            f"the card names weights that no run releases: {weights['file']!r}"
+        )
     elif path.is_file():
         try:
             if tensor_files.sha256_of(path) != weights["sha256"]:
-                found.problems.append(f"{CLASSIFIER} does not hold the weights that the card names")
+                findings.problems.append(
+                    f"{CLASSIFIER} does not hold the weights that the card names"
+                )
         except OSError as error:
-            found.doubts.append(f"{CLASSIFIER} cannot be read: {error.strerror}")
+            findings.doubts.append(f"{CLASSIFIER} cannot be read: {error.strerror}")
 
 
-def _checkpoint_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
+def _find_checkpoint_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
     """Yield differences between results.json and the last checkpoint."""
     if not files.snapshots:
         return
@@ -126,12 +131,12 @@ def _checkpoint_differences(files: RunFiles, results: Mapping[str, Any]) -> Iter
         yield f"results.json is of round {rounds}, but the last checkpoint is of round {last}"
     elif last == rounds:
         for name, key in _OF_PROGRESS:
-            value = _value(results, name)
-            if not _same(value, progress.get(key), within=1e-3 if key == "seconds" else 0.0):
+            value = _read_field(results, name)
+            if not _are_equal(value, progress.get(key), within=1e-3 if key == "seconds" else 0.0):
                 yield f"results.json says {name} {value}, the checkpoint {progress.get(key)}"
 
 
-def _config_differences(config: Config | None, results: Mapping[str, Any]) -> Iterator[str]:
+def _find_config_differences(config: Config | None, results: Mapping[str, Any]) -> Iterator[str]:
     if config is None:
         return
     agents = {k: v for k, v in vars(config.agents).items() if isinstance(v, int) and v}
@@ -144,7 +149,7 @@ def _config_differences(config: Config | None, results: Mapping[str, Any]) -> It
             yield f"results.json says {name} {results.get(name)}, config.yaml {expected}"
 
 
-def _metrics_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
+def _find_metrics_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
     """Yield differences between metrics.csv and results.json."""
     table, rounds = files.metrics, results.get("rounds")
     if not table or not files.ended:
@@ -159,12 +164,12 @@ def _metrics_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterato
         ("bytes.down", sum(to_number(line.get("comm/down_bytes")) for line in table)),
         ("test_accuracy.final", to_number(table[-1].get("test/accuracy"))),
     ):
-        value = _value(results, name)
-        if not math.isnan(expected) and not _same(value, expected):
+        value = _read_field(results, name)
+        if not math.isnan(expected) and not _are_equal(value, expected):
             yield f"results.json says {name} {value}, metrics.csv {expected:g}"
 
 
-def _later_rounds(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
+def _find_later_rounds(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
     """Yield a doubt if train.log has a later round than results.json: files were rolled back."""
     last = max(map(int, _ROUND.findall(read_log(files.run))), default=0)
     rounds = results.get("rounds")
@@ -172,7 +177,7 @@ def _later_rounds(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
         yield f"train.log tells of round {last}, results.json of {rounds} rounds"
 
 
-def _spending_differences(
+def _find_spending_differences(
     files: RunFiles, config: Config, journals: Mapping[str, Journal]
 ) -> Iterator[str]:
     """Yield values of epsilon in metrics.csv that the ledger never had, or another final one."""
@@ -182,7 +187,7 @@ def _spending_differences(
         if not journal.plans:
             continue
         column = [to_number(line.get(SPENT + agent)) for line in files.metrics]
-        epsilons = _course(journal)
+        epsilons = _compute_epsilons(journal)
         unknown = [
             n for n in column if not any(math.isclose(n, e, rel_tol=_ROUNDING) for e in epsilons)
         ]
@@ -195,7 +200,7 @@ def _spending_differences(
             )
 
 
-def _course(journal: Journal) -> list[float]:
+def _compute_epsilons(journal: Journal) -> list[float]:
     """Return epsilon before the first visit and after each."""
     spent, epsilons = journal.plan.cost(()), [0.0]
     for event in journal.events:
@@ -204,7 +209,7 @@ def _course(journal: Journal) -> list[float]:
     return epsilons
 
 
-def _split_differences(files: RunFiles, journals: Mapping[str, Journal]) -> Iterator[str]:
+def _find_split_differences(files: RunFiles, journals: Mapping[str, Journal]) -> Iterator[str]:
     """Yield damage of split.json, or numbers of rows that differ from public counts."""
     path = files.run / "split.json"
     if not path.is_file():
@@ -221,7 +226,7 @@ def _split_differences(files: RunFiles, journals: Mapping[str, Journal]) -> Iter
                 yield f"the ledger of {agent} is of {rows} rows, and split.json gives it others"
 
 
-def _missing_records(files: RunFiles, config: Config) -> Iterator[str]:
+def _find_missing_records(files: RunFiles, config: Config) -> Iterator[str]:
     """Yield checkpoints without a ledger record of an agent that has labels by config.yaml."""
     for number, content in files.snapshots.items():
         for agent in holders(config.data.labels, config.agents).labelled:
@@ -229,7 +234,7 @@ def _missing_records(files: RunFiles, config: Config) -> Iterator[str]:
                 yield f"checkpoint round_{number:05d} has no record of the ledger of {agent}"
 
 
-def _missing_visits(files: RunFiles, config: Config, card: PrivacyCard) -> Iterator[str]:
+def _find_missing_visits(files: RunFiles, config: Config, card: PrivacyCard) -> Iterator[str]:
     """Yield missing planned visits in a run that does not report an exhausted budget."""
     status, planned = (files.results or {}).get("status"), card["planned_visits"]
     if config.privacy is None or config.privacy.ledger or not card["agents"]:
@@ -241,14 +246,14 @@ def _missing_visits(files: RunFiles, config: Config, card: PrivacyCard) -> Itera
         yield "results.json says that a budget was spent, but the card has visits left for all"
 
 
-def _value(results: Mapping[str, Any], name: str) -> Any:
+def _read_field(results: Mapping[str, Any], name: str) -> Any:
     """Return a field of results.json by its dotted name."""
     outer, _, inner = name.partition(".")
     value = results.get(outer)
     return value.get(inner) if inner and isinstance(value, dict) else value
 
 
-def _same(a: object, b: object, *, within: float = 0.0) -> bool:
+def _are_equal(a: object, b: object, *, within: float = 0.0) -> bool:
     numbers = [n for n in (a, b) if isinstance(n, int | float) and not isinstance(n, bool)]
     if len(numbers) < 2:
         return a == b

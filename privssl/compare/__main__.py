@@ -39,14 +39,14 @@ from privssl.storage import atomic_files
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _parser().parse_intermixed_args(argv)
+    options = _build_parser().parse_intermixed_args(argv)
     return run_command(
         partial(_compare, options), json=options.json,
         interrupted="Interrupted between runs; nothing is lost. The same command continues.",
     )  # fmt: skip
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = ConfigParser(
         prog="python -m privssl.compare",
         description="Run several configs on the same splits and seeds; one table, one plot.",
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         help="YAML files, and values that apply to all of them, for example algorithm.rounds=20",
     )  # fmt: skip
     parser.add_argument(
-        "--seeds", type=_seeds, default=(0, 1, 2), metavar="N",
+        "--seeds", type=_parse_seeds, default=(0, 1, 2), metavar="N",
         help="number of seeds, from 0 (default 3), or a list: 3,4,5",
     )  # fmt: skip
     parser.add_argument(
@@ -82,10 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _seeds(text: str) -> tuple[int, ...]:
+def _parse_seeds(text: str) -> tuple[int, ...]:
     """Parse a number of seeds or a list of seeds.
 
-    >>> _seeds("3"), _seeds("3,4,5"), _seeds("7,")
+    >>> _parse_seeds("3"), _parse_seeds("3,4,5"), _parse_seeds("7,")
     ((0, 1, 2), (3, 4, 5), (7,))
     """
     parts = [part.strip() for part in text.removesuffix(",").split(",")]

@@ -49,14 +49,14 @@ def write(
         atomic_files.write(folder / f"comparison.{kind}", buffer.getvalue())
 
 
-def paired_section(found: Sequence[Difference]) -> list[str]:
+def paired_section(results: Sequence[Difference]) -> list[str]:
     """Return the lines of the Markdown table of differences; none without differences."""
-    if not found:
+    if not results:
         return []
-    lines = [(result.config, result.interval(), result.p_text()) for result in found]
-    headings = ("config", f"difference from {found[0].first} [95% interval]", p_heading(found))
+    lines = [(result.config, result.interval(), result.p_text()) for result in results]
+    headings = ("config", f"difference from {results[0].first} [95% interval]", p_heading(results))
     table = table_lines(headings, lines)
-    return ["## Paired differences", "", *table, "", f"- {explanation(found)}", ""]
+    return ["## Paired differences", "", *table, "", f"- {explanation(results)}", ""]
 
 
 def runs_text(rows: Sequence[Row], varied: Mapping[str, Mapping[str, Any]]) -> str:
@@ -90,24 +90,24 @@ def escape(text: str) -> str:
     return re.sub(r"[\\~^±<>&%$#_{}]", lambda sign: ESCAPES[sign[0]], text)
 
 
-def latex(rows: Sequence[Row], found: Sequence[Difference]) -> str:
+def latex(rows: Sequence[Row], results: Sequence[Difference]) -> str:
     """Return the table in LaTeX with booktabs, a row per config; notes are comments.
 
-    The best accuracy is left out: it was chosen on test rows. ``found``: paired differences from
+    The best accuracy is left out: it was chosen on test rows. ``results``: paired differences from
     the first config.
     """
     headings = ["config", "algorithm", "labels", "rounds", "final test accuracy", "epsilon"]
-    by_config = {result.config: result for result in found}
+    by_config = {result.config: result for result in results}
     lines = []
     for row in rows:
         texts = cells(row, rows[0].config)
         line = [*texts[:5], texts[9] + (" (DIFFERENT split)" if row.differs else "")]
-        if found:
+        if results:
             result = by_config.get(row.config)
             line += [result.interval(), result.p_text()] if result else ["", ""]
         lines.append(" & ".join(map(escape, line)) + r" \\")
-    if found:
-        headings += [f"difference from {rows[0].config}", p_heading(found)]
+    if results:
+        headings += [f"difference from {rows[0].config}", p_heading(results)]
     # A note of several lines would end the comment.
     comments = [f"% {' '.join(note.split())}" for note in notes(rows)]
     return "\n".join(

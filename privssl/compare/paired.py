@@ -93,9 +93,9 @@ def corrected(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def p_heading(found: Sequence[Difference]) -> str:
+def p_heading(results: Sequence[Difference]) -> str:
     """Return the heading of a column of ``p_text``."""
-    return "p (Holm)" if len(found) > 1 else "p"
+    return "p (Holm)" if len(results) > 1 else "p"
 
 
 def differences(rows: Sequence[Row]) -> list[Difference]:
@@ -126,12 +126,14 @@ def differences(rows: Sequence[Row]) -> list[Difference]:
     ]
 
 
-def explanation(found: Sequence[Difference]) -> str:
+def explanation(results: Sequence[Difference]) -> str:
     """Explain the meaning and the limits of the differences."""
-    note = f" There are {len(found)} tests, for which p is corrected (Holm); the intervals are not."
+    note = (
+        f" There are {len(results)} tests, for which p is corrected (Holm); the intervals are not."
+    )
     return (
-        f"Difference: final test accuracy minus that of {found[0].first} on the same split, mean "
-        f"over {len(found[0].values)} seeds with its {LEVEL:.0%} confidence interval. p: two-sided "
-        "paired t-test. Both take the differences to be normal, and seeds that were not used to "
-        f"choose anything.{note if len(found) > 1 else ''}"
+        f"Difference: final test accuracy minus that of {results[0].first} on the same split, mean "
+        f"over {len(results[0].values)} seeds with its {LEVEL:.0%} confidence interval. p: "
+        "two-sided paired t-test. Both take the differences to be normal, and seeds that were not "
+        f"used to choose anything.{note if len(results) > 1 else ''}"
     )

@@ -69,7 +69,7 @@ def load_configs(arguments: Sequence[str], vary: Sequence[str] = ()) -> list[Con
     loaded, problems = list[Config](), list[str]()
     for path, variant in itertools.product(paths, grid(vary)):
         try:
-            loaded.append(_load(path, overrides, variant))
+            loaded.append(_load_variant(path, overrides, variant))
         except ConfigError as problem:
             problems.append(str(problem))
     if problems:
@@ -93,7 +93,7 @@ def load_configs(arguments: Sequence[str], vary: Sequence[str] = ()) -> list[Con
     return loaded
 
 
-def _load(path: Path, overrides: Sequence[str], variant: Variant) -> Config:
+def _load_variant(path: Path, overrides: Sequence[str], variant: Variant) -> Config:
     config = configs.load_config(path, [*overrides, *variant.overrides])
     if not variant.name:
         return config
@@ -104,10 +104,10 @@ def _load(path: Path, overrides: Sequence[str], variant: Variant) -> Config:
 def varied_values(loaded: Sequence[Config], vary: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Map each config to the keys of ``--vary`` with its values."""
     keys = [text.partition("=")[0] for text in vary]
-    return {config.run.name: {key: _value(config, key) for key in keys} for config in loaded}
+    return {config.run.name: {key: _read_key(config, key) for key in keys} for config in loaded}
 
 
-def _value(config: Config, key: str) -> Any:
+def _read_key(config: Config, key: str) -> Any:
     section, *names = key.split(".")
     value = getattr(config, section)
     for name in names:
@@ -172,7 +172,7 @@ def _check_folder_name(folder: Path) -> None:
 
 
 def _plan_run(config: Config) -> Planned:
-    state = _state(config)
+    state = _read_run_state(config)
     if state == "finished":
         outcome = run_dir.read_outcome(config.folder)
         assert outcome is not None  # or it would not be finished
@@ -184,7 +184,7 @@ def _plan_run(config: Config) -> Planned:
     return Planned(config, state, rounds_of(prepared.algorithm), split.hash, split.checksum)
 
 
-def _state(config: Config) -> RunState:
+def _read_run_state(config: Config) -> RunState:
     """Return the state of a run's folder. Raises RunFolderError if it is no run, or another one."""
     folder = config.folder
     try:
@@ -220,12 +220,12 @@ def different_splits(planned: Sequence[Planned]) -> dict[str, list[str]]:
     differs: dict[str, list[str]] = {first[0].name: []}
     for runs in others:
         equal = [run.split for run in runs] == [run.split for run in first]
-        keys = [] if equal else list(_differing(runs[0].config, first[0].config))
+        keys = [] if equal else list(_find_differing_keys(runs[0].config, first[0].config))
         differs[runs[0].name] = keys if equal or keys else ["the rows of the data set"]
     return differs
 
 
-def _differing(config: Config, first: Config) -> Mapping[str, tuple[Any, Any]]:
+def _find_differing_keys(config: Config, first: Config) -> Mapping[str, tuple[Any, Any]]:
     """Map the keys of data and agents that differ to both values: this one, and the first's."""
     return {
         f"{section}.{key}": (value, vars(getattr(first, section))[key])
@@ -241,7 +241,7 @@ def cannot_share(planned: Sequence[Planned], differs: Mapping[str, Sequence[str]
     first = planned[0].config
     lines = []
     for name in (name for name, keys in differs.items() if keys):
-        values = _differing(runs[name][0].config, first)
+        values = _find_differing_keys(runs[name][0].config, first)
         details = [f"{key} is {value}, not {other}" for key, (value, other) in values.items()]
         details = details or ["the rows of its data set are others: it was changed between runs"]
         lines.append(f"  {title_of(runs[name][0].config)}: {'; '.join(details)}")

@@ -44,7 +44,7 @@ def curve(folder: Path, guaranteed: bool = False) -> Curve:
     missing or damaged.
     """
     path = folder / "metrics.csv"
-    round_seconds = _round_seconds(folder / "tensorboard")
+    round_seconds = _read_round_seconds(folder / "tensorboard")
     rounds, accuracy, seconds, sent = list[int](), list[float](), list[float](), list[float]()
     spent = list[float]()
     elapsed = traffic = 0.0
@@ -69,7 +69,7 @@ def curve(folder: Path, guaranteed: bool = False) -> Curve:
     return Curve(tuple(rounds), tuple(accuracy), tuple(seconds), tuple(sent), tuple(spent))
 
 
-def _round_seconds(folder: Path) -> dict[int, float]:
+def _read_round_seconds(folder: Path) -> dict[int, float]:
     """Map rounds to wall seconds; a round repeated after a resume counts once."""
     without_tensorflow()
     sizes = {event_accumulator.SCALARS: 0, event_accumulator.IMAGES: 1}  # 0: all of them
@@ -95,7 +95,7 @@ def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
     panels = fig.subplots(1, len(axes_names), sharey=True)
     for number, (name, runs) in enumerate(curves.items()):
         rounds = sorted(set.intersection(*(set(run.rounds) for run in runs)))
-        accuracy = _at(runs, rounds, "accuracy")
+        accuracy = _collect_by_round(runs, rounds, "accuracy")
         y = [statistics.fmean(values) for values in accuracy]
         style: dict[str, Any] = {
             "color": f"C{number % COLOURS}",
@@ -105,7 +105,7 @@ def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
         for panel, quantity in zip(panels, axes_names, strict=True):
             if not all(getattr(run, quantity) for run in runs):
                 continue
-            x = [statistics.fmean(values) for values in _at(runs, rounds, quantity)]
+            x = [statistics.fmean(values) for values in _collect_by_round(runs, rounds, quantity)]
             panel.plot(x, y, label=name, **style)
             if len(runs) > 1:
                 deviations = [statistics.stdev(values) for values in accuracy]
@@ -128,7 +128,9 @@ def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
     return fig
 
 
-def _at(runs: Sequence[Curve], rounds: Sequence[int], quantity: str) -> list[tuple[float, ...]]:
+def _collect_by_round(
+    runs: Sequence[Curve], rounds: Sequence[int], quantity: str
+) -> list[tuple[float, ...]]:
     """Return for each round the quantity of every run."""
     by_round = [dict(zip(run.rounds, getattr(run, quantity), strict=True)) for run in runs]
     return [tuple(values[number] for values in by_round) for number in rounds]

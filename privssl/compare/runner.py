@@ -39,7 +39,7 @@ def run_all(planned: Sequence[Planned], *, quiet: bool) -> Literal["finished", "
             progress = stack.enter_context(closing(ProgressTracker(total)))
         for number, run in todo:
             try:
-                status = _run(run, progress, f"run {number}/{len(planned)} {run.title}, ")
+                status = _run_config(run, progress, f"run {number}/{len(planned)} {run.title}, ")
             except (UserError, AccountingError) as problem:
                 raise ConfigError(
                     f"{run.title}: {problem}\nRun {number} of {len(planned)}; those before it are "
@@ -60,14 +60,14 @@ class _RunProgress(Tracker):
         self._progress.round(record)
 
 
-def _run(run: Planned, progress: ProgressTracker | None, title: str) -> str:
+def _run_config(run: Planned, progress: ProgressTracker | None, title: str) -> str:
     """Run one config like ``train``; return the status of its results.json."""
     settings = dataclasses.replace(run.config.run, overwrite=run.state == "stale")
     prepared = prepare(dataclasses.replace(run.config, run=settings))
     if prepared.federated_data.manifest.hash != run.split:
         raise DataError("its data set was changed since the comparison began. Put it back")
 
-    def watchers(after: int | None) -> list[Tracker]:
+    def make_trackers(after: int | None) -> list[Tracker]:
         if progress is None:
             return []
         progress.begin(title, after or 0, nominal=prepared.is_nominal)
@@ -75,16 +75,18 @@ def _run(run: Planned, progress: ProgressTracker | None, title: str) -> str:
 
     with ExitStack() as stack:
         resume_folder = run.config.folder if run.state == "begun" else None
-        return str(_outcome(launch.launch(prepared, resume_folder, watchers, stack))["status"])
+        return str(
+            _read_results(launch.launch(prepared, resume_folder, make_trackers, stack))["status"]
+        )
 
 
-def _outcome(folder: Path) -> compare_table.Results:
+def _read_results(folder: Path) -> compare_table.Results:
     outcome = run_dir.read_outcome(folder)
     assert outcome is not None  # every ended run has written it
     return outcome[0]
 
 
-def _wide(console: Console) -> Console:
+def _widen_console(console: Console) -> Console:
     """Return a console for tables: files and pipes have no width."""
     if console.is_terminal:
         return console
@@ -103,10 +105,10 @@ def overview(
         table.add_row(
             run.title, str(run.config.folder), str(run.rounds), split, words[run.state]
         )  # fmt: skip
-    _wide(console).print(table)
+    _widen_console(console).print(table)
 
 
-def _evaluate_every(folder: Path) -> int:
+def _read_interval(folder: Path) -> int:
     config = configs.load_config(folder / "config.yaml", algorithms=WITH_UNREAD)
     return config.run.evaluate_every
 
@@ -121,10 +123,10 @@ def rows_of(
     rows = []
     for name, group in plan.by_name(planned).items():
         privacy, folders = group[0].config.privacy, [run.config.folder for run in group]
-        runs, intervals = tuple(map(_outcome, folders)), tuple(map(_evaluate_every, folders))
+        runs, intervals = tuple(map(_read_results, folders)), tuple(map(_read_interval, folders))
         delta, lasting = (privacy.delta, bool(privacy.ledger)) if privacy else (None, False)
         epsilon = compare_table.epsilon_of(runs, delta, lasting=lasting)
-        code_notes = tuple(_other_code(group))
+        code_notes = tuple(_find_changed_plugins(group))
         rows.append(
             compare_table.Row(
                 name, runs, epsilon, tuple(differs[name]), intervals, code_notes,
@@ -147,11 +149,15 @@ def _uses_unprotected_rows(config: Config) -> bool:
     return bool((learns and has_unlabelled) or data.validation or data.test)
 
 
-def _other_code(planned: Sequence[Planned]) -> Iterator[str]:
+def _find_changed_plugins(planned: Sequence[Planned]) -> Iterator[str]:
     """Yield a sentence for each plug-in that has changed since the runs of a config."""
     plugins = describe_here(planned[0].config)
     for key, plugin in plugins.items():
-        runs = [run.title for run in planned if _is_other(_outcome(run.config.folder), key, plugin)]
+        runs = [
+            run.title
+            for run in planned
+            if _is_changed_plugin(_read_results(run.config.folder), key, plugin)
+        ]
         if runs:
             yield (
                 f"{', '.join(runs)}: made by other code of {key} {plugin['name']} than the one "
@@ -159,7 +165,9 @@ def _other_code(planned: Sequence[Planned]) -> Iterator[str]:
             )
 
 
-def _is_other(results: compare_table.Results, key: str, plugin: Mapping[str, str | None]) -> bool:
+def _is_changed_plugin(
+    results: compare_table.Results, key: str, plugin: Mapping[str, str | None]
+) -> bool:
     recorded = results.get("plugins", {}).get(key, plugin)
     return bool(other_file(recorded, plugin)) or recorded["version"] != plugin["version"]
 
@@ -172,7 +180,7 @@ def report(rows: Sequence[compare_table.Row], output: Path, console: Console) ->
         cells = compare_table.cells(row, rows[0].config)
         texts = dict(zip(compare_table.HEADINGS, cells, strict=True))
         table.add_row(*(texts[heading] for heading in headings))
-    _wide(console).print(table)
+    _widen_console(console).print(table)
     for note in compare_table.notes(rows):
         console.print(note, markup=False)
     results = differences(rows)

@@ -170,7 +170,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "between the server and the agents.",
     ]
     if len({interval for row in rows for interval in row.evaluate_every}) > 1:
-        intervals = _distinguish(rows, [[f"every {n}" for n in row.evaluate_every] for row in rows])
+        intervals = _list_runs_by_value(
+            rows, [[f"every {n}" for n in row.evaluate_every] for row in rows]
+        )
         lines.append(
             f"run.evaluate_every differs ({intervals}). Best is chosen among more rounds where "
             "they are evaluated more often, and seconds include more evaluations: compare neither."
@@ -179,8 +181,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         versions = [[run["versions"].get(package, "unknown") for run in row.runs] for row in rows]
         if len({version for texts in versions for version in texts}) > 1:
             lines.append(
-                f"Versions of {package} differ ({_distinguish(rows, versions)}). A difference "
-                "between these runs may come from that alone."
+                f"Versions of {package} differ ({_list_runs_by_value(rows, versions)}). A "
+                "difference between these runs may come from that alone."
             )
     lines += [sentence for row in rows for sentence in row.other_code]
     if any(row.epsilon.kind == "guarantee" and not row.epsilon.lasting for row in rows):
@@ -197,8 +199,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         )
     if any(row.epsilon.kind == "nominal" for row in rows):
         lines.append("NOMINAL: the number of a scheme that guarantees nothing.")
-    lines += _unprotected_in_other_splits(rows)
-    lines += _unprotected_beside_private(rows)
+    lines += _note_unprotected_splits(rows)
+    lines += _note_unprotected_configs(rows)
     warnings: dict[str, list[str]] = {}
     for row in rows:
         for run in row.runs:
@@ -215,7 +217,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _unprotected_in_other_splits(rows: Sequence[Row]) -> list[str]:
+def _note_unprotected_splits(rows: Sequence[Row]) -> list[str]:
     """Note that labelled records of one split may have no noise in another; from public numbers
     alone."""
     claims = [row for row in rows if row.epsilon.kind == "guarantee"]
@@ -239,7 +241,7 @@ def _unprotected_in_other_splits(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _unprotected_beside_private(rows: Sequence[Row]) -> list[str]:
+def _note_unprotected_configs(rows: Sequence[Row]) -> list[str]:
     """Note configs that use the rows of private ones without protection; from public names."""
     claims = [row for row in rows if row.epsilon.kind == "guarantee"]
     sets = {run["dataset"] for row in claims for run in row.runs}
@@ -255,7 +257,7 @@ def _unprotected_beside_private(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _distinguish(rows: Sequence[Row], values: Sequence[Sequence[str]]) -> str:
+def _list_runs_by_value(rows: Sequence[Row], values: Sequence[Sequence[str]]) -> str:
     """List runs with each value, given per row and seed: "2.0: a seed 0, a seed 1; 2.1: ..."."""
     runs: dict[str, list[str]] = {}
     for row, texts in zip(rows, values, strict=True):
@@ -293,7 +295,7 @@ def table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 def csv_text(rows: Sequence[Row]) -> str:
     """Return a line per config with all digits; unknown values are empty."""
-    return csv_lines([_csv_line(row) for row in rows])
+    return csv_lines([_row_as_csv(row) for row in rows])
 
 
 def csv_lines(lines: Sequence[Mapping[str, object]]) -> str:
@@ -305,7 +307,7 @@ def csv_lines(lines: Sequence[Mapping[str, object]]) -> str:
     return buffer.getvalue()
 
 
-def _csv_line(row: Row) -> dict[str, object]:
+def _row_as_csv(row: Row) -> dict[str, object]:
     return {
         "config": row.config,
         **{key: row.runs[0][key] for key in ("algorithm", "dataset")},
@@ -328,12 +330,12 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the table as JSON, each quantity with its value of every seed."""
     return {
         "seeds": list(rows[0].seeds),
-        "rows": [_json_row(row) for row in rows],
+        "rows": [_row_as_json(row) for row in rows],
         "notes": notes(rows),
     }
 
 
-def _json_row(row: Row) -> dict[str, Any]:
+def _row_as_json(row: Row) -> dict[str, Any]:
     final, best, seconds, up, down = (quantity.as_json() for quantity in row.values.values())
     return {
         "config": row.config,

@@ -49,15 +49,17 @@ def grid(vary: Sequence[str]) -> list[Variant]:
         raise ConfigError(f"--vary: more than {MOST} variants. Give fewer values")
     last = [key.rpartition(".")[2] for key in keys]
     titles = [name if last.count(name) == 1 else key for name, key in zip(last, keys, strict=True)]
-    return [_variant(keys, titles, combination) for combination in combinations]
+    return [_build_variant(keys, titles, combination) for combination in combinations]
 
 
-def _variant(keys: Sequence[str], titles: Sequence[str], values: Sequence[str]) -> Variant:
-    name = "".join(f",{title}={_plain(value)}" for title, value in zip(titles, values, strict=True))
+def _build_variant(keys: Sequence[str], titles: Sequence[str], values: Sequence[str]) -> Variant:
+    name = "".join(
+        f",{title}={_as_folder_part(value)}" for title, value in zip(titles, values, strict=True)
+    )
     return Variant(name, tuple(f"{key}={value}" for key, value in zip(keys, values, strict=True)))
 
 
-def _plain(value: str) -> str:
+def _as_folder_part(value: str) -> str:
     """Convert a value to a part of a folder's name."""
     compact = re.sub(r"\s*([,\[\]{}])\s*", r"\1", value.replace(": ", "="))
     return NO_FOLDER.sub("-", compact).strip(".")

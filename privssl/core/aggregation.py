@@ -95,7 +95,7 @@ class WeightedMean:
                 key: mean.view(part.shape)
                 for (key, part), mean in zip(sent.items(), means, strict=True)
             }
-            self._pieces = _pieces(flat_mean, sent)
+            self._pieces = _split_into_pieces(flat_mean, sent)
         self._check_form(sent, sender)
         flat = {key: part.reshape(-1) for key, part in sent.items()}
         for piece in self._pieces:
@@ -127,7 +127,7 @@ class WeightedMean:
         if forms[0] == forms[1]:
             return
         for key in sorted(sent.keys() | self._like.keys()):
-            form, expected = _form(sent, key), _form(self._like, key)
+            form, expected = _describe_tensor(sent, key), _describe_tensor(self._like, key)
             if form != expected:
                 raise MessageError(
                     f"{sender} and {self._first} sent {self._name} in unlike forms: {key} is "
@@ -144,7 +144,7 @@ class _Piece(NamedTuple):
     mean: Tensor  # of all replies so far
 
 
-def _pieces(flat_mean: Tensor, sent: StateDict) -> list[_Piece]:
+def _split_into_pieces(flat_mean: Tensor, sent: StateDict) -> list[_Piece]:
     """Split the mean ``flat_mean`` of all tensors into pieces."""
     groups: list[list[tuple[str, slice | None, int]]] = []
     free = 0
@@ -183,10 +183,10 @@ def average(
     return mean.value_or(otherwise)
 
 
-def _form(weights: StateDict, key: str) -> str:
+def _describe_tensor(weights: StateDict, key: str) -> str:
     """Describe type and shape of a tensor.
 
-    >>> _form({"w": torch.ones(2, 3)}, "w"), _form({}, "w")
+    >>> _describe_tensor({"w": torch.ones(2, 3)}, "w"), _describe_tensor({}, "w")
     ('float32 [2, 3]', 'absent')
     """
     if key not in weights:

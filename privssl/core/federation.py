@@ -107,16 +107,16 @@ class Federation:
         replies: list[Reply[M]] = []
         up = 0
         for call, reply in zip(calls, self._engine.deliver(calls), strict=True):
-            up += payload_bytes(reply.content) if _travels(reply.sender) else 0
+            up += payload_bytes(reply.content) if _is_remote(reply.sender) else 0
             self.declines += reply.declined and not isinstance(reply.content, NoReply)
             self.refusals += reply.content == BUDGET_EXHAUSTED
             self.absences += isinstance(reply.content, NoReply)
-            if call.to.id not in self.trained and _is_news(call.message, reply.content):
+            if call.to.id not in self.trained and _has_trained(call.message, reply.content):
                 self.trained.add(call.to.id)
             for name, value in reply.metrics.items():
                 self.metrics.setdefault(name, []).append(value)
             replies.append(reply if aggregator is None else aggregator.consume(reply))
-        down = sum(payload_bytes(c.message) for c in calls if _travels(c.to))
+        down = sum(payload_bytes(c.message) for c in calls if _is_remote(c.to))
         self.traffic = Traffic(self.traffic.up + up, self.traffic.down + down)
         return replies
 
@@ -141,7 +141,7 @@ class Federation:
         return {name: sum(v) / len(v) for name, v in sorted(self.metrics.items())}
 
 
-def _is_news(request: Message, reply: Message) -> bool:
+def _has_trained(request: Message, reply: Message) -> bool:
     """Return whether an agent trained: it did not decline, and sent networks other than those
     received."""
     if isinstance(reply, Declined):
@@ -162,7 +162,7 @@ def _are_equal(weights: StateDict, other: StateDict) -> bool:
     )
 
 
-def _travels(agent: AgentRef) -> bool:
+def _is_remote(agent: AgentRef) -> bool:
     """Return whether messages to and from this agent leave the server."""
     return agent.location is not AgentLocation.SERVER
 

@@ -168,10 +168,10 @@ def from_parts(kind: type[M], plain: Mapping[str, Any], tensors: Mapping[str, Te
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(kind):
         try:
-            value = _value(spec.name, plain, tensors)
+            value = _read_field(spec.name, plain, tensors)
         except (LookupError, TypeError, ValueError, AttributeError):
             raise MessageError(f"{kind.__name__}.{spec.name} is missing or damaged") from None
-        if not _fits(value, allowed[spec.name]):
+        if not _has_type(value, allowed[spec.name]):
             raise MessageError(f"{kind.__name__}.{spec.name} came as a {type(value).__name__}")
         values[spec.name] = value
     return kind(**values)
@@ -190,7 +190,7 @@ def _read_parts(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise MessageError(f"not a message: {error}") from None
 
 
-def _value(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+def _read_field(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
     """Return the value of one field. Raises LookupError if it is missing."""
     value = plain[name] if name in plain else tensors[name]
     if not isinstance(value, dict):
@@ -226,19 +226,19 @@ def check_numbers(field: str, value: Any) -> None:
     for tensor in (item for item in tensors if isinstance(item, Tensor)):
         if tensor.dtype not in tensor_files.DTYPE_NAMES:
             raise MessageError(f"{field} has a tensor of {tensor.dtype}")
-        if tensor.is_floating_point() and not _all_finite(tensor):
+        if tensor.is_floating_point() and not _is_finite(tensor):
             raise MessageError(
                 f"{field} has numbers that are not finite. Its sender's training diverged (lower "
                 "the learning rate), or it is malicious (leave it out)"
             )
 
 
-def _all_finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """Return whether all numbers are finite. Their sum is a fast first test, which may overflow."""
     return math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _has_type(value: Any, hint: Any) -> bool:
     """Return whether a value has a field's declared type; an int is accepted for a float."""
     kinds = (hint,) if hint == StateDict else typing.get_args(hint) or (hint,)
     if isinstance(value, dict):

@@ -61,13 +61,13 @@ def plugin_errors(
     except (UserError, AccountingError, passing):
         raise
     except Exception as error:
-        description = _describe(error, named)
+        description = _describe_error(error, named)
         if description is None:
             raise
         raise PluginError(description + (keep(error) if keep else "")) from error
 
 
-def _describe(error: Exception, named: Named) -> str | None:
+def _describe_error(error: Exception, named: Named) -> str | None:
     """Describe the innermost line of a plug-in, and the error; None if no plug-in is in the
     traceback."""
     frames = frames_of(error)

@@ -147,8 +147,10 @@ def exact_counts(seen: Tensor) -> Tensor:
             f"{len(made.counted)} were: which of several is released could follow from the rows. "
             "Call count_rows once"
         )
-    [(ours, exact)] = made.counted
-    if seen is not ours or not torch.equal(ours, torch.zeros_like(exact) if made.sealed else exact):
+    [(recorded, exact)] = made.counted
+    if seen is not recorded or not torch.equal(
+        recorded, torch.zeros_like(exact) if made.sealed else exact
+    ):
         raise PrivacyError(
             "a census releases counts as count_rows made them, and these were changed, so one row "
             "could move them by more than 1. Change them after the noise"
@@ -159,24 +161,24 @@ def exact_counts(seen: Tensor) -> Tensor:
 def record_release(mechanism: Mechanism, name: str, value: Mapping[str, Tensor] | Tensor) -> None:
     """Record a mechanism's release for a field; outside of steps do nothing."""
     if (made := _made.get()) is not None:
-        made[name] = mechanism.event, {n: t.detach().clone() for n, t in _tensors(value).items()}
+        made[name] = mechanism.event, {n: t.detach().clone() for n, t in _as_tensors(value).items()}
 
 
 def is_release(made: Made, event: Event, name: str, sent: Any) -> bool:
     """Return whether a field has exactly the bits that a mechanism released for it, under this
     event."""
     charged, released = made.get(name, (None, {}))
-    tensors = _tensors(sent)
+    tensors = _as_tensors(sent)
     return charged == event and released.keys() == tensors.keys() and all(
-        _same_bits(released[n], tensors[n]) for n in released
+        _has_same_bits(released[n], tensors[n]) for n in released
     )  # fmt: skip
 
 
-def _tensors(value: Any) -> dict[str, Any]:
+def _as_tensors(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {"": value}
 
 
-def _same_bits(tensor: Tensor, other: Any) -> bool:
+def _has_same_bits(tensor: Tensor, other: Any) -> bool:
     """Return whether the bits are equal, also of NaN: training may diverge."""
     if not isinstance(other, Tensor) or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
         return False

@@ -48,16 +48,17 @@ class ChargedRows(LabelledRows):
     """Labelled rows with an account: readable from the current step's charge to its end."""
 
     def __init__(
-        self, rows: LabelledRows, paid: Callable[[], bool], who: str, *, sealed: bool,
+        self, rows: LabelledRows, is_paid: Callable[[], bool], reader: str, *, sealed: bool,
         counted: bool,
     ) -> None:  # fmt: skip
         """Wrap the rows.
 
-        ``who``: the reader, for errors; ``sealed``: whether only the private mechanism may read
+        ``reader``: its name, for errors; ``sealed``: whether only the private mechanism may read
         rows and labels; ``counted``: whether their number is public.
         """
         attributes = {
-            "_rows": rows, "_paid": paid, "_who": who, "_sealed": sealed, "_counted": counted,
+            "_rows": rows, "_is_paid": is_paid, "_reader": reader, "_sealed": sealed,
+            "_counted": counted,
         }  # fmt: skip
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
@@ -65,20 +66,20 @@ class ChargedRows(LabelledRows):
     def __getattribute__(self, name: str) -> Any:
         if name not in ("x", "y", "ids"):
             return super().__getattribute__(name)
-        if not self._paid():
+        if not self._is_paid():
             raise PrivacyError(
-                f"{self._who}: labelled rows were read before their account was charged, or after "
-                "the step. Read them and their number within account.spend only"
+                f"{self._reader}: labelled rows were read before their account was charged, or "
+                "after the step. Read them and their number within account.spend only"
             )
         if name == "ids" and self._sealed and not (self._counted or mechanism_is_reading()):
             raise PrivacyError(
-                f"{self._who}: the number of labelled rows is private (privacy.record_counts), and "
-                "was read outside of private training: in a loss or a rate it would move the "
+                f"{self._reader}: the number of labelled rows is private (privacy.record_counts), "
+                "and was read outside of private training: in a loss or a rate it would move the "
                 "gradients of all rows. Use the declared number, data.labelled"
             )
         if name != "ids" and self._sealed and not mechanism_is_reading():
             raise PrivacyError(
-                f"{self._who}: labelled rows were read outside of private training, so one row "
+                f"{self._reader}: labelled rows were read outside of private training, so one row "
                 "could reach the gradients of others (by a class's share, a mean), which clipping "
                 "does not bound, or their counts. Give agent.labelled to train_classifier, "
                 "train_rows_privately or count_rows, where draws, losses and clusters get single "
@@ -101,14 +102,14 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     visits_before = 0 if account is None else account.visits()
     paid_before = 0 if account is None else account.paid_visits()
 
-    def paid() -> bool:
+    def is_paid() -> bool:
         return running and account is not None and account.paid_visits() > paid_before
 
     labelled = agent.held_labelled
     sealed = account is not None and account.plan.scope == "sound"
     if account is not None and labelled is not None:
         labelled = ChargedRows(
-            labelled, paid, visit, sealed=sealed,
+            labelled, is_paid, visit, sealed=sealed,
             counted=account.plan.record_counts == "public",
         )  # fmt: skip
     view: Memory = MappingProxyType(memory)
@@ -116,12 +117,12 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
         id=agent.id, location=agent.location, held_labelled=labelled,
         held_unlabelled=agent.held_unlabelled, account=account, memory=view,
     )  # fmt: skip
-    memory_versions, row_versions = _versions(memory), _versions(_rows(agent))
+    memory_versions, row_versions = _read_versions(memory), _read_versions(_list_row_tensors(agent))
     try:
         with (
             watch_mechanisms(sealed=sealed) as made,
-            _repeatable(step, ctx),
-            _without_texts(step, visit, paid),
+            _seed_libraries(step, ctx),
+            _withhold_error_texts(step, visit, is_paid),
         ):
             content = step(copy, message, ctx)
         charged = () if account is None else account.events[visits_before:]
@@ -130,7 +131,9 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     if not isinstance(content, Message):
         raise TypeError(f"{visit} returned {type(content).__name__}. Return a Message, or Declined")
     if changed := [
-        name for name, number in _versions(_rows(agent)).items() if number != row_versions[name]
+        name
+        for name, number in _read_versions(_list_row_tensors(agent)).items()
+        if number != row_versions[name]
     ]:
         raise RuntimeError(
             f"{visit} wrote into its rows ({', '.join(changed)}), which later rounds read. Work on "
@@ -142,7 +145,7 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
             "Assign agent.memory, a mapping of tensors"
         )
     if changed := [
-        name for name, version in _versions(memory).items() if version != memory_versions[name]
+        name for name, version in _read_versions(memory).items() if version != memory_versions[name]
     ]:
         raise RuntimeError(
             f"{visit} wrote into the agent's memory ({', '.join(changed)}). Assign agent.memory "
@@ -163,7 +166,7 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
     return content
 
 
-def _rows(agent: Agent) -> dict[str, Tensor]:
+def _list_row_tensors(agent: Agent) -> dict[str, Tensor]:
     """Return an agent's rows by their attribute names, without charged rows before their charge."""
     labelled = agent.held_labelled if agent.account is None else None
     return {
@@ -175,7 +178,7 @@ def _rows(agent: Agent) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
+def _seed_libraries(step: Step, ctx: Context) -> Iterator[None]:
     """Seed the generators of libraries for plug-in steps; engines seed torch."""
     module = type(getattr(step, "__self__", None)).__module__
     if module.partition(".")[0] in ("privssl", "builtins"):
@@ -186,7 +189,7 @@ def _repeatable(step: Step, ctx: Context) -> Iterator[None]:
 
 
 @contextmanager
-def _without_texts(step: Step, visit: str, paid: Callable[[], bool]) -> Iterator[None]:
+def _withhold_error_texts(step: Step, visit: str, is_paid: Callable[[], bool]) -> Iterator[None]:
     """Withhold the text of an error of a charged step from outside: it may show exact counts."""
     modules = str(getattr(step, "__module__", "")), type(getattr(step, "__self__", None)).__module__
     try:
@@ -194,12 +197,12 @@ def _without_texts(step: Step, visit: str, paid: Callable[[], bool]) -> Iterator
     except (PrivacyError, AccountingError):
         raise
     except Exception as error:
-        if not paid() or {name.partition(".")[0] for name in modules} <= {"privssl", "builtins"}:
+        if not is_paid() or {name.partition(".")[0] for name in modules} <= {"privssl", "builtins"}:
             raise
         raise error_without_rows(visit, error) from None
 
 
-def _versions(memory: Memory) -> dict[str, int]:
+def _read_versions(memory: Memory) -> dict[str, int]:
     """Return version counters of the tensors; none for tensors in files, which are read-only."""
     if not isinstance(memory, dict):
         return {}

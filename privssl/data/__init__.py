@@ -95,9 +95,9 @@ def build(
         digest = executor.submit(checksum, dataset)
         split: Split | Manifest
         if dataset.held is not None:
-            split = _given(data, roles, dataset)
+            split = _use_assigned_split(data, roles, dataset)
         elif data.split:
-            split = _replay(data, roles, dataset, digest.result(), labelled_is_declared)
+            split = _replay_split(data, roles, dataset, digest.result(), labelled_is_declared)
         else:
             split = draw_split(data, roles, seed, dataset)
         holdings = split.agents.values()
@@ -107,7 +107,7 @@ def build(
         )  # fmt: skip
         # # in natural order, not the file's
         all_agents = tuple(
-            _agent(
+            _build_agent(
                 name, split.agents.get(name, AgentRows((), ())), name in roles.labelled, rows,
                 dataset.y_train,
             )
@@ -117,14 +117,14 @@ def build(
         if split.validation:
             validation = labelled_rows(split.validation, rows, dataset.y_train)
     if not isinstance(split, Manifest):
-        split = _manifest(split, data, seed, dataset, digest.result())
-    stripped, labels = _without_training_rows(dataset), dataset.y_train.clone()
-    if not labelled_is_declared and _is_one_standardised(dataset, all_agents):
+        split = _build_manifest(split, data, seed, dataset, digest.result())
+    stripped, labels = _drop_training_rows(dataset), dataset.y_train.clone()
+    if not labelled_is_declared and _has_standardised_agent(dataset, all_agents):
         stripped = dataclasses.replace(stripped, standardised=True)
     return FederatedDataset(stripped, all_agents, validation, labels, split)
 
 
-def _is_one_standardised(dataset: Dataset, agents: Sequence[Agent]) -> bool:
+def _has_standardised_agent(dataset: Dataset, agents: Sequence[Agent]) -> bool:
     """Return whether vectors of an agent with labels seem scaled by statistics of its own rows.
 
     Few rows are never reported, so the result could reveal their number.
@@ -143,22 +143,21 @@ def _is_one_standardised(dataset: Dataset, agents: Sequence[Agent]) -> bool:
 def test_rows_only(data: DataSettings, seed: int) -> FederatedDataset:
     """Load only test rows, for a coordinator whose agents are sites."""
     dataset = load_dataset(data)
-    manifest = _manifest(Split({}, ()), data, seed, dataset, checksum(dataset))
-    stripped = _without_training_rows(dataset)
+    manifest = _build_manifest(Split({}, ()), data, seed, dataset, checksum(dataset))
+    stripped = _drop_training_rows(dataset)
     return FederatedDataset(stripped, (), None, dataset.y_train.clone(), manifest)
 
 
-def _manifest(
+def _build_manifest(
     split: Split, data: DataSettings, seed: int, dataset: Dataset, digest: str
 ) -> Manifest:
-    """Return the manifest of a sampled split."""
     return Manifest(
         dataset=dataset.name, checksum=digest, rows=len(dataset.y_train), seed=seed,
         settings=settings_of_split(data), agents=split.agents, validation=split.validation,
     )  # fmt: skip
 
 
-def _without_training_rows(dataset: Dataset) -> Dataset:
+def _drop_training_rows(dataset: Dataset) -> Dataset:
     """Return the data set without its training rows, of which agents have the only copies.
 
     Test rows are encoded, if there is an encoder.
@@ -203,7 +202,9 @@ def agent_refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:
     )  # fmt: skip
 
 
-def _agent(name: str, holding: AgentRows, has_labels: bool, rows: HeldRows, y: Tensor) -> Agent:
+def _build_agent(
+    name: str, holding: AgentRows, has_labels: bool, rows: HeldRows, y: Tensor
+) -> Agent:
     unlabelled = unlabelled_rows(holding.unlabelled, rows) if holding.unlabelled else None
     return Agent(
         id=name,
@@ -213,17 +214,17 @@ def _agent(name: str, holding: AgentRows, has_labels: bool, rows: HeldRows, y: T
     )
 
 
-def unlabelled_rows(held: tuple[int, ...], rows: HeldRows) -> UnlabelledRows:
+def unlabelled_rows(row_ids: tuple[int, ...], rows: HeldRows) -> UnlabelledRows:
     """Return the rows with these numbers."""
-    ids = torch.tensor(held, dtype=torch.int64)
+    ids = torch.tensor(row_ids, dtype=torch.int64)
     x, origin = rows.take(ids)
     return UnlabelledRows(x, ids, origin)
 
 
-def labelled_rows(held: tuple[int, ...], rows: HeldRows, labels: Tensor) -> LabelledRows:
+def labelled_rows(row_ids: tuple[int, ...], rows: HeldRows, labels: Tensor) -> LabelledRows:
     """Return the rows with these numbers, and labels from those (N,) of all rows. Raises DataError
     for a missing label."""
-    ids = torch.tensor(held, dtype=torch.int64)
+    ids = torch.tensor(row_ids, dtype=torch.int64)
     y = labels.index_select(0, ids)
     if (y == NO_LABEL).any():
         raise DataError(
@@ -234,7 +235,7 @@ def labelled_rows(held: tuple[int, ...], rows: HeldRows, labels: Tensor) -> Labe
     return LabelledRows(x, y, ids, origin)
 
 
-def _rules(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _rules_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the partition's settings; those of labelled rows default to the others."""
     rules = {name: settings.get(name) for name in ("partition", "alpha", "k", "stratified")}
     prefix = "" if settings.get("labelled_partition") is None else "labelled_"
@@ -242,20 +243,20 @@ def _rules(settings: Mapping[str, Any]) -> dict[str, Any]:
     return rules | labelled
 
 
-def _given(data: DataSettings, roles: RoleAssignment, dataset: Dataset) -> Split:
+def _use_assigned_split(data: DataSettings, roles: RoleAssignment, dataset: Dataset) -> Split:
     """Return the data set's own split. Raises DataError if the settings require another."""
     assert dataset.held is not None
     actual, expected = set(dataset.held), set(roles.everyone)
     if actual != expected or data.split or data.validation:
         reason = "data.split and data.validation can divide them no more"
         raise DataError(
-            f"data gives rows to {_names(actual)}, and the config has {_names(expected)} ("
-            f"{reason}). Leave these settings out"
+            f"data gives rows to {_format_names(actual)}, and the config has "
+            f"{_format_names(expected)} ({reason}). Leave these settings out"
         )
     return Split({agent: AgentRows(*ids) for agent, ids in dataset.held.items()}, ())
 
 
-def _replay(
+def _replay_split(
     data: DataSettings, roles: RoleAssignment, dataset: Dataset, digest: str,
     labelled_is_declared: bool,
 ) -> Manifest:  # fmt: skip
@@ -277,8 +278,8 @@ def _replay(
                 f"{data.split} has {actual} {key} rows, but data.{key} is {requested}. "
                 f"Set data.{key} to {actual}, or leave data.split out"
             )
-    recorded, defaults = _rules(split.settings), _rules(dataclasses.asdict(DataSettings()))
-    for rule, value in _rules(dataclasses.asdict(data)).items():
+    recorded, defaults = _rules_of(split.settings), _rules_of(dataclasses.asdict(DataSettings()))
+    for rule, value in _rules_of(dataclasses.asdict(data)).items():
         if value not in (recorded[rule], defaults[rule]):
             raise DataError(
                 f"data.{rule} is {value}, but {data.split} was drawn with {recorded[rule]}. Leave "
@@ -294,10 +295,11 @@ def _check_agents(
     actual = {agent for agent, holding in split.agents.items() if getattr(holding, kind)}
     if actual != set(expected) and not (some_may_have_none and actual < set(expected)):
         raise DataError(
-            f"{data.split} gives {kind} rows to {_names(actual)}, but the config (data.labels "
-            f"{data.labels}) to {_names(expected)}. Change agents, or leave data.split out"
+            f"{data.split} gives {kind} rows to {_format_names(actual)}, but the config "
+            f"(data.labels {data.labels}) to {_format_names(expected)}. Change agents, or leave "
+            "data.split out"
         )
 
 
-def _names(agents: set[str] | tuple[str, ...]) -> str:
+def _format_names(agents: set[str] | tuple[str, ...]) -> str:
     return ", ".join(sorted(agents, key=natural_order)) or "no agent"

@@ -57,7 +57,7 @@ class Augmentation:
         if self == NONE:
             return x
         chance = torch.rand(len(x), 10, generator=rng)  # in [0, 1)
-        view: Tensor = batched_call(_views, {"x": x, "chance": chance}, self)
+        view: Tensor = batched_call(_make_views, {"x": x, "chance": chance}, self)
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         return view.contiguous(memory_format=memory_format)
@@ -78,7 +78,7 @@ AUGMENTATIONS = {
 }
 
 
-def _views(fields: Mapping[str, Tensor], strengths: Augmentation) -> Tensor:
+def _make_views(fields: Mapping[str, Tensor], strengths: Augmentation) -> Tensor:
     """Return a view of each row x (B, Ch, H, W), from its random numbers "chance" (B, 10) in [0,
     1)."""
     x = fields["x"]
@@ -137,7 +137,7 @@ def warp(x: Tensor, maps: Tensor) -> Tensor:
         maps: (B, 2, 3), see ``affine``.
     """
     rows, _, height, width = x.shape
-    grid = maps.reshape(rows * 2, 3) @ _places(height, width, x.device)  # (2 B, H W)
+    grid = maps.reshape(rows * 2, 3) @ _make_pixel_positions(height, width, x.device)  # (2 B, H W)
     grid = grid.view(rows, 2, height, width).permute(0, 2, 3, 1)  # (B, H, W, 2)
     # grid_sample fills with 0 outside, so black is 0 here
     sampled = functional.grid_sample(
@@ -147,7 +147,7 @@ def warp(x: Tensor, maps: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _places(height: int, width: int, device: torch.device) -> Tensor:
+def _make_pixel_positions(height: int, width: int, device: torch.device) -> Tensor:
     """Return the middle of each pixel: rows x, y and 1, columns pixels; (3, H W) in (-1, 1)."""
     y = (2 * torch.arange(height, device=device) + 1) / height - 1
     x = (2 * torch.arange(width, device=device) + 1) / width - 1

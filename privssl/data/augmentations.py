@@ -76,7 +76,7 @@ def view(name: str, x: Tensor, rng: torch.Generator, *, flip: bool, under: str =
     return View(name, flip, under)(x, rng)
 
 
-class _Views(Protocol):
+class _ViewSettings(Protocol):
     @property
     def weak(self) -> str: ...
     @property
@@ -88,6 +88,6 @@ class _Views(Protocol):
 class StrongViews:
     """Mixin for settings with ``weak``, ``strong`` and ``flip``."""
 
-    def strong_view(self: _Views, x: Tensor, rng: torch.Generator) -> Tensor:
+    def strong_view(self: _ViewSettings, x: Tensor, rng: torch.Generator) -> Tensor:
         """Return a strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
         return view(self.strong, x, rng, flip=self.flip, under=self.weak)

@@ -57,22 +57,22 @@ def canonical(x: Origin) -> Iterator[bytes]:
         return
     for start in range(0, len(x) if x.dim() < 4 else 0, CHUNK):
         for row in (network_input(x[start : start + CHUNK].cpu()) + 0.0).numpy():  # no -0.0
-            yield _content(row.reshape(-1))
+            yield _as_bytes(row.reshape(-1))
     for start in range(0, len(x) if x.dim() == 4 else 0, CHUNK):
-        for row in _levels(x[start : start + CHUNK].cpu().numpy()):
-            yield _content(row[:1] if (row == row[:1]).all() else row)
+        for row in _convert_to_levels(x[start : start + CHUNK].cpu().numpy()):
+            yield _as_bytes(row[:1] if (row == row[:1]).all() else row)
 
 
 def as_loaded(x: Tensor) -> Iterator[bytes]:
     """Yield the content of each row by version 0.1: type, shape and bytes as loaded."""
-    return (_content(row) for row in x.cpu().numpy())
+    return (_as_bytes(row) for row in x.cpu().numpy())
 
 
-def _content(row: NDArray[Any]) -> bytes:
+def _as_bytes(row: NDArray[Any]) -> bytes:
     return f"torch.{row.dtype} {row.shape} ".encode() + row.tobytes()
 
 
-def _levels(x: NDArray[Any]) -> Iterator[NDArray[Any]]:
+def _convert_to_levels(x: NDArray[Any]) -> Iterator[NDArray[Any]]:
     """Yield each row (channels, height, width) as uint8 levels if it is close to them or has enough
     contrast, else as float32."""
     if x.dtype == np.uint8:

@@ -78,11 +78,11 @@ def read_texts(
     ``classes``, ``may_be_empty``: see :func:`read_table`. Raises DataError.
     """
     train = _read_part(root / "train.csv", label, (text,), may_be_empty=may_be_empty)
-    names = classes or _class_names(train)
-    test = _no_rows(train) if classes else _read_part(root / "test.csv", label, (text,))
+    names = classes or _collect_class_names(train)
+    test = _drop_rows(train) if classes else _read_part(root / "test.csv", label, (text,))
     return Texts(
-        texts_of(train, text), _classes(train, names), texts_of(test, text),
-        _classes(test, names, is_test=True), names,
+        texts_of(train, text), _convert_labels(train, names), texts_of(test, text),
+        _convert_labels(test, names, is_test=True), names,
     )  # fmt: skip
 
 
@@ -152,12 +152,12 @@ def read_table(
     train = _read_part(root / "train.csv", label, column_names, COLUMNS, advice, may_be_empty)
     scales = declared or scales_of(train)
     if classes:
-        return table_of(train, _no_rows(train), scales, classes)
+        return table_of(train, _drop_rows(train), scales, classes)
     test = _read_part(root / "test.csv", label, tuple(scales), COLUMNS, advice)
     return table_of(train, test, scales)
 
 
-def _no_rows(part: Part) -> Part:
+def _drop_rows(part: Part) -> Part:
     """Return the same columns without rows."""
     return Part(part.path, dict.fromkeys(part.columns, ()), (), (), ())
 
@@ -169,7 +169,7 @@ def table_of(
 
     ``names``: of the classes; None: those of training rows. Raises DataError.
     """
-    names = names or _class_names(train)
+    names = names or _collect_class_names(train)
     for column in scales:
         if tells_classes(train.columns[column], train.labels):
             log.warning(
@@ -177,13 +177,15 @@ def table_of(
                 "from the label.", train.path, column, ADVICE,
             )  # fmt: skip
     x_train, x_test = (numbers_of(part, scales) for part in (train, test))
-    y_train, y_test = _classes(train, names), _classes(test, names, is_test=True)
+    y_train, y_test = _convert_labels(train, names), _convert_labels(test, names, is_test=True)
     return Arrays(x_train, y_train, x_test, y_test, names, train.records, scales)
 
 
 def numbers_of(part: Part, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
     """Return all columns in [-1, 1], concatenated (N, features). Raises DataError."""
-    return np.concatenate([_numbers(part, name, scale) for name, scale in scales.items()], axis=1)
+    return np.concatenate(
+        [_scale_column(part, name, scale) for name, scale in scales.items()], axis=1
+    )
 
 
 def part_of(
@@ -194,10 +196,10 @@ def part_of(
     fields = sorted(name for name in columns if name != label)
     labels = [value.strip() for value in columns.get(label, ())]
     features = {name: columns[name] for name in columns if name != label}
-    return Part(path, features, labels, rows, _records(fields, columns), "row")
+    return Part(path, features, labels, rows, _build_records(fields, columns), "row")
 
 
-def _records(fields: Sequence[str], columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _build_records(fields: Sequence[str], columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     return tuple(
         "\x1f".join(f"{n}={plain(v)}" for n, v in zip(fields, values, strict=True))
         for values in zip(*(columns[n] for n in fields), strict=True)
@@ -263,7 +265,7 @@ def _read_part(
     if not (rows or may_be_empty):
         raise DataError(f"{path} has no rows. Give at least one")
     by_name = {name: [row[index] for row in rows] for index, name in enumerate(header)}
-    records = _records([n for n in sorted(header) if n != label], by_name)
+    records = _build_records([n for n in sorted(header) if n != label], by_name)
     labels = [""] * len(rows) if label is None else [value.strip() for value in by_name[label]]
     return Part(path, {n: by_name[n] for n in names}, labels, lines, records)
 
@@ -271,7 +273,7 @@ def _read_part(
 # Classes -------------------------------------------------------------------------------------
 
 
-def _class_names(train: Part) -> tuple[str, ...]:
+def _collect_class_names(train: Part) -> tuple[str, ...]:
     """Return names of the classes: numbers by size, others by name."""
     names = sorted(set(train.labels) - {""})
     if len(names) < 2:
@@ -293,7 +295,7 @@ def _class_names(train: Part) -> tuple[str, ...]:
     return tuple(sorted(names, key=int) if all(n.isdecimal() for n in names) else names)
 
 
-def _classes(part: Part, names: Sequence[str], is_test: bool = False) -> NDArray[np.int64]:
+def _convert_labels(part: Part, names: Sequence[str], is_test: bool = False) -> NDArray[np.int64]:
     """Return class numbers; ``is_test``: labels must occur in the training rows."""
     numbers = {name: number for number, name in enumerate(names)} | {"": NO_LABEL}
     for value, line in zip(part.labels, part.lines, strict=True):
@@ -332,7 +334,7 @@ def scales_of(train: Part) -> dict[str, Scale]:
             )
         present = [(index, v) for index, v in enumerate(values) if not is_absent(v)]
         if present and all(is_number(value) for _, value in present):
-            numbers = [_number(train, name, v, index) for index, v in present]
+            numbers = [_parse_number(train, name, v, index) for index, v in present]
             low, high, absent = min(numbers), max(numbers), len(values) - len(present)
             if low == high and not absent:
                 log.warning(
@@ -375,7 +377,7 @@ def scales_of(train: Part) -> dict[str, Scale]:
     return scales
 
 
-def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
+def _scale_column(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
     """Scale a column to [-1, 1]: (N, 1), (N, 2) with missing values, or (N, categories)."""
     values = part.columns[name]
     if isinstance(scale[0], float):
@@ -383,7 +385,7 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
         if has_missing := MISSING in scale:
             absent = np.array([is_absent(value) for value in values], dtype=bool)
             values = ["0" if is_absent(value) else value for value in values]
-        x = np.array([_number(part, name, v, index) for index, v in enumerate(values)])
+        x = np.array([_parse_number(part, name, v, index) for index, v in enumerate(values)])
         x = np.where(absent, (low + high) / 2, x) if has_missing else x
         if clipped := int(((x < low) | (x > high)).sum()):
             log.warning("%s: column %s has values beyond its bounds (%d), which are clipped.",
@@ -403,7 +405,7 @@ def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
     return np.where(one_hot, 1, -1).astype(np.float32)
 
 
-def _number(part: Part, name: str, value: str, index: int) -> float:
+def _parse_number(part: Part, name: str, value: str, index: int) -> float:
     """Parse a finite number. Raises DataError that names the line."""
     number = float(value) if is_number(value) else math.nan
     if not math.isfinite(number):

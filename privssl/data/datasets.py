@@ -124,23 +124,23 @@ def load_dataset(
             "give rows.arrays"
         )
     if settings.name not in DATA_SETS:
-        dataset = _own(settings)
-        return _to_encode(settings, dataset) if settings.encoder else dataset
+        dataset = _load_plugin(settings)
+        return _prepare_encoding(settings, dataset) if settings.encoder else dataset
     recorder = BufferingHandler(capacity=10**6)
     log.addHandler(recorder)  # beside the process's handlers, which show records
     try:
-        arrays = _read(settings, classes, may_be_empty=may_be_empty)
+        arrays = _read_arrays(settings, classes, may_be_empty=may_be_empty)
     finally:
         log.removeHandler(recorder)
     if settings.encoder:
-        dataset = _to_encode(settings, arrays)
+        dataset = _prepare_encoding(settings, arrays)
     else:
         assert isinstance(arrays, Arrays)  # the config requires an encoder for texts
         dataset = from_arrays(settings.name, arrays)
     return replace(dataset, said=tuple(recorder.buffer), names_declared=classes is not None)
 
 
-def _own(settings: DataSettings) -> Dataset:
+def _load_plugin(settings: DataSettings) -> Dataset:
     """Load the data set of a plug-in: a function of (root) that returns a ``privssl.Dataset``."""
     prefix = f"data.name {settings.name}"
     advice = "Name a function of (root) that returns a privssl.Dataset"
@@ -158,11 +158,11 @@ def _own(settings: DataSettings) -> Dataset:
     return replace(dataset, name=settings.name)
 
 
-def _to_encode(settings: DataSettings, source: Arrays | Texts | Dataset) -> Dataset:
+def _prepare_encoding(settings: DataSettings, source: Arrays | Texts | Dataset) -> Dataset:
     """Return the data set before its encoder, which is applied to the rows that agents hold."""
     train: Origin = source.x_train if isinstance(source, Texts) else torch.as_tensor(source.x_train)
     test: Origin = source.x_test if isinstance(source, Texts) else torch.as_tensor(source.x_test)
-    encoder = _encoder(settings, train)
+    encoder = _open_matching_encoder(settings, train)
     shape = tuple(test.shape[1:]) if isinstance(test, Tensor) else None
     raw = Unencoded(encoder, train, test, default_root(), shape)
     empty = torch.empty(0, *encoder.shape, dtype=torch.float16)
@@ -178,7 +178,7 @@ def encode_rows(settings: DataSettings, x: Tensor) -> tuple[Tensor, Tensor | Non
     checksum."""
     if not settings.encoder:
         return x, None, None
-    encoder = _encoder(settings, x)
+    encoder = _open_matching_encoder(settings, x)
     return encode(encoder, x, default_root()), x, encoder.checksum
 
 
@@ -187,7 +187,7 @@ def encode_new(settings: DataSettings, x: Origin, checksum: str) -> Tensor:
 
     Raises DataError if it is missing, has other weights, or does not accept such rows.
     """
-    encoder = _encoder(settings, x)
+    encoder = _open_matching_encoder(settings, x)
     if encoder.checksum != checksum:
         raise DataError(
             f"data.encoder {settings.encoder}: its weights here have the checksum "
@@ -197,7 +197,7 @@ def encode_new(settings: DataSettings, x: Origin, checksum: str) -> Tensor:
     return encode(encoder, x, default_root())
 
 
-def _encoder(settings: DataSettings, x: Origin) -> Encoder:
+def _open_matching_encoder(settings: DataSettings, x: Origin) -> Encoder:
     """Return the encoder of these rows. Raises DataError if it does not accept their kind."""
     is_own = is_own_encoder(settings.encoder)
     encoder = open_encoder(settings.encoder, settings.encoder_weights) if is_own else None
@@ -230,11 +230,11 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
     return Dataset(
         name, x_train, y_train, x_test, y_test, arrays.class_names,
         records=arrays.records, scales=arrays.scales, coloured_by_train=arrays.coloured_by_train,
-        standardised=arrays.scales is None and _are_standardised(arrays),
+        standardised=arrays.scales is None and _has_standardised_rows(arrays),
     )  # fmt: skip
 
 
-def _are_standardised(arrays: Arrays) -> bool:
+def _has_standardised_rows(arrays: Arrays) -> bool:
     """Return whether vectors or sequences have mean 0 and deviation 1.
 
     Tested for all rows, for training rows, and for labelled rows.
@@ -285,10 +285,10 @@ def checksum(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def _read(
+def _read_arrays(
     settings: DataSettings, classes: tuple[str, ...] | None, *, may_be_empty: bool
 ) -> Arrays | Texts:
-    built_in: dict[str, Callable[[], Arrays]] = {"digits": _digits, "toy": _toy}
+    built_in: dict[str, Callable[[], Arrays]] = {"digits": _load_digits, "toy": _make_toy_rows}
     if settings.name in built_in:
         return built_in[settings.name]()
     if settings.name == "arrays":
@@ -319,7 +319,7 @@ def _read(
     return arrays
 
 
-def _digits() -> Arrays:
+def _load_digits() -> Arrays:
     """Load 1,797 handwritten digits of 8x8 pixels with 17 shades, the same as scikit-learn's.
 
     Read from a bundled file, because importing scikit-learn is slow. A fifth of each class are test
@@ -331,7 +331,7 @@ def _digits() -> Arrays:
     return read_npz(Path(__file__).with_name("digits.npz"))
 
 
-def _toy() -> Arrays:
+def _make_toy_rows() -> Arrays:
     """Generate 1,000 training and 200 test rows of 1x8x8 in ten well separated classes.
 
     A class is a random pattern of dark and light; a row is its class's pattern with Gaussian
@@ -347,7 +347,7 @@ def _toy() -> Arrays:
 
 def warn_of_equal_rows(where: object, arrays: Arrays) -> None:
     """Warn of equal training rows: all equal, with different labels, or equal to test rows."""
-    train, test = _hashes(arrays.x_train), _hashes(arrays.x_test)
+    train, test = _hash_rows(arrays.x_train), _hash_rows(arrays.x_test)
     distinct = set(train)
     if shared := sum(row in distinct for row in test):
         log.warning(
@@ -372,6 +372,6 @@ def warn_of_equal_rows(where: object, arrays: Arrays) -> None:
         )  # fmt: skip
 
 
-def _hashes(x: NDArray[Any]) -> list[int]:
+def _hash_rows(x: NDArray[Any]) -> list[int]:
     """Return 64-bit hashes of the rows."""
     return [hash(row.tobytes()) for row in x]

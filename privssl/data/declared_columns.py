@@ -34,12 +34,12 @@ def read_columns(path: Path, label: str) -> dict[str, Scale]:
     return check_scales(path, document.value, label)
 
 
-def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
+def check_scales(path: object, declared: object, label: str) -> dict[str, Scale]:
     """Check declared bounds and categories, from a file or Python. Raises DataError."""
-    if not isinstance(found, dict) or not found:
+    if not isinstance(declared, dict) or not declared:
         raise DataError(f"{path}: give a line for each column, name: [lowest, highest]")
     scales: dict[str, Scale] = {}
-    for name, values in found.items():
+    for name, values in declared.items():
         entries = list(values) if isinstance(values, list | tuple) else []
         is_numeric = len(entries) > 1 and all(type(v) in NUMBERS for v in entries[:2])
         low, high = map(float, entries[:2]) if is_numeric else (0.0, 0.0)

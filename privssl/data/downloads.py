@@ -48,7 +48,7 @@ def default_root() -> Path:
         ) from None
 
 
-class _Published(NamedTuple):
+class _PublishedSet(NamedTuple):
     """One published data set."""
 
     torchvision_name: str
@@ -75,7 +75,7 @@ def read_published(name: str, root: Path) -> Arrays:
     try:
         arrays = published.read(root)
         for x, y in ((arrays.x_train, arrays.y_train), (arrays.x_test, arrays.y_test)):
-            _check(x, y, published.shape)
+            _check_rows(x, y, published.shape)
     except Exception as error:  # readers raise many types on damaged files
         raise DataError(
             f"{name}: a file in {root} is damaged ({error}). Remove "
@@ -85,7 +85,7 @@ def read_published(name: str, root: Path) -> Arrays:
     return arrays
 
 
-def _read_images(name: str, published: _Published, root: Path) -> Arrays:
+def _read_images(name: str, published: _PublishedSet, root: Path) -> Arrays:
     """Read the set as a folder of images, whose pixels may differ from the published ones."""
     arrays = read_folder(root, None)
     if arrays.x_train.shape[1:] != published.shape or len(arrays.class_names) != 10:
@@ -98,7 +98,7 @@ def _read_images(name: str, published: _Published, root: Path) -> Arrays:
     return arrays
 
 
-def _check(x: NDArray[Any], y: NDArray[Any], shape: tuple[int, int, int]) -> None:
+def _check_rows(x: NDArray[Any], y: NDArray[Any], shape: tuple[int, int, int]) -> None:
     if x.shape != (len(y), *shape) or x.dtype != np.uint8 or not len(y):
         raise ValueError(f"images {x.shape} of {x.dtype} with {len(y)} labels")
     if y.min() < 0 or y.max() > 9:
@@ -108,14 +108,14 @@ def _check(x: NDArray[Any], y: NDArray[Any], shape: tuple[int, int, int]) -> Non
 # Getting ------------------------------------------------------------------------------------
 
 
-def _download(name: str, published: _Published, root: Path) -> None:
+def _download(name: str, published: _PublishedSet, root: Path) -> None:
     import torchvision
 
     log.info("%s is not in %s: downloading it", name, root)
     get = getattr(torchvision.datasets, published.torchvision_name)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _socket_timeout(), contextlib.redirect_stdout(sys.stderr):
+        with _limit_socket_time(), contextlib.redirect_stdout(sys.stderr):
             get(str(root), download=True)
             if published.test_part:
                 get(str(root), published.test_part, download=True)
@@ -141,7 +141,7 @@ def download_command(name: str, root: Path) -> str:
 
 
 @contextlib.contextmanager
-def _socket_timeout() -> Iterator[None]:
+def _limit_socket_time() -> Iterator[None]:
     """Set a timeout for sockets; torchvision has no option for it."""
     previous = socket.getdefaulttimeout()
     socket.setdefaulttimeout(SOCKET_TIMEOUT)
@@ -154,17 +154,17 @@ def _socket_timeout() -> Iterator[None]:
 # Reading ------------------------------------------------------------------------------------
 
 
-def _idx(folder: str, class_names: tuple[str, ...], root: Path) -> Arrays:
+def _read_idx_set(folder: str, class_names: tuple[str, ...], root: Path) -> Arrays:
     """Read MNIST's four files below ``folder``."""
-    train, train_labels, test, test_labels = (root / file for file in _idx_files(folder))
-    x_train, x_test = (_idx_file(path, axes=3)[:, None] for path in (train, test))
+    train, train_labels, test, test_labels = (root / file for file in _list_idx_files(folder))
+    x_train, x_test = (_read_idx_file(path, axes=3)[:, None] for path in (train, test))
     y_train, y_test = (
-        _idx_file(path, axes=1).astype(np.int64) for path in (train_labels, test_labels)
+        _read_idx_file(path, axes=1).astype(np.int64) for path in (train_labels, test_labels)
     )
     return Arrays(x_train, y_train, x_test, y_test, class_names)
 
 
-def _idx_file(path: Path, axes: int) -> NDArray[np.uint8]:
+def _read_idx_file(path: Path, axes: int) -> NDArray[np.uint8]:
     """Read the IDX format of MNIST's page: 0, 0, 8 (unsigned bytes), the number of axes; the length
     of each as big-endian uint32; the bytes. torchvision is not used, because importing it is
     slow."""
@@ -180,7 +180,7 @@ def _idx_file(path: Path, axes: int) -> NDArray[np.uint8]:
     return content[offset:].reshape(lengths)
 
 
-def _cifar10(root: Path) -> Arrays:
+def _read_cifar10(root: Path) -> Arrays:
     from torchvision.datasets import CIFAR10
 
     train, test = (CIFAR10(str(root), train=part) for part in (True, False))
@@ -191,7 +191,7 @@ def _cifar10(root: Path) -> Arrays:
     return Arrays(x_train, y_train, x_test, y_test, tuple(train.classes))
 
 
-def _svhn(root: Path) -> Arrays:
+def _read_svhn(root: Path) -> Arrays:
     from scipy.io import loadmat
 
     arrays = []
@@ -204,7 +204,7 @@ def _svhn(root: Path) -> Arrays:
     return Arrays(x_train, y_train, x_test, y_test, DIGITS)
 
 
-def _idx_files(folder: str) -> tuple[str, ...]:
+def _list_idx_files(folder: str) -> tuple[str, ...]:
     kinds = ("images-idx3", "labels-idx1")
     return tuple(f"{folder}/{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in kinds)
 
@@ -215,15 +215,17 @@ _CIFAR_FILES = tuple(
 )
 
 
-def _like_mnist(name: str, class_names: tuple[str, ...]) -> _Published:
+def _make_idx_set(name: str, class_names: tuple[str, ...]) -> _PublishedSet:
     folder = f"{name}/raw"
-    read = partial(_idx, folder, class_names)
-    return _Published(name, _idx_files(folder), (1, 28, 28), read, "")
+    read = partial(_read_idx_set, folder, class_names)
+    return _PublishedSet(name, _list_idx_files(folder), (1, 28, 28), read, "")
 
 
 PUBLISHED = {
-    "mnist": _like_mnist("MNIST", DIGITS),
-    "fashion_mnist": _like_mnist("FashionMNIST", GARMENTS),
-    "cifar10": _Published("CIFAR10", _CIFAR_FILES, (3, 32, 32), _cifar10, ""),
-    "svhn": _Published("SVHN", ("train_32x32.mat", "test_32x32.mat"), (3, 32, 32), _svhn, "test"),
+    "mnist": _make_idx_set("MNIST", DIGITS),
+    "fashion_mnist": _make_idx_set("FashionMNIST", GARMENTS),
+    "cifar10": _PublishedSet("CIFAR10", _CIFAR_FILES, (3, 32, 32), _read_cifar10, ""),
+    "svhn": _PublishedSet(
+        "SVHN", ("train_32x32.mat", "test_32x32.mat"), (3, 32, 32), _read_svhn, "test"
+    ),
 }

@@ -42,7 +42,7 @@ class FeatureView:
             return x
         positions = x[0].numel() if x.dim() == 2 else x.shape[1]  # maskable positions
         chance = torch.rand(len(x), positions + x[0].numel(), generator=rng)
-        view: Tensor = batched_call(_views, {"x": x, "chance": chance}, self)
+        view: Tensor = batched_call(_make_views, {"x": x, "chance": chance}, self)
         return view
 
 
@@ -56,7 +56,7 @@ VECTOR_VIEWS = {
 SEQUENCE_VIEWS = {**VECTOR_VIEWS, "strong": FeatureView(masked=0.2, noise=0.2)}
 
 
-def _views(fields: Mapping[str, Tensor], strengths: FeatureView) -> Tensor:
+def _make_views(fields: Mapping[str, Tensor], strengths: FeatureView) -> Tensor:
     """Return a view of each row x, from its uniform numbers "chance": for masks, then for noise."""
     x, chance = fields["x"], fields["chance"].to(fields["x"].device)
     features = x[0].numel()

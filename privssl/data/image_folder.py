@@ -46,7 +46,7 @@ HIDDEN = "hidden"  # a name that begins with a dot
 log = logging.getLogger("privssl")
 
 
-class _Head(NamedTuple):
+class _ImageHeader(NamedTuple):
     """The header of an image file."""
 
     path: Path
@@ -56,7 +56,7 @@ class _Head(NamedTuple):
     frames: int
 
 
-class _Form(NamedTuple):
+class _ImageForm(NamedTuple):
     """The common form of all rows."""
 
     mode: str  # "L" or "RGB"
@@ -83,26 +83,26 @@ def read_folder(
     skipped: Counter[str] = Counter()
     declared = classes is not None
     if classes is None:
-        classes = _classes_of_both(root, skipped)
+        classes = _list_common_classes(root, skipped)
     else:
         _refuse_undeclared(root / "train", classes)
-    train, y_train = _files(root / "train", classes, skipped, may_lack=declared)
+    train, y_train = _list_files(root / "train", classes, skipped, may_lack=declared)
     test: list[Path] = []
     y_test: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     if not declared:
-        test, y_test = _files(root / "test", classes, skipped)
+        test, y_test = _list_files(root / "test", classes, skipped)
     folder = root / UNLABELLED
-    unlabelled = _sorted_images(folder, skipped, "it") if folder.is_dir() else []
+    unlabelled = _list_sorted_images(folder, skipped, "it") if folder.is_dir() else []
     if not train and not unlabelled:
         raise DataError(f"{root} holds no image in train/CLASS or unlabelled. Correct its path")
-    other_folders = _folders(root) - {"train", "test", UNLABELLED}
+    other_folders = _list_folders(root) - {"train", "test", UNLABELLED}
     skipped |= Counter(f"folder {name}" for name in other_folders)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        headers = list(pool.map(_head, train + test + unlabelled))
-        form = _form(headers, image_size)
-        x_train, transparent_train = _decode(pool, train, form)
-        x_test, transparent_test = _decode(pool, test, form)
-        x_unlabelled, transparent_rest = _decode(pool, unlabelled, form)
+        headers = list(pool.map(_read_header, train + test + unlabelled))
+        form = _choose_form(headers, image_size)
+        x_train, transparent_train = _decode_images(pool, train, form)
+        x_test, transparent_test = _decode_images(pool, test, form)
+        x_unlabelled, transparent_rest = _decode_images(pool, unlabelled, form)
     counts = (len(train), len(test), len(classes))
     log.info("%s: %d training and %d test images of %d classes", root, *counts)
     if unlabelled:
@@ -120,10 +120,10 @@ def read_folder(
     return with_unlabelled(arrays, x_unlabelled) if unlabelled else arrays
 
 
-def _classes_of_both(root: Path, skipped: Counter[str]) -> tuple[str, ...]:
+def _list_common_classes(root: Path, skipped: Counter[str]) -> tuple[str, ...]:
     """Return the classes of ``train`` and ``test``. Raises DataError if they differ."""
-    classes = _classes(root / "train", skipped)
-    others = _classes(root / "test", skipped)
+    classes = _list_classes(root / "train", skipped)
+    others = _list_classes(root / "test", skipped)
     if classes != others:
         # ascii: names that look equal can differ in the encoding of an accent, or in spaces
         differing = ", ".join(ascii(name) for name in sorted(set(classes) ^ set(others)))
@@ -137,7 +137,7 @@ def _classes_of_both(root: Path, skipped: Counter[str]) -> tuple[str, ...]:
 
 def _refuse_undeclared(folder: Path, classes: Sequence[str]) -> None:
     """Raise DataError for a folder that is not a declared class."""
-    if undeclared := sorted(_folders(folder).difference(classes) if folder.is_dir() else ()):
+    if undeclared := sorted(_list_folders(folder).difference(classes) if folder.is_dir() else ()):
         raise DataError(
             f"{folder}: {', '.join(map(ascii, undeclared))} is no declared class. Give one of "
             f"{', '.join(classes[:10])}"
@@ -150,28 +150,28 @@ def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> NDArray[n
     Raises DataError if a file is not an image, or has more than 8 bits per channel.
     """
     channels, height, width = shape
-    form = _Form("L" if channels == 1 else "RGB", (width, height), resized=True)
+    form = _ImageForm("L" if channels == 1 else "RGB", (width, height), resized=True)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for header in pool.map(_head, files):
+        for header in pool.map(_read_header, files):
             _refuse_mode(header.path, header.mode)
-        return _decode(pool, files, form)[0]
+        return _decode_images(pool, files, form)[0]
 
 
 def list_images(folder: Path) -> list[Path]:
     """List image files of a folder at any depth, sorted. Raises DataError if there is none."""
-    return _sorted_images(folder, Counter(), "it")
+    return _list_sorted_images(folder, Counter(), "it")
 
 
 def list_labelled_images(folder: Path) -> tuple[list[Path], list[str]]:
     """List image files of ``folder/CLASS/**`` with their classes, or of ``folder/test`` if it
     exists. Raises DataError without folders of classes, or for a folder without images."""
     root = folder / "test" if (folder / "test").is_dir() else folder
-    classes = _classes(root, Counter())
-    files, y = _files(root, classes, Counter())
+    classes = _list_classes(root, Counter())
+    files, y = _list_files(root, classes, Counter())
     return files, [classes[number] for number in y]
 
 
-def _log_changes(root: Path, headers: Sequence[_Head], transparent: int) -> None:
+def _log_changes(root: Path, headers: Sequence[_ImageHeader], transparent: int) -> None:
     """Warn of images that are changed when they are read."""
     if turned := sum(header.turned for header in headers):
         log.warning("%s: %d images were rotated by their EXIF orientation", root, turned)
@@ -196,9 +196,9 @@ def _log_skipped(root: Path, skipped: Counter[str]) -> None:
     log.log(level, "%s: not read: %s. Images are %s.", root, reasons, ", ".join(sorted(SUFFIXES)))
 
 
-def _classes(folder: Path, skipped: Counter[str]) -> tuple[str, ...]:
+def _list_classes(folder: Path, skipped: Counter[str]) -> tuple[str, ...]:
     try:
-        names, entries = _folders(folder), list(folder.iterdir())
+        names, entries = _list_folders(folder), list(folder.iterdir())
     except OSError as error:
         raise DataError(
             f"{folder}: {error.strerror}. data.root must hold train/CLASS/* and test/CLASS/*"
@@ -216,17 +216,17 @@ def _classes(folder: Path, skipped: Counter[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (natural_order(name), name)))
 
 
-def _folders(folder: Path) -> set[str]:
+def _list_folders(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir() if p.is_dir() and p.name[0] != "."}
 
 
-def _files(
+def _list_files(
     folder: Path, classes: Sequence[str], skipped: Counter[str], *, may_lack: bool = False
 ) -> tuple[list[Path], NDArray[np.int64]]:
     """List image files and their class numbers, class by class; ``may_lack``: classes may have no
     folder."""
     by_class = [
-        _sorted_images(folder / name, skipped, "the class from train and test")
+        _list_sorted_images(folder / name, skipped, "the class from train and test")
         if not may_lack or (folder / name).is_dir() else []
         for name in classes
     ]  # fmt: skip
@@ -234,10 +234,10 @@ def _files(
     return [path for images in by_class for path in images], y
 
 
-def _sorted_images(folder: Path, skipped: Counter[str], to_remove: str) -> list[Path]:
+def _list_sorted_images(folder: Path, skipped: Counter[str], to_remove: str) -> list[Path]:
     """List image files of a folder. Raises DataError with the advice to remove ``to_remove``."""
     try:
-        paths = sorted(_images(folder, skipped))
+        paths = sorted(_find_images(folder, skipped))
     except OSError as error:
         raise DataError(
             f"{error.filename}: {error.strerror}. Change the permissions, or remove {to_remove}"
@@ -248,13 +248,13 @@ def _sorted_images(folder: Path, skipped: Counter[str], to_remove: str) -> list[
     return paths
 
 
-def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
+def _find_images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
     """Yield image files at any depth; skip linked folders, because they may be cyclic."""
 
-    def give_up(error: OSError) -> None:
+    def raise_error(error: OSError) -> None:
         raise error
 
-    for parent, folders, files in os.walk(folder, onerror=give_up):
+    for parent, folders, files in os.walk(folder, onerror=raise_error):
         linked = [name for name in folders if Path(parent, name).is_symlink()]
         hidden = [name for name in (*folders, *files) if name[0] == "."]
         skipped.update({"linked folders": len(linked), HIDDEN: len(hidden)})
@@ -268,29 +268,29 @@ def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
                 skipped[path.suffix.lower() or "without a suffix"] += 1
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def _make_read_error(path: Path, error: Exception) -> DataError:
     if isinstance(error, FileNotFoundError) and not path.is_symlink():
         return DataError(f"{path}: no such file")
     return DataError(f"{path} cannot be read as an image: {error}. Replace or remove it")
 
 
-def _head(path: Path) -> _Head:
+def _read_header(path: Path) -> _ImageHeader:
     try:
         with Image.open(path, formats=FORMATS) as image:
-            if image.mode in COLOUR and _is_deep(image):
+            if image.mode in COLOUR and _has_deep_channels(image):
                 raise ValueError("it has more than 8 bits per channel: save it with 8")
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels, more than {MAX_PIXELS}")
-            orientation = _orientation(image)
+            orientation = _read_orientation(image)
             across = orientation >= 5  # the four orientations turned by 90 degrees
             size = image.size[::-1] if across else image.size
             frames = getattr(image, "n_frames", 1)
-            return _Head(path, image.mode, size, orientation > 1, frames)
+            return _ImageHeader(path, image.mode, size, orientation > 1, frames)
     except Exception as error:  # Pillow's decoders raise many types on damaged files
-        raise _unreadable(path, error) from None
+        raise _make_read_error(path, error) from None
 
 
-def _is_deep(image: Image.Image) -> bool:
+def _has_deep_channels(image: Image.Image) -> bool:
     """Return whether Pillow would reduce channels of 16 bits to 8, as it does in colour."""
     for tile in getattr(image, "tile", ()):
         args = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
@@ -301,7 +301,7 @@ def _is_deep(image: Image.Image) -> bool:
     return False
 
 
-def _orientation(image: Image.Image) -> int:
+def _read_orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 to 8; 1 is upright."""
     # Pillow rotates a TIFF itself, and decodes a whole PNG to find EXIF data at its end.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
@@ -328,15 +328,15 @@ def pixels_of(where: str, image: Image.Image) -> Image.Image:
     """
     _refuse_mode(where, image.mode)
     try:
-        upright = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
-        return _over_white(upright)[0].convert("L" if image.mode in GREY else "RGB")
-    except Exception as error:  # as in _head
+        upright = ImageOps.exif_transpose(image) if _read_orientation(image) > 1 else image
+        return _compose_over_white(upright)[0].convert("L" if image.mode in GREY else "RGB")
+    except Exception as error:  # as in _read_header
         raise DataError(
             f"{where} cannot be read as an image: {error}. Replace or remove it"
         ) from None
 
 
-def _form(headers: Sequence[_Head], image_size: int | None) -> _Form:
+def _choose_form(headers: Sequence[_ImageHeader], image_size: int | None) -> _ImageForm:
     for header in headers:
         _refuse_mode(header.path, header.mode)
         if image_size is None and header.size != headers[0].size:
@@ -346,41 +346,41 @@ def _form(headers: Sequence[_Head], image_size: int | None) -> _Form:
             )
     mode = "L" if all(header.mode in GREY for header in headers) else "RGB"
     if image_size is None:
-        return _Form(mode, headers[0].size, resized=False)
-    return _Form(mode, (image_size, image_size), resized=True)
+        return _ImageForm(mode, headers[0].size, resized=False)
+    return _ImageForm(mode, (image_size, image_size), resized=True)
 
 
-def _decode(
-    pool: ThreadPoolExecutor, files: Sequence[Path], form: _Form
+def _decode_images(
+    pool: ThreadPoolExecutor, files: Sequence[Path], form: _ImageForm
 ) -> tuple[NDArray[np.uint8], int]:
     """Decode rows (N, C, H, W); also return how many were composed over white."""
     width, height = form.size
     channels = len(form.mode)  # "L" has one, "RGB" three
     images = np.empty((len(files), channels, height, width), dtype=np.uint8)
 
-    def decode(row: int) -> bool:
+    def decode_image(row: int) -> bool:
         try:
             # From a stream: given a path, Pillow maps a plain TIFF into memory and rotates it
             # wrongly.
             with files[row].open("rb") as file, Image.open(file, formats=FORMATS) as image:
                 image.load()  # a PNG may have its orientation after its pixels
-                upright = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
+                upright = ImageOps.exif_transpose(image) if _read_orientation(image) > 1 else image
                 if upright.size != form.size and not form.resized:
                     raise ValueError(f"{upright.width}x{upright.height} pixels once it is upright")
-                opaque, transparent = _over_white(upright)
+                opaque, transparent = _compose_over_white(upright)
                 converted = opaque.convert(form.mode)
-        except Exception as error:  # as in _head
-            raise _unreadable(files[row], error) from None
+        except Exception as error:  # as in _read_header
+            raise _make_read_error(files[row], error) from None
         if converted.size != form.size:
             converted = converted.resize(form.size, Image.Resampling.BILINEAR)
         pixels = np.asarray(converted).reshape(height, width, channels)
         images[row] = pixels.transpose(2, 0, 1)
         return transparent
 
-    return images, sum(pool.map(decode, range(len(files))))
+    return images, sum(pool.map(decode_image, range(len(files))))
 
 
-def _over_white(image: Image.Image) -> tuple[Image.Image, bool]:
+def _compose_over_white(image: Image.Image) -> tuple[Image.Image, bool]:
     """Return the image without transparency, and whether any pixel was transparent."""
     if not image.has_transparency_data:
         return image, False

@@ -78,13 +78,13 @@ def brightness(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
 
 def contrast(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
     """Interpolate from the image's mean grey at 0 to the image at 1."""
-    mean = (_grey(x).mean(dim=(1, 2, 3), keepdim=True) + 0.5).floor_()
-    return _from(mean, x, amount)
+    mean = (_convert_to_grey(x).mean(dim=(1, 2, 3), keepdim=True) + 0.5).floor_()
+    return _interpolate(mean, x, amount)
 
 
 def color(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
     """Interpolate from the grey image at 0 to the image at 1. No effect without colour."""
-    return _from(_grey(x), x, amount) if x.shape[1] == 3 else x
+    return _interpolate(_convert_to_grey(x), x, amount) if x.shape[1] == 3 else x
 
 
 def sharpness(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
@@ -95,15 +95,15 @@ def sharpness(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
         inner = x[:, :, 1:-1, 1:-1]
         window_sums = avg_pool2d(x, 3, stride=1, divisor_override=1)
         smooth[:, :, 1:-1, 1:-1] = ((window_sums + 4 * inner) / 13).round_()
-    return _from(smooth, x, amount)
+    return _interpolate(smooth, x, amount)
 
 
-def _from(degenerate: Tensor, x: Tensor, amount: Tensor) -> Tensor:
+def _interpolate(degenerate: Tensor, x: Tensor, amount: Tensor) -> Tensor:
     """Interpolate from the degenerate image at ``amount`` 0 to the image at 1."""
     return degenerate + amount[:, None, None, None] * (x - degenerate)
 
 
-def _grey(x: Tensor) -> Tensor:
+def _convert_to_grey(x: Tensor) -> Tensor:
     """Return integer grey levels (n, 1, H, W): ITU-R 601 luma of three channels, else the channels'
     mean."""
     if x.shape[1] != 3:

@@ -68,11 +68,11 @@ class Arrays(NamedTuple):
 def read_npz(path: Path) -> Arrays:
     """Read and check the four arrays of an NPZ file. Raises DataError if the file is missing, or
     not in the format above."""
-    return check_arrays(path, _open(path, NAMES, (UNLABELLED, KIND), warn=True))
+    return check_arrays(path, _read_arrays(path, NAMES, (UNLABELLED, KIND), warn=True))
 
 
 def check_arrays(
-    path: object, found: Mapping[str, NDArray[Any]], class_names: Sequence[str] | None = None
+    path: object, by_name: Mapping[str, NDArray[Any]], class_names: Sequence[str] | None = None
 ) -> Arrays:
     """Convert arrays of a file, or in memory, to the layout and type of rows.
 
@@ -80,15 +80,15 @@ def check_arrays(
 
     Args:
         path: their origin, for errors.
-        found: by the names of an NPZ file; ``x_unlabelled`` and ``kind`` may be absent.
+        by_name: arrays by their names in an NPZ file; ``x_unlabelled`` and ``kind`` may be absent.
         class_names: in the order of the class numbers; None: the numbers.
     """
-    x_train, y_train = _rows(path, found, "train")
-    x_test, y_test = _rows(path, found, "test")
+    x_train, y_train = _convert_part(path, by_name, "train")
+    x_test, y_test = _convert_part(path, by_name, "test")
     parts = {"x_train": x_train, "x_test": x_test}
-    if UNLABELLED in found:
-        parts[UNLABELLED] = _unlabelled(path, found)
-    _check_alike(path, parts)
+    if UNLABELLED in by_name:
+        parts[UNLABELLED] = _convert_unlabelled(path, by_name)
+    _check_same_form(path, parts)
     names = None if class_names is None else tuple(map(str, class_names))
     classes = int(y_train.max()) + 1
     if names is not None:
@@ -134,7 +134,7 @@ def _check_names(path: object, names: tuple[str, ...], classes: int) -> None:
 
 def check_rows(path: object, x: NDArray[Any], *, sequences: bool = False) -> NDArray[Any]:
     """Return rows in their final layout and type. Raises DataError."""
-    return _numbers(path, "x", _layout(path, "x", x, sequences=sequences))
+    return _convert_numbers(path, "x", _convert_layout(path, "x", x, sequences=sequences))
 
 
 def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
@@ -157,11 +157,11 @@ def read_rows(
     """
     names = [*(("x_labelled", "y_labelled") if labelled else ()),
              *(("x_unlabelled",) if unlabelled else ())]  # fmt: skip
-    arrays = _open(path, names, (KIND,))
-    x, y = _rows(path, arrays, "labelled", may_be_empty) if labelled else (None, None)
-    x_unlabelled = _unlabelled(path, arrays) if unlabelled else None
+    arrays = _read_arrays(path, names, (KIND,))
+    x, y = _convert_part(path, arrays, "labelled", may_be_empty) if labelled else (None, None)
+    x_unlabelled = _convert_unlabelled(path, arrays) if unlabelled else None
     parts = {"x_labelled": x, "x_unlabelled": x_unlabelled}
-    _check_alike(path, {name: part for name, part in parts.items() if part is not None})
+    _check_same_form(path, {name: part for name, part in parts.items() if part is not None})
     return NpzRows(x, y, x_unlabelled)
 
 
@@ -172,14 +172,14 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
         try:
             return [np.load(path, allow_pickle=False)]
         except _DAMAGE as error:
-            reason = getattr(error, "strerror", None) or _reason(error)
+            reason = getattr(error, "strerror", None) or _describe_damage(error)
             raise DataError(
                 f"{path} cannot be read as an NPY file: {reason}. Save it with numpy.save, or "
                 "correct its path"
             ) from None
     expected = ", or ".join(" and ".join(names) for names in choices)
     all_names = {name for names in choices for name in names}
-    arrays = _open(path, (), all_names, instead=expected)
+    arrays = _read_arrays(path, (), all_names, instead=expected)
     for names in choices:
         if set(names) <= arrays.keys():
             return [arrays[name] for name in names]
@@ -188,15 +188,17 @@ def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[An
     )
 
 
-def _unlabelled(path: object, arrays: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    x = _layout(path, UNLABELLED, arrays[UNLABELLED], sequences=_are_sequences(path, arrays))
-    x = _numbers(path, UNLABELLED, x)
+def _convert_unlabelled(path: object, arrays: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    x = _convert_layout(
+        path, UNLABELLED, arrays[UNLABELLED], sequences=_are_sequences(path, arrays)
+    )
+    x = _convert_numbers(path, UNLABELLED, x)
     if not len(x):
         raise DataError(f"{path}: {UNLABELLED} has no rows. Give at least one, or leave it out")
     return x
 
 
-def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
+def _check_same_form(path: object, parts: dict[str, NDArray[Any]]) -> None:
     """Raise DataError if shapes or types differ; warn of dark images and of different ranges."""
     (first, x), *others = parts.items()
     for name, other in others:
@@ -226,7 +228,7 @@ def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
         )  # fmt: skip
 
 
-def _open(
+def _read_arrays(
     path: Path, names: Sequence[str], optional: Collection[str] = (), *,
     warn: bool = False, instead: str = "",
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
@@ -256,7 +258,7 @@ def _open(
                     "%s: not read: %s. Read are %s.",
                     path, ", ".join(extra), ", ".join((*names, *optional)),
                 )  # fmt: skip
-            arrays = {name: _plain(path, name, file) for name in read_names}
+            arrays = {name: _read_array(path, name, file) for name in read_names}
             if not all(isinstance(array, np.ndarray) for array in arrays.values()):
                 raise ValueError("an entry is no array")  # NumPy returns other entries as bytes
             return arrays
@@ -267,12 +269,12 @@ def _open(
         raise DataError(f"{path}: {error.strerror}. Change the permissions") from None
     except _DAMAGE as error:
         raise DataError(
-            f"{path} cannot be read as an NPZ file of plain numbers: {_reason(error)}. "
+            f"{path} cannot be read as an NPZ file of plain numbers: {_describe_damage(error)}. "
             "Save it again with numpy.savez_compressed"
         ) from None
 
 
-def _plain(path: Path, name: str, file: np.lib.npyio.NpzFile) -> NDArray[Any]:
+def _read_array(path: Path, name: str, file: np.lib.npyio.NpzFile) -> NDArray[Any]:
     """Read one array. Raises DataError if it has Python objects, which are never unpickled."""
     try:
         array: NDArray[Any] = file[name]
@@ -285,17 +287,17 @@ def _plain(path: Path, name: str, file: np.lib.npyio.NpzFile) -> NDArray[Any]:
     return array
 
 
-def _reason(error: BaseException) -> str:
+def _describe_damage(error: BaseException) -> str:
     """Return NumPy's message without its advice to unpickle a file."""
     return "it is no file of arrays" if "pickle" in str(error) else str(error).rstrip(".")
 
 
-def _rows(
+def _convert_part(
     path: object, arrays: Mapping[str, NDArray[Any]], part: str, may_be_empty: bool = False
 ) -> tuple[NDArray[Any], Any]:
     """Return rows and labels of one part in their final layout and type."""
     x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
-    x = _layout(path, f"x_{part}", x, sequences=_are_sequences(path, arrays))
+    x = _convert_layout(path, f"x_{part}", x, sequences=_are_sequences(path, arrays))
     if y.ndim != 1 or y.dtype.kind not in "iu":
         raise DataError(
             f"{path}: y_{part} is {y.dtype} of shape {y.shape}. Give integers of shape (N,), "
@@ -316,7 +318,7 @@ def _rows(
             f"{path}: y_{part} has the label {label}{hint}. Classes are 0, 1, 2, ..., at most "
             f"{MAX_CLASS}, and -1 in y_train is no label"
         )
-    return _numbers(path, f"x_{part}", x), y.astype(np.int64)
+    return _convert_numbers(path, f"x_{part}", x), y.astype(np.int64)
 
 
 def _are_sequences(path: object, arrays: Mapping[str, NDArray[Any]]) -> bool:
@@ -330,7 +332,7 @@ def _are_sequences(path: object, arrays: Mapping[str, NDArray[Any]]) -> bool:
     return kind is not None
 
 
-def _layout(path: object, name: str, x: NDArray[Any], *, sequences: bool) -> NDArray[Any]:
+def _convert_layout(path: object, name: str, x: NDArray[Any], *, sequences: bool) -> NDArray[Any]:
     """Return images (N, channels, height, width), vectors (N, F) or sequences (N, length, F)."""
     if 0 in x.shape[1:]:
         raise DataError(f"{path}: {name} has the shape {x.shape}: its rows have no number")
@@ -359,29 +361,31 @@ def _layout(path: object, name: str, x: NDArray[Any], *, sequences: bool) -> NDA
     )
 
 
-def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
+def _convert_numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     if x.dtype == np.uint8 and x.ndim != 3:
         return np.ascontiguousarray(x)
     if x.ndim < 4:
-        return _features(path, name, x)
+        return _convert_features(path, name, x)
     # NaN fails the comparison too.
     if x.dtype.kind == "f" and (not x.size or (x.min() >= 0 and x.max() <= 1)):
         return np.ascontiguousarray(x, dtype=np.float32)
     detail = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
-    detail = _not_finite(x) or detail
+    detail = _describe_not_finite(x) or detail
     raise DataError(
         f"{path}: {name} is {x.dtype}{detail}. Give uint8 in 0..255, or floats in [0, 1] without "
         f'NaN, as images have them; of time series (N, length, features) say {KIND}="sequence"'
     )
 
 
-def _features(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
+def _convert_features(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     """Return vectors or sequences as float32. Raises DataError for numbers not finite, or too
     large."""
     largest = float(np.abs(x).max(initial=0.0)) if x.dtype.kind == "f" else np.nan
     if largest <= MAX_FEATURE:  # NaN fails the comparison
         return np.ascontiguousarray(x, dtype=np.float32)
-    detail = _not_finite(x) or (f", with numbers up to {largest:g}" if x.dtype.kind == "f" else "")
+    detail = _describe_not_finite(x) or (
+        f", with numbers up to {largest:g}" if x.dtype.kind == "f" else ""
+    )
     kind, types = ("sequences", "") if x.ndim == 3 else ("vectors", "uint8, or ")
     raise DataError(
         f"{path}: {name} has {kind} of {x.dtype}{detail}. Give {types}finite floats scaled by "
@@ -389,7 +393,7 @@ def _features(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     )
 
 
-def _not_finite(x: NDArray[Any]) -> str:
+def _describe_not_finite(x: NDArray[Any]) -> str:
     """Return the index of the first NaN or infinite number; empty if there is none."""
     if x.dtype.kind != "f" or np.isfinite(x).all():
         return ""

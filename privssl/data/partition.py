@@ -49,9 +49,11 @@ class Partition(ABC):
         if type(self).__module__ == __name__:
             return self.divide(labels, agents, rng)
         prefix = f"data.partition {self!r} fails:"
-        return self._checked(plugins.call(prefix, self.divide, labels, agents, rng), labels, agents)
+        return self._check_result(
+            plugins.call(prefix, self.divide, labels, agents, rng), labels, agents
+        )
 
-    def _checked(self, parts: Any, labels: Ints, agents: int) -> list[Ints]:
+    def _check_result(self, parts: Any, labels: Ints, agents: int) -> list[Ints]:
         """Check and sort the result of a plug-in's rule. Raises DataError unless it partitions
         rows."""
         rows = len(labels)
@@ -84,8 +86,8 @@ class Iid(Partition):
     """An equal number of rows for each agent (within one), and of each class (within one)."""
 
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        by_class = np.concatenate(list(_rows_of_classes(labels, rng).values()))
-        return _deal(by_class, rng.permutation(agents))
+        by_class = np.concatenate(list(_shuffle_classes(labels, rng).values()))
+        return _divide_in_turn(by_class, rng.permutation(agents))
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,13 @@ class Dirichlet(Partition):
     alpha: float
 
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        shares = _shares(self.alpha, int(labels.max()) + 1, agents, rng)  # (C, agents)
+        shares = _draw_shares(self.alpha, int(labels.max()) + 1, agents, rng)  # (C, agents)
         holdings: list[list[Ints]] = [[] for _ in range(agents)]
-        for number, rows in _rows_of_classes(labels, rng).items():
+        for number, rows in _shuffle_classes(labels, rng).items():
             ends = np.round(np.cumsum(shares[number])[:-1] * len(rows)).astype(np.int64)
             for holding, part in zip(holdings, np.split(rows, ends), strict=True):
                 holding.append(part)
-        return _nobody_empty([np.concatenate(holding) for holding in holdings], rng)
+        return _fill_empty_agents([np.concatenate(holding) for holding in holdings], rng)
 
 
 @dataclass(frozen=True)
@@ -139,13 +141,13 @@ class DirichletEqual(Partition):
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         total = self.total(labels)
         classes = int(labels.max()) + 1
-        shares = _shares(self.alpha, agents, classes, rng)  # (agents, C)
+        shares = _draw_shares(self.alpha, agents, classes, rng)  # (agents, C)
         order = rng.permutation(agents)
-        sizes, pools = _even_sizes(total, order), _rows_of_classes(labels, rng)
+        sizes, pools = _compute_even_sizes(total, order), _shuffle_classes(labels, rng)
         unused = np.bincount(labels, minlength=classes)
         holdings: list[Ints] = [labels[:0]] * agents
         for agent in order:
-            counts = _draw_classes(shares[agent], sizes[agent], unused, rng)
+            counts = _draw_class_counts(shares[agent], sizes[agent], unused, rng)
             holdings[agent] = np.sort(
                 np.concatenate([p[unused[c] - counts[c] : unused[c]] for c, p in pools.items()])
             )
@@ -153,14 +155,14 @@ class DirichletEqual(Partition):
         return holdings
 
 
-def _shares(alpha: float, draws: int, size: int, rng: np.random.Generator) -> Floats:
+def _draw_shares(alpha: float, draws: int, size: int, rng: np.random.Generator) -> Floats:
     """Sample shares (draws, size) before any row, so that they are independent of the number of
     rows."""
     alpha = min(max(alpha, 1e-9), 1e9)  # numpy's sampler is inexact outside
     return rng.dirichlet(np.full(size, alpha), size=draws)
 
 
-def _draw_classes(shares: Floats, rows: int, unused: Ints, rng: np.random.Generator) -> Ints:
+def _draw_class_counts(shares: Floats, rows: int, unused: Ints, rng: np.random.Generator) -> Ints:
     """Sample numbers of rows by class (C,), ``rows`` in total, at most ``unused`` of each class."""
     counts = np.zeros_like(unused)
     while missing := rows - int(counts.sum()):
@@ -187,8 +189,10 @@ class ClassesPerAgent(Partition):
                 f"{len(classes)} classes. Lower k"
             )
         # k consecutive positions in a cycle of at least k classes: k different classes.
-        shards = _deck("classes_per_agent", classes, agents, self.k)
-        return _share(_rows_of_classes(labels, rng), _owners(shards, self.k), agents, rng)
+        shards = _assign_shard_classes("classes_per_agent", classes, agents, self.k)
+        return _divide_classes(
+            _shuffle_classes(labels, rng), _find_owners(shards, self.k), agents, rng
+        )
 
 
 @dataclass(frozen=True)
@@ -206,12 +210,14 @@ class Shards(Partition):
 
     def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         shards = rng.permutation(
-            _deck("shards", rng.permutation(np.unique(labels)), agents, self.k)
+            _assign_shard_classes("shards", rng.permutation(np.unique(labels)), agents, self.k)
         )
-        return _share(_rows_of_classes(labels, rng), _owners(shards, self.k), agents, rng)
+        return _divide_classes(
+            _shuffle_classes(labels, rng), _find_owners(shards, self.k), agents, rng
+        )
 
 
-def _deck(rule: str, classes: Ints, agents: int, k: int) -> Ints:
+def _assign_shard_classes(rule: str, classes: Ints, agents: int, k: int) -> Ints:
     """Return the class of each of the k shards of all agents: the classes in turn."""
     if agents * k < len(classes):
         raise DataError(
@@ -221,7 +227,7 @@ def _deck(rule: str, classes: Ints, agents: int, k: int) -> Ints:
     return np.resize(classes, agents * k)
 
 
-def _owners(shards: Ints, k: int) -> dict[int, list[int]]:
+def _find_owners(shards: Ints, k: int) -> dict[int, list[int]]:
     """Map classes to the agents that own a part of them, k entries per agent."""
     owners: dict[int, list[int]] = {}
     for index, number in enumerate(shards.tolist()):
@@ -242,7 +248,7 @@ class RoundRobin(Partition):
             number: list(range(number, agents, classes)) or [number % agents]
             for number in range(classes)
         }
-        return _share(_rows_of_classes(labels, rng), owners, agents, rng)
+        return _divide_classes(_shuffle_classes(labels, rng), owners, agents, rng)
 
 
 # Probabilities of the ten classes at an agent of type 0; type t is rotated right by t places.
@@ -265,14 +271,14 @@ class Imbalanced(Partition):
                 f"partition imbalanced is a table for {len(_BASE)} classes, and there is a "
                 f"class number {labels.max()}. Use partition dirichlet"
             )
-        pools = _rows_of_classes(labels, rng)
+        pools = _shuffle_classes(labels, rng)
         holdings: list[Ints] = []
         for agent in range(agents):
             counts = rng.multinomial(len(labels) // agents, np.roll(_BASE, agent % len(_BASE)))
             holdings.append(np.concatenate([rows[: counts[c]] for c, rows in pools.items()]))
             pools = {c: rows[counts[c] :] for c, rows in pools.items()}
         remaining = rng.permutation(np.concatenate(list(pools.values())))
-        goal = _even_sizes(len(labels), rng.permutation(agents))
+        goal = _compute_even_sizes(len(labels), rng.permutation(agents))
         ends = np.cumsum([size - len(rows) for size, rows in zip(goal, holdings, strict=True)])[:-1]
         extras = np.split(remaining, ends)
         return [np.sort(np.concatenate(pair)) for pair in zip(holdings, extras, strict=True)]
@@ -286,7 +292,9 @@ def from_settings(name: str, alpha: float | None = None, k: int | None = None) -
         ConfigError: a plug-in cannot be imported, or is not a rule.
     """
     if name not in PARTITIONS:
-        return _own(name, {key: v for key, v in (("alpha", alpha), ("k", k)) if v is not None})
+        return _load_rule(
+            name, {key: v for key, v in (("alpha", alpha), ("k", k)) if v is not None}
+        )
     if name in ("dirichlet", "dirichlet_equal"):
         if alpha is None:
             raise DataError(f"partition {name} needs alpha, for example 0.5")
@@ -298,7 +306,7 @@ def from_settings(name: str, alpha: float | None = None, k: int | None = None) -
     return {"iid": Iid(), "round_robin": RoundRobin(), "imbalanced": Imbalanced()}[name]
 
 
-def _own(name: str, options: dict[str, float | int]) -> Partition:
+def _load_rule(name: str, options: dict[str, float | int]) -> Partition:
     """Return the rule of a plug-in."""
     rule = plugins.load("partitions", "data.partition", name)
     if inspect.isclass(rule) and issubclass(rule, Partition):
@@ -311,7 +319,7 @@ def _own(name: str, options: dict[str, float | int]) -> Partition:
     return rule
 
 
-def _rows_of_classes(labels: Ints, rng: np.random.Generator) -> dict[int, Ints]:
+def _shuffle_classes(labels: Ints, rng: np.random.Generator) -> dict[int, Ints]:
     """Return the shuffled rows of each class that has rows."""
     return {
         int(number): rng.permutation(np.flatnonzero(labels == number))
@@ -319,21 +327,21 @@ def _rows_of_classes(labels: Ints, rng: np.random.Generator) -> dict[int, Ints]:
     }
 
 
-def _even_sizes(rows: int, order: Ints) -> Ints:
+def _compute_even_sizes(rows: int, order: Ints) -> Ints:
     """Return sizes that differ by at most one; the first agents of ``order`` get the extra rows."""
     sizes = np.full(len(order), rows // len(order))
     sizes[order[: rows % len(order)]] += 1
     return sizes
 
 
-def _deal(rows: Ints, order: Iterable[int]) -> list[Ints]:
+def _divide_in_turn(rows: Ints, order: Iterable[int]) -> list[Ints]:
     """Deal rows one by one in ``order`` (a permutation of agents); return them sorted."""
     agents = list(order)
     holdings = {agent: np.sort(rows[index :: len(agents)]) for index, agent in enumerate(agents)}
     return [holdings[agent] for agent in sorted(holdings)]
 
 
-def _share(
+def _divide_classes(
     pools: dict[int, Ints], owners: dict[int, list[int]], agents: int, rng: np.random.Generator
 ) -> list[Ints]:
     """Divide each class evenly among its owners."""
@@ -341,13 +349,13 @@ def _share(
     for number, rows in pools.items():
         class_owners = owners[number]
         order = rng.permutation(len(class_owners))
-        for agent, part in zip(class_owners, _deal(rows, order), strict=True):
+        for agent, part in zip(class_owners, _divide_in_turn(rows, order), strict=True):
             holdings[agent].append(part)
     empty = np.empty(0, dtype=np.int64)
     return [np.sort(np.concatenate([empty, *holding])) for holding in holdings]
 
 
-def _nobody_empty(holdings: list[Ints], rng: np.random.Generator) -> list[Ints]:
+def _fill_empty_agents(holdings: list[Ints], rng: np.random.Generator) -> list[Ints]:
     """Give each agent without rows a random row of the agent with most. N >= agents."""
     # the largest first; among equals the lowest number
     ranking = [(-len(holding), agent) for agent, holding in enumerate(holdings)]

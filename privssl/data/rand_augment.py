@@ -65,17 +65,17 @@ class RandAugment:
                 ``local_training.network_input``.
         """
         chance = torch.rand(len(x), 1 + COLUMNS * self.count, generator=rng).to(x.device)
-        sampled = self._draw(chance)
-        if self._kinds is not None and image_transforms.available(x):
-            return image_transforms.apply_change(x, self._kinds, *sampled)
+        sampled = self._draw_changes(chance)
+        if self._kernel_kinds is not None and image_transforms.available(x):
+            return image_transforms.apply_change(x, self._kernel_kinds, *sampled)
         levels = ((x + 1) * 127.5).round_().clamp_(BLACK, TOP).contiguous()
         for change in zip(*(values.unbind(dim=1) for values in sampled), strict=True):
-            self._change(levels, *change)
+            self._apply_changes(levels, *change)
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         return levels.div_(127.5).sub_(1).contiguous(memory_format=memory_format)
 
-    def _draw(self, chance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw_changes(self, chance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sample the operations of each image from random numbers (B, 1 + 6 count).
 
         Returns:
@@ -87,7 +87,7 @@ class RandAugment:
         which = (len(self.operations) * uniform[..., 0]).long()
         weakest, span, mirrored = self._amounts.to(chance.device)[:, which]
         sign = torch.where((mirrored > 0) & (uniform[..., 3] < 0.5), -1.0, 1.0)
-        strength = self._strength(chance[:, :1], uniform[..., 2])
+        strength = self._compute_strengths(chance[:, :1], uniform[..., 2])
         amount = weakest + strength * span * sign
         return which.masked_fill_(uniform[..., 1] >= self.chance, -1), amount, uniform[..., 4:]
 
@@ -99,12 +99,12 @@ class RandAugment:
         ).T
 
     @cached_property
-    def _kinds(self) -> list[image_transforms.Kind] | None:
+    def _kernel_kinds(self) -> list[image_transforms.Kind] | None:
         """Return the kernel's names of the operations; None if it lacks one."""
         kinds = [ops.kind(operation.change) for operation in self.operations]
         return [k for k in kinds if k is not None] if None not in kinds else None
 
-    def _strength(self, of_image: Tensor, of_operation: Tensor) -> Tensor:
+    def _compute_strengths(self, of_image: Tensor, of_operation: Tensor) -> Tensor:
         """Return strengths (B, count) in [0, 1] from random numbers (B, 1) and (B, count)."""
         if self.strength == "full":
             return torch.ones_like(of_operation)
@@ -113,7 +113,7 @@ class RandAugment:
         bound = 2 + (4 * of_image).floor()  # M of FedMatch: 2, 3, 4 or 5
         return (bound * of_operation).floor() / 9
 
-    def _change(self, levels: Tensor, which: Tensor, amount: Tensor, place: Tensor) -> None:
+    def _apply_changes(self, levels: Tensor, which: Tensor, amount: Tensor, place: Tensor) -> None:
         """Apply one operation to each image, in place. which, amount (B,), place (B, 2)."""
         order = which.argsort(stable=True)
         sizes = torch.bincount(which + 1, minlength=1 + len(self.operations)).tolist()

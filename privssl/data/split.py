@@ -73,7 +73,7 @@ class Split(NamedTuple):
     validation: tuple[int, ...]
 
 
-def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Dataset) -> Split:
+def draw_split(data: DataSettings, roles: RoleAssignment, seed: int, dataset: Dataset) -> Split:
     """Sample a split.
 
     Raises DataError if there are too few rows, an agent would get none, or a rule does not fit. See
@@ -81,31 +81,35 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
     """
     labels: Ints = dataset.y_train.numpy()
     labelled, validation, unlabelled = _draw_rows(
-        data, labels, seed, has_unlabelled=bool(who.unlabelled)
+        data, labels, seed, has_unlabelled=bool(roles.unlabelled)
     )
     rule = labelled_rule = from_settings(data.partition, data.alpha, data.k)
     if isinstance(rule, DirichletEqual):  # it samples rows by class
         rule = dataclasses.replace(rule, rows=data.unlabelled)
     elif data.unlabelled is not None:
-        unlabelled = _pick(unlabelled, labels, data.unlabelled, False, _rng(seed, "unlabelled"))
+        unlabelled = _choose_rows(
+            unlabelled, labels, data.unlabelled, False, _rng(seed, "unlabelled")
+        )
     if data.labelled_partition is not None:
         labelled_rule = from_settings(data.labelled_partition, data.labelled_alpha, data.labelled_k)
     with_labels = {}
     if data.server_labelled is not None:
         rng = _rng(seed, "server")
-        server_rows = np.sort(_pick(labelled, labels, data.server_labelled, data.stratified, rng))
+        server_rows = np.sort(
+            _choose_rows(labelled, labels, data.server_labelled, data.stratified, rng)
+        )
         with_labels = {SERVER: tuple(server_rows.tolist())}
         labelled = np.setdiff1d(labelled, server_rows)
-    others = tuple(agent for agent in who.labelled if agent not in with_labels)
-    with_labels |= _hand_out("labelled", labelled_rule, others, labelled, labels, seed)
-    without = _hand_out("unlabelled", rule, who.unlabelled, unlabelled, labels, seed)
+    others = tuple(agent for agent in roles.labelled if agent not in with_labels)
+    with_labels |= _divide_among_agents("labelled", labelled_rule, others, labelled, labels, seed)
+    without = _divide_among_agents("unlabelled", rule, roles.unlabelled, unlabelled, labels, seed)
     if data.order == "by-class":
         with_labels, without = (
             {agent: _spread_classes(ids, labels) for agent, ids in kind.items()}
             for kind in (with_labels, without)
         )
     return Split(
-        {a: AgentRows(with_labels.get(a, ()), without.get(a, ())) for a in who.everyone},
+        {a: AgentRows(with_labels.get(a, ()), without.get(a, ())) for a in roles.everyone},
         tuple(validation.tolist()),
     )
 
@@ -154,15 +158,19 @@ def _draw_rows(
             "Set agents.query, or leave data.unlabelled out"
         )
     all_rows = np.arange(rows)
-    labelled = _pick(with_label, labels, data.labelled, data.stratified, _rng(seed, "labelled"))
+    labelled = _choose_rows(
+        with_label, labels, data.labelled, data.stratified, _rng(seed, "labelled")
+    )
     remaining = np.setdiff1d(all_rows, labelled)
     others = np.setdiff1d(with_label, labelled)
-    validation = _pick(others, labels, data.validation, data.stratified, _rng(seed, "validation"))
+    validation = _choose_rows(
+        others, labels, data.validation, data.stratified, _rng(seed, "validation")
+    )
     remaining = np.setdiff1d(remaining, validation) if has_unlabelled else remaining[:0]
     return np.sort(labelled), np.sort(validation), remaining
 
 
-def _pick(
+def _choose_rows(
     candidates: Ints, labels: Ints, count: int, stratified: bool, rng: np.random.Generator
 ) -> Ints:
     """Choose ``count`` candidates at random, or ``stratified``: equally many of each class (within
@@ -183,7 +191,7 @@ def _pick(
     return rows[np.lexsort((class_order[classes], rank))[:count]]
 
 
-def _hand_out(
+def _divide_among_agents(
     kind: str, rule: Partition, agents: tuple[str, ...], rows: Ints, labels: Ints, seed: int
 ) -> dict[str, tuple[int, ...]]:
     """Return sorted row ids of each agent.

@@ -60,13 +60,13 @@ class Manifest:
     @cached_property
     def hash(self) -> str:
         """SHA-256 over everything, in hex."""
-        return hashlib.sha256(_canonical(_plain(self)).encode()).hexdigest()
+        return hashlib.sha256(_as_canonical_json(_as_json(self)).encode()).hexdigest()
 
     def write(self, path: Path) -> None:
         """Write the file, replacing an existing one. Raises DataError if it cannot be written."""
         try:
             # # readable only by its owner: the file lists the labelled rows
-            content = _canonical({**_plain(self), "hash": self.hash}) + "\n"
+            content = _as_canonical_json({**_as_json(self), "hash": self.hash}) + "\n"
             atomic_files.replace(path, content.encode())
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error.strerror}") from None
@@ -89,7 +89,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises DataError if it is missing, not in this format, changed since it was written, or if a row
     id is out of range or duplicate.
     """
-    content = _parse(path)
+    content = _read_content(path)
     schema, stated_hash = content.pop("schema", None), content.pop("hash", None)
     if schema != SCHEMA:
         raise DataError(f"{path} is not a split.json of the form {SCHEMA}: its schema is {schema}")
@@ -111,15 +111,15 @@ def read_manifest(path: Path) -> Manifest:
 _FORM = pydantic.TypeAdapter(Manifest)
 
 
-def _plain(manifest: Manifest) -> dict[str, Any]:
+def _as_json(manifest: Manifest) -> dict[str, Any]:
     return {"schema": SCHEMA, **_FORM.dump_python(manifest)}
 
 
-def _canonical(value: Mapping[str, Any]) -> str:
+def _as_canonical_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _read_content(path: Path) -> dict[str, Any]:
     """Read the JSON object of a file: no duplicate keys, no NaN, bounded file and numbers."""
     try:
         with path.open("rb") as file:

@@ -20,7 +20,7 @@ def are_standardised(*parts: NDArray[Any]) -> bool:
     if parts and parts[0].ndim == 3:
         by_number = are_standardised(*(x.reshape(len(x), -1) for x in parts))
         by_feature = are_standardised(*(x.reshape(-1, x.shape[2]) for x in parts))
-        return by_number or (by_feature and not all(map(_each_alone_is_standardised, parts)))
+        return by_number or (by_feature and not all(map(_is_each_row_standardised, parts)))
     rows = sum(map(len, parts))
     if rows < FEW_ROWS or any(x.ndim != 2 or x.dtype.kind != "f" for x in parts):
         return False
@@ -39,7 +39,7 @@ def are_standardised(*parts: NDArray[Any]) -> bool:
     return bool(2 * scaled.sum() > counted.sum())
 
 
-def _each_alone_is_standardised(x: NDArray[Any]) -> bool:
+def _is_each_row_standardised(x: NDArray[Any]) -> bool:
     """Return whether in each sequence (length, F) each feature has mean 0, and deviation 1 or 0.
 
     Then each row was scaled by its own numbers, and no row changed another.

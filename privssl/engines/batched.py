@@ -105,7 +105,7 @@ class BatchedEngine(LocalEngine):
         super().close()
 
     def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
-        batchable = self._batchable(calls)
+        batchable = self._find_batchable(calls)
         if len(batchable) < 2:
             return super()._run_calls(calls)
         replies: dict[int, Reply[Any]] = {}
@@ -114,7 +114,7 @@ class BatchedEngine(LocalEngine):
             replies |= zip(chunk, self._run_batched([calls[index] for index in chunk]), strict=True)
         return (replies.get(index) or self._run_call(call) for index, call in enumerate(calls))
 
-    def _batchable(self, calls: Sequence[Call]) -> list[int]:
+    def _find_batchable(self, calls: Sequence[Call]) -> list[int]:
         """Return the indices of the calls that can run in lockstep."""
         call_counts = Counter(call.to.id for call in calls)
         return [
@@ -125,28 +125,28 @@ class BatchedEngine(LocalEngine):
 
     def _run_batched(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         while len(self._copies) < len(calls):
-            self._copies.append(_batching_copy(self._algorithm))
+            self._copies.append(_copy_for_batching(self._algorithm))
         own_calls = [
             dataclasses.replace(call, step=getattr(clone, call.step.__name__))
             for call, clone in zip(calls, self._copies, strict=False)
         ]
 
-        def task(call: Call) -> Callable[[Request], Reply[Any]]:
+        def make_task(call: Call) -> Callable[[Request], Reply[Any]]:
             account = self._agents[call.to.id].account
             visits_before = 0 if account is None else account.visits()
 
-            def work(submit: Request) -> Reply[Any]:
-                def handle(request: BatchRequest) -> Any:
+            def run_task(submit: Request) -> Reply[Any]:
+                def handle_request(request: BatchRequest) -> Any:
                     charged = account is not None and account.visits() > visits_before
                     joint = _is_batchable(request) and (
                         not charged or isinstance(request, WHEN_CHARGED)
                     )
                     return submit(request) if joint else request.run_single()
 
-                with request_handler(handle):  # a task has its own thread and context
+                with request_handler(handle_request):  # a task has its own thread and context
                     return self._run_call(call)
 
-            return work
+            return run_task
 
         joint_steps, private_steps = JointSteps(), JointSteps()
         handlers: tuple[tuple[type, Callable[[Any], Sequence[Any]]], ...] = (
@@ -155,7 +155,7 @@ class BatchedEngine(LocalEngine):
             (ClippedSum, clipped_sums_batched),
         )
 
-        def answer(requests: Sequence[Any]) -> dict[int, Any]:
+        def answer_requests(requests: Sequence[Any]) -> dict[int, Any]:
             for kind, run_batched in handlers:
                 matching = {
                     n: request for n, request in enumerate(requests) if isinstance(request, kind)
@@ -174,7 +174,9 @@ class BatchedEngine(LocalEngine):
                 noisy_steps_batched(noisy_steps, private_steps)
             return dict.fromkeys(range(len(requests)))
 
-        return run_in_lockstep([task(call) for call in own_calls], answer, self._device)
+        return run_in_lockstep(
+            [make_task(call) for call in own_calls], answer_requests, self._device
+        )
 
 
 #: Batched operations of a step that may read private rows. The size of a stack affects the bits of
@@ -191,17 +193,17 @@ def _is_batchable(request: BatchRequest) -> bool:
 # Batched networks ----------------------------------------------------------------------------
 
 
-def _batching_copy(algorithm: Algorithm[Any]) -> Algorithm[Any]:
+def _copy_for_batching(algorithm: Algorithm[Any]) -> Algorithm[Any]:
     """Copy an algorithm so that its networks' calls are batched with those of other steps."""
     clone = copy.deepcopy(algorithm)
-    for name, network in _networks(clone):
+    for name, network in _find_networks(clone):
         stackable = Stackable(name, network)
         if not stackable.never:
             _batch_forward(stackable)
     return clone
 
 
-def _networks(algorithm: Algorithm[Any]) -> Iterator[tuple[str, nn.Module]]:
+def _find_networks(algorithm: Algorithm[Any]) -> Iterator[tuple[str, nn.Module]]:
     """Yield an algorithm's networks, by attribute, or attribute and name."""
     for name, value in vars(algorithm).items():
         if isinstance(value, nn.Module):

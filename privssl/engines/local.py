@@ -118,7 +118,7 @@ class LocalEngine:
         if isinstance(message, Declined):
             return message
         check(message)  # a diverged run must stop with an error
-        return type(message)(**{name: _copy(value) for name, value in vars(message).items()})
+        return type(message)(**{name: _copy_value(value) for name, value in vars(message).items()})
 
     def _set_memory(self, agent: str, memory: Memory) -> None:
         self._agents[agent].memory = self._spill_store.put(memory)
@@ -150,11 +150,11 @@ def roundtrip(message: M) -> M:
     return deserialize(type(message), serialize(message))
 
 
-def _copy(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()  # messages carry values, not graphs
     if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
+        return {key: _copy_value(item) for key, item in value.items()}
     return value
 
 

@@ -102,7 +102,7 @@ def _has_autograd_threads() -> bool:
 
 
 def resolve_worker_count(
-    asked: int | Literal["auto"], agents: Sequence[Agent], device: torch.device
+    requested: int | Literal["auto"], agents: Sequence[Agent], device: torch.device
 ) -> int:
     """Return the number of worker processes, >= 1; 1: all agents work in this process.
 
@@ -110,10 +110,10 @@ def resolve_worker_count(
     intra-op threads, which would sum in another order. It is at most the number of agents without
     an account.
     """
-    if asked == "auto":
+    if requested == "auto":
         single = unsupported_reason(device) or torch.get_num_threads() > 1
-        asked = 1 if single else len(os.sched_getaffinity(0))
-    return max(1, min(asked, sum(agent.account is None for agent in agents)))
+        requested = 1 if single else len(os.sched_getaffinity(0))
+    return max(1, min(requested, sum(agent.account is None for agent in agents)))
 
 
 @dataclass
@@ -164,7 +164,7 @@ class WorkerEngine(LocalEngine):
         self._common_buffer = SharedBuffer()
         self._workers: list[Worker | None] = [None] * workers
         try:
-            self._fill_slots()
+            self._start_workers()
         except BaseException:
             self.close()
             raise
@@ -187,7 +187,7 @@ class WorkerEngine(LocalEngine):
         ):
             yield from super()._run_calls(calls)
             return
-        self._fill_slots()
+        self._start_workers()
         try:
             yield from self._deliver_in_order(delivery)
         finally:
@@ -200,9 +200,9 @@ class WorkerEngine(LocalEngine):
         queues: dict[str, deque[int]] = {}
         for index, call in enumerate(calls):
             queues.setdefault(call.to.id, deque()).append(index)
-        local = {call.to.id for call in calls if not self._runs_in_worker(call)}
+        local = {call.to.id for call in calls if not self._can_run_in_worker(call)}
         pooled = sorted(
-            queues.keys() - local, key=lambda name: (-self._rows(name), queues[name][0])
+            queues.keys() - local, key=lambda name: (-self._count_rows(name), queues[name][0])
         )
         delivery = _Delivery(
             calls,
@@ -214,11 +214,11 @@ class WorkerEngine(LocalEngine):
             [delivery.request] = self._common_buffer.write(to_parts(calls[0].message)[1])
         return delivery
 
-    def _runs_in_worker(self, call: Call) -> bool:
+    def _can_run_in_worker(self, call: Call) -> bool:
         own_step = getattr(self._algorithm, call.step.__name__, None)
         return self._agents[call.to.id].account is None and bool(own_step == call.step)
 
-    def _rows(self, name: str) -> int:
+    def _count_rows(self, name: str) -> int:
         agent = self._agents[name]
         return sum(len(rows) for rows in (agent.held_labelled, agent.held_unlabelled) if rows)
 
@@ -234,7 +234,7 @@ class WorkerEngine(LocalEngine):
 
     def _advance(self, delivery: _Delivery) -> None:
         """Give every idle worker a call, run one here, and collect replies."""
-        self._hand_out(delivery)
+        self._assign_calls(delivery)
         if delivery.local_calls:
             index = delivery.local_calls.popleft()
             if delivery.matters(index):
@@ -244,15 +244,15 @@ class WorkerEngine(LocalEngine):
                     delivery.failed[index] = error
         busy = list(delivery.running)
         for pipe in wait(busy, timeout=0 if delivery.local_calls or not busy else None):
-            self._receive(*delivery.running[pipe], delivery)  # type: ignore[index]
-        self._hand_out(delivery)
+            self._receive_reply(*delivery.running[pipe], delivery)  # type: ignore[index]
+        self._assign_calls(delivery)
 
-    def _hand_out(self, delivery: _Delivery) -> None:
+    def _assign_calls(self, delivery: _Delivery) -> None:
         for worker in filter(None, list(self._workers)):
             if worker.pipe not in delivery.running and (queue := delivery.next_queue()):
-                self._send(worker, queue, delivery)
+                self._send_call(worker, queue, delivery)
 
-    def _send(self, worker: Worker, queue: deque[int], delivery: _Delivery) -> None:
+    def _send_call(self, worker: Worker, queue: deque[int], delivery: _Delivery) -> None:
         call, memory = delivery.calls[queue[0]], self._agents[delivery.calls[queue[0]].to.id].memory
         fields, tensors = to_parts(call.message)
         own_parts = [] if delivery.request is not None else [tensors]
@@ -272,14 +272,14 @@ class WorkerEngine(LocalEngine):
         except OSError:
             self._handle_exit(worker, queue, delivery, started=False)
 
-    def _receive(self, worker: Worker, queue: deque[int], delivery: _Delivery) -> None:
+    def _receive_reply(self, worker: Worker, queue: deque[int], delivery: _Delivery) -> None:
         try:
             response = json.loads(worker.pipe.recv_bytes())
         except (EOFError, OSError):
             return self._handle_exit(worker, queue, delivery, started=True)
         index = queue.popleft()
         try:
-            delivery.replies[index], delivery.pseudo_labels[index] = self._take_reply(
+            delivery.replies[index], delivery.pseudo_labels[index] = self._read_reply(
                 delivery.calls[index], worker, response
             )
         except Exception as error:
@@ -288,7 +288,7 @@ class WorkerEngine(LocalEngine):
         if queue:
             delivery.agent_queues.appendleft(queue)
 
-    def _take_reply(
+    def _read_reply(
         self, call: Call, worker: Worker, response: dict[str, Any]
     ) -> tuple[Reply[Any], list[Tensor]]:
         """Return a worker's reply and pseudo-labels; raise the error of its step."""
@@ -304,9 +304,9 @@ class WorkerEngine(LocalEngine):
 
     # Starting and ending workers -----------------------------------------------------------
 
-    def _fill_slots(self) -> None:
+    def _start_workers(self) -> None:
         for slot in [slot for slot, worker in enumerate(self._workers) if worker is None]:
-            serve = partial(self._serve, slot)
+            serve = partial(self._serve_calls, slot)
             try:
                 with pending_signals():
                     self._workers[slot] = Worker.fork(serve, [self._common_buffer])
@@ -340,11 +340,11 @@ class WorkerEngine(LocalEngine):
                 f"{limit} worker processes {ended}: the last {ending}. {hint}Set run.workers=1, so "
                 f"that all agents work in one process{hint and ', or give the run more memory'}"
             )
-        self._fill_slots()
+        self._start_workers()
 
     # In the worker -------------------------------------------------------------------------
 
-    def _serve(self, slot: int, pipe: Connection, shared_buffer: SharedBuffer) -> None:
+    def _serve_calls(self, slot: int, pipe: Connection, shared_buffer: SharedBuffer) -> None:
         pin_to_core(slot, len(self._workers))
         if self._meter is not None:  # the real meter has true labels
             self._meter = PseudoLabelBuffer()
@@ -356,7 +356,7 @@ class WorkerEngine(LocalEngine):
             except (EOFError, OSError):
                 return
             try:
-                response = json.dumps(self._answer(request, shared_buffer))
+                response = json.dumps(self._answer_call(request, shared_buffer))
             except BaseException as error:
                 response = json.dumps(encode_error(error))
             try:
@@ -364,7 +364,7 @@ class WorkerEngine(LocalEngine):
             except OSError:  # the engine's process has ended
                 return
 
-    def _answer(self, request: dict[str, Any], shared_buffer: SharedBuffer) -> dict[str, Any]:
+    def _answer_call(self, request: dict[str, Any], shared_buffer: SharedBuffer) -> dict[str, Any]:
         """Run one step; leave its tensors in the shared buffer."""
         *own_parts, memory = shared_buffer.read(request["own"])
         [tensors] = own_parts or self._common_buffer.read([request["common"]])

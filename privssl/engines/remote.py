@@ -134,7 +134,7 @@ class SitesEngine:
 
     def missing_charges(self, agent: str, visits: Iterable[str]) -> int:
         """Count charged replies of an agent that are not among the visits of its ledger."""
-        return len(_ids(self._charges[agent]) - list_charge_ids(visits))
+        return len(_split_charge_ids(self._charges[agent]) - list_charge_ids(visits))
 
     def take_traffic(self) -> RemoteTraffic:
         """Return the traffic since the last call, and start counting anew."""
@@ -213,7 +213,7 @@ class SitesEngine:
         """Run at most one call per agent."""
         start = time.monotonic()
         deadline = math.ceil(time.time() + self._timeouts.visit_seconds)
-        requests = {name: self._request(call, deadline) for name, (_, call) in calls.items()}
+        requests = {name: self._build_request(call, deadline) for name, (_, call) in calls.items()}
         responses: dict[str, StepResponse] = {}
         errors: dict[str, str] = dict.fromkeys(calls, "gone")
         contacted: set[str] = set()
@@ -238,7 +238,7 @@ class SitesEngine:
                 time.sleep(min(self._timeouts.retry_interval, seconds_left))
                 self._sites.poll(seconds_left)
         return {
-            index: self._reply(
+            index: self._build_reply(
                 call,
                 responses.get(name) or StepResponse("", error=errors[name]),
                 requests[name].charge_id,
@@ -246,14 +246,14 @@ class SitesEngine:
             for name, (index, call) in calls.items()
         }
 
-    def _request(self, call: Call, deadline: int) -> StepRequest:
+    def _build_request(self, call: Call, deadline: int) -> StepRequest:
         return StepRequest(
             run=self.run, agreement=self._compatibility_hash, agent=call.to.id, round=call.round,
             step=call.step.__name__, visit=call.visit, memory=self._memory_versions[call.to.id],
             message=type(call.message).__name__, deadline=deadline, body=serialize(call.message),
         )  # fmt: skip
 
-    def _reply(self, call: Call, response: StepResponse, charge_id: str) -> Reply[Any]:
+    def _build_reply(self, call: Call, response: StepResponse, charge_id: str) -> Reply[Any]:
         """Return the reply in a response; ``NoReply`` if there is none."""
         code = response.error
         if not code:
@@ -280,14 +280,16 @@ class SitesEngine:
             step = calls[index].step.__name__
             same_step = [n for n, call in enumerate(calls) if call.step.__name__ == step]
             replied = sum(n not in codes for n in same_step)
-            remedy = "" if codes[index] in STOP else self._remedy(step, replied, len(same_step))
+            remedy = (
+                "" if codes[index] in STOP else self._find_remedy(step, replied, len(same_step))
+            )
             if remedy is not None:
                 raise SiteError(
                     f"{calls[index].to.id} has no reply to {step} in round {calls[index].round} "
                     f"({codes[index]}): {describe_error(codes[index])}{remedy}"
                 )
 
-    def _remedy(self, step: str, replied: int, total: int) -> str | None:
+    def _find_remedy(self, step: str, replied: int, total: int) -> str | None:
         """Return None if the run continues without the missing replies; else how to continue."""
         quorum = self._timeouts.quorum
         if step in self._policy.skip:
@@ -318,7 +320,7 @@ def read_charges(memory: Memory) -> tuple[str, set[str]]:
     """
     if not is_name(memory):
         return "", set()
-    return _to_text(memory["run"]), _ids(_to_text(memory["charged"]))
+    return _to_text(memory["run"]), _split_charge_ids(_to_text(memory["charged"]))
 
 
 def list_charge_ids(visits: Iterable[str]) -> set[str]:
@@ -326,7 +328,7 @@ def list_charge_ids(visits: Iterable[str]) -> set[str]:
     return {visit.rpartition("@")[2] for visit in visits}
 
 
-def _ids(text: str) -> set[str]:
+def _split_charge_ids(text: str) -> set[str]:
     return {text[i : i + CHARGE_ID_DIGITS] for i in range(0, len(text), CHARGE_ID_DIGITS)}
 
 

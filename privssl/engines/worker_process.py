@@ -57,7 +57,7 @@ class SharedBuffer:
         offset = 0
         for tensor in (tensor for part in parts for tensor in part.values()):
             data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._first(offset + len(data))[offset:].copy_(data)
+            self._map_first_bytes(offset + len(data))[offset:].copy_(data)
             offset += len(data)
         return forms
 
@@ -65,16 +65,16 @@ class SharedBuffer:
         """Return copies of the written parts."""
         parts, start = [], 0
         for entries in map(places_in, forms):
-            parts.append({name: self._copy(start, entry) for name, entry in entries.items()})
+            parts.append({name: self._copy_slice(start, entry) for name, entry in entries.items()})
             start += sum(entry.size for entry in entries.values())
         return parts
 
-    def _copy(self, start: int, entry: TensorSlice) -> Tensor:
+    def _copy_slice(self, start: int, entry: TensorSlice) -> Tensor:
         offset = start + entry.at
-        data = self._first(offset + entry.size)[offset:].clone()
+        data = self._map_first_bytes(offset + entry.size)[offset:].clone()
         return data.view(entry.dtype).reshape(entry.shape)
 
-    def _first(self, size: int) -> Tensor:
+    def _map_first_bytes(self, size: int) -> Tensor:
         """Return the first bytes (size,)."""
         if size > len(self._mapped):
             capacity = 2 ** (size - 1).bit_length()  # unwritten pages take no memory
@@ -189,7 +189,7 @@ class Worker:
             shared_buffer.close()
             raise
         if process == 0:
-            _run(serve, child_pipe, shared_buffer, shared)
+            _run_worker(serve, child_pipe, shared_buffer, shared)
         child_pipe.close()
         return cls(process, pipe, shared_buffer)
 
@@ -213,7 +213,7 @@ class Worker:
         return f"was ended by signal {-code}"  # a real-time signal without a name
 
 
-def _run(
+def _run_worker(
     serve: Callable[[Connection, SharedBuffer], None], pipe: Connection,
     shared_buffer: SharedBuffer, shared: Sequence[SharedBuffer],
 ) -> NoReturn:  # fmt: skip

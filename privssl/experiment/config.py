@@ -115,28 +115,27 @@ def load_config(
     values: dict[str, Any] = {name: builder.section(name) for name in ORDER}
     values |= {"source": path, "warnings": ()}
     config = unless_bad(Config, values, {name for name in ORDER if name in builder.bad})
-    builder.check("run.", _name_problems(config))
-    builder.check("", _privacy_problems(config, algorithms))
-    builder.check("", _algorithm_problems(config, algorithms))
-    builder.check("", _row_problems(config, algorithms))
-    builder.check("run.", _absence_problems(config, algorithms))
-    builder.check("run.", _together_problems(config))
+    builder.check("run.", _find_name_problems(config))
+    builder.check("", _find_privacy_problems(config, algorithms))
+    builder.check("", _find_method_problems(config, algorithms))
+    builder.check("", _find_row_problems(config, algorithms))
+    builder.check("run.", _find_quorum_problems(config, algorithms))
+    builder.check("run.", _find_batching_problems(config))
     builder.check("", number_problems(config, builder.bad))
     if not builder.findings:  # unless the algorithm has reported it
         builder.check("agents.", role_problems(config.data.labels, config.agents))
     if builder.findings:
         raise ConfigError(problem_report(path, builder.findings))
     run = dataclasses.replace(
-        config.run, name=_name(config), precision=_precision(config, algorithms),
-        absent=_absent(config, algorithms),
+        config.run, name=_name_of_run(config), precision=_resolve_precision(config, algorithms),
+        absent=_resolve_absent(config, algorithms),
     )  # fmt: skip
-    config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
+    config = dataclasses.replace(config, run=run, warnings=tuple(_collect_warnings(config)))
     # In a run folder paths are absolute; other paths in older runs are part of their checksum.
-    return config if from_run else _with_absolute_paths(config)
+    return config if from_run else _make_paths_absolute(config)
 
 
-def _with_absolute_paths(config: Config) -> Config:
-    """Return the config with paths that are independent of the working directory."""
+def _make_paths_absolute(config: Config) -> Config:
     sections = {}
     for name, keys in _PATHS.items():
         section = getattr(config, name)
@@ -146,11 +145,11 @@ def _with_absolute_paths(config: Config) -> Config:
     return dataclasses.replace(config, **sections)
 
 
-def _name(config: Config) -> str:
+def _name_of_run(config: Config) -> str:
     return config.run.name or config.source.stem
 
 
-def _precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision:
+def _resolve_precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision:
     """Resolve ``auto`` for this machine, so that the run's config repeats the run elsewhere."""
     if config.run.precision != "auto":
         return config.run.precision
@@ -160,9 +159,9 @@ def _precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision
     return fastest_precision(config.model.name, config.run.device)
 
 
-def _name_problems(config: Config) -> Iterator[Problem]:
+def _find_name_problems(config: Config) -> Iterator[Problem]:
     """Check a run's name, which becomes a folder on every system."""
-    name = _name(config)
+    name = _name_of_run(config)
     valid = name not in (".", "..") and not set(name) & set('/\\:*?"<>|')
     if not valid or DEVICE_NAMES.fullmatch(name) or name != name.strip(" ") or name.endswith("."):
         yield Problem(
@@ -175,14 +174,16 @@ def _name_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, f"has {len(text)} characters: give at most {LONGEST_NAME}")
 
 
-def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+def _find_privacy_problems(
+    config: Config, algorithms: Mapping[str, type[Any]]
+) -> Iterator[Problem]:
     """Yield settings of other sections that violate the guarantee. docs/privacy.md."""
     if config.privacy is None:
         return
     if _is_census(config, algorithms):
-        yield from _census_problems(config)
+        yield from _find_census_problems(config)
     else:
-        yield from _dp_sgd_problems(config)
+        yield from _find_dp_sgd_problems(config)
     if config.data.order != "stored":
         yield Problem(
             "data.order",
@@ -194,7 +195,7 @@ def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
         yield Problem(
             "privacy.delta",
             f"{config.privacy.delta} allows a whole row to be published: an agent holds about "
-            f"{rows:.0f} labelled rows. Give less than 1 / {rows:.0f}, better {_delta_for(rows)}",
+            f"{rows:.0f} labelled rows. Give less than 1 / {rows:.0f}, better {_usual_delta(rows)}",
         )
 
 
@@ -203,7 +204,7 @@ def _is_census(config: Config, algorithms: Mapping[str, type[Any]]) -> bool:
     return getattr(algorithms[config.algorithm.name], "mechanism", "dp-sgd") == "census"
 
 
-def _census_problems(config: Config) -> Iterator[Problem]:
+def _find_census_problems(config: Config) -> Iterator[Problem]:
     """Yield settings that do not fit a census: noisy gradients, and norms that mix rows."""
     name = config.algorithm.name
     defaults = {spec.name: spec.default for spec in dataclasses.fields(PrivacySettings)}
@@ -229,7 +230,7 @@ def _census_problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
+def _find_dp_sgd_problems(config: Config) -> Iterator[Problem]:
     """Yield settings that break per-example clipping."""
     if config.model.norm in ("batch", "static"):
         yield Problem(
@@ -250,13 +251,13 @@ def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def _delta_for(rows: float) -> str:
+def _usual_delta(rows: float) -> str:
     """Return the usual largest delta, rows^-1.1, rounded down, as a YAML number."""
     two_digits = Context(prec=2, rounding=ROUND_DOWN)
     return as_yaml_number(f"{two_digits.create_decimal_from_float(rows**-1.1):.1e}") or "0.5"
 
 
-def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+def _find_method_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     name = config.algorithm.name
     yield from problems_of(algorithms[name], config)
     if config.data.labels == "labels-at-both" and name not in LABELS_AT_BOTH:
@@ -271,7 +272,7 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
         yield Problem("algorithm.name", not_private(name, private))
 
 
-def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+def _find_row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     encoder = config.data.encoder
     if encoder and not encoders.is_known(encoder):
         yield Problem("data.encoder", f"{show(encoder)} is unknown. Give {either(encoders.NAMES)}")
@@ -297,23 +298,23 @@ def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterat
         yield from row_problems(config, kind, algorithms)
 
 
-def _missing_reply_policy(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
+def _reply_policy_of(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
     """Return which replies the algorithm can miss: ``algorithms.base.MissingReplyPolicy``."""
     kind = algorithms[config.algorithm.name]
     return kind.missing_reply_policy_for(config.algorithm, private=config.privacy is not None)
 
 
-def _absent(config: Config, algorithms: Mapping[str, type[Any]]) -> Literal["stop", "skip"]:
+def _resolve_absent(config: Config, algorithms: Mapping[str, type[Any]]) -> Literal["stop", "skip"]:
     """Resolve ``auto`` for this algorithm, so that the run's config records it."""
     if config.run.absent != "auto":
         return config.run.absent
-    default: Literal["stop", "skip"] = _missing_reply_policy(config, algorithms).absent
+    default: Literal["stop", "skip"] = _reply_policy_of(config, algorithms).absent
     return default
 
 
-def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+def _find_quorum_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     """Refuse runs over sites that would continue without replies that their algorithm needs."""
-    name, policy = config.algorithm.name, _missing_reply_policy(config, algorithms)
+    name, policy = config.algorithm.name, _reply_policy_of(config, algorithms)
     if config.run.absent == "skip" and not policy.skip:
         yield Problem(
             "absent",
@@ -325,7 +326,7 @@ def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
         yield Problem("quorum", f"{name} needs the reply of every agent. Leave it out")
 
 
-def _together_problems(config: Config) -> Iterator[Problem]:
+def _find_batching_problems(config: Config) -> Iterator[Problem]:
     """Yield settings that exclude batched agents or own networks; ``prepare`` checks the device."""
     if config.run.precision == "bfloat16" and is_outside(config.model.name):
         yield Problem(
@@ -339,7 +340,7 @@ def _together_problems(config: Config) -> Iterator[Problem]:
         yield Problem("batched_agents", f"is {at_once}, but {reason}")
 
 
-def _warnings(config: Config) -> Iterator[str]:
+def _collect_warnings(config: Config) -> Iterator[str]:
     if is_emulated(config.run.precision, config.run.device):
         yield (
             "run.precision is bfloat16, for which this processor has no instructions: steps can "
@@ -354,18 +355,18 @@ def _warnings(config: Config) -> Iterator[str]:
     if config.privacy and rows and config.privacy.delta > rows**-1.1:
         yield (
             f"privacy.delta is {config.privacy.delta}, large for about {rows:.0f} labelled rows "
-            f"of an agent. Customary is at most {_delta_for(rows)}"
+            f"of an agent. Customary is at most {_usual_delta(rows)}"
         )
 
 
 def to_yaml(config: Config) -> str:
     """Return the config as YAML with every key; ``load_config`` reads it back as equal."""
-    return yaml.safe_dump(_sections(config), sort_keys=False, allow_unicode=True, width=1000)
+    return yaml.safe_dump(_as_sections(config), sort_keys=False, allow_unicode=True, width=1000)
 
 
 def without_paths(config: Config) -> dict[str, Any]:
     """Return all keys by section, without paths of this machine."""
-    sections = _sections(config)
+    sections = _as_sections(config)
     _drop(sections, _PATHS | {"run": (*_PATHS["run"], "output")})
     sections["data"]["encoder"] = names.encoder_without_path(config.data.encoder)
     return sections
@@ -373,7 +374,7 @@ def without_paths(config: Config) -> dict[str, Any]:
 
 def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     """Return settings that may change a trained bit, by section; of ``run``: seed and precision."""
-    sections = _sections(config)
+    sections = _as_sections(config)
     forget_later_keys(sections)
     return {**sections, "run": {key: sections["run"][key] for key in ("seed", "precision")}}
 
@@ -414,6 +415,6 @@ def hash_values(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _sections(config: Config) -> dict[str, Any]:
+def _as_sections(config: Config) -> dict[str, Any]:
     """Return all keys by section; None for a missing section."""
     return {name: (part := getattr(config, name)) and dataclasses.asdict(part) for name in ORDER}

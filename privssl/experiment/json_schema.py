@@ -14,11 +14,11 @@ DRAFT = "http://json-schema.org/draft-07/schema#"  # the version that YAML edito
 
 def config_schema() -> dict[str, Any]:
     """Return the schema of a config file, draft 7."""
-    sections = {name: _section(SECTIONS[name]) for name in ORDER if name in SECTIONS}
+    sections = {name: _build_section(SECTIONS[name]) for name in ORDER if name in SECTIONS}
     algorithms = dict(ALGORITHMS)
     with plugins.imports_allowed():  # include installed plug-ins
         algorithms |= {name: ALGORITHMS[name] for name in plugins.entry_points("algorithms")}
-    methods = {name: _section(kind.Config) for name, kind in algorithms.items()}
+    methods = {name: _build_section(kind.Config) for name, kind in algorithms.items()}
     for name, method in methods.items():
         method["properties"]["name"] = {"const": name}
     reference = {"type": "string", "pattern": plugins.REFERENCE}
@@ -53,7 +53,7 @@ def config_schema() -> dict[str, Any]:
     }
 
 
-def _section(kind: type[Any]) -> dict[str, Any]:
+def _build_section(kind: type[Any]) -> dict[str, Any]:
     """Return the schema of a section, with the meaning of its keys from the code."""
     schema, texts = TypeAdapter(kind).json_schema(), descriptions(kind)
     schema["description"] = " ".join(schema["description"].split()).replace("``", "`")

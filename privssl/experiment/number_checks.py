@@ -14,19 +14,23 @@ def number_problems(config: Any, bad: Collection[str]) -> Iterator[Problem]:
 
     ``config``: an ``experiment.config.Config``. ``bad``: keys that are reported already.
     """
-    for problem in (*_whole(config), *_real(config), *_batch_norm(config)):
+    for problem in (
+        *_find_large_integers(config),
+        *_find_large_floats(config),
+        *_find_single_row_batches(config),
+    ):
         if problem.key not in bad:
             yield problem
 
 
-def _whole(config: Any) -> Iterator[Problem]:
+def _find_large_integers(config: Any) -> Iterator[Problem]:
     for section, limit in LARGEST.items():
         for key, value in vars(getattr(config, section)).items():
             if type(value) is int and value > limit:
                 yield Problem(f"{section}.{key}", f"{value}: give at most {limit}")
 
 
-def _real(config: Any) -> Iterator[Problem]:
+def _find_large_floats(config: Any) -> Iterator[Problem]:
     for key, value in vars(config.algorithm).items():
         limit = MAX_LEARNING_RATE if key.endswith("learning_rate") else MAX_NUMBER
         if isinstance(value, float) and not value <= limit:
@@ -38,7 +42,7 @@ def _real(config: Any) -> Iterator[Problem]:
             yield Problem(f"algorithm.{key}", f"{value:g}: give at most {limit:.0f} ({reason})")
 
 
-def _batch_norm(config: Any) -> Iterator[Problem]:
+def _find_single_row_batches(config: Any) -> Iterator[Problem]:
     """Yield batches of one row, for which batch norm has no variance."""
     if config.model.norm != "batch" or config.privacy is not None:
         return

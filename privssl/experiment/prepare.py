@@ -68,7 +68,7 @@ class Prepared:
 
     @property
     def labelled_agents(self) -> tuple[Agent, ...]:
-        return _labelled(self.federated_data)
+        return _select_labelled(self.federated_data)
 
     @property
     def plugins(self) -> dict[str, dict[str, str | None]]:
@@ -128,7 +128,7 @@ def prepare(
     device = device_of_run(config)
     check_side_by_side(config.run, device)
     roster = data.agent_refs(config.data.labels, config.agents)
-    federated_data = _federated_data(config, dataset)
+    federated_data = _load_federated_data(config, dataset)
     dataset = federated_data.dataset
     refuse_other_rows(config, dataset.shape)
     refuse_classes_of_labels_alone(config, dataset)
@@ -137,23 +137,23 @@ def prepare(
     notes = list[str]()
     if is_outside(config.model.name):
         notes = check_network(config.model.name, task.new_classifier, task.shape, task.classes)
-    plan, labelled_agents = None, _labelled(federated_data)
+    plan, labelled_agents = None, _select_labelled(federated_data)
     if config.privacy is not None:
         plan = make_plan(config, sum(agent.role != "query" for agent in roster))
         if plan.visits:
             _refuse_shared_rows(labelled_agents, federated_data)
             _refuse_unaffordable(plan, config.privacy)
-    plans = _account_plans(plan, config.privacy, labelled_agents)
+    plans = _make_account_plans(plan, config.privacy, labelled_agents)
     check_steps(kind)
     algorithm = own_method_checks.make(kind, config, task, plan)
     if plan is not None:
         own_method_checks.refuse_unchecked(algorithm, config.algorithm.name)
-        with plugin_errors(plugins_of(config)), _own_network_refused(config):
+        with plugin_errors(plugins_of(config)), _convert_network_errors(config):
             check_private(algorithm, config)
             check_plan_networks(plan, algorithm)
             if plan.visits and config.run.engine == "local":
                 algorithm.try_private(device)
-    warnings = (*config.warnings, *_warnings(config, federated_data))
+    warnings = (*config.warnings, *_collect_warnings(config, federated_data))
     warnings += tuple(check_warm_start(config, federated_data.manifest, task.new_classifier))
     if is_outside(config.model.name):
         exchange = describe_exchange(config.model, task.shape, task.classes, network)
@@ -163,7 +163,7 @@ def prepare(
     return Prepared(config, federated_data, algorithm, plan, plans, device, roster, public_part)
 
 
-def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator[str]:
+def _collect_warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator[str]:
     """Yield reasons why a run is meaningless or slow; if private, from public numbers alone."""
     classes, threads = federated_data.dataset.class_names, torch.get_num_threads()
     if threads > 1 and config.run.engine == "local" and config.run.workers == "auto":
@@ -178,7 +178,7 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
             f"least {len(classes) - config.data.labelled} have no labelled row and cannot be "
             f"learned. Give {len(classes)} or more"
         )
-    yield from _test_row_warnings(federated_data.dataset)
+    yield from _find_test_row_warnings(federated_data.dataset)
     own_classifiers = ALGORITHMS[config.algorithm.name].own_classifiers
     if config.run.evaluate_agents and own_classifiers is Algorithm.own_classifiers:
         yield (
@@ -205,7 +205,7 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
             yield f"{agent.id} holds {count} of the {least} rows that a step needs: it takes none"
 
 
-def _test_row_warnings(dataset: Dataset) -> Iterator[str]:
+def _find_test_row_warnings(dataset: Dataset) -> Iterator[str]:
     """Yield reasons why metrics mean little. Allowed in private runs: no agent holds test rows."""
     x, rows = dataset.x_test, len(dataset.x_test)
     counts = dataset.y_test.bincount(minlength=dataset.classes).tolist()
@@ -227,7 +227,7 @@ def _test_row_warnings(dataset: Dataset) -> Iterator[str]:
         )
 
 
-def _federated_data(config: Config, dataset: data.Dataset | None) -> data.FederatedDataset:
+def _load_federated_data(config: Config, dataset: data.Dataset | None) -> data.FederatedDataset:
     """Return the rows on this machine. Raises ConfigError for settings that sites exclude."""
     if config.run.engine == "local":
         return data.build(
@@ -235,7 +235,7 @@ def _federated_data(config: Config, dataset: data.Dataset | None) -> data.Federa
             labelled_is_declared=config.hides_counts,
         )  # fmt: skip
     privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
-    for key, wrong, why in (
+    for key, is_set, why in (
         (
             "data.labels: labels-at-both", config.data.labels == "labels-at-both",
             "the server's rows are drawn from those of the agents",
@@ -247,7 +247,7 @@ def _federated_data(config: Config, dataset: data.Dataset | None) -> data.Federa
         ),
         ("privacy.ledger", privacy is not None and privacy.ledger, "each site has its own"),
     ):  # fmt: skip
-        if wrong:
+        if is_set:
             raise ConfigError(f"{key} has no meaning with run.engine flower: {why}. Leave it out")
     refuse_undeclared_columns(config.data)
     if privacy is not None and privacy.scope != "sound":
@@ -261,7 +261,7 @@ def _federated_data(config: Config, dataset: data.Dataset | None) -> data.Federa
 
 
 @contextmanager
-def _own_network_refused(config: Config) -> Iterator[None]:
+def _convert_network_errors(config: Config) -> Iterator[None]:
     """Convert torch's errors about an own network to ConfigError: vmap refuses some operations."""
     try:
         yield
@@ -315,11 +315,11 @@ def task_of(
     return Task(classes, shape, new_classifier, precision, None if is_own else narrow_classifier)
 
 
-def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:
+def _select_labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:
     return tuple(agent for agent in federated_data.agents if agent.held_labelled is not None)
 
 
-def _account_plans(
+def _make_account_plans(
     plan: Plan | None, privacy: PrivacySettings | None, agents: tuple[Agent, ...]
 ) -> dict[str, AccountPlan]:
     """Return the account plan of each agent with labels, by id; empty without privacy."""

@@ -129,7 +129,7 @@ def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
     if dataset.tests_drawn and (is_table or numbered or name == "image_folder"):
         raise PrivacyError(
             "test rows were drawn from the rows that may train, so private labels alone say which "
-            f"classes there are. Give {_test_set(dataset, name)}"
+            f"classes there are. Give {_describe_test_set(dataset, name)}"
         )
     if name == "image_folder":
         return
@@ -157,7 +157,7 @@ def refuse_standardised(where: object) -> None:
     )
 
 
-def _test_set(dataset: Dataset, name: str) -> str:
+def _describe_test_set(dataset: Dataset, name: str) -> str:
     """Return the public source of the classes if test rows are sampled."""
     if dataset.table:
         return "another frame (test=), or class_names from public knowledge"

@@ -46,7 +46,9 @@ def check_warm_start(
     )
     for key, file in weight_files:
         if file:
-            yield from _warnings_of(key, Path(file).expanduser().resolve(), split, counts_public)
+            yield from _find_file_warnings(
+                key, Path(file).expanduser().resolve(), split, counts_public
+            )
     if is_outside(config.model.name):
         for run in runs_behind(new_classifier()):
             if not (run / SPLIT).is_file():
@@ -55,18 +57,21 @@ def check_warm_start(
                     "run used labelled rows of this one without protection is unknown. Put the "
                     "folder back, or give a network that has not seen these rows"
                 )
-            yield from _warnings_of("model", run / SPLIT, split, counts_public)
+            yield from _find_file_warnings("model", run / SPLIT, split, counts_public)
 
 
-def _warnings_of(key: str, file: Path, split: Manifest, counts_public: bool) -> Iterator[str]:
+def _find_file_warnings(
+    key: str, file: Path, split: Manifest, counts_public: bool
+) -> Iterator[str]:
     """Yield warnings about one file; ``counts_public``: numbers of labelled rows are public."""
     above = list(file.parents)[:DEPTH]
     run = next((p for p in above if (p / SPLIT).is_file()), None)
     if run is None:
-        if rest := next(filter(_lacks_split, above), None):
+        if damaged := next(filter(_is_run_without_split, above), None):
             raise PrivacyError(
-                f"{key} is in {rest}, the folder of a run without its split.json, so whether that "
-                f"run used labelled rows of this one without protection is unknown. {_advice(key)}"
+                f"{key} is in {damaged}, the folder of a run without its split.json, so whether "
+                "that run used labelled rows of this one without protection is unknown. "
+                f"{_advice_for(key)}"
             )
         return
     former = read_manifest(run / SPLIT)
@@ -78,12 +83,12 @@ def _warnings_of(key: str, file: Path, split: Manifest, counts_public: bool) -> 
         )
         return
     if former.checksum != split.checksum:
-        yield from _of_other_files(key, run, former, split)
+        yield from _find_other_data_warnings(key, run, former, split)
         return
-    if _was_over_sites(run, former):
+    if _is_run_over_sites(run, former):
         raise PrivacyError(
             f"{key} is of the run {run} over sites on {former.dataset}, so whether that run used "
-            f"labelled rows of this one without protection is unknown. {_advice(key)}"
+            f"labelled rows of this one without protection is unknown. {_advice_for(key)}"
         )
     own_rows = set(chain.from_iterable(holding.labelled for holding in split.agents.values()))
     unprotected = set(former.validation).union(
@@ -108,7 +113,9 @@ def _warnings_of(key: str, file: Path, split: Manifest, counts_public: bool) -> 
         )
 
 
-def _of_other_files(key: str, run: Path, former: Manifest, split: Manifest) -> Iterator[str]:
+def _find_other_data_warnings(
+    key: str, run: Path, former: Manifest, split: Manifest
+) -> Iterator[str]:
     """Yield warnings about runs whose row numbers cannot be compared.
 
     None if both data sets are published, under different names.
@@ -120,26 +127,26 @@ def _of_other_files(key: str, run: Path, former: Manifest, split: Manifest) -> I
         raise PrivacyError(
             f"{key} is of the run {run} on {former.dataset}, and one of both runs drew its test "
             "rows (data.test), so whether that run used labelled rows of this one without "
-            f"protection is unknown. {_advice(key)}"
+            f"protection is unknown. {_advice_for(key)}"
         )
     yield (
         f"{key} is of the run {run} on {'other rows of ' * same}{former.dataset}. Whether labelled "
         "rows of this run are among them was not looked at, and the claim takes them as public. "
-        f"{_advice(key)}"
+        f"{_advice_for(key)}"
     )
 
 
-def _lacks_split(folder: Path) -> bool:
+def _is_run_without_split(folder: Path) -> bool:
     """Return whether a folder has other files of a run."""
     config, *others = (folder / name for name in _OF_A_RUN)
     return config.is_file() and any(path.is_file() for path in others)
 
 
-def _advice(key: str) -> str:
+def _advice_for(key: str) -> str:
     return f"Leave {key} out, or copy the file elsewhere if it has not seen these rows"
 
 
-def _was_over_sites(run: Path, former: Manifest) -> bool:
+def _is_run_over_sites(run: Path, former: Manifest) -> bool:
     """Return whether agents of a run were sites: its split.json does not have their rows."""
     config = run / "config.yaml"
     text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""

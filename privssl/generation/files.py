@@ -27,12 +27,12 @@ def check_free(output: Path) -> None:
             f"--output {output}: rows are written as FILE.npz, or as PNG pictures into a folder. "
             "Give one of these"
         )
-    for path in (output, _sheet_of(output)):
+    for path in (output, _sheet_path_of(output)):
         if path.exists() or path.is_symlink():
             raise RunFolderError(f"{path} exists. Choose another --output")
 
 
-def write_rows(made: SyntheticRows, output: Path) -> None:
+def write_rows(synthetic: SyntheticRows, output: Path) -> None:
     """Write the rows, and for images a contact sheet.
 
     ``output``: ``FILE.npz`` with ``x``, ``y`` and ``class_names``, or a folder of
@@ -43,18 +43,20 @@ def write_rows(made: SyntheticRows, output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         if _is_npz(output):
             buffer = io.BytesIO()
-            np.savez_compressed(buffer, x=made.x, y=made.y, class_names=np.array(made.class_names))
+            np.savez_compressed(
+                buffer, x=synthetic.x, y=synthetic.y, class_names=np.array(synthetic.class_names)
+            )
             atomic_files.replace(output, buffer.getvalue())
         else:
-            _write_pictures(made, output)
-        if made.x.ndim != 4:
+            _write_images(synthetic, output)
+        if synthetic.x.ndim != 4:
             return
-        rows, labels = torch.from_numpy(made.x), torch.from_numpy(made.y)
-        sheet = contact_sheet(network_input(rows), labels, len(made.class_names))
-        atomic_files.replace(_sheet_of(output), as_png(sheet))
+        rows, labels = torch.from_numpy(synthetic.x), torch.from_numpy(synthetic.y)
+        sheet = contact_sheet(network_input(rows), labels, len(synthetic.class_names))
+        atomic_files.replace(_sheet_path_of(output), as_png(sheet))
 
 
-def _write_pictures(synthetic: SyntheticRows, folder: Path) -> None:
+def _write_images(synthetic: SyntheticRows, folder: Path) -> None:
     if synthetic.x.ndim != 4:
         raise UserError("rows are no images, which PNG files need. Give --output FILE.npz")
     channels = synthetic.x.shape[1]
@@ -71,7 +73,7 @@ def _write_pictures(synthetic: SyntheticRows, folder: Path) -> None:
         atomic_files.write_new(class_folder / f"{number:05d}.png", as_png(pixels))
 
 
-def _sheet_of(output: Path) -> Path:
+def _sheet_path_of(output: Path) -> Path:
     """Return ``NAME.contact_sheet.png`` beside the NPZ file or the folder. Not inside the folder,
     because ``predict`` reads every image in it."""
     return output.parent / f"{output.stem if _is_npz(output) else output.name}.{SHEET}"

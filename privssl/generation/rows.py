@@ -76,9 +76,9 @@ def generate_rows(
             raise UserError(f"--{name} is {value!r}: give a whole number, {least} or more")
     if not 0 <= confidence < 1:
         raise UserError(f"--confidence is {confidence}: give a probability, 0 or more and below 1")
-    config, results, card = _finished_run(folder)
+    config, results, card = _read_finished_run(folder)
     names = tuple(results["class_names"])
-    chosen = names if classes is None else _asked_classes(classes, names)
+    chosen = names if classes is None else _check_classes(classes, names)
     covered_by = coverage_sentence(card)
     if card is not None and not acknowledge_query_rows:
         raise PrivacyError(
@@ -103,14 +103,14 @@ def generate_rows(
     assert generator is not None
     class_ids = torch.tensor([names.index(name) for name in dict.fromkeys(chosen)])
     labels = class_ids[torch.arange(count) % len(class_ids)]
-    levels = _draw(generator, labels, names, shape, seed, bounded=bounded)
-    for draw in range(1, DRAWS + 1):
-        unsure = _unsure(levels, labels, confidence, classify)
+    levels = _draw_rows(generator, labels, names, shape, seed, bounded=bounded)
+    for attempt in range(1, DRAWS + 1):
+        unsure = _find_unsure_rows(levels, labels, confidence, classify)
         if not len(unsure):
             return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by)
-        if draw < DRAWS:
-            levels[unsure] = _draw(
-                generator, labels[unsure], names, shape, seed, draw, bounded=bounded
+        if attempt < DRAWS:
+            levels[unsure] = _draw_rows(
+                generator, labels[unsure], names, shape, seed, attempt, bounded=bounded
             )
     raise UserError(
         f"--confidence {confidence}: {len(unsure)} of {count} rows stay below it after {DRAWS} "
@@ -119,7 +119,7 @@ def generate_rows(
     )
 
 
-def _asked_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:
+def _check_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:
     """Return the names of the requested classes. Raises UserError for none, a number, or an unknown
     name."""
     chosen = list(classes) if isinstance(classes, Iterable) else [classes]
@@ -133,22 +133,24 @@ def _asked_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _draw(
+def _draw_rows(
     generator: ConditionalGenerator, labels: Tensor, names: Sequence[str], shape: Sequence[int],
-    seed: int, draw: int = 0, *, bounded: bool,
+    seed: int, attempt: int = 0, *, bounded: bool,
 ) -> Tensor:  # fmt: skip
-    """Generate a row of each label, an image as uint8; another ``draw`` gives other rows.
+    """Generate a row of each label, an image as uint8; another ``attempt`` gives other rows.
 
     ``bounded``: whether vectors are in [-1, 1], as columns of a table and bytes are.
     """
-    rng = randomness.stream(seed, draw, "world", "generate")
+    rng = randomness.stream(seed, attempt, "world", "generate")
     rows = draw_samples(generator, labels, len(names), shape, rng).nan_to_num(0.0)
     if kind_of(tuple(shape)) is not IMAGE:
         return rows.float().clamp(-1, 1) if bounded else rows.float()
     return ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def _unsure(x: Tensor, labels: Tensor, confidence: float, classify: Classify | None) -> Tensor:
+def _find_unsure_rows(
+    x: Tensor, labels: Tensor, confidence: float, classify: Classify | None
+) -> Tensor:
     """Return the indices of rows whose label has a probability below ``confidence``."""
     if not confidence:
         return torch.empty(0, dtype=torch.int64)
@@ -171,7 +173,9 @@ def coverage_sentence(card: Mapping[str, Any] | None) -> str:
     )
 
 
-def _finished_run(folder: Path) -> tuple[configs.Config, dict[str, Any], dict[str, Any] | None]:
+def _read_finished_run(
+    folder: Path,
+) -> tuple[configs.Config, dict[str, Any], dict[str, Any] | None]:
     """Return config, results and privacy card of a finished run that has a generator."""
     if not (folder / "config.yaml").is_file() or not (folder / "split.json").is_file():
         raise RunFolderError(f"{folder} is not the folder of a run. Give one that train wrote")

@@ -100,7 +100,7 @@ def check_disk() -> Iterator[Finding]:
                 f"Set {DATA_VARIABLE} to a folder for data sets.",
             )  # fmt: skip
         else:
-            yield _room(name, folder)
+            yield _check_free_space(name, folder)
 
 
 def data_folder() -> Path | None:
@@ -111,7 +111,7 @@ def data_folder() -> Path | None:
         return None
 
 
-def _room(name: str, folder: Path) -> Finding:
+def _check_free_space(name: str, folder: Path) -> Finding:
     """Check the free space at a folder, or where it would be created. Writes nothing."""
     existing = folder.absolute()
     while not existing.exists() and existing != existing.parent:
@@ -125,7 +125,7 @@ def _room(name: str, folder: Path) -> Finding:
             "Change its permissions, or give another folder (run.output; PRIVSSL_DATA).",
         )  # fmt: skip
     free = shutil.disk_usage(existing).free
-    text = f"{text}: {_size(free)} free"
+    text = f"{text}: {_format_size(free)} free"
     if free >= SMALL_DISK:
         return Finding(name, "ok", text)
     too_little = free < LEAST_DISK
@@ -135,9 +135,9 @@ def _room(name: str, folder: Path) -> Finding:
 
 def check_memory() -> Iterator[Finding]:
     """Check free memory, and the limits of shared memory and open files."""
-    available = _available_memory()
+    available = _read_available_memory()
     if available is not None:
-        enough, text = available >= SMALL_DISK, f"{_size(available)} available"
+        enough, text = available >= SMALL_DISK, f"{_format_size(available)} available"
         yield judge("memory", enough, text, "A run needs about 1 GB.", otherwise="note")
     shared = Path("/dev/shm")
     if shared.is_dir():
@@ -145,7 +145,7 @@ def check_memory() -> Iterator[Finding]:
         advice = (
             "privssl does not need it, but data loaders of your own may: docker run --shm-size=1g."
         )
-        yield judge("/dev/shm", total > SMALL_SHM, _size(total), advice, otherwise="note")
+        yield judge("/dev/shm", total > SMALL_SHM, _format_size(total), advice, otherwise="note")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = files == resource.RLIM_INFINITY
     text, advice = "no limit" if unlimited else f"at most {files}", f"ulimit -n {4 * FEW_FILES}."
@@ -153,7 +153,7 @@ def check_memory() -> Iterator[Finding]:
     yield judge("open files", enough, text, f"Raise the limit: {advice}", otherwise="problem")
 
 
-def _available_memory() -> int | None:
+def _read_available_memory() -> int | None:
     """Return available bytes of the system or its container; None if unknown."""
     limits = []
     try:
@@ -186,10 +186,10 @@ def check_text_and_clock() -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _size(number: int) -> str:
+def _format_size(number: int) -> str:
     """Format bytes in the largest unit.
 
-    >>> _size(2**26), _size(3 * 2**30)
+    >>> _format_size(2**26), _format_size(3 * 2**30)
     ('64 MB', '3.0 GB')
     """
     return f"{number / 2**30:.1f} GB" if number >= 2**30 else f"{number / 2**20:.0f} MB"

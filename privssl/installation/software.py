@@ -49,15 +49,17 @@ def check_packages() -> Iterator[Finding]:
     }
     others = []
     for name, requirement in ranges.items():
-        installed = _version(name)
+        installed = _installed_version(name)
         if installed is None:
             yield Finding(name, "problem", f"absent; needed: {requirement}", "Run pip install -e .")
         elif not requirement.specifier.contains(installed, prereleases=True):
             advice = f'Run pip install "{requirement}".'
             yield Finding(name, "problem", f"{installed}; needed: {requirement}", advice)
-        elif conflict := next(_clashes(name, ranges), None):
+        elif conflict := next(_find_clashes(name, ranges), None):
             advice = f'Run pip install "{conflict}", or install {name} again.'
-            reason = f"it is made for {conflict}, and {_version(conflict.name)} is installed"
+            reason = (
+                f"it is made for {conflict}, and {_installed_version(conflict.name)} is installed"
+            )
             yield Finding(name, "problem", f"{installed}; {reason}", advice)
         elif name in MAIN:
             yield Finding(name, "ok", installed)
@@ -67,11 +69,11 @@ def check_packages() -> Iterator[Finding]:
         yield Finding("other packages", "ok", ", ".join(others))
 
 
-def _clashes(name: str, names: Container[str]) -> Iterator[Requirement]:
+def _find_clashes(name: str, names: Container[str]) -> Iterator[Requirement]:
     """Yield requirements of a package that installed versions do not meet."""
     for text in metadata.requires(name) or ():
         requirement = Requirement(text)
-        installed = _version(requirement.name)
+        installed = _installed_version(requirement.name)
         if (
             installed is not None
             and requirement.name in names
@@ -81,7 +83,7 @@ def _clashes(name: str, names: Container[str]) -> Iterator[Requirement]:
             yield requirement
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -95,7 +97,7 @@ def check_optional_packages() -> Iterator[Finding]:
         for requirement in map(Requirement, metadata.requires("privssl") or ())
     }
     for name, (extra, purpose) in OPTIONAL.items():
-        installed, advice = _version(name), f'pip install -e ".[{extra}]".'
+        installed, advice = _installed_version(name), f'pip install -e ".[{extra}]".'
         if installed is None:
             yield Finding(name, "note", f"absent: {purpose}", f"If you need it: {advice}")
         elif name in requirements and not requirements[name].specifier.contains(

@@ -55,7 +55,7 @@ class _ShallowAndDeep(nn.Module):
         return logits
 
 
-def _halved(
+def _make_pooled_convolution(
     channels: int, out: int, kernel: int, padding: int, norm: str, *, bias: bool = True
 ) -> list[nn.Module]:
     """Return a convolution, halved, normalised, with ReLU."""
@@ -75,7 +75,7 @@ class SmallCNN(_TrunkAndHead):
         widths = (width, 2 * width, 4 * width)
         layers: list[nn.Module] = []
         for out, kernel in zip(widths, (5, 3, 3), strict=True):
-            layers += _halved(channels, out, kernel, kernel // 2, norm)
+            layers += _make_pooled_convolution(channels, out, kernel, kernel // 2, norm)
             channels = out
         self.trunk = nn.Sequential(*layers, nn.Flatten())
         self.head = nn.Linear(channels * (height // 8) * (breadth // 8), classes)
@@ -91,7 +91,7 @@ class FedAvgCNN(_TrunkAndHead):
         channels, height, breadth = shape
         layers: list[nn.Module] = []
         for out in (2 * width, 4 * width):
-            layers += _halved(channels, out, 5, 2, norm)
+            layers += _make_pooled_convolution(channels, out, 5, 2, norm)
             channels = out
         self.trunk = nn.Sequential(*layers, nn.Flatten())
         features = channels * (height // 4) * (breadth // 4)
@@ -115,8 +115,8 @@ class LeNet(_TrunkAndHead):
         first_pad = 0 if side >= self.unpadded_from else 2
         second_pad = 0 if side >= 14 else 2
         self.trunk = nn.Sequential(
-            *_halved(channels, first, 5, first_pad, norm),
-            *_halved(first, second, 5, second_pad, norm),
+            *_make_pooled_convolution(channels, first, 5, first_pad, norm),
+            *_make_pooled_convolution(first, second, 5, second_pad, norm),
             nn.Flatten(),
         )
         with torch.no_grad():
@@ -156,7 +156,7 @@ class AlexNetLike(_TrunkAndHead):
         layers: list[nn.Module] = []
         for out, kernel in ((4 * width, 4), (8 * width, 3), (16 * width, 2)):
             pad = kernel // 2 if small else 0
-            layers += _halved(channels, out, kernel, pad, norm, bias=bias)
+            layers += _make_pooled_convolution(channels, out, kernel, pad, norm, bias=bias)
             channels, sides = out, [(side + 2 * pad - kernel + 1) // 2 for side in sides]
         units = 128 * width
         self.trunk = nn.Sequential(*layers, nn.Flatten())
@@ -190,7 +190,7 @@ class TriNetCNN(_ShallowAndDeep):
         first, second, hidden = (max(1, n * width // 16) for n in (10, 20, 50))
         pad = 0 if min(height, breadth) >= 16 else 2
         self.shallow = nn.Sequential(
-            *_halved(channels, first, 5, pad, norm),
+            *_make_pooled_convolution(channels, first, 5, pad, norm),
             nn.Conv2d(first, second, 5, padding=pad),
             nn.Dropout2d(0.5),
             nn.MaxPool2d(2),
@@ -221,12 +221,12 @@ class TriNetSVHN(_ShallowAndDeep):
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
         channels, height, breadth = shape
-        self.shallow = nn.Sequential(*_pair(channels, 2 * width, 4 * width, norm))
+        self.shallow = nn.Sequential(*_make_convolution_pair(channels, 2 * width, 4 * width, norm))
         units = 16 * width * (height // 8) * (breadth // 8)
         self.deep = nn.Sequential(
-            *_pair(4 * width, 8 * width, 8 * width, norm),
+            *_make_convolution_pair(4 * width, 8 * width, 8 * width, norm),
             nn.Dropout2d(0.05),
-            *_pair(8 * width, 16 * width, 16 * width, norm),
+            *_make_convolution_pair(8 * width, 16 * width, 16 * width, norm),
             nn.Flatten(),
             nn.Dropout(0.1),
             nn.Linear(units, 64 * width),
@@ -238,7 +238,9 @@ class TriNetSVHN(_ShallowAndDeep):
         )
 
 
-def _pair(channels: int, first: int, second: int, norm: str) -> tuple[nn.Module, ...]:
+def _make_convolution_pair(
+    channels: int, first: int, second: int, norm: str
+) -> tuple[nn.Module, ...]:
     """Return a 3x3 convolution, normalised, ReLU; another, ReLU, halved."""
     return (
         nn.Conv2d(channels, first, 3, padding=1),

@@ -63,7 +63,7 @@ def checked(
 def as_torch_export(network: nn.Module, shape: tuple[int, ...], about: dict[str, str]) -> Written:
     """Return a file for ``torch.export.load``, with ``about`` in ``extra_files``."""
     buffer = io.BytesIO()
-    torch.export.save(_traced(network, shape), buffer, extra_files=dict(about))
+    torch.export.save(_trace_network(network, shape), buffer, extra_files=dict(about))
     buffer.seek(0)
     program = torch.export.load(buffer)
     return buffer.getvalue(), program.module()
@@ -80,7 +80,7 @@ def as_onnx(network: nn.Module, shape: tuple[int, ...], about: dict[str, str]) -
             f"--onnx needs {error.name}: pip install onnx onnxscript onnxruntime (the extra "
             "privssl[onnx])"
         ) from None
-    traced = _traced(network, shape)
+    traced = _trace_network(network, shape)
     program: Any = torch.onnx.export(
         traced, input_names=["x"], output_names=["logits"], verbose=False, dynamo=True
     )
@@ -91,7 +91,7 @@ def as_onnx(network: nn.Module, shape: tuple[int, ...], about: dict[str, str]) -
     return written, lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
 
 
-def _traced(network: nn.Module, shape: tuple[int, ...]) -> Any:
+def _trace_network(network: nn.Module, shape: tuple[int, ...]) -> Any:
     """Return the network's graph for any number of rows, without paths and code of its files."""
     network = as_batch_norms(network).to(memory_format=torch.contiguous_format)
     rows = torch.zeros(3, *shape)

@@ -93,12 +93,12 @@ class GRU(nn.Module):
         present = filled(x)  # (B, length, 1)
         total = state = x.new_zeros(x.shape[0], self.units)
         for projection, mask in zip(self.read(x).unbind(dim=1), present.unbind(dim=1), strict=True):
-            state = state + mask * (self._next(projection, state) - state)
+            state = state + mask * (self._compute_next_state(projection, state) - state)
             total = total + mask * state
         logits: Tensor = self.head(self.norm(total / present.sum(dim=1).clamp(min=1)))
         return logits
 
-    def _next(self, projection: Tensor, state: Tensor) -> Tensor:
+    def _compute_next_state(self, projection: Tensor, state: Tensor) -> Tensor:
         """Return states (B, units) after a position with ``projection`` (B, 3 x units)."""
         read_r, read_z, read_n = projection.chunk(3, dim=-1)
         keep_r, keep_z, keep_n = self.keep(state).chunk(3, dim=-1)

@@ -60,13 +60,13 @@ def check_network(
         )
     with randomness.seeded(rng()):
         _check_gradient(name, rebuilt.train(), x)
-        doubts = list(_doubtful_predictions(name, network.eval(), x))
-    if not (doubts or _have_same_outputs(network, other, x)):
-        doubts.append(
+        warnings = list(_find_doubtful_predictions(name, network.eval(), x))
+    if not (warnings or _have_same_outputs(network, other, x)):
+        warnings.append(
             f"{name}: in evaluation mode outputs depend on rows of training that are not in its "
             "state dict, so a run that is opened again predicts otherwise. Use register_buffer"
         )
-    return doubts
+    return warnings
 
 
 @torch.no_grad()
@@ -142,15 +142,15 @@ def _check_gradient(name: str, network: nn.Module, x: Tensor) -> None:
 def _have_same_outputs(network: nn.Module, other: nn.Module, x: Tensor) -> bool:
     """Give another network the same weights; return whether it has the same outputs."""
     other.load_state_dict(network.state_dict())
-    found = []
-    for one in (network, other):
+    outputs = []
+    for model in (network, other):
         with randomness.seeded(randomness.stream(0, 0, "world", "try the network")):
-            found.append(one.eval()(x))
-    return torch.equal(*found)
+            outputs.append(model.eval()(x))
+    return torch.equal(*outputs)
 
 
 @torch.no_grad()
-def _doubtful_predictions(name: str, network: nn.Module, x: Tensor) -> Iterator[str]:
+def _find_doubtful_predictions(name: str, network: nn.Module, x: Tensor) -> Iterator[str]:
     """Yield warnings if outputs in evaluation mode depend on more than the input."""
     outputs = network(x)
     if not torch.equal(network(x), outputs):
@@ -160,7 +160,7 @@ def _doubtful_predictions(name: str, network: nn.Module, x: Tensor) -> Iterator[
             "training=self.training), and what it keeps from one call to the next"
         )
         return
-    if any(isinstance(m, _BatchNorm) and _norms_by_batch(m) for m in network.modules()):
+    if any(isinstance(m, _BatchNorm) and _uses_batch_statistics(m) for m in network.modules()):
         return  # intended by its author
     try:
         single = torch.cat([network(x[index : index + 1]) for index in range(len(x))])
@@ -177,5 +177,5 @@ def _doubtful_predictions(name: str, network: nn.Module, x: Tensor) -> Iterator[
         )
 
 
-def _norms_by_batch(norm: _BatchNorm) -> bool:
+def _uses_batch_statistics(norm: _BatchNorm) -> bool:
     return norm.running_mean is None or not int(norm.num_batches_tracked or 0)

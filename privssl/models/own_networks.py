@@ -83,7 +83,7 @@ def build_network(
     """
     if source is None and is_imported(settings.name):
         source = import_network(settings.name)  # a module is adapted differently from a class
-    network = _made(settings, shape, classes, source)
+    network = _make_network(settings, shape, classes, source)
     if any(is_lazy(p) for p in network.parameters()):
         with torch.no_grad():
             network(torch.zeros(TRIED, *shape))
@@ -91,7 +91,7 @@ def build_network(
         load_initial_weights(network, settings.weights)
     if source is None or isinstance(source, nn.Module):  # others are built for shape and classes
         _fit_ends(network, shape[0], classes)
-    _exchange_norms(network, settings)
+    _replace_norms(network, settings)
     for layer in network.modules():
         if getattr(layer, "inplace", False) is True:
             layer.inplace = False  # type: ignore[assignment]
@@ -99,16 +99,16 @@ def build_network(
     return network
 
 
-def _made(
+def _make_network(
     settings: ModelSettings, shape: Shape, classes: int, source: NetworkSource | None
 ) -> nn.Module:
     if source is None and not is_imported(settings.name):
-        return _of_library(settings, shape[0], classes)
+        return _build_library_network(settings, shape[0], classes)
     source = import_network(settings.name) if source is None else source
     if isinstance(source, nn.Module):
         return copy.deepcopy(source)
     build: Callable[..., Any] = source
-    return _built(settings.name, partial(build, shape, classes), settings.options)
+    return _call_builder(settings.name, partial(build, shape, classes), settings.options)
 
 
 def _refuse_files(settings: ModelSettings) -> None:
@@ -127,19 +127,19 @@ def import_network(name: str) -> NetworkSource:
     return check_source(f"model.name {name}", plugins.load("models", "model.name", name))
 
 
-def check_source(said: str, found: Any) -> NetworkSource:
+def check_source(prefix: str, found: Any) -> NetworkSource:
     """Return an imported object as a network. Raises ConfigError, which begins with ``said``."""
     is_class = inspect.isclass(found) and issubclass(found, nn.Module)
     if not (is_class or inspect.isfunction(found) or isinstance(found, nn.Module)):
         raise ConfigError(
-            f"{said} is {str(found)[:60]}, which is no network. Name a torch.nn.Module class, a "
+            f"{prefix} is {str(found)[:60]}, which is no network. Name a torch.nn.Module class, a "
             "function of (shape, classes), or a module"
         )
     source: NetworkSource = found
     return source
 
 
-def _built(name: str, build: Callable[..., Any], options: Any) -> nn.Module:
+def _call_builder(name: str, build: Callable[..., Any], options: Any) -> nn.Module:
     try:
         network = build(**options)
     except ConfigError:
@@ -157,12 +157,14 @@ def _built(name: str, build: Callable[..., Any], options: Any) -> nn.Module:
 # Libraries ----------------------------------------------------------------------------------
 
 
-def _of_library(settings: ModelSettings, channels: int, classes: int) -> nn.Module:
+def _build_library_network(settings: ModelSettings, channels: int, classes: int) -> nn.Module:
     _refuse_files(settings)
     factory = library_maker("model.name", settings.name)
     timm_options = {"pretrained": False, "in_chans": channels}
     options = timm_options if settings.name.startswith("timm:") else {"weights": None}
-    return _built(settings.name, factory, {**options, "num_classes": classes, **settings.options})
+    return _call_builder(
+        settings.name, factory, {**options, "num_classes": classes, **settings.options}
+    )
 
 
 def library_maker(key: str, name: str) -> Callable[..., Any]:
@@ -207,7 +209,7 @@ def _fit_ends(network: nn.Module, channels: int, classes: int) -> None:
     convolutions = [(n, layer) for n, layer in layers if isinstance(layer, nn.Conv2d)]
     if convolutions and convolutions[0][1].in_channels != channels:
         name, old = convolutions[0]
-        first = _convolution_like(old, channels, old.out_channels)
+        first = _make_convolution_like(old, channels, old.out_channels)
         with torch.no_grad():
             first.weight.copy_(
                 old.weight.sum(dim=1, keepdim=True).expand_as(first.weight) / channels
@@ -223,10 +225,10 @@ def _fit_ends(network: nn.Module, channels: int, classes: int) -> None:
         head: nn.Module = nn.Linear(last.in_features, classes, bias=last.bias is not None)
         network.set_submodule(name, head)
     elif isinstance(last, nn.Conv2d) and last.out_channels != classes:
-        network.set_submodule(name, _convolution_like(last, last.in_channels, classes))
+        network.set_submodule(name, _make_convolution_like(last, last.in_channels, classes))
 
 
-def _convolution_like(old: nn.Conv2d, channels: int, out: int) -> nn.Conv2d:
+def _make_convolution_like(old: nn.Conv2d, channels: int, out: int) -> nn.Conv2d:
     padding: Any = old.padding
     return nn.Conv2d(
         channels, out, old.kernel_size, old.stride, padding,  # type: ignore[arg-type]
@@ -246,7 +248,7 @@ class FittedGroupNorm(GroupNorm):
         return out.clone() if torch._C._are_functorch_transforms_active() else out
 
 
-def _exchange_norms(network: nn.Module, settings: ModelSettings) -> None:
+def _replace_norms(network: nn.Module, settings: ModelSettings) -> None:
     """Replace every batch norm by the layer of ``model.norm``."""
     if settings.norm == "batch":
         return
@@ -329,7 +331,7 @@ def describe_exchange(
     """Describe the batch norms that ``model.norm`` replaces; None if there are none."""
     if settings.norm == "batch":
         return None
-    network = _made(settings, shape, classes, source)
+    network = _make_network(settings, shape, classes, source)
     if not (count := len(list(batch_norms(network)))):
         return None
     new = {"group": "group norm", "static": "static batch norm", "none": "no norm"}[settings.norm]

@@ -29,12 +29,12 @@ class ResNet9(nn.Module):
     def __init__(self, shape: Shape, classes: int, *, width: int = 16, norm: str = "group") -> None:
         super().__init__()
         first, second, third, fourth = (factor * width for factor in (4, 8, 16, 32))
-        self.conv1 = _convolution(shape[0], first, norm)
-        self.conv2 = _convolution(first, second, norm, halved=True)
-        self.residual1 = _residual(second, norm)
-        self.conv3 = _convolution(second, third, norm, halved=True)
-        self.conv4 = _convolution(third, fourth, norm, halved=True)
-        self.residual2 = _residual(fourth, norm)
+        self.conv1 = _make_convolution(shape[0], first, norm)
+        self.conv2 = _make_convolution(first, second, norm, halved=True)
+        self.residual1 = _make_residual(second, norm)
+        self.conv3 = _make_convolution(second, third, norm, halved=True)
+        self.conv4 = _make_convolution(third, fourth, norm, halved=True)
+        self.residual2 = _make_residual(fourth, norm)
         self.head = nn.Linear(fourth, classes, bias=norm != "none")
         if norm == "none":
             scale_variance(self)
@@ -48,7 +48,7 @@ class ResNet9(nn.Module):
         return logits
 
 
-def _convolution(channels: int, out: int, norm: str, *, halved: bool = False) -> nn.Sequential:
+def _make_convolution(channels: int, out: int, norm: str, *, halved: bool = False) -> nn.Sequential:
     """Return a 3x3 convolution, normalised if there is a norm, ReLU, halved on request."""
     bias = norm != "none"
     convolution = nn.Conv2d(channels, out, 3, padding=1, bias=bias)
@@ -56,7 +56,7 @@ def _convolution(channels: int, out: int, norm: str, *, halved: bool = False) ->
     return nn.Sequential(convolution, norm_layer(norm, out), nn.ReLU(), *pooling)
 
 
-def _residual(channels: int, norm: str) -> nn.Sequential:
+def _make_residual(channels: int, norm: str) -> nn.Sequential:
     return nn.Sequential(
-        _convolution(channels, channels, norm), _convolution(channels, channels, norm)
+        _make_convolution(channels, channels, norm), _make_convolution(channels, channels, norm)
     )

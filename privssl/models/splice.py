@@ -36,17 +36,17 @@ def splice(
         extra = sorted(shallow_from.keys() ^ deep_from.keys())
         raise ValueError(f"two networks of one architecture are needed; only one has {extra[0]}")
     for name in shallow_names:
-        if not any(_submodules(key, name) for key in deep_from):
+        if not any(_is_in_module(key, name) for key in deep_from):
             top = sorted({key.partition(".")[0] for key in deep_from})
             raise ConfigError(
                 f"the network has no layers under {name!r}. Name modules of it; it has "
                 f"{', '.join(top)} and what is inside of them"
             )
     return {
-        key: shallow_from[key] if any(_submodules(key, name) for name in shallow_names) else value
+        key: shallow_from[key] if any(_is_in_module(key, name) for name in shallow_names) else value
         for key, value in deep_from.items()
     }
 
 
-def _submodules(key: str, module: str) -> bool:
+def _is_in_module(key: str, module: str) -> bool:
     return key.startswith(f"{module}.")

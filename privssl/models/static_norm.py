@@ -40,7 +40,7 @@ class StaticNorm(nn.BatchNorm2d):
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         if self.collecting:
-            self._count(x)
+            self._add_batch(x)
         by_batch = self.training or self.collecting or not int(self.num_batches_tracked)
         # nn.functional would refuse a batch with one value per channel.
         return torch.batch_norm(
@@ -55,7 +55,7 @@ class StaticNorm(nn.BatchNorm2d):
             torch.backends.cudnn.enabled,
         )
 
-    def _count(self, x: Tensor) -> None:
+    def _add_batch(self, x: Tensor) -> None:
         """Add one batch to the averages. The variance of a single value is 0."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None

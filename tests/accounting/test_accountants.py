@@ -111,12 +111,14 @@ def disagreements_with_golden(rows: list[Row], noise_factor: float = 1.0) -> lis
     return wrong
 
 
+@pytest.mark.ci
 def test_rdp_agrees_with_the_golden_grid_and_stays_above_the_certified_lower_bound() -> None:
     rows = golden_sample()
     assert len(rows) >= 64
     assert disagreements_with_golden(rows) == []
 
 
+@pytest.mark.ci
 def test_the_golden_grid_detects_noise_that_is_one_percent_too_small() -> None:
     rows = golden_sample()[:8]
     assert disagreements_with_golden(rows, noise_factor=0.99) == rows
@@ -202,6 +204,7 @@ def test_no_accountant_is_below_the_exact_epsilon_of_one_sampled_step(
     assert exact <= prv <= exact + 0.02
 
 
+@pytest.mark.ci
 def test_the_prv_headline_is_within_its_error_of_the_upper_bound_on_the_grid() -> None:
     rows = [r for r in golden_sample() if 0.5 < r.opacus < 12][::8]
     assert rows
@@ -564,6 +567,7 @@ def test_the_independent_bracket_equals_that_of_the_golden_grid() -> None:
         assert lower <= epsilon([row.event], row.delta)
 
 
+@pytest.mark.ci
 @needs_library
 def test_the_independent_bracket_contains_the_exact_value_and_detects_one_percent() -> None:
     exact = 5.67958686  # sigma 8, T 100, delta 1e-5, closed form
@@ -573,6 +577,7 @@ def test_the_independent_bracket_contains_the_exact_value_and_detects_one_percen
     assert less_noise - 1e-3 > exact
 
 
+@pytest.mark.ci
 @needs_library
 def test_two_libraries_agree_on_integer_orders_for_mixed_events() -> None:
     events: list[Event] = [
@@ -587,6 +592,7 @@ def test_two_libraries_agree_on_integer_orders_for_mixed_events() -> None:
     assert verify.rdp_epsilon([], 1e-5) == 0
 
 
+@pytest.mark.ci
 @needs_library
 def test_the_bracket_of_pure_releases_is_that_of_randomized_response() -> None:
     # One bit kept with probability e^eps / (1 + e^eps): delta(e') = (e^eps - e^e') / (1 + e^eps).

@@ -45,7 +45,7 @@ def printed_by(program: str, folder: Path, capsys: pytest.CaptureFixture[str]) -
     return float(words[3])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.usefixtures("library")
 def test_an_auditors_program_prints_the_upper_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -83,6 +83,7 @@ def test_an_auditors_program_of_no_event_prints_zero(
     assert printed_by(verify.dp_event_source([], 1e-5), tmp_path, capsys) == 0
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("library")
 def test_an_auditors_program_comments_on_pure_releases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -396,7 +396,7 @@ def _noise(plan: AccountPlan) -> float:
     return plan.event.noise_multiplier
 
 
-@pytest.mark.fast_cases(12)
+@pytest.mark.fast_cases(8)
 @pytest.mark.usefixtures("one_library")
 @pytest.mark.parametrize("tamper", SMALLER.values(), ids=SMALLER)
 def test_a_smaller_claim_is_violated_or_inconclusive(
@@ -421,7 +421,7 @@ def test_a_folder_rolled_back_to_an_interruption_is_inconclusive_even_with_an_ed
     report = audit.audit(run)
     assert report.verdict == Verdict.INCONCLUSIVE and report.agents[0].claimed == 0
     assert len(report.doubts) == 1 and "nothing here shows that no later" in report.doubts[0]
-    monkeypatch.setattr(witnesses, "_interruption", lambda *_: [])
+    monkeypatch.setattr(witnesses, "_find_interruption", lambda *_: [])
     # negative control: no other check detects it
     assert audit.audit(run).verdict == Verdict.CONSISTENT
 
@@ -630,9 +630,9 @@ def test_unknown_keys_in_ledgers_are_refused_even_with_valid_hashes(run: Path) -
 def test_epsilon_in_the_metrics_equals_that_of_the_ledger_after_each_round(run: Path) -> None:
     """The check of metrics uses these numbers: the run's own account."""
     journal = read_journal(run / "ledger" / "m0.jsonl")
-    course = witnesses._course(journal)
+    epsilons = witnesses._compute_epsilons(journal)
     column = [float(line["dp/epsilon/m0"]) for line in read_metrics(run)]
-    assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(course[1:], column, strict=True))
+    assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(epsilons[1:], column, strict=True))
 
 
 @pytest.mark.usefixtures("one_library")

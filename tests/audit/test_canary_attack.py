@@ -489,6 +489,7 @@ def test_half_the_noise_is_violated_with_a_sentence_that_gives_the_reason(
     assert "violated: mechanism: the noise is not normal with the planned deviation" in shown
 
 
+@pytest.mark.ci
 def test_the_published_scheme_has_no_guarantee_and_the_leakage_of_f_is_printed(
     published: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -546,7 +547,7 @@ def copied(source: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> N
     (to / "privacy.json").write_text(json.dumps(card))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.usefixtures("costs_of_users")
 @pytest.mark.skipif(not verify.available(), reason="dp-accounting is not installed")
 def test_the_printed_program_runs_alone_and_prints_the_same_epsilon(
@@ -606,6 +607,7 @@ def test_texts_of_a_card_are_printed_as_comments_and_never_as_code(
         exec(f"# {guarantee_sentence(json.loads((tmp_path / 'run/privacy.json').read_text()))}", {})  # noqa: S102
 
 
+@pytest.mark.ci
 def test_the_published_scheme_prints_a_comment_with_a_nominal_epsilon_and_no_program(
     published: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

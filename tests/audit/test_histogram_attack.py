@@ -184,7 +184,7 @@ def test_an_attack_does_not_change_seeded_generators() -> None:
     torch.manual_seed(7)
     np.random.seed(7)
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
-    histogram_attack._release(CensusPlan(1.0, 1), np.zeros(10, dtype=np.int64), CLASSES)
+    histogram_attack._release_table(CensusPlan(1.0, 1), np.zeros(10, dtype=np.int64), CLASSES)
     assert torch.equal(before[0], torch.random.get_rng_state())
     assert np.array_equal(before[1], np.random.get_state()[1])  # type: ignore[index]
 

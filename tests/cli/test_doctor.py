@@ -227,7 +227,7 @@ def test_a_low_limit_of_open_files_and_little_memory_are_reported(
     assert finding_named(machine.check_memory(), "open files").status == "ok"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
     assert finding_named(machine.check_memory(), "open files").status == "problem"
-    monkeypatch.setattr(machine, "_available_memory", lambda: 2**28)
+    monkeypatch.setattr(machine, "_read_available_memory", lambda: 2**28)
     assert finding_named(machine.check_memory(), "memory").status == "note"
 
 

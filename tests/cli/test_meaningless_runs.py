@@ -15,7 +15,7 @@ from privssl import models
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.local_ssl import ModelUpdate, TrainRequest
 from privssl.core.agents import AgentRef
-from privssl.core.federation import _is_news
+from privssl.core.federation import _has_trained
 from privssl.core.messages import BUDGET_EXHAUSTED, Ack
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
@@ -309,11 +309,11 @@ def test_a_run_that_ends_within_its_warm_up_says_so_in_every_output(tmp_path: Pa
 
 def test_an_agent_counts_as_trained_if_it_sends_other_tensors_than_it_received() -> None:
     got, other = {"w": torch.ones(2)}, {"w": torch.tensor([1.0, 2.0])}
-    assert _is_news(TrainRequest(got), ModelUpdate(other))
-    assert not _is_news(TrainRequest(got), ModelUpdate({"w": torch.ones(2)}))
-    assert not _is_news(TrainRequest(got), BUDGET_EXHAUSTED)
-    assert _is_news(TrainRequest(got), Ack())  # it reports training
-    assert _is_news(TrainRequest(got), ModelUpdate({"w": torch.ones(2, dtype=torch.float64)}))
+    assert _has_trained(TrainRequest(got), ModelUpdate(other))
+    assert not _has_trained(TrainRequest(got), ModelUpdate({"w": torch.ones(2)}))
+    assert not _has_trained(TrainRequest(got), BUDGET_EXHAUSTED)
+    assert _has_trained(TrainRequest(got), Ack())  # it reports training
+    assert _has_trained(TrainRequest(got), ModelUpdate({"w": torch.ones(2, dtype=torch.float64)}))
 
 
 def test_a_warning_names_agents_that_took_no_training_step() -> None:

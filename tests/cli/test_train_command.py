@@ -304,7 +304,7 @@ def test_the_ledger_of_a_replaced_run_is_kept_beside_the_new_run(tmp_path: Path)
     assert kept == spent
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["run", "q[1]"])
 def test_a_run_can_be_replaced_repeatedly_even_if_former_ledgers_are_deleted(
     tmp_path: Path, name: str
@@ -383,6 +383,7 @@ def test_a_visit_that_costs_more_than_the_budget_is_refused_before_the_run(tmp_p
     assert dearest.status == 0, dearest  # the control: one visit is within the budget
 
 
+@pytest.mark.ci
 def test_a_dry_run_reports_why_a_run_would_be_refused(plain: FinishedRun, tmp_path: Path) -> None:
     taken = command(plain.config, f"run.output={plain.folder}", "--dry-run")
     assert taken.status == 0
@@ -471,7 +472,7 @@ def test_a_full_disk_is_reported_and_the_run_can_be_resumed_later(
     assert_resumes_to(config, folder, like=plain)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("write", [1, 3, 6, 9, 12])
 def test_a_disk_that_fills_at_any_write_leaves_complete_checkpoints(
     tmp_path: Path, plain: FinishedRun, monkeypatch: pytest.MonkeyPatch, write: int

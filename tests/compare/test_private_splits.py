@@ -98,6 +98,7 @@ def test_the_command_prints_the_note_if_seeds_draw_different_splits(
     assert not notes("--seeds", "2", "--output", str(tmp_path / "again"), split)
 
 
+@pytest.mark.ci
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("folders", [("one", "two"), ("one", "one/../one")])
 def test_the_command_prints_the_note_if_accounts_are_in_several_folders(

@@ -81,7 +81,7 @@ def test_without_a_background_these_images_would_be_equal_and_a_warning_says_so(
     read(write(tmp_path / "white", in_alpha("RGBA", 255)))
     assert "all 4 training rows are equal" in log_text(caplog)
     caplog.clear()
-    monkeypatch.setattr(image_folder, "_over_white", lambda image: (image, False))
+    monkeypatch.setattr(image_folder, "_compose_over_white", lambda image: (image, False))
     read(write(tmp_path / "black", in_alpha("RGBA")))
     assert "all 4 training rows are equal" in log_text(caplog)
 

@@ -15,7 +15,7 @@ from privssl.data.partition import (
     Partition,
     RoundRobin,
     Shards,
-    _draw_classes,
+    _draw_class_counts,
     from_settings,
 )
 from privssl.errors import DataError
@@ -188,12 +188,12 @@ def test_a_used_up_class_is_not_drawn_and_the_others_keep_their_odds() -> None:
     # One row of class 0, and classes 1 and 2 at 1 : 3. Of 1,001 rows class 0 gives one, and the
     # others give about 250 and 750: the odds of the others do not change.
     left = np.array([1, 9000, 1000])
-    drawn = _draw_classes(np.array([0.6, 0.1, 0.3]), 1001, left, rng())
+    drawn = _draw_class_counts(np.array([0.6, 0.1, 0.3]), 1001, left, rng())
     assert drawn[0] == 1
     assert drawn.sum() == 1001
     assert drawn[1] == pytest.approx(250, abs=5 * (1000 * 0.25 * 0.75) ** 0.5)
     # If none of the wanted classes is left, every remaining row is equally likely.
-    drawn = _draw_classes(np.array([1.0, 0.0, 0.0]), 1001, left, rng())
+    drawn = _draw_class_counts(np.array([1.0, 0.0, 0.0]), 1001, left, rng())
     assert drawn[1] == pytest.approx(900, abs=5 * (1000 * 0.9 * 0.1) ** 0.5)
 
 

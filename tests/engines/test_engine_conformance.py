@@ -117,6 +117,7 @@ def test_each_agent_gets_its_own_message(name: str) -> None:
         assert [reply.payload.number for reply in engine.deliver(calls)] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.fast_cases("local", "2 workers", "sites")
 @every_engine_also_in_processes
 def test_random_numbers_differ_by_round_agent_and_visit_and_not_by_other_calls(name: str) -> None:
     with running_engine(name) as engine:
@@ -334,7 +335,7 @@ def test_calls_of_one_agent_run_in_order_and_each_sees_the_memory_of_the_last(
     assert {reply.payload.text for reply in replies} == {"z n a"}
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("local", "2 workers", "sites")
 @every_engine_also_in_processes
 def test_saved_memories_do_not_change_later_and_can_be_restored(
     name: str,
@@ -362,6 +363,7 @@ def test_saved_memories_do_not_change_later_and_can_be_restored(
         ]
 
 
+@pytest.mark.fast_cases("local", "2 workers", "sites")
 @every_engine_also_in_processes
 def test_a_step_that_sets_no_memory_keeps_the_agents_memory(name: str) -> None:
     with running_engine(name) as engine:

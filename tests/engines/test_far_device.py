@@ -18,7 +18,7 @@ from privssl.algorithms import ALGORITHMS
 
 WHY_NOT = far_device.why_not()
 pytestmark = [
-    pytest.mark.device,
+    pytest.mark.ci,
     pytest.mark.skipif(WHY_NOT is not None, reason=f"no far device: {WHY_NOT}"),
 ]
 

@@ -523,14 +523,15 @@ def test_workers_killed_between_visits_are_replaced_with_a_warning_that_names_no
     assert [record.getMessage() for record in caplog.records] == [expected_message] * 4
 
 
+@pytest.mark.ci
 def test_workers_that_end_before_their_first_visit_end_the_delivery() -> None:
     class EndingWorkers(WorkerEngine):
-        def _serve(self, place: int, pipe: Any, buffer: SharedBuffer) -> None:
+        def _serve_calls(self, place: int, pipe: Any, buffer: SharedBuffer) -> None:
             return
 
-        def _hand_out(self, now: Any) -> None:
+        def _assign_calls(self, now: Any) -> None:
             assert becomes_true(lambda: all_ended(self))
-            super()._hand_out(now)
+            super()._assign_calls(now)
 
     with worker_engine(kind=EndingWorkers) as pool, pytest.raises(WorkerError) as error:
         run_step(pool, STEPS.report_process)
@@ -1009,6 +1010,7 @@ def test_a_run_survives_a_killed_worker_and_warns(paths: RunPaths, reference_run
     assert same_results(paths, reference_run)
 
 
+@pytest.mark.ci
 def test_a_run_whose_workers_always_die_stops_after_a_checkpoint_and_can_be_resumed(
     paths: RunPaths, reference_run: RunPaths
 ) -> None:

@@ -29,7 +29,7 @@ from privssl.core.messages import Ack
 from privssl.core.task import Context
 from privssl.data.datasets import Dataset, from_arrays
 from privssl.data.npz import Arrays
-from privssl.data.partition import _nobody_empty
+from privssl.data.partition import _fill_empty_agents
 from privssl.engines.local import LocalEngine
 from privssl.errors import RunFolderError
 from privssl.runs import checkpoint
@@ -421,6 +421,7 @@ def test_a_run_with_memories_on_disk_has_the_same_bits_also_with_workers(tmp_pat
     assert seen[0] == seen[1] == seen[2]
 
 
+@pytest.mark.ci
 def test_a_full_spill_disk_ends_the_run_with_an_error_and_it_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,7 +508,7 @@ def test_the_fast_reassignment_of_rows_equals_the_plain_loop() -> None:
         rng = np.random.default_rng(seed)
         sizes = rng.multinomial(40, rng.dirichlet(np.full(25, 0.1)))
         hands = np.split(rng.permutation(40), np.cumsum(sizes)[:-1])
-        one = _nobody_empty(list(hands), np.random.default_rng(seed))
+        one = _fill_empty_agents(list(hands), np.random.default_rng(seed))
         other = plain_loop(list(hands), np.random.default_rng(seed))
         assert [a.tolist() for a in one] == [b.tolist() for b in other]
 

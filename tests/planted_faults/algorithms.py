@@ -60,8 +60,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/core/step_runner.py",
-                "labelled, paid, visit, sealed=sealed,",
-                "labelled, paid, visit, sealed=not account.plan.visit_cost.is_pure,",
+                "labelled, is_paid, visit, sealed=sealed,",
+                "labelled, is_paid, visit, sealed=not account.plan.visit_cost.is_pure,",
             ),
         ),
         (

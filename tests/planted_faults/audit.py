@@ -31,7 +31,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the ledgers of sites are not compared with what checkpoints record as charged",
-        ((CROSS, "found.problems += _unpaid(agent, journal, closest, files)", "pass"),),
+        (
+            (
+                CROSS,
+                "findings.problems += _find_unpaid_charges(agent, journal, closest, files)",
+                "pass",
+            ),
+        ),
         (IN_SITES + "the_audit_finds_a_rewritten_copy_of_a_sites_ledger_in_the_run_folder",),
     ),
     Fault(
@@ -135,8 +141,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CARD,
-                "if path := _difference(name, card_json[name], recomputed_json[name]):",
-                "if path := _difference(name, recomputed_json[name], recomputed_json[name]):",
+                "if path := _find_difference(name, card_json[name], recomputed_json[name]):",
+                "if path := _find_difference(name, recomputed_json[name], recomputed_json[name]):",
             ),
         ),
         (IN_CARD + "a_card_that_does_not_follow_from_its_ledgers_is_violated",),
@@ -159,8 +165,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
             (
                 CARD,
-                "if path := _difference(name, card_json[name], recomputed_json[name]):",
-                "if path := _difference(name, recomputed_json[name], recomputed_json[name]):",
+                "if path := _find_difference(name, card_json[name], recomputed_json[name]):",
+                "if path := _find_difference(name, recomputed_json[name], recomputed_json[name]):",
             ),
         ),
         (IN_CARD + "a_card_with_a_false_claim_is_violated",),
@@ -298,7 +304,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a card may name other classes and rows than results.json",
-        ((CROSS, "found.problems += _row_differences(results, card)", "pass"),),
+        ((CROSS, "findings.problems += _find_row_differences(results, card)", "pass"),),
         (
             IN_TAMPERING + ANEW + "[changes1-other classes or rows than results.json]",
             IN_TAMPERING + ANEW + "[changes3-other classes or rows]",

@@ -59,7 +59,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a time series has a second budget as a sequence",
-        (("privssl/data/canonical.py", "_content(row.reshape(-1))", "_content(row)"),),
+        (("privssl/data/canonical.py", "_as_bytes(row.reshape(-1))", "_as_bytes(row)"),),
         (IN_SERIES + "a_series_has_one_account_content_as_sequence_and_as_vector",),
     ),
     Fault(

@@ -103,7 +103,7 @@ FAULTS: tuple[Fault, ...] = (
     # Messages ------------------------------------------------------------------------------------
     Fault(
         "numbers that are not finite pass",
-        ((MESSAGES, "not _all_finite(tensor)", "not len(tensor.shape) >= 0"),),
+        ((MESSAGES, "not _is_finite(tensor)", "not len(tensor.shape) >= 0"),),
         (IN_MESSAGES + "finite_numbers_pass_even_if_their_sum_overflows_and_others_never_pass",),
     ),
     Fault(
@@ -113,7 +113,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a field may be of another type than declared",
-        ((MESSAGES, "if not _fits(value, allowed[spec.name]):", "if value is allowed:"),),
+        ((MESSAGES, "if not _has_type(value, allowed[spec.name]):", "if value is allowed:"),),
         (IN_MESSAGES + "a_field_of_another_type_than_declared_is_refused",),
     ),
     Fault(

@@ -77,7 +77,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "weights of a run over sites on the same data are taken in silence",
-        ((WARM, "    if _was_over_sites(run, former):\n", "    if False:\n"),),
+        ((WARM, "    if _is_run_over_sites(run, former):\n", "    if False:\n"),),
         tuple(
             f"{IN_WARM}a_private_run_refuses_weights_of_a_run_over_sites_on_the_same_data[support-{how}]"
             for how in ("without", "with")
@@ -242,7 +242,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/audit/cross_checks.py",
-                "    found.problems += _public_part_differences(config, card)\n",
+                "    findings.problems += _find_public_part_differences(config, card)\n",
                 "",
             ),
         ),
@@ -343,7 +343,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "weights of a run that drew other test rows begin a private run",
-        ((WARM, "        yield from _of_other_files(key, run, former, split)\n", ""),),
+        ((WARM, "        yield from _find_other_data_warnings(key, run, former, split)\n", ""),),
         (
             IN_WARM + "a_private_run_refuses_weights_of_a_run_that_drew_other_test_rows_of_"
             "the_same_data[former run]",

@@ -114,8 +114,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
             (
                 "privssl/core/private_release.py",
-                "    [(ours, exact)] = made.counted\n",
-                "    ours, exact = next(one for one in made.counted if one[0] is seen)\n",
+                "    [(recorded, exact)] = made.counted\n",
+                "    recorded, exact = next(one for one in made.counted if one[0] is seen)\n",
             ),
         ),
         (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
@@ -189,7 +189,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an error of a charged step has its text",
-        ((RUNNER, "        if not paid() or {name", "        if paid() or {name"),),
+        ((RUNNER, "        if not is_paid() or {name", "        if is_paid() or {name"),),
         (IN_STEPS + "an_error_of_a_charged_step_from_outside_shows_no_row",),
     ),
     Fault(
@@ -219,7 +219,7 @@ FAULTS: tuple[Fault, ...] = (
             # the second line of defence, which has a fault of its own
             (
                 "privssl/core/step_runner.py",
-                "        if not paid() or {name",
+                "        if not is_paid() or {name",
                 "        if True or {name",
             ),
         ),

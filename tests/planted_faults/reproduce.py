@@ -46,7 +46,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a comparison keeps quiet of configs that use private rows without protection",
-        (("privssl/compare/table.py", "    lines += _unprotected_beside_private(rows)\n", ""),),
+        (("privssl/compare/table.py", "    lines += _note_unprotected_configs(rows)\n", ""),),
         (
             "tests/compare/test_compare.py::test_a_note_names_a_config_that_uses_private_"
             "rows_without_a_guarantee",
@@ -54,7 +54,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a comparison keeps quiet of rows that have no noise in the split of another seed",
-        (("privssl/compare/table.py", "    lines += _unprotected_in_other_splits(rows)\n", ""),),
+        (("privssl/compare/table.py", "    lines += _note_unprotected_splits(rows)\n", ""),),
         (
             "tests/compare/test_private_splits.py::test_a_note_says_that_private_runs_on_"
             "several_splits_have_no_joint_bound",

@@ -117,7 +117,7 @@ def run_tests(tests: Sequence[str], *, seconds: int = 0) -> tuple[int, str]:
         "no:cacheprovider",
         "-q",
         "-m",
-        "not slow and not flower and not device",
+        "not slow and not flower and not ci",
         *tests,
     ]
     return fork(lambda: int(pytest.main(command)), seconds=seconds)

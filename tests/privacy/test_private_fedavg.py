@@ -234,6 +234,7 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return float(gap.norm()) / 1000 * (25 / 3) / CLIP  # learning rate, public divisor
 
 
+@pytest.mark.fast_cases(2)
 @BOTH
 @pytest.mark.parametrize("value", [0.3, 1e15])
 def test_nulling_a_row_moves_its_agents_sum_by_at_most_the_clip_norm_and_no_other_sum(
@@ -250,6 +251,7 @@ def test_nulling_a_row_moves_its_agents_sum_by_at_most_the_clip_norm_and_no_othe
     assert same_bits(whole[0], nulled[0]) and same_bits(whole[2], nulled[2])
 
 
+@pytest.mark.fast_cases(2)
 @BOTH
 @pytest.mark.parametrize(("counts", "bounded"), [("private", True), ("public", False)])
 def test_with_private_counts_removing_a_row_moves_the_sum_by_at_most_the_clip_norm(
@@ -383,7 +385,7 @@ def largest_gap(prepared: Prepared, folder: Path) -> float:
     return max(apart(one.payload, other.payload) for one, other in pairs)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("which", SETTINGS)
 @pytest.mark.usefixtures("same_noise", "in_float64")
 def test_in_float64_batched_agents_end_where_sequential_agents_end_to_eleven_digits(
@@ -412,6 +414,7 @@ def test_in_float32_batched_agents_end_where_sequential_agents_end_to_four_digit
     assert largest_gap(prepare(chosen), tmp_path) < 1e-4
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("same_noise", "in_float64")
 def test_microbatches_and_stacks_do_not_change_the_result(
     configured: Callable[..., Config], tmp_path: Path, stacks: list[int],

@@ -85,6 +85,7 @@ def test_a_statement_changes_the_hash_of_the_methods_that_import_its_module(
         path.write_text(text)
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_every_method_counts_its_module_and_its_package(algorithm: str) -> None:
     module = ALGORITHMS[algorithm].__module__

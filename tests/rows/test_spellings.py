@@ -217,6 +217,7 @@ def test_frames_with_columns_in_another_order_are_not_read_by_position() -> None
             make()
 
 
+@pytest.mark.ci
 def test_an_exported_table_documents_how_its_columns_become_numbers(
     run: privssl.Run, tmp_path: Path
 ) -> None:

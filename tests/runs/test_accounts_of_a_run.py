@@ -330,6 +330,7 @@ def run_in_use(tmp_path: Path) -> Iterator[tuple[RunPaths, Callable[[], None]]]:
         yield paths, kill
 
 
+@pytest.mark.ci
 def test_a_second_process_in_a_run_folder_is_refused_until_the_first_has_ended(
     run_in_use: tuple[RunPaths, Callable[[], None]],
     sealed_runs: None,

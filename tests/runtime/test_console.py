@@ -106,7 +106,7 @@ def status_of(folder: Path) -> str:
     return str(results["status"])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_finishes_although_the_readers_of_both_streams_are_closed(tmp_path: Path) -> None:
     ends = [os.pipe() for _ in range(2)]
     for read, _ in ends:
@@ -118,7 +118,7 @@ def test_a_run_finishes_although_the_readers_of_both_streams_are_closed(tmp_path
     assert status_of(tmp_path) == "finished"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_finishes_if_its_standard_streams_are_closed_at_the_start(tmp_path: Path) -> None:
     def close_standard_streams() -> None:
         os.closerange(0, 3)

@@ -17,7 +17,7 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         local_training, "network_input", lambda *x, **how: narrow(*x, **how).double()
     )
     torch.set_default_dtype(torch.float64)
-    affine_augment._places.cache_clear()  # it caches numbers of the default dtype
+    affine_augment._make_pixel_positions.cache_clear()  # it caches numbers of the default dtype
     yield
     torch.set_default_dtype(torch.float32)
-    affine_augment._places.cache_clear()
+    affine_augment._make_pixel_positions.cache_clear()
