@@ -36,7 +36,7 @@ patch.object(yaml_reader, "_root", functools.cache(yaml_reader._root)).start()
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Seed every test alike: the order of tests in a pytest worker depends on their speed."""
-    torch.manual_seed(27182)
+    torch.default_generator.manual_seed(27182)  # torch.manual_seed would also look for GPUs
     np.random.seed(27182)
 
 
