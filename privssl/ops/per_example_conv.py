@@ -11,7 +11,7 @@ from torch import Tensor
 from privssl.ops import dispatch
 
 
-class _Correlation(ctypes.Structure):
+class _CorrelationStruct(ctypes.Structure):
     """The C struct of ``csrc/correlation.cpp``."""
 
     _fields_ = tuple(
@@ -23,7 +23,9 @@ class _Correlation(ctypes.Structure):
     )
 
 
-_SUMS = dispatch.function("correlation_sums", ctypes.POINTER(_Correlation), *[ctypes.c_void_p] * 3)
+_SUMS = dispatch.function(
+    "correlation_sums", ctypes.POINTER(_CorrelationStruct), *[ctypes.c_void_p] * 3
+)
 
 
 def sums(
@@ -50,7 +52,7 @@ def sums(
         if (n - 1) * step + taps > side + 2 * zeros:
             raise ValueError(f"a kernel of {kernel} meets fewer places of {sides} than {positions}")
     x, g = (t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (seen, met))
-    struct = _Correlation(
+    struct = _CorrelationStruct(
         rows * together, together, *sides, channels, *padding, *positions, kernels, *kernel, *stride
     )
     result = torch.empty((rows, *kernel, channels, kernels), dtype=x.dtype, device=x.device)

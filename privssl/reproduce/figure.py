@@ -41,13 +41,13 @@ def panels(of: Measurements) -> Panels:
                 continue
             for row in of.table.file.rows:
                 kept = of.found.get((row.name, column.name))
-                line = None if kept is None else _mean_line(kept, against)
+                line = None if kept is None else _compute_mean_line(kept, against)
                 if line is not None and len(line[0]) > 1:
                     lines.setdefault((against, column.name), {})[row.name] = line
     return lines
 
 
-def _mean_line(kept: Kept, against: str) -> Line | None:
+def _compute_mean_line(kept: Kept, against: str) -> Line | None:
     """Average over seeds; None if an entry does not have the quantity."""
     curves = [entry["curve"] for entry in kept.shown.values()]
     if any(against not in curve for curve in curves):

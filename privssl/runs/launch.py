@@ -157,14 +157,20 @@ def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
     if not private:
         yield from federated_data.dataset.said
     for agent, holding in federated_data.manifest.agents.items():
-        parts = [] if private else [f"with labels {_by_class(federated_data, holding.labelled)}"]
+        parts = (
+            []
+            if private
+            else [f"with labels {_format_class_counts(federated_data, holding.labelled)}"]
+        )
         ids = holding.unlabelled
-        parts.append(f"without labels {len(ids) if private else _by_class(federated_data, ids)}")
+        parts.append(
+            f"without labels {len(ids) if private else _format_class_counts(federated_data, ids)}"
+        )
         text = f"Rows of {agent}: {'; '.join(parts)}"
         yield log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
 
 
-def _by_class(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
+def _format_class_counts(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
     """Return how many rows, and how many of each class, by the true labels."""
     counts = class_counts_of(federated_data, ids)
     names = federated_data.dataset.class_names

@@ -42,7 +42,7 @@ def outline(
             packed = tensors[pointer] = PackedTensors(leaves)
             form = json.dumps(packed.form())  # there are many agents, but few layouts
             return {"packed": [pointer, forms.setdefault(form, len(forms))]}
-        return {"mapping": {k: inner(v, _escaped(k), left - 1) for k, v in items.items()}}
+        return {"mapping": {k: inner(v, _escape_key(k), left - 1) for k, v in items.items()}}
     if isinstance(tree, tuple):
         return {"tuple": [inner(v, str(i)) for i, v in enumerate(tree)]}
     if isinstance(tree, float) and not math.isfinite(tree):
@@ -54,10 +54,10 @@ def outline(
     raise TypeError(f"{pointer or '/'} of a state tree is a {type(tree).__name__}")
 
 
-def _escaped(key: str) -> str:
+def _escape_key(key: str) -> str:
     """Escape one step of a JSON pointer, so that different keys give different pointers.
 
-    >>> _escaped("a/b"), _escaped("a~1b")
+    >>> _escape_key("a/b"), _escape_key("a~1b")
     ('a~1b', 'a~01b')
     """
     return key.replace("~", "~0").replace("/", "~1")

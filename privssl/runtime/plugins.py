@@ -88,11 +88,11 @@ def is_known(kind: Kind, name: str) -> bool:
 
 def entry_points(kind: Kind) -> Mapping[str, metadata.EntryPoint]:
     """Return the installed entry points of a kind by name."""
-    return {point.name: point for point in _installed(tuple(sys.path))[kind]}
+    return {point.name: point for point in _read_entry_points(tuple(sys.path))[kind]}
 
 
 @lru_cache(maxsize=8)
-def _installed(_: tuple[str, ...]) -> Mapping[str, Sequence[metadata.EntryPoint]]:
+def _read_entry_points(_: tuple[str, ...]) -> Mapping[str, Sequence[metadata.EntryPoint]]:
     """Return all entry points of privssl's groups; cached because reading takes 10 ms."""
     points = metadata.entry_points()
     return {kind: tuple(points.select(group=f"privssl.{kind}")) for kind in get_args(Kind)}
@@ -101,18 +101,18 @@ def _installed(_: tuple[str, ...]) -> Mapping[str, Sequence[metadata.EntryPoint]
 def check_names(kind: Kind, built_in: Collection[str]) -> None:
     """Raise ConfigError for an installed plug-in with the name of privssl's or another one."""
     points: dict[str, metadata.EntryPoint] = {}
-    for point in _installed(tuple(sys.path))[kind]:
+    for point in _read_entry_points(tuple(sys.path))[kind]:
         other = points.setdefault(point.name, point)
         if point.name in built_in or other.value != point.value:
-            owner = "privssl itself" if point.name in built_in else _package(other)
+            owner = "privssl itself" if point.name in built_in else _format_package(other)
             raise ConfigError(
-                f"{_package(point)} installs a plug-in {point.name} (privssl.{kind}), a name that "
-                f"{owner} has. Uninstall one, or name it as package.module:Name in a package "
-                "without that entry point"
+                f"{_format_package(point)} installs a plug-in {point.name} (privssl.{kind}), a "
+                f"name that {owner} has. Uninstall one, or name it as package.module:Name in a "
+                "package without that entry point"
             )
 
 
-def _package(point: metadata.EntryPoint) -> str:
+def _format_package(point: metadata.EntryPoint) -> str:
     return point.value if point.dist is None else f"{point.dist.name} {point.dist.version}"
 
 
@@ -135,7 +135,7 @@ def load(kind: Kind, key: str, name: str) -> Any:
         )
     point = entry_points(kind).get(name)
     if point is not None and not is_reference(name):
-        return import_object(f"{key} is {name} of {_package(point)}, and", point.value)
+        return import_object(f"{key} is {name} of {_format_package(point)}, and", point.value)
     return import_object(f"{key} is {name}, and", name)
 
 
@@ -170,7 +170,9 @@ def import_object(said: str, reference: str) -> Any:
             "holds it (PYTHONPATH=.)"
         ) from None
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{prefix}{type(error).__name__}: {_at(error, module_name)}") from error
+        raise ConfigError(
+            f"{prefix}{type(error).__name__}: {_format_error(error, module_name)}"
+        ) from error
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError:
@@ -179,7 +181,7 @@ def import_object(said: str, reference: str) -> Any:
         raise ConfigError(f"{said} {module_name} has no {path}. {advice}") from None
 
 
-def _at(error: BaseException, module: str) -> str:
+def _format_error(error: BaseException, module: str) -> str:
     """Return the text of an error, and the failing line of the module or its package."""
     package = module.partition(".")[0]
     frames = [

@@ -151,7 +151,7 @@ def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
-    with _running(command, folder / "log", environment(folder)) as process:
+    with _start_process(command, folder / "log", environment(folder)) as process:
         wait_until(listens, process, folder / "log")
         yield f"127.0.0.1:{port}"
 
@@ -171,7 +171,7 @@ def site(folder: Path, address: str, *more: str) -> Iterator[subprocess.Popen[by
     """Run the site of a folder with its SuperNode."""
     command = [sys.executable, "-m", "privssl.site", str(folder / "site.yaml")]
     command += ["--superlink", address, *more]
-    with _running(command, folder / "out", dict(os.environ)) as process:
+    with _start_process(command, folder / "out", dict(os.environ)) as process:
         yield process
 
 
@@ -206,7 +206,7 @@ def end_of(process: subprocess.Popen[bytes]) -> int:
 
 
 @contextmanager
-def _running(
+def _start_process(
     command: Sequence[str], log: Path, environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as out:
