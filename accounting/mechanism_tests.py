@@ -140,15 +140,10 @@ def repeats_p(residuals: ArrayLike) -> float:
     closest = float(np.abs(gram[np.triu_indices(steps, 1)]).max())
     sine_squared = max(0.0, 1 - closest**2)
     by_pair = math.comb(steps, 2) * float(betainc((count - 1) / 2, 0.5, sine_squared))
-    return min(
-        1.0,
-        3 * by_pair,
-        3 * _compute_common_part_p(draws, steps),
-        3 * _compute_common_part_p(draws, 2),
-    )
+    return min(1.0, 3 * by_pair, 3 * _common_part_p(draws, steps), 3 * _common_part_p(draws, 2))
 
 
-def _compute_common_part_p(draws: Floats, width: int) -> float:
+def _common_part_p(draws: Floats, width: int) -> float:
     """Return the p-value that sums over ``width`` neighbouring steps are as long as by chance."""
     count, steps = draws.shape
     groups = draws[:, : steps // width * width].reshape(count, -1, width)  # (N, groups, width)

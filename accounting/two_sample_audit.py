@@ -120,7 +120,7 @@ def two_sample_lower_bound(
     check_delta(delta)
     check_confidence(confidence)
     counts = np.array([false_negatives]), np.array([false_positives])
-    return float(_compute_bounds(*counts, (trials_in, trials_out), delta, confidence)[0])
+    return float(_bounds(*counts, (trials_in, trials_out), delta, confidence)[0])
 
 
 def two_sample_ceiling(
@@ -187,13 +187,11 @@ def _choose_threshold(
     false_negatives = np.searchsorted(np.sort(scores_in), candidates)
     false_positives = scores_out.size - np.searchsorted(np.sort(scores_out), candidates)
     trials = (scores_in.size, scores_out.size)
-    bounds = _compute_bounds(
-        false_negatives, false_positives, trials, delta, 1 - (1 - confidence) / _WIDER
-    )
+    bounds = _bounds(false_negatives, false_positives, trials, delta, 1 - (1 - confidence) / _WIDER)
     return float(candidates[np.argmax(bounds)])
 
 
-def _compute_bounds(
+def _bounds(
     false_negatives: NDArray[np.int64], false_positives: NDArray[np.int64],
     trials: tuple[int, int], delta: float, confidence: float,
 ) -> Floats:  # fmt: skip

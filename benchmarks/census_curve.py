@@ -54,9 +54,7 @@ def measure(
     """
     open_run = prepare(replace(config, privacy=None))
     for name, other in (also or {}).items():
-        if _list_unlabelled_rows(prepare(replace(other, privacy=None))) != _list_unlabelled_rows(
-            open_run
-        ):
+        if _unlabelled_of(prepare(replace(other, privacy=None))) != _unlabelled_of(open_run):
             raise UserError(f"{name}: unlabelled rows are with other agents, so the map is another")
     maps: dict[int, tuple[Any, dict[str, Any]]] = {}
     cases = {"": config, **(also or {})}
@@ -88,11 +86,7 @@ def measure(
                     federation.begin(planned)
                     current_state = prepared.algorithm.round(current_state, federation)
         record: dict[str, Any] = {"dataset": config.data.name, "labels": config.data.labelled}
-        record |= {
-            "seed": config.run.seed,
-            "epsilon": epsilon,
-            **_compute_accuracies(prepared, current_state),
-        }
+        record |= {"seed": config.run.seed, "epsilon": epsilon, **_score(prepared, current_state)}
         record |= {"also": name} if name else {}
         records.append(record | {"seconds": round(time.perf_counter() - start, 1)})
         print(json.dumps(records[-1]), flush=True)
@@ -110,7 +104,7 @@ def before_the_census(prepared: Prepared) -> tuple[Any, dict[str, Any]]:
     return state, dict(engine.memories())
 
 
-def _list_unlabelled_rows(prepared: Prepared) -> dict[str, tuple[int, ...]]:
+def _unlabelled_of(prepared: Prepared) -> dict[str, tuple[int, ...]]:
     holdings = prepared.federated_data.manifest.agents.items()
     return {agent: holding.unlabelled for agent, holding in holdings if holding.unlabelled}
 
@@ -121,7 +115,7 @@ def _start_engine(prepared: Prepared) -> tuple[LocalEngine, Federation]:
     return engine, Federation(engine, seed)
 
 
-def _compute_accuracies(prepared: Prepared, state: Any) -> dict[str, float]:
+def _score(prepared: Prepared, state: Any) -> dict[str, float]:
     """Return the final accuracy; test rows choose nothing."""
     dataset, held_out = prepared.federated_data.dataset, prepared.federated_data.validation
     sets = {"test": (dataset.x_test, dataset.y_test)}

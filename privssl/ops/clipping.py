@@ -38,8 +38,8 @@ def factors(
     norms = None if norms is None else norms.to("cpu", torch.float64).contiguous()
     dense, result = [_pack_input(gradient) for gradient in gradients], _make_empty(rows)
     _FACTORS(dispatch.instruction_set())(
-        *_describe_gradients(dense), None if norms is None else norms.data_ptr(), drawn.data_ptr(),
-        clip_norm, result.data_ptr(),
+        *_as_array(dense), None if norms is None else norms.data_ptr(), drawn.data_ptr(), clip_norm,
+        result.data_ptr(),
     )  # fmt: skip
     return result
 
@@ -57,9 +57,7 @@ def totals(gradients: Sequence[KernelInput], factors: Tensor) -> Tensor:
         raise ValueError(f"{len(factors)} factors for another number of rows")
     factors, dense = factors.contiguous(), [_pack_input(gradient) for gradient in gradients]
     result = _make_empty(sum(numbers(gradient) for gradient in gradients))
-    _TOTALS(dispatch.instruction_set())(
-        *_describe_gradients(dense), factors.data_ptr(), result.data_ptr()
-    )
+    _TOTALS(dispatch.instruction_set())(*_as_array(dense), factors.data_ptr(), result.data_ptr())
     return result
 
 
@@ -102,19 +100,15 @@ def strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(shape[axis + 1 :].numel() for axis in range(len(shape)))
 
 
-def _describe_gradients(
-    gradients: Sequence[KernelInput],
-) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
+def _as_array(gradients: Sequence[KernelInput]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
     """Return all gradients in the form of ``_GRADIENTS``."""
     fields = [
-        field
-        for first, second in gradients
-        for field in (*_describe_tensor(first), *_describe_tensor(second))
+        field for first, second in gradients for field in (*_fields_of(first), *_fields_of(second))
     ]
     return len(gradients[0][0]), len(gradients), dispatch.int64_array(fields)
 
 
-def _describe_tensor(tensor: Tensor | None) -> tuple[int, int, int]:
+def _fields_of(tensor: Tensor | None) -> tuple[int, int, int]:
     """Return elements of a row, stride between rows, address."""
     if tensor is None:
         return 0, 0, 0

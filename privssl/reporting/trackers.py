@@ -151,9 +151,7 @@ class CsvTracker(Tracker):
             self._rewrite(kept)
 
     def round(self, record: RoundRecord) -> None:
-        values = {
-            k: _format_number(v) for k, v in record.values.items() if not k.startswith("time/")
-        }
+        values = {k: _as_text(v) for k, v in record.values.items() if not k.startswith("time/")}
         new = [name for name in values if name not in self._columns]
         if new or self._file is None:
             self.close()
@@ -201,7 +199,7 @@ class CsvTracker(Tracker):
         atomic_files.write(self._path, csv_text([["round", *self._columns], *padded]))
 
 
-def _format_number(value: float) -> str:
+def _as_text(value: float) -> str:
     """Return the shortest text that reads back as the same number."""
     return str(int(value)) if isinstance(value, int) else repr(float(value))
 

@@ -111,17 +111,13 @@ def _fill_blocks(text: str, path: Path, by_table: Mapping[str, Measurements]) ->
         page = (FOLDER / f"{name}.md").relative_to(path.parent)
         results = by_table[name]
         table = [*matrix(results), ""] if results.found else []
-        lines = (
-            [_render_state(results, page)]
-            if link
-            else ["", *table, _render_state(results, page), ""]
-        )
+        lines = [_status_of(results, page)] if link else ["", *table, _status_of(results, page), ""]
         return begin + "\n".join(lines) + "\n" + end
 
     return _BLOCK.sub(fill, text)
 
 
-def _render_state(results: Measurements, page: Path) -> str:
+def _status_of(results: Measurements, page: Path) -> str:
     """Return a link to the page of a table, and the number of cells without an entry."""
     cells = [cell for cell in results.table.cells if cell.size != "absent"]
     if not cells:
@@ -166,18 +162,12 @@ def _render_claims(claims: Sequence[tuple[Measurements, Verdict]], folder: str) 
     for results, verdict in claims:
         size = ("reduced" if verdict.reduced else "paper") if verdict.answered else ""
         lines.append(
-            [
-                _format_link(results, folder),
-                verdict.claim,
-                verdict.in_short,
-                size,
-                verdict.in_words(),
-            ]
+            [_link_to(results, folder), verdict.claim, verdict.in_short, size, verdict.in_words()]
         )
     return rows_of(lines) if claims else ["None."]
 
 
-def _format_link(results: Measurements, folder: str) -> str:
+def _link_to(results: Measurements, folder: str) -> str:
     table = results.table
     label = f"{table.file.paper}, {table.file.place}" if table.file.paper != "own" else table.name
     return f"[{label}]({folder}{table.name}.md)" if results.found else label
@@ -229,12 +219,6 @@ def _render_tables(all_results: Sequence[Measurements]) -> list[str]:
         claims = f"{holding} of {len(results.verdicts)}" if results.verdicts else ""
         count = f"{len(results.found)} of {len(cells)}"
         lines.append(
-            [
-                _format_link(results, "results/"),
-                results.table.file.title,
-                count,
-                str(reduced),
-                claims,
-            ]
+            [_link_to(results, "results/"), results.table.file.title, count, str(reduced), claims]
         )
     return rows_of(lines)

@@ -56,15 +56,13 @@ class CheckedAlgorithm:
     def classifier(self, state: Any) -> StateDict:
         weights = self._algorithm.classifier(state)
         if not isinstance(weights, Mapping):
-            raise self._make_error(
-                "classifier", f"returns a {_type_of(weights)}. Return F's state dict"
-            )
+            raise self._error("classifier", f"returns a {_type_of(weights)}. Return F's state dict")
         for name in [*self._like, *weights]:
             expected, actual = self._like.get(name), getattr(weights.get(name), "shape", None)
             if expected != actual:
                 problem = f"lacks {name}" if actual is None else f"has {name} as {[*actual]}"
                 expected_text = "lacks it" if expected is None else f"has it as {[*expected]}"
-                raise self._make_error(
+                raise self._error(
                     "classifier",
                     f"{problem}, and the network of model.name {expected_text}. Return all of F",
                 )
@@ -73,15 +71,11 @@ class CheckedAlgorithm:
     def metrics(self, state: Any) -> Mapping[str, float]:
         metrics = self._algorithm.metrics(state)
         if not isinstance(metrics, Mapping):
-            raise self._make_error(
-                "metrics", f"returns a {_type_of(metrics)}. Return {{name: number}}"
-            )
+            raise self._error("metrics", f"returns a {_type_of(metrics)}. Return {{name: number}}")
         for name, value in metrics.items():
             self._refuse_reserved("metrics", name)
             if not isinstance(value, int | float):
-                raise self._make_error(
-                    "metrics", f"gives {name} as a {_type_of(value)}. Give a number"
-                )
+                raise self._error("metrics", f"gives {name} as a {_type_of(value)}. Give a number")
         return metrics
 
     def _call_method(self, method: str, federation: Federation, *state: Any) -> Any:
@@ -108,7 +102,7 @@ class CheckedAlgorithm:
     def _check_state(self, method: str, state: Any) -> None:
         expected = self._algorithm.StateType
         if type(state) is not expected:
-            raise self._make_error(
+            raise self._error(
                 method,
                 f"returns a {_type_of(state)}, and StateType is {expected.__name__}, by which a "
                 f"checkpoint is read. Return a {expected.__name__}",
@@ -122,23 +116,19 @@ class CheckedAlgorithm:
         """Raise if a checkpoint cannot store a value: ``runs/state_tree.py``."""
         if isinstance(value, Tensor):
             if value.requires_grad:
-                raise self._make_error(
-                    method, f"returns {path} with a gradient. Give {path}.detach()"
-                )
+                raise self._error(method, f"returns {path} with a gradient. Give {path}.detach()")
         elif isinstance(value, LazyTensors):  # of an earlier round, in a file
             return
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 if not isinstance(key, str):
-                    raise self._make_error(
-                        method, f"returns {path} with the key {key!r}. Give text"
-                    )
+                    raise self._error(method, f"returns {path} with the key {key!r}. Give text")
                 self._check_part(method, f"{path}[{key!r}]", item)
         elif isinstance(value, tuple):
             for item in value:
                 self._check_part(method, path, item)
         elif not isinstance(value, bool | int | float | str | None):
-            raise self._make_error(
+            raise self._error(
                 method,
                 f"returns {path} as a {_type_of(value)}, which no checkpoint holds. Give tensors, "
                 "numbers, text, None, and tuples or mappings of these",
@@ -146,11 +136,9 @@ class CheckedAlgorithm:
 
     def _refuse_reserved(self, source: str, name: str) -> None:
         if name.startswith(RESERVED):
-            raise self._make_error(
-                source, f"logs {name}, which the run measures. Name it train/WORD"
-            )
+            raise self._error(source, f"logs {name}, which the run measures. Name it train/WORD")
 
-    def _make_error(self, source: str, problem: str) -> PluginError:
+    def _error(self, source: str, problem: str) -> PluginError:
         return PluginError(f"algorithm.name {self._name}: {source} {problem}")
 
 
