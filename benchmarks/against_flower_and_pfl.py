@@ -212,10 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(
-    told: Mapping[str, Numbers], taking_part: Sequence[Competitor], options: argparse.Namespace
+    numbers: Mapping[str, Numbers], competitors: Sequence[Competitor], options: argparse.Namespace
 ) -> None:
     """Print the table, and the ratios that are this project's targets."""
-    files = {one.name: f"cell/{one.module}.py" for one in taking_part}
+    files = {own.name: f"cell/{own.module}.py" for own in competitors}
     print(
         f"\n{cell.AGENTS:,} agents of {cell.ROWS_EACH} rows, {cell.PER_ROUND} in a round, batches "
         f"of {cell.BATCH}, one epoch. {options.cores} cores, {options.beside} processes of other "
@@ -225,14 +225,14 @@ def report(
         + "|---" * 9
         + "|"
     )
-    for name, n in told.items():
+    for name, n in numbers.items():
         low, high = n.rates
         print(
             f"| {name} | {n.rate:.3f} ({low:.3f}, {high:.3f}) | {n.cpu:.2f} | {n.begins:.1f} "
             f"| {n.start:.1f} | {n.memory:.0f} | {n.loss:.3f} | {n.accuracy:.3f} | {files[name]} |"
         )
     print("\n| ratio of rounds/s | times | at least | of CPU, for information |\n|---|---|---|---|")
-    for ours, theirs, target in (
+    for own_name, other_name, target in (
         ("privssl, bfloat16", "pfl-research, bfloat16", "1.25"),
         ("privssl, float32", "pfl-research, float32", "1"),
         ("privssl, bfloat16", "Flower simulation, bfloat16", "2.5"),
@@ -240,10 +240,10 @@ def report(
         ("privssl, bfloat16", "plain loop, float32, defaults", "2.3"),
         ("privssl, float32", "plain loop, float32, defaults", "2.3"),
     ):
-        if ours in told and theirs in told:
-            one, other = told[ours], told[theirs]
-            ratios = f"{one.rate / other.rate:.2f} | {target} | {other.cpu / one.cpu:.2f}"
-            print(f"| {ours} / {theirs} | {ratios} |")
+        if own_name in numbers and other_name in numbers:
+            own, other = numbers[own_name], numbers[other_name]
+            ratios = f"{own.rate / other.rate:.2f} | {target} | {other.cpu / own.cpu:.2f}"
+            print(f"| {own_name} / {other_name} | {ratios} |")
 
 
 if __name__ == "__main__":

@@ -142,15 +142,15 @@ def purity_table(rows: Rows, ks: Sequence[int]) -> list[str]:
         k: [rows.purity_of(clustering[k].of_row) for clustering in clusterings] for k in ks
     }
 
-    def line(name: str, purities: dict[int, list[float]]) -> str:
+    def format_line(name: str, purities: dict[int, list[float]]) -> str:
         cells = [f"{min(purities[k]):.3f} to {max(purities[k]):.3f}" for k in ks]
         return f"| {name} | " + " | ".join(cells) + " |"
 
     return [
         "| K | " + " | ".join(map(str, ks)) + " |",
         "|---" * (len(ks) + 1) + "|",
-        line("k-means", k_means_purity),
-        line(f"{rows.cells} cells, joined", graph_purity),
+        format_line("k-means", k_means_purity),
+        format_line(f"{rows.cells} cells, joined", graph_purity),
     ]
 
 

@@ -191,10 +191,10 @@ def cell_rounds(device: torch.device, small: bool) -> list[dict[str, Any]]:
         for precision in ("float32",) if small else ("float32", "bfloat16"):
             times: list[float] = []
 
-            def ended(_: int, times: list[float] = times) -> None:
+            def add_time(_: int, times: list[float] = times) -> None:
                 times.append(time.perf_counter())
 
-            cell.play(Path(folder), 2 if small else 6, precision, 1, device, ended)
+            cell.play(Path(folder), 2 if small else 6, precision, 1, device, add_time)
             # A round waits for the device, because weights come back to the CPU.
             gaps = [end - start for start, end in itertools.pairwise(times[1:])]
             records.append({"precision": precision, "rounds_per_s": 1 / statistics.median(gaps)})

@@ -115,12 +115,12 @@ def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
 def at_least(least: int) -> Callable[[str], int]:
     """Return an argparse type: integers >= ``least``."""
 
-    def number(text: str) -> int:
+    def parse_number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"a whole number from {least} is needed, not {text}")
         return int(text)
 
-    return number
+    return parse_number
 
 
 def numbers(text: str) -> list[int]:

@@ -24,10 +24,10 @@ PAIRS = 515  # of random words
 def refuse_wrong_kernels() -> None:
     """Raise PrivacyError if a loaded kernel computes a wrong result."""
     instruction_set = dispatch.instruction_set()
-    if instruction_set is None or (wrong := _find_wrong_kernel(instruction_set)) is None:
+    if instruction_set is None or (failed_task := _find_wrong_kernel(instruction_set)) is None:
         return
     raise PrivacyError(
-        f"privssl's kernel that {wrong} computes a wrong result on this processor "
+        f"privssl's kernel that {failed_task} computes a wrong result on this processor "
         f"({instruction_set}). Set PRIVSSL_KERNELS=torch in the environment to use torch instead, "
         "and please report the processor"
     )

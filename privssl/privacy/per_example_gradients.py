@@ -89,7 +89,7 @@ def factored_gradients(
     expanded = {key: _expand_rows(p.detach(), rows, depth - 1) for key, p in shared.items()}
     recorder = _LayerRecorder({key for key, p in shared.items() if p.requires_grad}, depth)
 
-    def recorded_loss(expanded: Mapping[Key, Tensor], row: Mapping[str, Tensor]) -> Tensor:
+    def record_loss(expanded: Mapping[Key, Tensor], row: Mapping[str, Tensor]) -> Tensor:
         recorder.trace(expanded)
         with recorder:
             return row_loss(
@@ -97,13 +97,13 @@ def factored_gradients(
                 row,
             )
 
-    def agent_losses(
+    def compute_losses(
         shared: Mapping[Key, Tensor], expanded: Mapping[Key, Tensor], rows: Mapping[str, Tensor]
     ) -> Tensor:
         recorder.shared = shared
-        return _map_over_rows(recorded_loss, expanded, rows)  # (B,)
+        return _map_over_rows(record_loss, expanded, rows)  # (B,)
 
-    compute = vmap(agent_losses, randomness="error") if agents else agent_losses
+    compute = vmap(compute_losses, randomness="error") if agents else compute_losses
     with _refuse_randomness():
         losses = compute(shared, expanded, dict(fields))
     for call in recorder.calls:

@@ -74,21 +74,24 @@ def refuse_batch_dependent_rounding(
             for net, network in networks.items()
         }
 
-        def bits(inputs: Mapping[str, Tensor], scaled: Parameters = scaled) -> list[Tensor]:
+        def compute_bits(inputs: Mapping[str, Tensor], scaled: Parameters = scaled) -> list[Tensor]:
             return gradient_bits(scaled, row_loss, inputs)
 
-        before = bits(fields)
+        before = compute_bits(fields)
         shifts = (1 + (4 * number + step) % SHIFTS for step in range(4))
         orders = [idx.flip(0), *(idx.roll(shift) for shift in shifts)] if by_place else []
         equal = [
             _are_equal(
-                bits({n: f[order.to(f.device)] for n, f in fields.items()}), before, idx, order
+                compute_bits({n: f[order.to(f.device)] for n, f in fields.items()}),
+                before,
+                idx,
+                order,
             )
             for order in orders
         ]
         for subset in (idx[::2], idx[1::2]):
             mixed = {name: _replace_others(field, subset) for name, field in fields.items()}
-            equal.append(_are_equal(bits(mixed), before, subset, subset))
+            equal.append(_are_equal(compute_bits(mixed), before, subset, subset))
         if not all(equal):
             raise PrivacyError(
                 f"the rounding of a row's gradient depends on the other {rows - 1} rows or on its "
@@ -136,7 +139,9 @@ def stack_keeps_bits(
             for net, params in parameters.items()
         }
 
-        def bits(new: Mapping[str, Tensor], agent: int = agent, scaled: Parameters = scaled) -> Any:
+        def compute_bits(
+            new: Mapping[str, Tensor], agent: int = agent, scaled: Parameters = scaled
+        ) -> Any:
             inputs = {name: field.clone() for name, field in fields.items()}
             for name, value in new.items():
                 inputs[name][agent] = value
@@ -147,7 +152,7 @@ def stack_keeps_bits(
                     for part in _collect_bits(gradients, agents, rows)
                 ]
 
-        before, others = bits({}), torch.arange(agents) != agent
+        before, others = compute_bits({}), torch.arange(agents) != agent
         changes = [
             ({n: f[agent, order] for n, f in fields.items()}, idx, order)
             for order in (idx.flip(0), idx.roll(1 + number))
@@ -156,7 +161,7 @@ def stack_keeps_bits(
             for subset in (idx[::2], idx[1::2])
         ]
         for new, dst, src in changes:
-            after = bits(new)
+            after = compute_bits(new)
             equal = _are_equal([a[agent] for a in after], [b[agent] for b in before], dst, src)
             if not (equal and _are_equal(after, before, others, others)):
                 return False

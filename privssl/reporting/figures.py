@@ -135,12 +135,12 @@ def _draw_tiles(
     return np.asarray(sheet)
 
 
-def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
+def census_plot(counts: NDArray[np.int64], cluster_classes: NDArray[np.int64]) -> Picture:
     """Draw a census: noisy counts, and the class of each cluster.
 
     Args:
         counts: (K, C), may be negative.
-        told: (K,) the class of each cluster.
+        cluster_classes: (K,) the class of each cluster.
     """
     clusters, classes = counts.shape
     figure = _make_figure(
@@ -149,7 +149,12 @@ def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
     axes = figure.add_subplot()
     image = axes.imshow(counts, cmap="Blues", vmin=0, vmax=max(int(counts.max()), 1), aspect="auto")
     axes.scatter(
-        told, np.arange(clusters), marker="s", s=90, facecolors="none", edgecolors=LABELLED
+        cluster_classes,
+        np.arange(clusters),
+        marker="s",
+        s=90,
+        facecolors="none",
+        edgecolors=LABELLED,
     )
     axes.set_xticks(range(classes))
     axes.set_yticks(range(0, clusters, math.ceil(clusters / 50)))

@@ -104,7 +104,7 @@ def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendere
 def _fill_blocks(text: str, path: Path, by_table: Mapping[str, Measurements]) -> str:
     """Return a page with its blocks filled."""
 
-    def fill(match: re.Match[str]) -> str:
+    def fill_block(match: re.Match[str]) -> str:
         begin, name, link, _, end = match.groups()
         if name not in by_table:
             raise ConfigError(f"{path}: {begin.strip()} names no file of configs/tables")
@@ -114,7 +114,7 @@ def _fill_blocks(text: str, path: Path, by_table: Mapping[str, Measurements]) ->
         lines = [_status_of(results, page)] if link else ["", *table, _status_of(results, page), ""]
         return begin + "\n".join(lines) + "\n" + end
 
-    return _BLOCK.sub(fill, text)
+    return _BLOCK.sub(fill_block, text)
 
 
 def _status_of(results: Measurements, page: Path) -> str:

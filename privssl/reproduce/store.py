@@ -358,7 +358,7 @@ def as_text(entry: Entry) -> str:
     """
     text = json.dumps(entry, indent=1, ensure_ascii=False, allow_nan=False)
 
-    def in_one_line(match: re.Match[str]) -> str:
+    def join_lines(match: re.Match[str]) -> str:
         return "[" + re.sub(r",\s*\n\s*", ", ", match[1]) + "]"
 
-    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", in_one_line, text) + "\n"
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", join_lines, text) + "\n"

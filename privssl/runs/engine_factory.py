@@ -145,10 +145,10 @@ def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Sp
     accounts = [a.account for a in prepared.labelled_agents if a.account is not None]
     balances = {account.agent: account.balance() for account in accounts}
     this_run = {a.agent: balances[a.agent].journal.epsilon_of(a.run) for a in accounts}
-    outlive = prepared.config.privacy is not None and prepared.config.privacy.ledger
+    accounts_outlive = prepared.config.privacy is not None and prepared.config.privacy.ledger
     return Spending(
         {name: balance.journal for name, balance in balances.items()},
-        this_run if outlive else None,
+        this_run if accounts_outlive else None,
         [f"{name}: {text}" for name, balance in balances.items() for text in balance.problems],
     )
 

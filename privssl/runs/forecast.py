@@ -187,12 +187,12 @@ class _SamplingEngine(LocalEngine):
         """Return the reply of a visit, maybe of a part of it, and the time of the whole visit."""
         agent = self._chosen[call.to.role]
         made_up = agent.id in self._prepared.account_plans
-        unit, whole = self._count_work(agent)
+        unit, units = self._count_work(agent)
         memory = self._memories[call.to.role]
         if unit == "rows" and (made_up or call.to.role in self._rows):
-            probed = timed = whole if made_up else self._rows[call.to.role]
+            probed = timed = units if made_up else self._rows[call.to.role]
         else:
-            probed = timed = min(whole, FEW_ROWS if unit == "rows" else FEW_STEPS)
+            probed = timed = min(units, FEW_ROWS if unit == "rows" else FEW_STEPS)
         reply, seconds = self._run_visit(call, agent, unit, probed)
         if seconds < WARM:  # the first visit also fills caches
             self._memories[call.to.role] = memory
@@ -200,7 +200,7 @@ class _SamplingEngine(LocalEngine):
         rate = seconds / probed if probed else 0.0
         if unit != "rows" or call.to.role not in self._rows:
             time_limit = max(LEAST, SHARE * (self._deadline - time.perf_counter()))
-            timed = min(whole, max(2 * probed, int(probed * time_limit / seconds)))
+            timed = min(units, max(2 * probed, int(probed * time_limit / seconds)))
             if timed > probed:
                 self._memories[call.to.role] = memory
                 reply, timed_seconds = self._run_visit(call, agent, unit, timed)
@@ -211,9 +211,9 @@ class _SamplingEngine(LocalEngine):
                 seconds = timed_seconds
         if unit == "rows":
             self._rows.setdefault(call.to.role, timed)
-        seconds += rate * (whole - timed)
+        seconds += rate * (units - timed)
         names = call.to.role, call.step.__name__, agent.id
-        return reply, Visit(*names, seconds, unit, timed, whole, made_up)
+        return reply, Visit(*names, seconds, unit, timed, units, made_up)
 
     def _count_work(self, agent: Agent) -> tuple[str, int]:
         """Return the unit by which a visit can be shortened, and the number of units."""
@@ -296,10 +296,10 @@ def _choose_typical(agents: Sequence[Agent], under_account: Collection[str]) -> 
     Under accounts, where that number may be private, the middle one by order.
     """
 
-    def rows(agent: Agent) -> int:
+    def count_rows(agent: Agent) -> int:
         return 0 if agent.id in under_account else _count_rows(agent)
 
-    return sorted(agents, key=rows)[len(agents) // 2]
+    return sorted(agents, key=count_rows)[len(agents) // 2]
 
 
 def _count_rows(agent: Agent) -> int:

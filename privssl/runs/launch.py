@@ -80,7 +80,7 @@ def launch(
     for record in rows_told(prepared):
         log_file.handle(record)
 
-    def trackers() -> list[Tracker]:
+    def make_trackers() -> list[Tracker]:
         run_dir.remove_replaced_run(folder)  # after all checks of the new run
         return [
             CsvTracker(folder / "metrics.csv", resume_after=resume_after),
@@ -95,22 +95,22 @@ def launch(
         return f". The traceback is in {folder / 'train.log'}"
 
     with plugin_errors(plugins_of(prepared.config), keep_traceback):
-        round_loop.train(prepared, folder, trackers, snapshot)
+        round_loop.train(prepared, folder, make_trackers, snapshot)
         _record_outputs(prepared, folder)
     return folder
 
 
 def _record_outputs(prepared: Prepared, folder: Path) -> None:
     """Add outputs of an own network on synthetic rows to results.json, for who opens the run."""
-    known, cpu = run_dir.read_outcome(folder), torch.device("cpu")
-    if known is None or known[0]["status"] == "interrupted":
+    outcome, cpu = run_dir.read_outcome(folder), torch.device("cpu")
+    if outcome is None or outcome[0]["status"] == "interrupted":
         return
     if not is_outside(prepared.config.model.name):
         return
     network = prepared.algorithm.task.new_classifier()
     load_weights(network, dict(open_lazily(folder / run_dir.CLASSIFIER)), cpu)
     outputs = outputs_of(network, prepared.algorithm.task.shape, cpu)
-    text = json.dumps(known[0] | {"outputs": outputs}, indent=2) + "\n"
+    text = json.dumps(outcome[0] | {"outputs": outputs}, indent=2) + "\n"
     atomic_files.write(folder / "results.json", text)
 
 

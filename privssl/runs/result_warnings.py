@@ -25,10 +25,10 @@ NOT_FINITE = "are not finite (NaN or infinite)"
 log = logging.getLogger("privssl")
 
 
-def warn_once(said: list[str], sentence: str) -> None:
+def warn_once(warnings: list[str], sentence: str) -> None:
     """Log a warning of a round, and add it to those for results.json."""
-    if sentence not in said:
-        said.append(sentence)
+    if sentence not in warnings:
+        warnings.append(sentence)
         log.warning("%s", sentence)
 
 

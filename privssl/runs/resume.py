@@ -196,9 +196,12 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
 
 def names_of_rows(prepared: Prepared) -> dict[str, str]:
     """Return a checkpoint's record of class names and of a table's columns, in their order."""
-    about = prepared.about_rows
-    found = {"classes": about["class_names"], "columns": [*about["rows"].get("columns", ())]}
-    return {NAMES: json.dumps(found)}
+    description = prepared.about_rows
+    names = {
+        "classes": description["class_names"],
+        "columns": [*description["rows"].get("columns", ())],
+    }
+    return {NAMES: json.dumps(names)}
 
 
 def check_same_names(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:

@@ -185,10 +185,12 @@ def remove_replaced_run(folder: Path) -> None:
                 "The replaced run's ledger was moved to %s; what it spent still counts for these "
                 "rows, and the new card names it.", target,
             )  # fmt: skip
-        gone = former.with_name(f"{former.name}.gone")  # a partly deleted run must not be restored
-        shutil.rmtree(gone, ignore_errors=True)
-        former.rename(gone)
-        shutil.rmtree(gone)
+        leftover = former.with_name(
+            f"{former.name}.gone"
+        )  # a partly deleted run must not be restored
+        shutil.rmtree(leftover, ignore_errors=True)
+        former.rename(leftover)
+        shutil.rmtree(leftover)
 
 
 def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:

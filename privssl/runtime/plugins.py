@@ -147,27 +147,27 @@ def load_function(kind: Kind, key: str, name: str, advice: str) -> Callable[...,
     return function  # type: ignore[no-any-return]
 
 
-def import_object(said: str, reference: str) -> Any:
+def import_object(error_prefix: str, reference: str) -> Any:
     """Import the object ``package.module:Name``.
 
-    ``said``: the beginning of error messages. Raises ConfigError as :func:`load`.
+    ``error_prefix``: the start of error messages. Raises ConfigError as :func:`load`.
     """
     module_name, _, path = reference.partition(":")
     if module_name == "__main__" or "<" in path:
         raise ConfigError(
-            f"{said} it was defined in a notebook, a script or a function and cannot be imported. "
-            "Give a network from Python (model=...), or put it into a file and name that: "
-            "package.module:Name"
+            f"{error_prefix} it was defined in a notebook, a script or a function and cannot be "
+            "imported. Give a network from Python (model=...), or put it into a file and name "
+            "that: package.module:Name"
         )
-    prefix = f"{said} importing {module_name} failed: "
+    prefix = f"{error_prefix} importing {module_name} failed: "
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):  # a failed import inside the module
             raise ConfigError(f"{prefix}{type(error).__name__}: {error}") from error
         raise ConfigError(
-            f"{said} there is no module {error.name} here. Install it, or start in the folder that "
-            "holds it (PYTHONPATH=.)"
+            f"{error_prefix} there is no module {error.name} here. Install it, or start in the "
+            "folder that holds it (PYTHONPATH=.)"
         ) from None
     except (Exception, SystemExit) as error:
         raise ConfigError(
@@ -178,7 +178,7 @@ def import_object(said: str, reference: str) -> Any:
     except AttributeError:
         similar = difflib.get_close_matches(path, dir(module), n=1)
         advice = f"Did you mean {similar[0]}?" if similar else "Write package.module:Name"
-        raise ConfigError(f"{said} {module_name} has no {path}. {advice}") from None
+        raise ConfigError(f"{error_prefix} {module_name} has no {path}. {advice}") from None
 
 
 def _format_error(error: BaseException, module: str) -> str:
@@ -192,14 +192,14 @@ def _format_error(error: BaseException, module: str) -> str:
     return f"{error} ({frames[-1][0]}, line {frames[-1][1]})" if frames else str(error)
 
 
-def call(said: str, build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a plug-in's function; convert its errors to a ConfigError that begins with ``said``."""
+def call(error_prefix: str, build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a plug-in's function; convert its errors to a ConfigError with this start."""
     try:
         return build(*arguments, **options)
     except UserError:
         raise
     except Exception as error:
-        raise ConfigError(f"{said} {type(error).__name__}: {first_line(error)}") from error
+        raise ConfigError(f"{error_prefix} {type(error).__name__}: {first_line(error)}") from error
 
 
 def describe(kind: Kind, name: str) -> dict[str, str | None]:

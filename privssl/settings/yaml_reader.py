@@ -207,7 +207,7 @@ def as_yaml_number(text: str) -> str | None:
     match = re.fullmatch(r"([-+]?[0-9]+)(\.[0-9]*)?(?:[eE]([-+]?)([0-9]+))?", text.strip())
     if match is None:
         return None
-    whole, fraction, sign, exponent = match.groups()
+    integer, fraction, sign, exponent = match.groups()
     if exponent is None:
-        return f"{whole}{fraction or ''}"
-    return f"{whole}{fraction or '.0'}e{sign or '+'}{exponent}"
+        return f"{integer}{fraction or ''}"
+    return f"{integer}{fraction or '.0'}e{sign or '+'}{exponent}"

@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
     options = _build_parser().parse_args(argv)
 
-    def body(console: Terminal, stack: ExitStack) -> int:
+    def run(console: Terminal, stack: ExitStack) -> int:
         stack.enter_context(private_umask())
         return _run_site(options, console, stack)
 
-    return run_command(body, json=False, interrupted="Stopped. The same command starts it again.")
+    return run_command(run, json=False, interrupted="Stopped. The same command starts it again.")
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -126,10 +126,12 @@ class Trial:
         with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
             torch.manual_seed(20_241)  # a seed used nowhere else
 
-            def engine(agents: Any, *, seed: int, device: torch.device, check_wire: bool) -> Any:
+            def make_engine(
+                agents: Any, *, seed: int, device: torch.device, check_wire: bool
+            ) -> Any:
                 return sites_engine(agents, algorithm, seed, Path(folder))
 
-            after = simulate(algorithm, self.parties(), engine=engine)
+            after = simulate(algorithm, self.parties(), engine=make_engine)
             after.engine.close()
             return after.state
 
@@ -327,14 +329,16 @@ def workers(trial: Trial) -> None:
         raise NotChecked(reason)
     algorithm, engines = trial.algorithm(), list[WorkerEngine]()
 
-    def engine(agents: Any, *, seed: int, device: torch.device, check_wire: bool) -> WorkerEngine:
+    def make_engine(
+        agents: Any, *, seed: int, device: torch.device, check_wire: bool
+    ) -> WorkerEngine:
         engines.append(
             WorkerEngine(agents, algorithm=algorithm, workers=2, seed=seed, device=device)
         )
         return engines[0]
 
     try:
-        after = simulate(algorithm, trial.parties(), engine=engine)
+        after = simulate(algorithm, trial.parties(), engine=make_engine)
         memories = after.engine.memories()
     finally:
         for worker_engine in engines:

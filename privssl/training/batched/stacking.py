@@ -201,10 +201,10 @@ def pad_to(x: Tensor, rows: int) -> Tensor:
 def run_calls_batched(wanted: Sequence[BatchedCall]) -> list[Any]:
     """Return results of calls, in order; ``can_compute`` holds for each."""
 
-    def rows(call: BatchedCall) -> int:
+    def count_rows(call: BatchedCall) -> int:
         return max((len(x) for x in tree_flatten(call.fields)[0] if x.dim()), default=1)
 
-    return _run_by_kind(wanted, [_batch_key_of(call) for call in wanted], rows, _run_calls)
+    return _run_by_kind(wanted, [_batch_key_of(call) for call in wanted], count_rows, _run_calls)
 
 
 def can_compute(one: BatchedCall) -> bool:
