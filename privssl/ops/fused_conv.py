@@ -229,10 +229,10 @@ def flat(own: Sequence[Parameters]) -> list[Tensor | None]:
     return [parameter for parameters in own for parameter in parameters]
 
 
-def unflat(given: Sequence[Any]) -> list[Parameters]:
+def unflat(items: Sequence[Any]) -> list[Parameters]:
     """Invert :func:`flat`."""
     size = len(Parameters._fields)
-    return [Parameters(*given[start : start + size]) for start in range(0, len(given), size)]
+    return [Parameters(*items[start : start + size]) for start in range(0, len(items), size)]
 
 
 class FusedPass:

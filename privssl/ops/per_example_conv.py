@@ -29,8 +29,8 @@ _SUMS = dispatch.function(
 
 
 def sums(
-    seen: Tensor,
-    met: Tensor,
+    larger: Tensor,
+    smaller: Tensor,
     kernel: tuple[int, int],
     stride: tuple[int, int],
     padding: tuple[int, int],
@@ -40,18 +40,21 @@ def sums(
     Returns (B, height, width of the kernel, channels, kernels).
 
     Args:
-        seen: (B, T, channels, height, width), T images of each row; ``dispatch.available_for`` must
-            hold.
-        met: (B, T, kernels, tall, broad), at most as many positions as the kernel has on ``seen``.
+        larger: (B, T, channels, height, width), T images of each row; ``dispatch.available_for``
+            must hold.
+        smaller: (B, T, kernels, tall, broad), at most as many positions as the kernel has on
+            ``larger``.
         kernel: (height, width).
-        stride: (down, right), of the kernel over ``seen``.
-        padding: (vertical, horizontal) zeros around ``seen``.
+        stride: (down, right), of the kernel over ``larger``.
+        padding: (vertical, horizontal) zeros around ``larger``.
     """
-    (rows, together, channels, *sides), (kernels, *positions) = seen.shape, met.shape[2:]
+    (rows, together, channels, *sides), (kernels, *positions) = larger.shape, smaller.shape[2:]
     for side, taps, step, zeros, n in zip(sides, kernel, stride, padding, positions, strict=True):
         if (n - 1) * step + taps > side + 2 * zeros:
             raise ValueError(f"a kernel of {kernel} meets fewer places of {sides} than {positions}")
-    x, g = (t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (seen, met))
+    x, g = (
+        t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (larger, smaller)
+    )
     struct = _CorrelationStruct(
         rows * together, together, *sides, channels, *padding, *positions, kernels, *kernel, *stride
     )

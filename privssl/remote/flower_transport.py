@@ -149,13 +149,13 @@ class FlowerTransport:
             raise
 
     def addresses(self) -> Sequence[str]:
-        def ask(relay: socket.socket) -> Sequence[str]:
+        def fetch_addresses(relay: socket.socket) -> Sequence[str]:
             relay.settimeout(GRACE_SECONDS)
             send(relay, json.dumps({"do": "addresses"}).encode())
             self._keys = dict(json.loads(receive(relay)))
             return list(self._keys)
 
-        return self._call_relay(ask, [])
+        return self._call_relay(fetch_addresses, [])
 
     def key_owner(self, address: str) -> str:
         """Return the agent with the key of the node at an address; empty if there is none."""
@@ -163,14 +163,14 @@ class FlowerTransport:
         return self._node_keys.owner(self._keys.get(address, ""))
 
     def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        def ask(relay: socket.socket) -> Mapping[str, bytes]:
+        def exchange_frames(relay: socket.socket) -> Mapping[str, bytes]:
             relay.settimeout(seconds + GRACE_SECONDS)
             request = {"do": "exchange", "to": list(frames), "seconds": seconds}
             for part in (json.dumps(request).encode(), *frames.values()):
                 send(relay, part)
             return {str(address): receive(relay) for address in json.loads(receive(relay))}
 
-        return self._call_relay(ask, {}) if frames else {}
+        return self._call_relay(exchange_frames, {}) if frames else {}
 
     def close(self) -> None:
         for connection in (self._relay, self._listener):
@@ -181,8 +181,8 @@ class FlowerTransport:
 
     # The relay ------------------------------------------------------------------------------
 
-    def _call_relay(self, ask: Callable[[socket.socket], T], otherwise: T) -> T:
-        """Return the result of ``ask``, or ``otherwise`` if the relay fails.
+    def _call_relay(self, request: Callable[[socket.socket], T], default: T) -> T:
+        """Return the result of ``request``, or ``default`` if the relay fails.
 
         Any interruption drops the relay, because its late answer could be mistaken for the next
         one.
@@ -190,7 +190,7 @@ class FlowerTransport:
         try:
             if self._listener is None:
                 raise OSError("closed")
-            return ask(self._relay or self._connect())
+            return request(self._relay or self._connect())
         except BaseException as error:
             if isinstance(error, Exception):  # Ctrl-C is not an error of the run
                 log.warning("The Flower run ended (%s). The next message starts another one", error)
@@ -199,7 +199,7 @@ class FlowerTransport:
                     self._relay.close()
             self._relay = None
             if isinstance(error, OSError | SiteError | ValueError):
-                return otherwise
+                return default
             raise
 
     def _write_app(self) -> None:

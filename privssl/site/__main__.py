@@ -95,13 +95,13 @@ def _run_site(options: argparse.Namespace, console: Terminal, stack: ExitStack) 
             )  # fmt: skip
             stack.callback(node.stop)
 
-        def ready() -> None:  # not earlier: another process may serve this site with the same key
+        def begin() -> None:  # not earlier: another process may serve this site with the same key
             log.info("Serving: %s", " ".join(lines))
             if node is not None:
                 node.start()
             console.print(f"Serving on {site.door}. Ctrl-C stops it.", markup=False)
 
-        socket_server.serve(site.door, lambda frame: _handle_in_one_thread(handler, frame), ready)
+        socket_server.serve(site.door, lambda frame: _handle_in_one_thread(handler, frame), begin)
     return 0
 
 

@@ -183,7 +183,7 @@ def _read_rows(site: SiteConfig, config: Config) -> _SiteRows:
             f"{site.source}: rows.arrays has no columns, and {config.source} has a table. Give "
             "rows.root, a folder with train.csv, so that data.columns scales all sites alike"
         )
-    _check_number_hidden(site, config)
+    _refuse_revealing_rows(site, config)
     if site.rows.arrays:
         return _read_arrays(site, config, labelled=labelled, unlabelled=unlabelled)
     if site.rows.root and config.data.name in BUILT_IN:
@@ -231,7 +231,7 @@ def _read_rows(site: SiteConfig, config: Config) -> _SiteRows:
     )  # fmt: skip
 
 
-def _check_number_hidden(site: SiteConfig, config: Config) -> None:
+def _refuse_revealing_rows(site: SiteConfig, config: Config) -> None:
     """Refuse own rows that determine the form of all rows, if their number is private.
 
     A site with one row would start, and one without rows would not, which reveals the number.
