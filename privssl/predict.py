@@ -91,7 +91,7 @@ def _check_output(output: Path) -> None:
         raise RunFolderError(f"{output} exists and holds no predictions. Choose another --output")
 
 
-def _find_likeliest(classes: Sequence[str], row: Sequence[float]) -> str:
+def _find_best(classes: Sequence[str], row: Sequence[float]) -> str:
     return classes[row.index(max(row))]
 
 
@@ -101,9 +101,7 @@ def _as_json(
     entries = []
     for name, row in zip(names, rows, strict=True):
         by_class = dict(zip(classes, row, strict=True))
-        entries.append(
-            {"row": name, "class": _find_likeliest(classes, row), "probabilities": by_class}
-        )
+        entries.append({"row": name, "class": _find_best(classes, row), "probabilities": by_class})
     return entries
 
 
@@ -112,7 +110,7 @@ def _as_csv(classes: Sequence[str], names: Sequence[str], rows: Sequence[Sequenc
     table = csv.writer(out, lineterminator="\n")
     table.writerow(["row", "class", *classes])
     for name, row in zip(names, rows, strict=True):
-        table.writerow([name, _find_likeliest(classes, row), *(f"{p:.6f}" for p in row)])
+        table.writerow([name, _find_best(classes, row), *(f"{p:.6f}" for p in row)])
     return out.getvalue()
 
 

@@ -29,12 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output", type=Path, metavar="FILE", help="output file (default: standard output)"
     )
     options = parser.parse_args(argv)
-    return run_command(
-        partial(_write_schema, options.output), json=True, interrupted="Interrupted."
-    )
+    return run_command(partial(_write, options.output), json=True, interrupted="Interrupted.")
 
 
-def _write_schema(output: Path | None, console: Console, _: ExitStack) -> int:
+def _write(output: Path | None, console: Console, _: ExitStack) -> int:
     import json
 
     from privssl.experiment.json_schema import DRAFT, config_schema

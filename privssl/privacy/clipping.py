@@ -201,14 +201,12 @@ def _replace_overlong(norms: Tensor, *lengths: Tensor) -> Tensor:
 def _norms(sample: Tensor) -> Tensor:
     """Compute the norm of each row (B,), in blocks that fit a cache in float64."""
     flat = sample.reshape(len(sample), -1)
-    return torch.cat(
-        [chunk.double().norm(dim=1) for chunk in torch.split(flat, _count_block_rows(flat))]
-    )
+    return torch.cat([chunk.double().norm(dim=1) for chunk in torch.split(flat, _block_size(flat))])
 
 
 def _sum_weighted(factors: Tensor, values: Tensor) -> Tensor:
     """Sum factors (..., B) times values (..., B, N) over rows: (..., N)."""
-    size = _count_block_rows(values)
+    size = _block_size(values)
     chunks = zip(torch.split(factors, size, -1), torch.split(values, size, -2), strict=True)
     return sum(
         ((f[..., None, :] @ v.double()).squeeze(-2) for f, v in chunks),
@@ -216,6 +214,6 @@ def _sum_weighted(factors: Tensor, values: Tensor) -> Tensor:
     )
 
 
-def _count_block_rows(rows: Tensor) -> int:
+def _block_size(rows: Tensor) -> int:
     """Return the number of rows of one block, for rows (..., B, N)."""
     return max(1, BLOCK // max(1, rows.numel() // rows.shape[-2]))

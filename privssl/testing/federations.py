@@ -190,14 +190,12 @@ def through_disk(played: Simulation, number: int) -> Snapshot:
         loaded = checkpoint.load_snapshot(Path(folder), "digest")
         # Read while the file exists: a snapshot has only the positions of agents' tensors.
         return dataclasses.replace(
-            loaded, state=_read_tree(loaded.state), memories=_read_tree(loaded.memories)
+            loaded, state=_read(loaded.state), memories=_read(loaded.memories)
         )
 
 
-def _read_tree(tree: Any) -> Any:
-    return (
-        {key: _read_tree(item) for key, item in tree.items()} if isinstance(tree, Mapping) else tree
-    )
+def _read(tree: Any) -> Any:
+    return {key: _read(item) for key, item in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 # Comparing ----------------------------------------------------------------------------------
