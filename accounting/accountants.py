@@ -100,7 +100,7 @@ class Cost:
         """
         if delta == 0 or not self.rdp.any():
             return self.epsilon(delta)
-        best = float((self.rdp + np.maximum(_conversion(delta, _ORDERS), 0.0)).min())
+        best = float((self.rdp + np.maximum(_compute_conversion(delta, _ORDERS), 0.0)).min())
         return min(best, self.pure) if self.is_pure else best
 
     @property
@@ -144,8 +144,8 @@ class Cost:
         if first_cost.is_pure:
             return self.pure if self.is_pure else rdp_to_epsilon(self.rdp, delta / len(ORDERS))
         if first_cost.sampled or first_cost.pure:
-            best = _best_order(self.kinds[0], delta, budget)
-            return max(0.0, float(self.rdp[best] + _conversion(delta, _ORDERS)[best]))
+            best = _find_best_order(self.kinds[0], delta, budget)
+            return max(0.0, float(self.rdp[best] + _compute_conversion(delta, _ORDERS)[best]))
         exact = math.isfinite(self.as_full)
         return gaussian_epsilon(math.sqrt(self.as_full), delta) if exact else math.inf
 
@@ -155,7 +155,7 @@ ZERO_COST = Cost(np.zeros(len(ORDERS)), 0.0, 0.0, False)
 
 def cost_of(events: Iterable[Event]) -> Cost:
     """Return the cost of all these events about the same rows."""
-    return sum((_cost(event) for event in events), ZERO_COST)
+    return sum((_compute_cost(event) for event in events), ZERO_COST)
 
 
 def epsilon(events: Iterable[Event], delta: float) -> float:
@@ -184,10 +184,10 @@ def rdp_to_epsilon(
 ) -> float:
     """Convert Renyi divergences at ``orders`` to epsilon. arXiv:2004.00010, Proposition 12."""
     a = _ORDERS if orders is ORDERS else np.asarray(orders)
-    return max(0.0, float((rdp + _conversion(delta, a)).min()))
+    return max(0.0, float((rdp + _compute_conversion(delta, a)).min()))
 
 
-def _conversion(delta: float, orders: NDArray[np.float64]) -> NDArray[np.float64]:
+def _compute_conversion(delta: float, orders: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the conversion term at each order; negative at orders above about 0.37 / delta."""
     terms = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     return np.asarray(terms, dtype=np.float64)
@@ -266,22 +266,22 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
     check_sample_rate(sample_rate)
     check_count("steps", steps)
 
-    def event(sigma: float) -> PoissonSampledGaussianEvent:
+    def make_event(sigma: float) -> PoissonSampledGaussianEvent:
         return PoissonSampledGaussianEvent(sigma, sample_rate, steps)
 
     def fits(ticks: int) -> bool:
-        return _cost(event(ticks / _TICKS)).epsilon(delta) <= epsilon
+        return _compute_cost(make_event(ticks / _TICKS)).epsilon(delta) <= epsilon
 
-    def costs_at_most(sigma: float, orders: tuple[float, ...]) -> float:
+    def compute_epsilon(sigma: float, orders: tuple[float, ...]) -> float:
         if sample_rate == 1:
-            return _cost(event(sigma)).epsilon(delta)  # by the formula, without orders
-        return rdp_to_epsilon(_rdp(event(sigma), orders), delta, orders)
+            return _compute_cost(make_event(sigma)).epsilon(delta)  # by the formula, without orders
+        return rdp_to_epsilon(_rdp(make_event(sigma), orders), delta, orders)
 
-    def least_noise(orders: tuple[float, ...], high: float) -> float:
+    def find_least_noise(orders: tuple[float, ...], high: float) -> float:
         """Return nearly the least sufficient noise in ``min_noise..high`` by these orders."""
 
         def log_excess(log_sigma: float) -> float:  # nearly linear: Brent takes ~8 calls
-            return math.log(max(costs_at_most(math.exp(log_sigma), orders), 1e-300) / epsilon)
+            return math.log(max(compute_epsilon(math.exp(log_sigma), orders), 1e-300) / epsilon)
 
         if log_excess(math.log(min_noise)) <= 0:
             return min_noise
@@ -289,13 +289,13 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
             return high
         return math.exp(brentq(log_excess, math.log(min_noise), math.log(high), xtol=1e-7))
 
-    def orders_near_best(sigma: float) -> tuple[float, ...]:
+    def find_orders_near_best(sigma: float) -> tuple[float, ...]:
         """Return five orders around the best one: epsilon is unimodal over the orders."""
         low, high = 0, len(ORDERS) - 1
         while low < high:
             middle = (low + high) // 2
             epsilon_middle, epsilon_next = (
-                costs_at_most(sigma, ORDERS[n : n + 1]) for n in (middle, middle + 1)
+                compute_epsilon(sigma, ORDERS[n : n + 1]) for n in (middle, middle + 1)
             )
             low, high = (low, middle) if epsilon_middle <= epsilon_next else (middle + 1, high)
         return ORDERS[max(0, low - 2) : low + 3]
@@ -304,21 +304,21 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
     first_tick, last_tick = round(min_noise * _TICKS), round(max_noise * _TICKS)
     # All orders take 0.1 s, a few take 0.01 s and never give too small an epsilon: the few find the
     # region, all of them decide at the end.
-    if epsilon <= 0 or not (costs_at_most(max_noise, _FEW_ORDERS) <= epsilon or fits(last_tick)):
+    if epsilon <= 0 or not (compute_epsilon(max_noise, _FEW_ORDERS) <= epsilon or fits(last_tick)):
         raise PlanError(
             f"epsilon {epsilon:g} at delta {delta:g} cannot pay for {steps} steps at sample rate "
             f"{sample_rate:g}, even with noise {max_noise:g}. Plan fewer steps or a larger epsilon."
         )
     noise, orders = max_noise, _FEW_ORDERS
     for _ in range(9):  # three or four suffice
-        noise = least_noise(orders, noise)
-        previous, orders = orders, orders_near_best(noise)
+        noise = find_least_noise(orders, noise)
+        previous, orders = orders, find_orders_near_best(noise)
         if orders == previous:
             break
-    return _least_that_fits(fits, first_tick, math.ceil(noise * _TICKS), last_tick) / _TICKS
+    return _find_least_fitting(fits, first_tick, math.ceil(noise * _TICKS), last_tick) / _TICKS
 
 
-def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: int) -> int:
+def _find_least_fitting(fits: Callable[[int], bool], first: int, guess: int, last: int) -> int:
     """Return the least number in first..last that fits, if all larger ones fit too.
 
     Calls ``fits`` twice if the guess is right, and a few times if it is close.
@@ -351,16 +351,16 @@ def max_repeats(
         after = spent + once.times(count)
         return budget <= 0 or not after.account_epsilon(delta, began or budget) <= budget
 
-    return _least_that_fits(exceeds, 1, 1, MAX_COUNT + 1) - 1
+    return _find_least_fitting(exceeds, 1, 1, MAX_COUNT + 1) - 1
 
 
 @lru_cache(maxsize=256)
-def _cost(event: Event) -> Cost:
-    total = sum((_leaf_cost(leaf) for leaf in leaf_events(event)), ZERO_COST)
-    return replace(total, kinds=(_kind(event),))
+def _compute_cost(event: Event) -> Cost:
+    total = sum((_cost_of_leaf(leaf) for leaf in leaf_events(event)), ZERO_COST)
+    return replace(total, kinds=(_kind_of(event),))
 
 
-def _kind(event: Event) -> Kind:
+def _kind_of(event: Event) -> Kind:
     counts: Counter[LeafEvent] = Counter()
     for leaf in leaf_events(event):
         match leaf:
@@ -375,18 +375,18 @@ def _kind(event: Event) -> Kind:
 
 
 def _cost_of_kind(kind: Kind) -> Cost:
-    return sum((_leaf_cost(leaf).times(count) for leaf, count in kind), ZERO_COST)
+    return sum((_cost_of_leaf(leaf).times(count) for leaf, count in kind), ZERO_COST)
 
 
 @lru_cache(maxsize=256)
-def _best_order(kind: Kind, delta: float, budget: float) -> int:
+def _find_best_order(kind: Kind, delta: float, budget: float) -> int:
     """Return the index in ``ORDERS`` of the order that fits at the largest count that fits."""
     cost = _cost_of_kind(kind)
     max_count = max(1, max_repeats(cost, budget=budget, delta=delta))
-    return int((max_count * cost.rdp + _conversion(delta, _ORDERS)).argmin())
+    return int((max_count * cost.rdp + _compute_conversion(delta, _ORDERS)).argmin())
 
 
-def _leaf_cost(leaf: LeafEvent) -> Cost:
+def _cost_of_leaf(leaf: LeafEvent) -> Cost:
     rdp = _rdp(leaf, ORDERS)
     match leaf:
         case PoissonSampledGaussianEvent(sigma, 1.0, steps):

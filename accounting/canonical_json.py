@@ -68,7 +68,7 @@ def decode_strictly(text: bytes, *, parse_float: Callable[[str], float] = finite
     """
     try:
         value = json.loads(
-            text.decode(), object_pairs_hook=_no_key_twice, parse_constant=_refuse_constant,
+            text.decode(), object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant,
             parse_float=parse_float, parse_int=bounded,
         )  # fmt: skip
         json.dumps(value, ensure_ascii=False).encode()  # lone surrogates fail here
@@ -106,7 +106,7 @@ def only_keys(record: Mapping[str, Any], keys: set[str], where: str) -> None:
         raise PlanError(f"{where}: has keys {sorted(record)}, should have {sorted(keys)}")
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> Json:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> Json:
     record = dict(pairs)
     if len(record) != len(pairs):
         raise PlanError("a key is given twice")

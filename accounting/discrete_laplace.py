@@ -54,7 +54,7 @@ def discrete_laplace(epsilon: float, count: int) -> NDArray[np.int64]:
     samples = [np.zeros(0, dtype=np.int64)]
     missing = count
     while missing:
-        accepted = _candidates(exact.numerator, exact.denominator, 2 * missing + 16)[:missing]
+        accepted = _draw_candidates(exact.numerator, exact.denominator, 2 * missing + 16)[:missing]
         samples.append(accepted)
         missing -= len(accepted)
     return np.concatenate(samples)
@@ -76,25 +76,25 @@ def log_pmf(epsilon: float, values: ArrayLike) -> NDArray[np.float64]:
     return np.asarray(at_zero - rate * np.abs(x), dtype=np.float64)
 
 
-def _candidates(s: int, t: int, count: int) -> NDArray[np.int64]:
+def _draw_candidates(s: int, t: int, count: int) -> NDArray[np.int64]:
     """Return the accepted ones of ``count`` candidates of Algorithm 2, in sampling order.
 
     Each is an integer X = U + t V ~ exp(-X / t), then divided by s and given a sign.
     """
-    u = _below(t, count)
-    u = u[_bernoulli_exp(u, t)].astype(np.int64)  # l. 4-8: U in 0..t-1 with P ~ e^(-U/t)
+    u = _draw_below(t, count)
+    u = u[_draw_bernoulli_exp(u, t)].astype(np.int64)  # l. 4-8: U in 0..t-1 with P ~ e^(-U/t)
     v = np.zeros(len(u), dtype=np.int64)
     active = np.arange(len(u))
     while active.size:  # l. 9-14: V is geometric, success probability of each step e^-1
-        active = active[_bernoulli_exp(np.ones(active.size, dtype=np.uint64), 1)]
+        active = active[_draw_bernoulli_exp(np.ones(active.size, dtype=np.uint64), 1)]
         v[active] += 1
     y = (u + t * v) // s
-    negative = _below(2, len(y)) == 1
+    negative = _draw_below(2, len(y)) == 1
     accepted = ~(negative & (y == 0))  # l. 18: otherwise 0 would be twice as likely
     return np.asarray(np.where(negative, -y, y)[accepted], dtype=np.int64)
 
 
-def _bernoulli_exp(numerators: NDArray[np.uint64], denominator: int) -> NDArray[np.bool_]:
+def _draw_bernoulli_exp(numerators: NDArray[np.uint64], denominator: int) -> NDArray[np.bool_]:
     """Sample booleans (N,) that are true with probability exp(-numerators / denominator).
 
     Quotients lie in [0, 1]. Algorithm 1 of arXiv:2004.00010: sample Bernoulli(gamma / k) for k = 1,
@@ -104,14 +104,14 @@ def _bernoulli_exp(numerators: NDArray[np.uint64], denominator: int) -> NDArray[
     active = np.arange(len(numerators))
     k = 1
     while active.size:
-        passed = _below(denominator * k, active.size) < numerators[active]
+        passed = _draw_below(denominator * k, active.size) < numerators[active]
         result[active[~passed]] = k % 2 == 1
         active = active[passed]
         k += 1
     return result
 
 
-def _below(bound: int, count: int) -> NDArray[np.uint64]:
+def _draw_below(bound: int, count: int) -> NDArray[np.uint64]:
     """Sample ``count`` uniform integers in 0..bound - 1; words below 2^64 mod bound are redrawn."""
     surplus = np.uint64(_WORDS % bound)
     words = random_uint64(count).copy()

@@ -83,7 +83,7 @@ class ComposedEvent:
         for event in self.events:
             if not isinstance(event, Event):
                 raise PlanError(f"{type(event).__name__} is not a kind of event")
-        if _depth(self) > _MAX_DEPTH:
+        if _depth_of(self) > _MAX_DEPTH:
             raise PlanError(f"composed events are nested more than {_MAX_DEPTH} deep")
 
 
@@ -191,5 +191,5 @@ def check_delta(value: float) -> None:
         raise PlanError(f"delta is {value}; give a number above 0, and well below 1 / rows")
 
 
-def _depth(event: Event) -> int:
-    return 1 + max(map(_depth, event.events)) if isinstance(event, ComposedEvent) else 0
+def _depth_of(event: Event) -> int:
+    return 1 + max(map(_depth_of, event.events)) if isinstance(event, ComposedEvent) else 0

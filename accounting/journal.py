@@ -84,12 +84,12 @@ class JournalFile:
         except OSError as error:
             raise LedgerError(f"{path.parent}: cannot be written ({error.strerror})") from error
         try:
-            self._lock_alone(self._lock)
+            self._lock_exclusively(self._lock)
         except LedgerError:
             os.close(self._lock)
             raise
 
-    def _lock_alone(self, descriptor: int) -> None:
+    def _lock_exclusively(self, descriptor: int) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -108,13 +108,13 @@ class JournalFile:
             ) from error
         except OSError as error:
             raise LedgerError(f"{self.path}: cannot be created ({error.strerror})") from error
-        self._lock_alone(self._file)
+        self._lock_exclusively(self._file)
         self._changed = os.fstat(self._file).st_ctime_ns
         try:
             self.append(first)
         except LedgerError:
             with suppress(OSError):
-                if self._is_named():  # nothing was spent yet: a second attempt must be possible
+                if self._is_at_path():  # nothing was spent yet: a second attempt must be possible
                     self.path.unlink()
             raise
 
@@ -125,13 +125,13 @@ class JournalFile:
         except OSError as error:
             text = f"{self.path}: cannot be read and written ({error.strerror})"
             raise LedgerError(text) from error
-        self._lock_alone(self._file)
+        self._lock_exclusively(self._file)
 
     def extend(self, head: str, seq: int) -> None:
         """Continue the locked file, whose last line has this hash and number."""
         assert self._file is not None
         self._changed = os.fstat(self._file).st_ctime_ns
-        content = self._content()
+        content = self._read_content()
         lines, torn = split_lines(content)
         if torn or len(lines) != seq + 1 or line_hash(lines[-1]) != head:
             raise LedgerError(f"{self.path}: was changed while it was read. {_PUT_BACK}.")
@@ -146,9 +146,9 @@ class JournalFile:
         if self._file is None:
             return ""
         try:
-            if not self._is_named():
+            if not self._is_at_path():
                 return "another file lies in its place"
-            content = self._content()
+            content = self._read_content()
         except OSError as error:
             return f"cannot be read ({error.strerror})"
         if len(content) < self._size:
@@ -168,7 +168,7 @@ class JournalFile:
             return
         now = os.fstat(self._file)
         with suppress(OSError):
-            if self._is_named() and (now.st_size, now.st_ctime_ns) == (self._size, self._changed):
+            if self._is_at_path() and (now.st_size, now.st_ctime_ns) == (self._size, self._changed):
                 return
         if damage := self.damage():
             self._broken = damage
@@ -177,13 +177,13 @@ class JournalFile:
             )
         self._changed = now.st_ctime_ns
 
-    def _is_named(self) -> bool:
+    def _is_at_path(self) -> bool:
         """Return whether the open file is the one at the path."""
         assert self._file is not None
         path_stat = os.stat(self.path, follow_symlinks=False)
         return os.path.samestat(path_stat, os.fstat(self._file))
 
-    def _content(self) -> bytes:
+    def _read_content(self) -> bytes:
         assert self._file is not None
         chunks, offset = [], 0
         while chunk := os.pread(self._file, 1 << 20, offset):
@@ -241,7 +241,7 @@ class JournalFile:
             old_file, self._file = self._file, file
             if old_file is not None:
                 os.close(old_file)
-            self._lock_alone(file)  # before it has the journal's name
+            self._lock_exclusively(file)  # before it has the journal's name
             _write_all(file, b"".join(part + b"\n" for part in (*lines, line)))
             os.fsync(file)
             os.replace(new_path, self.path)

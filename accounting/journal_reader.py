@@ -146,7 +146,7 @@ def replay(lines: Iterable[bytes]) -> Journal:
     journal = Journal()
     for number, line in enumerate(lines, start=1):
         try:
-            _follow(journal, decode(line))
+            _replay_line(journal, decode(line))
         except PlanError as error:
             journal.problems.append(Problem(number, str(error)))
             break
@@ -168,7 +168,7 @@ def check_run_id(run: object) -> str:
     return run
 
 
-def _follow(journal: Journal, record: Json) -> None:
+def _replay_line(journal: Journal, record: Json) -> None:
     if record.pop("prev", None) != journal.head:
         raise PlanError("does not continue the line before it: changed, removed or reordered")
     if record.pop("seq", None) != journal.seq + 1:
@@ -178,11 +178,11 @@ def _follow(journal: Journal, record: Json) -> None:
         raise PlanError("the first line is not a plan")
     match kind:
         case "plan":
-            _follow_plan(journal, record)
+            _replay_plan(journal, record)
         case "reserve":
-            _follow_reserve(journal, record)
+            _replay_reserve(journal, record)
         case "settle":
-            _follow_settle(journal, record)
+            _replay_settle(journal, record)
         case "torn":
             only_keys(record, set(), "torn")
             journal.charge(journal.plan.event)
@@ -190,7 +190,7 @@ def _follow(journal: Journal, record: Json) -> None:
             raise PlanError(f"unknown type of line: {str(kind)[:40]!r}")
 
 
-def _follow_plan(journal: Journal, record: Json) -> None:
+def _replay_plan(journal: Journal, record: Json) -> None:
     only_keys(record, {*PLAN_KEYS, "schema", "accountant", "run"}, "plan")
     if record.pop("schema") != SCHEMA or record.pop("accountant") != ACCOUNTANT:
         raise PlanError("written by another version of privssl; read it with that version")
@@ -201,7 +201,7 @@ def _follow_plan(journal: Journal, record: Json) -> None:
     journal.begin(plan, run)
 
 
-def _follow_reserve(journal: Journal, record: Json) -> None:
+def _replay_reserve(journal: Journal, record: Json) -> None:
     only_keys(record, {"visit", "event", "eps_after"}, "reserve")
     visit = check_visit_key(record["visit"])
     if visit in journal.visits:
@@ -225,7 +225,7 @@ def _follow_reserve(journal: Journal, record: Json) -> None:
         raise PlanError(f"epsilon {reserved:.6f} is above the budget {plan.budget.epsilon:g}")
 
 
-def _follow_settle(journal: Journal, record: Json) -> None:
+def _replay_settle(journal: Journal, record: Json) -> None:
     only_keys(record, {"reserve"}, "settle")
     reserve = record["reserve"]
     if not isinstance(reserve, int) or reserve not in journal.unsettled:

@@ -85,13 +85,13 @@ class Account:
         check_run_id(run)
         file = JournalFile(path)
         try:
-            journal = _resume(file, minimum_seq, minimum_head) if resume else Journal()
+            journal = _resume_journal(file, minimum_seq, minimum_head) if resume else Journal()
             account = cls(file, journal, run, run_epsilon)
             if not journal.plans:
-                file.create(_plan_line(plan, run))
+                file.create(_build_plan_line(plan, run))
             elif (journal.plan, journal.runs[-1]) != (plan, run):
                 refuse_change(journal.plan, plan)
-                file.append(_plan_line(plan, run))
+                file.append(_build_plan_line(plan, run))
             if file.seq > journal.seq:
                 journal.begin(plan, run)
                 journal.hashes.append(file.head)
@@ -196,12 +196,12 @@ class Account:
         """Return the epsilon after the visit, or raise the reason to refuse it."""
         try:
             check_visit_key(visit)
-            epsilon, run_epsilon = self._epsilon_with(event)
+            epsilon, run_epsilon = self._compute_epsilon_with(event)
         except PlanError as error:
             raise LedgerError(f"{self.agent}: {error}. Nothing was read.") from error
         if visit in self._journal.visits:
             raise LedgerError(f"{self.agent}: already spent for visit {visit!r}; nothing was read.")
-        if not self._within_budget(epsilon):
+        if not self._is_within_budget(epsilon):
             budget, delta = self.plan.budget.epsilon, self.plan.delta_of(self._journal.cost)
             raise BudgetExhausted(
                 f"{self.agent} has spent epsilon {self.spent():.4f} of {budget:g} (delta "
@@ -215,7 +215,7 @@ class Account:
             )
         return epsilon
 
-    def _epsilon_with(self, event: Event) -> tuple[float, float]:
+    def _compute_epsilon_with(self, event: Event) -> tuple[float, float]:
         """Return epsilon after one more event: of the account, and of this run alone."""
         cost = self.plan.charge(event)
         if not cost.at_most(self.plan.visit_cost):
@@ -224,13 +224,13 @@ class Account:
         run_cost = self._journal.by_run.get(self.run, ZERO_COST) + cost
         return self._journal.epsilon_at(account_cost), self._journal.epsilon_at(run_cost)
 
-    def _within_budget(self, epsilon: float) -> bool:
+    def _is_within_budget(self, epsilon: float) -> bool:
         # With a budget of 0 refuse even tiny events whose epsilon rounds to 0.
         budget = self.plan.budget.epsilon
         return math.isfinite(epsilon) and budget > 0 and epsilon <= budget
 
 
-def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
+def _resume_journal(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
     """Verify the journal of a file, convert its torn tail to a line, and open it for appending."""
     refuse_missing(file.path)
     file.hold()
@@ -270,6 +270,6 @@ def refuse_problems(
         )
 
 
-def _plan_line(plan: AccountPlan, run: str) -> Json:
+def _build_plan_line(plan: AccountPlan, run: str) -> Json:
     header = {"type": "plan", "schema": SCHEMA, "accountant": ACCOUNTANT, "run": run}
     return {**header, **plan_to_json(plan)}

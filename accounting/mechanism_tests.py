@@ -40,7 +40,7 @@ def log_likelihood_ratio(
     """
     check_noise_multiplier(noise_multiplier)
     check_sample_rate(sample_rate)
-    exponents = (2 * _table("releases", releases) - 1) / (2 * noise_multiplier**2)  # (N, T)
+    exponents = (2 * _check_table("releases", releases) - 1) / (2 * noise_multiplier**2)  # (N, T)
     if sample_rate < 1:
         # e^exponent may overflow; above 500 the other terms vanish
         small = np.minimum(exponents, 500.0)
@@ -58,7 +58,7 @@ def noise_scale_p(residuals: ArrayLike) -> float:
     Args:
         residuals: N in any shape, finite: (noisy sum - clipped sum) / (sigma C); else PlanError.
     """
-    draws = np.sort(_finite("residuals", residuals))  # (N,)
+    draws = np.sort(_check_finite("residuals", residuals))  # (N,)
     squares = float(np.square(draws).sum())
     by_scale = 2 * min(float(chdtr(draws.size, squares)), float(chdtrc(draws.size, squares)))
     # the empirical distribution function jumps at each draw: compare above and below the jump
@@ -76,7 +76,7 @@ def inclusion_p(releases: ArrayLike, *, noise_multiplier: float, sample_rate: fl
     """
     check_noise_multiplier(noise_multiplier)
     check_sample_rate(sample_rate)
-    sums = _finite("releases", releases)
+    sums = _check_finite("releases", releases)
     variance = (sample_rate * (1 - sample_rate) + noise_multiplier**2) / sums.size
     return 2 * float(ndtr(-abs(float(sums.mean()) - sample_rate) / math.sqrt(variance)))
 
@@ -99,7 +99,7 @@ def batch_size_p(sizes: ArrayLike, *, rows: int, rate: float) -> float:
     """
     check_count("rows", rows)
     check_sample_rate(rate)
-    observed = _finite("sizes", sizes)
+    observed = _check_finite("sizes", sizes)
     if rate == 1:
         raise PlanError("with a rate of 1 all batches have one size: there is nothing to test")
     expected = rows * rate * (1 - rate)
@@ -129,7 +129,7 @@ def repeats_p(residuals: ArrayLike) -> float:
     Returns:
         in [0, 1]; 0 also if a step has no noise. Takes time O(N T^2).
     """
-    draws = _table("residuals", residuals)  # (N, T)
+    draws = _check_table("residuals", residuals)  # (N, T)
     count, steps = draws.shape
     if count < 2 or steps < 2:
         raise PlanError(f"residuals are {count} x {steps}; repeats show from 2 x 2 on")
@@ -154,7 +154,7 @@ def _common_part_p(draws: Floats, width: int) -> float:
     return 2 * min(float(betainc(a, b, share)), float(betaincc(a, b, share)))
 
 
-def _finite(name: str, values: ArrayLike) -> Floats:
+def _check_finite(name: str, values: ArrayLike) -> Floats:
     """Finite numbers of any shape, at least one, as (N,)."""
     numbers = np.asarray(values, dtype=np.float64).ravel()
     if numbers.size == 0 or not np.isfinite(numbers).all():
@@ -162,9 +162,9 @@ def _finite(name: str, values: ArrayLike) -> Floats:
     return numbers
 
 
-def _table(name: str, values: ArrayLike) -> Floats:
+def _check_table(name: str, values: ArrayLike) -> Floats:
     """Finite numbers (N, T), at least one."""
     table = np.asarray(values, dtype=np.float64)
     if table.ndim != 2:
         raise PlanError(f"{name} must be a table of runs (or coordinates) by steps")
-    return _finite(name, table).reshape(table.shape)
+    return _check_finite(name, table).reshape(table.shape)

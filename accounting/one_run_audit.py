@@ -118,7 +118,7 @@ def one_run_lower_bound(
         )
         return p <= 1 - confidence
 
-    return _largest_rejected(rejects)
+    return _find_largest_rejected(rejects)
 
 
 def one_run_ceiling(
@@ -216,7 +216,7 @@ def _check_tally(canaries: int, guesses: int, correct: int) -> None:
     check_part("correct", correct, guesses, "guesses")
 
 
-def _largest_rejected(rejects: Callable[[float], bool]) -> float:
+def _find_largest_rejected(rejects: Callable[[float], bool]) -> float:
     """Return the largest rejected number >= 0, by doubling and bisection; 0.0 if there is none."""
     if not rejects(0.0):
         return 0.0

@@ -42,7 +42,7 @@ def shared_rows(holdings: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, 
     holdings: agent id -> content of each of its labelled rows, without the label.
     """
     key = os.urandom(_KEY_BYTES)
-    fingerprints = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
+    fingerprints = {agent: _compute_fingerprints(key, rows) for agent, rows in holdings.items()}
     for (agent, rows), (other, other_rows) in combinations(fingerprints.items(), 2):
         if count := len(rows & other_rows):
             yield agent, other, count
@@ -56,9 +56,9 @@ def find_double_use(
     holdings: as in :func:`shared_rows`. unprotected: as in :func:`claim`.
     """
     key = os.urandom(_KEY_BYTES)
-    unprotected_rows = _fingerprints(key, unprotected)
+    unprotected_rows = _compute_fingerprints(key, unprotected)
     for agent, rows in holdings.items():
-        if count := len(_fingerprints(key, rows) & unprotected_rows):
+        if count := len(_compute_fingerprints(key, rows) & unprotected_rows):
             yield agent, count
 
 
@@ -87,13 +87,17 @@ def claim(
         check_agent_id(agent)
     try:
         make_directory(registry)
-        with _lock(registry):
-            registered = {path.stem: _read_known(path) for path in sorted(registry.glob("*.rows"))}
+        with _lock_registry(registry):
+            registered = {
+                path.stem: _read_fingerprints(path) for path in sorted(registry.glob("*.rows"))
+            }
             _refuse_lost_rows(folder, registered)
-            key = _key(registry)
-            stored_unprotected = _unprotected(registry, has_rows=bool(registered))
-            all_unprotected = (stored_unprotected or set()) | _fingerprints(key, unprotected)
-            claimed = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
+            key = _read_or_create_key(registry)
+            stored_unprotected = _read_unprotected(registry, has_rows=bool(registered))
+            all_unprotected = (stored_unprotected or set()) | _compute_fingerprints(
+                key, unprotected
+            )
+            claimed = {agent: _compute_fingerprints(key, rows) for agent, rows in holdings.items()}
             merged = {
                 a: registered.get(a, set()) | claimed.get(a, set()) for a in {*registered, *claimed}
             }
@@ -101,10 +105,10 @@ def claim(
             _refuse_unprotected(folder, merged, all_unprotected)
             # First, and even if empty: rows without this file show that it was lost.
             if not only_check and all_unprotected != stored_unprotected:
-                _put(registry / _UNPROTECTED, _lines(all_unprotected))
+                _write_durably(registry / _UNPROTECTED, _format_lines(all_unprotected))
             for agent in () if only_check else claimed:
                 if merged[agent] != registered.get(agent):
-                    _put(registry / f"{agent}.rows", _lines(merged[agent]))
+                    _write_durably(registry / f"{agent}.rows", _format_lines(merged[agent]))
     except OSError as error:
         raise LedgerError(
             f"{registry}: cannot be read or written ({error.strerror}). It says which rows have "
@@ -124,17 +128,17 @@ def refuse_partial_account(folder: Path, agent: str) -> None:
             f"what was spent. Put it back. (If no run ever began with this folder, remove {rows}.)"
         )
     if journal.exists() and not rows.exists():
-        raise _lost_rows(folder, agent)
+        raise _make_lost_rows_error(folder, agent)
 
 
 def _refuse_lost_rows(folder: Path, registered: Iterable[str]) -> None:
     """Refuse journals without rows. Rows are always stored before their journal is made."""
     agents = {path.stem for path in folder.glob("*.jsonl")}
     for agent in sorted(agents - set(registered)):
-        raise _lost_rows(folder, agent)
+        raise _make_lost_rows_error(folder, agent)
 
 
-def _lost_rows(folder: Path, agent: str) -> LedgerError:
+def _make_lost_rows_error(folder: Path, agent: str) -> LedgerError:
     return LedgerError(
         f"{folder / 'registry' / agent}.rows: missing, though {agent}.jsonl is there. Without it "
         "nobody knows which rows have an account, or were used without protection: copy the whole "
@@ -163,28 +167,28 @@ def _refuse_unprotected(
             )
 
 
-def _fingerprints(key: bytes, rows: Iterable[bytes]) -> set[bytes]:
+def _compute_fingerprints(key: bytes, rows: Iterable[bytes]) -> set[bytes]:
     return {hmac.digest(key, row, hashlib.sha256)[:_FINGERPRINT_BYTES] for row in rows}
 
 
-def _key(registry: Path) -> bytes:
+def _read_or_create_key(registry: Path) -> bytes:
     path = registry / "key"
     if not path.exists():
         if any(registry.glob("*.rows")) or (registry / _UNPROTECTED).exists():
             # With another key no registered row would be recognised.
             raise LedgerError(f"{path}: missing; put the true key back")
-        _put(path, os.urandom(_KEY_BYTES))
-    key = _content(path)
+        _write_durably(path, os.urandom(_KEY_BYTES))
+    key = _read_content(path)
     if len(key) != _KEY_BYTES:
         raise LedgerError(f"{path}: damaged; put the true key back")
     return key
 
 
-def _unprotected(registry: Path, *, has_rows: bool) -> set[bytes] | None:
+def _read_unprotected(registry: Path, *, has_rows: bool) -> set[bytes] | None:
     """Return the rows used without protection; None if no row was ever registered."""
     path = registry / _UNPROTECTED
     if path.exists():
-        return _read_known(path)
+        return _read_fingerprints(path)
     if has_rows:
         raise LedgerError(
             f"{path}: missing, though rows have been put under accounts. Without it nobody knows "
@@ -193,9 +197,9 @@ def _unprotected(registry: Path, *, has_rows: bool) -> set[bytes] | None:
     return None
 
 
-def _read_known(path: Path) -> set[bytes]:
+def _read_fingerprints(path: Path) -> set[bytes]:
     try:
-        fingerprints = {bytes.fromhex(line.decode("ascii")) for line in _content(path).split()}
+        fingerprints = {bytes.fromhex(line.decode("ascii")) for line in _read_content(path).split()}
     except ValueError:
         fingerprints = {b""}
     if any(len(fingerprint) != _FINGERPRINT_BYTES for fingerprint in fingerprints):
@@ -203,17 +207,17 @@ def _read_known(path: Path) -> set[bytes]:
     return fingerprints
 
 
-def _lines(fingerprints: set[bytes]) -> bytes:
+def _format_lines(fingerprints: set[bytes]) -> bytes:
     # Sorted, so that the file does not show the order of the rows.
     return b"".join(fingerprint.hex().encode() + b"\n" for fingerprint in sorted(fingerprints))
 
 
-def _content(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
     with os.fdopen(os.open(path, os.O_RDONLY | _OPEN), "rb") as file:
         return file.read()
 
 
-def _put(path: Path, content: bytes) -> None:
+def _write_durably(path: Path, content: bytes) -> None:
     """Write the file atomically and durably."""
     new_path = path.with_suffix(".new")
     new_path.unlink(missing_ok=True)
@@ -227,7 +231,7 @@ def _put(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _lock(registry: Path) -> Iterator[None]:
+def _lock_registry(registry: Path) -> Iterator[None]:
     descriptor = os.open(registry / "lock", os.O_RDWR | os.O_CREAT | _OPEN, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: a claim takes milliseconds

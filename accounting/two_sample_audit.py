@@ -53,16 +53,19 @@ def roc(scores_in: ArrayLike, scores_out: ArrayLike) -> AttackRates:
     Args:
         scores_in, scores_out: (I,) and (O,), I, O >= 1, higher for members. PlanError for NaN.
     """
-    included, excluded = _scores("scores_in", scores_in), _scores("scores_out", scores_out)
+    included, excluded = (
+        _check_scores("scores_in", scores_in),
+        _check_scores("scores_out", scores_out),
+    )
     ranks = rankdata(np.concatenate([included, excluded]))  # (I + O,), ties share the mean rank
     u_statistic = float(ranks[: included.size].sum()) - included.size * (included.size + 1) / 2
     auc = u_statistic / (included.size * excluded.size)
     threshold = np.sort(excluded)[-1 - excluded.size // 100]  # above it: at most 1% of these
-    low, high = (_auc_limit(auc, end, included.size, excluded.size) for end in (0.0, 1.0))
+    low, high = (_find_auc_limit(auc, end, included.size, excluded.size) for end in (0.0, 1.0))
     return AttackRates(auc, low, high, float(np.mean(included > threshold)))
 
 
-def _auc_limit(auc: float, end: float, trials_in: int, trials_out: int) -> float:
+def _find_auc_limit(auc: float, end: float, trials_in: int, trials_out: int) -> float:
     """Return the AUC towards ``end`` (0 or 1) at which the observed one is 1.96 standard errors
     away."""
     if auc == end:
@@ -152,14 +155,14 @@ def two_sample_bound_from_scores(
     """
     check_delta(delta)
     check_confidence(confidence)
-    included = _scores("scores_in", scores_in, least=2)
-    excluded = _scores("scores_out", scores_out, least=2)
+    included = _check_scores("scores_in", scores_in, least=2)
+    excluded = _check_scores("scores_out", scores_out, least=2)
     if not 0 < choosing < 1:
         raise PlanError(f"choosing is {choosing}; it must be above 0 and below 1")
     splits = [
         min(max(1, int(choosing * part.size)), part.size - 1) for part in (included, excluded)
     ]
-    threshold = _held_out_threshold(included[: splits[0]], excluded[: splits[1]], delta, confidence)
+    threshold = _choose_threshold(included[: splits[0]], excluded[: splits[1]], delta, confidence)
     included, excluded = included[splits[0] :], excluded[splits[1] :]
     errors = {
         "false_negatives": int(np.count_nonzero(included < threshold)),
@@ -173,7 +176,7 @@ def two_sample_bound_from_scores(
     )  # fmt: skip
 
 
-def _held_out_threshold(
+def _choose_threshold(
     scores_in: Floats, scores_out: Floats, delta: float, confidence: float
 ) -> float:
     """Return the threshold with the largest bound on these scores; candidates are dense in both
@@ -203,7 +206,7 @@ def _bounds(
     return np.asarray(np.log(np.maximum(ratios, 1.0)), dtype=np.float64)
 
 
-def _scores(name: str, values: ArrayLike, least: int = 1) -> Floats:
+def _check_scores(name: str, values: ArrayLike, least: int = 1) -> Floats:
     """Return scores (N,) of at least ``least`` numbers; infinite ones are allowed."""
     scores = np.asarray(values, dtype=np.float64)
     if scores.ndim != 1 or scores.size < least or np.isnan(scores).any():

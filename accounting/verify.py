@@ -86,12 +86,12 @@ def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
         PlanError: delta is out of range, or an event is unprotected.
     """
     check_delta(delta)
-    _need_library()
-    return _rdp_epsilon(_count_events(events), delta)
+    _check_library()
+    return _compute_rdp_epsilon(_count_events(events), delta)
 
 
 @lru_cache(maxsize=128)  # agents often spend the same amount
-def _rdp_epsilon(counted: Counted, delta: float) -> float | None:
+def _compute_rdp_epsilon(counted: Counted, delta: float) -> float | None:
     import dp_accounting
 
     accountant = dp_accounting.rdp.RdpAccountant(orders=list(INTEGER_ORDERS))
@@ -118,7 +118,7 @@ def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
         PlanError: delta is out of range or too small, or an event is unprotected.
     """
     _check_numeric_delta(delta)
-    _need_library()
+    _check_library()
     counted = _count_events(events)
     if not counted:
         return Bracket(0.0, 0.0)
@@ -179,15 +179,15 @@ def _compose(counted: Counted, pessimistic: bool, delta: float) -> float:
     for leaf, count in counted:
         match leaf:
             case PoissonSampledGaussianEvent(_, _, repeats):
-                loss = _gaussian_loss(leaf, pessimistic)
+                loss = _build_gaussian_loss(leaf, pessimistic)
             case PureDpEvent(epsilon, repeats):
-                loss = _pure_loss(epsilon, pessimistic)
+                loss = _build_pure_loss(epsilon, pessimistic)
         loss = loss.self_compose(count * repeats)
         total = loss if total is None else total.compose(loss)
     return float(total.get_epsilon_for_delta(delta))
 
 
-def _gaussian_loss(event: PoissonSampledGaussianEvent, pessimistic: bool) -> Any:
+def _build_gaussian_loss(event: PoissonSampledGaussianEvent, pessimistic: bool) -> Any:
     from dp_accounting.pld import privacy_loss_distribution
 
     return privacy_loss_distribution.from_gaussian_mechanism(
@@ -199,7 +199,7 @@ def _gaussian_loss(event: PoissonSampledGaussianEvent, pessimistic: bool) -> Any
     )
 
 
-def _pure_loss(epsilon: float, pessimistic: bool) -> Any:
+def _build_pure_loss(epsilon: float, pessimistic: bool) -> Any:
     """Represent by randomized response, with epsilon rounded to the grid: up for an upper bound,
     else down."""
     from dp_accounting.pld import privacy_loss_distribution
@@ -230,7 +230,7 @@ def _check_numeric_delta(delta: float) -> None:
         )
 
 
-def _need_library() -> None:
+def _check_library() -> None:
     if not available():
         raise AccountingError(
             "dp-accounting is not installed, so epsilon has no second opinion. "

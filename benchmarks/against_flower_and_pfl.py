@@ -70,9 +70,9 @@ class Competitor:
         command += [str(rounds + 1), self.precision, str(cores)]
         with tempfile.TemporaryDirectory() as folder:
             count = cores if self.module == "with_pfl" else 1
-            environments = [self._environment(folder, n, cores) for n in range(count)]
+            environments = [self._build_environment(folder, n, cores) for n in range(count)]
             for name in ("PFL_WORKER_ADDRESSES",) if count > 1 else ():
-                addresses = ",".join(f"localhost:{port}" for port in _free_ports(count))
+                addresses = ",".join(f"localhost:{port}" for port in _find_free_ports(count))
                 environments = [{**e, name: addresses} for e in environments]
             result = carry_out([command] * count, environments, limit=LIMIT * (rounds + 2))
         finished = sum("round" in line and line["round"] > 0 for line in result.lines)
@@ -81,7 +81,7 @@ class Competitor:
         self.told.append(result)
         return None
 
-    def _environment(self, folder: str, number: int, cores: int) -> dict[str, str]:
+    def _build_environment(self, folder: str, number: int, cores: int) -> dict[str, str]:
         common = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
         if self.module == "plain":
             return {**common, "OMP_NUM_THREADS": str(cores), "OMP_WAIT_POLICY": ""}
@@ -134,7 +134,7 @@ class Numbers:
     accuracy: float
 
 
-def _free_ports(count: int) -> list[int]:
+def _find_free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     for sock in sockets:
         sock.bind(("localhost", 0))
@@ -144,7 +144,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _versions(python: Path, *names: str) -> str | None:
+def _read_versions(python: Path, *names: str) -> str | None:
     """Return versions of packages in an environment; None if one of them cannot be imported."""
     modules = ", ".join(names)
     code = (
@@ -171,7 +171,7 @@ def competitors(options: argparse.Namespace) -> list[Competitor]:
         ("pfl-research", "with_pfl", options.pfl_python, ("pfl", "torch")),
         ("Flower simulation", "with_flower", options.flower_python, ("flwr", "ray", "torch")),
     ):
-        versions = None if python is None else _versions(python, *packages)
+        versions = None if python is None else _read_versions(python, *packages)
         if versions is None:
             flag = f"--{module.removeprefix('with_')}-python"
             print(f"{name} is left out: {flag} {python or 'was not given'}", file=sys.stderr)
@@ -212,10 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(
-    told: Mapping[str, Numbers], taking_part: Sequence[Competitor], options: argparse.Namespace
+    numbers: Mapping[str, Numbers], competitors: Sequence[Competitor], options: argparse.Namespace
 ) -> None:
     """Print the table, and the ratios that are this project's targets."""
-    files = {one.name: f"cell/{one.module}.py" for one in taking_part}
+    files = {own.name: f"cell/{own.module}.py" for own in competitors}
     print(
         f"\n{cell.AGENTS:,} agents of {cell.ROWS_EACH} rows, {cell.PER_ROUND} in a round, batches "
         f"of {cell.BATCH}, one epoch. {options.cores} cores, {options.beside} processes of other "
@@ -225,14 +225,14 @@ def report(
         + "|---" * 9
         + "|"
     )
-    for name, n in told.items():
+    for name, n in numbers.items():
         low, high = n.rates
         print(
             f"| {name} | {n.rate:.3f} ({low:.3f}, {high:.3f}) | {n.cpu:.2f} | {n.begins:.1f} "
             f"| {n.start:.1f} | {n.memory:.0f} | {n.loss:.3f} | {n.accuracy:.3f} | {files[name]} |"
         )
     print("\n| ratio of rounds/s | times | at least | of CPU, for information |\n|---|---|---|---|")
-    for ours, theirs, target in (
+    for own_name, other_name, target in (
         ("privssl, bfloat16", "pfl-research, bfloat16", "1.25"),
         ("privssl, float32", "pfl-research, float32", "1"),
         ("privssl, bfloat16", "Flower simulation, bfloat16", "2.5"),
@@ -240,10 +240,10 @@ def report(
         ("privssl, bfloat16", "plain loop, float32, defaults", "2.3"),
         ("privssl, float32", "plain loop, float32, defaults", "2.3"),
     ):
-        if ours in told and theirs in told:
-            one, other = told[ours], told[theirs]
-            ratios = f"{one.rate / other.rate:.2f} | {target} | {other.cpu / one.cpu:.2f}"
-            print(f"| {ours} / {theirs} | {ratios} |")
+        if own_name in numbers and other_name in numbers:
+            own, other = numbers[own_name], numbers[other_name]
+            ratios = f"{own.rate / other.rate:.2f} | {target} | {other.cpu / own.cpu:.2f}"
+            print(f"| {own_name} / {other_name} | {ratios} |")
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         if not index:
-            print(f"{_machine(run.device)}\n")
+            print(f"{_describe_machine(run.device)}\n")
             columns = "kernels | copies | waits | times" if options.count else TIMED
             print(f"| config | agents at once | {columns} |")
             print("|---" * (3 + columns.count("|")) + "|")
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _machine(device: torch.device) -> str:
+def _describe_machine(device: torch.device) -> str:
     gpu = f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
     return f"Device {device}: {gpu}{about()}\nOne thread."
 

@@ -54,7 +54,7 @@ def measure(
     """
     open_run = prepare(replace(config, privacy=None))
     for name, other in (also or {}).items():
-        if _unlabelled(prepare(replace(other, privacy=None))) != _unlabelled(open_run):
+        if _unlabelled_of(prepare(replace(other, privacy=None))) != _unlabelled_of(open_run):
             raise UserError(f"{name}: unlabelled rows are with other agents, so the map is another")
     maps: dict[int, tuple[Any, dict[str, Any]]] = {}
     cases = {"": config, **(also or {})}
@@ -74,7 +74,7 @@ def measure(
                 prepare(replace(config, privacy=None, algorithm=settings))
             )
         state, memories = maps[algorithm.k]
-        engine, federation = _start(prepared)
+        engine, federation = _start_engine(prepared)
         engine.restore(memories)
         current_state = state
         with (
@@ -86,7 +86,7 @@ def measure(
                     federation.begin(planned)
                     current_state = prepared.algorithm.round(current_state, federation)
         record: dict[str, Any] = {"dataset": config.data.name, "labels": config.data.labelled}
-        record |= {"seed": config.run.seed, "epsilon": epsilon, **_judged(prepared, current_state)}
+        record |= {"seed": config.run.seed, "epsilon": epsilon, **_score(prepared, current_state)}
         record |= {"also": name} if name else {}
         records.append(record | {"seconds": round(time.perf_counter() - start, 1)})
         print(json.dumps(records[-1]), flush=True)
@@ -95,7 +95,7 @@ def measure(
 
 def before_the_census(prepared: Prepared) -> tuple[Any, dict[str, Any]]:
     """Return the server's state and the agents' memories after the rounds that read no label."""
-    engine, federation = _start(prepared)
+    engine, federation = _start_engine(prepared)
     state = prepared.algorithm.start(federation)
     for planned in planned_rounds(prepared.algorithm.phases()):
         if planned.phase in LABEL_FREE:
@@ -104,18 +104,18 @@ def before_the_census(prepared: Prepared) -> tuple[Any, dict[str, Any]]:
     return state, dict(engine.memories())
 
 
-def _unlabelled(prepared: Prepared) -> dict[str, tuple[int, ...]]:
+def _unlabelled_of(prepared: Prepared) -> dict[str, tuple[int, ...]]:
     holdings = prepared.federated_data.manifest.agents.items()
     return {agent: holding.unlabelled for agent, holding in holdings if holding.unlabelled}
 
 
-def _start(prepared: Prepared) -> tuple[LocalEngine, Federation]:
+def _start_engine(prepared: Prepared) -> tuple[LocalEngine, Federation]:
     seed = prepared.config.run.seed
     engine = LocalEngine(prepared.federated_data.agents, seed=seed, device=prepared.device)
     return engine, Federation(engine, seed)
 
 
-def _judged(prepared: Prepared, state: Any) -> dict[str, float]:
+def _score(prepared: Prepared, state: Any) -> dict[str, float]:
     """Return the final accuracy; test rows choose nothing."""
     dataset, held_out = prepared.federated_data.dataset, prepared.federated_data.validation
     sets = {"test": (dataset.x_test, dataset.y_test)}

@@ -80,12 +80,14 @@ class Rows:
 
     def by_k_means(self, k: int, seed: int) -> Tensor:
         """Return the cluster of each row (N,) by k-means alone."""
-        centroids, _ = k_means(self.points, torch.ones(len(self.points)), k, _rng(seed))
+        centroids, _ = k_means(self.points, torch.ones(len(self.points)), k, _make_generator(seed))
         return nearest_centroids(self.points, centroids)
 
     def by_graph(self, ks: Sequence[int], seed: int) -> dict[int, Clustering]:
         """Join cells of one k-means into each number of clusters."""
-        centroids, _ = k_means(self.points, torch.ones(len(self.points)), self.cells, _rng(seed))
+        centroids, _ = k_means(
+            self.points, torch.ones(len(self.points)), self.cells, _make_generator(seed)
+        )
         cell, graph = nearest_centroids(self.points, centroids), neighbours(self.points, centroids)
         clusterings = {}
         for k in ks:
@@ -97,10 +99,10 @@ class Rows:
 
     def purity_of(self, of_row: Tensor) -> float:
         """Return the share of rows in the most frequent class of their cluster."""
-        counts = self._table(of_row, torch.arange(len(self.truth)))
+        counts = self._count_table(of_row, torch.arange(len(self.truth)))
         return float(counts.amax(dim=1).sum() / counts.sum())
 
-    def _table(self, of_row: Tensor, rows: Tensor) -> Tensor:
+    def _count_table(self, of_row: Tensor, rows: Tensor) -> Tensor:
         """Count these rows by cluster and class (K, C)."""
         k = int(of_row.max()) + 1
         index = of_row[rows] * self.classes + self.truth[rows]
@@ -112,7 +114,7 @@ class Rows:
         """Return the share of rows with the right label after a census; coupling None: largest
         count."""
         k = len(at.mass)
-        picked = torch.randperm(len(self.truth), generator=_rng(seed))[: self.labels]
+        picked = torch.randperm(len(self.truth), generator=_make_generator(seed))[: self.labels]
         counts = torch.zeros(k, self.classes, dtype=torch.int64)
         counts += one_hot(at.of_row[picked], k).T @ one_hot(self.truth[picked], self.classes)
         noise = sum(discrete_laplace(epsilon, counts.numel()) for _ in range(self.support))
@@ -126,7 +128,7 @@ class Rows:
         return float((scores.argmax(dim=1)[at.of_row] == self.truth).float().mean())
 
 
-def _rng(seed: int) -> torch.Generator:
+def _make_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
@@ -140,15 +142,15 @@ def purity_table(rows: Rows, ks: Sequence[int]) -> list[str]:
         k: [rows.purity_of(clustering[k].of_row) for clustering in clusterings] for k in ks
     }
 
-    def line(name: str, purities: dict[int, list[float]]) -> str:
+    def format_line(name: str, purities: dict[int, list[float]]) -> str:
         cells = [f"{min(purities[k]):.3f} to {max(purities[k]):.3f}" for k in ks]
         return f"| {name} | " + " | ".join(cells) + " |"
 
     return [
         "| K | " + " | ".join(map(str, ks)) + " |",
         "|---" * (len(ks) + 1) + "|",
-        line("k-means", k_means_purity),
-        line(f"{rows.cells} cells, joined", graph_purity),
+        format_line("k-means", k_means_purity),
+        format_line(f"{rows.cells} cells, joined", graph_purity),
     ]
 
 

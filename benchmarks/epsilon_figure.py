@@ -53,12 +53,12 @@ def points_of(path: Path) -> Iterator[Point]:
     guarantee, nominal = results["privacy"]["guarantee"], results["privacy"]["nominal_epsilon"]
     epsilon = nominal if guarantee is None else guarantee["epsilon"]
     yield Point(
-        _method(results["algorithm"], config), results["labels"], epsilon, nominal is not None,
+        _method_of(results["algorithm"], config), results["labels"], epsilon, nominal is not None,
         results["test_accuracy"]["final"],
     )  # fmt: skip
 
 
-def _method(algorithm: str, config: Any) -> str:
+def _method_of(algorithm: str, config: Any) -> str:
     private = config["privacy"]
     if private is None:
         return str(algorithm)

@@ -89,7 +89,7 @@ def networks(device: torch.device, small: bool) -> list[dict[str, Any]]:
         for name in (PRIVATE[:1] if small else PRIVATE)
     }
     for name, case in every_case.items():
-        on_device = _moved_to(case, device)
+        on_device = _move_case(case, device)
         open_steps = {"cpu": open_step(case), "device": open_step(on_device)}
         private_steps = {"cpu": our_step(case), "device": our_step(on_device)}
         change, device_change = (
@@ -102,10 +102,11 @@ def networks(device: torch.device, small: bool) -> list[dict[str, Any]]:
                 "network": name,
                 "rows": rows,
                 "plain_ms": {
-                    k: _milliseconds(step, device, passes) for k, step in open_steps.items()
+                    k: _measure_milliseconds(step, device, passes) for k, step in open_steps.items()
                 },
                 "private_ms": {
-                    k: _milliseconds(step, device, passes) for k, step in private_steps.items()
+                    k: _measure_milliseconds(step, device, passes)
+                    for k, step in private_steps.items()
                 },
                 "apart": difference,
                 "alike": difference <= APART,
@@ -114,7 +115,7 @@ def networks(device: torch.device, small: bool) -> list[dict[str, Any]]:
     return records
 
 
-def _moved_to(case: Case, device: torch.device) -> Case:
+def _move_case(case: Case, device: torch.device) -> Case:
     inputs = tuple(tensor.to(device) for tensor in case.inputs)
     new, criterion = case.new, case.criterion
     return replace(
@@ -123,18 +124,18 @@ def _moved_to(case: Case, device: torch.device) -> Case:
     )  # fmt: skip
 
 
-def _milliseconds(step: Callable[[], None], device: torch.device, passes: int) -> float:
+def _measure_milliseconds(step: Callable[[], None], device: torch.device, passes: int) -> float:
     times = []
     for _ in range(passes + 1):
-        _wait(device)
+        _synchronize(device)
         start = time.perf_counter()
         step()
-        _wait(device)
+        _synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:]) * 1e3
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -170,7 +171,7 @@ def stacks(device: torch.device, small: bool) -> list[dict[str, Any]]:
     for name, settings in METHODS.items():
         changes = EVERY_AGENT | settings | {"run.device": device.type} | (FEW if small else {})
         for at_once in (1, 2) if small else STACKS:
-            measured = _play(name, changes, 1 if small else 2, at_once)
+            measured = _measure_rounds(name, changes, 1 if small else 2, at_once)
             records.append(
                 {
                     "method": name,
@@ -190,10 +191,10 @@ def cell_rounds(device: torch.device, small: bool) -> list[dict[str, Any]]:
         for precision in ("float32",) if small else ("float32", "bfloat16"):
             times: list[float] = []
 
-            def ended(_: int, times: list[float] = times) -> None:
+            def add_time(_: int, times: list[float] = times) -> None:
                 times.append(time.perf_counter())
 
-            cell.play(Path(folder), 2 if small else 6, precision, 1, device, ended)
+            cell.play(Path(folder), 2 if small else 6, precision, 1, device, add_time)
             # A round waits for the device, because weights come back to the CPU.
             gaps = [end - start for start, end in itertools.pairwise(times[1:])]
             records.append({"precision": precision, "rounds_per_s": 1 / statistics.median(gaps)})
@@ -211,11 +212,11 @@ def semifl(device: torch.device, small: bool) -> list[dict[str, Any]]:
         np.savez(path, x_train=rows[0], y_train=labels[0], x_test=rows[1], y_test=labels[1])
         changes = SEMIFL | {"data.root": path, "run.device": device.type}
         changes |= SMALL_SEMIFL if small else {}
-        measured = _play("semifl", changes | {"run.precision": "bfloat16"}, 1)
+        measured = _measure_rounds("semifl", changes | {"run.precision": "bfloat16"}, 1)
     return [{"precision": "bfloat16", "round_s": measured.seconds[0]}]
 
 
-def _play(
+def _measure_rounds(
     name: str, changes: Mapping[str, Any], rounds: int, at_once: int = 1
 ) -> batched_agents.Measured:
     config = RESULTS.parents[1] / "configs" / f"{name}.yaml"

@@ -177,11 +177,15 @@ class Work:
         federated_data = data.build(settings, AgentSettings(support=options.agents), SEED)
         dataset = federated_data.dataset
 
-        def new(precision: Precision) -> nn.Module:
+        def make_network(precision: Precision) -> nn.Module:
             return build_classifier(ModelSettings(), dataset.shape, dataset.classes, precision)
 
-        begin = fresh_weights(partial(new, "float32"), randomness.stream(SEED, 0, "world", "init"))
-        return cls(federated_data, new, begin, options.batch, options.epochs, options.augment)
+        begin = fresh_weights(
+            partial(make_network, "float32"), randomness.stream(SEED, 0, "world", "init")
+        )
+        return cls(
+            federated_data, make_network, begin, options.batch, options.epochs, options.augment
+        )
 
     def plain(self, name: str, threads: int) -> Competitor:
         """Return the plain loop."""
@@ -226,7 +230,7 @@ class Work:
 
 
 def our_rounds(
-    algorithm: Algorithm[Any], agents: Sequence[Agent], begun: Any, workers: int,
+    algorithm: Algorithm[Any], agents: Sequence[Agent], state: Any, workers: int,
     stack: ExitStack, shares: list[float] | None = None,
 ) -> Competitor:  # fmt: skip
     """Return privssl's rounds from a state with weights F; its workers are forked here.
@@ -237,7 +241,7 @@ def our_rounds(
     if workers > 1:
         engine = WorkerEngine(agents, algorithm=algorithm, workers=workers, seed=SEED, device=CPU)
     stack.enter_context(closing(engine))
-    federation, states = Federation(engine, SEED), [begun]
+    federation, states = Federation(engine, SEED), [state]
 
     def play(number: int) -> None:
         federation.begin(Round(number))
@@ -257,21 +261,21 @@ def counted_steps() -> Iterator[list[int]]:
     """
     count = [0]
 
-    def add_one(*_: Any) -> None:
+    def count_step(*_: Any) -> None:
         count[0] += 1
 
-    def counting(step: Callable[..., Any]) -> Callable[..., Any]:
+    def add_counter(step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(step)  # torch must see the original signature
         def counted_step(*arguments: Any) -> Any:
-            add_one()
+            count_step()
             return step(*arguments)
 
         return counted_step
 
     with ExitStack() as stack:
-        stack.callback(register_optimizer_step_post_hook(add_one).remove)
+        stack.callback(register_optimizer_step_post_hook(count_step).remove)
         for kind in (optim.SGD, optim.Adam):
-            stack.enter_context(patch.object(kind, "step", counting(kind.step)))
+            stack.enter_context(patch.object(kind, "step", add_counter(kind.step)))
         yield count
 
 

@@ -214,7 +214,7 @@ def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
     optimizer = torch.optim.SGD([p for net in nets.values() for p in net.parameters()], lr=RATE)
     training = PrivateTraining(plan(rows, networks, 1.0), nets)
 
-    def open_one() -> None:
+    def open_step() -> None:
         optimizer.zero_grad()
         parameters = {name: dict(net.named_parameters()) for name, net in nets.items()}
         loss(parameters, fields).backward()  # type: ignore[no-untyped-call]
@@ -225,7 +225,7 @@ def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
 
     at_once = microbatch_size(nets, math.prod(SHAPE))
     return {
-        "open": open_one,
+        "open": open_step,
         "ours": lambda: training.run(rows, fields_of, loss, at_once=at_once),
     }
 

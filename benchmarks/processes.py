@@ -81,10 +81,11 @@ def carry_out(
                     subprocess.Popen(command, env=environment, stdout=streams[0], stderr=streams[1])
                 )
             while running[0].poll() is None and time.monotonic() - start < limit:
-                marked = _marked(mark)
+                marked = _find_marked(mark)
                 peak = max(peak, sum(map(pss, marked)))
                 cpu_seconds |= {
-                    process: _cpu(process) or cpu_seconds.get(process, 0.0) for process in marked
+                    process: _read_cpu_seconds(process) or cpu_seconds.get(process, 0.0)
+                    for process in marked
                 }
                 readings.append((time.monotonic(), sum(cpu_seconds.values())))
                 with suppress(subprocess.TimeoutExpired):
@@ -114,12 +115,12 @@ def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
 def at_least(least: int) -> Callable[[str], int]:
     """Return an argparse type: integers >= ``least``."""
 
-    def number(text: str) -> int:
+    def parse_number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"a whole number from {least} is needed, not {text}")
         return int(text)
 
-    return number
+    return parse_number
 
 
 def numbers(text: str) -> list[int]:
@@ -167,7 +168,7 @@ def other_work(processes: int) -> Iterator[None]:
 def end_all(word: str) -> None:
     """Kill every process that carries the mark, until there is none."""
     for _ in range(50):
-        processes = _marked(word)
+        processes = _find_marked(word)
         if not processes:
             return
         for process in processes:
@@ -176,7 +177,7 @@ def end_all(word: str) -> None:
         time.sleep(0.1)
 
 
-def _marked(word: str) -> list[int]:
+def _find_marked(word: str) -> list[int]:
     processes, variable = [], f"{MARK}={word}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -195,7 +196,7 @@ def pss(process: int) -> float:
     return 0.0
 
 
-def _cpu(process: int) -> float:
+def _read_cpu_seconds(process: int) -> float:
     """Return user and system seconds; 0 for an ended process."""
     with suppress(OSError):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

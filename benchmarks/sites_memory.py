@@ -62,7 +62,7 @@ def measure(folder: Path, rounds: int, sites: int) -> Iterator[Weights]:
         stack.callback(run.kill)
         for number in range(1, rounds + 1):
             _wait_for_round(number, folder / "sites" / "run" / "metrics.csv", run)
-            yield _weighed(folder)
+            yield _measure_processes(folder)
         if run.wait(LIMIT):
             raise UserError(f"the run ended with status {run.returncode}")
 
@@ -75,9 +75,9 @@ def _wait_for_round(number: int, metrics: Path, run: subprocess.Popen[bytes]) ->
         time.sleep(EVERY)
 
 
-def _weighed(folder: Path) -> Weights:
+def _measure_processes(folder: Path) -> Weights:
     """Measure the first started process of each kind: it represents the others."""
-    lines = dict(_processes(folder))
+    lines = dict(_find_processes(folder))
     kinds = {
         kind: next((process for process in sorted(lines) if name in lines[process]), None)
         for kind, name in WEIGHED.items()
@@ -87,7 +87,7 @@ def _weighed(folder: Path) -> Weights:
     return {kind: pss(process) for kind, process in kinds.items() if process is not None}
 
 
-def _processes(folder: Path) -> Iterator[tuple[int, str]]:
+def _find_processes(folder: Path) -> Iterator[tuple[int, str]]:
     """Yield processes, with their command lines, that have this folder in them or in FLWR_HOME."""
     for entry in Path("/proc").iterdir():
         with suppress(OSError):

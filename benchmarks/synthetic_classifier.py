@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     shares = [
         float((predicted == torch.from_numpy(requested)).float().mean()),
-        _accuracy(judge, torch.from_numpy(x), torch.from_numpy(requested)),
-        _accuracy(judge, tests.x_test[count:], tests.y_test[count:]),
-        _accuracy(network, tests.x_test, tests.y_test),
+        _compute_accuracy(judge, torch.from_numpy(x), torch.from_numpy(requested)),
+        _compute_accuracy(judge, tests.x_test[count:], tests.y_test[count:]),
+        _compute_accuracy(network, tests.x_test, tests.y_test),
         run.results["test_accuracy"]["final"],
     ]
     print(
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _accuracy(network: nn.Module, x: Tensor, y: Tensor) -> float:
+def _compute_accuracy(network: nn.Module, x: Tensor, y: Tensor) -> float:
     """Return the network's accuracy on rows (N, *shape) as stored."""
     return score(network, dict(network.state_dict()), x, y, device=torch.device("cpu")).accuracy
 

@@ -60,7 +60,7 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
 
     in_one_thread()
     if options.output is not None:
-        _check_free(options.output)
+        _check_output(options.output)
     run = open_run(options.run, options.model, options.plugin)
     names: list[str] = []
     rows: list[list[float]] = []
@@ -79,7 +79,7 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     return 0
 
 
-def _check_free(output: Path) -> None:
+def _check_output(output: Path) -> None:
     """Refuse to replace a file that is not an earlier output, such as the rows or a file of the
     run."""
     from privssl.errors import RunFolderError
@@ -91,7 +91,7 @@ def _check_free(output: Path) -> None:
         raise RunFolderError(f"{output} exists and holds no predictions. Choose another --output")
 
 
-def _best(classes: Sequence[str], row: Sequence[float]) -> str:
+def _find_best(classes: Sequence[str], row: Sequence[float]) -> str:
     return classes[row.index(max(row))]
 
 
@@ -101,7 +101,7 @@ def _as_json(
     entries = []
     for name, row in zip(names, rows, strict=True):
         by_class = dict(zip(classes, row, strict=True))
-        entries.append({"row": name, "class": _best(classes, row), "probabilities": by_class})
+        entries.append({"row": name, "class": _find_best(classes, row), "probabilities": by_class})
     return entries
 
 
@@ -110,7 +110,7 @@ def _as_csv(classes: Sequence[str], names: Sequence[str], rows: Sequence[Sequenc
     table = csv.writer(out, lineterminator="\n")
     table.writerow(["row", "class", *classes])
     for name, row in zip(names, rows, strict=True):
-        table.writerow([name, _best(classes, row), *(f"{p:.6f}" for p in row)])
+        table.writerow([name, _find_best(classes, row), *(f"{p:.6f}" for p in row)])
     return out.getvalue()
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("privssl")
 
 
-class _Callable(ModuleType):
+class _CallableModule(ModuleType):
     """A module that can be called, for ``privssl.train(...)``.
 
     Importing this module sets the attribute ``privssl.train``, which would replace a function of
@@ -64,12 +64,12 @@ class _Callable(ModuleType):
         return train(config, overrides, data, model, output, progress)
 
 
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _CallableModule
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _options(argv)
+    options = _parse_options(argv)
     return run_command(
         partial(_train, options), json=options.json,
         interrupted="Interrupted outside the training loop. Continue from a checkpoint with "
@@ -77,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; a resumed run needs only its folder, which has the config."""
-    parser = _parser()
+    parser = _build_parser()
     options = parser.parse_intermixed_args(argv)
     first = options.config
     if first and "=" in first and not Path(first).exists():  # not a file, but the first override
@@ -91,7 +91,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = ConfigParser(
         prog="python -m privssl.train",
         description="Train one classifier from the data of many parties, and state the guarantee.",

@@ -714,10 +714,12 @@ def test_the_check_of_released_numbers_detects_rows_with_non_finite_gradients(
     protected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = Released(monkeypatch)
-    monkeypatch.setattr(dispatch, "_latest", lambda: None)  # our kernel cannot be patched here
+    monkeypatch.setattr(dispatch, "_find_latest", lambda: None)  # our kernel cannot be patched here
     monkeypatch.setattr(Tensor, "nan_to_num_", lambda self, **_: self)
     monkeypatch.setattr(
-        clipping, "_factors", lambda norms, drawn, clip: (clip / norms).clamp(max=1.0) * drawn
+        clipping,
+        "_compute_factors",
+        lambda norms, drawn, clip: (clip / norms).clamp(max=1.0) * drawn,
     )
     came = damaged(make_request(protected), math.nan, 1.0)
     visit_with(protected, tmp_path / "visit", lambda rows: rows, came)

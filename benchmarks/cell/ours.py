@@ -35,16 +35,16 @@ def main() -> None:
     folder, rounds, word, workers = cell.given()
     in_one_thread()
     tune_malloc()
-    at = torch.device("cpu")
-    state = play(folder, rounds, word, workers, at, lambda number: tell(round=number))
+    device = torch.device("cpu")
+    state = play(folder, rounds, word, workers, device, lambda number: tell(round=number))
     tell(**cell.judge(dict(state.F), *cell.rows(folder)))
 
 
 def play(
-    folder: Path, rounds: int, word: str, workers: int, at: torch.device,
-    ended: Callable[[int], None],
+    folder: Path, rounds: int, word: str, workers: int, device: torch.device,
+    report_end: Callable[[int], None],
 ) -> ModelState:  # fmt: skip
-    """Run the rounds on a device; call ``ended`` before the first (0) and after each."""
+    """Run the rounds on a device; call ``report_end`` before the first (0) and after each."""
     precision: Precision = "bfloat16" if word == "bfloat16" else "float32"
     x, y = cell.rows(folder)
     train = len(x) - cell.TEST_ROWS
@@ -55,29 +55,29 @@ def play(
     federated_data = data.build(settings, AgentSettings(support=cell.AGENTS), 0, dataset)
     del x, y, dataset  # each row is with its agent now, as in a run
 
-    def new() -> nn.Module:
+    def make_network() -> nn.Module:
         return optimize_layout(in_precision(cell.CellCNN, precision)())
 
     config = FedAvgConfig(
         rounds=rounds, local_epochs=1, batch_size=cell.BATCH, learning_rate=cell.RATE,
         momentum=0.0, weak="none", agents_per_round=cell.PER_ROUND,
     )  # fmt: skip
-    algorithm = FedAvg(config, Task(cell.CLASSES, cell.SHAPE, new, precision))
+    algorithm = FedAvg(config, Task(cell.CLASSES, cell.SHAPE, make_network, precision))
     engine = (
-        LocalEngine(federated_data.agents, seed=0, device=at)
+        LocalEngine(federated_data.agents, seed=0, device=device)
         if workers == 1
         else WorkerEngine(
-            federated_data.agents, algorithm=algorithm, workers=workers, seed=0, device=at
+            federated_data.agents, algorithm=algorithm, workers=workers, seed=0, device=device
         )
     )
     with closing(engine):
         federation = Federation(engine, 0)
         state: ModelState = SupervisedState(cell.begin())
-        ended(0)
+        report_end(0)
         for number in range(1, rounds + 1):
             federation.begin(Round(number))
             state = algorithm.round(state, federation)
-            ended(number)
+            report_end(number)
     return state
 
 

@@ -71,7 +71,7 @@ def server(folder: Path, rounds: int) -> ServerApp:
     """Return an app that runs the rounds and reports the end of each."""
     app = ServerApp()
 
-    def ticks(number: int, arrays: ArrayRecord) -> Any:
+    def report_round(number: int, arrays: ArrayRecord) -> Any:
         if number:
             tell(round=number)
         if number == rounds:
@@ -88,7 +88,7 @@ def server(folder: Path, rounds: int) -> ServerApp:
             grid=grid,
             initial_arrays=ArrayRecord(cell.begin()),
             num_rounds=rounds,
-            evaluate_fn=ticks,
+            evaluate_fn=report_round,
         )
 
     return app

@@ -58,7 +58,7 @@ def why_not() -> str | None:
     """Return why it cannot begin here, as half a sentence; None if it can."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
         return "it is written for the C++ interface of torch 2.14"
-    missing = [tool for tool in ("c++", "ninja") if shutil.which(tool, path=_path()) is None]
+    missing = [tool for tool in ("c++", "ninja") if shutil.which(tool, path=_search_path()) is None]
     if missing:
         return f"there is no {' and no '.join(missing)} to compile it with"
     if torch.accelerator.is_available():
@@ -77,7 +77,7 @@ def begin() -> torch.device:
         raise UserError(f"Nothing can be counted here: {reason}")
     from torch.utils.cpp_extension import get_default_build_root, load  # it searches compilers
 
-    os.environ["PATH"] = _path()
+    os.environ["PATH"] = _search_path()
     code = (Path(__file__).parent / "far.cpp").read_bytes()
     # By content, so that clones with one environment share the compiled file.
     digest = hashlib.sha256(code + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
@@ -92,7 +92,7 @@ def begin() -> torch.device:
         build_directory=str(folder),
     )  # fmt: skip
     rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _Module(NAME))
+    torch._register_device_module(NAME, _DeviceModule(NAME))
     return torch.device(NAME)
 
 
@@ -106,12 +106,12 @@ def asked() -> Asked:
     return Asked(kernels, copies["to"], copies["from"], answers, counts)
 
 
-def _path() -> str:
+def _search_path() -> str:
     """Return the PATH to search: pip puts ninja beside Python."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
 
 
-class _Module(ModuleType):
+class _DeviceModule(ModuleType):
     """The device module that torch expects. Random numbers come from the CPU's generator."""
 
     def is_available(self) -> bool:

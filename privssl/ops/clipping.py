@@ -31,14 +31,14 @@ def factors(
         norms: (B,), of the gradients of other parameters.
         drawn: (B,) whether a row counts.
     """
-    rows = _rows(gradients)
+    rows = _check_rows(gradients)
     if drawn.shape != (rows,) or not (norms is None or norms.shape == (rows,)):
         raise ValueError(f"gradients of {rows} rows, where {drawn.numel()} were looked at")
     drawn = drawn.to("cpu", torch.bool).contiguous()
     norms = None if norms is None else norms.to("cpu", torch.float64).contiguous()
-    dense, result = [_dense(gradient) for gradient in gradients], _empty(rows)
+    dense, result = [_pack_input(gradient) for gradient in gradients], _make_empty(rows)
     _FACTORS(dispatch.instruction_set())(
-        *_all(dense), None if norms is None else norms.data_ptr(), drawn.data_ptr(), clip_norm,
+        *_as_array(dense), None if norms is None else norms.data_ptr(), drawn.data_ptr(), clip_norm,
         result.data_ptr(),
     )  # fmt: skip
     return result
@@ -53,15 +53,15 @@ def totals(gradients: Sequence[KernelInput], factors: Tensor) -> Tensor:
         gradients: of each parameter.
         factors: (B,), as :func:`factors` returns them.
     """
-    if factors.shape != (_rows(gradients),) or factors.dtype != torch.float64:
+    if factors.shape != (_check_rows(gradients),) or factors.dtype != torch.float64:
         raise ValueError(f"{len(factors)} factors for another number of rows")
-    factors, dense = factors.contiguous(), [_dense(gradient) for gradient in gradients]
-    result = _empty(sum(numbers(gradient) for gradient in gradients))
-    _TOTALS(dispatch.instruction_set())(*_all(dense), factors.data_ptr(), result.data_ptr())
+    factors, dense = factors.contiguous(), [_pack_input(gradient) for gradient in gradients]
+    result = _make_empty(sum(numbers(gradient) for gradient in gradients))
+    _TOTALS(dispatch.instruction_set())(*_as_array(dense), factors.data_ptr(), result.data_ptr())
     return result
 
 
-def _rows(gradients: Sequence[KernelInput]) -> int:
+def _check_rows(gradients: Sequence[KernelInput]) -> int:
     """Return B. Refuse inputs that a kernel would misread: other dtypes, devices or row counts."""
     tensors = [tensor for gradient in gradients for tensor in gradient if tensor is not None]
     rows = len(tensors[0])
@@ -71,7 +71,7 @@ def _rows(gradients: Sequence[KernelInput]) -> int:
     return rows
 
 
-def _empty(count: int) -> Tensor:
+def _make_empty(count: int) -> Tensor:
     return torch.empty(count, dtype=torch.float64, device="cpu")
 
 
@@ -81,13 +81,13 @@ def numbers(of: KernelInput) -> int:
     return first.numel() // len(first) * (1 if second is None else second.numel() // len(second))
 
 
-def _dense(gradient: KernelInput) -> KernelInput:
+def _pack_input(gradient: KernelInput) -> KernelInput:
     """Return contiguous rows; one row may represent all (stride 0)."""
     first, second = gradient
-    return _pack(first), None if second is None else _pack(second)
+    return _pack_tensor(first), None if second is None else _pack_tensor(second)
 
 
-def _pack(tensor: Tensor) -> Tensor:
+def _pack_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_neg()
     if tensor.is_contiguous() or tensor.stride()[1:] == strides(tensor.shape[1:]):
         return tensor
@@ -100,13 +100,15 @@ def strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(shape[axis + 1 :].numel() for axis in range(len(shape)))
 
 
-def _all(gradients: Sequence[KernelInput]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
+def _as_array(gradients: Sequence[KernelInput]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
     """Return all gradients in the form of ``_GRADIENTS``."""
-    fields = [field for first, second in gradients for field in (*_at(first), *_at(second))]
+    fields = [
+        field for first, second in gradients for field in (*_fields_of(first), *_fields_of(second))
+    ]
     return len(gradients[0][0]), len(gradients), dispatch.int64_array(fields)
 
 
-def _at(tensor: Tensor | None) -> tuple[int, int, int]:
+def _fields_of(tensor: Tensor | None) -> tuple[int, int, int]:
     """Return elements of a row, stride between rows, address."""
     if tensor is None:
         return 0, 0, 0

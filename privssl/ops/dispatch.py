@@ -40,7 +40,7 @@ INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
 
 def instruction_set() -> str | None:
     """Return the instruction set in use, of ``INSTRUCTION_SETS``; None: torch computes all."""
-    return None if _disabled.get() else _latest()
+    return None if _disabled.get() else _find_latest()
 
 
 def available_for(numbers: torch.Tensor) -> bool:
@@ -80,7 +80,7 @@ if _requested not in ("", "torch"):
 
 
 @cache
-def _latest() -> str | None:
+def _find_latest() -> str | None:
     """Return the latest instruction set that is compiled from this source and supported here."""
     for name in (name for name, is_supported in INSTRUCTION_SETS.items() if is_supported()):
         compiled = versions(name)
@@ -131,9 +131,9 @@ INT64_PTR = ctypes.POINTER(ctypes.c_int64)
 
 def int64_array(numbers: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
     """Return a C array of the numbers."""
-    return _count_type(len(numbers))(*numbers)
+    return _make_array_type(len(numbers))(*numbers)
 
 
 @cache  # without the cache ctypes creates a new class at each call
-def _count_type(count: int) -> "type[ctypes.Array[ctypes.c_int64]]":
+def _make_array_type(count: int) -> "type[ctypes.Array[ctypes.c_int64]]":
     return ctypes.c_int64 * count

@@ -17,11 +17,11 @@ class Dropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or x.device.type != "cpu" or not 0 < self.p < 1:
             return dropout(x, self.p, self.training, self.inplace)
-        mask = _kept(x, self.p).to(x.dtype).div_(1 - self.p)
+        mask = _draw_mask(x, self.p).to(x.dtype).div_(1 - self.p)
         return x.mul_(mask) if self.inplace else x * mask
 
 
-def _kept(like: Tensor, p: float) -> Tensor:
+def _draw_mask(like: Tensor, p: float) -> Tensor:
     """Return 1 with probability 1 - p, else 0, in the shape and strides of ``like``.
 
     A byte suffices if p is a multiple of 1/256; else four bytes, to within 2^-32.

@@ -50,7 +50,7 @@ class FusedSequential(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         layers, index = list(self), 0
         while index < len(layers):
-            own, forms, end = _fusible(x, layers, self.runs, index)
+            own, forms, end = _find_fusible(x, layers, self.runs, index)
             if own:
                 x, index = fused_conv(x, own, forms), end
             else:
@@ -60,38 +60,38 @@ class FusedSequential(nn.Sequential):
 
 def fuse(layers: nn.Sequential) -> None:
     """Convert to a ``FusedSequential``, if any layers can be fused."""
-    candidates = [_run(list(layers), index) for index in range(len(layers))]
+    candidates = [_find_run(list(layers), index) for index in range(len(layers))]
     runs = {run.convolution: run for run in candidates if run is not None}
     if runs:
         layers.__class__ = FusedSequential
         cast(FusedSequential, layers).runs = runs
 
 
-def _run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
+def _find_run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
     """Return the longest run that begins here."""
-    if not _convolves(layers[first]):
+    if not _is_plain_convolution(layers[first]):
         return None
-    pooling = _next(layers, first)
-    if pooling is None or not _pools(layers[pooling]):
+    pooling = _find_next_layer(layers, first)
+    if pooling is None or not _is_max_pooling(layers[pooling]):
         return None
     norm, last, groups, eps = None, pooling, 0, 0.0
-    after = _next(layers, pooling)
+    after = _find_next_layer(layers, pooling)
     if after is not None and isinstance(layer := layers[after], nn.GroupNorm) and layer.affine:
         norm, last, groups, eps = after, after, layer.num_groups, layer.eps
-    rectifier = _next(layers, last)
+    rectifier = _find_next_layer(layers, last)
     rectified = rectifier is not None and type(layers[rectifier]) is nn.ReLU
     padding = cast(tuple[int, int], cast(nn.Conv2d, layers[first]).padding)
     form = Form(padding, groups, eps, rectified)
     return LayerRun(first, norm, (rectifier if rectified and rectifier else last) + 1, form)
 
 
-def _next(layers: Sequence[nn.Module], index: int) -> int | None:
+def _find_next_layer(layers: Sequence[nn.Module], index: int) -> int | None:
     """Return the index of the next layer that is not an identity."""
     later = range(index + 1, len(layers))
     return next((i for i in later if type(layers[i]) is not nn.Identity), None)
 
 
-def _convolves(layer: nn.Module) -> bool:
+def _is_plain_convolution(layer: nn.Module) -> bool:
     return (
         type(layer) is nn.Conv2d
         and (layer.stride, layer.dilation, layer.groups) == ((1, 1), (1, 1), 1)
@@ -100,7 +100,7 @@ def _convolves(layer: nn.Module) -> bool:
     )
 
 
-def _pools(layer: nn.Module) -> bool:
+def _is_max_pooling(layer: nn.Module) -> bool:
     """Return whether it is max pooling over disjoint 2x2 windows."""
     return (
         type(layer) is nn.MaxPool2d
@@ -111,7 +111,7 @@ def _pools(layer: nn.Module) -> bool:
     )
 
 
-def _fusible(
+def _find_fusible(
     x: Tensor, layers: Sequence[nn.Module], runs: Mapping[int, LayerRun], index: int
 ) -> tuple[tuple[Parameters, ...], tuple[Form, ...], int]:
     """Return parameters and forms of the consecutive runs that the kernels can compute, and the
@@ -126,10 +126,10 @@ def _fusible(
         and type(x) is Tensor  # no subclass
         and x.device.type == "cpu"
         and x.dim() == 4
-        and _may_be_float32(x)
+        and _can_use_float32(x)
     )
     own, forms, ends = list[Parameters](), list[Form](), list[int]()
-    while is_applicable and index in runs and _may_be_done(layers, runs[index]):
+    while is_applicable and index in runs and _can_fuse(layers, runs[index]):
         run = runs[index]
         # Access by attribute would be slower.
         convolution = layers[run.convolution]._parameters
@@ -140,21 +140,23 @@ def _fusible(
         ends.append(index := run.end)
     if not own:
         return (), (), index
-    count = _fitting(x.shape, tuple(parameters.weight.shape for parameters in own), tuple(forms))
+    count = _count_fitting(
+        x.shape, tuple(parameters.weight.shape for parameters in own), tuple(forms)
+    )
     return tuple(own[:count]), tuple(forms[:count]), ends[count - 1]
 
 
-def _may_be_done(layers: Sequence[nn.Module], run: LayerRun) -> bool:
+def _can_fuse(layers: Sequence[nn.Module], run: LayerRun) -> bool:
     weight = cast(Tensor, layers[run.convolution]._parameters.get("weight"))  # or set by a hook
     return (
         type(weight) in (Tensor, nn.Parameter)
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
-        and not any(map(_is_watched, layers[run.convolution : run.end]))
+        and not any(map(_has_hooks, layers[run.convolution : run.end]))
     )
 
 
-def _may_be_float32(x: Tensor) -> bool:
+def _can_use_float32(x: Tensor) -> bool:
     """Return whether layers work in float32, or in bfloat16, for which the kernels' float32 is as
     fast."""
     if not torch.is_autocast_enabled("cpu"):
@@ -163,7 +165,7 @@ def _may_be_float32(x: Tensor) -> bool:
     return dtype == torch.bfloat16 and x.dtype in (torch.float32, torch.bfloat16)
 
 
-def _is_watched(layer: nn.Module) -> bool:
+def _has_hooks(layer: nn.Module) -> bool:
     """Return whether a hook reads this layer's input or output."""
     pre_hooks = layer._forward_pre_hooks
     return bool(
@@ -174,7 +176,7 @@ def _is_watched(layer: nn.Module) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _fitting(shape: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Form]) -> int:
+def _count_fitting(shape: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Form]) -> int:
     """Return how many runs fit these rows and are small enough."""
     (count, channels, *sides), fit = shape, 0
     for weight, form in zip(weights, forms, strict=True):
@@ -227,10 +229,10 @@ def flat(own: Sequence[Parameters]) -> list[Tensor | None]:
     return [parameter for parameters in own for parameter in parameters]
 
 
-def unflat(given: Sequence[Any]) -> list[Parameters]:
+def unflat(items: Sequence[Any]) -> list[Parameters]:
     """Invert :func:`flat`."""
     size = len(Parameters._fields)
-    return [Parameters(*given[start : start + size]) for start in range(0, len(given), size)]
+    return [Parameters(*items[start : start + size]) for start in range(0, len(items), size)]
 
 
 class FusedPass:

@@ -88,10 +88,10 @@ def forward(
         p if p is None else dispatch.channels_last(p) for parameters in own for p in parameters
     ]
     shapes = tuple(p if p is None else p.shape for p in dense)
-    plan = _plan(dispatch.instruction_set(), x.shape, shapes, forms)
+    plan = _compute_plan(dispatch.instruction_set(), x.shape, shapes, forms)
     y = torch.empty(plan.output, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     left = torch.empty(plan.left, dtype=torch.uint8, device=x.device)
-    addresses = plan.addresses(*map(_at, dense))
+    addresses = plan.addresses(*map(_address_of, dense))
     ctx = ForwardContext(plan, dispatch.channels_last(x), dense, addresses, left)
     _FORWARD(plan.instruction_set)(
         len(forms), plan.layers, addresses, ctx.x.data_ptr(), y.data_ptr(), ctx.left.data_ptr()
@@ -118,12 +118,12 @@ def backward(
     gradient = dispatch.channels_last(gradient)
     _BACKWARD(plan.instruction_set)(
         len(plan.layers), plan.layers, done.addresses, done.x.data_ptr(), gradient.data_ptr(),
-        done.left.data_ptr(), together or 1, _at(dx), _at(sums),
+        done.left.data_ptr(), together or 1, _address_of(dx), _address_of(sums),
     )  # fmt: skip
     return dx, sums
 
 
-def _at(tensor: Tensor | None) -> int | None:
+def _address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -158,7 +158,7 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def _plan(
+def _compute_plan(
     instruction_set: str | None,
     input_shape: torch.Size,
     shapes: tuple[torch.Size | None, ...],
@@ -182,8 +182,8 @@ def _plan(
             continue
         strides: tuple[int, ...] = (1,)
         if len(shape) == 4:
-            _, channels, high, wide = shape
-            strides = (channels * high * wide, 1, wide * channels, channels)
+            _, channels, height, width = shape
+            strides = (channels * height * width, 1, width * channels, channels)
         layouts.append(KernelLayout(shape, strides, elements))
         elements += shape.numel()
     layers = (Layers * len(structs))(*structs)

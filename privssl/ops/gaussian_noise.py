@@ -48,7 +48,9 @@ def add(
         step: a power of two; 0: no rounding.
         noisy: output, float32, with the strides of its sums.
     """
-    arguments = [argument for s, out in zip(sums, noisy, strict=True) for argument in _at(s, out)]
+    arguments = [
+        argument for s, out in zip(sums, noisy, strict=True) for argument in _addresses_of(s, out)
+    ]
     noise = np.ascontiguousarray(noise, dtype=np.float64)
     if noise.shape != (sum(arguments[::3]),):
         raise ValueError(f"noise {noise.shape} for {sum(arguments[::3])} sums")
@@ -57,7 +59,7 @@ def add(
     )
 
 
-def _at(sums: Tensor, noisy: Tensor) -> tuple[int, int, int]:
+def _addresses_of(sums: Tensor, noisy: Tensor) -> tuple[int, int, int]:
     if sums.shape != noisy.shape or sums.stride() != noisy.stride():
         raise ValueError("sums are to be written to where numbers lie in another order")
     dtypes = sums.dtype, noisy.dtype

@@ -29,23 +29,23 @@ class Kind(NamedTuple):
     outside: float = 0.0  # level outside the image, for rotate
 
 
-class _Images(ctypes.Structure):
+class _ImagesStruct(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int64) for name in ("rows", "channels", "height", "width", "last")
     )
 
 
-class _Kind(ctypes.Structure):
+class _KindStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("change", "down", "used", "of_side")),
         ("outside", ctypes.c_float),
     )
 
 
-_POINTER, _LIKE = ctypes.c_void_p, ctypes.POINTER(_Images)
+_POINTER, _LIKE = ctypes.c_void_p, ctypes.POINTER(_ImagesStruct)
 _MOVE = dispatch.function("views_move", _LIKE, *[_POINTER] * 4)
 _CHANGE = dispatch.function(
-    "views_change", _LIKE, ctypes.c_int64, ctypes.POINTER(_Kind), *[_POINTER] * 5
+    "views_change", _LIKE, ctypes.c_int64, ctypes.POINTER(_KindStruct), *[_POINTER] * 5
 )
 
 
@@ -65,9 +65,9 @@ def shift_and_flip(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
     x (B, Ch, H, W), shift (B, 2) int64 and flipped (B,) bool; the result has the memory format of x
     if that is dense.
     """
-    x, images = _dense(x)
+    x, images = _make_dense(x)
     y, arguments = torch.empty_like(x), (shift.contiguous(), flipped.contiguous())
-    _MOVE(dispatch.instruction_set())(images, *map(_at, (*arguments, x, y)))
+    _MOVE(dispatch.instruction_set())(images, *map(_address_of, (*arguments, x, y)))
     return y
 
 
@@ -85,26 +85,26 @@ def apply_change(
         amount: (B, count) float32.
         place: (B, count, 2) float32 in [0, 1).
     """
-    x, images = _dense(x)
+    x, images = _make_dense(x)
     y = torch.empty_like(x)
-    table = (_Kind * len(kinds))(
+    table = (_KindStruct * len(kinds))(
         *(
-            _Kind(CHANGES.index(k.change), k.axis == "y", k.pixels_used, k.of_side, k.outside)
+            _KindStruct(CHANGES.index(k.change), k.axis == "y", k.pixels_used, k.of_side, k.outside)
             for k in kinds
         )
     )
     arguments = which.contiguous(), amount.contiguous(), place.contiguous()
     change = _CHANGE(dispatch.instruction_set())
-    change(images, which.shape[1], table, *map(_at, (*arguments, x, y)))
+    change(images, which.shape[1], table, *map(_address_of, (*arguments, x, y)))
     return y
 
 
-def _dense(x: Tensor) -> tuple[Tensor, _Images]:
+def _make_dense(x: Tensor) -> tuple[Tensor, _ImagesStruct]:
     """Return the images without gaps, channels last or first in memory; copy if needed."""
     channels_last = x.is_contiguous(memory_format=torch.channels_last)
     x = x if channels_last else x.contiguous()
-    return x, _Images(*x.shape, channels_last)
+    return x, _ImagesStruct(*x.shape, channels_last)
 
 
-def _at(tensor: Tensor) -> int:
+def _address_of(tensor: Tensor) -> int:
     return tensor.data_ptr()

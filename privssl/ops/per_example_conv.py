@@ -11,7 +11,7 @@ from torch import Tensor
 from privssl.ops import dispatch
 
 
-class _Correlation(ctypes.Structure):
+class _CorrelationStruct(ctypes.Structure):
     """The C struct of ``csrc/correlation.cpp``."""
 
     _fields_ = tuple(
@@ -23,12 +23,14 @@ class _Correlation(ctypes.Structure):
     )
 
 
-_SUMS = dispatch.function("correlation_sums", ctypes.POINTER(_Correlation), *[ctypes.c_void_p] * 3)
+_SUMS = dispatch.function(
+    "correlation_sums", ctypes.POINTER(_CorrelationStruct), *[ctypes.c_void_p] * 3
+)
 
 
 def sums(
-    seen: Tensor,
-    met: Tensor,
+    larger: Tensor,
+    smaller: Tensor,
     kernel: tuple[int, int],
     stride: tuple[int, int],
     padding: tuple[int, int],
@@ -38,19 +40,22 @@ def sums(
     Returns (B, height, width of the kernel, channels, kernels).
 
     Args:
-        seen: (B, T, channels, height, width), T images of each row; ``dispatch.available_for`` must
-            hold.
-        met: (B, T, kernels, tall, broad), at most as many positions as the kernel has on ``seen``.
+        larger: (B, T, channels, height, width), T images of each row; ``dispatch.available_for``
+            must hold.
+        smaller: (B, T, kernels, tall, broad), at most as many positions as the kernel has on
+            ``larger``.
         kernel: (height, width).
-        stride: (down, right), of the kernel over ``seen``.
-        padding: (vertical, horizontal) zeros around ``seen``.
+        stride: (down, right), of the kernel over ``larger``.
+        padding: (vertical, horizontal) zeros around ``larger``.
     """
-    (rows, together, channels, *sides), (kernels, *positions) = seen.shape, met.shape[2:]
+    (rows, together, channels, *sides), (kernels, *positions) = larger.shape, smaller.shape[2:]
     for side, taps, step, zeros, n in zip(sides, kernel, stride, padding, positions, strict=True):
         if (n - 1) * step + taps > side + 2 * zeros:
             raise ValueError(f"a kernel of {kernel} meets fewer places of {sides} than {positions}")
-    x, g = (t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (seen, met))
-    struct = _Correlation(
+    x, g = (
+        t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (larger, smaller)
+    )
+    struct = _CorrelationStruct(
         rows * together, together, *sides, channels, *padding, *positions, kernels, *kernel, *stride
     )
     result = torch.empty((rows, *kernel, channels, kernels), dtype=x.dtype, device=x.device)

@@ -35,14 +35,14 @@ def fastest_precision(classifier: str, device: str) -> Precision:
         device: as ``run.device``.
     """
     is_faster = classifier in WIDE and not (classifier in POOLED and dispatch.instruction_set())
-    use_bfloat16 = _on_cpu(device) and has_instructions() and is_faster
+    use_bfloat16 = _is_on_cpu(device) and has_instructions() and is_faster
     return "bfloat16" if use_bfloat16 else "float32"
 
 
 def is_emulated(precision: Precision | Literal["auto"], device: str) -> bool:
     """Return whether this processor lacks bfloat16 instructions; arguments as in ``run``."""
     x86 = platform.machine() in ("x86_64", "AMD64")  # unknown for others
-    return precision == "bfloat16" and _on_cpu(device) and x86 and not has_instructions()
+    return precision == "bfloat16" and _is_on_cpu(device) and x86 and not has_instructions()
 
 
 def has_instructions() -> bool:
@@ -51,7 +51,7 @@ def has_instructions() -> bool:
     return supported
 
 
-def _on_cpu(device: str) -> bool:
+def _is_on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
@@ -60,7 +60,7 @@ def in_precision(kind: type[Network], precision: Precision) -> type[Network]:
 
     Parameters, their names and initial values are those of ``kind``.
     """
-    narrow: type[Network] = _narrow(kind)  # type: ignore[arg-type]  # a type has a hash
+    narrow: type[Network] = _make_narrow_class(kind)  # type: ignore[arg-type]  # a type has a hash
     return kind if precision == "float32" else narrow
 
 
@@ -71,7 +71,7 @@ def precision_of(network: nn.Module) -> Precision:
 
 
 @cache
-def _narrow(kind: type[nn.Module]) -> type:
+def _make_narrow_class(kind: type[nn.Module]) -> type:
     class Narrow(kind):  # type: ignore[misc, valid-type]
         precision: Precision = "bfloat16"
 
@@ -93,6 +93,6 @@ def _narrow(kind: type[nn.Module]) -> type:
     return Narrow
 
 
-def upcast(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+def upcast(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Convert group norm's input to float32: in bfloat16 it is ten times slower on a CPU."""
-    return (given[0].float(),)
+    return (inputs[0].float(),)

@@ -24,38 +24,38 @@ PAIRS = 515  # of random words
 def refuse_wrong_kernels() -> None:
     """Raise PrivacyError if a loaded kernel computes a wrong result."""
     instruction_set = dispatch.instruction_set()
-    if instruction_set is None or (wrong := _wrong(instruction_set)) is None:
+    if instruction_set is None or (failed_task := _find_wrong_kernel(instruction_set)) is None:
         return
     raise PrivacyError(
-        f"privssl's kernel that {wrong} computes a wrong result on this processor "
+        f"privssl's kernel that {failed_task} computes a wrong result on this processor "
         f"({instruction_set}). Set PRIVSSL_KERNELS=torch in the environment to use torch instead, "
         "and please report the processor"
     )
 
 
 @cache
-def _wrong(instruction_set: str) -> str | None:
+def _find_wrong_kernel(instruction_set: str) -> str | None:
     """Name the first wrong kernel by its task."""
     for task, passes in (
-        ("clips rows", _clips),
-        ("draws noise", _draws),
-        ("adds noise to sums", _adds_noise),
+        ("clips rows", _is_clipping_correct),
+        ("draws noise", _is_normal_correct),
+        ("adds noise to sums", _is_noise_correct),
     ):
         if not passes():
             return task
     return None
 
 
-def _clips() -> bool:
+def _is_clipping_correct() -> bool:
     """Test clipping: short and long rows, one not sampled, one not finite, one long only by
     ``norms``."""
-    sizes = _numbers([1e-3, 1.0, 1e-2, 3.0, 1e3, 1e-2, 1e-3])
-    gradients = [_normal(len(sizes), n, seed=n) * sizes[:, None] for n in NUMBERS]
-    left = _normal(len(sizes), 1, 5, seed=5) * sizes[:, None, None]
-    right = _normal(len(sizes), 1, 19, seed=19)
+    sizes = _make_tensor([1e-3, 1.0, 1e-2, 3.0, 1e3, 1e-2, 1e-3])
+    gradients = [_draw_normal(len(sizes), n, seed=n) * sizes[:, None] for n in NUMBERS]
+    left = _draw_normal(len(sizes), 1, 5, seed=5) * sizes[:, None, None]
+    right = _draw_normal(len(sizes), 1, 19, seed=19)
     gradients[-1][5, -1] = math.inf
-    other_norms = _numbers([0.01, 0.0, 0.0, 1.0, 0.0, 0.0, 7.0])
-    sampled = _numbers([1, 0, 1, 1, 1, 1, 1]) > 0
+    other_norms = _make_tensor([0.01, 0.0, 0.0, 1.0, 0.0, 0.0, 7.0])
+    sampled = _make_tensor([1, 0, 1, 1, 1, 1, 1]) > 0
     inputs: list[clipping.KernelInput] = [*((g, None) for g in gradients), (left, right)]
     factors = clipping.factors(inputs, other_norms, sampled, CLIP_NORM)
     totals = clipping.totals(inputs, factors)
@@ -65,10 +65,12 @@ def _clips() -> bool:
     norms = torch.hypot(rows.norm(dim=1), other_norms.double())
     weights = (CLIP_NORM / (norms + 1e-6)).clamp(max=1.0).where(sampled & norms.isfinite(), 0.0)
     sums = weights @ rows.nan_to_num(posinf=0.0)
-    return _near(factors, weights, 1e-9 * weights) and _near(totals, sums, 1e-9 * CLIP_NORM)
+    return _are_close(factors, weights, 1e-9 * weights) and _are_close(
+        totals, sums, 1e-9 * CLIP_NORM
+    )
 
 
-def _draws() -> bool:
+def _is_normal_correct() -> bool:
     """Test Box-Muller from the smallest to the largest random words."""
     words = np.random.default_rng(0).integers(0, 2**64, (2, PAIRS), dtype=np.uint64)
     words[:, :3] = [[0, 0, 2**64 - 1], [0, 2**64 - 1, 0]]
@@ -79,10 +81,10 @@ def _draws() -> bool:
     return bool(np.abs(gaussian_noise.normal(words[0], words[1]) - normal).max() < 1e-12)
 
 
-def _adds_noise() -> bool:
+def _is_noise_correct() -> bool:
     """Test noise with and without rounding."""
-    sums, deviation = [_normal(n, seed=n).double() for n in NUMBERS], 0.7
-    noise = _normal(sum(NUMBERS), seed=0).double()
+    sums, deviation = [_draw_normal(n, seed=n).double() for n in NUMBERS], 0.7
+    noise = _draw_normal(sum(NUMBERS), seed=0).double()
     expected = torch.cat(sums) + deviation * noise
     for step in (2.0**-17, 0.0):
         noisy = [torch.empty_like(s, dtype=torch.float32) for s in sums]
@@ -90,22 +92,22 @@ def _adds_noise() -> bool:
         result = torch.cat(noisy)
         on_grid = not step or bool((result / step == (result / step).round()).all())
         # The nearest multiple, up to the last bit before rounding; otherwise float32's.
-        if not (on_grid and _near(result, expected, 0.5 * step + 1e-6)):
+        if not (on_grid and _are_close(result, expected, 0.5 * step + 1e-6)):
             return False
     return True
 
 
-def _normal(*shape: int, seed: int) -> Tensor:
+def _draw_normal(*shape: int, seed: int) -> Tensor:
     """Return reproducible normal numbers."""
     samples = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     return torch.from_numpy(samples)
 
 
-def _numbers(values: Sequence[float]) -> Tensor:
+def _make_tensor(values: Sequence[float]) -> Tensor:
     """Return float32 on the CPU, whatever torch's defaults."""
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
-def _near(actual: Tensor, expected: Tensor, tolerance: Tensor | float) -> bool:
+def _are_close(actual: Tensor, expected: Tensor, tolerance: Tensor | float) -> bool:
     """Return whether all numbers are close; false for NaN."""
     return bool(((actual.double() - expected).abs() <= tolerance).all())

@@ -41,11 +41,11 @@ def clipped_sums_batched(wanted: Sequence[ClippedSum]) -> list[dict[Key, Tensor]
     """Compute the sums, in the order of ``wanted``; ``can_sum`` holds for each."""
     groups: dict[Hashable, list[int]] = {}
     for index, request in enumerate(wanted):
-        groups.setdefault(_kind(request), []).append(index)
+        groups.setdefault(_batch_key_of(request), []).append(index)
     sums: dict[int, dict[Key, Tensor]] = {}
     for indices in groups.values():
         rows = max(len(wanted[index].drawn) for index in indices)
-        elements = rows * sum(p.numel() for p in _of(wanted[indices[0]]).values())
+        elements = rows * sum(p.numel() for p in _parameters_of(wanted[indices[0]]).values())
         chunk_size = max(1, NUMBERS_AT_ONCE // elements)
         for first in range(0, len(indices), chunk_size):
             chunk = indices[first : first + chunk_size]
@@ -53,17 +53,17 @@ def clipped_sums_batched(wanted: Sequence[ClippedSum]) -> list[dict[Key, Tensor]
     return [sums[index] for index in range(len(wanted))]
 
 
-def _kind(request: ClippedSum) -> Hashable:
+def _batch_key_of(request: ClippedSum) -> Hashable:
     """Return a key; sums with the same key can be batched. Numbers of rows may differ."""
     loss = request.row_loss
     assert isinstance(loss, ExampleLoss)
     modes = tuple(vars(network)[COPY].modes() for network in loss.networks.values())
     fields = tuple((name, x.shape[1:], x.dtype) for name, x in request.fields.items())
-    parameters = tuple((key, p.shape, p.dtype) for key, p in _of(request).items())
+    parameters = tuple((key, p.shape, p.dtype) for key, p in _parameters_of(request).items())
     return loss.function, loss.settings, modes, fields, parameters, request.clip_norm
 
 
-def _of(request: ClippedSum) -> dict[Key, Tensor]:
+def _parameters_of(request: ClippedSum) -> dict[Key, Tensor]:
     return {(net, n): p for net, params in request.parameters.items() for n, p in params.items()}
 
 
@@ -105,7 +105,7 @@ def _keeps_bits(request: ClippedSum, parameters: Parameters, fields: Mapping[str
     assert isinstance(request.row_loss, ExampleLoss)
     networks = tuple(map(row_bits.identity, request.row_loss.networks.values()))
     sizes = tuple(x.shape[:2] for x in fields.values())
-    key = _kind(request), networks, sizes, dispatch.instruction_set()
+    key = _batch_key_of(request), networks, sizes, dispatch.instruction_set()
     if key not in _TRIED:
         generator = torch.Generator().manual_seed(0)
         synthetic = {

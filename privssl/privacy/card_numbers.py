@@ -50,7 +50,7 @@ def agent_entry(
         "agent": agent,
         "epsilon": {
             "kind": kind, "value": value,
-            **(_numeric_bounds(tuple(is_protected(events)), delta, value) if fixed else _NO_BOUNDS),
+            **(_compute_bounds(tuple(is_protected(events)), delta, value) if fixed else _NO_BOUNDS),
         },
         "budget": {"epsilon": budget.epsilon, "delta": budget.delta},
         "visit": event_to_json(plan.event),
@@ -67,7 +67,7 @@ _NO_BOUNDS: NumericBounds = {
 
 
 @lru_cache(maxsize=64)  # agents often spend the same amount
-def _numeric_bounds(events: tuple[Event, ...], delta: float, value: float) -> NumericBounds:
+def _compute_bounds(events: tuple[Event, ...], delta: float, value: float) -> NumericBounds:
     """Compute bounds by numeric composition, valid because the plan was fixed beforehand."""
     prv, lower, upper, reason = None, None, None, None
     if delta == 0:

@@ -27,7 +27,7 @@ def guarantee_sentence(card: Mapping[str, Any] | None) -> str:
     if card.get("ledger_problems"):
         return (
             f"NO GUARANTEE: the ledger is not the one that this run wrote "
-            f"({'; '.join(card['ledger_problems'])}). The run was charged {_number(card)} "
+            f"({'; '.join(card['ledger_problems'])}). The run was charged {_name_of_epsilon(card)} "
             f"{round_up(card['epsilon']['overall'])} (delta {delta_up(card['delta'])}). Nothing is "
             f"guaranteed for any record. Put the true ledger back and end the run with --resume."
         )
@@ -76,10 +76,10 @@ def network_sentence(network: Mapping[Literal["name", "weights"], str]) -> str:
 
 def render_markdown(card: Mapping[str, Any]) -> str:
     """Render the card as the page ``privacy.md``."""
-    number, sums, looser = _number(card), card["epsilon"], "bound"
+    number, sums, looser = _name_of_epsilon(card), card["epsilon"], "bound"
     if card["guarantee"] and sums["kind"] == "charged":
         number, looser = "charged epsilon", "number"
-    trained = f"Trained on labelled rows: {_names(card['update'])}; with noise: "
+    trained = f"Trained on labelled rows: {_format_names(card['update'])}; with noise: "
     if card["update"] == [CENSUS]:
         trained = "No network is trained on labelled rows. Released about them, with noise: "
     delta, clip_norm = delta_up(card["delta"]), card["clip_norm"]
@@ -87,12 +87,12 @@ def render_markdown(card: Mapping[str, Any]) -> str:
         delta = f"0 (pure epsilon; {delta} in the accounts)"
     tighter, weights, bounds = headline_sentence(card), card["weights"], card["attack_bounds"]
     lines = [
-        f"# Privacy card: {_cell(card['algorithm'])} on {_cell(card['dataset'])}",
+        f"# Privacy card: {_escape_cell(card['algorithm'])} on {_escape_cell(card['dataset'])}",
         "",
         f"**{card['sentence']}**",
         "",
         *([f"- {tighter}"] if tighter else []),
-        f"- Scope: {card['scope']}. {trained}{_names(card['protect'])}.",
+        f"- Scope: {card['scope']}. {trained}{_format_names(card['protect'])}.",
         f"- Unit: one {card['unit']}; neighbours: {card['adjacency']}; delta: {delta}; "
         f"row counts: {card['record_counts']}.",
         *([] if clip_norm is None else [f"- Clip norm of one row's gradient: {clip_norm:g}."]),
@@ -101,21 +101,21 @@ def render_markdown(card: Mapping[str, Any]) -> str:
         *([_CHARGED] if number == "charged epsilon" else []),
         f"- Someone with one record at every agent, composed: {number} "
         f"{round_up(sums['person_across_agents'])}.",
-        *_this_run_lines(card["this_run"], number),
+        *_format_this_run(card["this_run"], number),
         f"- The paper's running sum over visits and agents, a looser {looser}: {number} "
         f"{round_up(sums['paper_sum'])}.",
         *(f"- {sentence}" for sentence in former_sentences(card["former_ledgers"])),
         "",
         f"| agent | {number} | budget | numeric bounds | visits | visits left | ledger |",
         "|---|---|---|---|---|---|---|",
-        *(_agent_row(entry) for entry in card["agents"]),
+        *(_format_agent_row(entry) for entry in card["agents"]),
         "",
         "## What leaves a support agent",
         "",
         "| what | claim | why |",
         "|---|---|---|",
         *(
-            f"| {_cell(entry['name'])} | {entry['status']} | {_cell(entry['why'])} |"
+            f"| {_escape_cell(entry['name'])} | {entry['status']} | {_escape_cell(entry['why'])} |"
             for entry in card["releases"]
         ),
         "",
@@ -125,7 +125,7 @@ def render_markdown(card: Mapping[str, Any]) -> str:
         "",
         *(f"- {sentence}" for sentence in card["not_protected"]),
         "",
-        *([] if bounds is None else [_attack_sentence(bounds), ""]),
+        *([] if bounds is None else [_format_attack_sentence(bounds), ""]),
         *([f"Released weights: {weights['file']}, SHA-256 {weights['sha256']}.", ""]
           if weights else []),
         f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
@@ -133,11 +133,11 @@ def render_markdown(card: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _number(card: Mapping[str, Any]) -> str:
+def _name_of_epsilon(card: Mapping[str, Any]) -> str:
     return "nominal epsilon" if card["kind"] == "nominal" else "epsilon"
 
 
-def _agent_row(entry: AgentEntry) -> str:
+def _format_agent_row(entry: AgentEntry) -> str:
     numbers = entry["epsilon"]
     if numbers["pld_upper"] is not None:
         bounds = f"{numbers['pld_lower']:.4f} to {round_up(numbers['pld_upper'])}"
@@ -149,7 +149,7 @@ def _agent_row(entry: AgentEntry) -> str:
     )
 
 
-def _this_run_lines(spent: Mapping[str, float] | None, number: str) -> list[str]:
+def _format_this_run(spent: Mapping[str, float] | None, number: str) -> list[str]:
     if spent is None:
         return []
     agents = ", ".join(f"{agent} {round_up(value)}" for agent, value in spent.items())
@@ -159,28 +159,28 @@ def _this_run_lines(spent: Mapping[str, float] | None, number: str) -> list[str]
     ]
 
 
-def _attack_sentence(bounds: Mapping[str, float]) -> str:
+def _format_attack_sentence(bounds: Mapping[str, float]) -> str:
     return (
         f"An attacker who sees everything and guesses whether a record took part is right at most "
-        f"{_percent(bounds['balanced_accuracy'])} of the time when half of the records asked about "
-        f"did, and finds at most {_percent(bounds['tpr_at_1_percent_fpr'])} of the members at 1% "
-        f"false alarms."
+        f"{_format_percent(bounds['balanced_accuracy'])} of the time when half of the records "
+        f"asked about did, and finds at most {_format_percent(bounds['tpr_at_1_percent_fpr'])} of "
+        f"the members at 1% false alarms."
     )
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     """Format a share as a percentage, rounded up, at most 100%.
 
-    >>> _percent(0.98201)
+    >>> _format_percent(0.98201)
     '98.21%'
     """
     return f"{min(100.0, math.ceil(1e4 * share - 1e-9) / 100):.2f}%"
 
 
-def _names(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     """Escape text for a table cell or a heading."""
     return " ".join(text.replace("|", "/").split())

@@ -71,7 +71,7 @@ class DenseGradients:
         # 0 times infinity is NaN. Unconditional: a branch would reveal rows.
         finite = gradients.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         shape, flat = factors.shape[:-1], finite.reshape(*factors.shape, -1)
-        total = _weighted(factors, flat).view(shape + gradients.shape[1:])
+        total = _sum_weighted(factors, flat).view(shape + gradients.shape[1:])
         if self.axes is None:
             return total
         return total.permute(*range(len(shape)), *(len(shape) + axis for axis in self.axes))
@@ -97,15 +97,17 @@ class OuterProductGradients:
     def norms(self) -> Tensor:
         if self.left.shape[1] == 1:
             lengths = _norms(self.left), _norms(self.right)
-            return _unless_longest(lengths[0] * lengths[1], *lengths)
-        left, right = self._wide
+            return _replace_overlong(lengths[0] * lengths[1], *lengths)
+        left, right = self._float64_factors
         squares = ((left @ left.mT) * (right @ right.mT)).sum(dim=(1, 2))
         terms = (left.norm(dim=2) * right.norm(dim=2)).sum(dim=1).square()
         norms = (squares.clamp(min=0.0) + CANCELLED * terms).sqrt()
-        return _unless_longest(norms, *(side.flatten(1).norm(dim=1) for side in (left, right)))
+        return _replace_overlong(norms, *(side.flatten(1).norm(dim=1) for side in (left, right)))
 
     def total(self, factors: Tensor) -> Tensor:
-        left, right = (side.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for side in self._wide)
+        left, right = (
+            side.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for side in self._float64_factors
+        )
         left, shape = left * factors.reshape(-1, 1, 1), factors.shape[:-1]
         left, right = (
             t.reshape(*shape, -1, t.shape[-1]) for t in (left, right)
@@ -113,7 +115,7 @@ class OuterProductGradients:
         return self.reshape_like(left.mT @ right)
 
     @cached_property
-    def _wide(self) -> tuple[Tensor, Tensor]:
+    def _float64_factors(self) -> tuple[Tensor, Tensor]:
         """Return float64 copies, which :meth:`norms` reads and :meth:`total` then overwrites."""
         left, right = (side.to(torch.float64, copy=True) for side in (self.left, self.right))
         return left, right
@@ -177,10 +179,10 @@ def factors_and_inputs(
     if kernel_inputs := [x for x in inputs if x is not None]:
         return kernel.factors(kernel_inputs, norm, drawn, clip_norm), inputs
     assert norm is not None
-    return _factors(norm, drawn, clip_norm), inputs
+    return _compute_factors(norm, drawn, clip_norm), inputs
 
 
-def _factors(norms: Tensor, mask: Tensor, clip_norm: float) -> Tensor:
+def _compute_factors(norms: Tensor, mask: Tensor, clip_norm: float) -> Tensor:
     """Return clipping factors of rows with these norms, in the shape of ``mask``."""
     if len(norms) != mask.numel():
         raise ValueError(f"gradients of {len(norms)} rows, where {mask.numel()} were looked at")
@@ -190,7 +192,7 @@ def _factors(norms: Tensor, mask: Tensor, clip_norm: float) -> Tensor:
     return torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
 
 
-def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
+def _replace_overlong(norms: Tensor, *lengths: Tensor) -> Tensor:
     """Return infinity if a factor is too long: the other may be subnormal, with few digits."""
     keep = torch.stack([length < LONGEST for length in lengths]).all(dim=0)
     return norms.where(keep, math.inf)
@@ -199,12 +201,12 @@ def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
 def _norms(sample: Tensor) -> Tensor:
     """Compute the norm of each row (B,), in blocks that fit a cache in float64."""
     flat = sample.reshape(len(sample), -1)
-    return torch.cat([chunk.double().norm(dim=1) for chunk in torch.split(flat, _at_once(flat))])
+    return torch.cat([chunk.double().norm(dim=1) for chunk in torch.split(flat, _block_size(flat))])
 
 
-def _weighted(factors: Tensor, values: Tensor) -> Tensor:
+def _sum_weighted(factors: Tensor, values: Tensor) -> Tensor:
     """Sum factors (..., B) times values (..., B, N) over rows: (..., N)."""
-    size = _at_once(values)
+    size = _block_size(values)
     chunks = zip(torch.split(factors, size, -1), torch.split(values, size, -2), strict=True)
     return sum(
         ((f[..., None, :] @ v.double()).squeeze(-2) for f, v in chunks),
@@ -212,6 +214,6 @@ def _weighted(factors: Tensor, values: Tensor) -> Tensor:
     )
 
 
-def _at_once(rows: Tensor) -> int:
+def _block_size(rows: Tensor) -> int:
     """Return the number of rows of one block, for rows (..., B, N)."""
     return max(1, BLOCK // max(1, rows.numel() // rows.shape[-2]))

@@ -29,12 +29,12 @@ def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLed
         RunFolderError: the folder above cannot be read.
     """
     entries: list[FormerLedger] = []
-    for name, agent, journal in _journals_beside(folder):
+    for name, agent, journal in _find_journals(folder):
         entry: FormerLedger = {
             "ledger": name, "agent": agent,
             "kind": "guaranteed", "epsilon": None, "delta": None, "budget": None,
         }  # fmt: skip
-        if head := _head(journal):
+        if head := _head_of(journal):
             if not journal.events or head in known.get(agent, Journal()).hashes:
                 continue
             entry["kind"] = "guaranteed" if journal.plan.scope == "sound" else "nominal"
@@ -50,8 +50,8 @@ def former_heads(folder: Path) -> dict[str, dict[str, str]]:
     Checkpoints record it. Ledgers without a visit are omitted. Raises RunFolderError.
     """
     heads: dict[str, dict[str, str]] = {}
-    for name, agent, journal in _journals_beside(folder):
-        head = _head(journal)
+    for name, agent, journal in _find_journals(folder):
+        head = _head_of(journal)
         if journal.events or not head:
             heads.setdefault(name, {})[agent] = head
     return heads
@@ -71,7 +71,7 @@ def recorded_heads(text: object) -> Iterator[tuple[str, str, str]]:
             yield str(ledger), str(agent), str(head)
 
 
-def _journals_beside(folder: Path) -> Iterator[tuple[str, str, Journal]]:
+def _find_journals(folder: Path) -> Iterator[tuple[str, str, Journal]]:
     """Yield ledger, agent and journal of each replaced run; the journal is empty if unreadable."""
     resolved = folder.resolve()
     try:
@@ -91,7 +91,7 @@ def _journals_beside(folder: Path) -> Iterator[tuple[str, str, Journal]]:
                 yield name, path.stem, Journal()
 
 
-def _head(journal: Journal) -> str:
+def _head_of(journal: Journal) -> str:
     """Return the hash of the last line; empty for a damaged journal."""
     return journal.head if journal.plans and not journal.problems else ""
 

@@ -78,12 +78,12 @@ def refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
 
 
 def _refuse_memory(network: nn.Module, batch: Tensor) -> None:
-    before = _attributes(network)
+    before = _collect_attributes(network)
     values = {n: v.detach().clone() for n, v in before.items() if isinstance(v, torch.Tensor)}
     output = network(batch)
     network(batch.flip(-1) * 0.5 + 0.1)
     changed = [
-        name for name, value in _attributes(network).items()
+        name for name, value in _collect_attributes(network).items()
         if before.get(name) is not value
         or (isinstance(value, torch.Tensor) and not torch.equal(value, values[name]))
     ]  # fmt: skip
@@ -96,18 +96,18 @@ def _refuse_memory(network: nn.Module, batch: Tensor) -> None:
         )
 
 
-def _attributes(network: nn.Module) -> dict[str, object]:
+def _collect_attributes(network: nn.Module) -> dict[str, object]:
     """Return attributes of layers other than parameters and layers; items of containers."""
     attributes: dict[str, object] = {}
     for name, layer in network.named_modules():
         for key, value in (*vars(layer).items(), *layer.named_buffers(recurse=False)):
             if key not in ("_parameters", "_modules", "_buffers"):
                 attributes[f"{name}.{key}".lstrip(".")] = value
-                attributes |= {f"{name}.{key}[{index}]": item for index, item in _items(value)}
+                attributes |= {f"{name}.{key}[{index}]": item for index, item in _items_of(value)}
     return attributes
 
 
-def _items(value: object) -> list[tuple[object, object]]:
+def _items_of(value: object) -> list[tuple[object, object]]:
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, list | deque) else []

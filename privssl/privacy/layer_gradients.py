@@ -70,17 +70,17 @@ class LayerCall(Call):
         # (B, T, channels, ...), linear: (B, ..., features)
         if self.layer is functional.linear:
             left, right = (t.reshape(len(t), -1, t.shape[-1]) for t in (g, x))
-            return [(key, _product(left, right)), *self._of_bias(left.sum(dim=1))]
+            return [(key, _product(left, right)), *self._gradients_of_bias(left.sum(dim=1))]
         dims = (1, *range(3, g.dim()))
         if self.layer is functional.group_norm:
             groups, eps = self.given["num_groups"], self.given["eps"]
             normed = functional.group_norm(x.flatten(0, 1), groups, eps=eps)
             weight: PerExampleGradients = DenseGradients((g * normed.view_as(g)).sum(dim=dims))
         else:
-            weight = _of_kernels(self.layer, self.given, x, g, self.shape)
-        return [(key, weight), *self._of_bias(g.sum(dim=dims))]
+            weight = _compute_kernel_gradients(self.layer, self.given, x, g, self.shape)
+        return [(key, weight), *self._gradients_of_bias(g.sum(dim=dims))]
 
-    def _of_bias(self, gradients: Tensor) -> list[tuple[Key, PerExampleGradients]]:
+    def _gradients_of_bias(self, gradients: Tensor) -> list[tuple[Key, PerExampleGradients]]:
         return [] if self.bias is None else [(self.bias, DenseGradients(gradients))]
 
 
@@ -136,7 +136,7 @@ def _product(
 
     ``kernel``: as in :class:`clipping.OuterProductGradients`.
     """
-    if _less_work(left.shape[1], left.shape[2] * right.shape[2]):
+    if _is_less_work(left.shape[1], left.shape[2] * right.shape[2]):
         gradients = left.mT @ right
         if kernel is None:
             return DenseGradients(gradients)
@@ -144,12 +144,12 @@ def _product(
     return OuterProductGradients(left, right, kernel)
 
 
-def _less_work(positions: int, elements: int) -> bool:
+def _is_less_work(positions: int, elements: int) -> bool:
     """Return whether multiplying out a weight of this many elements is less work."""
     return MANY * positions**2 > elements
 
 
-def _of_kernels(
+def _compute_kernel_gradients(
     layer: Callable[..., Any], arguments: Mapping[str, Any], x: Tensor, g: Tensor, shape: torch.Size
 ) -> PerExampleGradients:
     """Return gradients of a convolution's weight, of ``shape`` (first, second, height, width).
@@ -161,17 +161,17 @@ def _of_kernels(
     kernel, stride = in_pair(tuple(shape[2:])), in_pair(arguments.get("stride", 1))
     padding = in_pair(arguments.get("padding", 0))
     positions = math.prod((smaller.shape[1], *smaller.shape[3:]))
-    if dispatch.available_for(larger) and _less_work(positions, shape.numel()):
+    if dispatch.available_for(larger) and _is_less_work(positions, shape.numel()):
         return DenseGradients(
             per_example_conv.sums(larger, smaller, kernel, stride, padding), (3, 2, 0, 1)
         )
-    windows = _windows(larger.flatten(0, 1), kernel, stride, padding)
+    windows = _extract_windows(larger.flatten(0, 1), kernel, stride, padding)
     outputs = smaller.flatten(0, 1).flatten(2).mT  # (B T, positions, first)
     left, right = (t.reshape(len(x), -1, t.shape[-1]) for t in (outputs, windows))
     return _product(left, right, (*kernel, shape[1]))
 
 
-def _windows(
+def _extract_windows(
     x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
 ) -> Tensor:
     """Return a kernel's windows: (N, channels, h, w) -> (N, positions, kernel channels). Same as

@@ -97,15 +97,15 @@ class _Trial:
             net: {n: p.detach().clone().requires_grad_() for n, p in network.named_parameters()}
             for net, network in networks.items()
         }
-        self._before = self._found()
+        self._before = self._compute_bits()
 
-    def _found(self) -> list[Tensor]:
+    def _compute_bits(self) -> list[Tensor]:
         fields = self._drawn.made_up(self._rows)
         return [*fields.values(), *gradient_bits(self._parameters, self._row_loss, fields)]
 
     def refuse_change(self) -> None:
         """Raise PrivacyError if the gradients have changed."""
-        after = self._found()
+        after = self._compute_bits()
         if len(after) != len(self._before) or not all(map(torch.equal, after, self._before)):
             raise PrivacyError(
                 "a network, loss or draw keeps something of the rows that it is trained on (a "
@@ -181,7 +181,7 @@ class _DrawnBlocks:
             self._blocks, self._step = {}, step
         blocks, positions = (rows // self._size).tolist(), (rows % self._size).tolist()
         for number in set(blocks) - self._blocks.keys():
-            self._blocks[number] = self._block(number)
+            self._blocks[number] = self._draw_block(number)
         return {
             name: torch.stack(
                 [self._blocks[n][name][p] for n, p in zip(blocks, positions, strict=True)]
@@ -200,11 +200,11 @@ class _DrawnBlocks:
         fields = self._draw(x, y, trial_ctx)
         return {name: torch.unflatten(v, 0, (rows, self._views)) for name, v in fields.items()}
 
-    def _block(self, number: int) -> Mapping[str, Tensor]:
+    def _draw_block(self, number: int) -> Mapping[str, Tensor]:
         """Return all rows of a block with their draws: (rows, views, ...)."""
         first, rows = number * self._size, self._rows
         indices = torch.arange(first, min(first + self._size, len(rows)))
-        name = number if self._counts_public else _content(rows, number)
+        name = number if self._counts_public else _hash_row(rows, number)
         block_ctx = dataclasses.replace(
             self._ctx, visit_key=f"{self._ctx.visit_key}#{self._step}/{name}"
         )
@@ -214,7 +214,7 @@ class _DrawnBlocks:
         return {name: torch.unflatten(value, 0, shape) for name, value in fields.items()}
 
 
-def _content(rows: LabelledRows, number: int) -> str:
+def _hash_row(rows: LabelledRows, number: int) -> str:
     """Return a hash of one row; equal rows have equal hashes."""
     x, y = rows.x[number].cpu().contiguous(), int(rows.y[number])
     return hashlib.sha256(x.numpy().tobytes() + b"%d" % y).hexdigest()

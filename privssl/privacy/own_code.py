@@ -35,7 +35,7 @@ def is_ours(code: object) -> bool:
     if not str(getattr(code, "__module__", "")).startswith(_KNOWN):
         return False
     try:
-        held = [cell.cell_contents for cell in getattr(code, "__closure__", None) or ()]
+        variables = [cell.cell_contents for cell in getattr(code, "__closure__", None) or ()]
     except ValueError:  # a variable that is not assigned yet
         return False
-    return is_ours([getattr(code, "__self__", None), *held])
+    return is_ours([getattr(code, "__self__", None), *variables])

@@ -86,10 +86,10 @@ def factored_gradients(
     depth = 2 if agents else 1  # of vmaps
     rows = next(iter(fields.values())).shape[depth - 1]
     shared = {(net, name): p for net, params in parameters.items() for name, p in params.items()}
-    expanded = {key: _seen_by_each(p.detach(), rows, depth - 1) for key, p in shared.items()}
+    expanded = {key: _expand_rows(p.detach(), rows, depth - 1) for key, p in shared.items()}
     recorder = _LayerRecorder({key for key, p in shared.items() if p.requires_grad}, depth)
 
-    def recorded_loss(expanded: Mapping[Key, Tensor], row: Mapping[str, Tensor]) -> Tensor:
+    def record_loss(expanded: Mapping[Key, Tensor], row: Mapping[str, Tensor]) -> Tensor:
         recorder.trace(expanded)
         with recorder:
             return row_loss(
@@ -97,14 +97,14 @@ def factored_gradients(
                 row,
             )
 
-    def agent_losses(
+    def compute_losses(
         shared: Mapping[Key, Tensor], expanded: Mapping[Key, Tensor], rows: Mapping[str, Tensor]
     ) -> Tensor:
         recorder.shared = shared
-        return _over_rows(recorded_loss, expanded, rows)  # (B,)
+        return _map_over_rows(record_loss, expanded, rows)  # (B,)
 
-    compute = vmap(agent_losses, randomness="error") if agents else agent_losses
-    with _chance_refused():
+    compute = vmap(compute_losses, randomness="error") if agents else compute_losses
+    with _refuse_randomness():
         losses = compute(shared, expanded, dict(fields))
     for call in recorder.calls:
         call.check_untouched()
@@ -126,7 +126,7 @@ def factored_gradients(
 
 
 @contextmanager
-def _chance_refused() -> Iterator[None]:
+def _refuse_randomness() -> Iterator[None]:
     """Raise a PrivacyError for vmap's refusal of random numbers.
 
     They would depend on a row's position in the batch.
@@ -142,14 +142,14 @@ def _chance_refused() -> Iterator[None]:
         ) from error
 
 
-def _seen_by_each(parameter: Tensor, rows: int, dim: int) -> Tensor:
+def _expand_rows(parameter: Tensor, rows: int, dim: int) -> Tensor:
     """Expand a tensor by a dimension of rows."""
     size = (*parameter.shape[:dim], rows, *parameter.shape[dim:])
     unsqueezed = parameter.unsqueeze(dim) if dim else parameter  # expand adds leading dimensions
     return unsqueezed.expand(size).requires_grad_()
 
 
-def _over_rows(
+def _map_over_rows(
     loss: Callable[[Mapping[Key, Tensor], Mapping[str, Tensor]], Tensor],
     expanded: Mapping[Key, Tensor],
     fields: Mapping[str, Tensor],
@@ -220,36 +220,36 @@ class _LayerRecorder(TorchFunctionMode):
             return self.shared[self._key_of[id(args[0])]].detach()
         if func in _ARGUMENTS:
             arguments = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
-            if self._knows(func, arguments):
-                return self._done(func, arguments)
+            if self._can_record(func, arguments):
+                return self._compute_and_record(func, arguments)
             if func is functional.linear:
                 return _aligned_linear(**arguments)
         if func is fused_conv:
-            return self._pooled(*args)
-        if func is functional.cross_entropy and self._supports_factored(*args, **kwargs):
+            return self._compute_fused(*args)
+        if func is functional.cross_entropy and self._is_supported_loss(*args, **kwargs):
             logits, y = args
-            return _of_classes(logits, y, kwargs["ignore_index"], kwargs["reduction"])
+            return _cross_entropy_of_rows(logits, y, kwargs["ignore_index"], kwargs["reduction"])
         return func(*args, **kwargs)
 
-    def _supports_factored(
+    def _is_supported_loss(
         self, logits: Tensor, y: Tensor, *, weight: Tensor | None, size_average: bool | None,
         ignore_index: int, reduce: bool | None, reduction: str, label_smoothing: float,
         **unknown: Any,
     ) -> bool:  # fmt: skip
-        """Return whether it is a cross-entropy that :func:`_of_classes` can compute."""
+        """Return whether it is a cross-entropy that :func:`_cross_entropy_of_rows` can compute."""
         basic = weight is None and size_average is None and reduce is None and not label_smoothing
         basic = basic and reduction in ("none", "mean", "sum") and y.dtype == torch.long
         basic = basic and not unknown  # arguments of a later torch
         mapped = self._depth == 1 and maybe_current_level() == self._level
         shapes = logits.dim() == 2 and y.dim() == 1
-        return basic and mapped and shapes and all(len(_beneath(t, 1)[1]) == 1 for t in (logits, y))
+        return basic and mapped and shapes and all(len(_unwrap(t, 1)[1]) == 1 for t in (logits, y))
 
-    def _pooled(
+    def _compute_fused(
         self, x: Tensor, layers: Sequence[kernel.Parameters], forms: tuple[kernel.Form, ...]
     ) -> Tensor:
         """Compute layers by the fused kernels; not with ``agents``."""
         supported = all(
-            self._knows(fused_conv, {"input": x, "weight": layer.weight, "bias": layer.bias})
+            self._can_record(fused_conv, {"input": x, "weight": layer.weight, "bias": layer.bias})
             and all(p is None or self._key_of.get(id(p)) in self._trainable for p in layer)
             for layer in layers
         )
@@ -260,10 +260,10 @@ class _LayerRecorder(TorchFunctionMode):
         parameters = unflat([None if key is None else self.shared[key] for key in keys])
         out, visit = of_rows(x, parameters, forms)
         ends = self._key_of[id(layers[0].weight)], self._key_of[id(layers[-1].weight)]
-        self._write_down(x, out, partial(PooledCall, ends=ends, keys=keys, visit=visit))
+        self._record_call(x, out, partial(PooledCall, ends=ends, keys=keys, visit=visit))
         return out
 
-    def _knows(self, layer: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
+    def _can_record(self, layer: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
         """Return whether gradients of this call follow from its input and its output's gradient."""
         weight, bias, x = arguments.get("weight"), arguments.get("bias"), arguments["input"]
         if id(weight) not in self._key_of or not (bias is None or id(bias) in self._key_of):
@@ -271,7 +271,7 @@ class _LayerRecorder(TorchFunctionMode):
         # In a vmap or grad inside the loss, the mapped dimension may not be rows.
         if maybe_current_level() != self._level:
             return False
-        if len(_beneath(x, self._depth)[1]) < self._depth:
+        if len(_unwrap(x, self._depth)[1]) < self._depth:
             return False
         keys = {self._key_of[id(t)] for t in (weight, bias) if t is not None}
         if not (torch.is_grad_enabled() and keys <= self._trainable):
@@ -285,7 +285,7 @@ class _LayerRecorder(TorchFunctionMode):
         numeric_padding = not isinstance(arguments.get("padding", 0), str)
         return dense and numeric_padding and x.dim() == 4 and len(x) > 0
 
-    def _done(self, layer: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+    def _compute_and_record(self, layer: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
         key = self._key_of[id(arguments["weight"])]
         bias = None if arguments.get("bias") is None else self._key_of[id(arguments["bias"])]
         x = arguments["input"]
@@ -298,12 +298,12 @@ class _LayerRecorder(TorchFunctionMode):
         make = partial(
             LayerCall, ends=(key, key), layer=layer, given=arguments, shape=shape, bias=bias
         )
-        self._write_down(x, out, make)
+        self._record_call(x, out, make)
         return out
 
-    def _write_down(self, x: Tensor, out: Tensor, make: Callable[..., Call]) -> None:
-        output, rows_at = _beneath(out, self._depth)
-        inputs, dims = _beneath(x, self._depth)
+    def _record_call(self, x: Tensor, out: Tensor, make: Callable[..., Call]) -> None:
+        output, rows_at = _unwrap(out, self._depth)
+        inputs, dims = _unwrap(x, self._depth)
         inputs = inputs.movedim(dims, tuple(range(self._depth))).detach()
         versions = (inputs._version, output._version)
         self.calls.append(make(input=inputs, output=output, rows_at=rows_at, versions=versions))
@@ -320,12 +320,12 @@ def _aligned_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     return functional.linear(input, weight, bias)
 
 
-def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tensor:
+def _cross_entropy_of_rows(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tensor:
     """Compute cross-entropy inside one vmap over rows, faster than vmap's decomposition. Rows stay
     independent: each loss depends only on its own row's logits."""
     level = maybe_current_level()
     assert level is not None
-    (x, x_dims), (classes, class_dims) = _beneath(logits, 1), _beneath(y, 1)
+    (x, x_dims), (classes, class_dims) = _unwrap(logits, 1), _unwrap(y, 1)
     with temporarily_pop_interpreter_stack():
         x, classes = x.movedim(x_dims, (0,)), classes.movedim(class_dims, (0,))  # (B, n, C), (B, n)
         losses = functional.cross_entropy(
@@ -338,7 +338,7 @@ def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tens
     return _add_batch_dim(losses, 0, level)
 
 
-def _beneath(tensor: Tensor, depth: int) -> tuple[Tensor, tuple[int, ...]]:
+def _unwrap(tensor: Tensor, depth: int) -> tuple[Tensor, tuple[int, ...]]:
     """Return the tensor beneath vmaps, and the mapped dimensions, the outermost's first. Fewer than
     ``depth`` if it is the same for all rows, or wrapped by the loss."""
     dims: list[int] = []

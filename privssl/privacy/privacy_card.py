@@ -114,7 +114,7 @@ def privacy_card(
     Raises:
         PrivacyError: the inputs contradict each other, so that no true card exists.
     """
-    _check(accounts, scope, delta, releases)
+    _check_inputs(accounts, scope, delta, releases)
     claims = scope == "sound" and not ledger_problems
     kind: Kind = "guaranteed" if claims else "nominal" if scope == "as_published" else "charged"
     spending = [(p, events) for _, p, events, _ in accounts]
@@ -181,13 +181,13 @@ def privacy_card(
             "privssl": __version__,
             **{name: _version(name) for name in ("opacus", "torch", "scipy")},
         },
-        "headline": _headline(agents, kind) if fixed else None,
+        "headline": _build_headline(agents, kind) if fixed else None,
         "sentence": "",
     }
     return {**card, "sentence": guarantee_sentence(card)}
 
 
-def _headline(agents: Sequence[AgentEntry], kind: Kind) -> Headline | None:
+def _build_headline(agents: Sequence[AgentEntry], kind: Kind) -> Headline | None:
     """Return the tightest epsilon of the agent that spent most; None if an agent has no bound."""
     tightest = []
     for entry in agents:
@@ -222,7 +222,7 @@ def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
     }
 
 
-def _check(
+def _check_inputs(
     accounts: Sequence[AgentSpend], scope: Scope, delta: float, releases: Sequence[Release]
 ) -> None:
     """Raise PrivacyError if no true card can follow from the inputs."""

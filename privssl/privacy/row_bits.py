@@ -55,7 +55,7 @@ def refuse_batch_dependent_rounding(
     Raises:
         PrivacyError: some row's gradient depends on other rows or on its position.
     """
-    key = by_place, _kind(networks, row_loss, fields)
+    key = by_place, _key_of_operations(networks, row_loss, fields)
     if key in _passed:
         return
     rows = len(next(iter(fields.values())))
@@ -68,25 +68,30 @@ def refuse_batch_dependent_rounding(
         spread = 0.0 if number < len(SCALES) else 0.5
         scaled: Parameters = {
             net: {
-                n: (p.detach() * scale * _about_one(p, spread, generator)).requires_grad_()
+                n: (p.detach() * scale * _draw_factors(p, spread, generator)).requires_grad_()
                 for n, p in network.named_parameters()
             }
             for net, network in networks.items()
         }
 
-        def bits(inputs: Mapping[str, Tensor], scaled: Parameters = scaled) -> list[Tensor]:
+        def compute_bits(inputs: Mapping[str, Tensor], scaled: Parameters = scaled) -> list[Tensor]:
             return gradient_bits(scaled, row_loss, inputs)
 
-        before = bits(fields)
+        before = compute_bits(fields)
         shifts = (1 + (4 * number + step) % SHIFTS for step in range(4))
         orders = [idx.flip(0), *(idx.roll(shift) for shift in shifts)] if by_place else []
         equal = [
-            _equal(bits({n: f[order.to(f.device)] for n, f in fields.items()}), before, idx, order)
+            _are_equal(
+                compute_bits({n: f[order.to(f.device)] for n, f in fields.items()}),
+                before,
+                idx,
+                order,
+            )
             for order in orders
         ]
         for subset in (idx[::2], idx[1::2]):
-            mixed = {name: _with_others(field, subset) for name, field in fields.items()}
-            equal.append(_equal(bits(mixed), before, subset, subset))
+            mixed = {name: _replace_others(field, subset) for name, field in fields.items()}
+            equal.append(_are_equal(compute_bits(mixed), before, subset, subset))
         if not all(equal):
             raise PrivacyError(
                 f"the rounding of a row's gradient depends on the other {rows - 1} rows or on its "
@@ -103,7 +108,7 @@ def gradient_bits(
     ...)."""
     with single_threaded():
         gradients = factored_gradients(row_loss, parameters, fields)
-        return _bits(gradients, len(next(iter(fields.values()))))
+        return _collect_bits(gradients, len(next(iter(fields.values()))))
 
 
 def stack_keeps_bits(
@@ -128,43 +133,48 @@ def stack_keeps_bits(
         spread, agent = 0.5 * (number >= len(SCALES)), (number % 2) * (agents - 1)
         scaled: Parameters = {
             net: {
-                n: (p.detach() * scale * _about_one(p, spread, generator)).requires_grad_()
+                n: (p.detach() * scale * _draw_factors(p, spread, generator)).requires_grad_()
                 for n, p in params.items()
             }
             for net, params in parameters.items()
         }
 
-        def bits(new: Mapping[str, Tensor], agent: int = agent, scaled: Parameters = scaled) -> Any:
+        def compute_bits(
+            new: Mapping[str, Tensor], agent: int = agent, scaled: Parameters = scaled
+        ) -> Any:
             inputs = {name: field.clone() for name, field in fields.items()}
             for name, value in new.items():
                 inputs[name][agent] = value
             with single_threaded():
                 gradients = factored_gradients(row_loss, scaled, inputs, agents=True)
-                return [part.reshape(agents, rows, -1) for part in _bits(gradients, agents, rows)]
+                return [
+                    part.reshape(agents, rows, -1)
+                    for part in _collect_bits(gradients, agents, rows)
+                ]
 
-        before, others = bits({}), torch.arange(agents) != agent
+        before, others = compute_bits({}), torch.arange(agents) != agent
         changes = [
             ({n: f[agent, order] for n, f in fields.items()}, idx, order)
             for order in (idx.flip(0), idx.roll(1 + number))
         ] + [
-            ({n: _with_others(f[agent], subset) for n, f in fields.items()}, subset, subset)
+            ({n: _replace_others(f[agent], subset) for n, f in fields.items()}, subset, subset)
             for subset in (idx[::2], idx[1::2])
         ]
         for new, dst, src in changes:
-            after = bits(new)
-            equal = _equal([a[agent] for a in after], [b[agent] for b in before], dst, src)
-            if not (equal and _equal(after, before, others, others)):
+            after = compute_bits(new)
+            equal = _are_equal([a[agent] for a in after], [b[agent] for b in before], dst, src)
+            if not (equal and _are_equal(after, before, others, others)):
                 return False
     return True
 
 
-def _about_one(tensor: Tensor, spread: float, generator: torch.Generator) -> Tensor:
+def _draw_factors(tensor: Tensor, spread: float, generator: torch.Generator) -> Tensor:
     """Return random factors in the shape of a parameter."""
     noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) if spread else 0.0
     return (torch.ones(tensor.shape, dtype=tensor.dtype) + spread * noise).to(tensor.device)
 
 
-def _with_others(field: Tensor, subset: Tensor) -> Tensor:
+def _replace_others(field: Tensor, subset: Tensor) -> Tensor:
     """Keep the given rows at their positions, and put other rows at the other positions."""
     changed = field.flip(0)
     if field.is_floating_point():
@@ -174,7 +184,9 @@ def _with_others(field: Tensor, subset: Tensor) -> Tensor:
     return changed
 
 
-def _bits(gradients: Mapping[tuple[str, str], PerExampleGradients], *rows: int) -> list[Tensor]:
+def _collect_bits(
+    gradients: Mapping[tuple[str, str], PerExampleGradients], *rows: int
+) -> list[Tensor]:
     """Return the tensors that determine each row's contribution: factors, and gradients (rows,
     ...).
 
@@ -191,7 +203,9 @@ def _bits(gradients: Mapping[tuple[str, str], PerExampleGradients], *rows: int) 
     return [tensor.nan_to_num() for tensor in tensors]
 
 
-def _equal(left: list[Tensor], right: list[Tensor], left_rows: Tensor, right_rows: Tensor) -> bool:
+def _are_equal(
+    left: list[Tensor], right: list[Tensor], left_rows: Tensor, right_rows: Tensor
+) -> bool:
     """Return whether ``left_rows`` of ``left`` equal ``right_rows`` of ``right``."""
     return all(
         torch.equal(a[left_rows.to(a.device)], b[right_rows.to(b.device)])
@@ -199,7 +213,7 @@ def _equal(left: list[Tensor], right: list[Tensor], left_rows: Tensor, right_row
     )
 
 
-def _kind(
+def _key_of_operations(
     networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor]
 ) -> Hashable:
     """Return a key of the operations that run, and their sizes."""
@@ -212,7 +226,7 @@ def _kind(
         )
         for net, network in networks.items()
     )
-    return shapes, layouts, _of_loss(row_loss), dispatch.instruction_set()
+    return shapes, layouts, _key_of_loss(row_loss), dispatch.instruction_set()
 
 
 def identity(network: nn.Module) -> Hashable:
@@ -229,7 +243,7 @@ def is_ours(networks: Mapping[str, nn.Module], row_loss: RowLoss, draw: Callable
     return own_code.is_ours(parts)
 
 
-def _of_loss(row_loss: RowLoss) -> Hashable:
+def _key_of_loss(row_loss: RowLoss) -> Hashable:
     if isinstance(row_loss, ExampleLoss):
         return row_loss.function, row_loss.settings
     captured = [cell.cell_contents for cell in getattr(row_loss, "__closure__", None) or ()]

@@ -161,7 +161,7 @@ class SiteDirectory:
         elif reply.agent not in self._expected:
             log.warning("A site has the name %s, which this run does not have", reply.agent)
             self._rejected.add(address)
-        elif self._responds(reply.agent):
+        elif self._is_responding(reply.agent):
             raise SiteError(f"Two sites call themselves {reply.agent}. Stop the wrong one")
         elif reply.agreement != self._compatibility_hash:
             raise SiteError(
@@ -194,7 +194,7 @@ class SiteDirectory:
                 identity.agent, __version__, identity.code, own_code,
             )  # fmt: skip
 
-    def _responds(self, name: str) -> bool:
+    def _is_responding(self, name: str) -> bool:
         """Return whether the known site of this name responds.
 
         Flower lists a dead SuperNode for a minute beside its replacement.

@@ -116,10 +116,10 @@ def _send(wire: socket.socket, data: bytes) -> None:
 
 
 def _receive(wire: socket.socket) -> bytes:
-    return _exactly(wire, int.from_bytes(_exactly(wire, 8), "little"))
+    return _receive_exactly(wire, int.from_bytes(_receive_exactly(wire, 8), "little"))
 
 
-def _exactly(wire: socket.socket, size: int) -> bytes:
+def _receive_exactly(wire: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         piece = wire.recv(min(_CHUNK, size - len(data)))

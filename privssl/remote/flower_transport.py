@@ -102,7 +102,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def _temporary_files(folder: Path | None = None) -> Iterator[None]:
+def _convert_os_errors(folder: Path | None = None) -> Iterator[None]:
     """Convert OSError to SiteError. ``folder``: None before it is created."""
     try:
         yield
@@ -135,10 +135,10 @@ class FlowerTransport:
         self._keys: dict[str, str] = {}  # address -> public key
         self._relay: socket.socket | None = None
         self._listener: socket.socket | None = None
-        with _temporary_files():
+        with _convert_os_errors():
             self._folder = Path(tempfile.mkdtemp(prefix="privssl-"))
         try:
-            with _temporary_files(self._folder):
+            with _convert_os_errors(self._folder):
                 self._write_app()
                 self._listener = socket.socket(socket.AF_UNIX)
                 self._listener.bind(str(self._folder / "coordinator"))
@@ -149,13 +149,13 @@ class FlowerTransport:
             raise
 
     def addresses(self) -> Sequence[str]:
-        def ask(relay: socket.socket) -> Sequence[str]:
+        def fetch_addresses(relay: socket.socket) -> Sequence[str]:
             relay.settimeout(GRACE_SECONDS)
             send(relay, json.dumps({"do": "addresses"}).encode())
             self._keys = dict(json.loads(receive(relay)))
             return list(self._keys)
 
-        return self._with_relay(ask, [])
+        return self._call_relay(fetch_addresses, [])
 
     def key_owner(self, address: str) -> str:
         """Return the agent with the key of the node at an address; empty if there is none."""
@@ -163,14 +163,14 @@ class FlowerTransport:
         return self._node_keys.owner(self._keys.get(address, ""))
 
     def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        def ask(relay: socket.socket) -> Mapping[str, bytes]:
+        def exchange_frames(relay: socket.socket) -> Mapping[str, bytes]:
             relay.settimeout(seconds + GRACE_SECONDS)
             request = {"do": "exchange", "to": list(frames), "seconds": seconds}
             for part in (json.dumps(request).encode(), *frames.values()):
                 send(relay, part)
             return {str(address): receive(relay) for address in json.loads(receive(relay))}
 
-        return self._with_relay(ask, {}) if frames else {}
+        return self._call_relay(exchange_frames, {}) if frames else {}
 
     def close(self) -> None:
         for connection in (self._relay, self._listener):
@@ -181,8 +181,8 @@ class FlowerTransport:
 
     # The relay ------------------------------------------------------------------------------
 
-    def _with_relay(self, ask: Callable[[socket.socket], T], otherwise: T) -> T:
-        """Return the result of ``ask``, or ``otherwise`` if the relay fails.
+    def _call_relay(self, request: Callable[[socket.socket], T], default: T) -> T:
+        """Return the result of ``request``, or ``default`` if the relay fails.
 
         Any interruption drops the relay, because its late answer could be mistaken for the next
         one.
@@ -190,7 +190,7 @@ class FlowerTransport:
         try:
             if self._listener is None:
                 raise OSError("closed")
-            return ask(self._relay or self._connect())
+            return request(self._relay or self._connect())
         except BaseException as error:
             if isinstance(error, Exception):  # Ctrl-C is not an error of the run
                 log.warning("The Flower run ended (%s). The next message starts another one", error)
@@ -199,7 +199,7 @@ class FlowerTransport:
                     self._relay.close()
             self._relay = None
             if isinstance(error, OSError | SiteError | ValueError):
-                return otherwise
+                return default
             raise
 
     def _write_app(self) -> None:
@@ -224,18 +224,18 @@ class FlowerTransport:
         self._register_keys()
         address = json.dumps(str(self._folder / "coordinator"))
         config = ("--run-config", f"coordinator={address}")
-        self._flwr("run", str(self._folder / "app"), "ours", *config)
+        self._run_flwr("run", str(self._folder / "app"), "ours", *config)
         self._listener.settimeout(START_SECONDS)
         try:
             self._relay, _ = self._listener.accept()
         except TimeoutError:
             raise SiteError(
                 f"Flower accepted a run and did not start it in {START_SECONDS:g} s. "
-                f"{self._reason_of_no_start()}"
+                f"{self._explain_no_start()}"
             ) from None
         return self._relay
 
-    def _reason_of_no_start(self) -> str:
+    def _explain_no_start(self) -> str:
         """Return a hint if the relay may have failed to start because of the certificate.
 
         A SuperLink on 0.0.0.0 starts processes that connect to 127.0.0.1. They retry for ever if
@@ -255,13 +255,13 @@ class FlowerTransport:
 
         def register(name: str) -> str:
             command = ("supernode", "register", str(files[name]), "ours", "--name", name)
-            return self._flwr(*command, tolerated=ALREADY_REGISTERED)
+            return self._run_flwr(*command, tolerated=ALREADY_REGISTERED)
 
         with ThreadPoolExecutor(PARALLEL_REGISTRATIONS) as pool:
             for output in pool.map(register, files):
                 log.debug("%s", output)
 
-    def _flwr(self, *arguments: str, tolerated: str = "") -> str:
+    def _run_flwr(self, *arguments: str, tolerated: str = "") -> str:
         """Run Flower's command and return its output. ``tolerated``: ignore a failure whose output
         contains this text. Raises SiteError if it fails or takes too long."""
         try:

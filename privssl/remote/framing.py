@@ -13,13 +13,13 @@ def send(wire: socket.socket, frame: bytes) -> None:
 
 def receive(wire: socket.socket) -> bytes:
     """Read one message; memory is bounded by the bytes received. Raises OSError."""
-    size = int.from_bytes(_exactly(wire, 8), "little")
+    size = int.from_bytes(_receive_exactly(wire, 8), "little")
     if size > MAX_BYTES:
         raise OSError(f"a message of {size} bytes")
-    return _exactly(wire, size)
+    return _receive_exactly(wire, size)
 
 
-def _exactly(wire: socket.socket, size: int) -> bytes:
+def _receive_exactly(wire: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         piece = wire.recv(min(_CHUNK, size - len(data)))

@@ -189,7 +189,7 @@ def from_bytes(data: bytes, *expected: type[Frame]) -> Any:
         kind = _KINDS[header["letter"]]
         if kind not in expected:
             raise WireError("refused", f"an unexpected {kind.__name__}")
-        return kind(**_values(kind, header["fields"], body))
+        return kind(**_parse_fields(kind, header["fields"], body))
     except ValidationError as error:
         first_error = error.errors(include_url=False, include_input=False)[0]
         location = ".".join(map(str, first_error["loc"]))
@@ -198,7 +198,7 @@ def from_bytes(data: bytes, *expected: type[Frame]) -> Any:
         raise WireError("refused", f"not a message: {error}") from None
 
 
-def _values(kind: type[Any], fields: Json, body: bytes) -> Json:
+def _parse_fields(kind: type[Any], fields: Json, body: bytes) -> Json:
     """Return the arguments of a message's dataclass."""
     names = {spec.name for spec in dataclasses.fields(kind)}
     if not isinstance(fields, dict):

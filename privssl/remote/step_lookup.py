@@ -60,11 +60,11 @@ def check_steps(kind: type) -> None:
                     "sites read a message. Name its class of privssl.core.messages.Message"
                 )
             for message in messages:
-                if problem := _unreadable(message):
+                if problem := _explain_unreadable(message):
                     raise ConfigError(f"{where} its message {message.__qualname__} {problem}")
 
 
-def _unreadable(kind: type[Message]) -> str | None:
+def _explain_unreadable(kind: type[Message]) -> str | None:
     """Return why a message class cannot be read from its fields; None if it can."""
     attrs = vars(kind)
     if "__dataclass_params__" not in attrs and {"__init__", "__annotations__"} & attrs.keys():
@@ -72,7 +72,7 @@ def _unreadable(kind: type[Message]) -> str | None:
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        if not all(part in _READ for part in _alternatives(hint)):
+        if not all(part in _READ for part in _split_union(hint)):
             text = str(hint).replace("typing.", "")
             return (
                 f"declares {field.name} as {text}, which worker processes and sites do not read. "
@@ -139,14 +139,14 @@ def _read_annotations(function: Callable[..., Any]) -> tuple[Sequence[type[Messa
     message = list(signature(function).parameters)[-2]  # the parameter before the context
     return tuple(
         [
-            kind for kind in _alternatives(hints.get(key))
+            kind for kind in _split_union(hints.get(key))
             if isinstance(kind, type) and issubclass(kind, Message)
         ]
         for key in (message, "return")
     )  # fmt: skip
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def _split_union(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union; of another annotation itself."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

@@ -68,14 +68,16 @@ def probe(superlink: str, certificate: str) -> str:
         if certificate:
             check_root(Path(certificate))
         with socket.create_connection((host, int(port)), timeout=HANDSHAKE_SECONDS) as wire:
-            return _handshake(wire, superlink, host, certificate)
+            return _find_handshake_problem(wire, superlink, host, certificate)
     except ConfigError as error:
         return str(error)
     except (OSError, UnicodeError) as error:  # UnicodeError: an impossible host name
         return f"{NOBODY} at {superlink} ({getattr(error, 'strerror', None) or error})"
 
 
-def _handshake(wire: socket.socket, superlink: str, host: str, certificate: str) -> str:
+def _find_handshake_problem(
+    wire: socket.socket, superlink: str, host: str, certificate: str
+) -> str:
     if certificate:
         context = ssl.create_default_context(cafile=certificate)
     else:  # only to test whether it speaks TLS

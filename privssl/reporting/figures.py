@@ -89,7 +89,7 @@ def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
     blank = rows.new_full((classes, lines, *rows.shape[1:]), 1.0)
     for column, group in zip(blank, groups, strict=True):
         column[: len(group)] = group
-    return _tiles(blank.transpose(0, 1), [""] * lines, [str(c) for c in range(classes)])
+    return _draw_tiles(blank.transpose(0, 1), [""] * lines, [str(c) for c in range(classes)])
 
 
 def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
@@ -101,15 +101,15 @@ def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
     """
     lines = torch.cat([real[None], mixes])
     labels = ["real", *(f"{lam:.2f}" for lam in lambdas)]
-    return _tiles(lines, labels, [str(c) for c in range(len(real))], corner="lambda")
+    return _draw_tiles(lines, labels, [str(c) for c in range(len(real))], corner="lambda")
 
 
 def reconstruction_grid(real: Tensor, rebuilt: Tensor) -> Picture:
     """Draw rows (N, channels, H, W) in [-1, 1] above their reconstructions by G at lambda 1."""
-    return _tiles(torch.stack([real, rebuilt]), ["real", "rebuilt"], [""] * len(real))
+    return _draw_tiles(torch.stack([real, rebuilt]), ["real", "rebuilt"], [""] * len(real))
 
 
-def _tiles(
+def _draw_tiles(
     grid: Tensor, row_labels: Sequence[str], column_labels: Sequence[str], corner: str = ""
 ) -> Picture:
     """Draw a labelled table of images. grid (R, K, channels, H, W) in [-1, 1]."""
@@ -135,19 +135,26 @@ def _tiles(
     return np.asarray(sheet)
 
 
-def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
+def census_plot(counts: NDArray[np.int64], cluster_classes: NDArray[np.int64]) -> Picture:
     """Draw a census: noisy counts, and the class of each cluster.
 
     Args:
         counts: (K, C), may be negative.
-        told: (K,) the class of each cluster.
+        cluster_classes: (K,) the class of each cluster.
     """
     clusters, classes = counts.shape
-    figure = _figure(max(4.0, 1.5 + 0.4 * classes), min(1.6 + 0.3 * clusters, LARGEST_FIGURE[1]))
+    figure = _make_figure(
+        max(4.0, 1.5 + 0.4 * classes), min(1.6 + 0.3 * clusters, LARGEST_FIGURE[1])
+    )
     axes = figure.add_subplot()
     image = axes.imshow(counts, cmap="Blues", vmin=0, vmax=max(int(counts.max()), 1), aspect="auto")
     axes.scatter(
-        told, np.arange(clusters), marker="s", s=90, facecolors="none", edgecolors=LABELLED
+        cluster_classes,
+        np.arange(clusters),
+        marker="s",
+        s=90,
+        facecolors="none",
+        edgecolors=LABELLED,
     )
     axes.set_xticks(range(classes))
     axes.set_yticks(range(0, clusters, math.ceil(clusters / 50)))
@@ -155,7 +162,7 @@ def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
         xlabel="class", ylabel="cluster", title="released counts; square: class of the cluster"
     )
     figure.colorbar(image)
-    return _pixels(figure)
+    return _render_pixels(figure)
 
 
 def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
@@ -169,7 +176,7 @@ def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
     colours = np.array(PAPER) + shares[..., None] * (np.array(FULL) - np.array(PAPER))
     grid = colours.round().astype(np.uint8).repeat(cell, axis=0).repeat(cell, axis=1)
     step = math.ceil(20 / cell)  # a name needs 20 pixels
-    labels = {c: _label(names[c]) for c in range(0, classes, step)}
+    labels = {c: _draw_label(names[c]) for c in range(0, classes, step)}
     margin = max(label.width for label in labels.values()) + 22
     sheet = Image.new("RGB", (margin + len(grid), margin + len(grid)), PAPER)
     sheet.paste(Image.fromarray(grid), (margin, margin))
@@ -177,7 +184,10 @@ def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
         centre, rotated = margin + c * cell + cell // 2, label.rotate(90, expand=True)
         sheet.paste(label, (margin - 4 - label.width, centre - label.height // 2))
         sheet.paste(rotated, (centre - rotated.width // 2, margin - 4 - rotated.height))
-    true, predicted = _label("true class").rotate(90, expand=True), _label("predicted class")
+    true, predicted = (
+        _draw_label("true class").rotate(90, expand=True),
+        _draw_label("predicted class"),
+    )
     sheet.paste(true, (2, margin))
     sheet.paste(predicted, (margin, 2))
     if cell == CELL:
@@ -190,7 +200,7 @@ def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
     return np.asarray(sheet)
 
 
-def _label(text: str) -> Image.Image:
+def _draw_label(text: str) -> Image.Image:
     """Draw a name in one line; unprintable characters become question marks."""
     text = "".join(c if c.isprintable() else "?" for c in text)
     font = ImageFont.load_default(size=12)
@@ -223,7 +233,7 @@ def partition_plot(
     classes = max(len(counts) for counts in (*labelled.values(), *unlabelled.values()))
     cell_x = min(0.5, LARGEST_FIGURE[0] / len(agents))  # inches
     cell_y = min(0.35, LARGEST_FIGURE[1] / classes)
-    figure = _figure(max(5.0, 1.2 + cell_x * len(agents)), 1.6 + cell_y * classes)
+    figure = _make_figure(max(5.0, 1.2 + cell_x * len(agents)), 1.6 + cell_y * classes)
     axes = figure.add_subplot()
     column = {agent: number for number, agent in enumerate(agents)}
     shared = labelled.keys() & unlabelled.keys()
@@ -257,10 +267,10 @@ def partition_plot(
     legend = figure.legend(loc="outside upper left", ncols=1, frameon=False, fontsize="small")
     for handle in legend.legend_handles:
         handle.set_sizes([60.0])
-    return _pixels(figure)
+    return _render_pixels(figure)
 
 
-def _figure(width: float, height: float) -> Any:
+def _make_figure(width: float, height: float) -> Any:
     """Create an empty figure of matplotlib, in inches, with an Agg canvas."""
     # Imported here: runs without pictures save half a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -269,7 +279,7 @@ def _figure(width: float, height: float) -> Any:
     return FigureCanvasAgg(Figure(figsize=(width, height), dpi=100, layout="constrained")).figure
 
 
-def _pixels(figure: Any) -> Picture:
+def _render_pixels(figure: Any) -> Picture:
     figure.canvas.draw()
     pixels: Picture = np.asarray(figure.canvas.buffer_rgba())
     return pixels[..., :3].copy()

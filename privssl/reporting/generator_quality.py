@@ -118,11 +118,11 @@ class GeneratorQuality:
             predicted = reference.judge.output(features).argmax(dim=1)
         scaled = features / reference.scale
         return {
-            "gen/right_by_classifier": _share(predict(images), self._labels),
-            "gen/right_by_judge": _share(predicted, self._labels),
+            "gen/right_by_classifier": _accuracy_of(predict(images), self._labels),
+            "gen/right_by_judge": _accuracy_of(predicted, self._labels),
             "gen/judge_on_real_rows": reference.accuracy,
-            "gen/diversity_pixels": _spread(images, self._labels) / reference.pixels,
-            "gen/diversity_features": _spread(scaled, self._labels) / reference.features,
+            "gen/diversity_pixels": _compute_spread(images, self._labels) / reference.pixels,
+            "gen/diversity_features": _compute_spread(scaled, self._labels) / reference.features,
             "gen/frechet": frechet_distance(scaled, reference.seen),
         }
 
@@ -141,7 +141,7 @@ class GeneratorQuality:
                     for part in torch.split(self._x, 2048)
                 ]
             )
-        return {"gen/accuracy_from_synthetic_rows": _share(predicted, self._y)}
+        return {"gen/accuracy_from_synthetic_rows": _accuracy_of(predicted, self._y)}
 
     def nearest_ratio(
         self, generator: ConditionalGenerator, training: Iterable[Tensor]
@@ -169,7 +169,7 @@ class GeneratorQuality:
         digest = hashlib.sha256(self._x.numpy().tobytes() + self._y.numpy().tobytes())
         key = digest.hexdigest(), self._classes
         if key not in _KNOWN:
-            _KNOWN[key] = _reference_of(self._x, self._y, self._classes)
+            _KNOWN[key] = _build_reference(self._x, self._y, self._classes)
         return _KNOWN[key]
 
 
@@ -188,7 +188,7 @@ class _Reference:
 _KNOWN: dict[tuple[str, int], _Reference] = {}
 
 
-def _reference_of(x: Tensor, y: Tensor, classes: int) -> _Reference:
+def _build_reference(x: Tensor, y: Tensor, classes: int) -> _Reference:
     order = torch.randperm(len(x), generator=randomness.stream(0, 0, "world", "judge's split"))
     held_out = max(1, len(order) // 5)  # held out to evaluate the judge
     training, reference = order[held_out:][:TRAINED_ON], order[:REAL]
@@ -199,17 +199,17 @@ def _reference_of(x: Tensor, y: Tensor, classes: int) -> _Reference:
         features = judge.features(rows)
     scale = max(float(features.var(dim=0).sum().sqrt()), TINY)
     return _Reference(
-        judge, _share(predicted, y[order[:held_out]]), scale, features / scale,
-        pixels=max(_spread(rows, y[reference]), TINY),
-        features=max(_spread(features / scale, y[reference]), TINY),
+        judge, _accuracy_of(predicted, y[order[:held_out]]), scale, features / scale,
+        pixels=max(_compute_spread(rows, y[reference]), TINY),
+        features=max(_compute_spread(features / scale, y[reference]), TINY),
     )  # fmt: skip
 
 
-def _share(predicted: Tensor, labels: Tensor) -> float:
+def _accuracy_of(predicted: Tensor, labels: Tensor) -> float:
     return float((predicted.cpu() == labels).float().mean())
 
 
-def _spread(rows: Tensor, labels: Tensor) -> float:
+def _compute_spread(rows: Tensor, labels: Tensor) -> float:
     """Return the root mean square distance of two rows of a class, averaged over classes with two
     rows."""
     groups = [rows[labels == c].flatten(1) for c in torch.unique(labels)]

@@ -46,7 +46,7 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"run.trackers has {name}, which is not installed: pip install 'privssl[{name}]'"
             )
-        _maker(name)
+        _find_maker(name)
 
 
 def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
@@ -54,17 +54,17 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
     opened: list[Tracker] = []
     for name in dict.fromkeys(names):
         with defer_interrupts():
-            tracker = plugins.call(f"run.trackers: {name} cannot start:", _maker(name), run)
+            tracker = plugins.call(f"run.trackers: {name} cannot start:", _find_maker(name), run)
         if not all(callable(getattr(tracker, method, None)) for method in ("round", "close")):
             raise ConfigError(
                 f"run.trackers: {name} gives a {type(tracker).__name__} without round or close. "
                 "Return a privssl.reporting.trackers.Tracker"
             )
-        opened.append(_Guarded(name, tracker, private=run.private))
+        opened.append(_GuardedTracker(name, tracker, private=run.private))
     return opened
 
 
-def _maker(name: str) -> Callable[[TrackedRun], Any]:
+def _find_maker(name: str) -> Callable[[TrackedRun], Any]:
     if name in TRACKERS:
         return {"wandb": WandbTracker, "mlflow": MLflowTracker}[name]
     advice = (
@@ -73,7 +73,7 @@ def _maker(name: str) -> Callable[[TrackedRun], Any]:
     return plugins.load_function("trackers", "run.trackers", name, advice)
 
 
-class _Guarded(Tracker):
+class _GuardedTracker(Tracker):
     """Passes permitted records to a tracker, until it fails."""
 
     def __init__(self, name: str, tracker: Tracker, *, private: bool) -> None:
@@ -128,7 +128,7 @@ class WandbTracker(Tracker):
         project = os.environ.get("WANDB_PROJECT") or "privssl"
         self._image = wandb.Image
         self._run = wandb.init(
-            project=project, name=run.name, id=_kept_id(run, "wandb.id", secrets.token_hex(8)),
+            project=project, name=run.name, id=_keep_id(run, "wandb.id", secrets.token_hex(8)),
             dir=str(run.folder), config=dict(run.config), resume="allow", settings=settings,
         )  # fmt: skip
 
@@ -159,12 +159,16 @@ class MLflowTracker(Tracker):
         experiment = (
             self._client.create_experiment(name) if existing is None else existing.experiment_id
         )
-        stored_id = _kept_id(run, "mlflow.id")
+        stored_id = _keep_id(run, "mlflow.id")
         self._sent = -1
         if stored_id is None:
             self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
-            _kept_id(run, "mlflow.id", self._id)
-            params = [Param(k, str(v)[:500]) for k, v in _flat(run.config) if v not in ("", None)]
+            _keep_id(run, "mlflow.id", self._id)
+            params = [
+                Param(k, str(v)[:500])
+                for k, v in _flatten_config(run.config)
+                if v not in ("", None)
+            ]
             for start in range(0, len(params), 100):  # the limit of one call
                 self._client.log_batch(self._id, params=params[start : start + 100])
         else:
@@ -175,19 +179,19 @@ class MLflowTracker(Tracker):
     def round(self, record: RoundRecord) -> None:
         if record.round <= self._sent:
             return
-        values = {_metric_name(name): float(value) for name, value in record.values.items()}
+        values = {_convert_tag(name): float(value) for name, value in record.values.items()}
         metrics = [self._metric(name, v, 0, record.round) for name, v in values.items()]
         for start in range(0, len(metrics), 1000):
             self._client.log_batch(self._id, metrics=metrics[start : start + 1000])
 
     def images(self, round_number: int, tag: str, image: Image) -> None:
-        self._client.log_image(self._id, image, f"{_metric_name(tag)}_{round_number:05}.png")
+        self._client.log_image(self._id, image, f"{_convert_tag(tag)}_{round_number:05}.png")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
-def _kept_id(run: TrackedRun, file: str, new: str | None = None) -> str | None:
+def _keep_id(run: TrackedRun, file: str, new: str | None = None) -> str | None:
     """Return the service's id of the run: the stored one on resume, else store ``new``."""
     path = run.folder / file
     if run.resume_after is not None and path.is_file():
@@ -197,14 +201,14 @@ def _kept_id(run: TrackedRun, file: str, new: str | None = None) -> str | None:
     return new
 
 
-def _metric_name(tag: str) -> str:
+def _convert_tag(tag: str) -> str:
     """Convert a tag to characters that MLflow permits; class names may have others."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_-. /") else "_" for c in tag)
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten_config(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -74,7 +74,7 @@ class TensorBoardTracker(Tracker):
         purge = None if resume_after is None else resume_after + 1
         with defer_interrupts(), atomic_files.writing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._writer = _event_writer(folder, purge)
+            self._writer = _open_event_writer(folder, purge)
 
     def round(self, record: RoundRecord) -> None:
         with defer_interrupts(), atomic_files.writing(self._folder):
@@ -94,7 +94,7 @@ class TensorBoardTracker(Tracker):
             self._writer.close()
 
 
-def _event_writer(folder: Path, purge: int | None) -> Any:
+def _open_event_writer(folder: Path, purge: int | None) -> Any:
     """Return a writer whose file TensorBoard reads last.
 
     Files are read in the order of their names, which begin with the second; within one second the
@@ -135,7 +135,7 @@ class CsvTracker(Tracker):
     def truncate(self, after_round: int) -> None:
         """Remove the lines of all later rounds, and a torn last line."""
         self.close()
-        header, rows = self._read()
+        header, rows = self._read_rows()
         self._columns = header[1:]
         kept = [row for row in rows if int(row[0]) <= after_round]
         rounds = [int(row[0]) for row in kept]
@@ -151,11 +151,11 @@ class CsvTracker(Tracker):
             self._rewrite(kept)
 
     def round(self, record: RoundRecord) -> None:
-        values = {k: _text(v) for k, v in record.values.items() if not k.startswith("time/")}
+        values = {k: _as_text(v) for k, v in record.values.items() if not k.startswith("time/")}
         new = [name for name in values if name not in self._columns]
         if new or self._file is None:
             self.close()
-            rows = self._read()[1]
+            rows = self._read_rows()[1]
             self._columns += new
             self._rewrite(rows)
             with atomic_files.writing(self._path):
@@ -176,7 +176,7 @@ class CsvTracker(Tracker):
             with atomic_files.writing(self._path):
                 file.close()
 
-    def _read(self) -> tuple[list[str], list[list[str]]]:
+    def _read_rows(self) -> tuple[list[str], list[list[str]]]:
         """Read header and complete lines, without a last line torn by a kill."""
         try:
             text = self._path.read_text(encoding="utf-8")
@@ -199,7 +199,7 @@ class CsvTracker(Tracker):
         atomic_files.write(self._path, csv_text([["round", *self._columns], *padded]))
 
 
-def _text(value: float) -> str:
+def _as_text(value: float) -> str:
     """Return the shortest text that reads back as the same number."""
     return str(int(value)) if isinstance(value, int) else repr(float(value))
 
@@ -271,7 +271,9 @@ class ProgressTracker(Tracker):
         elapsed = now - self._started
         seconds = elapsed / (self._done - self._skipped) * (self._total - self._done)
         left = timedelta(seconds=round(seconds))
-        text = f"{self._title}round {record.round}/{record.total}: {self._note(record.phase)}"
+        text = (
+            f"{self._title}round {record.round}/{record.total}: {self._format_note(record.phase)}"
+        )
         with ignore_closed_stream(self._stream):
             if self._bar is not None:
                 self._bar.update(self._task, completed=self._done, description=text, left=left)
@@ -287,7 +289,7 @@ class ProgressTracker(Tracker):
             with ignore_closed_stream(self._stream):
                 self._bar.stop()
 
-    def _note(self, phase: str) -> str:
+    def _format_note(self, phase: str) -> str:
         parts = [phase]
         if "test/accuracy" in self._latest:
             parts.append(f"test accuracy {self._latest['test/accuracy']:.4f}")

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Run the command; returns its exit status."""
-    parser = _parser()
+    parser = _build_parser()
     options = parser.parse_args(argv)
     if options.render and options.tables:
         parser.error("--render writes the pages of all tables: remove the names")
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     )  # fmt: skip
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m privssl.reproduce",
         description="Run cells of published tables and store the results in results/.",
@@ -61,23 +61,23 @@ def _parser() -> argparse.ArgumentParser:
         help="only cells whose ROW/COLUMN matches, for example 'Fed*/*'",
     )
     parser.add_argument(
-        "--seeds", type=_count, metavar="N", help="only the first N of a table's seeds"
+        "--seeds", type=_parse_count, metavar="N", help="only the first N of a table's seeds"
     )
     parser.add_argument(
-        "--minutes", type=_minutes, metavar="M",
+        "--minutes", type=_parse_minutes, metavar="M",
         help="stop after this many minutes; a running cell writes a checkpoint",
     )  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="keep the run folders of stored cells")
     return parser
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1")
     return int(text)
 
 
-def _minutes(text: str) -> float:
+def _parse_minutes(text: str) -> float:
     try:
         minutes = float(text)
     except ValueError:

@@ -45,7 +45,7 @@ class _Writer:
         return (type(node).__name__, *fields)
 
     def _convert_comprehension(self, node: _Comprehension, names: Names) -> object:
-        targets = _stored_names(generator.target for generator in node.generators)
+        targets = _find_stored_names(generator.target for generator in node.generators)
         inner = self._number(targets, names)
         values = [
             (field, self.convert(value, inner))
@@ -72,18 +72,18 @@ class _Writer:
             if argument is not None
         }  # fmt: skip
         body = function.body if isinstance(function.body, list) else [function.body]
-        if _keeps_names(body):
-            hidden = parameters | set(_stored_names(body)) | _otherwise_bound(body)
+        if _must_keep_names(body):
+            hidden = parameters | set(_find_stored_names(body)) | _find_other_bindings(body)
             return {name: number for name, number in names.items() if name not in hidden}
-        other = parameters | _otherwise_bound(body)
+        other = parameters | _find_other_bindings(body)
         seen = {name: number for name, number in names.items() if name not in other}
-        return self._number((name for name in _stored_names(body) if name not in other), seen)
+        return self._number((name for name in _find_stored_names(body) if name not in other), seen)
 
     def _number(self, new: Iterable[str], names: Names) -> Names:
         return {**names, **{name: next(self._numbers) for name in dict.fromkeys(new)}}
 
 
-def _of_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+def _walk_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """Yield nodes in order, without what lies in functions and comprehensions inside, except for
     assignment expressions in comprehensions: they bind outside."""
     for node in nodes:
@@ -93,19 +93,19 @@ def _of_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
                 child.target for child in ast.walk(node) if isinstance(child, ast.NamedExpr)
             )
         elif not isinstance(node, _Function | ast.ClassDef):
-            yield from _of_scope(ast.iter_child_nodes(node))
+            yield from _walk_scope(ast.iter_child_nodes(node))
 
 
-def _stored_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    for node in _of_scope(nodes):
+def _find_stored_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in _walk_scope(nodes):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id
 
 
-def _otherwise_bound(body: Iterable[ast.AST]) -> set[str]:
+def _find_other_bindings(body: Iterable[ast.AST]) -> set[str]:
     """Names that a function binds as functions, imports or exceptions: they stay."""
     bound = set()
-    for node in _of_scope(body):
+    for node in _walk_scope(body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             bound.add(node.name)
         elif isinstance(node, ast.alias):
@@ -115,7 +115,7 @@ def _otherwise_bound(body: Iterable[ast.AST]) -> set[str]:
     return bound
 
 
-def _keeps_names(body: Iterable[ast.AST]) -> bool:
+def _must_keep_names(body: Iterable[ast.AST]) -> bool:
     """Return whether a function has, or may have, other bindings than this module knows."""
     return any(
         isinstance(node, _KEEP_NAMES) or (isinstance(node, ast.Name) and node.id in _READ_NAMES)

@@ -76,10 +76,12 @@ class Verdict:
 
 def verdicts(table: Table, found: Found) -> list[Verdict]:
     """Answer each claim of a table."""
-    return [Verdict(order.claim, tuple(_test(table, order, found))) for order in table.file.orders]
+    return [
+        Verdict(order.claim, tuple(_test_order(table, order, found))) for order in table.file.orders
+    ]
 
 
-def _test(table: Table, order: Order, results: Found) -> Iterator[ColumnAnswer]:
+def _test_order(table: Table, order: Order, results: Found) -> Iterator[ColumnAnswer]:
     names = [column.name for column in table.file.columns]
     for column in names if order.columns == "all" else order.columns:
         rows = (order.better, *order.than)
@@ -98,8 +100,8 @@ def _test_column(
         answers = {row: _compare(kept[better], kept[row]) for row in others if row in kept}
         if "does not hold" in answers.values() or len(answers) == len(others):
             worst = max(answers.values(), key=ANSWERS.index)
-            seeds = len(_shared([kept[better], *(kept[row] for row in answers)]))
-            numbers = _numbers(better, kept, answers)
+            seeds = len(_find_common_seeds([kept[better], *(kept[row] for row in answers)]))
+            numbers = _format_numbers(better, kept, answers)
             return ColumnAnswer(column, worst, f"{numbers}; n = {seeds}", reduced, old)
     missing = [row for row in rows if row not in kept and row not in absent]
     if absent:
@@ -107,7 +109,7 @@ def _test_column(
     return ColumnAnswer(column, "not tested yet", f"missing: {', '.join(missing)}", reduced, old)
 
 
-def _shared(cells: Sequence[Kept]) -> list[int]:
+def _find_common_seeds(cells: Sequence[Kept]) -> list[int]:
     """Return the seeds that all of them have."""
     return sorted(set.intersection(*(set(cell.shown) for cell in cells)))
 
@@ -116,7 +118,7 @@ def _compare(better: Kept, other: Kept) -> Answer:
     """Compare on common seeds, or by means if there are none."""
     pairs = [
         (better.shown[seed]["value"], other.shown[seed]["value"])
-        for seed in _shared([better, other])
+        for seed in _find_common_seeds([better, other])
     ]
     if pairs and all(a > b for a, b in pairs):
         return "holds in every seed" if len(pairs) > 1 else "holds in one seed"
@@ -124,7 +126,7 @@ def _compare(better: Kept, other: Kept) -> Answer:
     return "holds in the mean only" if means[0] > means[1] else "does not hold"
 
 
-def _numbers(better: str, kept: Mapping[str, Kept], compared: Mapping[str, Answer]) -> str:
+def _format_numbers(better: str, kept: Mapping[str, Kept], compared: Mapping[str, Answer]) -> str:
     """Format the row that should be above, and the highest of the others."""
     highest = max(compared, key=lambda row: kept[row].mean)
     return f"{100 * kept[better].mean:.2f} against {100 * kept[highest].mean:.2f} ({highest})"

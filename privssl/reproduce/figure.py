@@ -35,22 +35,22 @@ def panels(of: Measurements) -> Panels:
     """Collect all lines, without cells of a single evaluation, and without seconds of different
     devices."""
     lines: dict[tuple[str, str], dict[str, Line]] = {}
-    for against in AGAINST:
+    for x_axis in AGAINST:
         for column in of.table.file.columns:
-            if against == "seconds" and len(of.gpus(column.name)) > 1:
+            if x_axis == "seconds" and len(of.gpus(column.name)) > 1:
                 continue
             for row in of.table.file.rows:
                 kept = of.found.get((row.name, column.name))
-                line = None if kept is None else _mean_line(kept, against)
+                line = None if kept is None else _compute_mean_line(kept, x_axis)
                 if line is not None and len(line[0]) > 1:
-                    lines.setdefault((against, column.name), {})[row.name] = line
+                    lines.setdefault((x_axis, column.name), {})[row.name] = line
     return lines
 
 
-def _mean_line(kept: Kept, against: str) -> Line | None:
+def _compute_mean_line(kept: Kept, x_axis: str) -> Line | None:
     """Average over seeds; None if an entry does not have the quantity."""
     curves = [entry["curve"] for entry in kept.shown.values()]
-    if any(against not in curve for curve in curves):
+    if any(x_axis not in curve for curve in curves):
         return None
     rounds = sorted(set.intersection(*(set(curve["round"]) for curve in curves)))
 
@@ -58,7 +58,7 @@ def _mean_line(kept: Kept, against: str) -> Line | None:
         by_round = [dict(zip(curve["round"], curve[quantity], strict=True)) for curve in curves]
         return tuple(statistics.fmean(values[number] for values in by_round) for number in rounds)
 
-    return mean(against), mean("test_accuracy")
+    return mean(x_axis), mean("test_accuracy")
 
 
 def data_hash(shown: Panels) -> str:
@@ -78,8 +78,8 @@ def hash_in(path: Path) -> str | None:
 
 def draw(shown: Panels, rows: Sequence[str]) -> bytes:
     """Draw a PNG. rows: all rows of the table, so that each has the same colour in every panel."""
-    kinds = [against for against in AGAINST if any(kind == against for kind, _ in shown)]
-    counts = [sum(kind == against for kind, _ in shown) for against in kinds]
+    kinds = [x_axis for x_axis in AGAINST if any(kind == x_axis for kind, _ in shown)]
+    counts = [sum(kind == x_axis for kind, _ in shown) for x_axis in kinds]
     n_columns = min(ACROSS, max(counts))
     row_counts = [-(-count // n_columns) for count in counts]  # lines of panels, by quantity
     n_rows = sum(row_counts)

@@ -54,12 +54,12 @@ def is_bfloat16_emulated(config: Config) -> bool:
 
 def commit_of(root: Path) -> dict[str, Any]:
     """Return the commit of a clone, and whether code or configs differ from it; else nulls."""
-    head = _git(root, "rev-parse", "HEAD")
-    changes = None if head is None else _git(root, "status", "--porcelain", "--", *CODE)
+    head = _run_git(root, "rev-parse", "HEAD")
+    changes = None if head is None else _run_git(root, "status", "--porcelain", "--", *CODE)
     return {"commit": head, "dirty": None if changes is None else bool(changes)}
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def _run_git(root: Path, *arguments: str) -> str | None:
     try:
         result = subprocess.run(
             ["git", *arguments], cwd=root, check=True, capture_output=True, text=True

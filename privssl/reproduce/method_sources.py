@@ -42,15 +42,15 @@ def method_hash(algorithm: str, root: Path) -> str:
     digest = hashlib.sha256()
     start = ALGORITHMS[algorithm].__module__
     built_in = start.startswith(f"{REGISTRY}.")
-    modules = _modules(start, root) if built_in else _own_modules(start, root)
+    modules = _find_modules(start, root) if built_in else _find_plugin_modules(start, root)
     if not modules:
         raise ConfigError(f"{root} has no sources of {algorithm}: it is not a clone of privssl")
     for name, path in sorted(modules.items()):
-        digest.update(f"{name} {_read(path.read_bytes()).statements}\n".encode())
+        digest.update(f"{name} {_parse_module(path.read_bytes()).statements}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def _modules(start: str, root: Path) -> dict[str, Path]:
+def _find_modules(start: str, root: Path) -> dict[str, Path]:
     """Map modules to files, for a module, its package, and their imports from ``PACKAGES``."""
     modules: dict[str, Path] = {}
     pending = [start]
@@ -60,24 +60,24 @@ def _modules(start: str, root: Path) -> dict[str, Path]:
         pending += [f"{package}.{path.stem}" for path in folder.glob("*.py")]
     while pending:
         name = pending.pop()
-        path = _file(name, root)
+        path = _find_file(name, root)
         if path is not None and name not in modules:
             modules[name] = path
-            pending += _read(path.read_bytes()).imports
+            pending += _parse_module(path.read_bytes()).imports
     return modules
 
 
-def _own_modules(start: str, root: Path) -> dict[str, Path]:
+def _find_plugin_modules(start: str, root: Path) -> dict[str, Path]:
     """Map modules to files for a plug-in: its package, and that package's imports from
     ``PACKAGES``."""
     modules = source_files(start)
     for path in list(modules.values()):
-        for name in _read(path.read_bytes()).imports:
-            modules |= _modules(name, root)
+        for name in _parse_module(path.read_bytes()).imports:
+            modules |= _find_modules(name, root)
     return modules
 
 
-def _file(name: str, root: Path) -> Path | None:
+def _find_file(name: str, root: Path) -> Path | None:
     """Return the file of a module that counts; None for others."""
     if name == REGISTRY or not f"{name}.".startswith(tuple(f"{package}." for package in PACKAGES)):
         return None
@@ -88,18 +88,18 @@ def _file(name: str, root: Path) -> Path | None:
     return None
 
 
-class _Module(NamedTuple):
+class _ParsedModule(NamedTuple):
     imports: tuple[str, ...]
     statements: str  # the part that counts
 
 
 @functools.cache  # methods share most of their modules, and a table has many cells
-def _read(source: bytes) -> _Module:
+def _parse_module(source: bytes) -> _ParsedModule:
     tree = ast.parse(source)
-    return _Module(tuple(_imported(tree)), canonical_code(tree))
+    return _ParsedModule(tuple(_find_imports(tree)), canonical_code(tree))
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def _find_imports(tree: ast.Module) -> Iterator[str]:
     """Yield every name that an import may mean as a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

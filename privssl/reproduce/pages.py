@@ -47,27 +47,27 @@ class Rendered:
 def render(tables: Sequence[Table], store: Store, root: Path) -> list[Path]:
     """Write changed pages, and remove pages of former tables; return the written paths."""
     rendered = rendered_pages(tables, store, root)
-    written = [path for path, text in rendered.texts.items() if _read(root / path) != text]
+    written = [path for path, text in rendered.texts.items() if _read_page(root / path) != text]
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     for path in written:
-        _write(root / path, rendered.texts[path].encode())
+        _write_page(root / path, rendered.texts[path].encode())
     for path, results in rendered.figures.items():
         panels = figure.panels(results)
         if figure.hash_in(root / path) != figure.data_hash(panels):
             rows = [row.name for row in results.table.file.rows]
-            _write(root / path, figure.draw(panels, rows))
+            _write_page(root / path, figure.draw(panels, rows))
             written.append(path)
     for path in former_pages(rendered, root):
         path.unlink()
     return written
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_page(path: Path, data: bytes) -> None:
     atomic_files.write(path, data)
     path.chmod(0o644)
 
 
-def _read(path: Path) -> str | None:
+def _read_page(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
@@ -82,7 +82,7 @@ def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendere
     by_table = {table.name: Measurements.of(table, store) for table in tables}
     measured = [results for results in by_table.values() if results.found]
     texts = {FOLDER / f"{results.table.name}.md": markdown(results) for results in measured}
-    texts |= _summary(list(by_table.values()))
+    texts |= _render_summary(list(by_table.values()))
     for path, text in texts.items():
         if (lines := text.count("\n")) > LONGEST_PAGE:
             raise ConfigError(
@@ -92,7 +92,7 @@ def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendere
     for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         if path.is_file() and _BLOCK.search(text := path.read_text(encoding="utf-8")):
             name = path.relative_to(root)
-            texts[name] = _with_blocks(text, name, by_table)
+            texts[name] = _fill_blocks(text, name, by_table)
     figures = {
         FOLDER / f"{results.table.name}.png": results
         for results in measured
@@ -101,23 +101,23 @@ def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendere
     return Rendered(texts, figures)
 
 
-def _with_blocks(text: str, path: Path, by_table: Mapping[str, Measurements]) -> str:
+def _fill_blocks(text: str, path: Path, by_table: Mapping[str, Measurements]) -> str:
     """Return a page with its blocks filled."""
 
-    def fill(match: re.Match[str]) -> str:
+    def fill_block(match: re.Match[str]) -> str:
         begin, name, link, _, end = match.groups()
         if name not in by_table:
             raise ConfigError(f"{path}: {begin.strip()} names no file of configs/tables")
         page = (FOLDER / f"{name}.md").relative_to(path.parent)
         results = by_table[name]
         table = [*matrix(results), ""] if results.found else []
-        lines = [_state(results, page)] if link else ["", *table, _state(results, page), ""]
+        lines = [_status_of(results, page)] if link else ["", *table, _status_of(results, page), ""]
         return begin + "\n".join(lines) + "\n" + end
 
-    return _BLOCK.sub(fill, text)
+    return _BLOCK.sub(fill_block, text)
 
 
-def _state(results: Measurements, page: Path) -> str:
+def _status_of(results: Measurements, page: Path) -> str:
     """Return a link to the page of a table, and the number of cells without an entry."""
     cells = [cell for cell in results.table.cells if cell.size != "absent"]
     if not cells:
@@ -132,7 +132,7 @@ def _state(results: Measurements, page: Path) -> str:
     return f"{link} {remaining}".strip()
 
 
-def _summary(all_results: Sequence[Measurements]) -> dict[Path, str]:
+def _render_summary(all_results: Sequence[Measurements]) -> dict[Path, str]:
     """Render docs/results.md; open cells go to a separate page if it would be too long."""
     claims = [(results, verdict) for results in all_results for verdict in results.verdicts]
     tested = [(results, verdict) for results, verdict in claims if verdict.answered]
@@ -143,37 +143,37 @@ def _summary(all_results: Sequence[Measurements]) -> dict[Path, str]:
         "that a paper claims holds.",
         "Each table has a page with seeds, sizes and times. How to run it: "
         "[reproduce.md](reproduce.md).",
-        *("", "## Cells", "", *_counts(all_results), ""),
-        *("## Tables", "", *_tables(all_results), ""),
-        *("## Claims tested", "", *_claim_lines(tested, "results/"), ""),
+        *("", "## Cells", "", *_render_counts(all_results), ""),
+        *("## Tables", "", *_render_tables(all_results), ""),
+        *("## Claims tested", "", *_render_claims(tested, "results/"), ""),
         "What the answers mean: [reproduce.md](reproduce.md#the-pages).",
         "",
     ]
-    tail = ["## Claims not tested", "", *_claim_lines(untested, "results/"), ""]
+    tail = ["## Claims not tested", "", *_render_claims(untested, "results/"), ""]
     if len(head) + len(tail) <= LONGEST_PAGE:
         return {SUMMARY: "\n".join(head + tail)}
     link = f"Claims not tested: [{OPEN_CLAIMS.name}](results/{OPEN_CLAIMS.name})."
-    page = [GENERATED, "", "# Claims not tested", "", *_claim_lines(untested, ""), ""]
+    page = [GENERATED, "", "# Claims not tested", "", *_render_claims(untested, ""), ""]
     return {SUMMARY: "\n".join([*head, link, ""]), OPEN_CLAIMS: "\n".join(page)}
 
 
-def _claim_lines(claims: Sequence[tuple[Measurements, Verdict]], folder: str) -> list[str]:
+def _render_claims(claims: Sequence[tuple[Measurements, Verdict]], folder: str) -> list[str]:
     lines = [["table", "claim", "answer", "size", "column by column"]]
     for results, verdict in claims:
         size = ("reduced" if verdict.reduced else "paper") if verdict.answered else ""
         lines.append(
-            [_link(results, folder), verdict.claim, verdict.in_short, size, verdict.in_words()]
+            [_link_to(results, folder), verdict.claim, verdict.in_short, size, verdict.in_words()]
         )
     return rows_of(lines) if claims else ["None."]
 
 
-def _link(results: Measurements, folder: str) -> str:
+def _link_to(results: Measurements, folder: str) -> str:
     table = results.table
     label = f"{table.file.paper}, {table.file.place}" if table.file.paper != "own" else table.name
     return f"[{label}]({folder}{table.name}.md)" if results.found else label
 
 
-def _counts(all_results: Sequence[Measurements]) -> list[str]:
+def _render_counts(all_results: Sequence[Measurements]) -> list[str]:
     """For each paper, count its accuracies, and how many of them were measured."""
     lines = [["paper", "printed", "measured at the paper's size", "reduced", "data absent"]]
     total = [0, 0, 0, 0]
@@ -182,7 +182,7 @@ def _counts(all_results: Sequence[Measurements]) -> list[str]:
             size
             for results in all_results
             if results.table.file.paper == paper
-            for size in _sizes(results)
+            for size in _find_measured_sizes(results)
         ]
         row = [printed, *(sizes.count(size) for size in ("paper", "reduced", "absent"))]
         total = [a + b for a, b in zip(total, row, strict=True)]
@@ -190,7 +190,7 @@ def _counts(all_results: Sequence[Measurements]) -> list[str]:
     return rows_of([*lines, ["all", *map(str, total)]])
 
 
-def _sizes(results: Measurements) -> Iterator[str]:
+def _find_measured_sizes(results: Measurements) -> Iterator[str]:
     """Yield the size of each printed accuracy that was measured, or whose data are missing."""
     for cell in printed_accuracies(results.table):
         if results.kept(cell) or cell.size == "absent":
@@ -208,7 +208,7 @@ def printed_accuracies(table: Table) -> list[Cell]:
     ]
 
 
-def _tables(all_results: Sequence[Measurements]) -> list[str]:
+def _render_tables(all_results: Sequence[Measurements]) -> list[str]:
     lines = [
         ["table", "what", "cells measured", "reduced", "claims that hold, at least in the mean"]
     ]
@@ -219,6 +219,6 @@ def _tables(all_results: Sequence[Measurements]) -> list[str]:
         claims = f"{holding} of {len(results.verdicts)}" if results.verdicts else ""
         count = f"{len(results.found)} of {len(cells)}"
         lines.append(
-            [_link(results, "results/"), results.table.file.title, count, str(reduced), claims]
+            [_link_to(results, "results/"), results.table.file.title, count, str(reduced), claims]
         )
     return rows_of(lines)

@@ -70,8 +70,8 @@ def train_in_a_process(arguments: Sequence[str], log: Path, lock: int, until: fl
     while usage is None:
         try:
             with defer_interrupts():  # a child is started once, and its end handled once
-                child = child or _start(arguments, log, lock)
-                usage = _end_of(child)
+                child = child or _start_training(arguments, log, lock)
+                usage = _poll_usage(child)
             if usage is None:
                 if not stopped and time.monotonic() >= until:
                     stopped = True
@@ -91,7 +91,7 @@ def train_in_a_process(arguments: Sequence[str], log: Path, lock: int, until: fl
     return ended
 
 
-def _start(arguments: Sequence[str], log: Path, lock: int) -> "subprocess.Popen[bytes]":
+def _start_training(arguments: Sequence[str], log: Path, lock: int) -> "subprocess.Popen[bytes]":
     with log.open("ab") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "privssl.train", *arguments, "--quiet"],
@@ -100,7 +100,7 @@ def _start(arguments: Sequence[str], log: Path, lock: int) -> "subprocess.Popen[
         )  # fmt: skip
 
 
-def _end_of(child: "subprocess.Popen[bytes]") -> resource.struct_rusage | None:
+def _poll_usage(child: "subprocess.Popen[bytes]") -> resource.struct_rusage | None:
     """Return the resource usage of an ended process; None while it runs."""
     pid, status, usage = os.wait4(child.pid, os.WNOHANG)
     if not pid:
@@ -144,7 +144,7 @@ class Runner:
         folder = self._root / RUNS / cell.table / cell.slug / str(seed)
         with atomic_files.writing(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_suffix(".lock")) as lock:
+        with _try_lock(folder.with_suffix(".lock")) as lock:
             if lock is None:
                 return "busy"
             self._store.forget()
@@ -152,36 +152,36 @@ class Runner:
                 entry = self._store.read(cell, seed)
                 assert entry is not None
                 return entry
-            with _locked(self._lock_of_run(cell, seed)) as run_lock:
+            with _try_lock(self._make_lock_path(cell, seed)) as run_lock:
                 if run_lock is None:
                     return "busy"
                 if (equal := self._store.equal_entry(cell, seed)) is not None:
                     return self._store.share(cell, seed, equal)
-                return self._run(cell, seed, folder, lock, until)
+                return self._run_cell(cell, seed, folder, lock, until)
 
-    def _lock_of_run(self, cell: Cell, seed: int) -> Path:
+    def _make_lock_path(self, cell: Cell, seed: int) -> Path:
         """Return the lock file shared by all cells that are the same run."""
         path = self._root / RUNS / ".locks" / f"{config_hash(self._store.config(cell, seed))}.lock"
         with atomic_files.writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _run(
+    def _run_cell(
         self, cell: Cell, seed: int, folder: Path, lock: int, until: float
     ) -> Entry | Literal["stopped"]:
         config = self._store.config(cell, seed)
         if is_bfloat16_emulated(config):  # float32 is several times faster
             config = in_float32(config)
         sources = self._store.sources(config)
-        note = _Note(folder.with_suffix(".json"))
-        state = "stale" if note.sources != sources else _state(folder, config)
+        note = _RunNote(folder.with_suffix(".json"))
+        state = "stale" if note.sources != sources else _find_state(folder, config)
         if state != "finished":
             if state != "begun":
                 note.begin(sources, self._root, config)
             log = folder.with_suffix(".log")
-            arguments = _arguments(cell, config, folder.relative_to(self._root), state)
+            arguments = _build_arguments(cell, config, folder.relative_to(self._root), state)
             try:
-                with _in(self._root):
+                with _change_directory(self._root):
                     ended = self._train(arguments, log, lock, until)
             except Interrupted as interrupt:
                 note.add(interrupt.ended)
@@ -192,10 +192,10 @@ class Runner:
             if ended.status != 0:
                 if ended.stopped or ended.status == INTERRUPTED:
                     return "stopped"
-                raise CellError(_failure(cell, seed, ended, log))
+                raise CellError(_describe_failure(cell, seed, ended, log))
         return self._keep_result(cell, seed, folder, note)
 
-    def _keep_result(self, cell: Cell, seed: int, folder: Path, note: "_Note") -> Entry:
+    def _keep_result(self, cell: Cell, seed: int, folder: Path, note: "_RunNote") -> Entry:
         with defer_interrupts():
             entry = self._store.write(cell, seed, folder, note.cost)
             if not self._keep:
@@ -205,7 +205,7 @@ class Runner:
         return entry
 
 
-def _arguments(cell: Cell, config: Config, folder: Path, state: str) -> list[str]:
+def _build_arguments(cell: Cell, config: Config, folder: Path, state: str) -> list[str]:
     """Return the arguments of ``privssl.train``."""
     run = config.run
     settings = [
@@ -218,7 +218,7 @@ def _arguments(cell: Cell, config: Config, folder: Path, state: str) -> list[str
     return [str(cell.config), *settings, *start]
 
 
-def _state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:
+def _find_state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:
     """Return the state of the run in a folder; stale also if it is missing or of another config."""
     try:
         with imports_of(config):  # the folder must not choose code
@@ -227,7 +227,7 @@ def _state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"
         return "stale"
 
 
-def _failure(cell: Cell, seed: int, ended: Ended, log: Path) -> str:
+def _describe_failure(cell: Cell, seed: int, ended: Ended, log: Path) -> str:
     reason = f"exit status {ended.status}"
     if ended.status < 0:
         reason = f"killed by signal {-ended.status}; is there enough memory?"
@@ -237,7 +237,7 @@ def _failure(cell: Cell, seed: int, ended: Ended, log: Path) -> str:
 
 
 @contextmanager
-def _in(folder: Path) -> Iterator[None]:
+def _change_directory(folder: Path) -> Iterator[None]:
     """Change the working directory: paths of a table are relative to the clone."""
     previous = Path.cwd()
     os.chdir(folder)
@@ -248,7 +248,7 @@ def _in(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int | None]:
+def _try_lock(path: Path) -> Iterator[int | None]:
     """Open and lock a file; None if another process has the lock."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -265,7 +265,7 @@ def _locked(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-class _Note:
+class _RunNote:
     """The file beside a run: the code of its start, and the costs of its sessions."""
 
     def __init__(self, path: Path) -> None:
@@ -287,14 +287,16 @@ class _Note:
             "processor": processor(),
             "threads": int(os.environ.get("OMP_NUM_THREADS") or 1),
         }
-        self._write(Measured(0.0, 0.0, 0.0, origin))
+        self._write_cost(Measured(0.0, 0.0, 0.0, origin))
 
     def add(self, ended: Ended) -> None:
         """Add a session."""
         total = self.cost
         largest = max(total.peak_mb, ended.peak_mb)
-        self._write(Measured(total.wall + ended.wall, total.cpu + ended.cpu, largest, total.origin))
+        self._write_cost(
+            Measured(total.wall + ended.wall, total.cpu + ended.cpu, largest, total.origin)
+        )
 
-    def _write(self, cost: Measured) -> None:
+    def _write_cost(self, cost: Measured) -> None:
         self.cost = cost
         atomic_files.write(self._path, json.dumps(vars(cost), indent=1) + "\n")

@@ -53,7 +53,7 @@ def print_states(wanted: Sequence[Wanted], store: Store, console: Console) -> No
         console.print(heading, style="bold", markup=False)
         table = Drawn(Column("cell", overflow="fold"), "state", "size", "minutes", box=None)
         for cell in selection.cells:
-            state, missing = _state(store, cell, selection.seeds)
+            state, missing = _describe_state(store, cell, selection.seeds)
             minutes += missing * cell.minutes
             table.add_row(cell.title, state, cell.size, f"{cell.minutes:g}")
         console.print(table, markup=False)
@@ -65,7 +65,7 @@ def print_states(wanted: Sequence[Wanted], store: Store, console: Console) -> No
     )
 
 
-def _state(store: Store, cell: Cell, seeds: Sequence[int]) -> tuple[str, int]:
+def _describe_state(store: Store, cell: Cell, seeds: Sequence[int]) -> tuple[str, int]:
     """Return the state in words, and the number of remaining runs."""
     try:
         counts = Counter(store.state(cell, seed) for seed in seeds)
@@ -119,7 +119,7 @@ def run_all(
     ]
     for number, (cell, seed) in enumerate(todo, 1):
         if time.monotonic() >= until:
-            return _time_is_up(console, len(todo) - number + 1)
+            return _report_time_up(console, len(todo) - number + 1)
         title = f"[{number}/{len(todo)}] {cell.table}: {cell.title}, seed {seed}"
         console.print(f"{title} (about {cell.minutes:g} min)", markup=False)
         try:
@@ -134,7 +134,7 @@ def run_all(
             console.print("  another process is running it", markup=False)
             busy += 1
         elif ended == "stopped":
-            return _time_is_up(console, len(todo) - number + 1)
+            return _report_time_up(console, len(todo) - number + 1)
         else:
             minutes = ended["seconds"]["wall"] / 60
             console.print(f"  {ended['value']:.4f} in {minutes:.1f} min", markup=False)
@@ -145,6 +145,6 @@ def run_all(
     return 1 if failed else 0
 
 
-def _time_is_up(console: Console, count: int) -> int:
+def _report_time_up(console: Console, count: int) -> int:
     console.print(f"Time is up; {count} runs are left. The same command continues.", markup=False)
     return 0

@@ -37,7 +37,7 @@ FINAL = "final"  # the metric that is the accuracy after the last round
 _PLACES = {
     "data": ("root", "split"), "run": ("output", "certificate", "keys"), "privacy": ("ledger",),
 }  # fmt: skip
-#: Those of them that determine rows: their names are stored (``_rows_named``).
+#: Those of them that determine rows: their names are stored (``_names_of_rows``).
 _ROWS = ("root", "split")
 #: Keys that name a file: its name counts, not its folder.
 _FILES = {"data": ("columns", "encoder_weights"), "model": ("weights",)}
@@ -102,7 +102,7 @@ class Store:
 
     def why_old(self, cell: Cell, seed: int, entry: Entry) -> str | None:
         """Return what has changed since an entry was measured; None if nothing has."""
-        config = _as_measured(self.config(cell, seed), entry)
+        config = _adapt_precision(self.config(cell, seed), entry)
         if entry["metric"] != cell.metric:
             return f"the table asks for {cell.metric}, not {entry['metric']}"
         if entry["config_hash"] != config_hash(config) and (
@@ -134,7 +134,7 @@ class Store:
         """Return whether an entry is of this run, with the same file of rows, if any."""
         stored, current = entry["config"]["data"], vars(self.config(cell, seed).data)
         unchanged = self.why_old(cell, seed, entry) is None
-        return unchanged and _rows_named(stored) == _rows_named(current)
+        return unchanged and _names_of_rows(stored) == _names_of_rows(current)
 
     def share(self, cell: Cell, seed: int, entry: Entry) -> Entry:
         """Store the run of another cell for this one too."""
@@ -144,7 +144,7 @@ class Store:
             **entry, **cell_fields, "size": cell.size, "differs": cell.differs,
             "same_run_as": same_run,
         }  # fmt: skip
-        self._write(self.path(cell, seed), shared)
+        self._write_entry(self.path(cell, seed), shared)
         return shared
 
     def forget(self) -> None:
@@ -154,12 +154,12 @@ class Store:
 
     def write(self, cell: Cell, seed: int, folder: Path, measured: Measured) -> Entry:
         """Store a finished run."""
-        entry = _entry(cell, seed, folder, measured)
-        self._write(self.path(cell, seed), entry)
+        entry = _build_entry(cell, seed, folder, measured)
+        self._write_entry(self.path(cell, seed), entry)
         return entry
 
     @staticmethod
-    def _write(path: Path, entry: Entry) -> None:
+    def _write_entry(path: Path, entry: Entry) -> None:
         with atomic_files.writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_files.replace(path, as_text(entry).encode())
@@ -204,7 +204,7 @@ def in_float32(config: Config) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, precision="float32"))
 
 
-def _as_measured(config: Config, entry: Entry) -> Config:
+def _adapt_precision(config: Config, entry: Entry) -> Config:
     """Return the current config of an entry, in the entry's precision.
 
     A float32 run also fills a cell with bfloat16, which only saves time on processors with its
@@ -216,10 +216,10 @@ def _as_measured(config: Config, entry: Entry) -> Config:
 
 def config_hash(config: Config) -> str:
     """Hash everything that may change a trained bit, without paths of one machine."""
-    return configs.hash_values(_without_places(configs.result_relevant(config)))
+    return configs.hash_values(_remove_places(configs.result_relevant(config)))
 
 
-def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
+def _remove_places(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return sections of a config without ``_PLACES``, and with only the names of ``_FILES``."""
     sections = {
         name: section and {
@@ -229,13 +229,13 @@ def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
         for name, section in parts.items()
     }  # fmt: skip
     if data := parts.get("data"):
-        sections["data"] |= _rows_named(data)
+        sections["data"] |= _names_of_rows(data)
         if data.get("encoder"):
             sections["data"]["encoder"] = encoder_without_path(data["encoder"])
     return sections
 
 
-def _rows_named(data: Mapping[str, Any]) -> dict[str, str]:
+def _names_of_rows(data: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of split.json and of the data set's file or folder, as in the table.
 
     A path in the clone, or the base name of one elsewhere.
@@ -255,14 +255,14 @@ def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
     behaviour.
     """
     changed = []
-    for name, section in _without_places(configs.result_relevant(now)).items():
+    for name, section in _remove_places(configs.result_relevant(now)).items():
         stored = then.get(name)
         if (stored is None) != (section is None):
             changed.append(name)
         elif section is not None and stored is not None:
             section_type = getattr(now, name)
             defaults = {spec.name: spec.default for spec in dataclasses.fields(section_type)}
-            changed += _other_rows(stored, section) if name == "data" else []
+            changed += _find_changed_rows(stored, section) if name == "data" else []
             for key, value in section.items():
                 if key in _ROWS:
                     continue
@@ -271,9 +271,9 @@ def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
     return changed
 
 
-def _other_rows(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+def _find_changed_rows(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
     """Yield keys of rows that differ. Entries without a recorded root may have had any."""
-    names = _rows_named(stored)
+    names = _names_of_rows(stored)
     for key in _ROWS:
         if names.get(key) != current.get(key) and (key == "split" or key in names):
             yield f"data.{key}"
@@ -283,7 +283,7 @@ def _as_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=list)
 
 
-def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str, Any]:
+def _build_entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str, Any]:
     """Return the stored data of a finished run, in writing order."""
     outcome = run_dir.read_outcome(folder)
     assert outcome is not None  # the caller has checked that the run is finished
@@ -312,7 +312,7 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
         "size": cell.size,
         "differs": cell.differs,
         "metric": cell.metric,
-        "value": _value(cell.metric, results, metrics, folder),
+        "value": _read_value(cell.metric, results, metrics, folder),
         "final_test_accuracy": results["test_accuracy"]["final"],
         "status": results["status"],
         "rounds": results["rounds"],
@@ -323,14 +323,14 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
         "peak_mb": round(measured.peak_mb),
         "curve": curve,
         "split_hash": results["split_hash"],  # withheld in private runs: entries are public
-        "config_hash": configs.hash_values(_without_places(relevant)),
+        "config_hash": configs.hash_values(_remove_places(relevant)),
         **measured.origin,
         "versions": results["versions"],
-        "config": _without_places(recorded),
+        "config": _remove_places(recorded),
     }
 
 
-def _value(
+def _read_value(
     metric: str, results: Mapping[str, Any], metrics: Sequence[Mapping[str, str]], folder: Path
 ) -> float:
     """Return the value of a table: final accuracy, or the last of a column of metrics.csv."""
@@ -358,7 +358,7 @@ def as_text(entry: Entry) -> str:
     """
     text = json.dumps(entry, indent=1, ensure_ascii=False, allow_nan=False)
 
-    def in_one_line(match: re.Match[str]) -> str:
+    def join_lines(match: re.Match[str]) -> str:
         return "[" + re.sub(r",\s*\n\s*", ", ", match[1]) + "]"
 
-    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", in_one_line, text) + "\n"
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", join_lines, text) + "\n"

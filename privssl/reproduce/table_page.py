@@ -65,13 +65,13 @@ def markdown(of: Measurements) -> str:
     file = of.table.file
     lines = [
         *(GENERATED, "", f"# {file.title}", ""),
-        filled(f"Of {PAPERS[file.paper]}, {file.place}. {_what_numbers_are(of)}"),
+        filled(f"Of {PAPERS[file.paper]}, {file.place}. {_describe_numbers(of)}"),
         *("", *matrix(of), ""),
-        *("## Each cell", "", *_details(of), ""),
+        *("## Each cell", "", *_render_details(of), ""),
     ]
     if of.verdicts:
         source = "we expected" if of.table.file.paper == "own" else "the paper claims"
-        lines += [f"## What {source}", "", *_claims(of.verdicts), ""]
+        lines += [f"## What {source}", "", *_render_claims(of.verdicts), ""]
     lines += ["## Notes", ""]
     for note, points in notes(of):
         lines += [filled(note, "- "), *(filled(point, "  - ") for point in points)]
@@ -90,7 +90,7 @@ def filled(text: str, bullet: str = "") -> str:
     )  # fmt: skip
 
 
-def _what_numbers_are(results: Measurements) -> str:
+def _describe_numbers(results: Measurements) -> str:
     rows, metric = results.table.file.rows, results.table.file.metric
     default = "test accuracy after the last round" if metric == FINAL else f"the last `{metric}`"
     by_metric: dict[str, list[str]] = {}
@@ -117,29 +117,31 @@ def matrix(of: Measurements) -> list[str]:
     lines = [["", *columns]]
     for row in of.table.file.rows:
         cells = (of.table.cell(row.name, column) for column in columns)
-        lines.append([row.name, *("" if cell is None else _in_matrix(of, cell) for cell in cells)])
+        lines.append(
+            [row.name, *("" if cell is None else _format_matrix_cell(of, cell) for cell in cells)]
+        )
     return rows_of(lines)
 
 
-def _in_matrix(results: Measurements, cell: Cell) -> str:
+def _format_matrix_cell(results: Measurements, cell: Cell) -> str:
     kept = results.kept(cell)
     if kept is not None:
         text = accuracy(kept) + (REDUCED if cell.size == "reduced" else "")
     else:
         text = "absent" if cell.size == "absent" else "-"
-    return text if cell.paper_value is None else f"{text} / {_percent(cell.paper_value)}"
+    return text if cell.paper_value is None else f"{text} / {_format_percent(cell.paper_value)}"
 
 
-def _percent(fraction: float) -> str:
+def _format_percent(fraction: float) -> str:
     """Format a fraction in percent.
 
-    >>> _percent(0.951), _percent(0.4495)
+    >>> _format_percent(0.951), _format_percent(0.4495)
     ('95.1', '44.95')
     """
     return f"{100 * fraction:.2f}".removesuffix("0")
 
 
-def _details(results: Measurements) -> list[str]:
+def _render_details(results: Measurements) -> list[str]:
     """Render a line for each measured cell."""
     private = any(
         entry["privacy"]["kind"] != "none"
@@ -156,26 +158,29 @@ def _details(results: Measurements) -> list[str]:
             lines.append(
                 [
                     *(cell.column, cell.row, accuracy(kept), str(len(entries))),
-                    *(_beside_the_paper(cell, kept) if comparison else ()),
-                    *(f"{minutes:.1f}{_on_a_gpu(entries)}", *([_epsilon(kept)] if private else ())),
+                    *(_compare_with_paper(cell, kept) if comparison else ()),
+                    *(
+                        f"{minutes:.1f}{_format_gpu_mark(entries)}",
+                        *([_format_epsilon(kept)] if private else ()),
+                    ),
                 ]
             )
     return rows_of(lines)
 
 
-def _on_a_gpu(entries: Sequence[Entry]) -> str:
+def _format_gpu_mark(entries: Sequence[Entry]) -> str:
     return " (GPU)" if any("gpu" in entry for entry in entries) else ""
 
 
-def _beside_the_paper(cell: Cell, kept: Kept) -> tuple[str, str, str]:
+def _compare_with_paper(cell: Cell, kept: Kept) -> tuple[str, str, str]:
     """Return the printed number, the difference in points, and the size."""
     if cell.paper_value is None:
         return "", "", cell.size
     difference = 100 * (kept.mean - cell.paper_value)
-    return _percent(cell.paper_value), f"{difference:+.1f}", cell.size
+    return _format_percent(cell.paper_value), f"{difference:+.1f}", cell.size
 
 
-def _epsilon(kept: Kept) -> str:
+def _format_epsilon(kept: Kept) -> str:
     """Return the weakest guarantee over seeds; a mean of bounds is not a bound."""
     claims = [entry["privacy"] for entry in kept.shown.values()]
     weakest = min(claims, key=lambda claim: ("none", "nominal", "guarantee").index(claim["kind"]))
@@ -187,7 +192,7 @@ def _epsilon(kept: Kept) -> str:
     return f"{kind} {round_up(value)} (delta {delta_up(delta)})"
 
 
-def _claims(tested: Sequence[Verdict]) -> list[str]:
+def _render_claims(tested: Sequence[Verdict]) -> list[str]:
     lines = [["claim", "column", "answer", "numbers"]]
     for verdict in tested:
         for column in verdict.tested:
@@ -206,7 +211,7 @@ def notes(of: Measurements) -> Iterator[Note]:
     seeds = sorted({len(of.found[cell.row, cell.column].shown) for cell in measured})
     if 1 in seeds:
         yield "A value without ± has one seed: its variation over seeds is not known.", ()
-    yield from _differences(of.table)
+    yield from _find_differences(of.table)
     if any(cell.size == "reduced" for cell in measured):
         yield f"{REDUCED} Smaller than in the paper: compare orders, not numbers.", ()
     reasons = {why for kept in of.found.values() if kept.is_old for why in kept.why_old.values()}
@@ -224,7 +229,7 @@ def notes(of: Measurements) -> Iterator[Note]:
     if "bfloat16" in precisions:
         suffix = "" if precisions == {"bfloat16"} else " in some cells"
         yield f"Networks compute in bfloat16{suffix}.", ()
-    yield from _splits(of)
+    yield from _compare_splits(of)
     shared = {
         f"{entry['column']}, {entry['row']} is {entry['same_run_as']}"
         for entry in entries if "same_run_as" in entry
@@ -234,10 +239,10 @@ def notes(of: Measurements) -> Iterator[Note]:
     mixed = [c.name for c in of.table.file.columns if len(of.gpus(c.name)) > 1]
     if mixed:
         yield "Seconds are not drawn, because they are of unlike devices:", mixed
-    yield "Minutes are CPU minutes of one run, the median over seeds, on:", _machines(entries)
+    yield "Minutes are CPU minutes of one run, the median over seeds, on:", _list_machines(entries)
 
 
-def _differences(table: Table) -> Iterator[Note]:
+def _find_differences(table: Table) -> Iterator[Note]:
     """Yield differences from the paper, grouped by equal rows and columns."""
     groups: dict[str, list[Cell]] = {}
     for cell in table.cells:
@@ -255,7 +260,7 @@ def _differences(table: Table) -> Iterator[Note]:
         yield f"{scope}:", points + text.split("; ")
 
 
-def _splits(results: Measurements) -> Iterator[Note]:
+def _compare_splits(results: Measurements) -> Iterator[Note]:
     """Yield whether each column had one split per seed."""
     all_equal = True
     for column in results.table.file.columns:
@@ -270,7 +275,7 @@ def _splits(results: Measurements) -> Iterator[Note]:
         for name, cell in measured[1:]:
             seeds = reference.shown.keys() & cell.shown.keys()
             pairs = [(reference.shown[seed], cell.shown[seed]) for seed in sorted(seeds)]
-            if unequal := [pair for pair in pairs if _have_other_splits(*pair)]:
+            if unequal := [pair for pair in pairs if _are_splits_different(*pair)]:
                 keys = ", ".join(data_keys(*unequal[0])) or "the rows of the data set"
                 different.append(f"{name} ({keys})")
         if different:
@@ -280,7 +285,7 @@ def _splits(results: Measurements) -> Iterator[Note]:
         yield "In each column all rows had the same split in each seed.", ()
 
 
-def _have_other_splits(first: Entry, second: Entry) -> bool:
+def _are_splits_different(first: Entry, second: Entry) -> bool:
     """Return whether two runs had different rows; by their settings if a private one withholds the
     hash."""
     hashes = {first["split_hash"], second["split_hash"]}
@@ -297,7 +302,7 @@ def data_keys(one: Entry, other: Entry) -> list[str]:
     ]
 
 
-def _machines(entries: Sequence[Entry]) -> list[str]:
+def _list_machines(entries: Sequence[Entry]) -> list[str]:
     """List GPUs, processors and threads."""
     return sorted(
         {

@@ -175,18 +175,18 @@ def load_table(path: Path, root: Path) -> Table:
         try:
             file = TableFile.model_validate(document.value)
         except ValidationError as error:
-            problems = [_problem(detail, document.lines) for detail in error.errors()]
+            problems = [_convert_error(detail, document.lines) for detail in error.errors()]
         else:
             problems = [
                 ConfigProblem(document.lines.get(key, 0), key, text)
-                for key, text in _problems(file, root)
+                for key, text in _find_problems(file, root)
             ]
     if problems:
         raise ConfigError(problem_report(path, problems))
-    return Table(path.stem, file, tuple(_cells(path.stem, file, root)))
+    return Table(path.stem, file, tuple(_build_cells(path.stem, file, root)))
 
 
-def _problem(detail: Any, lines: Mapping[str, int]) -> ConfigProblem:
+def _convert_error(detail: Any, lines: Mapping[str, int]) -> ConfigProblem:
     """Convert an error of pydantic, with the line of its section: items of a list share their
     lines."""
     path = "".join(f"[{p + 1}]" if isinstance(p, int) else f".{p}" for p in detail["loc"])
@@ -197,7 +197,7 @@ def _problem(detail: Any, lines: Mapping[str, int]) -> ConfigProblem:
     return ConfigProblem(line, path.removeprefix("."), text)
 
 
-def _problems(file: TableFile, root: Path) -> Iterator[tuple[str, str]]:
+def _find_problems(file: TableFile, root: Path) -> Iterator[tuple[str, str]]:
     """Yield problems that involve several keys: names, numbers of values, configs."""
     rows, columns = [row.name for row in file.rows], [column.name for column in file.columns]
     for key, names in (("rows", rows), ("columns", columns)):
@@ -231,11 +231,11 @@ def _problems(file: TableFile, root: Path) -> Iterator[tuple[str, str]]:
             yield "set", f"{key} cannot be set here: {DECIDED[key]}"
         if entry.config and not (root / entry.config).is_file():
             yield "config", f"{entry.config} does not exist (paths begin at the clone)"
-    for entries in _entries(file):
-        yield from _cell_problems(*entries)
+    for entries in _collect_entries(file):
+        yield from _find_cell_problems(*entries)
 
 
-def _entries(file: TableFile) -> Iterator[tuple[TableFile, Line, Line, CellEntry]]:
+def _collect_entries(file: TableFile) -> Iterator[tuple[TableFile, Line, Line, CellEntry]]:
     """Yield the settings of each cell that is not skipped, weakest first; column by column."""
     overrides = {(cell.row, cell.column): cell for cell in file.cells}
     for column in file.columns:
@@ -246,40 +246,43 @@ def _entries(file: TableFile) -> Iterator[tuple[TableFile, Line, Line, CellEntry
                 yield file, column, row, cell
 
 
-def _cell_problems(
+def _find_cell_problems(
     file: TableFile, column: Line, row: Line, cell: CellEntry
 ) -> Iterator[tuple[str, str]]:
-    size, differs = _last("size", file, column, row, cell), _differs(file, column, row, cell)
+    size, differs = (
+        _find_strongest("size", file, column, row, cell),
+        _find_differences(file, column, row, cell),
+    )
     title = f"{row.name}/{column.name}"
-    if size != "absent" and _last("config", file, column, row, cell) is None:
+    if size != "absent" and _find_strongest("config", file, column, row, cell) is None:
         yield "rows", f"{title} has no config. Give its row or the table one"
     if size != "paper" and differs is None:
         yield "differs", f"missing: {title} is {size}. Say what is smaller or absent, and why"
 
 
-def _last(key: str, *entries: _Entry) -> Any:
+def _find_strongest(key: str, *entries: _Entry) -> Any:
     """Return the value of the strongest entry that sets it."""
     values = (getattr(entry, key) for entry in reversed(entries))
     return next((value for value in values if value is not None), None)
 
 
-def _differs(*entries: _Entry) -> str | None:
+def _find_differences(*entries: _Entry) -> str | None:
     """Return the differences from the paper.
 
     At the paper's size only those stated at the same level as the size, or closer to the cell.
 
     So a row at the paper's size does not inherit why the rest of its table is reduced.
     """
-    if _last("size", *entries) == "paper":
+    if _find_strongest("size", *entries) == "paper":
         strongest = max(index for index, entry in enumerate(entries) if entry.size)
         entries = entries[strongest:]
-    differs: str | None = _last("differs", *entries)
+    differs: str | None = _find_strongest("differs", *entries)
     return differs
 
 
-def _cells(name: str, file: TableFile, root: Path) -> Iterator[Cell]:
+def _build_cells(name: str, file: TableFile, root: Path) -> Iterator[Cell]:
     order = [column.name for column in file.columns]
-    for entries in _entries(file):
+    for entries in _collect_entries(file):
         _, column, row, _ = entries
         settings: Settings = {}
         for entry in entries:
@@ -288,15 +291,15 @@ def _cells(name: str, file: TableFile, root: Path) -> Iterator[Cell]:
         values = file.paper_values.get(row.name, (None,) * len(order))
         printed = values[order.index(column.name)]
         yield Cell(
-            name, row.name, column.name, root / (_last("config", *entries) or ""),
-            tuple(f"{key}={_yaml(value)}" for key, value in settings.items()),
-            _last("size", *entries), _differs(*entries), _last("minutes", *entries),
-            _last("metric", *entries),
+            name, row.name, column.name, root / (_find_strongest("config", *entries) or ""),
+            tuple(f"{key}={_format_yaml(value)}" for key, value in settings.items()),
+            _find_strongest("size", *entries), _find_differences(*entries),
+            _find_strongest("minutes", *entries), _find_strongest("metric", *entries),
             None if printed is None else printed / file.scale,
         )  # fmt: skip
 
 
-def _yaml(value: object) -> str:
+def _format_yaml(value: object) -> str:
     """Format a value as a command line argument."""
     return str(value) if isinstance(value, yaml_reader.ExponentText) else json.dumps(value)
 

@@ -42,27 +42,27 @@ class CheckedAlgorithm:
         return getattr(self._algorithm, name)
 
     def start(self, federation: Federation) -> Any:
-        return self._called("start", federation)
+        return self._call_method("start", federation)
 
     def round(self, state: Any, federation: Federation) -> Any:
-        new_state = self._called("round", federation, state)
+        new_state = self._call_method("round", federation, state)
         for name in federation.metrics:
             self._refuse_reserved("a step", name)
         return new_state
 
     def finish(self, state: Any, federation: Federation) -> Any:
-        return self._called("finish", federation, state)
+        return self._call_method("finish", federation, state)
 
     def classifier(self, state: Any) -> StateDict:
         weights = self._algorithm.classifier(state)
         if not isinstance(weights, Mapping):
-            raise self._wrong("classifier", f"returns a {_type(weights)}. Return F's state dict")
+            raise self._error("classifier", f"returns a {_type_of(weights)}. Return F's state dict")
         for name in [*self._like, *weights]:
             expected, actual = self._like.get(name), getattr(weights.get(name), "shape", None)
             if expected != actual:
                 problem = f"lacks {name}" if actual is None else f"has {name} as {[*actual]}"
                 expected_text = "lacks it" if expected is None else f"has it as {[*expected]}"
-                raise self._wrong(
+                raise self._error(
                     "classifier",
                     f"{problem}, and the network of model.name {expected_text}. Return all of F",
                 )
@@ -71,20 +71,20 @@ class CheckedAlgorithm:
     def metrics(self, state: Any) -> Mapping[str, float]:
         metrics = self._algorithm.metrics(state)
         if not isinstance(metrics, Mapping):
-            raise self._wrong("metrics", f"returns a {_type(metrics)}. Return {{name: number}}")
+            raise self._error("metrics", f"returns a {_type_of(metrics)}. Return {{name: number}}")
         for name, value in metrics.items():
             self._refuse_reserved("metrics", name)
             if not isinstance(value, int | float):
-                raise self._wrong("metrics", f"gives {name} as a {_type(value)}. Give a number")
+                raise self._error("metrics", f"gives {name} as a {_type_of(value)}. Give a number")
         return metrics
 
-    def _called(self, method: str, federation: Federation, *state: Any) -> Any:
-        old = self._kept_on_itself()
+    def _call_method(self, method: str, federation: Federation, *state: Any) -> Any:
+        old = self._read_own_attributes()
         rng = federation.rng(f"own {method}")
         with seeded(rng), others_seeded(rng):
             result = getattr(self._algorithm, method)(*state, federation)
         self._check_state(method, result)
-        new = self._kept_on_itself()
+        new = self._read_own_attributes()
         changed = [name for name in new if name not in old or new[name] is not old[name]]
         for name in changed:
             if name not in self._warned:
@@ -96,15 +96,15 @@ class CheckedAlgorithm:
                 )
         return result
 
-    def _kept_on_itself(self) -> dict[str, Any]:
+    def _read_own_attributes(self) -> dict[str, Any]:
         return {n: v for n, v in vars(self._algorithm).items() if not isinstance(v, nn.Module)}
 
     def _check_state(self, method: str, state: Any) -> None:
         expected = self._algorithm.StateType
         if type(state) is not expected:
-            raise self._wrong(
+            raise self._error(
                 method,
-                f"returns a {_type(state)}, and StateType is {expected.__name__}, by which a "
+                f"returns a {_type_of(state)}, and StateType is {expected.__name__}, by which a "
                 f"checkpoint is read. Return a {expected.__name__}",
             )
         for field in dataclasses.fields(expected):
@@ -116,31 +116,31 @@ class CheckedAlgorithm:
         """Raise if a checkpoint cannot store a value: ``runs/state_tree.py``."""
         if isinstance(value, Tensor):
             if value.requires_grad:
-                raise self._wrong(method, f"returns {path} with a gradient. Give {path}.detach()")
+                raise self._error(method, f"returns {path} with a gradient. Give {path}.detach()")
         elif isinstance(value, LazyTensors):  # of an earlier round, in a file
             return
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 if not isinstance(key, str):
-                    raise self._wrong(method, f"returns {path} with the key {key!r}. Give text")
+                    raise self._error(method, f"returns {path} with the key {key!r}. Give text")
                 self._check_part(method, f"{path}[{key!r}]", item)
         elif isinstance(value, tuple):
             for item in value:
                 self._check_part(method, path, item)
         elif not isinstance(value, bool | int | float | str | None):
-            raise self._wrong(
+            raise self._error(
                 method,
-                f"returns {path} as a {_type(value)}, which no checkpoint holds. Give tensors, "
+                f"returns {path} as a {_type_of(value)}, which no checkpoint holds. Give tensors, "
                 "numbers, text, None, and tuples or mappings of these",
             )
 
     def _refuse_reserved(self, source: str, name: str) -> None:
         if name.startswith(RESERVED):
-            raise self._wrong(source, f"logs {name}, which the run measures. Name it train/WORD")
+            raise self._error(source, f"logs {name}, which the run measures. Name it train/WORD")
 
-    def _wrong(self, source: str, problem: str) -> PluginError:
+    def _error(self, source: str, problem: str) -> PluginError:
         return PluginError(f"algorithm.name {self._name}: {source} {problem}")
 
 
-def _type(value: object) -> str:
+def _type_of(value: object) -> str:
     return "torch module" if isinstance(value, nn.Module) else type(value).__name__

@@ -89,7 +89,7 @@ class CompletedRound:
     progress: Progress
 
 
-class _Damaged(Exception):  # noqa: N818  (another snapshot may be intact)
+class _DamagedSnapshot(Exception):  # noqa: N818  (another snapshot may be intact)
     """A snapshot is incomplete or damaged."""
 
 
@@ -104,7 +104,7 @@ def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     """
     target = folder / _name_of(snapshot.round)
     temporary = folder / f"{atomic_files.TEMPORARY}{target.name}"
-    manifest, trees = _manifest(snapshot)
+    manifest, trees = _build_manifest(snapshot)
     with atomic_files.writing(target):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_leftovers(folder)
@@ -125,7 +125,7 @@ def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         update_pointer(folder, "latest", snapshot.round)
-        _prune(folder, snapshot.round, keep)
+        _prune_snapshots(folder, snapshot.round, keep)
     return target
 
 
@@ -160,10 +160,10 @@ def load_snapshot(
         RunFolderError: there is none, none is intact, or it belongs to another config.
     """
     damage = []
-    for name in _candidates(folder):
+    for name in _find_candidates(folder):
         try:
-            snapshot = _read(folder / name)
-        except _Damaged as error:
+            snapshot = _read_snapshot(folder / name)
+        except _DamagedSnapshot as error:
             damage.append(f"{name}: {error}")
             logger.warning("checkpoint %s is damaged (%s), trying an older one", name, error)
             continue
@@ -185,14 +185,16 @@ def load_snapshot(
 def with_checksum(about: Mapping[str, Any]) -> bytes:
     """Return the bytes of snapshot.json, with a checksum."""
     content = {name: value for name, value in about.items() if name != "sha256"}
-    return json.dumps({**content, "sha256": _checksum(content)}, indent=1, allow_nan=False).encode()
+    return json.dumps(
+        {**content, "sha256": _compute_checksum(content)}, indent=1, allow_nan=False
+    ).encode()
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
+def _compute_checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(encode(content)).hexdigest()
 
 
-def _manifest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
+def _build_manifest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
     """Return the content of snapshot.json without files, and the tensors of each file."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -218,10 +220,10 @@ def _remove_leftovers(folder: Path) -> None:
             leftover.unlink()
 
 
-def _prune(folder: Path, current: int, keep: int) -> None:
+def _prune_snapshots(folder: Path, current: int, keep: int) -> None:
     """Keep the newest up to ``current``, and the best. Later rounds belong to a run that was rolled
     back."""
-    rounds = sorted(_rounds(folder))
+    rounds = sorted(_find_rounds(folder))
     newest = [number for number in rounds if number <= current][-keep:]
     kept_names = {_read_pointer(folder, "best"), *map(_name_of, newest)}
     for name in map(_name_of, rounds):
@@ -234,7 +236,7 @@ def _name_of(round_number: int) -> str:
     return f"round_{round_number:05d}"
 
 
-def _rounds(folder: Path) -> list[int]:
+def _find_rounds(folder: Path) -> list[int]:
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -254,9 +256,9 @@ def _read_pointer(folder: Path, name: str) -> str | None:
     return None
 
 
-def _candidates(folder: Path) -> list[str]:
+def _find_candidates(folder: Path) -> list[str]:
     """Return snapshot folders in the order to try them."""
-    names = map(_name_of, sorted(_rounds(folder), reverse=True))
+    names = map(_name_of, sorted(_find_rounds(folder), reverse=True))
     latest = _read_pointer(folder, "latest")
     return sorted(names, key=lambda name: name != latest)  # stable: the others stay newest first
 
@@ -269,14 +271,14 @@ def inspect_snapshot(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """
     content = None
     try:
-        decoded = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+        decoded = decode_strictly(_read_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
         if not isinstance(decoded["extra"]["mapping"], dict):
             raise TypeError("extra")
         content = decoded
         _check_manifest(content, folder.name)
         for name in TREES:
             _check_file(folder / f"{name}.safetensors", content[name])
-    except (_Damaged, PlanError) as error:
+    except (_DamagedSnapshot, PlanError) as error:
         return content, str(error)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
         return content, "snapshot.json is not as written"
@@ -286,43 +288,46 @@ def inspect_snapshot(folder: Path) -> tuple[dict[str, Any] | None, str]:
 def memories_of(folder: Path, content: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
     """Return the agents' memories of a checkpoint that :func:`inspect_snapshot` found intact."""
     forms = list(map(tensor_files.places_in, content["forms"]))
-    memories: Mapping[str, Mapping[str, Tensor]] = _to_tree(
+    memories: Mapping[str, Mapping[str, Tensor]] = _read_tree(
         folder / "memories.safetensors", content["memories"], forms
     )
     return memories
 
 
 def _check_manifest(manifest: dict[str, Any], name: str) -> None:
-    """Raise _Damaged unless snapshot.json has a known format, its own checksum and the round of its
-    folder. Removes the checksum."""
+    """Raise _DamagedSnapshot unless snapshot.json has a known format, its own checksum and the
+    round of its folder. Removes the checksum."""
     if manifest["format"] != FORMAT:
-        raise _Damaged(f"format {manifest['format']!r}, this version of privssl reads {FORMAT}")
-    if manifest.pop("sha256", None) != _checksum(manifest):
-        raise _Damaged("snapshot.json does not match its checksum")
+        raise _DamagedSnapshot(
+            f"format {manifest['format']!r}, this version of privssl reads {FORMAT}"
+        )
+    if manifest.pop("sha256", None) != _compute_checksum(manifest):
+        raise _DamagedSnapshot("snapshot.json does not match its checksum")
     if type(manifest["round"]) is not int or _name_of(manifest["round"]) != name:
-        raise _Damaged(f"snapshot.json is of round {manifest['round']}")
+        raise _DamagedSnapshot(f"snapshot.json is of round {manifest['round']}")
 
 
-def _read(folder: Path) -> Snapshot:
+def _read_snapshot(folder: Path) -> Snapshot:
     try:
-        manifest = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+        manifest = decode_strictly(_read_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
         _check_manifest(manifest, folder.name)
         forms = list(map(tensor_files.places_in, manifest["forms"]))
         trees = {
-            name: _to_tree(folder / f"{name}.safetensors", manifest[name], forms) for name in TREES
+            name: _read_tree(folder / f"{name}.safetensors", manifest[name], forms)
+            for name in TREES
         }
         extra = filled(manifest["extra"], _NO_TENSORS, [])
-        _check_kinds(trees["memories"], manifest["config_digest"], extra)
+        _check_types(trees["memories"], manifest["config_digest"], extra)
         return Snapshot(
             manifest["round"], config_digest=manifest["config_digest"], extra=extra, **trees
         )
     except PlanError as error:
-        raise _Damaged(f"snapshot.json cannot be read ({error})") from error
+        raise _DamagedSnapshot(f"snapshot.json cannot be read ({error})") from error
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise _Damaged(f"snapshot.json is not as written ({error!r})") from error
+        raise _DamagedSnapshot(f"snapshot.json is not as written ({error!r})") from error
 
 
-def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
+def _check_types(memories: Any, digest: Any, extra: Any) -> None:
     """Raise TypeError unless the parts have the types of :class:`Snapshot`."""
     if type(memories) is not dict or not all(
         isinstance(memory, LazyTensors) or memory == {} for memory in memories.values()
@@ -334,7 +339,7 @@ def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
         raise TypeError("extra holds something else than texts and numbers")
 
 
-def _to_tree(
+def _read_tree(
     path: Path, entry: Mapping[str, Any], forms: Sequence[Mapping[str, TensorSlice]]
 ) -> Any:
     """Return a tree; packed mappings are left in the file."""
@@ -342,22 +347,22 @@ def _to_tree(
     try:
         return filled(entry["outline"], tensor_files.open_lazily(path), forms)
     except SafetensorError as error:
-        raise _Damaged(f"{path.name} is not safetensors ({error})") from error
+        raise _DamagedSnapshot(f"{path.name} is not safetensors ({error})") from error
     except OSError as error:
-        raise _Damaged(f"{path.name}: {error.strerror}") from error
+        raise _DamagedSnapshot(f"{path.name}: {error.strerror}") from error
 
 
 def _check_file(path: Path, entry: Mapping[str, Any]) -> None:
-    """Raise _Damaged unless a file of tensors has the stated size and checksum."""
+    """Raise _DamagedSnapshot unless a file of tensors has the stated size and checksum."""
     size = entry["bytes"]
     try:
-        if _size(path, size) != size or tensor_files.sha256_of(path) != entry["sha256"]:
-            raise _Damaged(f"{path.name} does not match its checksum")
+        if _check_size(path, size) != size or tensor_files.sha256_of(path) != entry["sha256"]:
+            raise _DamagedSnapshot(f"{path.name} does not match its checksum")
     except OSError as error:
-        raise _Damaged(f"{path.name}: {error.strerror}") from error
+        raise _DamagedSnapshot(f"{path.name}: {error.strerror}") from error
 
 
-def _size(path: Path, limit: int) -> int:
+def _check_size(path: Path, limit: int) -> int:
     """Return the bytes of a file, before reading: stated sizes may be false, and a pipe would
     block.
 
@@ -365,16 +370,16 @@ def _size(path: Path, limit: int) -> int:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise _Damaged(f"{path.name} is not a regular file")
+        raise _DamagedSnapshot(f"{path.name} is not a regular file")
     if status.st_size > limit:
-        raise _Damaged(f"{path.name} is longer than it was")
+        raise _DamagedSnapshot(f"{path.name} is longer than it was")
     return status.st_size
 
 
-def _bytes(path: Path, limit: int) -> bytes:
+def _read_bytes(path: Path, limit: int) -> bytes:
     try:
-        size = _size(path, limit)
+        size = _check_size(path, limit)
         with path.open("rb") as file:
             return file.read(size)
     except OSError as error:
-        raise _Damaged(f"{path.name}: {error.strerror}") from error
+        raise _DamagedSnapshot(f"{path.name}: {error.strerror}") from error

@@ -22,11 +22,11 @@ MOST_CLASSES, MOST_AGENTS = 20, 50  # rows and columns of a table
 def describe(prepared: Prepared, console: Console) -> dict[str, Any] | None:
     """Print all of it; return the forecast as JSON values, None if there is none."""
     console.print(configs.to_yaml(prepared.config), markup=False)
-    console.print(_who_holds_what(prepared))
-    if (table := _classes(prepared)) is not None:
+    console.print(_build_holdings_table(prepared))
+    if (table := _build_class_table(prepared)) is not None:
         console.print(table)
     if prepared.config.data.split:
-        console.print(_own_split(prepared), markup=False)
+        console.print(_describe_split(prepared), markup=False)
     privacy = prepared.config.privacy
     if prepared.plan is None or privacy is None:
         console.print("Not private: the plan spends no budget and nothing is guaranteed.")
@@ -45,7 +45,7 @@ def describe(prepared: Prepared, console: Console) -> dict[str, Any] | None:
     return dataclasses.asdict(estimate) | {"disk_bytes": estimate.disk_bytes}
 
 
-def _who_holds_what(prepared: Prepared) -> Table:
+def _build_holdings_table(prepared: Prepared) -> Table:
     table = Table("agent", "role", "labelled", "unlabelled", "classes")
     names = prepared.federated_data.dataset.class_names
     for agent in prepared.federated_data.agents:
@@ -64,7 +64,7 @@ def _who_holds_what(prepared: Prepared) -> Table:
     return table
 
 
-def _classes(prepared: Prepared) -> Table | None:
+def _build_class_table(prepared: Prepared) -> Table | None:
     """Return rows of each class, labelled + unlabelled, by true labels; none in a private run."""
     names, agents = prepared.federated_data.dataset.class_names, prepared.federated_data.agents
     if prepared.plan is not None or not 0 < len(agents) <= MOST_AGENTS:
@@ -86,7 +86,7 @@ def _classes(prepared: Prepared) -> Table | None:
     return table
 
 
-def _own_split(prepared: Prepared) -> str:
+def _describe_split(prepared: Prepared) -> str:
     """Describe whether the split of a file is the one that the config would sample."""
     config, federated_data = prepared.config, prepared.federated_data
     if prepared.plan is not None:  # a sampled split may depend on protected labels
@@ -101,7 +101,9 @@ def _own_split(prepared: Prepared) -> str:
     except DataError as error:
         return f"{config.data.split} is used; the config itself can draw no split ({error})."
     manifest = federated_data.manifest
-    differences = _places(manifest.agents, manifest.validation).items() ^ _places(*sampled).items()
+    differences = (
+        _map_rows(manifest.agents, manifest.validation).items() ^ _map_rows(*sampled).items()
+    )
     rows = len({row for row, _ in differences})
     if not rows:
         return f"{config.data.split} is the split that the config would draw."
@@ -112,7 +114,7 @@ def _own_split(prepared: Prepared) -> str:
     )
 
 
-def _places(agents: Any, validation: tuple[int, ...]) -> dict[int, tuple[str, str]]:
+def _map_rows(agents: Any, validation: tuple[int, ...]) -> dict[int, tuple[str, str]]:
     """Map rows to their agent and kind."""
     assignments = dict.fromkeys(validation, ("", "validation"))
     for name, holding in agents.items():
@@ -124,7 +126,7 @@ def _places(agents: Any, validation: tuple[int, ...]) -> dict[int, tuple[str, st
 def lines_of(estimate: Forecast) -> list[str]:
     """Format a forecast as lines."""
     lines = ["Estimate from one visit of one agent of each kind. Nothing was charged or kept:"]
-    lines += [f"  {_visit(visit)}" for visit in estimate.visits]
+    lines += [f"  {_format_visit(visit)}" for visit in estimate.visits]
     workers = f", {estimate.workers} workers" if estimate.workers > 1 else ""
     up, down = estimate.round_bytes
     all_up, all_down = estimate.total_bytes
@@ -140,7 +142,7 @@ def lines_of(estimate: Forecast) -> list[str]:
     ]
 
 
-def _visit(visit: Visit) -> str:
+def _format_visit(visit: Visit) -> str:
     part = f", from {visit.timed} of {visit.whole} {visit.unit}"
     return (
         f"{visit.role} {visit.agent}, {visit.step}: {duration(visit.seconds)}"

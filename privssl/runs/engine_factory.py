@@ -34,7 +34,7 @@ def refuse_unreachable(prepared: Prepared) -> None:
     """For runs over sites: check keys and connection before the run, else raise UserError."""
     run = prepared.config.run
     if run.engine == "flower":
-        _node_keys(prepared)
+        _make_node_keys(prepared)
         certificate = str(Path(run.certificate).expanduser()) if run.certificate else ""
         if problem := tls.probe(run.superlink, certificate):
             no_server = problem.startswith(tls.NOBODY)
@@ -42,7 +42,7 @@ def refuse_unreachable(prepared: Prepared) -> None:
             raise SiteError(f"run.superlink: {problem}{advice}")
 
 
-def _node_keys(prepared: Prepared) -> NodeKeys | None:
+def _make_node_keys(prepared: Prepared) -> NodeKeys | None:
     sites = [agent.id for agent in prepared.roster if agent.location is not AgentLocation.SERVER]
     keys = prepared.config.run.keys
     return NodeKeys(Path(keys), sites) if keys else None
@@ -61,7 +61,7 @@ def make_engine(
         "spill_store": spill_store,
     }  # fmt: skip
     if run.engine == "flower":
-        return _sites(prepared, options)
+        return _make_sites_engine(prepared, options)
     if run.batched_agents > 1:
         options |= {"algorithm": prepared.algorithm, "at_once": run.batched_agents}
         return BatchedEngine(agents, **options)
@@ -71,11 +71,11 @@ def make_engine(
     return WorkerEngine(agents, algorithm=prepared.algorithm, workers=workers, **options)
 
 
-def _sites(prepared: Prepared, options: Mapping[str, Any]) -> SitesEngine:
+def _make_sites_engine(prepared: Prepared, options: Mapping[str, Any]) -> SitesEngine:
     config, dataset, run = prepared.config, prepared.federated_data.dataset, prepared.config.run
     servers = [a for a in prepared.federated_data.agents if a.location is AgentLocation.SERVER]
     labelled_ids = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
-    keys = _node_keys(prepared)
+    keys = _make_node_keys(prepared)
     transport = FlowerTransport(run.superlink, run.certificate, keys)
     assert run.absent != "auto"  # the config has resolved it
     timeouts = RemoteTimeouts(
@@ -139,21 +139,21 @@ def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Sp
     journal is missing, damaged or another agent's.
     """
     if isinstance(engine, SitesEngine):
-        journals = _journals_of_sites(engine, folder, over=over)
+        journals = _fetch_journals(engine, folder, over=over)
         this_run = {name: journal.epsilon_of(engine.run) for name, journal in journals.items()}
         return Spending(journals, this_run, [])
     accounts = [a.account for a in prepared.labelled_agents if a.account is not None]
     balances = {account.agent: account.balance() for account in accounts}
     this_run = {a.agent: balances[a.agent].journal.epsilon_of(a.run) for a in accounts}
-    outlive = prepared.config.privacy is not None and prepared.config.privacy.ledger
+    accounts_outlive = prepared.config.privacy is not None and prepared.config.privacy.ledger
     return Spending(
         {name: balance.journal for name, balance in balances.items()},
-        this_run if outlive else None,
+        this_run if accounts_outlive else None,
         [f"{name}: {text}" for name, balance in balances.items() for text in balance.problems],
     )
 
 
-def _journals_of_sites(engine: SitesEngine, folder: Path, *, over: bool) -> dict[str, Journal]:
+def _fetch_journals(engine: SitesEngine, folder: Path, *, over: bool) -> dict[str, Journal]:
     """Return journals by agent, copied to ``folder/ledger``."""
     journals = {}
     for name, content in sorted(engine.end_run(over=over).items()):

@@ -82,8 +82,8 @@ def forecast(prepared: Prepared) -> Forecast:
     timed.
     """
     with tempfile.TemporaryDirectory(prefix="privssl-") as folder:
-        engine = _OneOfEachKind(prepared, Path(folder))
-        return _sampled(prepared, engine)
+        engine = _SamplingEngine(prepared, Path(folder))
+        return _measure_rounds(prepared, engine)
 
 
 def sampled_rounds(algorithm: Any) -> Iterator[tuple[Round, int]]:
@@ -103,7 +103,7 @@ def sampled_rounds(algorithm: Any) -> Iterator[tuple[Round, int]]:
         yield rounds[begin - 1], end - begin
 
 
-def _sampled(prepared: Prepared, engine: "_OneOfEachKind") -> Forecast:
+def _measure_rounds(prepared: Prepared, engine: "_SamplingEngine") -> Forecast:
     algorithm, run = prepared.algorithm, prepared.config.run
     federation = Federation(engine, run.seed)
     state = algorithm.start(federation)
@@ -123,16 +123,16 @@ def _sampled(prepared: Prepared, engine: "_OneOfEachKind") -> Forecast:
         if repeats > most:
             most, typical, typical_bytes = repeats, elapsed, (traffic.up, traffic.down)
     rounds = len(planned_rounds(algorithm.phases()))
-    evaluation_seconds = _evaluation_seconds(prepared, state)
+    evaluation_seconds = _measure_evaluation(prepared, state)
     evaluations = -(-rounds // run.evaluate_every)
     return Forecast(
         tuple(visits.values()), rounds, engine.workers, typical, evaluation_seconds,
         seconds + evaluations * evaluation_seconds, typical_bytes, (up, down),
-        _bytes_of(vars(state)) + engine.memory_bytes(),
+        _count_bytes(vars(state)) + engine.memory_bytes(),
     )  # fmt: skip
 
 
-class _OneOfEachKind(LocalEngine):
+class _SamplingEngine(LocalEngine):
     """Lets one agent of each kind work in each round, and repeats its reply for the others."""
 
     def __init__(self, prepared: Prepared, folder: Path) -> None:
@@ -146,7 +146,9 @@ class _OneOfEachKind(LocalEngine):
         for agent in agents:
             self._roles.setdefault(agent.role, []).append(agent)
         under_account = prepared.account_plans.keys()
-        self._chosen = {role: _typical(group, under_account) for role, group in self._roles.items()}
+        self._chosen = {
+            role: _choose_typical(group, under_account) for role, group in self._roles.items()
+        }
         self._memories: dict[str, Any] = {role: {} for role in self._roles}
         # Number of rows of each kind's working agent in all rounds: its memory may be about them.
         self._rows: dict[str, int] = {}
@@ -162,7 +164,7 @@ class _OneOfEachKind(LocalEngine):
     def memory_bytes(self) -> int:
         """Return the bytes of all agents' memories, if each is as large as that of its kind."""
         return sum(
-            len(agents) * _bytes_of(self._memories[role]) for role, agents in self._roles.items()
+            len(agents) * _count_bytes(self._memories[role]) for role, agents in self._roles.items()
         )
 
     def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
@@ -171,7 +173,7 @@ class _OneOfEachKind(LocalEngine):
             kind = call.to.role, call.step.__name__
             if kind not in self._replies:
                 start = time.perf_counter()
-                self._replies[kind], self.visits[kind] = self._timed(call)
+                self._replies[kind], self.visits[kind] = self._time_visit(call)
                 self.spent += time.perf_counter() - start
             seconds = self.visits[kind].seconds
             if self.workers == 1 or call.to.id in self._prepared.account_plans:
@@ -181,27 +183,27 @@ class _OneOfEachKind(LocalEngine):
             yield dataclasses.replace(self._replies[kind], sender=call.to)
         self.estimated += max(serial, longest, (serial + parallel) / self.workers)
 
-    def _timed(self, call: Call) -> tuple[Reply[Any], Visit]:
+    def _time_visit(self, call: Call) -> tuple[Reply[Any], Visit]:
         """Return the reply of a visit, maybe of a part of it, and the time of the whole visit."""
         agent = self._chosen[call.to.role]
         made_up = agent.id in self._prepared.account_plans
-        unit, whole = self._work(agent)
+        unit, units = self._count_work(agent)
         memory = self._memories[call.to.role]
         if unit == "rows" and (made_up or call.to.role in self._rows):
-            probed = timed = whole if made_up else self._rows[call.to.role]
+            probed = timed = units if made_up else self._rows[call.to.role]
         else:
-            probed = timed = min(whole, FEW_ROWS if unit == "rows" else FEW_STEPS)
-        reply, seconds = self._visit(call, agent, unit, probed)
+            probed = timed = min(units, FEW_ROWS if unit == "rows" else FEW_STEPS)
+        reply, seconds = self._run_visit(call, agent, unit, probed)
         if seconds < WARM:  # the first visit also fills caches
             self._memories[call.to.role] = memory
-            reply, seconds = self._visit(call, agent, unit, probed)
+            reply, seconds = self._run_visit(call, agent, unit, probed)
         rate = seconds / probed if probed else 0.0
         if unit != "rows" or call.to.role not in self._rows:
             time_limit = max(LEAST, SHARE * (self._deadline - time.perf_counter()))
-            timed = min(whole, max(2 * probed, int(probed * time_limit / seconds)))
+            timed = min(units, max(2 * probed, int(probed * time_limit / seconds)))
             if timed > probed:
                 self._memories[call.to.role] = memory
-                reply, timed_seconds = self._visit(call, agent, unit, timed)
+                reply, timed_seconds = self._run_visit(call, agent, unit, timed)
                 if unit != "rows":
                     rate = max(0.0, (timed_seconds - seconds) / (timed - probed))
                 else:
@@ -209,24 +211,26 @@ class _OneOfEachKind(LocalEngine):
                 seconds = timed_seconds
         if unit == "rows":
             self._rows.setdefault(call.to.role, timed)
-        seconds += rate * (whole - timed)
+        seconds += rate * (units - timed)
         names = call.to.role, call.step.__name__, agent.id
-        return reply, Visit(*names, seconds, unit, timed, whole, made_up)
+        return reply, Visit(*names, seconds, unit, timed, units, made_up)
 
-    def _work(self, agent: Agent) -> tuple[str, int]:
+    def _count_work(self, agent: Agent) -> tuple[str, int]:
         """Return the unit by which a visit can be shortened, and the number of units."""
         plan, cfg = self._prepared.plan, self._prepared.algorithm.cfg
         if agent.id in self._prepared.account_plans:
             if isinstance(plan, PrivatePlan):
                 return "private steps", plan.steps
-            return "rows", _count(agent)
+            return "rows", _count_rows(agent)
         if isinstance(cfg, ClassifierTraining):
             return "steps", cfg.local_steps
         if hasattr(cfg, "local_steps"):  # it uses only some steps: not shortened
             return "visit", 1
-        return "rows", _count(agent)
+        return "rows", _count_rows(agent)
 
-    def _visit(self, call: Call, agent: Agent, unit: str, units: int) -> tuple[Reply[Any], float]:
+    def _run_visit(
+        self, call: Call, agent: Agent, unit: str, units: int
+    ) -> tuple[Reply[Any], float]:
         """Run one visit with a part of its work, by a copy of the agent; keep its memory."""
         algorithm = self._prepared.algorithm
         cfg, plan = algorithm.cfg, algorithm.plan
@@ -237,10 +241,10 @@ class _OneOfEachKind(LocalEngine):
         short = algorithm
         if (cfg, plan) != (algorithm.cfg, algorithm.plan):
             short = type(algorithm)(cfg, algorithm.task, plan)
-        copy = self._copy(agent, units if unit == "rows" else _count(agent))
+        copy = self._copy_agent(agent, units if unit == "rows" else _count_rows(agent))
         copy.memory = self._memories[call.to.role]
         if agent.id in self._prepared.account_plans:
-            copy.account = self._account(copy, plan)
+            copy.account = self._open_account(copy, plan)
         self._agents[agent.id] = copy
         own_call = dataclasses.replace(call, to=agent.ref, step=getattr(short, call.step.__name__))
         start = time.perf_counter()
@@ -252,12 +256,12 @@ class _OneOfEachKind(LocalEngine):
             if copy.account is not None:
                 copy.account.close()
 
-    def _copy(self, agent: Agent, limit: int) -> Agent:
+    def _copy_agent(self, agent: Agent, limit: int) -> Agent:
         """Copy an agent with at most this many rows of each kind, and synthetic ones under an
         account."""
         labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
         if labelled is not None and agent.id in self._prepared.account_plans:
-            labelled = self._made_up()
+            labelled = self._draw_synthetic_rows()
         elif labelled is not None:
             labelled = LabelledRows(labelled.x[:limit], labelled.y[:limit], labelled.ids[:limit])
         if unlabelled is not None:
@@ -266,7 +270,7 @@ class _OneOfEachKind(LocalEngine):
             id=agent.id, location=agent.location, held_labelled=labelled, held_unlabelled=unlabelled
         )
 
-    def _made_up(self) -> LabelledRows:
+    def _draw_synthetic_rows(self) -> LabelledRows:
         """Return random rows, as many as an agent has by the config."""
         dataset = self._prepared.federated_data.dataset
         count = self._prepared.config.data.labelled // len(self._prepared.account_plans)
@@ -276,7 +280,7 @@ class _OneOfEachKind(LocalEngine):
         y = torch.randint(dataset.classes, (count,), generator=rng)
         return LabelledRows(x, y, torch.arange(count))
 
-    def _account(self, agent: Agent, plan: Any) -> Account:
+    def _open_account(self, agent: Agent, plan: Any) -> Account:
         """Open a separate account for one visit, in a folder that is removed at the end."""
         privacy = self._prepared.config.privacy
         assert privacy is not None
@@ -286,24 +290,24 @@ class _OneOfEachKind(LocalEngine):
         return Account.open(path, ledger_plan, resume=False)
 
 
-def _typical(agents: Sequence[Agent], under_account: Collection[str]) -> Agent:
+def _choose_typical(agents: Sequence[Agent], under_account: Collection[str]) -> Agent:
     """Return the agent with the median number of rows.
 
     Under accounts, where that number may be private, the middle one by order.
     """
 
-    def rows(agent: Agent) -> int:
-        return 0 if agent.id in under_account else _count(agent)
+    def count_rows(agent: Agent) -> int:
+        return 0 if agent.id in under_account else _count_rows(agent)
 
-    return sorted(agents, key=rows)[len(agents) // 2]
+    return sorted(agents, key=count_rows)[len(agents) // 2]
 
 
-def _count(agent: Agent) -> int:
+def _count_rows(agent: Agent) -> int:
     holdings = (agent.held_labelled, agent.held_unlabelled)
     return max((len(rows) for rows in holdings if rows is not None), default=0)
 
 
-def _evaluation_seconds(prepared: Prepared, state: Any) -> float:
+def _measure_evaluation(prepared: Prepared, state: Any) -> float:
     """Return the seconds of one evaluation, from a part of the test rows."""
     algorithm, data = prepared.algorithm, prepared.federated_data
     x, y = data.dataset.x_test[:TESTED], data.dataset.y_test[:TESTED]
@@ -318,10 +322,10 @@ def _evaluation_seconds(prepared: Prepared, state: Any) -> float:
     return seconds * len(weights) * row_count / len(y)
 
 
-def _bytes_of(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     """Return the bytes of the tensors in a tree, each counted as often as it is stored."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):
-        return sum(map(_bytes_of, value.values()))
-    return sum(map(_bytes_of, value)) if isinstance(value, tuple | list) else 0
+        return sum(map(_count_bytes, value.values()))
+    return sum(map(_count_bytes, value)) if isinstance(value, tuple | list) else 0

@@ -80,7 +80,7 @@ def launch(
     for record in rows_told(prepared):
         log_file.handle(record)
 
-    def trackers() -> list[Tracker]:
+    def make_trackers() -> list[Tracker]:
         run_dir.remove_replaced_run(folder)  # after all checks of the new run
         return [
             CsvTracker(folder / "metrics.csv", resume_after=resume_after),
@@ -95,22 +95,22 @@ def launch(
         return f". The traceback is in {folder / 'train.log'}"
 
     with plugin_errors(plugins_of(prepared.config), keep_traceback):
-        round_loop.train(prepared, folder, trackers, snapshot)
+        round_loop.train(prepared, folder, make_trackers, snapshot)
         _record_outputs(prepared, folder)
     return folder
 
 
 def _record_outputs(prepared: Prepared, folder: Path) -> None:
     """Add outputs of an own network on synthetic rows to results.json, for who opens the run."""
-    known, cpu = run_dir.read_outcome(folder), torch.device("cpu")
-    if known is None or known[0]["status"] == "interrupted":
+    outcome, cpu = run_dir.read_outcome(folder), torch.device("cpu")
+    if outcome is None or outcome[0]["status"] == "interrupted":
         return
     if not is_outside(prepared.config.model.name):
         return
     network = prepared.algorithm.task.new_classifier()
     load_weights(network, dict(open_lazily(folder / run_dir.CLASSIFIER)), cpu)
     outputs = outputs_of(network, prepared.algorithm.task.shape, cpu)
-    text = json.dumps(known[0] | {"outputs": outputs}, indent=2) + "\n"
+    text = json.dumps(outcome[0] | {"outputs": outputs}, indent=2) + "\n"
     atomic_files.write(folder / "results.json", text)
 
 
@@ -157,14 +157,20 @@ def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
     if not private:
         yield from federated_data.dataset.said
     for agent, holding in federated_data.manifest.agents.items():
-        parts = [] if private else [f"with labels {_by_class(federated_data, holding.labelled)}"]
+        parts = (
+            []
+            if private
+            else [f"with labels {_format_class_counts(federated_data, holding.labelled)}"]
+        )
         ids = holding.unlabelled
-        parts.append(f"without labels {len(ids) if private else _by_class(federated_data, ids)}")
+        parts.append(
+            f"without labels {len(ids) if private else _format_class_counts(federated_data, ids)}"
+        )
         text = f"Rows of {agent}: {'; '.join(parts)}"
         yield log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
 
 
-def _by_class(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
+def _format_class_counts(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
     """Return how many rows, and how many of each class, by the true labels."""
     counts = class_counts_of(federated_data, ids)
     names = federated_data.dataset.class_names

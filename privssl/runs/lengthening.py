@@ -35,7 +35,7 @@ def asks_for_more(folder: Path, config: Config) -> bool:
     rounds, former_rounds = config.algorithm.rounds, former.algorithm.rounds
     if rounds <= former_rounds:
         return False
-    if reason := _refusal(folder, former):
+    if reason := _explain_refusal(folder, former):
         check_resumable(folder, config, longer=True)  # reports other differences first
         raise ConfigError(
             f"algorithm.rounds is {rounds} here, but {former_rounds} there, and {folder} "
@@ -56,9 +56,9 @@ def read_finished_outcome(folder: Path, config: Config) -> tuple[dict[str, Any],
     return outcome if finished else None
 
 
-def _refusal(folder: Path, former: Config) -> str:
+def _explain_refusal(folder: Path, former: Config) -> str:
     outcome = run_dir.read_outcome(folder)
-    if reason := _dependence(former):
+    if reason := _explain_dependence(former):
         return f"{reason}. Start a new run"
     if former.run.engine != "local":
         return "its sites are gone (run.engine). Start a new run"
@@ -67,7 +67,7 @@ def _refusal(folder: Path, former: Config) -> str:
     return ""
 
 
-def _dependence(config: Config) -> str:
+def _explain_dependence(config: Config) -> str:
     """Return why a round may depend on the number of rounds; empty if it does not."""
     kind, cfg = ALGORITHMS[config.algorithm.name], config.algorithm
     if config.privacy is not None:
@@ -90,7 +90,7 @@ def _dependence(config: Config) -> str:
 def digest_after(config: Config, rounds: int) -> str | None:
     """Return the ``config_hash`` of the same run with this many rounds; None if it cannot be
     lengthened."""
-    if _dependence(config) or not 0 < rounds < config.algorithm.rounds:
+    if _explain_dependence(config) or not 0 < rounds < config.algorithm.rounds:
         return None
     return configs.config_hash(with_rounds(config, rounds))
 

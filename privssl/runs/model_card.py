@@ -19,8 +19,8 @@ def model_card(results: Mapping[str, Any], sentences: str) -> str:
     ``results``: results.json of a finished run. ``sentences``: on its guarantee, by
     ``run_dir.read_outcome``.
     """
-    results = _in_one_line(results)
-    header = yaml.safe_dump(_header(results), sort_keys=False, allow_unicode=True)
+    results = _remove_line_breaks(results)
+    header = yaml.safe_dump(_build_header(results), sort_keys=False, allow_unicode=True)
     agents = ", ".join(f"{count} {kind}" for kind, count in results["agents"].items())
     lines = [
         f"# {results['name']}",
@@ -31,21 +31,21 @@ def model_card(results: Mapping[str, Any], sentences: str) -> str:
         "",
         *privacy_section(sentences).splitlines(),
         "",
-        *("## Input and output", "", *_input_and_output(results), ""),
-        *("## Results", "", *_results(results), ""),
+        *("## Input and output", "", *_render_input_and_output(results), ""),
+        *("## Results", "", *_render_results(results), ""),
     ]
     if results["warnings"]:
         lines += ["## Warnings", "", *(f"- {text}" for text in results["warnings"]), ""]
-    return f"---\n{header}---\n\n" + "\n".join([*lines, *_use(results), ""])
+    return f"---\n{header}---\n\n" + "\n".join([*lines, *_render_use(results), ""])
 
 
-def _in_one_line(tree: Any) -> Any:
+def _remove_line_breaks(tree: Any) -> Any:
     """Remove line breaks from all texts and names, so that a class name cannot begin a section."""
     if isinstance(tree, str):
         return " ".join(tree.split())
     if isinstance(tree, Mapping):
-        return {_in_one_line(key): _in_one_line(value) for key, value in tree.items()}
-    return [*map(_in_one_line, tree)] if isinstance(tree, list | tuple) else tree
+        return {_remove_line_breaks(key): _remove_line_breaks(value) for key, value in tree.items()}
+    return [*map(_remove_line_breaks, tree)] if isinstance(tree, list | tuple) else tree
 
 
 def privacy_section(sentences: str) -> str:
@@ -59,9 +59,9 @@ def read_privacy_section(page: str) -> str:
     return PRIVACY + sections[0].split("\n\n## ")[0] + "\n" if len(sections) == 1 else ""
 
 
-def _header(results: Mapping[str, Any]) -> dict[str, Any]:
+def _build_header(results: Mapping[str, Any]) -> dict[str, Any]:
     private = results["privacy"]["guarantee"] is not None
-    task = f"{_kind(results)}-classification"
+    task = f"{_kind_of_rows(results)}-classification"
     accuracy = {"type": "accuracy", "value": results["test_accuracy"]["final"]}
     f1 = {"type": "f1", "name": "macro F1", "value": results["metrics"]["macro_f1"]}
     entry = {
@@ -78,7 +78,7 @@ def _header(results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kind(results: Mapping[str, Any]) -> str:
+def _kind_of_rows(results: Mapping[str, Any]) -> str:
     """Return image, text or tabular: the kind before an encoder."""
     rows = results["rows"]
     if rows["encoder"] is None:
@@ -86,7 +86,7 @@ def _kind(results: Mapping[str, Any]) -> str:
     return {3: "image", 1: "tabular", 0: "text"}[len(rows.get("raw_shape", ()))]
 
 
-def _input_and_output(results: Mapping[str, Any]) -> list[str]:
+def _render_input_and_output(results: Mapping[str, Any]) -> list[str]:
     rows, names = results["rows"], results["class_names"]
     encoder = rows["encoder"]
     return [
@@ -106,7 +106,7 @@ def scaling_of(rows: Mapping[str, Any]) -> str:
     return str(rows["scaling"])
 
 
-def _results(results: Mapping[str, Any]) -> list[str]:
+def _render_results(results: Mapping[str, Any]) -> list[str]:
     metrics, recall = results["metrics"], results["metrics"]["recall"]
     values = [
         ("accuracy", results["test_accuracy"]["final"]), ("macro F1", metrics["macro_f1"]),
@@ -120,7 +120,7 @@ def _results(results: Mapping[str, Any]) -> list[str]:
     return ["On test rows, after the last round.", "", *(f"| {a} | {b} |" for a, b in table)]
 
 
-def _use(results: Mapping[str, Any]) -> list[str]:
+def _render_use(results: Mapping[str, Any]) -> list[str]:
     versions = results["versions"]
     # In a private run time may depend on rows, and this page is published.
     private = results["privacy"]["scope"] != "none"

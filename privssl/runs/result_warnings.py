@@ -25,10 +25,10 @@ NOT_FINITE = "are not finite (NaN or infinite)"
 log = logging.getLogger("privssl")
 
 
-def warn_once(said: list[str], sentence: str) -> None:
+def warn_once(warnings: list[str], sentence: str) -> None:
     """Log a warning of a round, and add it to those for results.json."""
-    if sentence not in said:
-        said.append(sentence)
+    if sentence not in warnings:
+        warnings.append(sentence)
         log.warning("%s", sentence)
 
 
@@ -123,10 +123,10 @@ def fingerprint_networks(algorithm: Algorithm[Any], state: Any) -> str:
         value = getattr(state, name, None)
         if isinstance(value, Mapping) and all(isinstance(item, Tensor) for item in value.values()):
             networks.setdefault(name, value)
-    return json.dumps({name: _hash(weights) for name, weights in networks.items()})
+    return json.dumps({name: _hash_weights(weights) for name, weights in networks.items()})
 
 
-def _hash(weights: StateDict) -> str:
+def _hash_weights(weights: StateDict) -> str:
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(name.encode())

@@ -65,9 +65,10 @@ def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> No
         ConfigError: its config.yaml is damaged.
     """
     former = configs.load_config(config_of(folder), algorithms=WITH_UNREAD)
-    settings, former_settings = _result_relevant(config), _result_relevant(former)
+    settings, former_settings = _collect_result_settings(config), _collect_result_settings(former)
     differences = [
-        f"{key} is {_shown(settings, key)} here, but {_shown(former_settings, key)} there"
+        f"{key} is {_format_setting(settings, key)} here, but "
+        f"{_format_setting(former_settings, key)} there"
         for key in sorted(settings.keys() | former_settings.keys())
         if settings.get(key, "absent") != former_settings.get(key, "absent")
         and not (longer and key == "algorithm.rounds")
@@ -98,11 +99,11 @@ def run_state(folder: Path, config: Config) -> Literal["stale", "begun", "finish
     return "begun" if (folder / "checkpoints" / "latest").exists() else "stale"
 
 
-def _shown(settings: dict[str, Any], key: str) -> str:
+def _format_setting(settings: dict[str, Any], key: str) -> str:
     return str(settings.get(key, "absent")) or "empty"
 
 
-def _result_relevant(config: Config) -> dict[str, Any]:
+def _collect_result_settings(config: Config) -> dict[str, Any]:
     """Return the settings that affect results, by dotted key: the input of ``config_hash``."""
     return {
         f"{name}.{key}": value
@@ -195,9 +196,12 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
 
 def names_of_rows(prepared: Prepared) -> dict[str, str]:
     """Return a checkpoint's record of class names and of a table's columns, in their order."""
-    about = prepared.about_rows
-    found = {"classes": about["class_names"], "columns": [*about["rows"].get("columns", ())]}
-    return {NAMES: json.dumps(found)}
+    description = prepared.about_rows
+    names = {
+        "classes": description["class_names"],
+        "columns": [*description["rows"].get("columns", ())],
+    }
+    return {NAMES: json.dumps(names)}
 
 
 def check_same_names(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
@@ -269,8 +273,9 @@ def check_same_plugins(folder: Path, prepared: Prepared, snapshot: Snapshot) -> 
         for field in ("distribution", "version"):
             if former[field] != plugin[field]:
                 raise RunFolderError(
-                    f"{folder}: {key} {plugin['name']} was of {_package(former)}, and is of "
-                    f"{_package(plugin)}. Install what the run began with, or start a new run"
+                    f"{folder}: {key} {plugin['name']} was of {_format_package(former)}, and is of "
+                    f"{_format_package(plugin)}. Install what the run began with, or start a new "
+                    "run"
                 )
         if part := other_file(former, plugin):
             warnings.append(
@@ -288,7 +293,7 @@ def other_file(before: Mapping[str, str | None], now: Mapping[str, str | None]) 
     return "The package" if former != now["package_sha256"] else ""
 
 
-def _package(record: Mapping[str, str | None]) -> str:
+def _format_package(record: Mapping[str, str | None]) -> str:
     """Format a distribution and its version."""
     if record["distribution"] is None:
         return "no installed package"

@@ -131,7 +131,7 @@ class RoundLoop:
                 raise_if_interrupted()
                 # The replies of a saved round are sent only once.
                 with defer_interrupts() if current.saved else nullcontext():
-                    self._one_round(current, last=current is rounds[-1])
+                    self._run_round(current, last=current is rounds[-1])
             state = self._algorithm.finish(self._kept.state, self._federation)
             self._kept = dataclasses.replace(self._kept, state=state)
         except KeyboardInterrupt:
@@ -151,16 +151,16 @@ class RoundLoop:
         private = self._prepared.plan is not None  # early versions counted other refusals
         return "budget_exhausted" if private and self._kept.progress.refused else "finished"
 
-    def _one_round(self, current: Round, *, last: bool) -> None:
+    def _run_round(self, current: Round, *, last: bool) -> None:
         start = time.perf_counter()
         self._federation.begin(current)
         state = self._algorithm.round(self._kept.state, self._federation)
-        values = self._measure(state, current, last)
+        values = self._measure_round(state, current, last)
         seconds = time.perf_counter() - start
         saved = last or current.number % self._config.run.checkpoint_every == 0 or current.saved
-        progress = self._finish_round(current, values, seconds, saved)
+        progress = self._update_progress(current, values, seconds, saved)
         try:
-            self._log(current, state, {**values, "time/round_s": seconds}, last)
+            self._log_round(current, state, {**values, "time/round_s": seconds}, last)
         except RunFolderError:
             if current.saved:  # losing a line of metrics.csv is better than losing the round
                 self._record(state, progress)
@@ -177,20 +177,22 @@ class RoundLoop:
             self._spill_store.put_parts(state), self._engine.memories(), progress
         )
 
-    def _log(self, current: Round, state: Any, values: Mapping[str, float], last: bool) -> None:
+    def _log_round(
+        self, current: Round, state: Any, values: Mapping[str, float], last: bool
+    ) -> None:
         total = rounds_of(self._algorithm)
         for tracker in self._trackers:
             tracker.round(RoundRecord(current.number, total, current.phase, values))
         if text := for_the_log(values, nominal=self._prepared.is_nominal):
             log.info("Round %d of %d: %s", current.number, total, text)
-        if self._draws(current, last):
+        if self._has_pictures(current, last):
             self._log_images(current.number, state)
 
-    def _draws(self, current: Round, last: bool) -> bool:
+    def _has_pictures(self, current: Round, last: bool) -> bool:
         """Return whether the round has pictures."""
         return last or current.number == 1 or current.number % self._config.run.images_every == 0
 
-    def _finish_round(
+    def _update_progress(
         self, current: Round, values: Mapping[str, float], seconds: float, saved: bool
     ) -> Progress:
         """Return the progress after one more round."""
@@ -213,7 +215,7 @@ class RoundLoop:
             **changes,
         )  # fmt: skip
 
-    def _measure(self, state: Any, current: Round, last: bool) -> dict[str, float]:
+    def _measure_round(self, state: Any, current: Round, last: bool) -> dict[str, float]:
         values = {**self._federation.mean_metrics(), **self._algorithm.metrics(state)}
         values |= self._label_meter.report()
         traffic = self._federation.traffic
@@ -228,7 +230,7 @@ class RoundLoop:
             predict = partial(self._evaluator.classes_of, self._algorithm.classifier(state))
             generator = self._algorithm.generator(state)
             if generator is not None and kind_of(self._algorithm.task.shape) is IMAGE:
-                detailed = self._draws(current, last) and self._prepared.plan is None
+                detailed = self._has_pictures(current, last) and self._prepared.plan is None
                 training = self._prepared.federated_data.rows() if detailed else ()
                 taught = current.number % self._config.run.images_every == 0
                 values |= self._quality.measure_all(generator, predict, training, taught=taught)
@@ -308,13 +310,13 @@ class RoundLoop:
             path = self._folder / CLASSIFIER
             weights = self._algorithm.classifier(self._kept.state)
             self._scores = self._evaluator.scores(weights)["test"]
-            self._at_end = list(self._warnings_of_end(self._scores))
+            self._at_end = list(self._find_end_warnings(self._scores))
             for sentence in self._at_end:  # the command prints them in its last lines
                 log.warning("%s", sentence, extra={"repeated": True})
             tensor_files.save_weights(path, weights, self._prepared.about_rows)
             released = {"file": CLASSIFIER, "sha256": tensor_files.sha256_of(path)}
         try:
-            card = self._card(status, released)
+            card = self._build_card(status, released)
         except SiteError as error:
             remove_claim(self._folder)
             self._write_results("interrupted", None, [str(error)])
@@ -336,7 +338,7 @@ class RoundLoop:
         rounds = self._kept.progress.round
         log.info("%s after %d rounds. %s", status, rounds, guarantee_sentence(card))
 
-    def _warnings_of_end(self, scores: Scores) -> Iterator[str]:
+    def _find_end_warnings(self, scores: Scores) -> Iterator[str]:
         """Yield reasons why results mean little, from covered releases and test rows."""
         progress = self._kept.progress
         end = result_warnings.fingerprint_networks(self._algorithm, self._kept.state)
@@ -361,7 +363,7 @@ class RoundLoop:
         )  # fmt: skip
         write_summary(self._folder, results, card)
 
-    def _card(
+    def _build_card(
         self, status: Status, released: Mapping[Literal["file", "sha256"], str] | None
     ) -> PrivacyCard | None:
         plan, privacy = self._prepared.plan, self._config.privacy

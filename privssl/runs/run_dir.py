@@ -61,10 +61,10 @@ def create_run_dir(prepared: Prepared) -> Iterator[Path]:
         if entries := list_entries(folder):
             stack.enter_context(lock_run_dir(folder))  # also under its other name
             with atomic_files.writing(folder):
-                folder.rename(_replaced(folder))
+                folder.rename(_path_of_replaced(folder))
             if entries <= NOT_BEGUN:
                 remove_replaced_run(folder)
-            stack.callback(_put_back, folder)
+            stack.callback(_restore_replaced, folder)
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             folder.chmod(0o700)
@@ -86,9 +86,9 @@ def check_free(config: Config) -> None:
     """Raise RunFolderError if the folder of a new run exists and may not be replaced."""
     entries = list_entries(config.folder)
     if entries:
-        _refuse_what_is_not_ours(config.folder, entries)
+        _refuse_foreign_folder(config.folder, entries)
         if not (config.run.overwrite or entries <= NOT_BEGUN):
-            raise RunFolderError(_in_the_way(config.folder))
+            raise RunFolderError(_explain_existing_run(config.folder))
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def list_entries(folder: Path) -> set[str]:
     return {name for name in names if not name.startswith(atomic_files.TEMPORARY)}
 
 
-def _refuse_what_is_not_ours(folder: Path, entries: set[str]) -> None:
+def _refuse_foreign_folder(folder: Path, entries: set[str]) -> None:
     foreign = sorted(entries - CONTENTS)
     is_link = folder.is_symlink()
     if foreign or is_link or "split.json" not in entries:
@@ -140,28 +140,28 @@ def _refuse_what_is_not_ours(folder: Path, entries: set[str]) -> None:
         )
 
 
-def _in_the_way(folder: Path) -> str:
+def _explain_existing_run(folder: Path) -> str:
     has_checkpoint = (folder / "checkpoints" / "latest").exists()
     choices = [f"continue it (--resume {folder})"] if has_checkpoint else []
     choices += ["choose another run.output or run.seed", "replace it with run.overwrite=true"]
     return f"{folder} exists and holds a run. You can {', or '.join(choices)}"
 
 
-def _replaced(folder: Path) -> Path:
+def _path_of_replaced(folder: Path) -> Path:
     """Return the path of a replaced run until the new one begins."""
     return folder.with_name(f"{atomic_files.TEMPORARY}{folder.name}.replaced")
 
 
 def restore_replaced_run(folder: Path) -> None:
     """Restore a run whose replacement was killed before it began."""
-    former = _replaced(folder)
+    former = _path_of_replaced(folder)
     if former.exists():
         with lock_run_dir(former, folder):
-            _put_back(folder)
+            _restore_replaced(folder)
 
 
-def _put_back(folder: Path) -> None:
-    former = _replaced(folder)
+def _restore_replaced(folder: Path) -> None:
+    former = _path_of_replaced(folder)
     if former.exists():
         with atomic_files.writing(folder):
             if folder.exists():
@@ -172,7 +172,7 @@ def _put_back(folder: Path) -> None:
 
 def remove_replaced_run(folder: Path) -> None:
     """Remove the run that a new one replaces, but keep its ledgers."""
-    former = _replaced(folder)
+    former = _path_of_replaced(folder)
     if not former.exists():
         return
     with atomic_files.writing(folder):
@@ -185,10 +185,12 @@ def remove_replaced_run(folder: Path) -> None:
                 "The replaced run's ledger was moved to %s; what it spent still counts for these "
                 "rows, and the new card names it.", target,
             )  # fmt: skip
-        gone = former.with_name(f"{former.name}.gone")  # a partly deleted run must not be restored
-        shutil.rmtree(gone, ignore_errors=True)
-        former.rename(gone)
-        shutil.rmtree(gone)
+        leftover = former.with_name(
+            f"{former.name}.gone"
+        )  # a partly deleted run must not be restored
+        shutil.rmtree(leftover, ignore_errors=True)
+        former.rename(leftover)
+        shutil.rmtree(leftover)
 
 
 def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:

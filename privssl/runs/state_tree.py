@@ -27,7 +27,7 @@ def outline(
     Mappings of tensors at depth ``left`` are packed, and their layouts moved to ``forms``.
     """
 
-    def inner(branch: Any, name: str, left: int = -1) -> Any:
+    def outline_branch(branch: Any, name: str, left: int = -1) -> Any:
         return outline(branch, f"{pointer}/{name}", tensors, forms, left)
 
     if isinstance(tree, Tensor | LazyTensor):
@@ -42,9 +42,11 @@ def outline(
             packed = tensors[pointer] = PackedTensors(leaves)
             form = json.dumps(packed.form())  # there are many agents, but few layouts
             return {"packed": [pointer, forms.setdefault(form, len(forms))]}
-        return {"mapping": {k: inner(v, _escaped(k), left - 1) for k, v in items.items()}}
+        return {
+            "mapping": {k: outline_branch(v, _escape_key(k), left - 1) for k, v in items.items()}
+        }
     if isinstance(tree, tuple):
-        return {"tuple": [inner(v, str(i)) for i, v in enumerate(tree)]}
+        return {"tuple": [outline_branch(v, str(i)) for i, v in enumerate(tree)]}
     if isinstance(tree, float) and not math.isfinite(tree):
         return {"float": repr(tree)}  # strict JSON has no infinity
     if isinstance(tree, int) and abs(tree) > MAX_INTEGER:
@@ -54,10 +56,10 @@ def outline(
     raise TypeError(f"{pointer or '/'} of a state tree is a {type(tree).__name__}")
 
 
-def _escaped(key: str) -> str:
+def _escape_key(key: str) -> str:
     """Escape one step of a JSON pointer, so that different keys give different pointers.
 
-    >>> _escaped("a/b"), _escaped("a~1b")
+    >>> _escape_key("a/b"), _escape_key("a~1b")
     ('a~1b', 'a~01b')
     """
     return key.replace("~", "~0").replace("/", "~1")

@@ -88,11 +88,11 @@ def is_known(kind: Kind, name: str) -> bool:
 
 def entry_points(kind: Kind) -> Mapping[str, metadata.EntryPoint]:
     """Return the installed entry points of a kind by name."""
-    return {point.name: point for point in _installed(tuple(sys.path))[kind]}
+    return {point.name: point for point in _read_entry_points(tuple(sys.path))[kind]}
 
 
 @lru_cache(maxsize=8)
-def _installed(_: tuple[str, ...]) -> Mapping[str, Sequence[metadata.EntryPoint]]:
+def _read_entry_points(_: tuple[str, ...]) -> Mapping[str, Sequence[metadata.EntryPoint]]:
     """Return all entry points of privssl's groups; cached because reading takes 10 ms."""
     points = metadata.entry_points()
     return {kind: tuple(points.select(group=f"privssl.{kind}")) for kind in get_args(Kind)}
@@ -101,18 +101,18 @@ def _installed(_: tuple[str, ...]) -> Mapping[str, Sequence[metadata.EntryPoint]
 def check_names(kind: Kind, built_in: Collection[str]) -> None:
     """Raise ConfigError for an installed plug-in with the name of privssl's or another one."""
     points: dict[str, metadata.EntryPoint] = {}
-    for point in _installed(tuple(sys.path))[kind]:
+    for point in _read_entry_points(tuple(sys.path))[kind]:
         other = points.setdefault(point.name, point)
         if point.name in built_in or other.value != point.value:
-            owner = "privssl itself" if point.name in built_in else _package(other)
+            owner = "privssl itself" if point.name in built_in else _format_package(other)
             raise ConfigError(
-                f"{_package(point)} installs a plug-in {point.name} (privssl.{kind}), a name that "
-                f"{owner} has. Uninstall one, or name it as package.module:Name in a package "
-                "without that entry point"
+                f"{_format_package(point)} installs a plug-in {point.name} (privssl.{kind}), a "
+                f"name that {owner} has. Uninstall one, or name it as package.module:Name in a "
+                "package without that entry point"
             )
 
 
-def _package(point: metadata.EntryPoint) -> str:
+def _format_package(point: metadata.EntryPoint) -> str:
     return point.value if point.dist is None else f"{point.dist.name} {point.dist.version}"
 
 
@@ -135,7 +135,7 @@ def load(kind: Kind, key: str, name: str) -> Any:
         )
     point = entry_points(kind).get(name)
     if point is not None and not is_reference(name):
-        return import_object(f"{key} is {name} of {_package(point)}, and", point.value)
+        return import_object(f"{key} is {name} of {_format_package(point)}, and", point.value)
     return import_object(f"{key} is {name}, and", name)
 
 
@@ -147,39 +147,41 @@ def load_function(kind: Kind, key: str, name: str, advice: str) -> Callable[...,
     return function  # type: ignore[no-any-return]
 
 
-def import_object(said: str, reference: str) -> Any:
+def import_object(error_prefix: str, reference: str) -> Any:
     """Import the object ``package.module:Name``.
 
-    ``said``: the beginning of error messages. Raises ConfigError as :func:`load`.
+    ``error_prefix``: the start of error messages. Raises ConfigError as :func:`load`.
     """
     module_name, _, path = reference.partition(":")
     if module_name == "__main__" or "<" in path:
         raise ConfigError(
-            f"{said} it was defined in a notebook, a script or a function and cannot be imported. "
-            "Give a network from Python (model=...), or put it into a file and name that: "
-            "package.module:Name"
+            f"{error_prefix} it was defined in a notebook, a script or a function and cannot be "
+            "imported. Give a network from Python (model=...), or put it into a file and name "
+            "that: package.module:Name"
         )
-    prefix = f"{said} importing {module_name} failed: "
+    prefix = f"{error_prefix} importing {module_name} failed: "
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):  # a failed import inside the module
             raise ConfigError(f"{prefix}{type(error).__name__}: {error}") from error
         raise ConfigError(
-            f"{said} there is no module {error.name} here. Install it, or start in the folder that "
-            "holds it (PYTHONPATH=.)"
+            f"{error_prefix} there is no module {error.name} here. Install it, or start in the "
+            "folder that holds it (PYTHONPATH=.)"
         ) from None
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{prefix}{type(error).__name__}: {_at(error, module_name)}") from error
+        raise ConfigError(
+            f"{prefix}{type(error).__name__}: {_format_error(error, module_name)}"
+        ) from error
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError:
         similar = difflib.get_close_matches(path, dir(module), n=1)
         advice = f"Did you mean {similar[0]}?" if similar else "Write package.module:Name"
-        raise ConfigError(f"{said} {module_name} has no {path}. {advice}") from None
+        raise ConfigError(f"{error_prefix} {module_name} has no {path}. {advice}") from None
 
 
-def _at(error: BaseException, module: str) -> str:
+def _format_error(error: BaseException, module: str) -> str:
     """Return the text of an error, and the failing line of the module or its package."""
     package = module.partition(".")[0]
     frames = [
@@ -190,14 +192,14 @@ def _at(error: BaseException, module: str) -> str:
     return f"{error} ({frames[-1][0]}, line {frames[-1][1]})" if frames else str(error)
 
 
-def call(said: str, build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a plug-in's function; convert its errors to a ConfigError that begins with ``said``."""
+def call(error_prefix: str, build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a plug-in's function; convert its errors to a ConfigError with this start."""
     try:
         return build(*arguments, **options)
     except UserError:
         raise
     except Exception as error:
-        raise ConfigError(f"{said} {type(error).__name__}: {first_line(error)}") from error
+        raise ConfigError(f"{error_prefix} {type(error).__name__}: {first_line(error)}") from error
 
 
 def describe(kind: Kind, name: str) -> dict[str, str | None]:

@@ -128,7 +128,7 @@ def logging_to(handler: logging.Handler) -> Iterator[None]:
         handler.close()
 
 
-class _Interrupts:
+class _InterruptState:
     """State of the main thread: depth of ``defer_interrupts``, and received signals."""
 
     depth = 0
@@ -136,7 +136,7 @@ class _Interrupts:
     arrived = False
 
 
-_state = _Interrupts()
+_state = _InterruptState()
 
 
 @contextmanager

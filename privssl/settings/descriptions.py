@@ -31,12 +31,14 @@ def descriptions(section: type) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     for kind in reversed(section.__mro__[:-1]):
-        texts |= {name: text or texts.get(name, "") for name, text in _of_its_own(kind).items()}
+        texts |= {
+            name: text or texts.get(name, "") for name, text in _describe_own_fields(kind).items()
+        }
     return {name: (text or USUAL.get(name, "")).replace("``", "`") for name, text in texts.items()}
 
 
 @functools.cache  # sections share their bases
-def _of_its_own(section: type) -> dict[str, str]:
+def _describe_own_fields(section: type) -> dict[str, str]:
     """Return the same for fields that are not inherited; empty without a description."""
     lines = textwrap.dedent(inspect.getsource(section)).splitlines()
     [tree] = ast.parse("\n".join(lines)).body
@@ -49,11 +51,11 @@ def _of_its_own(section: type) -> dict[str, str]:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 texts[node.target.id] = " ".join(text.split())
             case _:
-                texts[node.target.id] = _comments(lines, node)
+                texts[node.target.id] = _read_comments(lines, node)
     return texts
 
 
-def _comments(lines: list[str], node: ast.AnnAssign) -> str:
+def _read_comments(lines: list[str], node: ast.AnnAssign) -> str:
     """Return the comment lines above a field and the comment at its end, as one sentence."""
     assert node.end_lineno is not None and node.end_col_offset is not None
     first, texts = node.lineno - 1, [lines[node.end_lineno - 1][node.end_col_offset :]]

@@ -29,7 +29,7 @@ def problem_report(path: Path, findings: Sequence[ConfigProblem]) -> str:
     """Format all problems under one heading: those of the file by line, then those of the
     arguments."""
     ordered = sorted(findings, key=lambda f: (f.line is None, f.line or 0))
-    positions = [_place(finding.line) for finding in ordered]
+    positions = [_format_place(finding.line) for finding in ordered]
     position_width = max(map(len, positions))
     key_width = max(_KEY_WIDTH, *(len(finding.key) for finding in ordered))
     count = f"{len(ordered)} problem{'s' if len(ordered) > 1 else ''}"
@@ -40,7 +40,7 @@ def problem_report(path: Path, findings: Sequence[ConfigProblem]) -> str:
     return "\n".join([f"{path}: {count}", *rows])
 
 
-def _place(line: int | None) -> str:
+def _format_place(line: int | None) -> str:
     if line is None:
         return "argument"
     return f"line {line}" if line else "file"
@@ -120,9 +120,9 @@ def describe_errors(
             continue
         reported.add(key)
         if key not in values:
-            yield key, f"missing: needs {_needed(schema[key])}"
+            yield key, f"missing: needs {_describe_needed(schema[key])}"
         else:
-            yield key, _refused(values[key], schema[key])
+            yield key, _explain_refusal(values[key], schema[key])
 
 
 def read_exponents(kind: type[Any], values: Mapping[str, object]) -> dict[str, object]:
@@ -154,8 +154,8 @@ def _has_exponent(value: object) -> bool:
     return isinstance(value, ExponentText)
 
 
-def _refused(value: object, schema: Mapping[str, Any]) -> str:
-    needed = _needed(schema)
+def _explain_refusal(value: object, schema: Mapping[str, Any]) -> str:
+    needed = _describe_needed(schema)
     number = as_yaml_number(value) if isinstance(value, str) else None
     if number is not None and "whole number" in needed and float(number).is_integer():
         number = f"{float(number):.0f}"
@@ -168,37 +168,39 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
         return f"{text}. Put it in quotes"
     if value in schema.get("items", {}).get("enum", []):
         return f"{text}. Write [{value}]"
-    similar = nearest(str(value), _enumerated(schema))
+    similar = nearest(str(value), _list_names(schema))
     if "plugins" in schema and isinstance(value, str):
         similar = as_reference(value) or similar
     return f"{text}. Did you mean {similar}?" if similar else text
 
 
-def _enumerated(schema: Mapping[str, Any]) -> Iterator[str]:
+def _list_names(schema: Mapping[str, Any]) -> Iterator[str]:
     """Yield all names of a JSON schema, at any depth of its alternatives, and those of plug-ins."""
     yield from schema.get("enum", [])
     if "plugins" in schema:
         yield from plugins.entry_points(schema["plugins"])
     for option in schema.get("anyOf", []):
-        yield from _enumerated(option)
+        yield from _list_names(option)
 
 
-def _needed(schema: Mapping[str, Any]) -> str:
+def _describe_needed(schema: Mapping[str, Any]) -> str:
     """Describe what a JSON schema accepts, as the object of "needs"."""
     if "anyOf" in schema:
-        return " or ".join(_needed(option) for option in schema["anyOf"])
+        return " or ".join(_describe_needed(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return either([str(name) for name in schema.get("enum", [schema.get("const")])])
     if "pattern" in schema:  # a pattern is not readable
         return str(schema["description"]).replace("`", "")
     if schema.get("type") == "array":
-        return f"a list of {_needed(schema.get('items', {}))}"
-    bounds = [f"{sign} {_bound(schema[name])}" for name, sign in _BOUNDS.items() if name in schema]
+        return f"a list of {_describe_needed(schema.get('items', {}))}"
+    bounds = [
+        f"{sign} {_convert_bound(schema[name])}" for name, sign in _BOUNDS.items() if name in schema
+    ]
     return " ".join(
         [_TYPES.get(schema.get("type", ""), "another value"), " and ".join(bounds)]
     ).strip()
 
 
-def _bound(number: float) -> float:
+def _convert_bound(number: float) -> float:
     """Return a bound; pydantic before 2.8 has 0.0 for the bound 0 of a float."""
     return int(number) if float(number).is_integer() else number

@@ -35,7 +35,9 @@ ENCODER_PREFIXES = ("torchvision", "timm", "huggingface")
 TRACKERS = ("wandb", "mlflow")
 
 
-def _names(kind: plugins.Kind, built_in: tuple[str, ...], others: str = "") -> tuple[Any, Any]:
+def _make_annotations(
+    kind: plugins.Kind, built_in: tuple[str, ...], others: str = ""
+) -> tuple[Any, Any]:
     """Return annotations of a key that takes a built-in name, a reference or an entry point."""
     description = f"{others}`package.module:Name` or an installed plug-in"
 
@@ -56,10 +58,10 @@ def _names(kind: plugins.Kind, built_in: tuple[str, ...], others: str = "") -> t
     )
 
 
-_NETWORK = _names("models", NETWORKS, "`torchvision:NAME`, `timm:NAME`, ")
-_DATA_SET = _names("datasets", DATA_SETS)
-_PARTITION = _names("partitions", PARTITIONS)
-_TRACKER = _names("trackers", TRACKERS)
+_NETWORK = _make_annotations("models", NETWORKS, "`torchvision:NAME`, `timm:NAME`, ")
+_DATA_SET = _make_annotations("datasets", DATA_SETS)
+_PARTITION = _make_annotations("partitions", PARTITIONS)
+_TRACKER = _make_annotations("trackers", TRACKERS)
 
 NetworkName = Annotated[str, _NETWORK[0], _NETWORK[1]]
 DataSetName = Annotated[str, _DATA_SET[0], _DATA_SET[1]]

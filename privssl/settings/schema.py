@@ -39,7 +39,7 @@ Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-def _shown(**limits: float) -> Any:
+def _describe_limits(**limits: float) -> Any:
     """Return limits for the JSON schema alone, because ``problems`` checks them with a reason."""
     return Field(json_schema_extra=dict(limits))
 
@@ -114,9 +114,9 @@ class RunSettings:
                 f"{self.workers}. Leave one of the two out",
             )
         if self.engine == "flower":
-            yield from self._problems_of_sites()
+            yield from self._find_site_problems()
 
-    def _problems_of_sites(self) -> Iterator[Problem]:
+    def _find_site_problems(self) -> Iterator[Problem]:
         """Yield missing settings of Flower: an address, and off this machine a certificate."""
         if not (host := host_of(self.superlink)):
             yield Problem("superlink", f"'{self.superlink}': give host:port, the port up to 65535")
@@ -235,7 +235,7 @@ class DataSettings:
         for key, default, name in _OF_ONE_DATA_SET:
             if getattr(self, key) != default and self.name != name:
                 yield Problem(key, f"has no effect: it belongs to {name}")
-        yield from self._problems_of_csv()
+        yield from self._find_csv_problems()
         if self.encoder and self.name == "arrays":
             text = "has no effect on rows in memory. Give encoded rows, or name a file of the rows"
             yield Problem("encoder", text)
@@ -246,7 +246,7 @@ class DataSettings:
         if self.name == "image_folder" and (self.image_size or 0) > MAX_SIDE:
             yield Problem("image_size", f"{self.image_size}: give at most {MAX_SIDE}")
 
-    def _problems_of_csv(self) -> Iterator[Problem]:
+    def _find_csv_problems(self) -> Iterator[Problem]:
         """Yield CSV files without a folder, and texts without an encoder."""
         if self.name == "csv" and not self.root:
             yield Problem("root", "missing: csv reads train.csv and test.csv in it")
@@ -304,25 +304,25 @@ class PrivacySettings:
     it, support agents are visited until the budget is spent.
     """
 
-    epsilon: Annotated[float, _shown(minimum=0)]
+    epsilon: Annotated[float, _describe_limits(minimum=0)]
     """Privacy budget of each support agent, at least 0. 0: no labelled row is ever read."""
-    delta: Annotated[float, _shown(exclusiveMinimum=0, exclusiveMaximum=1)] = 1e-5
+    delta: Annotated[float, _describe_limits(exclusiveMinimum=0, exclusiveMaximum=1)] = 1e-5
     """Probability in (0, 1) that the bound fails, for each row; choose it well below 1 / rows."""
     update_at_support: tuple[Network, ...] = ("F",)
     """Networks that a support agent trains."""
     protect: tuple[Network, ...] = ("F",)
     """Networks that it trains with private noise. Must be all of them, or the published [G]."""
-    noise_multiplier: Annotated[float | None, _shown(minimum=0.2, maximum=1e4)] = None
+    noise_multiplier: Annotated[float | None, _describe_limits(minimum=0.2, maximum=1e4)] = None
     """Noise standard deviation / clip norm, 0.2 to 10000. Absent: calibrated from epsilon."""
-    clip_norm: Annotated[float, _shown(minimum=1e-3, maximum=MAX_CLIP_NORM)] = 1.0
+    clip_norm: Annotated[float, _describe_limits(minimum=1e-3, maximum=MAX_CLIP_NORM)] = 1.0
     """Largest l2 norm of one row's gradient over all protected networks, 0.001 to 1000000."""
-    sample_rate: Annotated[float, _shown(exclusiveMinimum=0, maximum=1)] = 0.1
+    sample_rate: Annotated[float, _describe_limits(exclusiveMinimum=0, maximum=1)] = 0.1
     """Probability in (0, 1] that a row is in a batch. 1: every row in every step."""
     steps: Positive = 10
     """Private steps of one visit."""
     visits: Positive | None = None
     """Planned visits of each support agent. Absent: one in every round."""
-    learning_rate: Annotated[Rate, _shown(maximum=MAX_LEARNING_RATE)] = 1.0
+    learning_rate: Annotated[Rate, _describe_limits(maximum=MAX_LEARNING_RATE)] = 1.0
     """Learning rate of SGD on the noisy mean gradient, at most 1000."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of SGD on the noisy mean gradient."""
@@ -378,10 +378,10 @@ class PrivacySettings:
                 f"{self.learning_rate:g}: give at most {MAX_LEARNING_RATE:.0f} (one step would "
                 "move the weights so far that the outputs are not finite, and the budget is spent)",
             )
-        yield from self._ledger_problems()
-        yield from self._scope_problems()
+        yield from self._find_ledger_problems()
+        yield from self._find_scope_problems()
 
-    def _ledger_problems(self) -> Iterator[Problem]:
+    def _find_ledger_problems(self) -> Iterator[Problem]:
         total = self.ledger_epsilon
         if bool(self.ledger) != (total is not None):
             yield Problem(
@@ -396,7 +396,7 @@ class PrivacySettings:
                 f"({self.epsilon:g}), what this run may spend of it",
             )
 
-    def _scope_problems(self) -> Iterator[Problem]:
+    def _find_scope_problems(self) -> Iterator[Problem]:
         for key in ("update_at_support", "protect"):
             networks = getattr(self, key)
             if not networks or len(set(networks)) != len(networks):

@@ -128,7 +128,7 @@ class ConfigBuilder:
         except YamlError as error:
             self._add(ConfigProblem(None, key, f"{text!r} cannot be read: {error}"))
             return
-        self._replace(key)
+        self._drop_key(key)
         for finding in document.problems:
             self._add(ConfigProblem(None, key, finding.text))
         previous = self._values.get(section)
@@ -140,7 +140,7 @@ class ConfigBuilder:
         elif not dot:
             self._add(ConfigProblem(None, key, f"is a section. Write {key}.key=value"))
 
-    def _replace(self, key: str) -> None:
+    def _drop_key(self, key: str) -> None:
         """Drop the file's values at a key and below, with their problems."""
         self._places[key] = None
         self._empty.discard(key)
@@ -163,13 +163,13 @@ class ConfigBuilder:
         if entries is not None and not isinstance(entries, dict):
             self.add(name, f"needs keys with values, got {show(entries)}")
             return None
-        kind = self.sections.get(name) or self._algorithm(entries or {})
+        kind = self.sections.get(name) or self._find_config_class(entries or {})
         if kind is None:
             self.bad.add(name)
             return None
-        return self._build(name, kind, entries or {})
+        return self._build_section(name, kind, entries or {})
 
-    def _algorithm(self, entries: Mapping[str, Any]) -> type[Any] | None:
+    def _find_config_class(self, entries: Mapping[str, Any]) -> type[Any] | None:
         """Return the Config class of the named algorithm, or None after recording a problem."""
         name = entries.get("name")
         if isinstance(name, str) and name in self._algorithms:
@@ -197,11 +197,11 @@ class ConfigBuilder:
             self.add("algorithm.name", text)
         return None
 
-    def _build(self, section: str, kind: type[Any], entries: Mapping[str, Any]) -> Any:
+    def _build_section(self, section: str, kind: type[Any], entries: Mapping[str, Any]) -> Any:
         prefix = f"{section}."
         known = [spec.name for spec in dataclasses.fields(kind)]
         for name in (name for name in entries if name not in known):
-            self.add(prefix + name, self._unknown_key(section, name, known))
+            self.add(prefix + name, self._explain_unknown_key(section, name, known))
             # Otherwise the intended key would seem to be missing, or to have its default.
             similar = nearest(name, known)
             self.bad |= {prefix + similar} if similar and similar not in entries else set()
@@ -220,12 +220,12 @@ class ConfigBuilder:
                     self.add(dotted, text)
         bad = {key.removeprefix(prefix) for key in self.bad if key.startswith(prefix)}
         if result is None or bad:
-            result = unless_bad(kind, _defaults(kind) | values, bad)
+            result = unless_bad(kind, _defaults_of(kind) | values, bad)
         if section not in self.bad:
             self.check(prefix, getattr(result, "problems", tuple)())
         return result
 
-    def _unknown_key(self, section: str, name: str, known: list[str]) -> str:
+    def _explain_unknown_key(self, section: str, name: str, known: list[str]) -> str:
         line = self._places.get("algorithm.name", 0)
         if section == "algorithm" and line is None and self._places.get(f"{section}.{name}"):
             other = self._values[section]["name"]  # given by an argument; the file is for another
@@ -257,7 +257,7 @@ def unless_bad(kind: type[Any], values: Mapping[str, Any], bad: set[str]) -> Any
     return result
 
 
-def _defaults(kind: type[Any]) -> dict[str, Any]:
+def _defaults_of(kind: type[Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for spec in dataclasses.fields(kind):
         if spec.default is not dataclasses.MISSING:
@@ -276,9 +276,9 @@ def _read_text(path: Path) -> str:
             raise ConfigError(f"{path}: larger than 1 MiB, so this is no config file")
         return data.decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{path}: no such file. {_nearby(path)}") from None
+        raise ConfigError(f"{path}: no such file. {_suggest_files(path)}") from None
     except IsADirectoryError:
-        text = f"{path}: a folder, not a config file. {_nearby(path / 'any')}"
+        text = f"{path}: a folder, not a config file. {_suggest_files(path / 'any')}"
         raise ConfigError(text) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -289,7 +289,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{show(str(path))}: cannot be read: {reason}") from None
 
 
-def _nearby(path: Path) -> str:
+def _suggest_files(path: Path) -> str:
     """Return a sentence with the config files in the folder of a missing file."""
     if not path.parent.is_dir():
         return f"There is no folder {path.parent}"

@@ -100,10 +100,10 @@ def read_document(text: str) -> Document:
     if len(text) > MAX_BYTES:
         raise YamlError(1, f"longer than {MAX_BYTES} characters")
     try:
-        root = _root(text)
+        root = _compose_root(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise YamlError(mark.line + 1 if mark else 1, _with_advice(str(error.problem))) from None
+        raise YamlError(mark.line + 1 if mark else 1, _add_advice(str(error.problem))) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(line, f"character {error.character:#x} is not text") from None
@@ -112,12 +112,12 @@ def read_document(text: str) -> Document:
     return Document(value, reader.lines, tuple(reader.findings), frozenset(reader.empty))
 
 
-def _root(text: str) -> yaml.Node | None:
+def _compose_root(text: str) -> yaml.Node | None:
     root: yaml.Node | None = _PlainComposer(text).get_single_node()
     return root
 
 
-def _with_advice(problem: str) -> str:
+def _add_advice(problem: str) -> str:
     return next(
         (f"{problem}. {advice}" for beginning, advice in _ADVICE.items() if beginning in problem),
         problem,
@@ -136,7 +136,7 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return tuple(self.plain(item, key) for item in node.value)
         if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, key)
+            return self._read_mapping(node, key)
         if not node.value and node.tag == f"{_TAG}null":
             self.empty.add(key)
         try:
@@ -149,7 +149,7 @@ class _Reader:
             self.findings.append(ConfigProblem(node.start_mark.line + 1, key, str(error)))
             return None
 
-    def _mapping(self, node: yaml.MappingNode, key: str) -> dict[str, object]:
+    def _read_mapping(self, node: yaml.MappingNode, key: str) -> dict[str, object]:
         result: dict[str, object] = {}
         for name_node, item in node.value:
             line = name_node.start_mark.line + 1
@@ -207,7 +207,7 @@ def as_yaml_number(text: str) -> str | None:
     match = re.fullmatch(r"([-+]?[0-9]+)(\.[0-9]*)?(?:[eE]([-+]?)([0-9]+))?", text.strip())
     if match is None:
         return None
-    whole, fraction, sign, exponent = match.groups()
+    integer, fraction, sign, exponent = match.groups()
     if exponent is None:
-        return f"{whole}{fraction or ''}"
-    return f"{whole}{fraction or '.0'}e{sign or '+'}{exponent}"
+        return f"{integer}{fraction or ''}"
+    return f"{integer}{fraction or '.0'}e{sign or '+'}{exponent}"

@@ -29,16 +29,16 @@ log = logging.getLogger("privssl")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
-    options = _parser().parse_args(argv)
+    options = _build_parser().parse_args(argv)
 
-    def body(console: Terminal, stack: ExitStack) -> int:
+    def run(console: Terminal, stack: ExitStack) -> int:
         stack.enter_context(private_umask())
-        return _site(options, console, stack)
+        return _run_site(options, console, stack)
 
-    return run_command(body, json=False, interrupted="Stopped. The same command starts it again.")
+    return run_command(run, json=False, interrupted="Stopped. The same command starts it again.")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m privssl.site",
         description="Check one agent's site, and print its rows and spent epsilon. Nothing is "
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _site(options: argparse.Namespace, console: Terminal, stack: ExitStack) -> int:
+def _run_site(options: argparse.Namespace, console: Terminal, stack: ExitStack) -> int:
     from privssl.site import settings, socket_server
     from privssl.site.startup import open_site
     from privssl.site.supernode import SuperNode, check_files
@@ -71,11 +71,11 @@ def _site(options: argparse.Namespace, console: Terminal, stack: ExitStack) -> i
     tune_malloc()
     handler = open_site(site)
     key = (Path(options.key),) if options.key else ()  # a reader could pose as this site
-    for path in filter(_readable_by_others, (*site.secrets, *key)):
+    for path in filter(_is_readable_by_others, (*site.secrets, *key)):
         log.warning(
             "Other users of this system can read %s. Remove their rights: chmod -R go=", path
         )
-    lines = _description(site, handler)
+    lines = _describe_site(site, handler)
     for line in lines:
         console.print(line, markup=False)
     if options.serve or options.superlink:
@@ -95,17 +95,17 @@ def _site(options: argparse.Namespace, console: Terminal, stack: ExitStack) -> i
             )  # fmt: skip
             stack.callback(node.stop)
 
-        def ready() -> None:  # not earlier: another process may serve this site with the same key
+        def begin() -> None:  # not earlier: another process may serve this site with the same key
             log.info("Serving: %s", " ".join(lines))
             if node is not None:
                 node.start()
             console.print(f"Serving on {site.door}. Ctrl-C stops it.", markup=False)
 
-        socket_server.serve(site.door, lambda frame: _in_one_thread(handler, frame), ready)
+        socket_server.serve(site.door, lambda frame: _handle_in_one_thread(handler, frame), begin)
     return 0
 
 
-def _readable_by_others(path: Path) -> bool:
+def _is_readable_by_others(path: Path) -> bool:
     """Whether other system users, such as a SuperNode's, can read a file or folder."""
     path = path.resolve()
     if not path.exists() or not path.stat().st_mode & 0o044:
@@ -113,12 +113,12 @@ def _readable_by_others(path: Path) -> bool:
     return all(parent.stat().st_mode & 0o011 for parent in path.parents)
 
 
-def _in_one_thread(handler: "SiteRequestHandler", frame: bytes) -> bytes:
+def _handle_in_one_thread(handler: "SiteRequestHandler", frame: bytes) -> bytes:
     in_one_thread()  # applies to the calling thread
     return handler.handle(frame)
 
 
-def _description(site: "SiteConfig", handler: "SiteRequestHandler") -> list[str]:
+def _describe_site(site: "SiteConfig", handler: "SiteRequestHandler") -> list[str]:
     """Summary for the operator; it does not leave the machine."""
     counts = " and ".join(
         f"{len(rows)} {kind}"
@@ -132,12 +132,12 @@ def _description(site: "SiteConfig", handler: "SiteRequestHandler") -> list[str]
         f"{handler.agent.id}, a {handler.agent.role} agent with {counts} rows.",
         f"Takes part in {site.path(site.site.config)}, hash {handler.agreement[:12]}: a "
         f"coordinator with another one is refused. {handler.task}.",
-        _spending(site),
+        _describe_spending(site),
         f"Replies, memories and log: {site.folder}.",
     ]
 
 
-def _spending(site: "SiteConfig") -> str:
+def _describe_spending(site: "SiteConfig") -> str:
     from accounting.ledger import read_journal
 
     if site.site.role == "query":

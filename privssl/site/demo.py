@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=None, help=f"default: a small {CONFIG}")
     options = parser.parse_intermixed_args(argv)
 
-    def body(console: Console, stack: ExitStack) -> int:
+    def run(console: Console, stack: ExitStack) -> int:
         try:
             return demonstrate(options.folder, options.config, options.overrides, console)
         except OSError as error:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{path}: {error.strerror}. Free space, or give another folder"
             ) from error
 
-    return run_command(body, json=False, interrupted="Stopped. All processes have ended.")
+    return run_command(run, json=False, interrupted="Stopped. All processes have ended.")
 
 
 def demonstrate(
@@ -147,12 +147,12 @@ def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator
         command += ["--ssl-certfile", str(made / "link.crt")]
         command += ["--ssl-keyfile", str(made / "link.key")]
 
-    def listens() -> bool:
+    def is_listening() -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
-    with _running(command, folder / "log", environment(folder)) as process:
-        wait_until(listens, process, folder / "log")
+    with _start_process(command, folder / "log", environment(folder)) as process:
+        wait_until(is_listening, process, folder / "log")
         yield f"127.0.0.1:{port}"
 
 
@@ -171,25 +171,25 @@ def site(folder: Path, address: str, *more: str) -> Iterator[subprocess.Popen[by
     """Run the site of a folder with its SuperNode."""
     command = [sys.executable, "-m", "privssl.site", str(folder / "site.yaml")]
     command += ["--superlink", address, *more]
-    with _running(command, folder / "out", dict(os.environ)) as process:
+    with _start_process(command, folder / "out", dict(os.environ)) as process:
         yield process
 
 
 def train(
-    folder: Path, address: str, *more: str, output: bool = True, said: BinaryIO | None = None
+    folder: Path, address: str, *more: str, output: bool = True, stream: BinaryIO | None = None
 ) -> subprocess.Popen[bytes]:
     """Start the training command.
 
     Args:
         output: False for a resumed run, which has a run folder.
-        said: file for its output; None: this terminal.
+        stream: file for its output; None: this terminal.
     """
     command = [
         sys.executable, "-m", "privssl.train", str(folder / "experiment.yaml"),
         "run.engine=flower", f"run.superlink={address}", "run.workers=auto", *more,
         *([f"run.output={folder / 'run'}"] if output else []),
     ]  # fmt: skip
-    return subprocess.Popen(command, stdout=said, stderr=said)
+    return subprocess.Popen(command, stdout=stream, stderr=stream)
 
 
 def end_of(process: subprocess.Popen[bytes]) -> int:
@@ -206,7 +206,7 @@ def end_of(process: subprocess.Popen[bytes]) -> int:
 
 
 @contextmanager
-def _running(
+def _start_process(
     command: Sequence[str], log: Path, environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as out:

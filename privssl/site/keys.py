@@ -129,7 +129,9 @@ def certificate(key: Any, authority: Any, dates: tuple[datetime, datetime], *hos
         x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()),
     ]
     if hosts:
-        extensions.append(x509.SubjectAlternativeName(list(map(_name, dict.fromkeys(hosts)))))
+        extensions.append(
+            x509.SubjectAlternativeName(list(map(_convert_host, dict.fromkeys(hosts))))
+        )
         extensions.append(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]))
     else:  # only key_cert_sign
         extensions.append(x509.KeyUsage(*(bit == 5 for bit in range(9))))
@@ -140,7 +142,7 @@ def certificate(key: Any, authority: Any, dates: tuple[datetime, datetime], *hos
     return pem
 
 
-def _name(host: str) -> Any:
+def _convert_host(host: str) -> Any:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

@@ -126,25 +126,25 @@ class SiteRequestHandler:
             raise WireError("refused", f"a step of {request.agent}, and this is {self.agent.id}")
         self._check_agreement(request)
         with self.store.lock(), ExitStack() as stack:
-            stored = self._stored_answer(request)
+            stored = self._read_stored_answer(request)
             if stored is not None:
-                log.info("Step %s again: the stored reply", _key(request))
+                log.info("Step %s again: the stored reply", _key_of(request))
                 return stored
             if self.clock() > request.deadline:
-                raise WireError("late", f"step {_key(request)} came after its deadline")
+                raise WireError("late", f"step {_key_of(request)} came after its deadline")
             # Before any file is opened or written, and before any charge.
             step = find_step(self.algorithm, request.step)
             message = deserialize(input_type(step, request.message), request.body)
-            memory, account = self._memory(request), None
+            memory, account = self._read_memory(request), None
             if self.open_account is not None:
                 _check_weights(message)
                 self.store.check_room(len(request.body))
                 account = stack.enter_context(closing(self._open_agent_account(request)))
-                if account.is_charged(_charge_id(request)):
-                    raise WireError("lost", f"step {_key(request)} was charged and has no reply")
+                if account.is_charged(_charge_id_of(request)):
+                    raise WireError("lost", f"step {_key_of(request)} was charged and has no reply")
             return self._run_and_store(request, step, message, memory, account)
 
-    def _stored_answer(self, request: StepRequest) -> bytes | None:
+    def _read_stored_answer(self, request: StepRequest) -> bytes | None:
         """Return the stored reply; None if there is none or it is damaged."""
         answer = self.store.answer(request.run, request.id)
         try:
@@ -152,7 +152,7 @@ class SiteRequestHandler:
                 answer is not None and protocol.from_bytes(answer, StepResponse).id == request.id
             )
         except WireError as error:
-            log.error("The stored reply to %s cannot be read: %s", _key(request), error)
+            log.error("The stored reply to %s cannot be read: %s", _key_of(request), error)
             return None
         return answer if valid else None
 
@@ -173,35 +173,35 @@ class SiteRequestHandler:
         """Run the step, store its memory and reply, and return the reply."""
         agent = replace(self.agent, account=account, memory=memory)
         ctx = Context(
-            seed=self.seed, round=request.round, agent=agent.id, visit_key=_key(request),
+            seed=self.seed, round=request.round, agent=agent.id, visit_key=_key_of(request),
             session_id=request.charge_id, device=self.device,
             telemetry=account is None and self.share_notes,
         )  # fmt: skip
         try:
             with seeded(ctx.rng("torch")):
                 content = run_step(agent, step, message, ctx)
-            body = _body(content)
+            body = _serialize_reply(content)
         finally:  # the charge counts even if the step failed
             if account is not None:
                 self.store.mark = account.seq, account.head
-        charged = account is not None and account.is_charged(_charge_id(request))
+        charged = account is not None and account.is_charged(_charge_id_of(request))
         if ctx.weight > protocol.MOST_SHARE:
             raise WireError(
-                "refused", f"{_key(request)} has the weight {ctx.weight:g}, and the largest that a "
-                f"site may send is {protocol.MOST_SHARE:g}"
+                "refused", f"{_key_of(request)} has the weight {ctx.weight:g}, and the largest "
+                f"that a site may send is {protocol.MOST_SHARE:g}"
             )  # fmt: skip
         version = self._store_memory(request, memory, agent.memory)
         response = protocol.to_bytes(
             StepResponse(
                 request.id, message=type(content).__name__, weight=ctx.weight,
-                notes=_sendable(ctx.metrics), memory=version, charged=charged, body=body,
+                notes=_filter_notes(ctx.metrics), memory=version, charged=charged, body=body,
             )
         )  # fmt: skip
         self.store.put_answer(request.run, request.id, response)
-        log.info("Step %s done", _key(request))
+        log.info("Step %s done", _key_of(request))
         return response
 
-    def _memory(self, request: StepRequest) -> Memory:
+    def _read_memory(self, request: StepRequest) -> Memory:
         if not request.memory:
             return {}
         memory = self.store.memory(request.run, request.memory)
@@ -254,7 +254,7 @@ def _check_weights(message: Message) -> None:
                 )
 
 
-def _body(content: Message) -> bytes:
+def _serialize_reply(content: Message) -> bytes:
     """Serialise a reply, and check that the coordinator will accept it."""
     data = serialize(content)
     try:
@@ -264,7 +264,7 @@ def _body(content: Message) -> bytes:
     return data
 
 
-def _sendable(notes: Mapping[str, float]) -> dict[str, float]:
+def _filter_notes(notes: Mapping[str, float]) -> dict[str, float]:
     """Return the finite metrics with names that an agent may use."""
     return {
         name: float(value) for name, value in notes.items()
@@ -272,11 +272,11 @@ def _sendable(notes: Mapping[str, float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _key(request: StepRequest) -> str:
+def _key_of(request: StepRequest) -> str:
     """Return ``Call.key``, which seeds the step's randomness."""
     return visit_key(request.round, request.agent, request.step, request.visit)
 
 
-def _charge_id(request: StepRequest) -> str:
+def _charge_id_of(request: StepRequest) -> str:
     """Return ``Context.charge_id``, which the ledger records."""
-    return f"{_key(request)}@{request.charge_id}"
+    return f"{_key_of(request)}@{request.charge_id}"

@@ -40,7 +40,7 @@ def version() -> int:
     """Return the version of Landlock in this kernel; 0: none."""
     if sys.platform != "linux":
         return 0
-    return max(_call(_CREATE_RULESET, None, 0, _VERSION), 0)
+    return max(_call_kernel(_CREATE_RULESET, None, 0, _VERSION), 0)
 
 
 def readable() -> list[Path]:
@@ -60,16 +60,16 @@ def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
         raise OSError("this kernel has no Landlock")
     rights = (1 << _RIGHTS.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", rights, 0, _SCOPED if abi >= 6 else 0)
-    ruleset = _check_result(_call(_CREATE_RULESET, attributes, 24 if abi >= 6 else 8, 0))
+    ruleset = _check_result(_call_kernel(_CREATE_RULESET, attributes, 24 if abi >= 6 else 8, 0))
     for paths, allowed in ((read, _READ), (write, rights)):
         for path in paths:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC)
             granted = allowed & rights if path.is_dir() else allowed & rights & _OF_FILES
             rule = struct.pack("=Qi", granted, file)
-            _check_result(_call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))
+            _check_result(_call_kernel(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))
             os.close(file)
-    _check_result(_libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
-    _check_result(_call(_RESTRICT_SELF, ruleset, 0))
+    _check_result(_load_libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    _check_result(_call_kernel(_RESTRICT_SELF, ruleset, 0))
     os.close(ruleset)
 
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices = [path for path in map(Path, DEVICES) if path.exists()]
     try:
         if options.parent is not None:
-            _end_with(options.parent)
+            _end_with_parent(options.parent)
         restrict([*readable(), *options.read], [*devices, *options.write])
         os.execvp(options.command[0], options.command)
     except OSError as error:
@@ -92,19 +92,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """Send SIGTERM to this process, and so to the command, when the parent ends."""
-    _check_result(_libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))
+    _check_result(_load_libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))
     if os.getppid() != parent:
         raise OSError(f"its parent process {parent} has ended")
 
 
-def _libc() -> ctypes.CDLL:
+def _load_libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _call(number: int, *arguments: object) -> int:
-    result: int = _libc().syscall(number, *arguments)
+def _call_kernel(number: int, *arguments: object) -> int:
+    result: int = _load_libc().syscall(number, *arguments)
     return result
 
 

@@ -184,13 +184,13 @@ def load_site_config(path: Path) -> SiteConfig:
     values: dict[str, Any] = {name: builder.section(name) for name in builder.order}
     bad = {name for name in builder.order if name in builder.bad}
     config = unless_bad(SiteConfig, values | {"source": path}, bad)
-    builder.check("", _budget_problems(config, given=builder.given("budget")))
+    builder.check("", _find_budget_problems(config, given=builder.given("budget")))
     if builder.findings:
         raise ConfigError(problem_report(path, builder.findings))
     return SiteConfig(**values, source=path)
 
 
-def _budget_problems(config: SiteConfig, *, given: bool) -> Iterator[Problem]:
+def _find_budget_problems(config: SiteConfig, *, given: bool) -> Iterator[Problem]:
     """Yield a missing budget: a site with labels needs an explicit one, even if it is null."""
     if config.site.role == "query" and config.budget is not None:
         yield Problem("budget", "a query agent has no labelled rows. Leave it out")

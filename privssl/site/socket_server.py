@@ -38,7 +38,7 @@ def serve(
     ``ready`` is called once this process owns the socket. Raises UserError if the socket cannot be
     created, or another process serves this site.
     """
-    with _hold_socket(door), _make_server(door, handle) as server:
+    with _lock_socket(door), _make_server(door, handle) as server:
         try:
             ready()
             server.serve_forever(poll_interval=0.2)
@@ -59,7 +59,7 @@ def _make_server(door: Path, handle: Callable[[bytes], bytes]) -> "_Server":
 
 
 @contextmanager
-def _hold_socket(door: Path) -> Iterator[None]:
+def _lock_socket(door: Path) -> Iterator[None]:
     """Lock the socket's path, and remove a socket left by a killed process."""
     if len(os.fsencode(door)) > LONGEST_PATH:
         raise UserError(

@@ -60,7 +60,7 @@ from privssl.site.storage import Store
 log = logging.getLogger("privssl")
 
 
-class _Held(NamedTuple):
+class _SiteRows(NamedTuple):
     """The agent's rows, with classes and shape, which both sides must agree on."""
 
     labelled: LabelledRows | None
@@ -92,9 +92,9 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
     _check_network(site, config)
     _check_role(site, config)
     _check_budget(site, config)
-    rows = _rows(site, config)
+    rows = _read_rows(site, config)
     agent = Agent(id=site.site.agent, held_labelled=rows.labelled, held_unlabelled=rows.unlabelled)
-    algorithm = _algorithm(config, rows, roles)
+    algorithm = _build_algorithm(config, rows, roles)
     private = site.budget is not None and algorithm.mechanism == "dp-sgd"
     device = device_of(site.site.device, private=private, key="site.device")
     if site.budget is not None:
@@ -102,7 +102,7 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
     store = Store(site.folder, site.site.keep_visits)
     open_account = None
     if site.budget is not None:
-        open_account = _account(site, config, algorithm, agent, store)
+        open_account = _prepare_account(site, config, algorithm, agent, store)
     shared = open_account is not None and site.site.share_ledger
     return SiteRequestHandler(
         agent=agent, algorithm=algorithm, seed=config.run.seed,
@@ -110,7 +110,7 @@ def _open_site(site: SiteConfig) -> SiteRequestHandler:
             config, rows.classes, rows.shape, rows.scaling, rows.encoder, rows.columns
         ),
         store=store, device=device, open_account=open_account,
-        journal=_journal_reader(site, agent, store) if shared else None,
+        journal=_make_journal_reader(site, agent, store) if shared else None,
         share_notes=site.site.share_notes,
         task=describe_task(rows.classes, rows.shape, rows.scaling),
     )  # fmt: skip
@@ -174,7 +174,7 @@ def _check_budget(site: SiteConfig, config: Config) -> None:
 # Rows ---------------------------------------------------------------------------------------
 
 
-def _rows(site: SiteConfig, config: Config) -> _Held:
+def _read_rows(site: SiteConfig, config: Config) -> _SiteRows:
     kinds = {"support": (True, False), "query": (False, True), "mixed": (True, True)}
     labelled, unlabelled = kinds[site.site.role]
     refuse_undeclared_columns(config.data)
@@ -183,16 +183,16 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
             f"{site.source}: rows.arrays has no columns, and {config.source} has a table. Give "
             "rows.root, a folder with train.csv, so that data.columns scales all sites alike"
         )
-    _check_number_hidden(site, config)
+    _refuse_revealing_rows(site, config)
     if site.rows.arrays:
-        return _from_arrays(site, config, labelled=labelled, unlabelled=unlabelled)
+        return _read_arrays(site, config, labelled=labelled, unlabelled=unlabelled)
     if site.rows.root and config.data.name in BUILT_IN:
         raise ConfigError(
             f"{site.source}: rows.root has no effect: data.name of {config.source} is "
             f"{config.data.name}, which is built in. Give rows.split alone"
         )
     root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
-    declared = None if site.rows.classes is None else _class_names(site)
+    declared = None if site.rows.classes is None else _read_class_names(site)
     dataset = datasets.load_dataset(
         dataclasses.replace(config.data, root=root), declared,
         may_be_empty=labelled and config.hides_counts,
@@ -213,7 +213,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
         unlabelled_ids if unlabelled else (),
     )
     public = labelled and not config.hides_counts
-    _check_there(site, public and not labelled_ids, unlabelled and not unlabelled_ids)
+    _check_rows_exist(site, public and not labelled_ids, unlabelled and not unlabelled_ids)
     if not set(labelled_ids) <= set(with_label):
         raise DataError(
             f"{site.source}: {site.path(site.rows.split)} lists rows without a label as "
@@ -225,13 +225,13 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     with_labels = labelled_rows(labelled_ids, rows, dataset.y_train) if labelled else None
     without_labels = unlabelled_rows(unlabelled_ids, rows) if unlabelled else None
     encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.checksum
-    return _Held(
+    return _SiteRows(
         with_labels, without_labels, dataset.class_names, dataset.shape,
         scaling_of(dataset.x_train), encoder, dataset.scales,
     )  # fmt: skip
 
 
-def _check_number_hidden(site: SiteConfig, config: Config) -> None:
+def _refuse_revealing_rows(site: SiteConfig, config: Config) -> None:
     """Refuse own rows that determine the form of all rows, if their number is private.
 
     A site with one row would start, and one without rows would not, which reveals the number.
@@ -251,7 +251,7 @@ def _check_number_hidden(site: SiteConfig, config: Config) -> None:
         )
 
 
-def _check_there(site: SiteConfig, *missing: bool) -> None:
+def _check_rows_exist(site: SiteConfig, *missing: bool) -> None:
     for kind, is_missing in zip(("labelled", "unlabelled"), missing, strict=True):
         if is_missing:
             raise DataError(
@@ -261,14 +261,16 @@ def _check_there(site: SiteConfig, *missing: bool) -> None:
             )
 
 
-def _class_names(site: SiteConfig) -> tuple[str, ...]:
+def _read_class_names(site: SiteConfig) -> tuple[str, ...]:
     """Return ``rows.classes``, a number as the names "0", "1", ..."""
     classes = site.rows.classes
     return tuple(map(str, range(classes))) if isinstance(classes, int) else classes or ()
 
 
-def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled: bool) -> _Held:
-    path, classes = site.path(site.rows.arrays), _class_names(site)
+def _read_arrays(
+    site: SiteConfig, config: Config, *, labelled: bool, unlabelled: bool
+) -> _SiteRows:
+    path, classes = site.path(site.rows.arrays), _read_class_names(site)
     arrays = read_rows(
         path, labelled=labelled, unlabelled=unlabelled, may_be_empty=config.hides_counts
     )
@@ -291,13 +293,13 @@ def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled
     rows = without_labels if with_labels is None else with_labels  # which may have no row
     assert rows is not None  # every role has rows
     shape, scaling = tuple(rows.x.shape[1:]), scaling_of(rows.x)
-    return _Held(with_labels, without_labels, classes, shape, scaling, encoder)
+    return _SiteRows(with_labels, without_labels, classes, shape, scaling, encoder)
 
 
 # Algorithm and account ------------------------------------------------------------------------
 
 
-def _algorithm(config: Config, rows: _Held, roles: RoleAssignment) -> Algorithm[Any]:
+def _build_algorithm(config: Config, rows: _SiteRows, roles: RoleAssignment) -> Algorithm[Any]:
     """Build the algorithm as ``prepare.prepare`` does."""
     kind = ALGORITHMS[config.algorithm.name]
     refuse_other_rows(config, rows.shape)
@@ -314,7 +316,7 @@ def _algorithm(config: Config, rows: _Held, roles: RoleAssignment) -> Algorithm[
     return algorithm
 
 
-def _account(
+def _prepare_account(
     site: SiteConfig, config: Config, algorithm: Algorithm[Any], agent: Agent, store: Store
 ) -> Callable[[str], Account]:
     """Register the rows with the account; return a function that opens it for a step."""
@@ -371,7 +373,7 @@ def _refuse_other_ledger(path: Path, store: Store) -> None:
         )
 
 
-def _journal_reader(site: SiteConfig, agent: Agent, store: Store) -> Callable[[], bytes]:
+def _make_journal_reader(site: SiteConfig, agent: Agent, store: Store) -> Callable[[], bytes]:
     path = site.ledger / f"{agent.id}.jsonl"
 
     def read() -> bytes:

@@ -73,14 +73,14 @@ class Store:
 
     def answer(self, run: str, visit: str) -> bytes | None:
         """Return the stored reply to a request, or None."""
-        path = self._find(run, visit, "answer")
+        path = self._find_file(run, visit, "answer")
         return None if path is None else path.read_bytes()
 
     def put_answer(self, run: str, visit: str, answer: bytes) -> None:
         """Store a reply, and delete all but the last ``keep``."""
-        atomic_files.replace(self._path(run, visit, "answer"), answer)
-        oldest = self._last(run) - self.keep
-        for number, path in self._files(run):
+        atomic_files.replace(self._choose_path(run, visit, "answer"), answer)
+        oldest = self._find_last_number(run) - self.keep
+        for number, path in self._list_files(run):
             if number <= oldest:
                 path.unlink()
 
@@ -88,7 +88,7 @@ class Store:
 
     def memory(self, run: str, visit: str) -> Memory | None:
         """Return the agent's memory after a step, or None if it is not stored."""
-        path = self._find(run, visit, "memory")
+        path = self._find_file(run, visit, "memory")
         if path is None:
             return None
         data = path.read_bytes()
@@ -102,11 +102,11 @@ class Store:
         copies = [tensor.detach().cpu().contiguous().clone() for tensor in memory.values()]
         tensors = {str(index): tensor for index, tensor in enumerate(copies)}
         data = safetensors.torch.save(tensors, {"names": json.dumps(list(memory))})
-        atomic_files.replace(self._path(run, visit, "memory"), data)
+        atomic_files.replace(self._choose_path(run, visit, "memory"), data)
 
     def keep_memory(self, run: str, visit: str, before: str) -> None:
         """Store that a step left the memory of step ``before`` unchanged."""
-        old, new = self._find(run, before, "memory"), self._path(run, visit, "memory")
+        old, new = self._find_file(run, before, "memory"), self._choose_path(run, visit, "memory")
         if old is not None and old != new:
             new.unlink(missing_ok=True)
             os.link(old, new)
@@ -159,7 +159,7 @@ class Store:
         """Delete everything stored for a run."""
         shutil.rmtree(self.folder / "runs" / run, ignore_errors=True)
 
-    def _folder(self, run: str) -> Path:
+    def _make_folder(self, run: str) -> Path:
         runs = self.folder / "runs"
         if not (runs / run).is_dir():
             (runs / run).mkdir(mode=0o700, parents=True)
@@ -171,21 +171,21 @@ class Store:
                 shutil.rmtree(old_run, ignore_errors=True)
         return runs / run
 
-    def _files(self, run: str) -> list[tuple[int, Path]]:
+    def _list_files(self, run: str) -> list[tuple[int, Path]]:
         folder = self.folder / "runs" / run
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
         matches = [(match, folder / match[0]) for match in map(_FILE.fullmatch, names) if match]
         return [(int(match[1]), path) for match, path in matches]
 
-    def _find(self, run: str, visit: str, kind: str) -> Path | None:
+    def _find_file(self, run: str, visit: str, kind: str) -> Path | None:
         suffix = f"-{visit}.{kind}"
-        return next((path for _, path in self._files(run) if path.name.endswith(suffix)), None)
+        return next((path for _, path in self._list_files(run) if path.name.endswith(suffix)), None)
 
-    def _last(self, run: str) -> int:
-        return max((number for number, _ in self._files(run)), default=0)
+    def _find_last_number(self, run: str) -> int:
+        return max((number for number, _ in self._list_files(run)), default=0)
 
-    def _path(self, run: str, visit: str, kind: str) -> Path:
+    def _choose_path(self, run: str, visit: str, kind: str) -> Path:
         """Return a step's file, with the number of its other file, else the next number."""
-        folder = self._folder(run)
-        numbers = (n for n, path in self._files(run) if path.name[9:73] == visit)
-        return folder / f"{next(numbers, self._last(run) + 1):08d}-{visit}.{kind}"
+        folder = self._make_folder(run)
+        numbers = (n for n, path in self._list_files(run) if path.name[9:73] == visit)
+        return folder / f"{next(numbers, self._find_last_number(run) + 1):08d}-{visit}.{kind}"

@@ -94,7 +94,7 @@ class SuperNode:
             )
         files = [Path(path) for path in (certificate, key) if path]
         self._command = [
-            *(_sandboxed_command(folder, files, secrets) if sandbox.version() else []),
+            *(_build_sandboxed_command(folder, files, secrets) if sandbox.version() else []),
             program("flower-supernode"), "--superlink", superlink,
             *(["--root-certificates", certificate] if certificate else ["--insecure"]),
             *(["--auth-supernode-private-key", key] if key else []),
@@ -186,11 +186,11 @@ def check_files(certificate: str, key: str) -> None:
         data = Path(key).read_bytes()
     except OSError as error:
         raise ConfigError(f"{key}: {error.strerror}. Give the private key of this site") from None
-    if problem := _problem_of_key(data):
+    if problem := _find_key_problem(data):
         raise ConfigError(f"{key}: {problem}. Make one: ssh-keygen -t ecdsa -b 384 -N '' -f FILE")
 
 
-def _problem_of_key(data: bytes) -> str:
+def _find_key_problem(data: bytes) -> str:
     """Return why Flower could not sign with a private key; empty if it can."""
     not_openssh = "not a private key of OpenSSH"
     if data.partition(b"\n")[0].strip() != _OPENSSH:
@@ -210,7 +210,9 @@ def _problem_of_key(data: bytes) -> str:
     return "" if isinstance(key, EllipticCurvePrivateKey) else "not an ECDSA key"
 
 
-def _sandboxed_command(folder: Path, files: Sequence[Path], secrets: Sequence[Path]) -> list[str]:
+def _build_sandboxed_command(
+    folder: Path, files: Sequence[Path], secrets: Sequence[Path]
+) -> list[str]:
     """Return the command prefix that restricts a command to its folder and these files."""
     command = Path(program("flower-supernode"))
     prefix = command.parents[1]

@@ -92,15 +92,15 @@ class SpillStore:
             self._acquire(in_ram, None, size)
             return in_ram
         size = -(-size // PAGE) * PAGE
-        offset = self._room(size)
+        offset = self._reserve_slot(size)
         try:
             for name, entry in shared_layout.items():
                 self._write(tensor_files.bytes_of(sources[name]), offset + entry.at)
         except OSError as error:
             raise RunFolderError(
                 f"What agents remember takes more than run.memories_mb, and the rest cannot be "
-                f"written to {self._where()}: {error.strerror}. Free disk space there, or raise "
-                "run.memories_mb, then continue with --resume"
+                f"written to {self._name_of_folder()}: {error.strerror}. Free disk space there, or "
+                "raise run.memories_mb, then continue with --resume"
             ) from error
         on_disk = _OnDisk(self._read, shared_layout, offset)
         self._acquire(on_disk, offset, size)
@@ -113,7 +113,7 @@ class SpillStore:
         for field, value in vars(state).items():
             if not isinstance(value, Mapping):
                 continue
-            parts = {key: part for key, part in value.items() if _of_tensors(part)}
+            parts = {key: part for key, part in value.items() if _is_tensor_mapping(part)}
             for part in parts.values():
                 if id(part) not in stored:
                     stored[id(part)] = self.put(part)
@@ -142,7 +142,7 @@ class SpillStore:
             else:
                 self._free.setdefault(lease.size, []).append(lease.at)
 
-    def _room(self, size: int) -> int:
+    def _reserve_slot(self, size: int) -> int:
         if self._free.get(size):
             return self._free[size].pop()
         offset, self._end = self._end, self._end + size
@@ -171,16 +171,17 @@ class SpillStore:
                 remaining, offset = remaining[count:], offset + count
         except OSError as error:
             raise RunFolderError(
-                f"What agents remember cannot be read back from a file in {self._where()}: "
-                f"{error.strerror}. Check that disk, then continue with --resume"
+                "What agents remember cannot be read back from a file in "
+                f"{self._name_of_folder()}: {error.strerror}. Check that disk, then continue with "
+                "--resume"
             ) from error
         return data
 
-    def _where(self) -> str:
+    def _name_of_folder(self) -> str:
         return str(self._folder or tempfile.gettempdir())
 
 
-def _of_tensors(value: object) -> bool:
+def _is_tensor_mapping(value: object) -> bool:
     """Return whether a value maps names to tensors, without reading them."""
     return isinstance(value, LazyTensors | _InRam) or (
         isinstance(value, Mapping) and all(isinstance(item, Tensor) for item in value.values())

@@ -250,14 +250,14 @@ def write_new_tensors(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str
     """
     digest, size = hashlib.sha256(), 0
 
-    def hashed_pieces() -> Iterator[memoryview]:
+    def hash_pieces() -> Iterator[memoryview]:
         nonlocal size
         for piece in pieces_of(tensors):
             digest.update(piece)
             size += len(piece)
             yield piece
 
-    atomic_files.write_new(path, hashed_pieces())
+    atomic_files.write_new(path, hash_pieces())
     return size, digest.hexdigest()
 
 

@@ -84,7 +84,7 @@ def sites_engine(agents: Sequence[Agent], algorithm: Any, seed: int, folder: Pat
     Each visit uses a new algorithm object. ``folder``: of the sites' memories.
     """
 
-    def site(agent: Agent) -> Callable[[bytes], bytes | None]:
+    def make_site(agent: Agent) -> Callable[[bytes], bytes | None]:
         handler = SiteRequestHandler(
             agent=agent, algorithm=algorithm, seed=seed, agreement=AGREED,
             store=Store(folder / agent.id, 64), device=CPU, open_account=None, share_notes=True,
@@ -98,7 +98,7 @@ def sites_engine(agents: Sequence[Agent], algorithm: Any, seed: int, folder: Pat
 
     unused = copy.deepcopy(algorithm)
     at_server = [agent for agent in agents if agent.location is AgentLocation.SERVER]
-    sites = {f"at {a.id}": site(a) for a in agents if a not in at_server}
+    sites = {f"at {a.id}": make_site(a) for a in agents if a not in at_server}
     return SitesEngine(
         _InProcessTransport(sites), [agent.ref for agent in agents], algorithm=algorithm,
         agreement=AGREED, home=LocalEngine(at_server, seed=seed, device=CPU),

@@ -141,7 +141,7 @@ def rounds_to_simulate(algorithm: Algorithm[Any]) -> int:
     return 2 if len(phases) == 1 else sum(phase.rounds for phase in phases)
 
 
-def _round(algorithm: Algorithm[Any], number: int) -> Round:
+def _make_round(algorithm: Algorithm[Any], number: int) -> Round:
     """Return round ``number`` of a run; after the last phase, another one of it."""
     before = 0
     for phase in algorithm.phases():
@@ -177,7 +177,7 @@ def simulate(
         instance.restore(resume.memories)
     state = initial
     for number in range(done + 1, rounds + 1):
-        federation.begin(_round(algorithm, number))
+        federation.begin(_make_round(algorithm, number))
         state = algorithm.round(state, federation)
     return Simulation(algorithm, instance, federation, initial, state)
 

@@ -126,10 +126,12 @@ class Trial:
         with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
             torch.manual_seed(20_241)  # a seed used nowhere else
 
-            def engine(agents: Any, *, seed: int, device: torch.device, check_wire: bool) -> Any:
+            def make_engine(
+                agents: Any, *, seed: int, device: torch.device, check_wire: bool
+            ) -> Any:
                 return sites_engine(agents, algorithm, seed, Path(folder))
 
-            after = simulate(algorithm, self.parties(), engine=engine)
+            after = simulate(algorithm, self.parties(), engine=make_engine)
             after.engine.close()
             return after.state
 
@@ -157,8 +159,8 @@ def no_reply(trial: Trial) -> None:
         trial.algorithm(), trial.parties(), trial.last, engine=DecliningEngine, resume=before
     )
     for number, after in ((1, first), (trial.last, last)):
-        initial = _weights_in(after.begun)
-        for path, weight in _weights_in(after.state).items():
+        initial = _collect_weights(after.begun)
+        for path, weight in _collect_weights(after.state).items():
             name = path.rpartition("/")[2]
             others = [old for other_path, old in initial.items() if other_path.endswith(f"/{name}")]
             if not any(_is_between(weight, initial.get(path, old), old) for old in others):
@@ -167,7 +169,7 @@ def no_reply(trial: Trial) -> None:
                 )
 
 
-def _weights_in(state: Any) -> dict[str, Tensor]:
+def _collect_weights(state: Any) -> dict[str, Tensor]:
     weights = flat({n: value for n, value in vars(state).items() if isinstance(value, Mapping)})
     return {path: torch.as_tensor(value).double() for path, value in weights.items()}
 
@@ -194,7 +196,7 @@ def determinism(trial: Trial) -> None:
             same = same_bits(trial.whole.state, trial.elsewhere)
         except Exception:
             same = False  # the check ``sites`` reports the reason
-        if not same and (reason := _why_not_the_same(trial)):
+        if not same and (reason := _explain_difference(trial)):
             raise BrokenPromise(reason)
         torch.manual_seed(20_241)
         other = simulate(trial.algorithm(), trial.parties(), max(1, trial.last - 1), seed=1)
@@ -202,7 +204,7 @@ def determinism(trial: Trial) -> None:
         raise BrokenPromise("seeds 0 and 1 give the same bits. Draw from ctx.rng(purpose)")
 
 
-def _why_not_the_same(trial: Trial) -> str | None:
+def _explain_difference(trial: Trial) -> str | None:
     """Return the reason for different bits that a simulation shows; None: only sites differ."""
     torch.manual_seed(20_242)
     if not same_bits(trial.whole.state, simulate(trial.algorithm(), trial.parties()).state):
@@ -247,7 +249,7 @@ def rows(trial: Trial) -> None:
     networks.append(trial.whole.algorithm.task.new_classifier())
     weight_shapes = {tensor.shape for n in networks for tensor in n.state_dict().values()}
     for message in trial.messages:
-        for name, tensor in _tensors(vars(message)):
+        for name, tensor in _list_tensors(vars(message)):
             if trial.sparse and tensor.dim() == 1:
                 continue
             if tensor.shape not in weight_shapes | trial.also_sent:
@@ -257,12 +259,12 @@ def rows(trial: Trial) -> None:
                 )
 
 
-def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def _list_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     for name, item in tree.items() if isinstance(tree, Mapping) else ():
         if isinstance(item, Tensor):
             yield f"{path}{name}", item
         else:
-            yield from _tensors(item, f"{path}{name}.")
+            yield from _list_tensors(item, f"{path}{name}.")
 
 
 def resume(trial: Trial) -> None:
@@ -327,14 +329,16 @@ def workers(trial: Trial) -> None:
         raise NotChecked(reason)
     algorithm, engines = trial.algorithm(), list[WorkerEngine]()
 
-    def engine(agents: Any, *, seed: int, device: torch.device, check_wire: bool) -> WorkerEngine:
+    def make_engine(
+        agents: Any, *, seed: int, device: torch.device, check_wire: bool
+    ) -> WorkerEngine:
         engines.append(
             WorkerEngine(agents, algorithm=algorithm, workers=2, seed=seed, device=device)
         )
         return engines[0]
 
     try:
-        after = simulate(algorithm, trial.parties(), engine=engine)
+        after = simulate(algorithm, trial.parties(), engine=make_engine)
         memories = after.engine.memories()
     finally:
         for worker_engine in engines:

@@ -16,10 +16,10 @@ def move_to(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
     the CPU.
     """
     moved = {name: tensor.detach() for name, tensor in tensors.items()}
-    for (_, source), names in _by_kind(tensors).items():
+    for (_, source), names in _group_by_kind(tensors).items():
         if source == device:
             continue
-        dense = [_dense(moved[name]) for name in names]
+        dense = [_make_dense(moved[name]) for name in names]
         flat = torch.cat([t.as_strided((t.numel(),), (1,)) for t in dense]).to(device)
         offset = 0
         for name, t in zip(names, dense, strict=True):
@@ -49,14 +49,16 @@ def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _by_kind(tensors: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], list[str]]:
+def _group_by_kind(
+    tensors: Mapping[str, Tensor],
+) -> dict[tuple[torch.dtype, torch.device], list[str]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
         kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
     return kinds
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def _make_dense(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy, without gaps in memory."""
     is_dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
     return tensor if is_dense else tensor.contiguous()

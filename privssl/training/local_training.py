@@ -185,9 +185,9 @@ class LocalOptimiser:
         }
         self._moments: Mapping[Tensor, dict[str, Tensor]] = {}
         if adam_groups:
-            self._adam(list(adam_groups.values()), memory)
+            self._add_adam(list(adam_groups.values()), memory)
 
-    def _adam(self, groups: Sequence[AdamGroup], memory: Memory) -> None:
+    def _add_adam(self, groups: Sequence[AdamGroup], memory: Memory) -> None:
         adam = optim.Adam(
             [
                 {

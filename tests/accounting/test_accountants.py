@@ -23,7 +23,7 @@ from scipy.stats import norm
 from accounting import verify
 from accounting.accountants import (
     ORDERS,
-    _least_that_fits,
+    _find_least_fitting,
     calibrate_noise,
     cost_of,
     epsilon,
@@ -515,7 +515,7 @@ def test_the_smallest_number_that_fits_is_found_from_any_guess(least: int, guess
         asked.append(number)
         return number >= least
 
-    assert _least_that_fits(fits, 3, guess, 20) == least
+    assert _find_least_fitting(fits, 3, guess, 20) == least
     assert all(3 <= number <= 20 for number in asked)
     assert len(asked) <= (2 if guess == least else 10)
 

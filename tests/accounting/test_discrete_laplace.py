@@ -99,7 +99,7 @@ def test_probabilities_sum_to_one() -> None:
 def test_a_bernoulli_draw_has_probability_e_to_the_minus_gamma() -> None:
     for gamma in (Fraction(0), Fraction(1, 3), Fraction(1)):
         numerators = np.full(DRAWS, gamma.numerator, dtype=np.uint64)
-        heads = int(module._bernoulli_exp(numerators, gamma.denominator).sum())
+        heads = int(module._draw_bernoulli_exp(numerators, gamma.denominator).sum())
         assert binomtest(heads, DRAWS, math.exp(-gamma)).pvalue > LEVEL
         # The control: a probability that is three percent lower is detected. (Two percent is 6.8
         # standard deviations, of which the level takes 4.9: undetected once in 40 runs.)
@@ -118,7 +118,7 @@ def test_a_word_that_would_bias_a_remainder_is_drawn_again(monkeypatch: pytest.M
         return np.array(next(words), dtype=np.uint64)
 
     monkeypatch.setattr(module, "random_uint64", scripted_words)
-    assert module._below(3, 3).tolist() == [2, 2, 1]
+    assert module._draw_below(3, 3).tolist() == [2, 2, 1]
     assert asked == [3, 2, 1]
 
 

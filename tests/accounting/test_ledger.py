@@ -112,7 +112,7 @@ def test_an_audit_detects_a_ledger_written_under_the_stop_rule_of_the_paper(
         return self.spent() <= self.plan.budget.epsilon
 
     fitting = spend_all(tmp_path / "ours", plan())
-    monkeypatch.setattr(Account, "_within_budget", rule_of_the_paper)
+    monkeypatch.setattr(Account, "_is_within_budget", rule_of_the_paper)
 
     assert spend_all(tmp_path / "papers", plan()) == fitting + 1
 
@@ -685,7 +685,7 @@ def test_a_hard_link_admits_no_second_writer(account: Account, path: Path) -> No
 def test_control_without_a_lock_on_the_journal_itself_a_second_writer_is_admitted(
     account: Account, path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    lock, journal = JournalFile._lock_alone, account._file._file
+    lock, journal = JournalFile._lock_exclusively, account._file._file
     assert journal is not None
     inode = os.fstat(journal).st_ino
 
@@ -693,7 +693,7 @@ def test_control_without_a_lock_on_the_journal_itself_a_second_writer_is_admitte
         if os.fstat(descriptor).st_ino != inode:
             lock(self, descriptor)
 
-    monkeypatch.setattr(JournalFile, "_lock_alone", lock_only_the_lock_file)
+    monkeypatch.setattr(JournalFile, "_lock_exclusively", lock_only_the_lock_file)
     fcntl.flock(journal, fcntl.LOCK_UN)
     if way == "no lock file":
         path.with_suffix(".lock").unlink()

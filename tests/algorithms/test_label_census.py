@@ -562,7 +562,7 @@ def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
     if not whole:
         monkeypatch.setattr("privssl.runs.round_loop.defer_interrupts", contextlib.nullcontext)
     left = [signal.SIGINT]
-    answer, measure = LabelCensus.answer, RoundLoop._measure
+    answer, measure = LabelCensus.answer, RoundLoop._measure_round
 
     @functools.wraps(answer)
     def pressed_before(self: LabelCensus, agent: Any, msg: Any, ctx: Any) -> Any:
@@ -576,7 +576,7 @@ def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
         return measure(self, state, now, last)
 
     if moment == "after them":
-        monkeypatch.setattr(RoundLoop, "_measure", pressed_after)
+        monkeypatch.setattr(RoundLoop, "_measure_round", pressed_after)
     else:
         monkeypatch.setattr(LabelCensus, "answer", pressed_before)
     config = Path(__file__).parents[2] / "configs" / "label_census.yaml"

@@ -166,7 +166,7 @@ def test_an_interrupted_run_resumes_from_its_folder(
 ) -> None:
     path, data = config(tmp_path), dataset()
     whole = privssl.train(path, None, data, Net, tmp_path / "whole")
-    one_round = round_loop.RoundLoop._one_round
+    one_round = round_loop.RoundLoop._run_round
 
     def stop(self: round_loop.RoundLoop, now: Round, *, last: bool) -> None:
         if now.number == 2:
@@ -174,7 +174,7 @@ def test_an_interrupted_run_resumes_from_its_folder(
         one_round(self, now, last=last)
 
     with monkeypatch.context() as patch:
-        patch.setattr(round_loop.RoundLoop, "_one_round", stop)
+        patch.setattr(round_loop.RoundLoop, "_run_round", stop)
         with pytest.raises(KeyboardInterrupt, match=r"continue with privssl\.train"):
             privssl.train(path, None, data, Net, tmp_path / "cut")
     assert privssl.open_run(tmp_path / "cut", Net).results["status"] == "interrupted"

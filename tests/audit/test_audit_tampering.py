@@ -600,7 +600,7 @@ def test_a_card_that_omits_the_ledger_of_a_replaced_run_is_violated(
         content = json.loads(path.read_text())
         content["extra"]["mapping"] |= mapping
         del content["sha256"]
-        path.write_text(json.dumps({**content, "sha256": checkpoint._checksum(content)}))
+        path.write_text(json.dumps({**content, "sha256": checkpoint._compute_checksum(content)}))
         report = audit.audit(tmp_path / "run")
         assert report.verdict == verdict, findings(report)
     assert "record again.ledger-001, the ledger of a replaced run" in findings(report)

@@ -344,7 +344,9 @@ def test_the_replaced_run_is_restored_with_its_ledger_if_the_new_run_cannot_star
         patch.setattr(round_loop, "make_engine", absent)
         assert_refused(command(*replace), "s1 is missing", "contains the former run again")
         assert (tree(run), sorted(os.listdir(tmp_path))) == (before, file_names)
-        patch.setattr(run_dir, "_put_back", lambda folder: None)  # as if killed before the restore
+        patch.setattr(
+            run_dir, "_restore_replaced", lambda folder: None
+        )  # as if killed before the restore
         assert_refused(command(*replace), "s1 is missing")
     assert not (run / "results.json").exists()
     assert_refused(command(*arguments), "contains the former run again", "exists and holds a run")

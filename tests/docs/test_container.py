@@ -86,7 +86,7 @@ def test_the_copied_files_are_those_that_an_installation_needs() -> None:
 def test_the_container_starts_a_site_like_the_commands_on_the_page(tmp_path: Path) -> None:
     found = dict(instructions(FILE))
     assert json.loads(found["ENTRYPOINT"])[1:] == ["-m", "privssl.site"]
-    parse = site._parser().parse_args
+    parse = site._build_parser().parse_args
     assert parse(json.loads(found["CMD"])).serve
     commands = re.findall(r"^ +podman (run|build) (.*)$", PAGE, re.MULTILINE)
     assert [name for name, _ in commands] == ["build", "run", "run"]

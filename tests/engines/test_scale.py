@@ -228,8 +228,8 @@ def test_tensors_that_do_not_fit_are_stored_on_disk_bit_for_bit(tmp_path: Path) 
 class OverlappingStore(SpillStore):
     """Violates the contract: all tensors get the same slot."""
 
-    def _room(self, size: int) -> int:
-        super()._room(size)
+    def _reserve_slot(self, size: int) -> int:
+        super()._reserve_slot(size)
         return 0
 
 

@@ -95,13 +95,13 @@ def test_a_run_is_not_resumed_with_another_version_of_a_plug_in(
     kept = about.read_text()
     try:
         about.write_text(kept.replace("Version: 0.1.0", "Version: 0.2.0"))
-        plugins._installed.cache_clear()
+        plugins._read_entry_points.cache_clear()
         outcome = command("--resume", run.folder)
         assert outcome.status == 2
         assert "was of privssl-example 0.1.0, and is of privssl-example 0.2.0" in outcome.err
     finally:
         about.write_text(kept)
-        plugins._installed.cache_clear()
+        plugins._read_entry_points.cache_clear()
     assert command("--resume", run.folder).status == 0  # the control
 
 

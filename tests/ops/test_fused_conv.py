@@ -209,7 +209,7 @@ def test_they_equal_torch_for_layers_of_any_size(data: st.DataObject) -> None:
         layers.append(Layer(number(1, 20), kernel, padding, 0, rectified, bias))
     case = Case(number(1, 3), number(1, 20), (sides[0], sides[1]), *layers, whole=True)
     name = data.draw(st.sampled_from(HERE))
-    with patch.object(dispatch, "_latest", lambda: name):
+    with patch.object(dispatch, "_find_latest", lambda: name):
         found = case.outcome(case.by_kernels)
     for mine, reference in zip(found, case.outcome(case.by_torch, torch.float64), strict=True):
         assert torch.equal(mine.double(), reference)
@@ -517,7 +517,7 @@ def test_kernels_of_another_version_are_not_used_and_a_warning_says_so(
     if not HERE:
         pytest.skip("no kernels were compiled")
     monkeypatch.setitem(dispatch.KERNEL_VERSIONS, "views", -1)
-    monkeypatch.setattr(dispatch, "_latest", dispatch._latest.__wrapped__)
+    monkeypatch.setattr(dispatch, "_find_latest", dispatch._find_latest.__wrapped__)
     monkeypatch.setattr(logging.getLogger("privssl"), "propagate", True)
     assert dispatch.instruction_set() is None
     assert [r.message for r in caplog.records] == [
@@ -531,7 +531,7 @@ def test_without_compiled_kernels_torch_computes_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatch, "library", lambda kernel, generation: None)
-    monkeypatch.setattr(dispatch, "_latest", dispatch._latest.__wrapped__)
+    monkeypatch.setattr(dispatch, "_find_latest", dispatch._find_latest.__wrapped__)
     assert dispatch.instruction_set() is None
     assert small_cnn()(ROWS).shape == (4, 10)
 
@@ -540,10 +540,10 @@ def test_precision_auto_prefers_float32_for_a_small_cnn_where_kernels_compute_it
     if not HERE:
         pytest.skip("no kernels were compiled")
     with patch.object(torch.cpu, "_is_avx512_bf16_supported", lambda: True):
-        with patch.object(dispatch, "_latest", lambda: "avx512"):
+        with patch.object(dispatch, "_find_latest", lambda: "avx512"):
             assert precision.fastest_precision("small_cnn", "cpu") == "float32"
             assert precision.fastest_precision("resnet9", "cpu") == "bfloat16"
-        with patch.object(dispatch, "_latest", lambda: None):
+        with patch.object(dispatch, "_find_latest", lambda: None):
             assert precision.fastest_precision("small_cnn", "cpu") == "bfloat16"
 
 

@@ -81,7 +81,7 @@ def cases(draw: Callable[..., Any]) -> Case:
 @example(Case(2, 3, 1, 16, (28, 28), (4, 4), (2, 2), (1, 1)), HERE[0])  # and first, of mixes
 @example(Case(1, 2, 3, 8, (32, 32), (3, 3), (1, 1), (1, 1)), HERE[-1])
 def test_each_row_has_the_gradient_that_torch_computes_for_it_alone(case: Case, name: str) -> None:
-    with patch.object(dispatch, "_latest", lambda: name):
+    with patch.object(dispatch, "_find_latest", lambda: name):
         assert torch.equal(case.sums().double(), case.by_torch())
 
 

@@ -23,9 +23,9 @@ if not HERE:
 
 @pytest.fixture(autouse=True)
 def clear_self_test() -> Iterator[None]:
-    self_test._wrong.cache_clear()
+    self_test._find_wrong_kernel.cache_clear()
     yield
-    self_test._wrong.cache_clear()
+    self_test._find_wrong_kernel.cache_clear()
 
 
 def begin() -> None:
@@ -37,11 +37,11 @@ def begin() -> None:
 def test_kernels_of_each_instruction_set_pass_the_self_test(kind: torch.dtype, name: str) -> None:
     torch.set_default_dtype(kind)
     try:
-        with patch.object(dispatch, "_latest", lambda: name):
+        with patch.object(dispatch, "_find_latest", lambda: name):
             begin()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert self_test._wrong.cache_info().misses == 1
+    assert self_test._find_wrong_kernel.cache_info().misses == 1
 
 
 FACTORS, TOTALS, NORMAL, ADD = (

@@ -85,8 +85,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 ACCOUNTANTS,
-                "np.maximum(_conversion(delta, _ORDERS), 0.0)",
-                "_conversion(delta, _ORDERS)",
+                "np.maximum(_compute_conversion(delta, _ORDERS), 0.0)",
+                "_compute_conversion(delta, _ORDERS)",
             ),
         ),
         (IN_CARD + "no_list_of_releases_sums_to_less_than_its_composed_epsilon",),

@@ -43,7 +43,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/row_bits.py",
-                "if not (equal and _equal(after, before, others, others)):",
+                "if not (equal and _are_equal(after, before, others, others)):",
                 "if not equal:",
             ),
         ),
@@ -325,7 +325,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a visit that was charged and lost is done again",
-        ((SITE, "if account.is_charged(_charge_id(request)):", "if not account:"),),
+        ((SITE, "if account.is_charged(_charge_id_of(request)):", "if not account:"),),
         (IN_SITE + "a_reply_that_cannot_be_stored_is_not_sent_and_the_visit_is_lost",),
     ),
     Fault(

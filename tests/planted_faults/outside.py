@@ -267,8 +267,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/runs/forecast.py",
-                "return 0 if agent.id in under_account else _count(agent)",
-                "return _count(agent)",
+                "return 0 if agent.id in under_account else _count_rows(agent)",
+                "return _count_rows(agent)",
             ),
         ),
         (

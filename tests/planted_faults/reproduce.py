@@ -84,7 +84,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/reproduce/method_sources.py",
-                "            pending += _read(path.read_bytes()).imports\n",
+                "            pending += _parse_module(path.read_bytes()).imports\n",
                 "",
             ),
         ),
@@ -98,8 +98,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 RUNNER,
-                '"stale" if note.sources != sources else _state(folder, config)',
-                "_state(folder, config)",
+                '"stale" if note.sources != sources else _find_state(folder, config)',
+                "_find_state(folder, config)",
             ),
         ),
         (IN_RUNNING + "a_run_whose_method_changes_in_between_starts_anew",),
@@ -130,7 +130,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/reproduce/table_page.py",
-                "if _have_other_splits(*pair)",
+                "if _are_splits_different(*pair)",
                 "if pair[0] is None",
             ),
         ),
@@ -154,7 +154,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 STORE,
-                '            changed += _other_rows(stored, section) if name == "data" else []\n',
+                "            changed += _find_changed_rows(stored, section) "
+                'if name == "data" else []\n',
                 "",
             ),
         ),

@@ -148,7 +148,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 JOURNAL,
-                "        self._lock_alone(self._file)\n\n    def extend",
+                "        self._lock_exclusively(self._file)\n\n    def extend",
                 "\n    def extend",
             ),
         ),

@@ -89,7 +89,7 @@ def test_clipped_sums_equal_the_sum_over_rows_one_at_a_time(
 ) -> None:
     gradients, drawn = case
     expected = by_hand(gradients, drawn, clip_norm)
-    with patch.object(dispatch, "_latest", lambda: name):
+    with patch.object(dispatch, "_find_latest", lambda: name):
         found = clipped_sums(gradients, drawn, clip_norm)
     for mine, total in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, total, rtol=1e-12, atol=1e-12 * clip_norm)
@@ -123,7 +123,7 @@ def test_products_of_whole_numbers_are_summed_exactly(
     )
     lines = one.kernel_input()
     assert lines is not None
-    with patch.object(dispatch, "_latest", lambda: name):
+    with patch.object(dispatch, "_find_latest", lambda: name):
         found = one.from_totals(kernel.totals([lines], weights), 0)
     expected = torch.einsum("b,btp,btd->pd", weights.double(), left.double(), right.double())
     assert torch.equal(found.double(), expected)

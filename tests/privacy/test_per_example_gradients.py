@@ -554,7 +554,7 @@ def test_a_clipped_factor_in_the_denormal_range_weighs_no_more_than_the_clip_nor
     way: str | None, swapped: bool, places: int
 ) -> None:
     sides = tiny_and_huge_factor(places)
-    with patch.object(dispatch, "_latest", lambda: way):
+    with patch.object(dispatch, "_find_latest", lambda: way):
         assert (
             longest(OuterProductGradients(*(reversed(sides) if swapped else sides)), 1e-3)
             <= 1 + 1e-5
@@ -572,8 +572,8 @@ class InFloat32(OuterProductGradients):
 @pytest.mark.parametrize("places", [1, 2])
 def test_the_check_of_denormal_factors_detects_totals_in_float32(places: int) -> None:
     with (
-        patch.object(dispatch, "_latest", lambda: None),
-        patch.object(clipping, "_unless_longest", lambda norms, *_: norms),
+        patch.object(dispatch, "_find_latest", lambda: None),
+        patch.object(clipping, "_replace_overlong", lambda norms, *_: norms),
     ):
         assert longest(InFloat32(*tiny_and_huge_factor(places)), 1e-3) > 1.1
 
@@ -582,7 +582,7 @@ def test_the_check_of_denormal_factors_detects_totals_in_float32(places: int) ->
 def test_more_gradients_than_rows_in_the_mask_are_refused(
     generation: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "_latest", lambda: generation)
+    monkeypatch.setattr(dispatch, "_find_latest", lambda: generation)
     with pytest.raises(ValueError, match="gradients of 7 rows, where 1 were looked at"):
         clipped_sums([DenseGradients(torch.ones(7, 2))], torch.tensor([True]), 1.0)
 

@@ -48,7 +48,7 @@ SHIPPED = [
 
 @pytest.fixture(params=EACH_WAY)
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_latest", lambda: request.param)
+    monkeypatch.setattr(dispatch, "_find_latest", lambda: request.param)
 
 
 def plan(declared: float, **changes: Any) -> PrivatePlan:
@@ -394,7 +394,7 @@ def check_network(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SH
 def test_the_gradient_of_a_row_has_the_same_bits_beside_any_other_rows(
     way: Any, model: ModelSettings, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "_latest", lambda: way)
+    monkeypatch.setattr(dispatch, "_find_latest", lambda: way)
     check_network(build_classifier(model, shape, CLASSES).train(), shape=shape)
 
 

@@ -213,7 +213,7 @@ def test_every_pair_of_words_gives_the_numbers_of_box_and_muller(
     radii, angles = (np.array([w[n] for w in words], dtype=np.uint64) for n in (0, 1))
     expected = np.array([from_words(*pair) for pair in words]).reshape(-1, 2).T.flatten()
     for way in (None, *HERE):
-        with patch.object(dispatch, "_latest", lambda way=way: way):
+        with patch.object(dispatch, "_find_latest", lambda way=way: way):
             # Radii up to 9.4, for angles with an error of 7e-16.
             np.testing.assert_allclose(box_muller(radii, angles), expected, rtol=0, atol=8e-15)
 

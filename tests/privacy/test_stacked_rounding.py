@@ -123,4 +123,6 @@ def test_each_stack_size_is_checked_once_and_without_rows_of_agents(
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks of these tests are no copies of a run's networks, and have no modes."""
-    monkeypatch.setattr(batched_dp_sgd, "_kind", lambda one: (len(one.drawn), one.clip_norm))
+    monkeypatch.setattr(
+        batched_dp_sgd, "_batch_key_of", lambda one: (len(one.drawn), one.clip_norm)
+    )

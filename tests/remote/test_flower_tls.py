@@ -176,7 +176,12 @@ class Sites:
         """Run the training command, which fails before any visit; return its output."""
         with (self.folder / "said").open("wb+") as file:
             process = demo.train(
-                self.folder, address, "run.join_seconds=5.0", "run.overwrite=true", *more, said=file
+                self.folder,
+                address,
+                "run.join_seconds=5.0",
+                "run.overwrite=true",
+                *more,
+                stream=file,
             )
             assert process.wait(timeout=120) == 2
             file.seek(0)

@@ -251,7 +251,7 @@ def test_mlflow_receives_each_round_once_also_from_a_resumed_run(
 
 
 def test_class_names_become_valid_mlflow_metric_names() -> None:
-    assert outside_trackers._metric_name("test/recall/Zürich, CH!") == "test/recall/Z_rich_ CH_"
+    assert outside_trackers._convert_tag("test/recall/Zürich, CH!") == "test/recall/Z_rich_ CH_"
 
 
 # The packages themselves --------------------------------------------------------------------------

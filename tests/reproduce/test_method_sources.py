@@ -8,7 +8,7 @@ import pytest
 
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import ConfigError
-from privssl.reproduce.method_sources import _modules, method_hash
+from privssl.reproduce.method_sources import _find_modules, method_hash
 from tests.support.product import ROOT
 
 SEMIFL = "privssl/algorithms/semifl/algorithm.py"
@@ -89,7 +89,7 @@ def test_a_statement_changes_the_hash_of_the_methods_that_import_its_module(
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_every_method_counts_its_module_and_its_package(algorithm: str) -> None:
     module = ALGORITHMS[algorithm].__module__
-    found = _modules(module, ROOT)
+    found = _find_modules(module, ROOT)
 
     assert {module, "privssl.algorithms.base"} <= found.keys()
     own = (ROOT / module.replace(".", "/")).parent

@@ -13,7 +13,7 @@ import pytest
 
 from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce import runner
-from privssl.reproduce.runner import Ended, _locked, _start, train_in_a_process
+from privssl.reproduce.runner import Ended, _start_training, _try_lock, train_in_a_process
 from tests.support.forked_command import ForkedCommand
 from tests.support.table_clone import make_clone
 
@@ -32,7 +32,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
 
 def run_script(folder: Path, until: float = float("inf")) -> Ended:
-    with _locked(folder / "lock") as lock:
+    with _try_lock(folder / "lock") as lock:
         assert lock is not None
         return train_in_a_process([], folder / "log", lock, until)
 
@@ -68,16 +68,16 @@ def test_a_run_that_outlives_its_parent_keeps_the_lock(
     tmp_path: Path, script: Callable[[str], None]
 ) -> None:
     script("exec sleep 30")
-    with _locked(tmp_path / "lock") as lock:
+    with _try_lock(tmp_path / "lock") as lock:
         assert lock is not None
-        child = _start([], tmp_path / "log", lock)
+        child = _start_training([], tmp_path / "log", lock)
     try:  # as if the parent had died
-        with _locked(tmp_path / "lock") as lock:
+        with _try_lock(tmp_path / "lock") as lock:
             assert lock is None
     finally:
         child.kill()
         child.wait()
-    with _locked(tmp_path / "lock") as lock:  # the control
+    with _try_lock(tmp_path / "lock") as lock:  # the control
         assert lock is not None
 
 

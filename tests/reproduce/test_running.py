@@ -23,8 +23,8 @@ from privssl.reproduce import runner as reproduce_runner
 from privssl.reproduce import schedule
 from privssl.reproduce.machine import gpu_name
 from privssl.reproduce.runner import Ended, Interrupted, Runner
-from privssl.reproduce.store import Store, _other_rows, _value, _without_places
-from privssl.reproduce.table_page import _machines
+from privssl.reproduce.store import Store, _find_changed_rows, _read_value, _remove_places
+from privssl.reproduce.table_page import _list_machines
 from privssl.reproduce.tables import Cell
 from tests.support.interruption import interrupted_in
 from tests.support.product import ROOT
@@ -122,7 +122,7 @@ def test_an_entry_names_the_gpu_that_measured_it(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     found = runner(clone).run(cell(clone), 1)
     assert isinstance(found, dict) and found["gpu"] == "GPU"
-    assert _machines([found])[0].startswith(f"GPU beside {found['processor']['name']} (")
+    assert _list_machines([found])[0].startswith(f"GPU beside {found['processor']['name']} (")
 
 
 def test_an_entry_of_a_private_run_contains_no_hash_of_its_split(clone: Clone) -> None:
@@ -140,7 +140,7 @@ def test_an_entry_of_a_private_run_contains_no_hash_of_its_split(clone: Clone) -
 
 def test_no_local_folder_is_stored() -> None:
     encoder = {"name": "csv", "encoder": "huggingface:/data/bert"}
-    assert _without_places({
+    assert _remove_places({
         "data": encoder, "model": {"weights": "/data/w.safetensors"},
         "run": {"certificate": "/data/ca.pem", "keys": "/data/keys", "seed": 0},
     }) == {
@@ -148,11 +148,11 @@ def test_no_local_folder_is_stored() -> None:
         "model": {"weights": "w.safetensors"}, "run": {"seed": 0},
     }  # fmt: skip
     data = {"root": "/data", "columns": "/data/columns.yaml", "name": "csv", "text": ""}
-    assert _without_places({"data": data, "privacy": None}) == {
+    assert _remove_places({"data": data, "privacy": None}) == {
         "data": {"root": "data", "columns": "columns.yaml", "name": "csv", "text": ""},
         "privacy": None,
     }
-    published = _without_places({"data": {"root": "/data", "split": "", "name": "mnist"}})
+    published = _remove_places({"data": {"root": "/data", "split": "", "name": "mnist"}})
     assert published == {"data": {"name": "mnist"}}
     stored = (ROOT / "results").rglob("*.json")
     assert [path for path in stored if re.search(r': "(/|~)', path.read_text())] == []
@@ -221,8 +221,8 @@ def test_a_file_of_rows_is_compared_by_its_name(
     then: str | None, now: str, keys: list[str]
 ) -> None:
     data = {"name": "npz"} | ({} if then is None else {"root": then})
-    here = _without_places({"data": {"name": "npz", "root": now}})["data"]
-    assert list(_other_rows(data, here)) == keys
+    here = _remove_places({"data": {"name": "npz", "root": now}})["data"]
+    assert list(_find_changed_rows(data, here)) == keys
 
 
 def _never(*_: object) -> Ended:
@@ -263,7 +263,7 @@ def test_the_number_of_a_table_may_be_a_column_of_the_metrics(clone: Clone) -> N
 def test_the_number_is_that_of_the_last_round_and_not_the_best(clone: Clone) -> None:
     results = {"test_accuracy": {"final": 0.4, "best": 0.6, "best_round": 3}}
 
-    assert _value("final", results, [], clone.root) == 0.4
+    assert _read_value("final", results, [], clone.root) == 0.4
 
 
 def test_a_guarantee_a_nominal_epsilon_and_no_epsilon_are_distinguished() -> None:
@@ -508,7 +508,7 @@ def test_next_takes_one_seed_of_all_tables_by_priority_and_then_the_next_seed(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproduce_runner, "train_in_a_process", done)
-        patch.setattr(reproduce_runner, "_failure", lambda *_: "it failed")
+        patch.setattr(reproduce_runner, "_describe_failure", lambda *_: "it failed")
         assert command(clone, "--next", "--cells", "Sup*/*") == 1
         out = capsys.readouterr().out
     printed = [line.partition("] ")[2].split(" (")[0] for line in out.splitlines() if "] " in line]

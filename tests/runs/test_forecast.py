@@ -202,11 +202,12 @@ def test_the_choice_of_the_timed_agent_does_not_depend_on_private_row_counts() -
 
     all_ids = {"s0", "s1", "s2"}
     timed = [
-        forecast._typical(agents(*rows), all_ids).id for rows in ((1, 2, 3), (9, 8, 7), (5, 9, 1))
+        forecast._choose_typical(agents(*rows), all_ids).id
+        for rows in ((1, 2, 3), (9, 8, 7), (5, 9, 1))
     ]
     assert len(set(timed)) == 1
     assert (
-        forecast._typical(agents(5, 9, 1), set()).id == "s0"
+        forecast._choose_typical(agents(5, 9, 1), set()).id == "s0"
     )  # the control: public row counts are used
 
 

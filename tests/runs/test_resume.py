@@ -133,7 +133,7 @@ def test_a_second_signal_during_the_checkpoint_does_not_damage_it(
 ) -> None:
     # Checkpoints: before round 1, after round 2, and the one after the first signal.
     both = (signal.SIGINT, signal.SIGTERM)
-    with interrupted_at_delivery(5), signals_at_call(checkpoint, "_manifest", 3, *both):
+    with interrupted_at_delivery(5), signals_at_call(checkpoint, "_build_manifest", 3, *both):
         outcome = command(paths.config, paths.output)
 
     assert outcome.status == 130
@@ -217,7 +217,10 @@ def test_a_process_interrupted_twice_by_ctrl_c_writes_its_checkpoint(
         return old(*given, **named)
 
     arguments = [str(paths.config), paths.output, "run.checkpoint_every=100", "--quiet"]
-    with replaced(CsvTracker, "round", block_in_round_2), replaced(checkpoint, "_manifest", save):
+    with (
+        replaced(CsvTracker, "round", block_in_round_2),
+        replaced(checkpoint, "_build_manifest", save),
+    ):
         process = ForkedCommand(train.main, arguments, paths.config.parent)
     wait_for(began, process)
     process.send_signal(signal.SIGINT)

@@ -612,14 +612,14 @@ def test_the_audit_of_a_run_with_charges_after_its_card_is_inconclusive(
     shared: AccountFolder, run_audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Interrupted with a card, resumed, killed: the copy in the folder lacks the last charges.
-    real = round_loop.RoundLoop._one_round
+    real = round_loop.RoundLoop._run_round
 
     def interrupt_in_round_2(self: Any, now: Any, *, last: bool) -> None:
         if now.number == 2:
             raise KeyboardInterrupt
         real(self, now, last=last)
 
-    monkeypatch.setattr(round_loop.RoundLoop, "_one_round", interrupt_in_round_2)
+    monkeypatch.setattr(round_loop.RoundLoop, "_run_round", interrupt_in_round_2)
     assert shared.train("one", "algorithm.rounds=3").status == 130
     assert "verdict: INCONCLUSIVE" in run_audit(shared.run("one"))[1]
 
@@ -627,13 +627,13 @@ def test_the_audit_of_a_run_with_charges_after_its_card_is_inconclusive(
         real(self, now, last=last)
         raise MemoryError("killed")
 
-    monkeypatch.setattr(round_loop.RoundLoop, "_one_round", fail_in_round)
+    monkeypatch.setattr(round_loop.RoundLoop, "_run_round", fail_in_round)
     with pytest.raises(MemoryError):
         shared.train("one", "algorithm.rounds=3", resume=shared.run("one"))
     status, printed = run_audit(shared.run("one"))
     assert status == 3, printed
     assert "visits were charged after the card was written" in printed
     assert "Resume the run" in printed
-    monkeypatch.setattr(round_loop.RoundLoop, "_one_round", real)
+    monkeypatch.setattr(round_loop.RoundLoop, "_run_round", real)
     assert shared.train("one", "algorithm.rounds=3", resume=shared.run("one")).status == 0
     assert run_audit(shared.run("one"))[0] == 0

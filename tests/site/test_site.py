@@ -1045,7 +1045,7 @@ def test_the_command_warns_of_files_that_other_users_can_read(
     assert main([str(site_folder / "site.yaml")]) == 0
     assert f"can read {site_folder / 'kept'}. Remove" in capsys.readouterr().err
     (site_folder / "key").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
-    monkeypatch.setattr(supernode, "_problem_of_key", lambda data: "")
+    monkeypatch.setattr(supernode, "_find_key_problem", lambda data: "")
     for mode, said in ((0o640, True), (0o600, False)):
         (site_folder / "key").chmod(mode)
         assert main([str(site_folder / "site.yaml"), "--key", str(site_folder / "key")]) == 0

@@ -245,7 +245,7 @@ def test_the_error_explains_a_superlink_certificate_without_127_0_0_1(
     else:
         certificates.for_host_only(made, "localhost")
     monkeypatch.setattr(flower_transport, "START_SECONDS", 0.2)
-    monkeypatch.setattr(FlowerTransport, "_flwr", lambda *_, **__: "")
+    monkeypatch.setattr(FlowerTransport, "_run_flwr", lambda *_, **__: "")
     with listening(made) as address:
         by_name = f"localhost:{address.rpartition(':')[2]}"
         assert tls.probe(by_name, str(made / "ca.crt")) == ""

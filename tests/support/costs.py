@@ -47,7 +47,7 @@ def costs_set_to(constants: Constants) -> Iterator[None]:
 def _clear_caches() -> None:
     """Clear caches whose keys do not contain these constants."""
     verify._compose.cache_clear()
-    card_numbers._numeric_bounds.cache_clear()
+    card_numbers._compute_bounds.cache_clear()
     generator_quality._KNOWN.clear()
 
 

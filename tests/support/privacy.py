@@ -153,7 +153,7 @@ def frequency_is(masks: np.ndarray, rate: float) -> bool:
 @pytest.fixture(params=[None, *HERE], ids=str)
 def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Use torch's kernels, and ours as compiled for each instruction set."""
-    with patch.object(dispatch, "_latest", lambda: request.param):
+    with patch.object(dispatch, "_find_latest", lambda: request.param):
         yield
 
 

@@ -30,7 +30,7 @@ torch.set_deterministic_debug_mode("error")
 # test could train in a worker process.
 torch.autograd.backward(torch.zeros((), requires_grad=True))
 # Every run reads its configs several times, and nothing changes the parsed result.
-patch.object(yaml_reader, "_root", functools.cache(yaml_reader._root)).start()
+patch.object(yaml_reader, "_compose_root", functools.cache(yaml_reader._compose_root)).start()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -89,7 +89,7 @@ def equal_judges_are_trained_once() -> Iterator[None]:
 @pytest.fixture(params=HERE)
 def each_generation(request: pytest.FixtureRequest) -> Iterator[str]:
     """Use our kernels as compiled for each instruction set."""
-    with patch.object(dispatch, "_latest", lambda: request.param):
+    with patch.object(dispatch, "_find_latest", lambda: request.param):
         yield request.param
 
 

@@ -706,7 +706,9 @@ def test_stacked_computations_equal_those_of_each_agent_alone(
     second = results(run_calls_batched(together), together)
     for one, other in zip(first, second, strict=True):
         assert torch.allclose(one, other, atol=APART)
-    assert len({stacking._kind_of(one) for one in together}) == len(set(zip(rows, by, strict=True)))
+    assert len({stacking._batch_key_of(one) for one in together}) == len(
+        set(zip(rows, by, strict=True))
+    )
 
 
 def test_computations_without_gradients_return_results_without_gradients() -> None:

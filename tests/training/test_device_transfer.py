@@ -55,7 +55,9 @@ def test_each_type_of_numbers_is_sent_in_one_copy() -> None:
 def test_tensors_moved_to_the_cpu_have_their_own_memory() -> None:
     # Pretend that some tensors on the CPU are on the other device.
     sent = tensors()
-    with patch.object(device_transfer, "_by_kind", lambda given: {(None, META): list(given)[:4]}):
+    with patch.object(
+        device_transfer, "_group_by_kind", lambda given: {(None, META): list(given)[:4]}
+    ):
         arrived = device_transfer.move_to(sent, CPU)
     for name in ("kernel", "weight", "turned", "steps"):
         assert torch.equal(arrived[name], sent[name])

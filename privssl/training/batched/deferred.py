@@ -26,7 +26,7 @@ class FunctionalModule:
     def __call__(self, *rows: Tensor) -> Any:
         if self.tensors is None:
             return self.network(*rows)
-        with _in_place(self.network, self.tensors):
+        with _replace_tensors(self.network, self.tensors):
             return self.network(*rows)
 
     def frozen(self, *, leaves_no_trace: bool = False) -> "FunctionalModule":
@@ -45,7 +45,7 @@ class FunctionalModule:
 
 
 @contextmanager
-def _in_place(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def _replace_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Replace a network's parameters and buffers.
 
     ``torch.func.functional_call`` searches for shared tensors at each call, which is five times
@@ -53,7 +53,7 @@ def _in_place(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Non
     """
     names = _names_of_shared(network)
     targets = [
-        (*_place(network, name), tensor)
+        (*_locate_tensor(network, name), tensor)
         for key, tensor in tensors.items()
         for name in names.get(key, (key,))
     ]
@@ -67,7 +67,7 @@ def _in_place(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Non
             store[name] = original
 
 
-def _place(network: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+def _locate_tensor(network: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
     """Return the dict with the parameter or buffer, and its name in it."""
     *path, last = name.split(".")
     module: nn.Module | None = network

@@ -40,7 +40,7 @@ def run_in_lockstep(
         The error of the first task that fails, as if the tasks ran one after the other: later tasks
         are cancelled, earlier ones continue, since one of them may fail too.
     """
-    random_states = _random_states(device)
+    random_states = _get_random_states(device)
     tasks: list[_Task[T]] = []
     try:
         for function in functions:
@@ -48,10 +48,10 @@ def run_in_lockstep(
             tasks[-1].resume(None)
             if tasks[-1].error is not None:
                 break
-        while waiting := [task for task in _unfinished(tasks) if not task.over]:
+        while waiting := [task for task in _select_unfailed(tasks) if not task.over]:
             answers = answer([task.request for task in waiting])
             for index, task in enumerate(waiting):
-                if index in answers and task in _unfinished(tasks):
+                if index in answers and task in _select_unfailed(tasks):
                     task.resume(answers[index])
     finally:
         for task in tasks:
@@ -63,7 +63,7 @@ def run_in_lockstep(
     return [task.result for task in tasks]
 
 
-def _unfinished(tasks: "Sequence[_Task[T]]") -> "Sequence[_Task[T]]":
+def _select_unfailed(tasks: "Sequence[_Task[T]]") -> "Sequence[_Task[T]]":
     """Return all tasks before the first that failed."""
     failed = (index for index, task in enumerate(tasks) if task.error is not None)
     return tasks[: next(failed, len(tasks))]
@@ -79,11 +79,11 @@ class _Task(Generic[T]):
         self.error: BaseException | None = None
         self.over = False
         self._function, self._device, self._cancelled = function, device, False
-        self._chance = _random_states(device)
+        self._chance = _get_random_states(device)
         self._in: SimpleQueue[Any] = SimpleQueue()
         self._out: SimpleQueue[None] = SimpleQueue()
         # daemon: a process that exits does not wait for it
-        self._thread = threading.Thread(target=self._live, daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, daemon=True)
         self._thread.start()
 
     def resume(self, answer: Any) -> None:
@@ -91,7 +91,7 @@ class _Task(Generic[T]):
         _set_random_states(self._chance, self._device)
         self._in.put((answer,))
         self._out.get()
-        self._chance = _random_states(self._device)
+        self._chance = _get_random_states(self._device)
 
     def cancel(self) -> None:
         """Cancel it; if it runs, at its next request. May be called twice."""
@@ -99,9 +99,9 @@ class _Task(Generic[T]):
             self._in.put(None)
         self._thread.join()
 
-    def _live(self) -> None:
+    def _run_thread(self) -> None:
         try:
-            self._next()
+            self._wait_for_answer()
             self.result = self._function(self._ask)
         except Cancelled:
             pass
@@ -114,9 +114,9 @@ class _Task(Generic[T]):
     def _ask(self, request: Any) -> Any:
         self.request = request
         self._out.put(None)
-        return self._next()
+        return self._wait_for_answer()
 
-    def _next(self) -> Any:
+    def _wait_for_answer(self) -> Any:
         answer = None if self._cancelled else self._in.get()
         if answer is None:
             self._cancelled = True  # also for requests while it unwinds
@@ -124,7 +124,7 @@ class _Task(Generic[T]):
         return answer[0]
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
+def _get_random_states(device: torch.device) -> list[Tensor]:
     """Return the states of torch's global generators."""
     states = [torch.get_rng_state()]
     return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]

@@ -57,9 +57,9 @@ class Stackable:
     def __init__(self, name: str, network: nn.Module) -> None:
         """Wrap a copy. ``name``: shared by the copies of other agents."""
         self.name, self.network = name, network
-        self._parameters = _places(network, "_parameters")
-        self._buffers = _places(network, "_buffers")
-        self._by_mode = [layer for layer in _layers(network) if _kind(layer) not in BY_ROW]
+        self._parameters = _list_tensors(network, "_parameters")
+        self._buffers = _list_tensors(network, "_buffers")
+        self._by_mode = [layer for layer in _list_layers(network) if _class_of(layer) not in BY_ROW]
         self.names = [name for name, *_ in (*self._parameters, *self._buffers)]
         has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
         all_known = all(isinstance(layer, BY_MODE) for layer in self._by_mode)
@@ -67,7 +67,7 @@ class Stackable:
 
     def is_single(self) -> bool:
         """Return whether it cannot be stacked in its present mode."""
-        return self.never or any(map(_unstacked, self._by_mode))
+        return self.never or any(map(_is_unstackable, self._by_mode))
 
     def couples(self) -> bool:
         """Return whether a row's output depends on other rows."""
@@ -84,18 +84,18 @@ class Stackable:
         return [store[key] for _, store, key in self._buffers]
 
 
-def _layers(network: nn.Module) -> list[nn.Module]:
+def _list_layers(network: nn.Module) -> list[nn.Module]:
     """Return modules without children, and those with parametrized weights."""
     parametrized = [layer for layer in network.modules() if parametrize.is_parametrized(layer)]
     return [*parametrized, *(layer for layer in network.modules() if not any(layer.children()))]
 
 
-def _kind(layer: nn.Module) -> type:
+def _class_of(layer: nn.Module) -> type:
     """Return its class before parametrization."""
     return parametrize.type_before_parametrizations(layer)
 
 
-def _unstacked(layer: nn.Module) -> bool:
+def _is_unstackable(layer: nn.Module) -> bool:
     if isinstance(layer, StaticNorm):
         return not layer.training  # it reads or writes its count
     return isinstance(layer, _DropoutNd) and layer.training and layer.p > 0
@@ -135,10 +135,10 @@ def can_stack(copy: Stackable, inputs: Sequence[Any]) -> bool:
 def run_passes_batched(passes: Sequence[Pass]) -> list[Any]:
     """Return the outputs, in the order of the passes."""
     keys = [item.kind() for item in passes]
-    return _in_kinds(passes, keys, lambda item: len(item.inputs[0]), _run_stacked)
+    return _run_by_kind(passes, keys, lambda item: len(item.inputs[0]), _run_stacked)
 
 
-def _in_kinds(
+def _run_by_kind(
     items: Sequence[StackedT], keys: Sequence[Hashable], rows_of: Callable[[StackedT], int],
     run: Callable[[Sequence[StackedT]], Sequence[Any]],
 ) -> list[Any]:  # fmt: skip
@@ -162,7 +162,7 @@ def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
     copies = [item.copy for item in passes]
     tensors, buffers = _stack(copies)
     rows = [len(item.inputs[0]) for item in passes]
-    inputs = _by_agent([pad_to(x, max(rows)) for x in item.inputs] for item in passes)
+    inputs = _stack_agents([pad_to(x, max(rows)) for x in item.inputs] for item in passes)
 
     def forward_one(tensors: Any, *inputs: Tensor) -> Any:
         return functional_call(first.copy.network, tensors, inputs)
@@ -178,12 +178,12 @@ def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
 def _stack(copies: Sequence[Stackable]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Stack parameters and buffers of a network by name, (agents, ...) each; also return the
     buffers."""
-    parameters = _by_agent(copy.parameters() for copy in copies)
-    buffers = _by_agent(copy.buffers() for copy in copies)
+    parameters = _stack_agents(copy.parameters() for copy in copies)
+    buffers = _stack_agents(copy.buffers() for copy in copies)
     return dict(zip(copies[0].names, [*parameters, *buffers], strict=True)), buffers
 
 
-def _by_agent(tensors: Any) -> list[Tensor]:
+def _stack_agents(tensors: Any) -> list[Tensor]:
     """Convert each agent's list of tensors to one list of tensors (agents, ...)."""
     stacks = [torch.stack(same) for same in zip(*tensors, strict=True)]
     for stack in stacks:
@@ -201,10 +201,10 @@ def pad_to(x: Tensor, rows: int) -> Tensor:
 def run_calls_batched(wanted: Sequence[BatchedCall]) -> list[Any]:
     """Return results of calls, in order; ``can_compute`` holds for each."""
 
-    def rows(call: BatchedCall) -> int:
+    def count_rows(call: BatchedCall) -> int:
         return max((len(x) for x in tree_flatten(call.fields)[0] if x.dim()), default=1)
 
-    return _in_kinds(wanted, [_kind_of(call) for call in wanted], rows, _run_calls)
+    return _run_by_kind(wanted, [_batch_key_of(call) for call in wanted], count_rows, _run_calls)
 
 
 def can_compute(one: BatchedCall) -> bool:
@@ -213,7 +213,7 @@ def can_compute(one: BatchedCall) -> bool:
     return all(copy is not None and not copy.is_single() for copy in copies)
 
 
-def _kind_of(call: BatchedCall) -> Hashable:
+def _batch_key_of(call: BatchedCall) -> Hashable:
     """Return a key; calls with the same key can be stacked."""
     copies: list[Stackable] = [vars(network)[COPY] for network in call.networks.values()]
     modes = tuple((copy.modes(), *(p.requires_grad for p in copy.parameters())) for copy in copies)
@@ -229,7 +229,7 @@ def _run_calls(calls: Sequence[BatchedCall]) -> Sequence[Any]:
         return [first.run_single()]
     copies = {name: [vars(call.networks[name])[COPY] for call in calls] for name in first.networks}
     stacked = {name: _stack(group) for name, group in copies.items()}
-    stacks = _by_agent(tree_flatten(call.fields)[0] for call in calls)
+    stacks = _stack_agents(tree_flatten(call.fields)[0] for call in calls)
     fields = tree_unflatten(stacks, tree_flatten(first.fields)[1])
 
     def call_one(tensors: Any, fields: Any) -> Any:
@@ -282,7 +282,7 @@ class JointSteps:
 
     def _join(self, optimisers: Sequence[torch.optim.Optimizer]) -> None:
         """Create one optimiser of each kind, over all parameters and moments."""
-        settings = [_settings(group) for o in optimisers for group in o.param_groups]
+        settings = [_settings_of(group) for o in optimisers for group in o.param_groups]
         same = list(map(id, optimisers)) == list(map(id, self._own)) and settings == self._settings
         if not same:
             kinds = dict.fromkeys(map(type, optimisers))
@@ -301,7 +301,7 @@ def _merge_settings(
     """
     groups: dict[Hashable, dict[str, Any]] = {}
     for group in (group for optimiser in optimisers for group in optimiser.param_groups):
-        settings = _settings(group)
+        settings = _settings_of(group)
         merged = groups.setdefault(tuple(settings.items()), {**settings, "params": []})
         merged["params"] = [*merged["params"], *group["params"]]
     joint = kind(list(groups.values()))  # type: ignore[call-arg]
@@ -311,11 +311,11 @@ def _merge_settings(
     return joint
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sorted(group.items()) if name != "params"}
 
 
-def _places(network: nn.Module, kind: str) -> list[tuple[str, dict[str, Tensor], str]]:
+def _list_tensors(network: nn.Module, kind: str) -> list[tuple[str, dict[str, Tensor], str]]:
     """List parameters or buffers of a network: full name, holder's dict, name in it."""
     return [
         (f"{prefix}.{key}" if prefix else key, store, key)
