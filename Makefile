@@ -56,7 +56,7 @@ demo-sites: $(VENV)/.installed-flower  ## a coordinator and five sites over Flow
 	$(RUN) -m privssl.site.demo runs/demo-sites-$$(date +%Y%m%d-%H%M%S) $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests that take seconds
-	$(IN_MEMORY) $(RUN) -m pytest $(PARALLEL) -m "not slow and not flower and not ci" $(TESTS)
+	$(IN_MEMORY) $(RUN) -m pytest $(PARALLEL) -m "not slow and not flower$(if $(TESTS),, and not ci)" $(TESTS)
 
 test-oldest:  ## the same with the oldest packages that we support, in an environment of its own
 	PIP_CONSTRAINT='$(CURDIR)/tests/oldest.txt' $(MAKE) test VENV=.venv-oldest EXTRA=test
@@ -65,7 +65,7 @@ test-avx512: $(VENV)/.installed-dev  ## test what kernels do with AVX-512, on pr
 	$(RUN) tests/avx512_on_avx2.py $(TESTS)
 
 test-ci: $(VENV)/.installed-dev  ## run what continuous integration runs beside the tests over Flower
-	$(IN_MEMORY) $(RUN) -m pytest -m "ci and not slow" $(TESTS)
+	$(IN_MEMORY) $(RUN) -m pytest -m "ci and not slow and not flower" $(TESTS)
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
 	$(IN_MEMORY) $(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py) tests/docs/test_tutorials.py)

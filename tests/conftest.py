@@ -14,6 +14,16 @@ os.environ["MPLBACKEND"] = "Agg"
 import pytest
 from hypothesis import settings
 
+#: Tests with the marker ``ci``: documentation, tables of results, tools, and parts that other files
+#: test in small.
+CI_ONLY = (
+    "tests/api/test_generate.py", "tests/benchmarks/", "tests/cli/test_export.py",
+    "tests/compare/test_compare.py", "tests/compare/test_vary.py", "tests/docs/", "tests/examples/",
+    "tests/generation/", "tests/reporting/test_outside_trackers.py", "tests/reproduce/",
+    "tests/runs/test_forecast.py", "tests/runs/test_lengthening.py",
+    "tests/site/test_run_over_sites.py", "tests/site/test_site_tools.py",
+    "tests/test_planted_faults.py", "tests/testing/", "tests/training/test_batched_agents.py",
+)  # fmt: skip
 #: Fixtures that several files share.
 PLUGINS = (
     "tests.support.session",
@@ -49,6 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
+        if item.nodeid.startswith(CI_ONLY):
+            item.add_marker(pytest.mark.ci)
         if item.get_closest_marker("fast_cases"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for test, of_test in cases.items():

@@ -13,7 +13,7 @@ import pytest
 from tests.planted_faults import FAULTS
 from tests.planted_faults.fault import ROOT, Fault, StaleFaultError
 
-SLOW = ("slow", "flower", "ci", "data")
+SLOW = ("slow", "flower", "data")
 
 
 @cache

@@ -50,7 +50,6 @@ def test_the_export_tests_cover_every_network() -> None:
     assert set(SHAPES) == set(models.CLASSIFIERS)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SHAPES]
 )
@@ -60,7 +59,6 @@ def test_a_torch_export_computes_the_networks_outputs(name: str) -> None:
     assert len(written) > 1000 and apart <= 1e-4
 
 
-@pytest.mark.ci
 def test_static_norms_are_exported_with_their_collected_statistics() -> None:
     _, apart = exported.checked(
         exported.as_torch_export, classifier("small_cnn", "static"), SHAPES["small_cnn"], METADATA
@@ -112,7 +110,6 @@ def run_main(*arguments: object) -> int:
     return export.main([str(argument) for argument in arguments])
 
 
-@pytest.mark.ci
 def test_the_export_command_writes_a_self_contained_file(
     run: privssl.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

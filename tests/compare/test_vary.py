@@ -59,7 +59,6 @@ NAMES = [f"base,learning_rate={rate},norm={norm}" for rate in ("1e-3", "0.1")
          for norm in ("group", "none")]  # fmt: skip
 
 
-@pytest.mark.ci
 def test_each_point_of_the_grid_is_a_row_named_by_its_values(swept: tuple[Path, Outcome]) -> None:
     folder, outcome = swept
     assert [of["config"] for of in json.loads(outcome.out)["rows"]] == NAMES
@@ -69,7 +68,6 @@ def test_each_point_of_the_grid_is_a_row_named_by_its_values(swept: tuple[Path, 
         assert ("learning_rate: 0.001" in text) == ("1e-3" in name)
 
 
-@pytest.mark.ci
 def test_the_csv_has_a_line_per_run_with_the_varied_values(
     swept: tuple[Path, Outcome],
 ) -> None:
@@ -89,7 +87,6 @@ def test_the_csv_has_a_line_per_run_with_the_varied_values(
         )
 
 
-@pytest.mark.ci
 def test_the_command_writes_a_latex_table_and_a_vector_figure(swept: tuple[Path, Outcome]) -> None:
     folder, _ = swept
     text = (folder / "comparison.tex").read_text()
@@ -115,7 +112,6 @@ def test_special_characters_of_latex_are_escaped() -> None:
     assert r"\input" not in text
 
 
-@pytest.mark.ci
 def test_the_paired_differences_of_a_sweep_follow_from_its_results(
     swept: tuple[Path, Outcome],
 ) -> None:

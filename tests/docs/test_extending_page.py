@@ -54,7 +54,6 @@ def test_the_method_on_the_page_equals_that_of_the_example() -> None:
     assert (PACKAGE / "privssl_example" / "method.py").read_text() == METHOD
 
 
-@pytest.mark.ci
 def test_the_check_on_the_page_accepts_the_method(
     method: type[Algorithm[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +77,6 @@ def runs(folder: Path, text: str, *given: str) -> Path:
     return folder / "run"
 
 
-@pytest.mark.ci
 def test_the_method_on_the_page_learns_keeps_memory_and_is_the_same_in_workers(
     method: type[Algorithm[Any]], tmp_path: Path
 ) -> None:
@@ -90,7 +88,6 @@ def test_the_method_on_the_page_learns_keeps_memory_and_is_the_same_in_workers(
     assert (one / "metrics.csv").read_bytes() != (forgets / "metrics.csv").read_bytes()
 
 
-@pytest.mark.ci
 def test_its_private_form_charges_every_visit_and_its_audit_is_consistent(
     method: type[Algorithm[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,7 +98,6 @@ def test_its_private_form_charges_every_visit_and_its_audit_is_consistent(
     capsys.readouterr()
 
 
-@pytest.mark.ci
 def test_query_agents_of_its_private_form_have_their_settings_and_learn_after_the_last_visit(
     method: type[Algorithm[Any]], tmp_path: Path
 ) -> None:
@@ -132,7 +128,6 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-@pytest.mark.ci
 def test_a_partition_of_a_user_is_replayed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported("partition_of_the_page", PARTITION, there, monkeypatch)
     drawn, own = (

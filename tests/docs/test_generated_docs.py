@@ -14,7 +14,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 GENERATOR: dict[str, Any] = runpy.run_path(str(DOCS / "generate_reference.py"))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("name", sorted(GENERATOR["PAGES"]))
 def test_a_committed_page_equals_what_the_code_generates(name: str) -> None:
     expected = (DOCS / name).read_text(encoding="utf-8")
@@ -44,7 +43,6 @@ def test_the_python_reference_follows_from_docstrings() -> None:
     assert generator["prose"](documented) == text
 
 
-@pytest.mark.ci
 def test_the_sizes_of_networks_follow_from_arithmetic() -> None:
     generator = runpy.run_path(str(DOCS / "generate_networks.py"))
     expected = (DOCS / generator["PAGE"]).read_text(encoding="utf-8")

@@ -67,7 +67,6 @@ def missing(text: str) -> Iterator[str]:
                 yield module
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_only_things_that_exist(page: Path) -> None:
     assert list(missing(page.read_text(encoding="utf-8"))) == []

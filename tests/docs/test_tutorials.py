@@ -52,7 +52,7 @@ def unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.flower if name == "several_sites" else pytest.mark.ci)
+        pytest.param(name, marks=[pytest.mark.flower] if name == "several_sites" else [])
         for name in SHOWN
     ],
 )

@@ -52,7 +52,6 @@ def tests_of_author(installed: Path) -> Any:
     return module
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("name", [
     "test_the_method_keeps_its_promises",
     pytest.param("test_a_run_uses_every_part", marks=pytest.mark.slow),
@@ -63,7 +62,6 @@ def test_the_tests_of_the_package_pass(name: str, tests_of_author: Any, tmp_path
     test(**({"tmp_path": tmp_path} if test.__code__.co_argcount else {}))
 
 
-@pytest.mark.ci
 def test_a_run_names_every_plug_in_and_records_its_origin(installed: Path, tmp_path: Path) -> None:
     run = privssl.train(CONFIG, {"algorithm.rounds": 1}, output=tmp_path / "run")
     kinds = ("algorithm.name", "model.name", "data.name", "data.partition", "run.trackers")

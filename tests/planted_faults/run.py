@@ -112,14 +112,7 @@ def fork(work: Callable[[], int], *, seconds: int = 0) -> tuple[int, str]:
 
 
 def run_tests(tests: Sequence[str], *, seconds: int = 0) -> tuple[int, str]:
-    command = [
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "-m",
-        "not slow and not flower and not ci",
-        *tests,
-    ]
+    command = ["-p", "no:cacheprovider", "-q", "-m", "not slow and not flower", *tests]
     return fork(lambda: int(pytest.main(command)), seconds=seconds)
 
 

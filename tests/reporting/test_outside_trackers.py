@@ -109,7 +109,6 @@ def test_site_durations_are_times_that_no_tracker_of_a_private_run_receives(
     assert values["comm/letters"] == 3  # the control: counts have another prefix
 
 
-@pytest.mark.ci
 def test_a_failing_tracker_is_disabled_with_one_warning(config: Path, tmp_path: Path) -> None:
     names = [HERE.format("Failing"), HERE.format("Seen")]
     run = privssl.train(config, {"run.trackers": names}, output=tmp_path / "run")

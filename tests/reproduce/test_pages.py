@@ -316,12 +316,10 @@ def committed() -> Store:
     return Store(ROOT)
 
 
-@pytest.mark.ci
 def test_the_committed_pages_equal_those_of_the_committed_store() -> None:
     assert differences(ROOT, committed()) == [], "run: python -m privssl.reproduce --render"
 
 
-@pytest.mark.ci
 def test_control_a_changed_entry_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     first = min((ROOT / "results").glob("*/*/0.json"))
     real = Store.read

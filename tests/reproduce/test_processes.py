@@ -81,7 +81,6 @@ def test_a_run_that_outlives_its_parent_keeps_the_lock(
         assert lock is not None
 
 
-@pytest.mark.ci
 def test_ctrl_c_reaches_the_run_which_writes_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

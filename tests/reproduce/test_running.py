@@ -425,7 +425,6 @@ ROUNDS = 4 * 2 * 2  # of a column: rounds, rows, seeds
 CHANCES = sorted(random.Random(39).sample(range(1, ROUNDS + 1), 10))
 
 
-@pytest.mark.ci
 def test_a_column_interrupted_at_ten_random_moments_has_the_same_entries(
     clone: Clone, whole: dict[str, dict[str, Any]]
 ) -> None:

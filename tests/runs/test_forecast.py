@@ -170,7 +170,6 @@ def with_unreadable_rows(prepared: Prepared) -> Prepared:
     return prepared
 
 
-@pytest.mark.ci
 def test_a_private_visit_is_timed_on_invented_rows_without_a_charge_or_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +254,6 @@ def test_a_dry_run_prints_the_classes_of_each_agent_unless_the_run_is_private(
     assert "+" not in command(tmp_path / "tiny.yaml", "--dry-run").out.replace("e+", "")
 
 
-@pytest.mark.ci
 def test_a_dry_run_compares_a_users_split_with_the_one_the_config_would_draw(
     tmp_path: Path,
 ) -> None:
