@@ -62,8 +62,8 @@ STATE = {"determinism", "resume"}
 PUBLISHED = {"fedssl", "fedseal", "semifl", "fedmatch", "fedtrinet", "label_census"}
 #: For controls of an engine, not of an algorithm: four kinds of state and messages.
 a_few = pytest.mark.parametrize("case", ["fedssl", "fedmatch", "semifl", "fedavg"])
-#: Fast for the published methods and FedAvg, each with its labels at one place; the rest is slow.
-OFTEN = PUBLISHED | {"fedavg"}
+#: Fast for the published methods, FedAvg and (FL)^2, each with its labels at one place.
+OFTEN = PUBLISHED | {"fedavg", "fl2"}
 EACH = [pytest.param(case, marks=() if case in OFTEN else pytest.mark.slow) for case in ALGORITHMS]
 ALGORITHMS_AND_PLACES = [
     pytest.param(
