@@ -83,7 +83,7 @@ def interrupted_at_delivery(call: int, number: signal.Signals = signal.SIGINT) -
 # Ctrl-C -------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases("15-5")
 @pytest.mark.parametrize(
     ("number", "call"),
     [(signal.SIGINT, 2), (signal.SIGTERM, 5), (signal.SIGINT, 8)],  # in rounds 1, 3 and 4
