@@ -65,7 +65,7 @@ test-avx512: $(VENV)/.installed-dev  ## test what kernels do with AVX-512, on pr
 	$(RUN) tests/avx512_on_avx2.py $(TESTS)
 
 test-ci: $(VENV)/.installed-dev  ## run what continuous integration runs beside the tests over Flower
-	$(IN_MEMORY) $(RUN) -m pytest -m "ci and not slow and not flower" $(TESTS)
+	$(IN_MEMORY) $(RUN) -m pytest --numprocesses auto --dist loadfile -m "ci and not slow and not flower" $(TESTS)
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
 	$(IN_MEMORY) $(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py) tests/docs/test_tutorials.py)

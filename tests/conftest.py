@@ -17,11 +17,13 @@ from hypothesis import settings
 #: Tests with the marker ``ci``: documentation, tables of results, tools, and parts that other files
 #: test in small.
 CI_ONLY = (
-    "tests/api/test_generate.py", "tests/benchmarks/", "tests/cli/test_export.py",
-    "tests/compare/test_compare.py", "tests/compare/test_vary.py", "tests/docs/", "tests/examples/",
-    "tests/generation/", "tests/reporting/test_outside_trackers.py", "tests/reproduce/",
-    "tests/runs/test_forecast.py", "tests/runs/test_lengthening.py",
-    "tests/site/test_run_over_sites.py", "tests/site/test_site_tools.py",
+    "tests/api/test_generate.py", "tests/audit/test_histogram_attack.py", "tests/benchmarks/",
+    "tests/cli/test_export.py", "tests/cli/test_start_up.py", "tests/compare/test_compare.py",
+    "tests/compare/test_vary.py", "tests/data/test_rand_augment.py", "tests/docs/",
+    "tests/engines/test_scale.py", "tests/examples/", "tests/generation/", "tests/reporting/",
+    "tests/reproduce/", "tests/rows/test_encoders.py", "tests/runs/test_forecast.py",
+    "tests/runs/test_lengthening.py", "tests/site/test_run_over_sites.py",
+    "tests/site/test_sandbox.py", "tests/site/test_site_keys.py", "tests/site/test_site_tools.py",
     "tests/test_planted_faults.py", "tests/testing/", "tests/training/test_batched_agents.py",
 )  # fmt: skip
 #: Fixtures that several files share.

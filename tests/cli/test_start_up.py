@@ -58,21 +58,18 @@ PREPARED = (
 ) + STEPS.format("SGD([w], lr=1.0, momentum=0.9, nesterov=True)", "Adam([w], lr=1.0, fused=True)")
 
 
-@pytest.mark.ci
 def test_training_steps_do_not_load_the_compiler() -> None:
     assert not imported_of(PREPARED, COMPILER)
     # The control: an entry of this name in sys.modules is noticed.
     assert imported_of(f"import sys; sys.modules[{COMPILER!r}] = sys", COMPILER)
 
 
-@pytest.mark.ci
 def test_a_run_imports_only_its_own_algorithm() -> None:
     modules = {kind.__module__ for kind in ALGORITHMS.values()}
     assert len(modules) > 5
     assert imported_of(PREPARED, *modules) == [ALGORITHMS["server_sl"].__module__]
 
 
-@pytest.mark.ci
 def test_a_run_without_privacy_imports_neither_opacus_nor_plotting_libraries() -> None:
     slow = ("opacus", "scipy", "sklearn", "torchvision", "matplotlib", "tensorboard", COMPILER)
     assert not imported_of(PREPARED, *slow)
@@ -195,7 +192,6 @@ def memory_report() -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in said.splitlines()}
 
 
-@pytest.mark.ci
 def test_garbage_collection_is_paused_during_imports_and_their_objects_are_frozen() -> None:
     during, frozen, enabled = memory_report()["collected"]
     assert (during, enabled) == ("0", "True")
@@ -266,7 +262,6 @@ def test_an_optimiser_step_is_not_recorded_by_autograd() -> None:
     torch.testing.assert_close(w.detach(), torch.tensor([0.5, 0.5]))
 
 
-@pytest.mark.ci
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have rules of their own")
 def test_freed_memory_is_kept_for_the_next_tensor() -> None:
     held, given_back = map(int, memory_report()["held"])

@@ -421,7 +421,6 @@ def test_a_run_with_memories_on_disk_has_the_same_bits_also_with_workers(tmp_pat
     assert seen[0] == seen[1] == seen[2]
 
 
-@pytest.mark.ci
 def test_a_full_spill_disk_ends_the_run_with_an_error_and_it_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

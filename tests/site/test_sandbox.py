@@ -81,7 +81,6 @@ def test_sandboxed_code_can_use_its_folder_and_the_files_given_to_it(own_folder:
     assert done.stdout == "of the node\n" and (own_folder / "a" / "g").read_text() == "x"
 
 
-@pytest.mark.ci
 def test_sandboxed_code_can_do_what_the_docs_list_as_not_prevented(own_folder: Path) -> None:
     """Landlock cannot prevent these; docs/deploy.md names them. A separate user prevents them."""
     secret, path = own_folder.parent / "rows.npz", own_folder.parent / "service"
