@@ -22,6 +22,7 @@ from privssl.compare.table import epsilon_of
 from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
+from privssl.experiment.later_keys import forget_later_keys
 from privssl.experiment.plugin_names import imports_of, plugins_of
 from privssl.reproduce.method_sources import sources_hash
 from privssl.reproduce.tables import Cell, Table
@@ -255,8 +256,11 @@ def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
     behaviour.
     """
     changed = []
-    for name, section in _remove_places(configs.result_relevant(now)).items():
-        stored = then.get(name)
+    current = _remove_places(configs.result_relevant(now))
+    former = {name: then.get(name) and dict(then[name]) for name in current}
+    forget_later_keys(former)  # as ``result_relevant`` does: null may have another name today
+    for name, section in current.items():
+        stored = former[name]
         if (stored is None) != (section is None):
             changed.append(name)
         elif section is not None and stored is not None:

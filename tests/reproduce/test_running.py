@@ -12,18 +12,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from privssl.compare.table import epsilon_of
 from privssl.core.federation import Federation, Round
 from privssl.errors import RunFolderError
-from privssl.experiment.config import load_config
+from privssl.experiment.config import load_config, to_yaml
 from privssl.reporting import figures
 from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce import runner as reproduce_runner
 from privssl.reproduce import schedule
 from privssl.reproduce.machine import gpu_name
 from privssl.reproduce.runner import Ended, Interrupted, Runner
-from privssl.reproduce.store import Store, _find_changed_rows, _read_value, _remove_places
+from privssl.reproduce.store import (
+    Store,
+    _find_changed_rows,
+    _read_value,
+    _remove_places,
+    changed_keys,
+)
 from privssl.reproduce.table_page import _list_machines
 from privssl.reproduce.tables import Cell
 from tests.support.interruption import interrupted_in
@@ -395,6 +402,19 @@ def test_a_new_config_key_makes_no_entry_old_unless_it_is_set(clone: Clone) -> N
     assert clone.store.state(cell(clone), 0) == "measured"
     clone.change("name: supervise}", "name: supervise, algorithm.momentum: 0.123}")
     assert clone.store.state(cell(clone), 0) == "old"
+
+
+def test_a_setting_that_is_null_in_entry_and_config_has_not_changed() -> None:
+    # FedMatch's profile says what null means; once it was a number
+    overrides = ["data.name=digits", "algorithm.profile=fedmatch-release"]
+    config = load_config(ROOT / "configs" / "fedmatch.yaml", overrides)
+    stored = yaml.safe_load(to_yaml(config))
+    assert stored["algorithm"]["weight_decay"] is None
+    assert changed_keys(stored, config) == []
+    stored["algorithm"]["weight_decay"] = 0.0
+    assert changed_keys(stored, config) == []
+    stored["algorithm"]["weight_decay"] = 0.1
+    assert changed_keys(stored, config) == ["algorithm.weight_decay"]
 
 
 def test_old_entries_are_rerun_after_all_missing_cells(
