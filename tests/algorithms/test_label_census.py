@@ -304,7 +304,6 @@ def test_labels_change_no_weight_before_the_census() -> None:
     assert same_bits({"e": after[0].encoder}, {"e": after[1].encoder})
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("parties", [federated_data, at_clients, at_server])
 def test_labelled_rows_affect_the_run_only_through_the_table(
     parties: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -396,7 +396,6 @@ def _noise(plan: AccountPlan) -> float:
     return plan.event.noise_multiplier
 
 
-@pytest.mark.fast_cases(8)
 @pytest.mark.usefixtures("one_library")
 @pytest.mark.parametrize("tamper", SMALLER.values(), ids=SMALLER)
 def test_a_smaller_claim_is_violated_or_inconclusive(

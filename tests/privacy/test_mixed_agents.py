@@ -132,7 +132,6 @@ def count_differing(name: str, folder: Path, at_once: int) -> tuple[int, int]:
     return len(pairs), len(different)
 
 
-@pytest.mark.fast_cases("fedavg-8", "fedssl-8", "label_census-1")
 @sequential_and_batched
 @pytest.mark.parametrize("name", METHODS)
 def test_uncharged_answers_do_not_depend_on_labelled_rows(

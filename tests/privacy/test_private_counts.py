@@ -166,7 +166,6 @@ def crafted_network(few: int, tries: int = 60) -> SmallCNN:
     return F
 
 
-@pytest.mark.fast_cases(6)
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(("model", "shape"), SHIPPED[::2], ids=str)
 def test_one_row_more_moves_the_clipped_sum_by_at_most_a_clip_norm_for_hostile_weights(

@@ -234,7 +234,6 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return float(gap.norm()) / 1000 * (25 / 3) / CLIP  # learning rate, public divisor
 
 
-@pytest.mark.fast_cases(2)
 @BOTH
 @pytest.mark.parametrize("value", [0.3, 1e15])
 def test_nulling_a_row_moves_its_agents_sum_by_at_most_the_clip_norm_and_no_other_sum(
@@ -251,7 +250,6 @@ def test_nulling_a_row_moves_its_agents_sum_by_at_most_the_clip_norm_and_no_othe
     assert same_bits(whole[0], nulled[0]) and same_bits(whole[2], nulled[2])
 
 
-@pytest.mark.fast_cases(2)
 @BOTH
 @pytest.mark.parametrize(("counts", "bounded"), [("private", True), ("public", False)])
 def test_with_private_counts_removing_a_row_moves_the_sum_by_at_most_the_clip_norm(

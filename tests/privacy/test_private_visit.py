@@ -66,7 +66,6 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(apart.norm()) / 1000 * 12 / CLIP  # learning rate, public divisor
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.usefixtures("no_noise")
 @pytest.mark.parametrize("protect", ["F", "FG", "FDG"])
 @pytest.mark.parametrize("value", [0.3, 1e15])

@@ -398,7 +398,6 @@ DISKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("call", "number"), DISKS)
 def test_a_run_whose_charge_cannot_be_written_ends_with_one_error_and_reads_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed_runs: None, call: str, number: int

@@ -100,7 +100,6 @@ def test_there_are_fifty_moments_of_damage() -> None:
     assert len(set(MOMENTS)) == 50
 
 
-@pytest.mark.fast_cases(17)
 @pytest.mark.parametrize("kind, visit, when", MOMENTS)
 def test_damage_at_any_moment_ends_without_a_guarantee(
     prepared: Prepared, tmp_path: Path, kind: str, visit: int, when: str

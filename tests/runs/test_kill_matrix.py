@@ -336,9 +336,6 @@ def visits_left(folder: Path) -> int:
 # Twelve points ------------------------------------------------------------------------------
 
 
-@pytest.mark.fast_cases(
-    "before the reserve", "after the noise", "before the settle", "before the checkpoint"
-)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_killed_run_has_charged_for_everything_it_may_have_released(
     point: str, run_process: RunProcess, tmp_path: Path

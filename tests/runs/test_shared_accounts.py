@@ -418,7 +418,6 @@ def open_and_close_accounts(shared: AccountFolder, name: str, *overrides: str) -
         pass
 
 
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("what", OTHER_USES)
 def test_no_run_may_use_a_row_of_an_account_without_protection(
     shared: AccountFolder, what: str, monkeypatch: pytest.MonkeyPatch

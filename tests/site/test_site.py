@@ -499,7 +499,6 @@ def reads_recorded(path: Path) -> Any:
     return call_replaced(FedSSL, "_train_privately", reads)
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_site_killed_at_any_moment_has_charged_for_the_rows_that_it_read(
@@ -762,7 +761,6 @@ def show_damaged_ledger(
         )
 
 
-@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("kind, visit, when", DAMAGES)
 def test_a_serving_site_with_a_damaged_ledger_never_sends_a_ledger_with_missing_charges(
     site_folder: Path, kind: str, visit: int, when: str
