@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from privssl.models import CLASSIFIERS
+from privssl.storage import atomic_files
 
 DOCS = Path(__file__).resolve().parent
 PAGE = "config_networks.md"
@@ -72,7 +73,7 @@ def page() -> str:
 
 def main() -> None:
     """Write the page."""
-    (DOCS / PAGE).write_text(page(), encoding="utf-8")
+    atomic_files.write(DOCS / PAGE, page().encode())
 
 
 if __name__ == "__main__":

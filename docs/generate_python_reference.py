@@ -10,6 +10,7 @@ from typing import Any
 
 import privssl
 from privssl.api import experiment
+from privssl.storage import atomic_files
 from privssl.testing import check_algorithm
 
 PAGE = Path(__file__).with_name("python_reference.md")
@@ -103,4 +104,4 @@ def as_code(names: re.Match[str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    atomic_files.write(PAGE, page().encode())

@@ -32,6 +32,7 @@ from privssl.settings.schema import (
     RunSettings,
 )
 from privssl.site.settings import BudgetSettings, RowsSettings, SiteSettings
+from privssl.storage import atomic_files
 
 DOCS = Path(__file__).resolve().parent
 SECTIONS: dict[str, type] = {
@@ -414,7 +415,7 @@ PAGES: dict[str, Callable[[], str]] = {
 def main() -> None:
     """Write all pages."""
     for name, page in PAGES.items():
-        (DOCS / name).write_text(page(), encoding="utf-8")
+        atomic_files.write(DOCS / name, page().encode())
 
 
 if __name__ == "__main__":
