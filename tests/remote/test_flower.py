@@ -357,7 +357,7 @@ def test_a_visit_whose_site_is_killed_is_repeated_by_the_next_process_with_the_s
 # Equal bits ------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast_cases("fedssl", "fedmatch")
+@pytest.mark.fast_cases("fedssl")
 @pytest.mark.parametrize("method", DIGITS)
 def test_five_sites_over_flower_end_with_the_weights_of_one_process_and_of_workers(
     network: Network, tmp_path: Path, method: str
