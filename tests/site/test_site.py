@@ -115,7 +115,7 @@ def make_request(handler: SiteRequestHandler) -> FedSSLRequest:
     federation.begin(Round(1))
     algorithm = handler.algorithm
     assert isinstance(algorithm, FedSSL)
-    return algorithm._request(algorithm.start(federation), federation)
+    return algorithm._make_request(algorithm.start(federation), federation)
 
 
 def step_request(
