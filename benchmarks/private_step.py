@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.hot_loop import median_seconds
 from benchmarks.processes import about, at_least, parser_of
 from generators import ImageDiscriminator, ImageGenerator
-from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
+from privssl.algorithms.fedssl.losses import MixupBatch, NetworkFunctions, mixing_losses
 from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.core.rows import IMAGE, WITH_DROPOUT
 from privssl.models import build_classifier, optimize_layout
@@ -207,8 +207,8 @@ def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
     }
 
     def loss(parameters: Parameters, batch: Mapping[str, Tensor]) -> Tensor:
-        functions = Callables.of(nets, parameters)
-        by_network, _ = mixing_losses(cfg, functions, Mixing(**batch), networks, True)
+        functions = NetworkFunctions.with_parameters(nets, parameters)
+        by_network, _ = mixing_losses(cfg, functions, MixupBatch(**batch), networks, True)
         return torch.stack([term.mean() for term in by_network.values()]).sum()
 
     optimizer = torch.optim.SGD([p for net in nets.values() for p in net.parameters()], lr=RATE)

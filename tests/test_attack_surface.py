@@ -669,7 +669,7 @@ def damaged(came: FedSSLRequest, value: float, share: float) -> FedSSLRequest:
         return {key: torch.where(masks[key], value, v) for key, v in weights.items()}
 
     F, G, D = (plant(weights) for weights in (came.F, came.G, came.D))
-    return FedSSLRequest(F, G, D, came.teacher, came.trains_classifier, came.mixes_teach)
+    return FedSSLRequest(F, G, D, came.teacher, came.train_classifier, came.train_on_mixes)
 
 
 HOSTILE_WEIGHTS = [(math.nan, 1.0), (math.nan, 0.001), (math.inf, 0.01), (1e30, 0.01), (1e10, 1.0)]

@@ -20,10 +20,10 @@ from torch.testing import assert_close
 from generators import ImageDiscriminator, ImageGenerator
 from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLRequest, FedSSLUpdate
 from privssl.algorithms.fedssl.losses import (
-    Callables,
-    Mixing,
-    Synthetic,
-    draw_mixing,
+    MixupBatch,
+    NetworkFunctions,
+    SyntheticRows,
+    draw_mixup_batch,
     mixing_losses,
     scale_gradient,
     synthetic_places,
@@ -71,8 +71,8 @@ def classify(x: Tensor) -> Tensor:
     return x
 
 
-STUBS = Callables(classify, generate, judge, classify, judge)
-BATCH = Mixing(
+STUBS = NetworkFunctions(classify, generate, judge, classify, judge)
+BATCH = MixupBatch(
     strong=torch.tensor([[0.9, -0.4], [-0.2, 0.1], [0.3, 0.8]]),
     mild=torch.tensor([[0.8, -0.5], [-0.1, 0.2], [0.5, 0.6]]),
     p1=torch.tensor([[1.0, 0.0], [0.3, 0.7], [0.0, 1.0]]),
@@ -122,9 +122,9 @@ def config(**settings: Any) -> FedSSLConfig:
 
 
 def losses(
-    trained: Sequence[str] = ALL, mixes_teach: bool = True, **settings: Any
+    trained: Sequence[str] = ALL, train_on_mixes: bool = True, **settings: Any
 ) -> tuple[dict[str, list[float]], list[bool]]:
-    found, agree = mixing_losses(config(**settings), STUBS, BATCH, trained, mixes_teach)
+    found, agree = mixing_losses(config(**settings), STUBS, BATCH, trained, train_on_mixes)
     return {name: loss.tolist() for name, loss in found.items()}, agree.tolist()
 
 
@@ -145,7 +145,7 @@ def test_with_an_open_gate_f_learns_rows_and_mixes_and_g_realism_and_reconstruct
 
 
 def test_with_a_closed_gate_f_learns_rows_and_g_alone_is_guided() -> None:
-    found, agree = losses(mixes_teach=False, weight_guidance=0.3)
+    found, agree = losses(train_on_mixes=False, weight_guidance=0.3)
     assert found["F"] == expected(lambda r: r["supervised"])
     assert found["G"] == expected(lambda r: r["real"] + 0.0125 * r["rebuilt"] + 0.3 * r["mix"])
     assert agree == [bool(reference(row)["agrees"]) for row in range(3)]
@@ -154,7 +154,7 @@ def test_with_a_closed_gate_f_learns_rows_and_g_alone_is_guided() -> None:
 def test_algorithm_1_read_literally_trains_f_on_mixes_only() -> None:
     found, _ = losses(real_rows=False, weight_mix=0.5)
     assert found["F"] == expected(lambda r: 0.5 * r["mix"])
-    closed, _ = losses(real_rows=False, mixes_teach=False)
+    closed, _ = losses(real_rows=False, train_on_mixes=False)
     assert closed["F"] == [0.0, 0.0, 0.0]
 
 
@@ -169,7 +169,7 @@ def test_in_turn_g_reg_has_realism_and_reconstruction_and_g_mixup_the_mixed_cros
     weights: dict[str, Any] = {
         "weight_mix": 0.5, "weight_real": 0.7, "weight_reconstruction": 0.2,
     }  # fmt: skip
-    (reg, first), (mixup, second) = config(updates="in_turn", **weights).parts()
+    (reg, first), (mixup, second) = config(updates="in_turn", **weights).training_phases()
     assert (set(first), set(second)) == ({"G", "D"}, {"F", "G"})  # Alg. 1 l. 4 and 5
     found, _ = mixing_losses(reg, STUBS, BATCH, ("G", "D"), True)
     numbers = {name: loss.tolist() for name, loss in found.items()}
@@ -188,8 +188,11 @@ def test_in_turn_g_reg_has_realism_and_reconstruction_and_g_mixup_the_mixed_cros
 
 def test_a_part_without_a_loss_for_g_does_not_change_g() -> None:
     bare = {"weight_real": 0.0, "weight_reconstruction": 0.0, "weight_guidance": 0.0}
-    assert [networks for _, networks in config(updates="in_turn", **bare).parts()] == ["D", "F"]
-    coded = config(updates="in_turn", generator="variational", **bare).parts()
+    assert [networks for _, networks in config(updates="in_turn", **bare).training_phases()] == [
+        "D",
+        "F",
+    ]
+    coded = config(updates="in_turn", generator="variational", **bare).training_phases()
     assert [networks for _, networks in coded] == ["GD", "F"]
 
 
@@ -201,23 +204,23 @@ def test_a_weight_of_zero_disables_its_loss() -> None:
     assert no_rebuilding["G"] == expected(lambda r: r["real"])
     no_mixes, _ = losses(weight_mix=0.0)
     assert no_mixes["F"] == expected(lambda r: r["supervised"])
-    unguided, _ = losses(mixes_teach=False, weight_guidance=0.0)
+    unguided, _ = losses(train_on_mixes=False, weight_guidance=0.0)
     assert unguided["G"] == expected(lambda r: r["real"] + 0.0125 * r["rebuilt"])
 
 
 @pytest.mark.parametrize("trained", [("F",), ("G",), ("D",), ("F", "D"), ("G", "D")])
-@pytest.mark.parametrize("mixes_teach", [True, False])
+@pytest.mark.parametrize("train_on_mixes", [True, False])
 def test_networks_that_are_not_trained_have_no_loss_and_change_no_loss(
-    trained: tuple[str, ...], mixes_teach: bool
+    trained: tuple[str, ...], train_on_mixes: bool
 ) -> None:
-    found, _ = losses(trained, mixes_teach)
+    found, _ = losses(trained, train_on_mixes)
     for name in ALL:
         if name not in trained:
             assert found[name] == [0.0, 0.0, 0.0]
     if "D" in trained:
         assert found["D"] == expected(lambda r: r["D"])
     if trained == ("F",):
-        mix = 0.5 if mixes_teach else 0.0
+        mix = 0.5 if train_on_mixes else 0.0
         assert found["F"] == expected(lambda r: r["supervised"] + mix * r["mix"])
 
 
@@ -235,8 +238,8 @@ def networks() -> dict[str, nn.Module]:
         }
 
 
-def functions(nets: Mapping[str, nn.Module]) -> Callables:
-    return Callables(
+def functions(nets: Mapping[str, nn.Module]) -> NetworkFunctions:
+    return NetworkFunctions(
         nets["F"],
         nets["G"],
         nets["D"],
@@ -249,8 +252,8 @@ def drawn(*shape: int, purpose: str = "x") -> Tensor:
     return torch.rand(*shape, generator=stream(0, 0, "world", purpose))
 
 
-def real_batch(rows: int = 4) -> Mixing:
-    return Mixing(
+def real_batch(rows: int = 4) -> MixupBatch:
+    return MixupBatch(
         strong=2 * drawn(rows, *SHAPE, purpose="strong") - 1,
         mild=2 * drawn(rows, *SHAPE, purpose="mild") - 1,
         p1=torch.eye(CLASSES)[torch.arange(rows) % CLASSES],
@@ -270,9 +273,11 @@ def gradients(loss: Tensor, network: nn.Module) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
 
 
-def reaches(callables: Callables, nets: Mapping[str, nn.Module], mixes_teach: bool) -> set[str]:
+def reaches(
+    callables: NetworkFunctions, nets: Mapping[str, nn.Module], train_on_mixes: bool
+) -> set[str]:
     """Which loss has a gradient for which network, as "loss->network"."""
-    found, _ = mixing_losses(config(), callables, real_batch(), ALL, mixes_teach)
+    found, _ = mixing_losses(config(), callables, real_batch(), ALL, train_on_mixes)
     return {
         f"{loss}->{name}"
         for loss in ALL
@@ -283,25 +288,25 @@ def reaches(callables: Callables, nets: Mapping[str, nn.Module], mixes_teach: bo
 
 def test_with_the_gate_closed_each_loss_trains_its_own_network_only() -> None:
     nets = networks()
-    assert reaches(functions(nets), nets, mixes_teach=False) == {"F->F", "G->G", "D->D"}
+    assert reaches(functions(nets), nets, train_on_mixes=False) == {"F->F", "G->G", "D->D"}
 
 
 def test_with_the_gate_open_the_cross_entropy_of_mixes_trains_g_as_well() -> None:
     nets = networks()  # Eq. 4: min over F and G
-    assert reaches(functions(nets), nets, mixes_teach=True) == {"F->F", "F->G", "G->G", "D->D"}
+    assert reaches(functions(nets), nets, train_on_mixes=True) == {"F->F", "F->G", "G->G", "D->D"}
 
 
 def test_the_check_of_gradient_paths_detects_a_network_that_is_not_frozen() -> None:
     nets = networks()
     open_F = dataclasses.replace(functions(nets), F_frozen=nets["F"])
-    assert "G->F" in reaches(open_F, nets, mixes_teach=False)
+    assert "G->F" in reaches(open_F, nets, train_on_mixes=False)
     open_D = dataclasses.replace(functions(nets), D_frozen=nets["D"])
-    assert "G->D" in reaches(open_D, nets, mixes_teach=False)
+    assert "G->D" in reaches(open_D, nets, train_on_mixes=False)
 
 
-def all_gradients(mixes_teach: bool, **settings: Any) -> dict[str, Tensor]:
+def all_gradients(train_on_mixes: bool, **settings: Any) -> dict[str, Tensor]:
     nets = networks()
-    found, _ = mixing_losses(config(**settings), functions(nets), real_batch(), ALL, mixes_teach)
+    found, _ = mixing_losses(config(**settings), functions(nets), real_batch(), ALL, train_on_mixes)
     total = torch.stack([loss.mean() for loss in found.values()]).sum()
     return {name: gradients(total, nets[name]) for name in ALL}
 
@@ -344,13 +349,13 @@ def test_the_losses_of_a_row_do_not_depend_on_other_rows() -> None:
     nets, batch = networks(), real_batch()
     whole, _ = mixing_losses(config(), functions(nets), batch, ALL, True)
     for row in range(4):
-        alone = Mixing(**{name: value[row : row + 1] for name, value in batch.fields().items()})
+        alone = MixupBatch(**{name: value[row : row + 1] for name, value in batch.fields().items()})
         found, _ = mixing_losses(config(), functions(nets), alone, ALL, True)
         for name in ALL:
             assert_close(found[name][0], whole[name][row])
     # the control: batch norm is detected
     coupled = nets | {"F": SmallCNN(SHAPE, CLASSES, width=4, norm="batch")}
-    pair = Mixing(**{name: value[:2] for name, value in batch.fields().items()})
+    pair = MixupBatch(**{name: value[:2] for name, value in batch.fields().items()})
     both, _ = mixing_losses(config(), functions(coupled), batch, ("F",), False)
     fewer, _ = mixing_losses(config(), functions(coupled), pair, ("F",), False)
     assert not torch.allclose(both["F"][:2], fewer["F"])
@@ -366,7 +371,7 @@ def context(visit: int = 1) -> Context:
 def test_the_draws_of_a_visit_are_in_their_ranges_and_depend_on_the_visit() -> None:
     x = (255 * drawn(200, *SHAPE)).to(torch.uint8)
     p1 = torch.eye(5)[torch.arange(200) % 5]
-    first, again, other = (draw_mixing(config(), x, p1, context(v)) for v in (1, 1, 2))
+    first, again, other = (draw_mixup_batch(config(), x, p1, context(v)) for v in (1, 1, 2))
     assert same_bits(first, again) and not same_bits(first, other)
     assert torch.equal(first.p1, p1)
     assert set(first.p2.argmax(dim=1).tolist()) == set(range(5))  # any class of the label space
@@ -375,7 +380,7 @@ def test_the_draws_of_a_visit_are_in_their_ranges_and_depend_on_the_visit() -> N
     assert bool(((first.lam >= 0) & (first.lam <= 1)).all())
     assert bool((first.mild.abs() <= 1 + 1e-6).all())
     assert not torch.equal(first.strong, first.mild)  # F and G get different views
-    plain = draw_mixing(config(augment="none"), x, p1, context())
+    plain = draw_mixup_batch(config(augment="none"), x, p1, context())
     assert torch.equal(plain.strong, plain.mild)
 
 
@@ -402,7 +407,7 @@ def test_a_round_calls_every_agent_once_and_each_sends_the_networks_it_trained()
 
 def test_algorithm_1_read_literally_query_agents_train_f_from_the_first_round() -> None:
     _, recorded = record(1, warm_up=5, real_rows=False)
-    assert all(call.message.trains_classifier for call, _ in recorded)
+    assert all(call.message.train_classifier for call, _ in recorded)
 
 
 def test_in_parallel_all_agents_start_from_the_same_networks() -> None:
@@ -487,7 +492,7 @@ def test_the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_o
 @pytest.mark.parametrize(("gate", "opens"), [(0.0, True), (1.0, False)])
 def test_f_learns_from_mixes_only_behind_an_open_gate(gate: float, opens: bool) -> None:
     _, recorded = record(1, gate=gate)
-    assert [call.message.mixes_teach for call, _ in recorded] == [opens] * 4
+    assert [call.message.train_on_mixes for call, _ in recorded] == [opens] * 4
 
 
 def test_an_ablation_without_realism_does_not_change_d() -> None:
@@ -508,7 +513,7 @@ def test_messages_contain_weights_and_a_few_listed_numbers_only() -> None:
         "agreement",
     ]
     assert [field.name for field in dataclasses.fields(FedSSLRequest)] == [
-        "F", "G", "D", "teacher", "trains_classifier", "mixes_teach"
+        "F", "G", "D", "teacher", "train_classifier", "train_on_mixes"
     ]  # fmt: skip
 
 
@@ -616,7 +621,7 @@ def test_the_code_loss_is_the_divergence_from_the_standard_normal_distribution()
 
     stubs = dataclasses.replace(STUBS, G=coded)
     settings = config(generator="variational", weight_code=0.5, weight_guidance=0.0)
-    found, _ = mixing_losses(settings, stubs, BATCH, ("G",), mixes_teach=False)
+    found, _ = mixing_losses(settings, stubs, BATCH, ("G",), train_on_mixes=False)
     plain = expected(lambda r: r["real"] + 0.0125 * r["rebuilt"])
     without = [a - 3.5 * float(x[0]) for a, x in zip(found["G"].tolist(), BATCH.mild, strict=True)]
     assert without == plain
@@ -630,7 +635,7 @@ def test_g_learns_reconstruction_only_where_no_loss_uses_mixes() -> None:
         return generate(x, p, q, z, lam), torch.zeros(len(x))
 
     stubs = dataclasses.replace(STUBS, G=coded)
-    found, _ = mixing_losses(config(**VARIATIONAL), stubs, BATCH, ("F", "G"), mixes_teach=True)
+    found, _ = mixing_losses(config(**VARIATIONAL), stubs, BATCH, ("F", "G"), train_on_mixes=True)
     assert made == [(3, 1)]  # lambda 1 alone
     assert found["G"].tolist() == expected(lambda r: 0.0125 * r["rebuilt"])
     assert found["F"].tolist() == expected(lambda r: r["supervised"])
@@ -642,14 +647,14 @@ def test_synthetic_rows_take_the_first_places_of_each_batch_with_their_own_label
     p1 = torch.eye(5)[torch.arange(10) % 5]
     places = [0, 1, 4, 5, 8, 9]
     assert synthetic_places(cfg, 10).tolist() == places
-    given = Synthetic(torch.full((6, *SHAPE), 0.5), torch.full((6, 5), 0.2))
-    plain, mixed = (draw_mixing(cfg, x, p1, context(), some) for some in (None, given))
+    given = SyntheticRows(torch.full((6, *SHAPE), 0.5), torch.full((6, 5), 0.2))
+    plain, mixed = (draw_mixup_batch(cfg, x, p1, context(), some) for some in (None, given))
     others = [i for i in range(10) if i not in places]
     assert torch.equal(mixed.strong[others], plain.strong[others])
-    assert torch.equal(mixed.learned[others], p1[others])
-    assert bool((mixed.strong[places] == 0.5).all()) and bool((mixed.learned[places] == 0.2).all())
+    assert torch.equal(mixed.targets[others], p1[others])
+    assert bool((mixed.strong[places] == 0.5).all()) and bool((mixed.targets[places] == 0.2).all())
     # G still learns from real rows, and all other draws are the same.
-    assert torch.equal(plain.learned, p1)
+    assert torch.equal(plain.targets, p1)
     for name in ("mild", "p1", "p2", "z", "lam"):
         assert torch.equal(getattr(plain, name), getattr(mixed, name))
     losses_of = [mixing_losses(cfg, STUB_F, some, ("F",), False)[0]["F"] for some in (plain, mixed)]
@@ -709,8 +714,8 @@ def test_synthetic_rows_have_all_classes_and_the_configured_labels(labels: str) 
     algorithm = make("fedssl", **(VARIATIONAL | {"synthetic_labels": labels, "local_steps": 20}))
     played = simulate(algorithm, federated_data(), 1, engine=RecordingEngine)
     assert isinstance(played.engine, RecordingEngine) and isinstance(algorithm, FedSSL)
-    message = dataclasses.replace(played.engine.recorded[-1][0].message, mixes_teach=True)
-    made, recognised = algorithm._synthetic(message, 120, context())
+    message = dataclasses.replace(played.engine.recorded[-1][0].message, train_on_mixes=True)
+    made, recognised = algorithm._sample_generator(message, 120, context())
     assert made is not None and recognised is not None and len(made.rows) == 60
     named = made.labels.argmax(dim=1).bincount(minlength=10)
     hard = bool((made.labels.max(dim=1).values == 1).all())

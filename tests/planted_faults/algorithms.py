@@ -278,7 +278,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSSL: the gate is open from the start",
-        ((FEDSSL, "mixes_teach=self.cfg.gate == 0 or state.gate_round > 0,", "mixes_teach=True,"),),
+        (
+            (
+                FEDSSL,
+                "train_on_mixes=self.cfg.gate == 0 or state.gate_round > 0,",
+                "train_on_mixes=True,",
+            ),
+        ),
         (IN_FEDSSL + "f_learns_from_mixes_only_behind_an_open_gate",),
     ),
     Fault(
@@ -295,8 +301,8 @@ FAULTS: tuple[Fault, ...] = (
             (
                 FEDSSL,
                 "            for agent in self._support_agents(federation):  # Alg. 2 l. 2\n"
-                "                request = self._request(state, federation)\n",
-                "            request = self._request(state, federation)\n"
+                "                request = self._make_request(state, federation)\n",
+                "            request = self._make_request(state, federation)\n"
                 "            for agent in self._support_agents(federation):  # Alg. 2 l. 2\n",
             ),
         ),
@@ -311,15 +317,15 @@ FAULTS: tuple[Fault, ...] = (
             (
                 FEDSSL,
                 "            for agent in self._support_agents(federation):  # Alg. 2 l. 2\n"
-                "                request = self._request(state, federation)\n",
+                "                request = self._make_request(state, federation)\n",
                 "            handed_on = state\n"
                 "            for agent in self._support_agents(federation):  # Alg. 2 l. 2\n"
-                "                request = self._request(handed_on, federation)\n",
+                "                request = self._make_request(handed_on, federation)\n",
             ),
             (
                 FEDSSL,
-                "state = _updated_state(state, reply.payload)",
-                "handed_on = _updated_state(handed_on, reply.payload)",
+                "state = _apply_update(state, reply.payload)",
+                "handed_on = _apply_update(handed_on, reply.payload)",
             ),
         ),
         (IN_FEDSSL + "in_sequence_without_query_training_the_support_agents_weights_are_kept",),

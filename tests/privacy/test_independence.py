@@ -296,7 +296,7 @@ def test_a_view_of_ones_own_config_that_keeps_rows_after_a_warm_up_is_refused(us
     with refused if uses else contextlib.nullcontext():
         losses.train_networks_privately(
             plan, OwnViews(noise_size=NOISE), networks(), rows, ctx, classes=CLASSES,
-            mixes_teach=True, counts_public=True,
+            train_on_mixes=True, counts_public=True,
         )  # fmt: skip
     assert seen.calls > 20
 

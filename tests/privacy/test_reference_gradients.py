@@ -10,7 +10,7 @@ from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
 from generators.objectives import discriminator_loss
-from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
+from privssl.algorithms.fedssl.losses import MixupBatch, NetworkFunctions, mixing_losses
 from privssl.algorithms.fedssl.settings import GMixupSettings
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.privacy.per_example_gradients import (
@@ -45,8 +45,8 @@ def test_gradients_of_the_joint_loss_equal_those_of_one_row_at_a_time(
             net.zero_grad()
             net.requires_grad_(name in protect)
         frozen = {n: copy.deepcopy(nets[n]).requires_grad_(False) for n in ("F", "D")}
-        live = Callables(nets["F"], nets["G"], nets["D"], frozen["F"], frozen["D"])
-        one = Mixing(**{key: value[row] for key, value in fields.items()})
+        live = NetworkFunctions(nets["F"], nets["G"], nets["D"], frozen["F"], frozen["D"])
+        one = MixupBatch(**{key: value[row] for key, value in fields.items()})
         losses, _ = mixing_losses(GMixupSettings(), live, one, protect, True)
         torch.stack([part.mean() for part in losses.values()]).sum().backward()  # type: ignore[no-untyped-call]
         for net_name, net in protected.items():

@@ -321,7 +321,7 @@ def test_the_traceback_of_a_crash_in_a_private_visit_contains_no_row(
 ) -> None:
     prepared = prepare(configured())
 
-    def crash(cfg: object, functions: object, batch: losses.Mixing, *_: object) -> Tensor:
+    def crash(cfg: object, functions: object, batch: losses.MixupBatch, *_: object) -> Tensor:
         return torch.cat([batch.mild, batch.p1])  # the shapes do not fit
 
     monkeypatch.setattr(losses, "mixing_losses", crash)

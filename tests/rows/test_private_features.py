@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from accounting.accountants import epsilon
 from accounting.events import PoissonSampledGaussianEvent
 from generators import FeatureDiscriminator, FeatureGenerator
-from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
+from privssl.algorithms.fedssl.losses import MixupBatch, NetworkFunctions, mixing_losses
 from privssl.algorithms.fedssl.settings import GMixupSettings
 from privssl.audit.canary_attack import attack_messages
 from privssl.experiment import config
@@ -91,9 +91,9 @@ def test_joint_gradients_of_f_g_and_d_equal_those_of_one_row_at_a_time(kind: str
     nets = networks(kind, {"vector": "mlp", "sequence": "text_cnn"}[kind])
 
     def loss(parameters: Parameters, fields: Any) -> Tensor:
-        functions = Callables.of(nets, parameters)
+        functions = NetworkFunctions.with_parameters(nets, parameters)
         cfg, trained = GMixupSettings(), ("F", "G", "D")
-        by_network, _ = mixing_losses(cfg, functions, Mixing(**fields), trained, True)
+        by_network, _ = mixing_losses(cfg, functions, MixupBatch(**fields), trained, True)
         return torch.stack([part.mean() for part in by_network.values()]).sum()
 
     check_one_row_at_a_time(loss, nets, mixing(kind))

@@ -115,7 +115,7 @@ def make_request(handler: SiteRequestHandler) -> FedSSLRequest:
     federation.begin(Round(1))
     algorithm = handler.algorithm
     assert isinstance(algorithm, FedSSL)
-    return algorithm._request(algorithm.start(federation), federation)
+    return algorithm._make_request(algorithm.start(federation), federation)
 
 
 def step_request(
@@ -202,7 +202,7 @@ def test_another_message_run_or_visit_is_charged_again_and_gets_fresh_noise(
     site_folder: Path,
 ) -> None:
     handler = open_handler(site_folder)
-    other = dataclasses.replace(make_request(handler), mixes_teach=False)
+    other = dataclasses.replace(make_request(handler), train_on_mixes=False)
     visits = [
         step_request(handler), step_request(handler, other), step_request(handler, run="r2"),
         step_request(handler, visit=2),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from generators import ImageDiscriminator, ImageGenerator, VariationalImageGenerator
-from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
+from privssl.algorithms.fedssl.losses import MixupBatch, NetworkFunctions, mixing_losses
 from privssl.algorithms.fedssl.settings import GMixupSettings
 from privssl.core.rows import IMAGE, WITH_DROPOUT
 from privssl.models.convnets import LeNet, SmallCNN
@@ -84,8 +84,10 @@ def mixing(rows: int, views: int, dtype: torch.dtype = torch.float32) -> dict[st
 
 def joint_loss(nets: Mapping[str, nn.Module], protect: tuple[str, ...]) -> RowLoss:
     def loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
-        functions = Callables.of(nets, parameters)
-        by_network, _ = mixing_losses(GMixupSettings(), functions, Mixing(**fields), protect, True)
+        functions = NetworkFunctions.with_parameters(nets, parameters)
+        by_network, _ = mixing_losses(
+            GMixupSettings(), functions, MixupBatch(**fields), protect, True
+        )
         return torch.stack([part.mean() for part in by_network.values()]).sum()
 
     return loss

@@ -76,7 +76,7 @@ def make_request(prepared: Prepared) -> FedSSLRequest:
     """The request of the first round of a run."""
     nets = prepared.algorithm.networks()
     F, G, D = ({k: v.clone() for k, v in nets[n].state_dict().items()} for n in ("F", "G", "D"))
-    return FedSSLRequest(F, G, D, teacher=F, trains_classifier=True, mixes_teach=True)
+    return FedSSLRequest(F, G, D, teacher=F, train_classifier=True, train_on_mixes=True)
 
 
 def visit(prepared: Prepared, agent: Agent, ctx: Context) -> FedSSLUpdate | Declined:

@@ -39,7 +39,7 @@ from accounting.errors import BudgetExhausted
 from generators import ConditionalGenerator, draw_samples, networks_for
 from privssl.algorithms.base import Algorithm, CanaryLoss, MissingReplyPolicy
 from privssl.algorithms.fedssl import losses
-from privssl.algorithms.fedssl.losses import NETWORKS, Mixing, Synthetic
+from privssl.algorithms.fedssl.losses import NETWORKS, MixupBatch, SyntheticRows
 from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.algorithms.local_ssl import (
     TeacherState,
@@ -73,15 +73,16 @@ class FedSSLRequest(Message):
     G: StateDict
     D: StateDict
     teacher: StateDict
-    trains_classifier: bool  # not in a query agent's warm-up
-    mixes_teach: bool  # the gate is open
+    train_classifier: bool  # not in a query agent's warm-up
+    train_on_mixes: bool  # the gate is open
 
 
 @dataclasses.dataclass(frozen=True)
 class FedSSLUpdate(Message):
     """Up from an agent: the networks; None is one that it did not train.
 
-    ``agreement`` is the share of mixes that F classifies as p'; None in a private step.
+    ``agreement`` is the share of mixes that F classifies as p' or, with ``synthetic_share``, the
+    share of G's samples that the teacher recognises; None in a private step.
     """
 
     F: StateDict | None
@@ -177,20 +178,20 @@ class FedSSL(Algorithm[FedSSLState]):
         support: list[Reply[FedSSLUpdate]] = []
         if self.plan is not None or self.cfg.order == "sequential":
             for agent in self._support_agents(federation):  # Alg. 2 l. 2
-                request = self._request(state, federation)
+                request = self._make_request(state, federation)
                 reply = federation.call(agent, self.support_pass, request)
                 if not reply.declined:  # l. 3-4: declines when its budget is spent
-                    state = _updated_state(state, reply.payload)
+                    state = _apply_update(state, reply.payload)
         else:  # Alg. 1 l. 3-5
-            request = self._request(state, federation)
+            request = self._make_request(state, federation)
             support = federation.call_all(federation.support, self.support_pass, request)
-        request = self._request(state, federation, query=True)
+        request = self._make_request(state, federation, query=True)
         query = federation.call_all(participants, self.query_pass, request)
         F, G, D = (  # Alg. 1 l. 9
             average_groups(self.cfg.weights, support, query, name, getattr(state, name))
             for name in NETWORKS
         )
-        agreement, gate_round = self._gate(state, federation, [*support, *query])
+        agreement, gate_round = self._update_gate(state, federation, [*support, *query])
         decay = self.cfg.decay(federation.round.number)
         teacher = local_training.moving_average(state.teacher, F, decay)
         return FedSSLState(F, teacher, G, D, agreement, gate_round)
@@ -200,7 +201,7 @@ class FedSSL(Algorithm[FedSSLState]):
         no_visits_left = self.plan is not None and federation.round.number > self.plan.visits
         return () if no_visits_left else federation.support
 
-    def _gate(
+    def _update_gate(
         self, state: FedSSLState, federation: Federation, replies: Sequence[Reply[FedSSLUpdate]]
     ) -> tuple[float, int]:
         """The mean agreement of a round, and the round from which mixes train F."""
@@ -210,7 +211,7 @@ class FedSSL(Algorithm[FedSSLState]):
         opens = not state.gate_round and agreement >= self.cfg.gate
         return agreement, federation.round.number + 1 if opens else state.gate_round
 
-    def _request(
+    def _make_request(
         self, state: FedSSLState, federation: Federation, query: bool = False
     ) -> FedSSLRequest:
         in_warm_up = federation.round.number <= self.cfg.warm_up and self.cfg.real_rows
@@ -221,8 +222,8 @@ class FedSSL(Algorithm[FedSSLState]):
                 D, G = {}, G if self.cfg.synthetic_at == "all" else {}
         return FedSSLRequest(
             F=state.F, G=G, D=D, teacher=state.teacher,
-            trains_classifier=not (query and in_warm_up),
-            mixes_teach=self.cfg.gate == 0 or state.gate_round > 0,
+            train_classifier=not (query and in_warm_up),
+            train_on_mixes=self.cfg.gate == 0 or state.gate_round > 0,
         )  # fmt: skip
 
     def classifier(self, state: FedSSLState) -> StateDict:
@@ -244,10 +245,9 @@ class FedSSL(Algorithm[FedSSLState]):
         if self.plan is not None:
             return self._private_pass(agent, msg, ctx)
         ctx.weight = float(len(agent.labelled))
-        trained = NETWORKS if self.cfg.generator_at == "all" else ("F",)
-        return self._train(
-            trained, self._labelled_mixing(agent, ctx, msg), agent, msg, ctx, "support"
-        )
+        to_train = NETWORKS if self.cfg.generator_at == "all" else ("F",)
+        batch = self._draw_labelled_batch(agent, ctx, msg)
+        return self._train(to_train, batch, agent, msg, ctx, "support")
 
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: FedSSLRequest, ctx: Context) -> FedSSLUpdate:
@@ -257,9 +257,9 @@ class FedSSL(Algorithm[FedSSLState]):
         indices = self.cfg.draw_rows(len(rows), ctx)
         q1 = self.cfg.guess(self.load_classifier(msg.teacher, ctx), rows.x[indices], ctx)
         ctx.pseudo_labels(rows.ids[indices], q1)
-        synthetic, recognised = self._synthetic(msg, len(indices), ctx)
-        mixing = losses.draw_mixing(self.cfg, rows.x[indices], q1, ctx, synthetic)
-        update = self._train(NETWORKS, mixing, agent, msg, ctx, "query")
+        synthetic, recognised = self._sample_generator(msg, len(indices), ctx)
+        batch = losses.draw_mixup_batch(self.cfg, rows.x[indices], q1, ctx, synthetic)
+        update = self._train(NETWORKS, batch, agent, msg, ctx, "query")
         return update if recognised is None else dataclasses.replace(update, agreement=recognised)
 
     def _private_pass(
@@ -275,17 +275,17 @@ class FedSSL(Algorithm[FedSSLState]):
                     return private_update
                 # l. 8, the published scheme only: D and F are trained without protection
                 request = dataclasses.replace(msg, G=private_update.G or msg.G)
-                mixing = self._labelled_mixing(agent, ctx)
-                update = self._train(unprotected, mixing, agent, request, ctx, "support")
+                batch = self._draw_labelled_batch(agent, ctx)
+                update = self._train(unprotected, batch, agent, request, ctx, "support")
                 return dataclasses.replace(update, G=private_update.G, agreement=None)
         except BudgetExhausted:
             return BUDGET_EXHAUSTED
 
     # Local training -------------------------------------------------------------------------
 
-    def _labelled_mixing(
+    def _draw_labelled_batch(
         self, agent: SupportAgent, ctx: Context, msg: FedSSLRequest | None = None
-    ) -> Mixing:
+    ) -> MixupBatch:
         """The labelled rows of one step, with everything drawn for them; with a message also the
         synthetic rows, where support agents get some."""
         rows = agent.labelled
@@ -293,39 +293,43 @@ class FedSSL(Algorithm[FedSSLState]):
         labels = one_hot(rows, indices, self.task.classes)
         synthetic = None
         if msg is not None and self.cfg.synthetic_at == "all":
-            synthetic, _ = self._synthetic(msg, len(indices), ctx)
-        return losses.draw_mixing(self.cfg, rows.x[indices], labels, ctx, synthetic)
+            synthetic, _ = self._sample_generator(msg, len(indices), ctx)
+        return losses.draw_mixup_batch(self.cfg, rows.x[indices], labels, ctx, synthetic)
 
-    def _synthetic(
+    def _sample_generator(
         self, msg: FedSSLRequest, rows: int, ctx: Context
-    ) -> tuple[Synthetic | None, float | None]:
-        """Samples of G for a visit with ``rows`` rows, and the share of which the teacher predicts
-        the class that G was given. All classes equally often; none in the warm-up, and none with
-        the classes that G was given while the gate is closed."""
+    ) -> tuple[SyntheticRows | None, float | None]:
+        """Samples of G for a visit with ``rows`` rows, all classes equally often, and the share of
+        them whose class the teacher predicts.
+
+        F gets none in the warm-up, and none with the classes that G was given while the gate is
+        closed: then a few samples show what the teacher predicts.
+        """
         if not self.cfg.synthetic_share:
             return None, None
         by_teacher = self.cfg.synthetic_labels == "teacher"  # else the class that G was given
-        is_used = (msg.mixes_teach or by_teacher) and msg.trains_classifier
+        is_used = (msg.train_on_mixes or by_teacher) and msg.train_classifier
         count = len(losses.synthetic_places(self.cfg, rows)) if is_used else PROBED
         classes = local_training.draw_rows(self.task.classes, count, ctx.rng("synthetic classes"))
         G = local_training.load_weights(self._networks["G"], msg.G, ctx.device).eval()
         assert isinstance(G, ConditionalGenerator)
         samples = draw_samples(G, classes, self.task.classes, self.task.shape, ctx.rng("synthetic"))
         samples = samples.contiguous(memory_format=torch.channels_last)
-        labels = self.cfg.guess_input(self.load_classifier(msg.teacher, ctx), samples, ctx, "names")
-        predicted = labels.argmax(dim=1).cpu()
-        recognised = float((predicted == classes).float().mean())
-        if self.cfg.synthetic_labels == "condition":
-            labels = torch.eye(self.task.classes)[classes].to(ctx.device)
-        return Synthetic(samples, labels) if is_used else None, recognised
+        teacher = self.load_classifier(msg.teacher, ctx)
+        predicted = self.cfg.guess_input(teacher, samples, ctx, "names")
+        recognised = float((predicted.argmax(dim=1).cpu() == classes).float().mean())
+        if not is_used:
+            return None, recognised
+        given = torch.eye(self.task.classes)[classes].to(ctx.device)
+        return SyntheticRows(samples, predicted if by_teacher else given), recognised
 
     def _train(
-        self, trained: Sequence[str], mixing: Mixing, agent: SupportAgent | QueryAgent,
-        msg: FedSSLRequest, ctx: Context, group: str,
+        self, to_train: Sequence[str], rows: MixupBatch, agent: SupportAgent | QueryAgent,
+        msg: FedSSLRequest, ctx: Context, role: str,
     ) -> FedSSLUpdate:  # fmt: skip
         """Ordinary local training of some of the networks."""
-        untrained = {"F": not msg.trains_classifier, "D": not self.cfg.weight_real}
-        trained = [name for name in trained if not untrained.get(name)]
+        untrained = {"F": not msg.train_classifier, "D": not self.cfg.weight_real}
+        to_train = [name for name in to_train if not untrained.get(name)]
         nets = self._load_networks(msg, ctx)
         rates = self.cfg.generator_learning_rate, self.cfg.discriminator_learning_rate
         groups: dict[str, local_training.Group] = {
@@ -334,39 +338,40 @@ class FedSSL(Algorithm[FedSSLState]):
             "D": local_training.AdamGroup(nets["D"], rates[1], (0.5, 0.99)),
         }
         for name, network in nets.items():
-            network.requires_grad_(name in trained)
+            network.requires_grad_(name in to_train)
         optimiser = local_training.LocalOptimiser(
-            {n: groups[n] for n in trained}, agent.memory, group
+            {name: groups[name] for name in to_train}, agent.memory, role
         )
         mean_losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
         agreements = []
-        for cfg, networks, mixes, batch in self._local_steps(trained, mixing):
+        for cfg, names, has_mixes, batch in self._local_steps(to_train, rows):
+            train_on_mixes = has_mixes and msg.train_on_mixes
             means, loss, agreement = batched_call(
-                losses.step_losses, batch.fields(), cfg, networks, mixes and msg.mixes_teach, **nets
+                losses.step_losses, batch.fields(), cfg, names, train_on_mixes, **nets
             )
             optimiser.minimise(loss)
             for name, mean in zip(NETWORKS, means.detach(), strict=True):
-                if name in networks:
+                if name in names:
                     mean_losses[name].append(mean)
-            if mixes and (networks != ("F",) or msg.mixes_teach):
+            if train_on_mixes or names != ("F",):  # else no mix was made
                 agreements.append(agreement)
         agent.memory = {**agent.memory, **optimiser.remember()}
         for name, values in mean_losses.items():
             if values:
-                ctx.log_metric(f"train/loss_{name}/{group}", local_training.mean_of(values))
+                ctx.log_metric(f"train/loss_{name}/{role}", local_training.mean_of(values))
         mean_agreement = local_training.mean_of(agreements) if agreements else None
-        return _message(nets, trained, None if self.cfg.synthetic_share else mean_agreement)
+        return _make_update(nets, to_train, None if self.cfg.synthetic_share else mean_agreement)
 
     def _local_steps(
-        self, trained: Sequence[str], mixing: Mixing
-    ) -> Iterator[tuple[FedSSLConfig, tuple[str, ...], bool, Mixing]]:
-        """Of each step: weights of losses, networks trained, whether it mixes, rows."""
-        for cfg, networks in self.cfg.parts():
-            for step, batch in enumerate(mixing.batches(self.cfg.batch_size)):
-                mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
-                step_networks = tuple(n for n in trained if n in networks and (mixes or n == "F"))
-                if step_networks:
-                    yield cfg, step_networks, mixes, batch
+        self, to_train: Sequence[str], rows: MixupBatch
+    ) -> Iterator[tuple[FedSSLConfig, tuple[str, ...], bool, MixupBatch]]:
+        """Of each step: weights of losses, networks to train, whether it has mixes, rows."""
+        for cfg, networks in self.cfg.training_phases():
+            for step, batch in enumerate(rows.batches(self.cfg.batch_size)):
+                has_mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
+                names = tuple(n for n in to_train if n in networks and (has_mixes or n == "F"))
+                if names:
+                    yield cfg, names, has_mixes, batch
 
     def _train_privately(
         self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
@@ -376,10 +381,10 @@ class FedSSL(Algorithm[FedSSLState]):
         nets = self._load_networks(msg, ctx)
         losses.train_networks_privately(
             self.plan, self.cfg, nets, agent.labelled, ctx, classes=self.task.classes,
-            mixes_teach=msg.mixes_teach,
+            train_on_mixes=msg.train_on_mixes,
             counts_public=agent.account.plan.record_counts == "public",
         )  # fmt: skip
-        return _message(nets, self.plan.protect)
+        return _make_update(nets, self.plan.protect)
 
     def _load_networks(self, msg: FedSSLRequest, ctx: Context) -> dict[str, nn.Module]:
         weights = {name: getattr(msg, name) for name in NETWORKS}
@@ -398,7 +403,7 @@ class FedSSL(Algorithm[FedSSLState]):
         return figures.of_generator(self.generator(state), x, y, self.task.classes)
 
 
-def _message(
+def _make_update(
     nets: Mapping[str, nn.Module], trained: Sequence[str], agreement: float | None = None
 ) -> FedSSLUpdate:
     F, G, D = (
@@ -407,7 +412,7 @@ def _message(
     return FedSSLUpdate(F, G, D, agreement)
 
 
-def _updated_state(state: FedSSLState, sent: FedSSLUpdate) -> FedSSLState:
+def _apply_update(state: FedSSLState, update: FedSSLUpdate) -> FedSSLState:
     """The state with the networks that an agent sent."""
-    changed = {n: getattr(sent, n) for n in NETWORKS if getattr(sent, n) is not None}
+    changed = {n: getattr(update, n) for n in NETWORKS if getattr(update, n) is not None}
     return dataclasses.replace(state, **changed)

@@ -34,7 +34,7 @@ NETWORKS = ("F", "G", "D")
 
 
 @dataclass(frozen=True)
-class Mixing:
+class MixupBatch:
     """B rows with everything drawn for them; a private row has its K views as B."""
 
     strong: Tensor  # (B, *shape) what F learns from
@@ -46,7 +46,7 @@ class Mixing:
     p_strong: Tensor | None = None  # (B, C) labels of ``strong`` where some of it is synthetic
 
     @property
-    def learned(self) -> Tensor:
+    def targets(self) -> Tensor:
         """The labels of ``strong`` (B, C)."""
         return self.p1 if self.p_strong is None else self.p_strong
 
@@ -54,13 +54,13 @@ class Mixing:
         """The tensors by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def batches(self, size: int) -> Iterator["Mixing"]:
+    def batches(self, size: int) -> Iterator["MixupBatch"]:
         """Split into batches of ``size`` rows, in order."""
-        return (Mixing(**fields) for fields in local_training.batches(self.fields(), size))
+        return (MixupBatch(**fields) for fields in local_training.batches(self.fields(), size))
 
 
 @dataclass(frozen=True)
-class Callables:
+class NetworkFunctions:
     """The networks as functions; a frozen one passes gradients on but gets none."""
 
     F: Callable[..., Tensor]
@@ -70,7 +70,9 @@ class Callables:
     D_frozen: Callable[..., Tensor]
 
     @classmethod
-    def of(cls, nets: Mapping[str, nn.Module], parameters: Parameters) -> "Callables":
+    def with_parameters(
+        cls, nets: Mapping[str, nn.Module], parameters: Parameters
+    ) -> "NetworkFunctions":
         """The networks with given parameters; a network without any is frozen."""
         modules = {name: FunctionalModule(nets[name], parameters.get(name)) for name in NETWORKS}
         frozen = {name: module.frozen() for name, module in modules.items()}
@@ -79,16 +81,16 @@ class Callables:
 
 
 @dataclass(frozen=True)
-class Synthetic:
+class SyntheticRows:
     """Rows that G made of noise and a class, without a row."""
 
     rows: Tensor  # (N, *shape) in [-1, 1]
     labels: Tensor  # (N, C) what F is to learn
 
 
-def draw_mixing(
-    cfg: GMixupSettings, x: Tensor, p1: Tensor, ctx: Context, synthetic: Synthetic | None = None
-) -> Mixing:
+def draw_mixup_batch(
+    cfg: GMixupSettings, x: Tensor, p1: Tensor, ctx: Context, synthetic: SyntheticRows | None = None
+) -> MixupBatch:
     """Draw everything for the rows of one step.
 
     Args:
@@ -107,7 +109,7 @@ def draw_mixing(
         x_strong[indices], p_strong[indices] = synthetic.rows, synthetic.labels
     target_classes = torch.randint(classes, (rows,), generator=ctx.rng("classes"))
     mild_view = cfg.mild_view("none" if cfg.augment == "none" else "mid")
-    return Mixing(
+    return MixupBatch(
         strong=cfg.augmentation()(x_strong, ctx.rng("augment F")),
         mild=mild_view(real, ctx.rng("augment G")),
         p1=p1,
@@ -125,88 +127,100 @@ def synthetic_places(cfg: GMixupSettings, rows: int) -> Tensor:
 
 
 def mixing_losses(
-    cfg: GMixupSettings, nets: Callables, b: Mixing, trained: Sequence[str], mixes_teach: bool
-) -> tuple[dict[str, Tensor], Tensor]:
+    cfg: GMixupSettings, nets: NetworkFunctions, b: MixupBatch, to_train: Sequence[str],
+    train_on_mixes: bool,
+) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """The loss of every row, by the network that minimises it.
 
     Args:
-        nets: the networks as functions.
         b: a batch of B rows.
-        trained: networks that are trained; the losses of the others are 0.
-        mixes_teach: whether F learns from mixes.
+        to_train: networks to train; the losses of the others are 0.
+        train_on_mixes: whether F learns from mixes.
 
     Returns:
         {"F", "G", "D"} -> (B,). Each has gradient to its own network alone, except the
         cross-entropy of mixes, which is under F and reaches F and G (Eq. 4, "min over F, G").
         And whether F predicts the likeliest class of p' for each mix (B,).
     """
-    learns_real = "F" in trained and cfg.real_rows
-    learns_mixes = "F" in trained and mixes_teach and cfg.weight_mix > 0
+    on_real = "F" in to_train and cfg.real_rows
+    on_mixes = "F" in to_train and train_on_mixes and cfg.weight_mix > 0
     loss = {name: torch.zeros_like(b.lam) for name in NETWORKS}
-    if not learns_mixes and "G" not in trained and "D" not in trained:
-        if learns_real:
-            loss["F"] = soft_cross_entropy(nets.F(b.strong), b.learned)
-        return loss, torch.zeros_like(b.lam, dtype=torch.bool)  # no mix was made
+    if not on_mixes and "G" not in to_train and "D" not in to_train:  # G is not called
+        if on_real:
+            loss["F"] = soft_cross_entropy(nets.F(b.strong), b.targets)
+        return loss, torch.zeros_like(b.lam, dtype=torch.bool)
 
-    p_mix = mix(b.lam, b.p1, b.p2)  # (B, C) p' of Eq. 4
-    judged = cfg.weight_real > 0 and ("G" in trained or "D" in trained)
-    classified = learns_mixes or ("G" in trained and cfg.weight_guidance > 0)
+    judged = cfg.weight_real > 0 and ("G" in to_train or "D" in to_train)
+    guided = "G" in to_train and cfg.weight_guidance > 0
     # G makes no mixes where no loss uses them: it reconstructs rows (lambda 1) alone.
-    mixes = judged or classified or not cfg.synthetic_share
-    ones = torch.ones_like(b.lam)
-    lams = torch.stack([b.lam if mixes else ones, ones], dim=1)[:, 0 if mixes else 1 :]  # (B, L)
-    with_cost = cfg.generator == "variational"
-    output = nets.G(b.mild, b.p1, b.p2, b.z, lams, *([True] if with_cost else []))
-    images, cost = output if with_cost else (output, None)
-    x_hat, x_rec = images[:, 0], images[:, -1]
+    has_mixes = judged or on_mixes or guided or not cfg.synthetic_share
+    x_hat, x_rec, code_cost = _generate(cfg, nets, b, has_mixes)
+    p_mix = mix(b.lam, b.p1, b.p2)  # (B, C) p' of Eq. 4
 
     # G-Reg, Alg. 1 l. 4 and 7
-    label = p_mix if cfg.judge == "mixed" else b.p2
-    if "D" in trained and cfg.weight_real:  # Eq. 6, max over D
-        d_logits = nets.D(torch.cat([b.mild, x_hat.detach()]), torch.cat([b.p1, label]))
+    judged_label = p_mix if cfg.judge == "mixed" else b.p2
+    if "D" in to_train and cfg.weight_real:  # Eq. 6, max over D
+        d_logits = nets.D(torch.cat([b.mild, x_hat.detach()]), torch.cat([b.p1, judged_label]))
         real, fake = d_logits.chunk(2)
         loss["D"] = discriminator_loss(real, fake, b.lam)
-    if "G" in trained:
+    if "G" in to_train:
         if cfg.weight_real:  # Eq. 6, min over G
-            loss["G"] = cfg.weight_real * realistic_loss(nets.D_frozen(x_hat, label), b.lam)
-        loss["G"] = loss["G"] + cfg.weight_reconstruction * reconstruction_loss(x_rec, b.mild)
-        if cost is not None:
-            loss["G"] = loss["G"] + cfg.weight_code * cost
+            loss["G"] = cfg.weight_real * realistic_loss(nets.D_frozen(x_hat, judged_label), b.lam)
+        rebuilt = reconstruction_loss(x_rec, b.mild)  # Eq. 7
+        loss["G"] = loss["G"] + cfg.weight_reconstruction * rebuilt
+        if code_cost is not None:
+            loss["G"] = loss["G"] + cfg.weight_code * code_cost
 
     # G-MixUp, Alg. 1 l. 5 and 8
-    if learns_mixes:  # Eq. 4, 5: F and G together
+    if on_mixes:  # Eq. 4, 5: F and G together
         x_hat_scaled = scale_gradient(x_hat, cfg.weight_guidance / cfg.weight_mix)
-        if learns_real:
+        if on_real:
             logits, logits_hat = nets.F(torch.cat([b.strong, x_hat_scaled])).chunk(2)
         else:
             logits_hat = nets.F(x_hat_scaled)
         loss["F"] = cfg.weight_mix * soft_cross_entropy(logits_hat, p_mix)
     else:  # Eq. 4, 5 for G alone, while mixes would mislead F
-        logits_hat = nets.F_frozen(x_hat) if mixes else p_mix
-        if "G" in trained and mixes:
+        logits_hat = nets.F_frozen(x_hat) if has_mixes else p_mix
+        if "G" in to_train and has_mixes:
             loss["G"] = loss["G"] + cfg.weight_guidance * soft_cross_entropy(logits_hat, p_mix)
-        if learns_real:
+        if on_real:
             logits = nets.F(b.strong)
-    if learns_real:
-        loss["F"] = loss["F"] + soft_cross_entropy(logits, b.learned)
+    if on_real:
+        loss["F"] = loss["F"] + soft_cross_entropy(logits, b.targets)
     return loss, logits_hat.argmax(dim=1) == p_mix.argmax(dim=1)
 
 
+def _generate(
+    cfg: GMixupSettings, nets: NetworkFunctions, b: MixupBatch, has_mixes: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mixes (B, *shape), reconstructions (B, *shape), and the costs of codes (B,) of a variational
+    G. Without mixes the first are the reconstructions."""
+    ones = torch.ones_like(b.lam)
+    lams = torch.stack([b.lam, ones] if has_mixes else [ones], dim=1)  # (B, 2 or 1)
+    if cfg.generator != "variational":
+        images = nets.G(b.mild, b.p1, b.p2, b.z, lams)
+        return images[:, 0], images[:, -1], None
+    images, code_cost = nets.G(b.mild, b.p1, b.p2, b.z, lams, True)
+    return images[:, 0], images[:, -1], code_cost
+
+
 def step_losses(
-    fields: Mapping[str, Tensor], cfg: GMixupSettings, trained: tuple[str, ...], mixes_teach: bool,
-    *, F: FunctionalModule, G: FunctionalModule, D: FunctionalModule,
+    fields: Mapping[str, Tensor], cfg: GMixupSettings, to_train: tuple[str, ...],
+    train_on_mixes: bool, *, F: FunctionalModule, G: FunctionalModule, D: FunctionalModule,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mean loss of each network (3,), their sum (), and the share of mixes that F classifies as p'
     ()."""
-    functions = Callables(F, G, D, F.frozen(leaves_no_trace=True), D.frozen())
-    by_network, agrees = mixing_losses(cfg, functions, Mixing(**fields), trained, mixes_teach)
+    functions = NetworkFunctions(F, G, D, F.frozen(leaves_no_trace=True), D.frozen())
+    by_network, agrees = mixing_losses(
+        cfg, functions, MixupBatch(**fields), to_train, train_on_mixes
+    )
     means = torch.stack([by_network[name].mean() for name in NETWORKS])
     return means, means.sum(), agrees.float().mean()
 
 
 def train_networks_privately(
     plan: PrivatePlan, cfg: GMixupSettings, nets: Mapping[str, nn.Module], rows: LabelledRows,
-    ctx: Context, *, classes: int, mixes_teach: bool, counts_public: bool,
+    ctx: Context, *, classes: int, train_on_mixes: bool, counts_public: bool,
 ) -> None:  # fmt: skip
     """Train the protected networks in place by DP-SGD: Alg. 2 l. 6.
 
@@ -222,11 +236,13 @@ def train_networks_privately(
         network.requires_grad_(protected).train(protected)
 
     def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
-        return draw_mixing(cfg, x, torch.eye(classes)[y], here).fields()
+        return draw_mixup_batch(cfg, x, torch.eye(classes)[y], here).fields()
 
     def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
-        functions = Callables.of(nets, parameters)
-        losses, _ = mixing_losses(cfg, functions, Mixing(**fields), plan.protect, mixes_teach)
+        functions = NetworkFunctions.with_parameters(nets, parameters)
+        losses, _ = mixing_losses(
+            cfg, functions, MixupBatch(**fields), plan.protect, train_on_mixes
+        )
         return torch.stack([loss.mean() for loss in losses.values()]).sum()
 
     local_dp_sgd.train_rows_privately(
@@ -245,9 +261,9 @@ def try_privately(
         gated: whether mixes train F only after the gate opens.
     """
     dry_plan, rows, ctx = local_dp_sgd.tried_out(plan, task.shape, device)
-    for mixes_teach in {True, not gated}:
+    for train_on_mixes in {True, not gated}:
         train_networks_privately(
-            dry_plan, cfg, nets, rows, ctx, classes=task.classes, mixes_teach=mixes_teach,
+            dry_plan, cfg, nets, rows, ctx, classes=task.classes, train_on_mixes=train_on_mixes,
             counts_public=plan.record_counts == "public",
         )  # fmt: skip
 
@@ -291,7 +307,11 @@ def check_private_rows(cfg: GMixupSettings, nets: Mapping[str, nn.Module], task:
 
     def losses(batch: Mapping[str, Tensor]) -> Tensor:
         by_network, _ = mixing_losses(
-            cfg, Callables.of(nets, {}), Mixing(**batch), ("F", "G", "D"), mixes_teach=True
+            cfg,
+            NetworkFunctions.with_parameters(nets, {}),
+            MixupBatch(**batch),
+            ("F", "G", "D"),
+            train_on_mixes=True,
         )
         return torch.stack(list(by_network.values())).sum(dim=0)
 

@@ -51,8 +51,8 @@ class FedSSLConfig(GMixupSettings):
     # query: support agents train F alone, so G learns no label; a private run: update_at_support
     generator_at: Literal["query", "all"] = "all"
 
-    def parts(self) -> tuple[tuple["FedSSLConfig", str], ...]:
-        """The parts of local training in order: weights of the losses, and networks trained."""
+    def training_phases(self) -> tuple[tuple["FedSSLConfig", str], ...]:
+        """The phases of local training in order: weights of the losses, and networks trained."""
         if self.updates == "joint":
             return ((self, "FGD"),)
         g_reg = dataclasses.replace(self, weight_mix=0.0, weight_guidance=0.0)
