@@ -165,7 +165,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL, Fig. 3: a complementary label is right where it is the class",
-        ((SIGNS, "both.y_minus != y", "both.y_minus == y"),),
+        ((SIGNS, "labels.y_minus != y", "labels.y_minus == y"),),
         (IN_FEDSEAL + "label_rates_and_class_confidences_are_those_of_validation_rows",),
     ),
     # FedSSL --------------------------------------------------------------------------------------

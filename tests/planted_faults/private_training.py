@@ -106,10 +106,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "rows that were not drawn count",
         ((PRIVACY, _ADD, _ADD.replace("mask[part]", "torch.ones_like(mask[part])")),),
-        (
-            IN_PRIVACY
-            + "test_the_sum_does_not_depend_on_microbatches_or_on_the_physical_batch_size",
-        ),
+        (IN_PRIVACY + "test_the_sum_does_not_depend_on_microbatches_or_on_the_padded_batch_size",),
         True,
     ),
     Fault(
@@ -432,7 +429,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "parts whose rows change places may have a remainder of a vector",
-        ((PLAN, "multiple = 4 if self.keeps_places(rows) else 32", "multiple = 4"),),
+        ((PLAN, "multiple = 4 if self.fixes_positions(rows) else 32", "multiple = 4"),),
         (IN_COUNTS + "test_a_batch_beyond_its_public_size_gets_more_microbatches_of_that_size",),
         False,
     ),

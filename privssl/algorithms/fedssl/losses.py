@@ -244,7 +244,7 @@ def try_privately(
     Args:
         gated: whether mixes train F only after the gate opens.
     """
-    dry_plan, rows, ctx = local_dp_sgd.tried_out(plan, task.shape, device)
+    dry_plan, rows, ctx = local_dp_sgd.make_dry_run(plan, task.shape, device)
     for mixes_teach in {True, not gated}:
         train_networks_privately(
             dry_plan, cfg, nets, rows, ctx, classes=task.classes, mixes_teach=mixes_teach,
