@@ -214,14 +214,14 @@ class PrivateTraining:
             rows: labelled rows that the agent holds, >= 0.
             fields_of: (row numbers (B,), step) -> tensors (B, ...), one row's fields each.
             row_loss: the loss of one row.
-            max_microbatch_size: rows of one pass: :func:`choose_max_microbatch_size`.
+            max_microbatch_size: most rows of one pass: :func:`choose_max_microbatch_size`.
 
         Raises:
             PrivacyError: the step has already trained privately under the same charge.
         """
         begin_release()
         mean: list[Tensor] = []
-        microbatch_count, size = self._plan.split_into_microbatches(rows, max_microbatch_size)
+        count, size = self._plan.split_into_microbatches(rows, max_microbatch_size)
         averaged_steps = round(self._plan.average_last * self._plan.steps)
         for step in range(self._plan.steps):
             mask = self._plan.draw_batch(rows)
@@ -229,17 +229,13 @@ class PrivateTraining:
                 order = torch.arange(rows)
             else:  # rows that were not sampled pad the batch to its public size
                 sampled, unsampled = mask.nonzero()[:, 0], (~mask).nonzero()[:, 0]
-                order = torch.cat([sampled, unsampled])[
-                    : max(microbatch_count * size, len(sampled))
-                ]
-            for number, microbatch in enumerate(torch.split(order, size)):
-                if len(microbatch):
-                    fields = {k: pad_rows(v, size) for k, v in fields_of(microbatch, step).items()}
-                    # A microbatch beyond the public number must not affect other agents' rounding.
-                    joint = self._plan.record_counts == "public" and number < microbatch_count
-                    self._add_clipped(
-                        fields, pad_rows(mask[microbatch], size), row_loss, joint=joint
-                    )
+                order = torch.cat([sampled, unsampled])[: max(count * size, len(sampled))]
+            for number, indices in enumerate(torch.split(order, size)):
+                if len(indices):
+                    fields = {k: pad_rows(v, size) for k, v in fields_of(indices, step).items()}
+                    # Microbatches beyond the public number must not affect other agents' rounding.
+                    joint = self._plan.record_counts == "public" and number < count
+                    self._add_clipped(fields, pad_rows(mask[indices], size), row_loss, joint=joint)
             self._step()
             averaged = step - (self._plan.steps - averaged_steps)  # steps averaged before this one
             if averaged >= 0:

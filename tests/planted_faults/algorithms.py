@@ -480,7 +480,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "SemiFL: labels are never probabilities",
-        ((SEMIFL, "y = P if reading.soft_labels else P.argmax", "y = P.argmax"),),
+        ((SEMIFL, "y = P if variant.soft_labels else P.argmax", "y = P.argmax"),),
         (IN_SEMIFL + "an_agent_learns_from_the_received_probabilities_or_from_their_largest",),
     ),
     Fault(
@@ -570,8 +570,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SPARSE,
-                "return _merge(trained, received, masks), _count",
-                "return dict(trained), _count",
+                "return _merge(updated, received, masks), _count",
+                "return dict(updated), _count",
             ),
         ),
         (IN_FEDMATCH + "an_upload_of_psi_keeps_the_servers_entries_where_the_difference_is_small",),

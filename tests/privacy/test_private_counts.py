@@ -331,7 +331,7 @@ def test_a_batch_beyond_its_public_size_gets_more_microbatches_of_that_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sparse = plan(300, record_counts="public", sample_rate=0.01)
-    assert sparse.parts(300, 64) == (1, 32)
+    assert sparse.split_into_microbatches(300, 64) == (1, 32)
     monkeypatch.setattr(PrivatePlan, "draw_batch", lambda self, rows: torch.arange(rows) < 70)
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
     seen, _ = record_sums(F, *rows_of(300), sparse)
