@@ -131,11 +131,11 @@ class FedMatch(Algorithm[FedMatchState]):
         if not self.cfg.decomposition:  # psi is the whole network
             psi, sigma = {name: weight + psi[name] for name, weight in sigma.items()}, {}
         probe = draw_probe(self.task.shape, federation.rng("probe"))
-        negligible = self.cfg.hyperparameters(_label_location(federation)).negligible
+        negligible = self.cfg.hyperparameters(_labels_at(federation)).negligible
         return FedMatchState(sigma, psi, probe, negligible, {}, {}, {})
 
     def round(self, state: FedMatchState, federation: Federation) -> FedMatchState:
-        at_clients = _label_location(federation) == "client"
+        at_clients = _labels_at(federation) == "client"
         if not at_clients:  # Alg. 2 l. 4-8
             state = self._learn_where_labels_are(state, federation)
         down = self._downloads(state, federation)  # Alg. 1 l. 4-6, Alg. 2 l. 9-11
@@ -173,10 +173,10 @@ class FedMatch(Algorithm[FedMatchState]):
         )
 
     def _learning_rates(
-        self, state: FedMatchState, agents: Roster, label_location: LabelLocation
+        self, state: FedMatchState, agents: Roster, labels_at: LabelLocation
     ) -> dict[str, float | None]:
         """The rate that each agent is sent; None: its own, by the loss on its labels."""
-        hparams = self.cfg.hyperparameters(label_location)
+        hparams = self.cfg.hyperparameters(labels_at)
         if hparams.decay_on == "labelled":
             return dict.fromkeys(agent.id for agent in agents)
         first = disjoint.initial_plateau(self.cfg.learning_rate, hparams.patience)
@@ -187,7 +187,7 @@ class FedMatch(Algorithm[FedMatchState]):
         federation: Federation,
     ) -> Mapping[str, Tensor]:  # fmt: skip
         """A.3: after each visit, the agent's plateau with its network's loss on validation rows."""
-        hparams = self.cfg.hyperparameters(_label_location(federation))
+        hparams = self.cfg.hyperparameters(_labels_at(federation))
         if hparams.decay_on == "labelled":
             return state.plateaus
         first = disjoint.initial_plateau(self.cfg.learning_rate, hparams.patience)
@@ -203,10 +203,7 @@ class FedMatch(Algorithm[FedMatchState]):
 
     def _downloads(self, state: FedMatchState, federation: Federation) -> Downloads:
         """The agents of a round, and what each is sent."""
-        hparams, now = (
-            self.cfg.hyperparameters(_label_location(federation)),
-            federation.round.number,
-        )
+        hparams, now = self.cfg.hyperparameters(_labels_at(federation)), federation.round.number
         agents = federation.sample(federation.query, self.cfg.query_per_round)
         period, never = self.cfg.helpers_every, -self.cfg.helpers_every
         if hparams.refresh_helpers == "age":
@@ -227,7 +224,7 @@ class FedMatch(Algorithm[FedMatchState]):
             )  # fmt: skip
             # If not sparse: the difference is counted, as in the code, but not applied.
             by_agent[agent] = download if sparse else dataclasses.replace(download, weights=weights)
-        learning_rates = self._learning_rates(state, agents, _label_location(federation))
+        learning_rates = self._learning_rates(state, agents, _labels_at(federation))
         return Downloads(agents, by_agent, helpers, learning_rates, hparams.sparse_messages)
 
     def _collect(
@@ -250,7 +247,7 @@ class FedMatch(Algorithm[FedMatchState]):
         networks = {agent: DecomposedWeights(sigmas[agent], psi) for agent, psi in psis.items()}
         # down.helpers: who got new ones now; state.helped_at: who ever did, and may keep them.
         agents_with_helpers = set(down.helpers)
-        if self.cfg.hyperparameters(_label_location(federation)).keep_helpers:
+        if self.cfg.hyperparameters(_labels_at(federation)).keep_helpers:
             agents_with_helpers |= {agent.id for agent in down.agents} & state.helped_at.keys()
         downloads, agent_count = down.by_agent.values(), max(len(down.agents), 1)
         return dataclasses.replace(
@@ -363,6 +360,6 @@ class FedMatch(Algorithm[FedMatchState]):
         return order[positions]
 
 
-def _label_location(federation: Federation) -> LabelLocation:
+def _labels_at(federation: Federation) -> LabelLocation:
     """Where labels are: at clients when agents hold both kinds of rows."""
     return "client" if any(agent.role == "mixed" for agent in federation.support) else "server"

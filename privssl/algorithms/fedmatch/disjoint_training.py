@@ -38,7 +38,7 @@ class DisjointTrainer:
     """Trains sigma on labelled rows and psi on unlabelled ones, by SGD of one rate."""
 
     def __init__(
-        self, cfg: DisjointTraining, label_location: LabelLocation, F: nn.Module,
+        self, cfg: DisjointTraining, labels_at: LabelLocation, F: nn.Module,
         start: DecomposedWeights, agent: SupportAgent | QueryAgent, ctx: Context,
         rate: float | None = None,
     ) -> None:  # fmt: skip
@@ -47,7 +47,7 @@ class DisjointTrainer:
         Args:
             rate: the learning rate; None: it continues from the agent's memory.
         """
-        self._cfg, self._hparams = cfg, cfg.hyperparameters(label_location)
+        self._cfg, self._hparams = cfg, cfg.hyperparameters(labels_at)
         self._F, self._agent, self._ctx = F.train(), agent, ctx
         self._own_rate = rate is None
         first = initial_plateau(rate or cfg.learning_rate, self._hparams.patience)

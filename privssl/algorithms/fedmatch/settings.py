@@ -105,15 +105,13 @@ class DisjointTraining:
     sparse_messages: bool | None = None  # only entries that changed are sent, both ways (paper)
     slices_of: SlicesOf | None = None  # a stream is cut from shuffled rows, or as stored (paper)
 
-    def hyperparameters(self, label_location: LabelLocation) -> Hyperparameters:
-        """The numbers that hold where labels are at ``label_location``."""
+    def hyperparameters(self, labels_at: LabelLocation) -> Hyperparameters:
+        """The numbers that hold where labels are at ``labels_at``."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Hyperparameters)}
         overrides = {name: value for name, value in values.items() if value is not None}
         if not self.decomposition:  # psi is then the whole network
             overrides.setdefault("negligible", 0.0)
-        return dataclasses.replace(
-            RELEASED[label_location], **{**PROFILES[self.profile], **overrides}
-        )
+        return dataclasses.replace(RELEASED[labels_at], **{**PROFILES[self.profile], **overrides})
 
     def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A strong view of rows (B, *shape) in [-1, 1]. There is no weak view."""

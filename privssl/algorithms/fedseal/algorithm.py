@@ -254,21 +254,16 @@ class FedSEAL(Algorithm[FedSEALState]):
     @on_agent
     def bootstrap(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> ModelUpdate:
         """Train F until accuracy on validation rows stops rising, and keep the best: 4.1.3."""
-        rows, (train_indices, validation_indices) = (
-            agent.labelled,
-            self._split_rows(agent.labelled, ctx),
-        )
+        rows, (train_indices, val_indices) = agent.labelled, self._split_rows(agent.labelled, ctx)
         F = self.load_classifier(msg.F, ctx)
         sgd, rng = self._sgd(F, ctx), ctx.rng("bootstrap")
-        patience = self.cfg.bootstrap_patience if len(validation_indices) else 0
+        patience = self.cfg.bootstrap_patience if len(val_indices) else 0
         best: StateDict = msg.F
         best_accuracy, epochs_waited = -1.0, 0
         for _ in range(self.cfg.bootstrap_epochs):
             self._labelled_epoch(F, sgd, rows, train_indices, ctx, rng)
-            predicted = _probabilities(F, rows.x[validation_indices], ctx).argmax(dim=1)
-            accuracy = (
-                float((predicted == rows.y[validation_indices]).float().mean()) if patience else 0.0
-            )
+            predicted = _probabilities(F, rows.x[val_indices], ctx).argmax(dim=1)
+            accuracy = float((predicted == rows.y[val_indices]).float().mean()) if patience else 0.0
             epochs_waited += 1
             if accuracy > best_accuracy or not patience:
                 best, best_accuracy, epochs_waited = local_training.weights_of(F), accuracy, 0
@@ -294,9 +289,9 @@ class FedSEAL(Algorithm[FedSEALState]):
         self, agent: SupportAgent, msg: TrainRequest, ctx: Context
     ) -> ClassThresholds:
         """Eq. 5 on the validation rows, not augmented; logs Figures 3 and 4 on them."""
-        rows, (_, validation_indices) = agent.labelled, self._split_rows(agent.labelled, ctx)
-        p = _probabilities(self.load_classifier(msg.F, ctx), rows.x[validation_indices], ctx)
-        tau = negative_learning.class_thresholds(p, rows.y[validation_indices])
+        rows, (_, val_indices) = agent.labelled, self._split_rows(agent.labelled, ctx)
+        p = _probabilities(self.load_classifier(msg.F, ctx), rows.x[val_indices], ctx)
+        tau = negative_learning.class_thresholds(p, rows.y[val_indices])
         tau = tau.clamp(min=self.cfg.threshold_floor)
         finite = tau[tau.isfinite()]
         if len(finite):
@@ -307,7 +302,7 @@ class FedSEAL(Algorithm[FedSEALState]):
                 exclude_likeliest=self.cfg.exclude_likeliest,
             )  # fmt: skip
             for name, value in negative_learning.validation_metrics(
-                p, rows.y[validation_indices], labels
+                p, rows.y[val_indices], labels
             ).items():
                 ctx.log_metric(name, value)
         # NaN stays, and is refused as a message: training diverged

@@ -201,7 +201,7 @@ class SemiFL(Algorithm[SemiFLState]):
         """Statistics of unlabelled rows."""
         return compute_bn_statistics(self.load_classifier(msg.F, ctx), agent.unlabelled.x, ctx)
 
-    # Losses, one batch after the other ---------------------------------------------------------
+    # Losses, one batch after the other ------------------------------------------------------
 
     def _fix_and_mix_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> LossStream:
         """FIX and MIX: ``fix_and_mix_loss`` of rows with a confident label.
@@ -242,7 +242,8 @@ class SemiFL(Algorithm[SemiFLState]):
                 if "lam" in batch:
                     batch["lam"] = batch["lam"][0]  # one for a batch
                 elif cfg.mix_weight:
-                    lam = sample_mix(1, cfg.mix_alpha, mix_rng)[0].double()  # 1 - lam too
+                    # float64, in which the loss then computes 1 - lam too
+                    lam = sample_mix(1, cfg.mix_alpha, mix_rng)[0].double()
                     batch["lam"] = lam.to(ctx.device)
                 # Eq. 5 to 7; run_local_sgd takes the step of Eq. 8
                 yield batched_call(fix_and_mix_loss, batch, cfg.mix_weight, F=F)
