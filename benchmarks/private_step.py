@@ -40,7 +40,7 @@ from privssl.algorithms.fedssl.losses import MixupBatch, NetworkFunctions, mixin
 from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.core.rows import IMAGE, WITH_DROPOUT
 from privssl.models import build_classifier, optimize_layout
-from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
+from privssl.privacy.dp_sgd import PrivateTraining, choose_max_microbatch_size
 from privssl.privacy.per_example_gradients import Parameters
 from privssl.privacy.plan import PrivatePlan
 from privssl.runtime.process import tune_malloc
@@ -164,8 +164,10 @@ def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
         )
         return loss
 
-    at_once = microbatch_size({"N": network}, case.inputs[0][0].numel())
-    return lambda: training.run(len(case.target), fields_of, row_loss, at_once=at_once)
+    max_microbatch_size = choose_max_microbatch_size({"N": network}, case.inputs[0][0].numel())
+    return lambda: training.run(
+        len(case.target), fields_of, row_loss, max_microbatch_size=max_microbatch_size
+    )
 
 
 def opacus_step(
@@ -223,10 +225,12 @@ def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
     def fields_of(picked: Tensor, _: int) -> Mapping[str, Tensor]:
         return {name: value[picked][:, None] for name, value in fields.items()}
 
-    at_once = microbatch_size(nets, math.prod(SHAPE))
+    max_microbatch_size = choose_max_microbatch_size(nets, math.prod(SHAPE))
     return {
         "open": open_step,
-        "ours": lambda: training.run(rows, fields_of, loss, at_once=at_once),
+        "ours": lambda: training.run(
+            rows, fields_of, loss, max_microbatch_size=max_microbatch_size
+        ),
     }
 
 

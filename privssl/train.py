@@ -155,7 +155,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
     stack.enter_context(private_umask())
     stack.enter_context(report_full_disk_once())
 
-    bar = partial(launch.progress_bar, prepared, shown=not options.quiet)
+    bar = partial(launch.progress_trackers, prepared, shown=not options.quiet)
     folder = launch.launch(prepared, options.resume, bar, stack)
     outcome = run_dir.read_outcome(folder)
     assert outcome is not None  # launch has just written it

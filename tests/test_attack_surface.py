@@ -43,7 +43,7 @@ from privssl.experiment.prepare import Prepared, prepare
 from privssl.models import build_classifier
 from privssl.ops import dispatch
 from privssl.privacy import clipping
-from privssl.privacy.noisy_optimizer import SecureNoise
+from privssl.privacy.noisy_optimizer import SecureNoiseOptimizer
 from privssl.runs import checkpoint
 from privssl.runs.checkpoint import Snapshot
 from privssl.settings.schema import AgentSettings, DataSettings, ModelSettings
@@ -681,14 +681,14 @@ class Released:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sums: list[Tensor] = []
         self.noisy: list[Tensor] = []
-        real = SecureNoise.add_noise
+        real = SecureNoiseOptimizer.add_noise
 
         def look(optimizer: Any) -> None:
             self.sums.append(torch.cat([p.summed_grad.flatten() for p in optimizer.params]))
             real(optimizer)
             self.noisy.append(torch.cat([p.grad.flatten() for p in optimizer.params]))
 
-        patch.setattr(SecureNoise, "add_noise", look)
+        patch.setattr(SecureNoiseOptimizer, "add_noise", look)
 
     def noise_is_whole(self) -> bool:
         """Whether every released number has noise of the planned size: 4 x 0.5."""

@@ -215,7 +215,7 @@ def stream_slice(held: int, slices: int, round_number: int, rounds: int) -> Tens
 # Averages -----------------------------------------------------------------------------------
 
 
-def average_over(
+def train_and_average(
     federation: Federation,
     agents: Roster,
     step: Callable[..., Any],

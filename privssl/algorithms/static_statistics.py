@@ -30,7 +30,7 @@ class Statistics(Message):
     statistics: StateDict
 
 
-def gather_statistics(F: nn.Module, x: Tensor, ctx: Context) -> Statistics:
+def compute_bn_statistics(F: nn.Module, x: Tensor, ctx: Context) -> Statistics:
     """Mean of the statistics of batches that differ by at most a row; not augmented.
 
     Args:
@@ -45,18 +45,18 @@ def gather_statistics(F: nn.Module, x: Tensor, ctx: Context) -> Statistics:
     return Statistics(statistics_of(F))
 
 
-def with_statistics(
+def aggregate_bn_statistics(
     F: StateDict, network: nn.Module, federation: Federation, request: Message,
-    passes: Iterable[tuple[Roster, Callable[..., Any]]],
+    steps_by_roster: Iterable[tuple[Roster, Callable[..., Any]]],
 ) -> StateDict:  # fmt: skip
     """F with statistics gathered over agents; as it is where its network has no static norm.
 
     Args:
-        passes: rosters and the step of each, which returns ``Statistics``.
+        steps_by_roster: rosters and the step of each, which returns ``Statistics``.
     """
     if not statistics_of(network):
         return F
     mean = WeightedMean("statistics")
-    for roster, step in passes:
+    for roster, step in steps_by_roster:
         federation.call_all(roster, step, request, aggregator=mean)
     return {**F, **mean.value_or({})}

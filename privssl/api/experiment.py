@@ -260,7 +260,7 @@ def _train_config(
             if data is not None and config.privacy is not None:
                 launch.warn(data.warnings)  # printed only: train.log is not open
             prepared = prepare(config, None if data is None else data.rows, network)
-            bar = partial(launch.progress_bar, prepared, shown=progress)
+            bar = partial(launch.progress_trackers, prepared, shown=progress)
             run = Run(launch.launch(prepared, folder, bar, stack), network, names_in(config))
     except AccountingError as error:
         raise PrivacyError(str(error)) from error

@@ -178,7 +178,7 @@ def _equal_columns_p(noise: Whole, epsilon: float) -> float:
     number of pairs and of tests.
     """
     values = np.arange(1, 1 + math.ceil(40 / epsilon))
-    # # twice: both signs. Without 0, because rare equal values are the evidence
+    # twice: both signs. Without 0, because rare equal values are the evidence
     match_rate = 2 * float(np.exp(2 * log_pmf(epsilon, values)).sum())
     rows, columns = noise.shape
     matches = 0

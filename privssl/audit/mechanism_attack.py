@@ -232,7 +232,7 @@ def _release_steps(plan: PrivatePlan, steps: int, included: Bools, side: int) ->
         if step % plan.steps == 0:  # as in a run: one object per visit
             training = PrivateTraining(one_step, canaries.networks)
         canaries.reset()
-        training.run(len(indices), fields_of, canaries.row_loss, at_once=_ROWS_AT_ONCE)
+        training.run(len(indices), fields_of, canaries.row_loss, max_microbatch_size=_ROWS_AT_ONCE)
         yield canaries.released()
 
 

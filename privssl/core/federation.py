@@ -67,52 +67,55 @@ class Federation:
         labelled = ("support", "mixed", "server")
         self.support: Roster = tuple(a for a in self.agents if a.role in labelled)
         self.query: Roster = tuple(a for a in self.agents if a.role in ("query", "mixed"))
-        self.asked: set[str] = set()  # roles that have been called
-        self.trained: set[str] = set()  # agents that have sent changed tensors
+        self.called_roles: set[str] = set()  # roles that have been called
+        self.agents_that_trained: set[str] = set()  # agents that have sent changed tensors
         self.begin(Round(0))
 
     def begin(self, now: Round) -> None:
         """Enter a round, and reset its counters, metrics and traffic."""
         self.round = now
         self.traffic = Traffic()
-        self.declines = self.refusals = self.absences = 0
+        self.declines = self.budget_declines = self.absences = 0
         self.metrics: dict[str, list[float]] = {}
         self._visits: Counter[tuple[str, str]] = Counter()
 
-    def call(self, whom: AgentRef, step: Step[M], message: Message) -> Reply[M]:
+    def call(self, agent: AgentRef, step: Step[M], message: Message) -> Reply[M]:
         """Run one step at one agent."""
-        return self.call_all((whom,), step, message)[0]
+        return self.call_all((agent,), step, message)[0]
 
     def call_all(
         self,
-        whom: Sequence[AgentRef],
+        agents: Sequence[AgentRef],
         step: Step[M],
         message: Message | Callable[[AgentRef], Message],
         aggregator: WeightedMean | None = None,
     ) -> list[Reply[M]]:
         """Run one step at several agents, in parallel if the engine can; replies are in the order
-        of ``whom``, including declined and missing ones.
+        of ``agents``, including declined and missing ones.
 
         Args:
             message: one for all, or a function from the agent to its message.
             aggregator: consumes each reply; an ``Ack`` replaces its content.
         """
         calls = []
-        for agent in whom:
+        for agent in agents:
             self._visits[agent.id, step.__name__] += 1
             content = message if isinstance(message, Message) else message(agent)
             visit = self._visits[agent.id, step.__name__]
             calls.append(Call(agent, step, content, self.round.number, visit))
-            self.asked.add(agent.role)
+            self.called_roles.add(agent.role)
         replies: list[Reply[M]] = []
         up = 0
         for call, reply in zip(calls, self._engine.deliver(calls), strict=True):
             up += payload_bytes(reply.content) if _is_remote(reply.sender) else 0
+            # A spent budget counts as a decline too; a missing reply is an absence alone.
             self.declines += reply.declined and not isinstance(reply.content, NoReply)
-            self.refusals += reply.content == BUDGET_EXHAUSTED
+            self.budget_declines += reply.content == BUDGET_EXHAUSTED
             self.absences += isinstance(reply.content, NoReply)
-            if call.to.id not in self.trained and _has_trained(call.message, reply.content):
-                self.trained.add(call.to.id)
+            if call.to.id not in self.agents_that_trained and _has_trained(
+                call.message, reply.content
+            ):
+                self.agents_that_trained.add(call.to.id)
             for name, value in reply.metrics.items():
                 self.metrics.setdefault(name, []).append(value)
             replies.append(reply if aggregator is None else aggregator.consume(reply))
@@ -167,6 +170,6 @@ def _is_remote(agent: AgentRef) -> bool:
     return agent.location is not AgentLocation.SERVER
 
 
-def having(roster: Roster, *roles: str) -> Roster:
+def with_role(roster: Roster, *roles: str) -> Roster:
     """Return agents of a roster that have one of the roles; a labelled server's is ``server``."""
     return tuple(agent for agent in roster if agent.role in roles)

@@ -20,8 +20,8 @@ from torch import Tensor
 from privssl.core.messages import MessageError, StateDict
 
 
-def to_sparse(weights: StateDict, sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sparse form of the entries of ``weights`` where ``sent`` (bool, same shapes) is
+def to_sparse(weights: StateDict, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sparse form of the entries of ``weights`` where ``masks`` (bool, same shapes) is
     true.
 
     >>> to_sparse({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([False, True])})
@@ -29,7 +29,7 @@ def to_sparse(weights: StateDict, sent: Mapping[str, Tensor]) -> dict[str, Tenso
     """
     if not weights:
         return {}
-    mask = torch.cat([sent[name].reshape(-1) for name in weights]).cpu().numpy()
+    mask = torch.cat([masks[name].reshape(-1) for name in weights]).cpu().numpy()
     flat = torch.cat([weight.reshape(-1) for weight in weights.values()])
     positions = torch.from_numpy(np.flatnonzero(mask))  # three times as fast as torch's own
     sparse = {"values": flat.index_select(0, positions.to(flat.device))}

@@ -105,7 +105,7 @@ def build(
         rows = HeldRows(
             dataset.x_train, dataset.unencoded, chain.from_iterable(ids), dataset.records
         )  # fmt: skip
-        # # in natural order, not the file's
+        # in natural order, not the file's
         all_agents = tuple(
             _build_agent(
                 name, split.agents.get(name, AgentRows((), ())), name in roles.labelled, rows,

@@ -117,7 +117,7 @@ class RandAugment:
         """Apply one operation to each image, in place. which, amount (B,), place (B, 2)."""
         order = which.argsort(stable=True)
         sizes = torch.bincount(which + 1, minlength=1 + len(self.operations)).tolist()
-        # # images of each operation; those without an operation come first
+        # images of each operation; those without an operation come first
         _, *groups = torch.split(order, sizes)
         for operation, rows in zip(self.operations, groups, strict=True):
             if operation.change is ops.identity or not len(rows):

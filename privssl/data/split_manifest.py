@@ -65,7 +65,7 @@ class Manifest:
     def write(self, path: Path) -> None:
         """Write the file, replacing an existing one. Raises DataError if it cannot be written."""
         try:
-            # # readable only by its owner: the file lists the labelled rows
+            # readable only by its owner: the file lists the labelled rows
             content = _as_canonical_json({**_as_json(self), "hash": self.hash}) + "\n"
             atomic_files.replace(path, content.encode())
         except OSError as error:

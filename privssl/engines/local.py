@@ -102,7 +102,7 @@ class LocalEngine:
             visit_key=call.key,
             session_id=self._session_id,
             device=self._device,
-            # # a guarantee covers rows with an account, and metrics would bypass it
+            # a guarantee covers rows with an account, and metrics would bypass it
             telemetry=agent.account is None,
             meter=buffer,
         )

@@ -3,15 +3,16 @@
 Per-example gradients come from a per-example loss under vmap, which cannot mix rows
 (``privacy/per_example_gradients.py``); backward hooks do not work when one network's output feeds
 another. The joint gradient of all protected networks is clipped row by row and summed
-(``privacy/clipping.py``); Opacus' ``DPOptimizer`` adds the noise and steps.
+(``privacy/clipping.py``). ``SecureNoiseOptimizer`` (``privacy/noisy_optimizer.py``), a subclass of
+Opacus' ``DPOptimizer``, adds the noise and steps.
 
 * Masks and noise come from ``accounting.secure_random``: never seeded, stored or resumed. (torch's
   CPU generator keeps 32 bits of its seed.)
 * Rows whose gradient is not finite contribute zero without an error, which would reveal them.
 * The divisor is the public expected batch size; an empty batch takes a noisy step.
-* Every part of a batch has one public size and is computed in one thread: rounding depends on the
+* Every microbatch has one public size and is computed in one thread: rounding depends on the
   number of rows and threads, and a server can choose weights so that rounding dominates the
-  gradient. Rows that were not sampled, and zeros, pad parts and are masked out.
+  gradient. Rows that were not sampled, and zeros, pad microbatches and are masked out.
 
 docs/dp_sgd.md has more. Abadi et al. 2016; Mironov et al. 2019.
 """
@@ -37,7 +38,7 @@ from privssl.training import optim
 from privssl.training.batched import deferred
 
 if TYPE_CHECKING:
-    from privssl.privacy.noisy_optimizer import SecureNoise
+    from privssl.privacy.noisy_optimizer import SecureNoiseOptimizer
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
@@ -76,7 +77,7 @@ class ClippedSum:
 class NoisyOptimizerStep:
     """An optimiser step along noisy sums of clipped gradients."""
 
-    optimiser: "SecureNoise"
+    optimiser: "SecureNoiseOptimizer"
     expected_batch: float
 
     def run_single(self) -> None:
@@ -95,7 +96,7 @@ class NoisyOptimizerStep:
             parameter.grad = parameter.summed_grad = None
 
 
-def microbatch_size(networks: Mapping[str, nn.Module], numbers: int) -> int:
+def choose_max_microbatch_size(networks: Mapping[str, nn.Module], numbers: int) -> int:
     """Return the number of rows per pass: 256 or 64, by public sizes.
 
     256 rows save 13 to 24% of a step of one network on small grey images; larger images exceed the
@@ -186,9 +187,11 @@ class PrivateTraining:
                 "torch.set_float32_matmul_precision to highest"
             )
         self_test.refuse_wrong_kernels()
-        from privssl.privacy.noisy_optimizer import SecureNoise  # importing Opacus takes seconds
+        from privssl.privacy.noisy_optimizer import (
+            SecureNoiseOptimizer,  # importing Opacus takes seconds
+        )
 
-        self._optimizer = SecureNoise(
+        self._optimizer = SecureNoiseOptimizer(
             # New for every visit, so that its momentum contains only this visit's noisy gradients.
             optim.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum),
             noise_multiplier=plan.noise_multiplier,
@@ -203,7 +206,7 @@ class PrivateTraining:
         fields_of: Callable[[Tensor, int], Mapping[str, Tensor]],
         row_loss: RowLoss,
         *,
-        at_once: int = 64,
+        max_microbatch_size: int = 64,
     ) -> None:
         """Run all steps of the visit. The caller has charged the event.
 
@@ -211,28 +214,28 @@ class PrivateTraining:
             rows: labelled rows that the agent holds, >= 0.
             fields_of: (row numbers (B,), step) -> tensors (B, ...), one row's fields each.
             row_loss: the loss of one row.
-            at_once: rows of one pass: :func:`microbatch_size`.
+            max_microbatch_size: most rows of one pass: :func:`choose_max_microbatch_size`.
 
         Raises:
             PrivacyError: the step has already trained privately under the same charge.
         """
         begin_release()
         mean: list[Tensor] = []
-        parts, size = self._plan.parts(rows, at_once)
+        count, size = self._plan.split_into_microbatches(rows, max_microbatch_size)
         averaged_steps = round(self._plan.average_last * self._plan.steps)
         for step in range(self._plan.steps):
             mask = self._plan.draw_batch(rows)
-            if self._plan.keeps_places(rows):
+            if self._plan.fixes_positions(rows):
                 order = torch.arange(rows)
             else:  # rows that were not sampled pad the batch to its public size
                 sampled, unsampled = mask.nonzero()[:, 0], (~mask).nonzero()[:, 0]
-                order = torch.cat([sampled, unsampled])[: max(parts * size, len(sampled))]
-            for number, part in enumerate(torch.split(order, size)):
-                if len(part):
-                    fields = {k: pad_rows(v, size) for k, v in fields_of(part, step).items()}
-                    # A part beyond the public number must not affect other agents' rounding.
-                    joint = self._plan.record_counts == "public" and number < parts
-                    self._add_clipped(fields, pad_rows(mask[part], size), row_loss, joint=joint)
+                order = torch.cat([sampled, unsampled])[: max(count * size, len(sampled))]
+            for number, indices in enumerate(torch.split(order, size)):
+                if len(indices):
+                    fields = {k: pad_rows(v, size) for k, v in fields_of(indices, step).items()}
+                    # Microbatches beyond the public number must not affect other agents' rounding.
+                    joint = self._plan.record_counts == "public" and number < count
+                    self._add_clipped(fields, pad_rows(mask[indices], size), row_loss, joint=joint)
             self._step()
             averaged = step - (self._plan.steps - averaged_steps)  # steps averaged before this one
             if averaged >= 0:
@@ -256,7 +259,7 @@ class PrivateTraining:
     def _add_clipped(
         self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss, *, joint: bool = True
     ) -> None:
-        """Add the clipped gradients of a part of the rows to the running float64 sum."""
+        """Add the clipped gradients of a microbatch to the running float64 sum."""
         request = ClippedSum(
             row_loss, self._parameters, fields, mask, self._plan.clip_norm, joint=joint
         )

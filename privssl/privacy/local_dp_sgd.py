@@ -20,7 +20,7 @@ from privssl.core.private_release import errors_without_rows, mechanism_reads
 from privssl.core.rows import Shape
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
-from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
+from privssl.privacy.dp_sgd import PrivateTraining, choose_max_microbatch_size
 from privssl.privacy.per_example_gradients import RowLoss
 from privssl.privacy.plan import PrivatePlan
 from privssl.privacy.row_bits import gradient_bits, is_ours, refuse_batch_dependent_rounding
@@ -65,34 +65,43 @@ def train_rows_privately(
     refuse_other_devices(networks, {})
     with mechanism_reads():
         rows = LabelledRows(rows.x, rows.y, rows.ids)
-    _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
-    draws = _DrawnBlocks(rows, plan.views, ctx, draw, counts_public)
-    at_once = microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
-    count = len(rows) or plan.declared
-    _, size = plan.parts(count, at_once)
-    synthetic = draws.made_up(size)
+    _check_draws_per_row(draw, rows.x.dtype, rows.x.shape[1:], ctx)
+    row_fields = _RowFields(rows, plan.views, ctx, draw, counts_public)
+    max_size = choose_max_microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
+    count = len(rows) or plan.declared  # no rows: a dry run, which checks the declared sizes
+    _, size = plan.split_into_microbatches(count, max_size)
+    synthetic = row_fields.synthetic_fields(size)
     refuse_other_devices({}, synthetic)
     refuse_batch_dependent_rounding(
-        networks, row_loss, synthetic, by_place=not plan.keeps_places(count)
+        networks, row_loss, synthetic, by_position=not plan.fixes_positions(count)
     )
-    trial = None if is_ours(networks, row_loss, draw) else _Trial(networks, row_loss, draws, size)
+    probe = (
+        None
+        if is_ours(networks, row_loss, draw)
+        else _StateProbe(networks, row_loss, row_fields, size)
+    )
+    # The probe has gradients before training, and compares them with those after it.
     training = PrivateTraining(plan, networks)
     with errors_without_rows("a draw, loss or network of private training"):
-        training.run(len(rows), draws.fields, row_loss, at_once=at_once)
-        if trial is not None:
-            trial.refuse_change()
+        training.run(len(rows), row_fields.fields, row_loss, max_microbatch_size=max_size)
+        if probe is not None:
+            probe.check_unchanged()
 
 
-class _Trial:
+class _StateProbe:
     """Gradients of synthetic rows at the weights before a visit.
 
     State that networks, loss or draw keep of labelled rows would change them.
     """
 
     def __init__(
-        self, networks: Mapping[str, nn.Module], row_loss: RowLoss, draws: "_DrawnBlocks", rows: int
+        self,
+        networks: Mapping[str, nn.Module],
+        row_loss: RowLoss,
+        row_fields: "_RowFields",
+        rows: int,
     ) -> None:
-        self._row_loss, self._drawn, self._rows = row_loss, draws, rows
+        self._row_loss, self._row_fields, self._rows = row_loss, row_fields, rows
         self._parameters = {
             net: {n: p.detach().clone().requires_grad_() for n, p in network.named_parameters()}
             for net, network in networks.items()
@@ -100,10 +109,10 @@ class _Trial:
         self._before = self._compute_bits()
 
     def _compute_bits(self) -> list[Tensor]:
-        fields = self._drawn.made_up(self._rows)
+        fields = self._row_fields.synthetic_fields(self._rows)
         return [*fields.values(), *gradient_bits(self._parameters, self._row_loss, fields)]
 
-    def refuse_change(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise PrivacyError if the gradients have changed."""
         after = self._compute_bits()
         if len(after) != len(self._before) or not all(map(torch.equal, after, self._before)):
@@ -115,7 +124,7 @@ class _Trial:
             )
 
 
-def tried_out(
+def make_dry_run(
     plan: PrivatePlan, shape: Shape, device: torch.device
 ) -> tuple[PrivatePlan, LabelledRows, Context]:
     """Return plan, rows and context of a visit that only checks.
@@ -143,7 +152,7 @@ def refuse_other_devices(networks: Mapping[str, nn.Module], fields: Mapping[str,
             )
 
 
-def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Context) -> None:
+def _check_draws_per_row(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Context) -> None:
     """Replace each row in turn; raise unless draws for the others keep their bits."""
     rows = 5
     x = torch.linspace(0, 1, rows * shape.numel()).view(rows, *shape)
@@ -164,8 +173,12 @@ def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Conte
         )
 
 
-class _DrawnBlocks:
-    """Rows with their draws, step by step."""
+class _RowFields:
+    """Fields of rows, step by step.
+
+    Drawn for whole blocks, so that a row's draws do not depend on the rest of its microbatch. Those
+    of one step are kept, because its microbatches share blocks.
+    """
 
     def __init__(
         self, rows: LabelledRows, views: int, ctx: Context, draw: Draw, counts_public: bool
@@ -189,7 +202,7 @@ class _DrawnBlocks:
             for name in self._blocks[blocks[0]]
         }
 
-    def made_up(self, rows: int) -> Mapping[str, Tensor]:
+    def synthetic_fields(self, rows: int) -> Mapping[str, Tensor]:
         """Return fields of synthetic rows: (rows, views, ...)."""
         shape, count = self._rows.x.shape[1:], rows * self._views
         x = torch.rand(count, *shape, generator=torch.Generator().manual_seed(0))

@@ -17,14 +17,14 @@ from privssl.privacy import secure_noise
 GRID = 2.0**-16  # largest rounding grid, as a share of the noise's deviation
 
 
-class SecureNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
+class SecureNoiseOptimizer(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
     """Opacus' optimiser with noise from :func:`privssl.privacy.secure_noise.secure_normal`."""
 
     def add_noise(self) -> None:
         add_noise([self])
 
 
-def add_noise(optimisers: Sequence[SecureNoise]) -> None:
+def add_noise(optimisers: Sequence[SecureNoiseOptimizer]) -> None:
     """Add noise to the sums of one or several agents, and set them as parameters' gradients.
 
     Computed in float64 on the CPU (not every device has it), and rounded after the noise.
@@ -37,7 +37,7 @@ def add_noise(optimisers: Sequence[SecureNoise]) -> None:
         _add_by_torch(optimisers)
 
 
-def _add_by_kernel(optimiser: SecureNoise) -> None:
+def _add_by_kernel(optimiser: SecureNoiseOptimizer) -> None:
     sums, gradients = list[Tensor](), list[Tensor]()
     for parameter in optimiser.params:
         gradient = torch.empty_like(parameter)
@@ -53,7 +53,7 @@ def _add_by_kernel(optimiser: SecureNoise) -> None:
         parameter.grad = gradient  # only after noise is added
 
 
-def _add_by_torch(optimisers: Sequence[SecureNoise]) -> None:
+def _add_by_torch(optimisers: Sequence[SecureNoiseOptimizer]) -> None:
     """Add noise to all parameters at once: there are dozens of small ones."""
     parameters = [parameter for optimiser in optimisers for parameter in optimiser.params]
     noisy = torch.cat([parameter.summed_grad.reshape(-1) for parameter in parameters])
@@ -76,7 +76,7 @@ def _add_by_torch(optimisers: Sequence[SecureNoise]) -> None:
         parameter.grad = gradient
 
 
-def _stddev(optimiser: SecureNoise) -> float:
+def _stddev(optimiser: SecureNoiseOptimizer) -> float:
     return float(optimiser.noise_multiplier * optimiser.max_grad_norm)
 
 

@@ -97,8 +97,8 @@ class PrivatePlan:
         limit = secure_noise.round_rate_down(self.sample_rate)
         return torch.from_numpy(secure_noise.secure_uniform(rows) < limit)
 
-    def physical_batch_size(self, rows: int) -> int:
-        """Return the number of physical rows of a batch.
+    def padded_batch_size(self, rows: int) -> int:
+        """Return the number of rows of a batch with its padding.
 
         Small agents compute all rows, so that time does not reveal the batch size; others a public
         bound that a batch rarely exceeds.
@@ -108,30 +108,30 @@ class PrivatePlan:
         deviation = math.sqrt(rows * self.sample_rate * (1 - self.sample_rate))
         return min(rows, math.ceil(rows * self.sample_rate + 4 * deviation))
 
-    def keeps_places(self, rows: int) -> bool:
+    def fixes_positions(self, rows: int) -> bool:
         """Return whether every row is computed in each step, at a position determined by its
         number.
 
         Then no row's position, and so no rounding by position, depends on the sample. With private
         counts an additional row shifts the positions of all later rows.
         """
-        return self.record_counts == "public" and self.physical_batch_size(rows) >= rows
+        return self.record_counts == "public" and self.padded_batch_size(rows) >= rows
 
-    def parts(self, rows: int, at_once: int) -> tuple[int, int]:
-        """Return the least number of parts of a batch, and the rows of each: public numbers.
+    def split_into_microbatches(self, rows: int, max_microbatch_size: int) -> tuple[int, int]:
+        """Return the least number of microbatches, and the rows of each: public numbers.
 
         With private counts they follow from the declared rows, rounded up, so that a few more rows
-        do not add a part. Rows are a multiple of 4, because matrix products compute remainders
+        add no microbatch. Rows are a multiple of 4, because matrix products compute remainders
         differently. If positions change, they are a multiple of 32, because element-wise operations
         do so too, beyond the last two full registers (of 16 numbers with AVX-512).
 
         Args:
             rows: of the agent.
-            at_once: most rows of one pass.
+            max_microbatch_size: most rows of one pass.
         """
-        multiple = 4 if self.keeps_places(rows) else 32
+        multiple = 4 if self.fixes_positions(rows) else 32
         if self.record_counts == "private":
             rows = -(-max(self.declared, 1) // 8) * 8
-        batch_size = max(self.physical_batch_size(rows), 1)
-        parts = -(-batch_size // at_once)
-        return parts, -(-batch_size // (multiple * parts)) * multiple
+        batch_size = max(self.padded_batch_size(rows), 1)
+        microbatch_count = -(-batch_size // max_microbatch_size)
+        return microbatch_count, -(-batch_size // (multiple * microbatch_count)) * multiple

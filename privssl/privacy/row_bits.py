@@ -2,9 +2,9 @@
 
 Clipping bounds the effect of one row only if every other row's gradient keeps its bits: a server
 can choose weights for which products cancel, so that a gradient consists of rounding errors, which
-clipping scales to the clip norm. Parts of one size, in one thread, are rounded equally in all
-networks here (tests/privacy/test_private_counts.py). This may be false on other processors, devices
-or torch releases, so each process checks before it trains.
+clipping scales to the clip norm. Microbatches of one size, in one thread, are rounded equally in
+all networks here (tests/privacy/test_private_counts.py). This may be false on other processors,
+devices or torch releases, so each process checks before it trains.
 """
 
 import time
@@ -39,7 +39,7 @@ _passed = set[Hashable]()
 
 def refuse_batch_dependent_rounding(
     networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor],
-    *, by_place: bool = True,
+    *, by_position: bool = True,
 ) -> None:  # fmt: skip
     """Refuse networks whose rounding of a row depends on its position or other rows.
 
@@ -48,20 +48,20 @@ def refuse_batch_dependent_rounding(
 
     Args:
         networks: the protected ones.
-        fields: of synthetic rows, as many as a part of a private step has (B, ...). Their values
+        fields: of synthetic rows, as many as a microbatch has (B, ...). Their values
             should be random: products of round numbers are exact.
-        by_place: whether a row's position may change (:meth:`PrivatePlan.keeps_places`).
+        by_position: whether a row's position may change (:meth:`PrivatePlan.fixes_positions`).
 
     Raises:
         PrivacyError: some row's gradient depends on other rows or on its position.
     """
-    key = by_place, _key_of_operations(networks, row_loss, fields)
+    key = by_position, _key_of_operations(networks, row_loss, fields)
     if key in _passed:
         return
     rows = len(next(iter(fields.values())))
     idx, start = torch.arange(rows), time.monotonic()
     generator = torch.Generator().manual_seed(0)
-    for number in range(len(SCALES) + TRIES * by_place):
+    for number in range(len(SCALES) + TRIES * by_position):
         if number >= len(SCALES) and time.monotonic() - start > SECONDS:
             break
         scale = SCALES[number] if number < len(SCALES) else 1.0
@@ -79,7 +79,7 @@ def refuse_batch_dependent_rounding(
 
         before = compute_bits(fields)
         shifts = (1 + (4 * number + step) % SHIFTS for step in range(4))
-        orders = [idx.flip(0), *(idx.roll(shift) for shift in shifts)] if by_place else []
+        orders = [idx.flip(0), *(idx.roll(shift) for shift in shifts)] if by_position else []
         equal = [
             _are_equal(
                 compute_bits({n: f[order.to(f.device)] for n, f in fields.items()}),

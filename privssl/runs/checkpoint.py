@@ -147,14 +147,16 @@ def update_pointer(folder: Path, name: Literal["latest", "best"], round_number: 
 
 
 def load_snapshot(
-    folder: Path, expected_digest: str, fewer: Callable[[int], str | None] = lambda _: None
+    folder: Path,
+    expected_digest: str,
+    digest_with_rounds: Callable[[int], str | None] = lambda _: None,
 ) -> Snapshot:
     """Load the latest intact snapshot; skip damaged ones with a warning.
 
     Args:
         expected_digest: ``config.config_hash`` of the config to resume.
-        fewer: digest of the same config with the snapshot's number of rounds, if such a run can be
-            lengthened.
+        digest_with_rounds: digest of the same config with the snapshot's number of rounds, if such
+            a run can be lengthened.
 
     Raises:
         RunFolderError: there is none, none is intact, or it belongs to another config.
@@ -167,7 +169,7 @@ def load_snapshot(
             damage.append(f"{name}: {error}")
             logger.warning("checkpoint %s is damaged (%s), trying an older one", name, error)
             continue
-        if snapshot.config_digest not in (expected_digest, fewer(snapshot.round)):
+        if snapshot.config_digest not in (expected_digest, digest_with_rounds(snapshot.round)):
             raise RunFolderError(
                 f"{folder / name} belongs to another config. Compare run.seed, run.precision and "
                 "the sections data, agents, model, algorithm and privacy with config.yaml of that "

@@ -37,15 +37,15 @@ log = logging.getLogger("privssl")
 def launch(
     prepared: Prepared,
     resume: Path | None,
-    watchers: Callable[[int | None], Sequence[Tracker]],
+    extra_trackers: Callable[[int | None], Sequence[Tracker]],
     stack: ExitStack,
 ) -> Path:
     """Run from the start or from the last checkpoint; return the run's folder.
 
     Args:
         resume: the folder of the run to resume; None: begin the run of ``prepared``.
-        watchers: trackers beside ``metrics.csv`` and TensorBoard. Called after all checks, with the
-            round after which it resumes (None: from the start).
+        extra_trackers: makes trackers beside ``metrics.csv`` and TensorBoard. Called after all
+            checks, with the round after which it resumes (None: from the start).
         stack: holds the folder's lock and log; the caller closes it after reporting errors, so that
             the log includes them.
     """
@@ -61,8 +61,8 @@ def launch(
     snapshot = None
     if resume is not None:
         digest = configs.config_hash(prepared.config)
-        fewer = partial(lengthening.digest_after, prepared.config)
-        snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest, fewer)
+        digest_with_rounds = partial(lengthening.digest_after, prepared.config)
+        snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest, digest_with_rounds)
         runs_resume.check_device(folder)
         runs_resume.check_same_split(folder, prepared, snapshot)
         runs_resume.check_same_names(folder, prepared, snapshot)
@@ -77,16 +77,17 @@ def launch(
     sections, private = configs.without_paths(config), config.privacy is not None
     tracked_run = TrackedRun(config.run.name, folder, sections, private, resume_after)
     _log_start(prepared)
-    for record in rows_told(prepared):
+    for record in row_log_records(prepared):
         log_file.handle(record)
 
     def make_trackers() -> list[Tracker]:
-        run_dir.remove_replaced_run(folder)  # after all checks of the new run
+        # Here, because round_loop calls this after all checks of the new run.
+        run_dir.remove_replaced_run(folder)
         return [
             CsvTracker(folder / "metrics.csv", resume_after=resume_after),
             TensorBoardTracker(folder / "tensorboard", resume_after=resume_after),
             *open_trackers(config.run.trackers, tracked_run),
-            *watchers(resume_after),
+            *extra_trackers(resume_after),
         ]
 
     def keep_traceback(error: Exception) -> str:
@@ -114,10 +115,12 @@ def _record_outputs(prepared: Prepared, folder: Path) -> None:
     atomic_files.write(folder / "results.json", text)
 
 
-def progress_bar(prepared: Prepared, after: int | None, *, shown: bool) -> list[ProgressTracker]:
-    """Return the progress bar of one run, as ``watchers`` of :func:`launch`."""
+def progress_trackers(
+    prepared: Prepared, resume_after: int | None, *, shown: bool
+) -> list[ProgressTracker]:
+    """Return the progress bar of one run, as ``extra_trackers`` of :func:`launch`."""
     total, nominal = rounds_of(prepared.algorithm), prepared.is_nominal
-    return [ProgressTracker(total, after, nominal=nominal)] if shown else []
+    return [ProgressTracker(total, resume_after, nominal=nominal)] if shown else []
 
 
 def _log_start(prepared: Prepared) -> None:
@@ -147,7 +150,7 @@ def device_text(prepared: Prepared) -> str:
     return f"{device} (private steps take no GPU)" if gpu_unused else str(device)
 
 
-def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
+def row_log_records(prepared: Prepared) -> Iterator[logging.LogRecord]:
     """Yield log records about rows for train.log alone: of reading them, and classes by agent.
 
     A private run's log gives numbers of unlabelled rows and nothing of labelled ones.

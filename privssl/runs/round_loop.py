@@ -116,8 +116,8 @@ class RoundLoop:
                 f"{self._folder}: its checkpoint is not one of this algorithm ({error}). It was "
                 "written by another version; start a new run"
             ) from None
-        self._federation.trained = set(progress.trained.split())
-        self._federation.asked = set(progress.asked.split())
+        self._federation.agents_that_trained = set(progress.trained.split())
+        self._federation.called_roles = set(progress.asked.split())
         self._events[:] = [*json.loads(progress.warnings), *other_code_warnings(snapshot)]
         # A copy: the snapshot's file may be deleted before the next round ends.
         self._record(state, progress)
@@ -209,10 +209,10 @@ class RoundLoop:
         return dataclasses.replace(
             previous, round=current.number, up=previous.up + traffic.up,
             down=previous.down + traffic.down, seconds=previous.seconds + seconds,
-            refused=previous.refused + self._federation.refusals,
-            trained=" ".join(sorted(self._federation.trained)),
-            asked=" ".join(sorted(self._federation.asked)), warnings=json.dumps(self._events),
-            **changes,
+            refused=previous.refused + self._federation.budget_declines,
+            trained=" ".join(sorted(self._federation.agents_that_trained)),
+            asked=" ".join(sorted(self._federation.called_roles)),
+            warnings=json.dumps(self._events), **changes,
         )  # fmt: skip
 
     def _measure_round(self, state: Any, current: Round, last: bool) -> dict[str, float]:

@@ -604,18 +604,20 @@ def test_each_kind_of_rows_has_its_own_view(setting: dict[str, Any], matters: bo
 
 
 @pytest.mark.parametrize("view", ["none", "crop", "weak", "mid", "strong", "fixmatch", "fedseal"])
-def test_views_keep_the_form_of_rows_and_none_changes_nothing(view: fedseal_algorithm.View) -> None:
+def test_views_keep_the_form_of_rows_and_none_changes_nothing(
+    view: fedseal_algorithm.ViewName,
+) -> None:
     x = torch.rand(12, 1, 8, 8, generator=rng("x")) * 2 - 1
-    seen = FedSEALConfig(flip=True).view(view, x, rng())
+    seen = FedSEALConfig(flip=True).sample_view(view, x, rng())
     assert seen.shape == x.shape and bool((seen.abs() <= 1).all())
     assert torch.equal(seen, x) == (view == "none")
-    assert len(FedSEALConfig().view(view, x[:0], rng())) == 0
+    assert len(FedSEALConfig().sample_view(view, x[:0], rng())) == 0
 
 
 def test_a_crop_of_28_pixels_moves_by_at_most_three_and_mirrors_half_of_the_rows() -> None:
     x = torch.full((400, 1, 28, 28), -1.0)
     x[:, :, 14, 8] = 1.0
-    seen = FedSEALConfig(flip=True).view("crop", x, rng())
+    seen = FedSEALConfig(flip=True).sample_view("crop", x, rng())
     at = torch.nonzero(seen > 0)
     assert set(at[:, 2].tolist()) == set(range(11, 18))
     # 27 - 8 = 19 is the mirrored column

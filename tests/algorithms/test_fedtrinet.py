@@ -19,7 +19,14 @@ from torch.testing import assert_close
 from privssl import models
 from privssl.algorithms.fedtrinet.algorithm import FedTriNet, LabelRequest, VoteRequest
 from privssl.algorithms.fedtrinet.players import shallow_modules
-from privssl.algorithms.fedtrinet.voting import FedTriNetConfig, Part, ramp, shrinkage, steps, vote
+from privssl.algorithms.fedtrinet.voting import (
+    FedTriNetConfig,
+    Part,
+    plan_steps,
+    ramp,
+    shrinkage,
+    vote,
+)
 from privssl.algorithms.local_ssl import ModelUpdate
 from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
 from privssl.core.aggregation import average
@@ -346,7 +353,9 @@ def planned(
     labelled: int, pseudo: int, *, t: int = 0, hot: bool = False, **settings: Any
 ) -> list[list[Part]]:
     cfg = FedTriNetConfig(**({"local_epochs": 1} | settings))
-    return list(steps(cfg, labelled, pseudo, t=t, hot=hot, rng=torch.Generator().manual_seed(0)))
+    return list(
+        plan_steps(cfg, labelled, pseudo, t=t, is_hot=hot, rng=torch.Generator().manual_seed(0))
+    )
 
 
 def sizes(plan: list[list[Part]]) -> list[list[int]]:

@@ -22,7 +22,12 @@ from privssl.algorithms.local_ssl import (
 from privssl.algorithms.semifl import algorithm as semifl
 from privssl.algorithms.semifl import losses
 from privssl.algorithms.semifl.algorithm import SemiFL
-from privssl.algorithms.semifl.losses import fix_and_mix_loss, mix_loss, pair_rows, passes
+from privssl.algorithms.semifl.losses import (
+    epoch_permutations,
+    fix_and_mix_loss,
+    mix_loss,
+    pair_rows,
+)
 from privssl.algorithms.semifl.settings import SemiFLConfig
 from privssl.algorithms.static_statistics import Statistics
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
@@ -148,14 +153,16 @@ def test_the_mixed_loss_weighs_both_labels_by_lambda() -> None:
 @given(held=st.integers(0, 40), size=st.integers(1, 12), epochs=st.integers(1, 3))
 def test_an_epoch_has_every_row_once(held: int, size: int, epochs: int) -> None:
     rng = torch.Generator().manual_seed(0)
-    found = [order.tolist() for order in passes(held, size, float(epochs), rng)]
+    found = [order.tolist() for order in epoch_permutations(held, size, float(epochs), rng)]
     assert [sorted(order) for order in found] == [list(range(held))] * epochs
 
 
 def test_a_fraction_of_an_epoch_has_that_fraction_of_its_batches_rounded_up() -> None:
     def lengths(epochs: float) -> list[int]:
         rng = torch.Generator().manual_seed(0)
-        return [len(order) for order in passes(33, 10, epochs, rng)]  # 10, 10, 10 and 3 rows
+        return [
+            len(order) for order in epoch_permutations(33, 10, epochs, rng)
+        ]  # 10, 10, 10 and 3 rows
 
     assert lengths(0.001) == [10]
     assert lengths(0.5) == [20]
@@ -340,10 +347,10 @@ def test_confident_rows_are_mixed_with_equally_many_of_all_local_rows(
 
 def pairs(profile: str, sure: int, **given_: Any) -> list[tuple[list[int], list[int]]]:
     """D+ and D- of three epochs where the first of 90 rows are confident."""
-    reading = SemiFLConfig(profile=profile, **given_).reading  # type: ignore[arg-type]
+    variant = SemiFLConfig(profile=profile, **given_).variant  # type: ignore[arg-type]
     confident, rng = torch.arange(90) < sure, torch.Generator().manual_seed(0)
-    orders = passes(sure, 10, 3.0, rng)
-    found = pair_rows(confident, orders, reading, torch.Generator().manual_seed(1))
+    orders = epoch_permutations(sure, 10, 3.0, rng)
+    found = pair_rows(confident, orders, variant, torch.Generator().manual_seed(1))
     return [(plus.tolist(), minus.tolist()) for plus, minus in found]
 
 

@@ -143,9 +143,9 @@ def test_only_a_spent_budget_counts_as_a_refusal() -> None:
 
     fed = federation()
     fed.call_all(fed.agents, decline_for_budget, Text("hello"))
-    assert (fed.declines, fed.refusals) == (5, 1)
+    assert (fed.declines, fed.budget_declines) == (5, 1)
     fed.begin(Round(2))
-    assert (fed.declines, fed.refusals) == (0, 0)
+    assert (fed.declines, fed.budget_declines) == (0, 0)
 
 
 def test_every_agent_can_get_its_own_message() -> None:

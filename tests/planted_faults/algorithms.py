@@ -165,7 +165,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL, Fig. 3: a complementary label is right where it is the class",
-        ((SIGNS, "both.y_minus != y", "both.y_minus == y"),),
+        ((SIGNS, "labels.y_minus != y", "labels.y_minus == y"),),
         (IN_FEDSEAL + "label_rates_and_class_confidences_are_those_of_validation_rows",),
     ),
     # FedSSL --------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "SemiFL: labels are never probabilities",
-        ((SEMIFL, "y = P if reading.soft_labels else P.argmax", "y = P.argmax"),),
+        ((SEMIFL, "y = P if variant.soft_labels else P.argmax", "y = P.argmax"),),
         (IN_SEMIFL + "an_agent_learns_from_the_received_probabilities_or_from_their_largest",),
     ),
     Fault(
@@ -576,8 +576,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SPARSE,
-                "return _merge(trained, received, masks), _count",
-                "return dict(trained), _count",
+                "return _merge(updated, received, masks), _count",
+                "return dict(updated), _count",
             ),
         ),
         (IN_FEDMATCH + "an_upload_of_psi_keeps_the_servers_entries_where_the_difference_is_small",),

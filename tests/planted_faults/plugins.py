@@ -202,7 +202,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/local_dp_sgd.py",
-                "            trial.refuse_change()\n",
+                "            probe.check_unchanged()\n",
                 "            pass\n",
             ),
         ),

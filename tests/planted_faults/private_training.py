@@ -26,7 +26,7 @@ _NORMAL = "return normal[:count]"
 _DRAWN = "noise = secure_noise.secure_normal(sum(tensor.numel() for tensor in sums))"
 _MASK = "return torch.from_numpy(secure_noise.secure_uniform(rows) < limit)"
 _STEP = "            self._step()\n"
-_ADD = "self._add_clipped(fields, pad_rows(mask[part], size), row_loss, joint=joint)"
+_ADD = "self._add_clipped(fields, pad_rows(mask[indices], size), row_loss, joint=joint)"
 _SUMS = "        request = ClippedSum(\n"
 _NOISY_STEP = "        self.optimiser.add_noise()\n        self.average()\n"
 
@@ -105,11 +105,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "rows that were not drawn count",
-        ((PRIVACY, _ADD, _ADD.replace("mask[part]", "torch.ones_like(mask[part])")),),
-        (
-            IN_PRIVACY
-            + "test_the_sum_does_not_depend_on_microbatches_or_on_the_physical_batch_size",
-        ),
+        ((PRIVACY, _ADD, _ADD.replace("mask[indices]", "torch.ones_like(mask[indices])")),),
+        (IN_PRIVACY + "test_the_sum_does_not_depend_on_microbatches_or_on_the_padded_batch_size",),
         True,
     ),
     Fault(
@@ -432,7 +429,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "parts whose rows change places may have a remainder of a vector",
-        ((PLAN, "multiple = 4 if self.keeps_places(rows) else 32", "multiple = 4"),),
+        ((PLAN, "multiple = 4 if self.fixes_positions(rows) else 32", "multiple = 4"),),
         (IN_COUNTS + "test_a_batch_beyond_its_public_size_gets_more_microbatches_of_that_size",),
         False,
     ),

@@ -256,8 +256,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CHECKPOINT,
-                "if snapshot.config_digest not in (expected_digest, fewer(snapshot.round)):",
-                "if not expected_digest:",
+                "not in (expected_digest, digest_with_rounds(snapshot.round))",
+                "in ('',)",
             ),
         ),
         (IN_CHECKPOINT + "another_config_is_refused",),

@@ -433,12 +433,12 @@ def test_the_divisor_is_the_public_batch_size_and_not_the_number_of_drawn_rows(
 
 @pytest.mark.usefixtures("no_noise")
 @pytest.mark.parametrize("chunk", [1, 4, 64])
-def test_the_sum_does_not_depend_on_microbatches_or_on_the_physical_batch_size(
+def test_the_sum_does_not_depend_on_microbatches_or_on_the_padded_batch_size(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 300 rows at rate 0.05: 15 expected, and 4 standard deviations of 3.77 more are 31.
     sparse = plan(sample_rate=0.05)
-    assert sparse.physical_batch_size(300) == 31
+    assert sparse.padded_batch_size(300) == 31
     mask = [row % 20 == 3 for row in range(300)]
     draw_rows(monkeypatch, mask)
     network, x = small_network(), small_rows(300)
@@ -466,15 +466,15 @@ def test_microbatches_are_larger_where_rows_and_networks_are_small(
     widths: list[int], numbers: int, rows: int
 ) -> None:
     networks = {f"{n}": nn.Linear(width, 1, bias=False) for n, width in enumerate(widths)}
-    assert dp_sgd.microbatch_size(networks, numbers) == rows
+    assert dp_sgd.choose_max_microbatch_size(networks, numbers) == rows
 
 
 @pytest.mark.usefixtures("no_noise")
-def test_a_batch_larger_than_the_physical_batch_size_is_not_truncated(
+def test_a_batch_larger_than_the_padded_batch_size_is_not_truncated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sparse = plan(sample_rate=0.01)
-    assert sparse.physical_batch_size(257) < 257
+    assert sparse.padded_batch_size(257) < 257
     draw_rows(monkeypatch, [True] * 257)
     network, x = small_network(), small_rows(257)
     expected = clipped_by_hand(network, x, 1.0)
@@ -482,7 +482,7 @@ def test_a_batch_larger_than_the_physical_batch_size_is_not_truncated(
 
 
 def test_small_agents_compute_every_row_so_that_run_time_does_not_show_the_batch_size() -> None:
-    assert [plan(sample_rate=0.01).physical_batch_size(rows) for rows in (0, 1, 34, 256)] == [
+    assert [plan(sample_rate=0.01).padded_batch_size(rows) for rows in (0, 1, 34, 256)] == [
         0,
         1,
         34,
@@ -513,7 +513,9 @@ def test_the_sum_of_a_failed_visit_does_not_enter_the_next_one() -> None:
         return {"x": x[rows], "p": p[rows % CLASSES]}
 
     with pytest.raises(RuntimeError, match="second chunk"):
-        PrivateTraining(PLAN, {"F": network}).run(5, breaks_off, small_loss(network), at_once=4)
+        PrivateTraining(PLAN, {"F": network}).run(
+            5, breaks_off, small_loss(network), max_microbatch_size=4
+        )
     assert any(vars(p).get("summed_grad") is not None for p in network.parameters())
     PrivateTraining(PLAN, {"F": network}).run(0, breaks_off, small_loss(network))
     assert torch.equal(flat(network), before)

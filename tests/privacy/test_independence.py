@@ -380,7 +380,7 @@ def test_private_steps_refuse_networks_and_fields_that_are_not_on_the_cpu(
     moved: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plug-in may move them. The device "meta" stands for a GPU."""
-    monkeypatch.setattr(local_dp_sgd, "_refuse_mixing", lambda *_: None)  # computes with them
+    monkeypatch.setattr(local_dp_sgd, "_check_draws_per_row", lambda *_: None)  # computes with them
     plan = make_dp_sgd_plan(PrivacySettings(epsilon=8.0, steps=2), rounds=1, rows_per_agent=4)
     rows = LabelledRows(torch.zeros(4, *SHAPE), torch.arange(4) % CLASSES, torch.arange(4))
     ctx = Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))

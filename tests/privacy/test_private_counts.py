@@ -33,7 +33,7 @@ from tests.support.kernel_generations import HERE
 
 pytestmark = pytest.mark.usefixtures("costs_of_users_in_file")
 
-SHAPE, CLASSES, AT_ONCE = (1, 8, 8), 10, 64
+SHAPE, CLASSES, MAX_MICROBATCH_SIZE = (1, 8, 8), 10, 64
 #: Numbers of rows of two neighbours, and the declared rows of an agent.
 MORE = ((3, 4, 4), (63, 64, 64), (64, 65, 64), (255, 260, 256))
 aten = torch.ops.aten
@@ -68,7 +68,11 @@ def rows_of(count: int, shape: tuple[int, int, int] = SHAPE) -> tuple[Tensor, Te
 
 
 def record_sums(
-    F: nn.Module, x: Tensor, y: Tensor, the_plan: PrivatePlan, at_once: int = AT_ONCE
+    F: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    the_plan: PrivatePlan,
+    max_microbatch_size: int = MAX_MICROBATCH_SIZE,
 ) -> tuple[list[ClippedSum], Tensor]:
     """The gradient requests of a visit, and the sum of each step before noise (steps, numbers)."""
     seen, sums = list[ClippedSum](), list[Tensor]()
@@ -85,7 +89,10 @@ def record_sums(
     training = PrivateTraining(the_plan, {"F": F})
     with request_handler(answer):
         training.run(
-            len(x), lambda rows, _: {"x": x[rows, None], "y": y[rows, None]}, loss, at_once=at_once
+            len(x),
+            lambda rows, _: {"x": x[rows, None], "y": y[rows, None]},
+            loss,
+            max_microbatch_size=max_microbatch_size,
         )
     return seen, torch.stack(sums)
 
@@ -205,9 +212,14 @@ def test_crafted_weights_exploit_rounding_only_without_padding(
 # Batch sizes ------------------------------------------------------------------------------------
 
 
-def sizes(count: int, the_plan: PrivatePlan, at_once: int = AT_ONCE) -> list[int]:
+def sizes(
+    count: int, the_plan: PrivatePlan, max_microbatch_size: int = MAX_MICROBATCH_SIZE
+) -> list[int]:
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
-    return [len(one.fields["x"]) for one in record_sums(F, *rows_of(count), the_plan, at_once)[0]]
+    return [
+        len(one.fields["x"])
+        for one in record_sums(F, *rows_of(count), the_plan, max_microbatch_size)[0]
+    ]
 
 
 def test_with_private_counts_every_microbatch_has_the_size_for_the_declared_rows() -> None:
@@ -221,8 +233,14 @@ def test_with_private_counts_every_microbatch_has_the_size_for_the_declared_rows
 def test_with_public_counts_microbatch_sizes_depend_on_the_rows_and_not_on_the_draw() -> None:
     public = plan(34, record_counts="public", sample_rate=0.3, steps=6)
     assert set(sizes(34, public)) == {36} and set(sizes(3, public)) == {4}
-    assert plan(300, record_counts="public", sample_rate=0.5).parts(300, 256) == (1, 192)
-    assert plan(400, record_counts="public", sample_rate=0.5).parts(400, 64) == (4, 64)
+    assert plan(300, record_counts="public", sample_rate=0.5).split_into_microbatches(300, 256) == (
+        1,
+        192,
+    )
+    assert plan(400, record_counts="public", sample_rate=0.5).split_into_microbatches(400, 64) == (
+        4,
+        64,
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +262,7 @@ def test_with_public_counts_a_row_keeps_its_position_for_any_draw(
     seen = [
         torch.cat([q.fields["x"] for q in calls[i : i + steps]]) for i in range(0, 4 * steps, steps)
     ]
-    assert the_plan.keeps_places(rows) is keeps
+    assert the_plan.fixes_positions(rows) is keeps
     assert all(torch.equal(one, seen[0]) for one in seen) is keeps
 
 
@@ -313,7 +331,7 @@ def test_a_batch_beyond_its_public_size_gets_more_microbatches_of_that_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sparse = plan(300, record_counts="public", sample_rate=0.01)
-    assert sparse.parts(300, 64) == (1, 32)
+    assert sparse.split_into_microbatches(300, 64) == (1, 32)
     monkeypatch.setattr(PrivatePlan, "draw_batch", lambda self, rows: torch.arange(rows) < 70)
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
     seen, _ = record_sums(F, *rows_of(300), sparse)

@@ -491,7 +491,7 @@ def test_gradients_and_noise_of_all_agents_are_made_in_one_call(
     agents: list[int] = []
     add_noise = noisy_optimizer.add_noise
 
-    def with_noise(optimisers: Sequence[noisy_optimizer.SecureNoise]) -> None:
+    def with_noise(optimisers: Sequence[noisy_optimizer.SecureNoiseOptimizer]) -> None:
         agents.append(len(optimisers))
         add_noise(optimisers)
 
@@ -593,7 +593,7 @@ def joint_noise(multipliers: Sequence[float], numbers: int = 40_000) -> list[Ten
         parameter = nn.Parameter(torch.zeros(numbers, dtype=torch.float64))
         steps.append(
             NoisyOptimizerStep(
-                noisy_optimizer.SecureNoise(
+                noisy_optimizer.SecureNoiseOptimizer(
                     optim.SGD([parameter], lr=1.0), noise_multiplier=multiplier,
                     max_grad_norm=2.0, expected_batch_size=None, loss_reduction="sum",
                 ),

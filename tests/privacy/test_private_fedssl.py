@@ -509,8 +509,10 @@ def test_the_number_of_rows_per_microbatch_follows_from_public_sizes(
         sizes.append((list(networks), numbers))
         return 7
 
-    monkeypatch.setattr("privssl.privacy.local_dp_sgd.microbatch_size", record)
-    monkeypatch.setattr(PrivateTraining, "run", lambda *_, at_once: given.append(at_once))
+    monkeypatch.setattr("privssl.privacy.local_dp_sgd.choose_max_microbatch_size", record)
+    monkeypatch.setattr(
+        PrivateTraining, "run", lambda *_, max_microbatch_size: given.append(max_microbatch_size)
+    )
     prepared = prepare(configured("privacy.views=2"))
     assert given.pop() == 7  # in the check before the run
     [agent, *_] = prepared.labelled_agents

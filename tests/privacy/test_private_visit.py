@@ -36,7 +36,7 @@ from privssl.experiment import config
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import prepare
 from privssl.privacy import secure_noise
-from privssl.privacy.noisy_optimizer import SecureNoise
+from privssl.privacy.noisy_optimizer import SecureNoiseOptimizer
 from privssl.privacy.plan import PrivatePlan
 from privssl.privacy.secure_noise import secure_normal
 from privssl.runs import checkpoint, round_loop
@@ -300,7 +300,7 @@ def event_mismatches(config: Config, folder: Path) -> list[str]:
     happened: list[str] = []
     masks: list[tuple[bool, ...]] = []
     noise: list[np.ndarray] = []
-    draw, add = PrivatePlan.draw_batch, SecureNoise.add_noise
+    draw, add = PrivatePlan.draw_batch, SecureNoiseOptimizer.add_noise
 
     def draws(self: PrivatePlan, rows: int) -> torch.Tensor:
         happened.append("batch")
@@ -316,7 +316,7 @@ def event_mismatches(config: Config, folder: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch, accounts(prepared, folder) as agents:
         patch.setattr(PrivatePlan, "draw_batch", draws)
-        patch.setattr(SecureNoise, "add_noise", adds)
+        patch.setattr(SecureNoiseOptimizer, "add_noise", adds)
         assert not isinstance(visit(prepared, agents["s0"], context("s0")), Declined)
     [event] = read_journal(folder / "s0.jsonl").events
     assert isinstance(event, PoissonSampledGaussianEvent) and isinstance(prepared.plan, PrivatePlan)

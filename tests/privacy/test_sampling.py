@@ -17,7 +17,7 @@ from privssl.experiment import config
 from privssl.privacy import plan as privacy_plan
 from privssl.privacy import secure_noise
 from privssl.privacy.dp_sgd import PrivateTraining
-from privssl.privacy.noisy_optimizer import SecureNoise
+from privssl.privacy.noisy_optimizer import SecureNoiseOptimizer
 from tests.support.privacy import (
     draw_rows,
     frequency_is,
@@ -106,7 +106,7 @@ def rows_in_sums(poisson: privacy_plan.PrivatePlan) -> NDArray[np.float64]:
     i has the gradient e_i.
     """
     sums: list[NDArray[np.float64]] = []
-    add_noise = SecureNoise.add_noise
+    add_noise = SecureNoiseOptimizer.add_noise
 
     def look(self: Any) -> None:
         sums.append(self.params[0].summed_grad.detach().numpy().copy())
@@ -119,7 +119,7 @@ def rows_in_sums(poisson: privacy_plan.PrivatePlan) -> NDArray[np.float64]:
         return (parameters["F"]["weight"][0] * row["x"]).sum()  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SecureNoise, "add_noise", look)
+        patch.setattr(SecureNoiseOptimizer, "add_noise", look)
         PrivateTraining(poisson, {"F": network}).run(HELD, lambda p, step: {"x": unit[p]}, loss)
     return np.concatenate(sums).round()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from privssl.ops import dispatch, gaussian_noise
 from privssl.privacy import noisy_optimizer, secure_noise
 from privssl.privacy.dp_sgd import PrivateTraining
-from privssl.privacy.noisy_optimizer import SecureNoise
+from privssl.privacy.noisy_optimizer import SecureNoiseOptimizer
 from privssl.privacy.secure_noise import _as_floats, box_muller, secure_normal, secure_uniform
 from tests.support.kernel_generations import HERE
 from tests.support.privacy import (
@@ -107,7 +107,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 def release_sums(sums: Tensor, parameter: nn.Parameter | None = None) -> Tensor:
     """Sums after noise of deviation 0.91 was added."""
     parameter = nn.Parameter(torch.zeros_like(sums)) if parameter is None else parameter
-    optimizer = SecureNoise(
+    optimizer = SecureNoiseOptimizer(
         torch.optim.SGD([parameter], lr=1.0), noise_multiplier=1.3, max_grad_norm=0.7,
         expected_batch_size=None, loss_reduction="sum",
     )  # fmt: skip
@@ -299,14 +299,14 @@ def test_noise_never_repeats_across_steps_parameters_and_runs_with_one_seed(
 def first_noise(network: nn.Module) -> list[tuple[float, ...]]:
     """The first three noise values of each parameter in two steps, without rows."""
     landed: list[tuple[float, ...]] = []
-    add_noise = SecureNoise.add_noise
+    add_noise = SecureNoiseOptimizer.add_noise
 
-    def look(self: SecureNoise) -> None:
+    def look(self: SecureNoiseOptimizer) -> None:
         add_noise(self)
         landed.extend(tuple(p.grad.flatten()[:3].tolist()) for p in self.params if p.numel() >= 3)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SecureNoise, "add_noise", look)
+        patch.setattr(SecureNoiseOptimizer, "add_noise", look)
         moved_by(network, small_rows(0), plan(steps=2))
     return landed
 

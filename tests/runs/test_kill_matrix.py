@@ -35,7 +35,7 @@ from privssl.core import step_runner
 from privssl.experiment import config
 from privssl.experiment.prepare import prepare
 from privssl.privacy import dp_sgd, per_example_gradients, secure_noise
-from privssl.privacy.noisy_optimizer import SecureNoise
+from privssl.privacy.noisy_optimizer import SecureNoiseOptimizer
 from privssl.runs import checkpoint, round_loop
 from privssl.storage import atomic_files
 from tests.support.private_fedssl import FULL_BATCHES
@@ -116,7 +116,7 @@ def install_kill(kill: Kill, *, resumed: bool) -> None:
         checkpoint.save_snapshot,
         atomic_files.write_new,
     )
-    gradients, noise = per_example_gradients.factored_gradients, SecureNoise.add_noise
+    gradients, noise = per_example_gradients.factored_gradients, SecureNoiseOptimizer.add_noise
     first_step = STEPS * (kill.visit - 1) + 1
     # A new run also saves a checkpoint before round 1.
     saves = (kill.visit + 1) // VISITS + (not resumed)
@@ -135,7 +135,7 @@ def install_kill(kill: Kill, *, resumed: bool) -> None:
             )
         case "after the noise":
             dies = on_call(first_step, then_kill(noise), noise)
-            SecureNoise.add_noise = dies  # type: ignore[method-assign]
+            SecureNoiseOptimizer.add_noise = dies  # type: ignore[method-assign]
         case "before the settle":
             at_journal_line("settle", kill_this_process)
         case "after the settle":

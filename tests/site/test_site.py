@@ -43,7 +43,7 @@ from privssl.errors import ConfigError, PrivacyError, UserError
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import prepare
 from privssl.privacy import dp_sgd, secure_noise
-from privssl.privacy.noisy_optimizer import SecureNoise
+from privssl.privacy.noisy_optimizer import SecureNoiseOptimizer
 from privssl.remote import framing, protocol
 from privssl.remote.protocol import EndOfRun, IdentifyRequest, Identity, StepRequest, StepResponse
 from privssl.runtime.code_version import python_fingerprint
@@ -479,7 +479,7 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "within the reserve": (FILE, "append", at_journal_line("reserve", write_half_a_line), ""),
     "after the reserve": (FILE, "append", at_journal_line("reserve", kill_after), "lost"),
     "before the first gradient": (dp_sgd, "factored_gradients", kill_before, "lost"),
-    "after the noise": (SecureNoise, "add_noise", kill_after, "lost"),
+    "after the noise": (SecureNoiseOptimizer, "add_noise", kill_after, "lost"),
     "before the settle": (FILE, "append", at_journal_line("settle", kill_before), "lost"),
     "after the settle": (FILE, "append", at_journal_line("settle", kill_after), "lost"),
     "before the answer is stored": (Store, "put_answer", kill_before, "lost"),
@@ -539,7 +539,7 @@ def test_control_a_site_that_charges_after_reading_fails_the_kill_test(site_fold
     def killed() -> bytes:
         Account.spend = spend_after_reading  # type: ignore[method-assign]
         vars(step_runner)["ChargedRows"] = lambda rows, *_, **__: rows
-        with reads_recorded(notes), call_replaced(SecureNoise, "add_noise", kill_after):
+        with reads_recorded(notes), call_replaced(SecureNoiseOptimizer, "add_noise", kill_after):
             return open_handler(site_folder).handle(frame)
 
     assert in_a_fork(killed) is None

@@ -195,14 +195,16 @@ def flat(network: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in network.parameters()])
 
 
-def moved_by(network: nn.Module, x: Tensor, the_plan: PrivatePlan, at_once: int = 64) -> Tensor:
+def moved_by(
+    network: nn.Module, x: Tensor, the_plan: PrivatePlan, max_microbatch_size: int = 64
+) -> Tensor:
     """The change of the weights by one visit, against the gradient, as one vector."""
     trained = copy.deepcopy(network)
     p = torch.eye(CLASSES, dtype=torch.float64)[torch.arange(len(x)) % CLASSES]
     training = PrivateTraining(the_plan, {"F": trained})
     training.run(
         len(x), lambda rows, step: {"x": x[rows], "p": p[rows]}, small_loss(trained),
-        at_once=at_once,
+        max_microbatch_size=max_microbatch_size,
     )  # fmt: skip
     return flat(network) - flat(trained)
 

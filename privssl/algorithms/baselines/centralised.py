@@ -37,7 +37,7 @@ from privssl.core.agents import (
     UnlabelledRows,
 )
 from privssl.core.aggregation import average
-from privssl.core.federation import Federation, having
+from privssl.core.federation import Federation, with_role
 from privssl.core.messages import Message, Reply, StateDict
 from privssl.core.task import Context, Task, on_agent
 from privssl.privacy.plan import Plan
@@ -95,7 +95,7 @@ class Centralised(Algorithm[TeacherState]):
             (self.query_pass, ("query",)),
             (self.mixed_pass, ("mixed",)),
         ):
-            replies += federation.call_all(having(federation.agents, *roles), step, request)
+            replies += federation.call_all(with_role(federation.agents, *roles), step, request)
         F = average(replies, "F", otherwise=state.F)
         if not self.cfg.teacher_decay:
             return TeacherState(F, F)

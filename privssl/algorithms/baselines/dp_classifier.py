@@ -15,7 +15,7 @@ from privssl.core.agents import LabelledRows, SupportAgent
 from privssl.core.task import Context, Task
 from privssl.data.augmentations import view
 from privssl.privacy.independence import check_rows_independent, refuse_coupling_layers
-from privssl.privacy.local_dp_sgd import train_rows_privately, tried_out
+from privssl.privacy.local_dp_sgd import make_dry_run, train_rows_privately
 from privssl.privacy.plan import PrivatePlan
 from privssl.runtime import randomness
 from privssl.settings.schema import Problem
@@ -60,7 +60,7 @@ def try_classifier(
     plan: PrivatePlan, F: nn.Module, task: Task, device: torch.device, *, flip: bool
 ) -> None:
     """A dry run of ``train_classifier`` without its steps; raises the same PrivacyError."""
-    dry_plan, rows, ctx = tried_out(plan, task.shape, device)
+    dry_plan, rows, ctx = make_dry_run(plan, task.shape, device)
     counts_public = plan.record_counts == "public"
     _train(dry_plan, F.to(device).train(), rows, ctx, flip=flip, counts_public=counts_public)
 

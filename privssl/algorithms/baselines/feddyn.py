@@ -80,7 +80,9 @@ class FedDyn(Averaged):
         averaged = mean.value_or(state.F)
         F, h = server_step(state.F, state.h, averaged, share, self.cfg.alpha)
         return FedDynState(
-            self.with_statistics(F, federation), h, self.with_statistics(averaged, federation)
+            self.aggregate_bn_statistics(F, federation),
+            h,
+            self.aggregate_bn_statistics(averaged, federation),
         )
 
     def classifier(self, state: ModelState) -> StateDict:

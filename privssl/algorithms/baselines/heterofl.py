@@ -8,7 +8,7 @@ Heterogeneous Clients" (ICLR 2021; arXiv:2010.01264). Agents hold labels, as in 
     W_l: the first channels of each parameter                 cut_out
     each entry: the mean over the agents that have it         put_together
     masked cross-entropy                                      masked_loss
-    static batch norm: statistics of all agents, at the end   Averaged.with_statistics
+    static batch norm: statistics of all agents, at the end   Averaged.aggregate_bn_statistics
     scaler: activations / share in training                   not needed, see below
 
 Differs from the paper: agent i has level i mod ``levels`` (the paper's fixed assignment, evenly
@@ -128,7 +128,9 @@ class HeteroFL(Averaged):
             if {k: v.shape for k, v in mean.items()} != {k: v.shape for k, v in request.F.items()}:
                 raise MessageError(f"{sent[0].sender.id} sent F in other shapes than it got")
             parts.append((len(sent), mean))
-        return SupervisedState(self.with_statistics(put_together(state.F, parts), federation))
+        return SupervisedState(
+            self.aggregate_bn_statistics(put_together(state.F, parts), federation)
+        )
 
     @on_agent
     def level_pass(self, agent: SupportAgent, msg: LevelRequest, ctx: Context) -> ModelUpdate:

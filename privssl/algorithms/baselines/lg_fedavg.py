@@ -97,7 +97,9 @@ class LGFedAvg(Averaged):
         request = LGRequest(self._part(state.F, shared=True))
         replies = federation.call_all(self.learners(federation), self.local_pass, request)
         shared, local = (average(replies, key, otherwise={}) for key in ("shared", "local"))
-        return SupervisedState(self.with_statistics({**state.F, **local, **shared}, federation))
+        return SupervisedState(
+            self.aggregate_bn_statistics({**state.F, **local, **shared}, federation)
+        )
 
     @on_agent
     def keep_pass(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> Ack:

@@ -37,7 +37,6 @@ from privssl.algorithms.baselines.local_settings import Proximal, Streamed
 from privssl.algorithms.baselines.supervised import ProximalRequest, labelled_losses, run_sgd
 from privssl.algorithms.local_ssl import (
     ModelUpdate,
-    average_over,
     first_of,
     needs_unlabelled,
     no_labelled,
@@ -45,6 +44,7 @@ from privssl.algorithms.local_ssl import (
     no_unlabelled,
     predict,
     train_alone,
+    train_and_average,
     warm_up_fits,
 )
 from privssl.core.agents import (
@@ -56,7 +56,7 @@ from privssl.core.agents import (
     UnlabelledRows,
 )
 from privssl.core.aggregation import WeightedMean
-from privssl.core.federation import Federation, having
+from privssl.core.federation import Federation, with_role
 from privssl.core.messages import Ack, StateDict
 from privssl.core.task import Context, Phase, on_agent
 from privssl.settings.schema import Count, Problem, strict
@@ -137,7 +137,7 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         if any(agent.role == "mixed" for agent in federation.agents):
             return self._all_at_once(state, federation, unlabelled=unlabelled)
         mu = self.cfg.proximal
-        labelled = average_over(
+        labelled = train_and_average(
             federation, federation.support, self.support_pass,
             lambda to: ProximalRequest(
                 state.F, 0.0 if to.location is AgentLocation.SERVER else mu
@@ -148,7 +148,9 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
             return PseudoLabelState(labelled, labelled)
         participants = federation.sample(federation.query, self.cfg.agents_per_round)
         request = ProximalRequest(labelled, mu)
-        F = average_over(federation, participants, self.query_pass, request, otherwise=labelled)
+        F = train_and_average(
+            federation, participants, self.query_pass, request, otherwise=labelled
+        )
         return PseudoLabelState(F, labelled)
 
     def _all_at_once(
@@ -156,7 +158,7 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     ) -> PseudoLabelState:
         roster = federation.query if unlabelled else federation.support
         participants = federation.sample(roster, self.cfg.agents_per_round)
-        mixed, others = having(participants, "mixed"), having(participants, "query")
+        mixed, others = with_role(participants, "mixed"), with_role(participants, "query")
         if _is_alone(self.cfg):
             own = train_alone(
                 federation, mixed, self.mixed_pass, ProximalRequest, state.own, state.F
@@ -253,7 +255,7 @@ class FedSem(PseudoLabelled):
         rounds_after_warm_up = federation.round.number - self.cfg.warm_up
         if rounds_after_warm_up == 1:  # every agent, drawn or not
             request, local = ProximalRequest(state.F), self.cfg.labelled_by == "local"
-            mixed = having(federation.query, "mixed") if local else ()
+            mixed = with_role(federation.query, "mixed") if local else ()
             others = [agent for agent in federation.query if agent not in set(mixed)]
             federation.call_all(mixed, self.label_locally, request)
             federation.call_all(others, self.label_pass, request)

@@ -9,7 +9,7 @@
     FedAvg: the mean, by rows held; under a plan      _Supervised.round, Federated.weigh; FedAvg
     FedProx: + mu / 2 |theta - theta_global|^2        run_sgd, squared_distance
     SemiFL's recipe: cosine, Nesterov, clipping       LocalTrainingSettings, run_sgd
-    static batch norm: statistics of labelled rows    with_statistics, labelled_statistics
+    static batch norm: statistics of labelled rows    aggregate_bn_statistics, labelled_statistics
 
 ``LocalTrainingSettings`` is the one set of settings for these, for FixMatch, UDA and FedSem, and
 for all methods of docs/comparators.md: a difference in a table is the effect of the method. With a
@@ -45,13 +45,17 @@ from privssl.algorithms.local_ssl import (
     ModelState,
     ModelUpdate,
     TrainRequest,
-    average_over,
     can_learn_from,
     first_of,
     model_update,
     train_alone,
+    train_and_average,
 )
-from privssl.algorithms.static_statistics import Statistics, gather_statistics, with_statistics
+from privssl.algorithms.static_statistics import (
+    Statistics,
+    aggregate_bn_statistics,
+    compute_bn_statistics,
+)
 from privssl.core.agents import LabelledRows, SupportAgent
 from privssl.core.federation import Federation, Roster
 from privssl.core.messages import BUDGET_EXHAUSTED, Declined, StateDict
@@ -119,13 +123,13 @@ class _Supervised(Algorithm[ModelState]):
             own = self.own_classifiers(state)
             own = train_alone(federation, learners, step, ProximalRequest, own, state.F)
             return SupervisedState(state.F, own)
-        F = average_over(federation, learners, step, ProximalRequest(state.F, mu), state.F)
-        return SupervisedState(self.with_statistics(F, federation))
+        F = train_and_average(federation, learners, step, ProximalRequest(state.F, mu), state.F)
+        return SupervisedState(self.aggregate_bn_statistics(F, federation))
 
-    def with_statistics(self, F: StateDict, federation: Federation) -> StateDict:
+    def aggregate_bn_statistics(self, F: StateDict, federation: Federation) -> StateDict:
         """F with statistics of all labelled rows, where its norm has any."""
         sources = [(federation.support, self.labelled_statistics)]
-        return with_statistics(F, self._F, federation, TrainRequest(F), sources)
+        return aggregate_bn_statistics(F, self._F, federation, TrainRequest(F), sources)
 
     def learners(self, federation: Federation) -> Roster:
         """The agents that train in this round."""
@@ -159,7 +163,7 @@ class _Supervised(Algorithm[ModelState]):
         self, agent: SupportAgent, msg: TrainRequest, ctx: Context
     ) -> Statistics:
         """Statistics of labelled rows."""
-        return gather_statistics(self.load_classifier(msg.F, ctx), agent.labelled.x, ctx)
+        return compute_bn_statistics(self.load_classifier(msg.F, ctx), agent.labelled.x, ctx)
 
 
 @final
@@ -191,7 +195,7 @@ class Averaged(_Supervised):
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         if len(federation.support) > 1 and (server := federation.server) is not None:
             request = ProximalRequest(state.F)
-            F = average_over(federation, (server,), self.server_pass, request, state.F)
+            F = train_and_average(federation, (server,), self.server_pass, request, state.F)
             state = SupervisedState(F)
         return super().round(state, federation)
 

@@ -12,7 +12,7 @@ learns from labelled rows and psi from unlabelled ones, each while the other is 
     Eq. 5  L_u(psi)                                    DisjointTrainer.learn_psi, penalties
     3.1    embeddings, KD-tree, every 10 rounds        _collect, _downloads, helper_agents
     3.2    sparse differences                          sparse_updates, core/sparse_tensors
-    A.3    learning rate by the validation loss        _note_losses, step_plateau
+    A.3    learning rate by the validation loss        _update_plateaus, step_plateau
     Alg. 1 labels at clients                           round -> learn_both
     Alg. 2 labels at the server                        round -> learn_sigma, learn_psi
 
@@ -43,11 +43,11 @@ from privssl.algorithms.fedmatch.exchange import (
     Downloads,
     FedMatchRequest,
     FedMatchUpdate,
-    receive,
-    upload,
+    decode_request,
+    encode_update,
 )
 from privssl.algorithms.fedmatch.helper_agents import draw_probe, nearest_agents
-from privssl.algorithms.fedmatch.settings import FedMatchConfig, Place, SlicesOf
+from privssl.algorithms.fedmatch.settings import FedMatchConfig, LabelLocation, SlicesOf
 from privssl.algorithms.fedmatch.sparse_updates import (
     DecomposedWeights,
     sparse_download,
@@ -111,8 +111,8 @@ class FedMatch(Algorithm[FedMatchState]):
                 f"{config.agents.query}, but with labels at clients every agent of fedmatch holds "
                 "both kinds of rows. Set agents.query to 0",
             )
-        numbers = config.algorithm.hyperparameters("server")
-        if numbers.decay_on == "validation" and not config.data.validation:
+        hparams = config.algorithm.hyperparameters("server")
+        if hparams.decay_on == "validation" and not config.data.validation:
             yield Problem(
                 "data.validation",
                 "0, but learning rates fall by the loss on validation rows, as in the paper. Give "
@@ -131,11 +131,11 @@ class FedMatch(Algorithm[FedMatchState]):
         if not self.cfg.decomposition:  # psi is the whole network
             psi, sigma = {name: weight + psi[name] for name, weight in sigma.items()}, {}
         probe = draw_probe(self.task.shape, federation.rng("probe"))
-        negligible = self.cfg.hyperparameters(_place(federation)).negligible
+        negligible = self.cfg.hyperparameters(_labels_at(federation)).negligible
         return FedMatchState(sigma, psi, probe, negligible, {}, {}, {})
 
     def round(self, state: FedMatchState, federation: Federation) -> FedMatchState:
-        at_clients = _place(federation) == "client"
+        at_clients = _labels_at(federation) == "client"
         if not at_clients:  # Alg. 2 l. 4-8
             state = self._learn_where_labels_are(state, federation)
         down = self._downloads(state, federation)  # Alg. 1 l. 4-6, Alg. 2 l. 9-11
@@ -153,10 +153,10 @@ class FedMatch(Algorithm[FedMatchState]):
     def _learn_where_labels_are(
         self, state: FedMatchState, federation: Federation
     ) -> FedMatchState:
-        rates = self._rates(state, federation.support, "server")
+        learning_rates = self._learning_rates(state, federation.support, "server")
         replies = federation.call_all(
             federation.support, self.learn_sigma,
-            lambda to: FedMatchRequest(state.sigma, state.psi, learning_rate=rates[to.id]),
+            lambda to: FedMatchRequest(state.sigma, state.psi, learning_rate=learning_rates[to.id]),
         )  # fmt: skip
         networks = {
             reply.sender.id: DecomposedWeights(
@@ -169,60 +169,63 @@ class FedMatch(Algorithm[FedMatchState]):
             state,
             sigma=average(replies, "sigma", otherwise=state.sigma, weight=uniform_weight),
             psi=average(replies, "psi", otherwise=state.psi, weight=uniform_weight),
-            plateaus=self._note_losses(state, networks, federation),
+            plateaus=self._update_plateaus(state, networks, federation),
         )
 
-    def _rates(self, state: FedMatchState, agents: Roster, place: Place) -> dict[str, float | None]:
+    def _learning_rates(
+        self, state: FedMatchState, agents: Roster, labels_at: LabelLocation
+    ) -> dict[str, float | None]:
         """The rate that each agent is sent; None: its own, by the loss on its labels."""
-        numbers = self.cfg.hyperparameters(place)
-        if numbers.decay_on == "labelled":
+        hparams = self.cfg.hyperparameters(labels_at)
+        if hparams.decay_on == "labelled":
             return dict.fromkeys(agent.id for agent in agents)
-        first = disjoint.initial_plateau(self.cfg.learning_rate, numbers.patience)
+        first = disjoint.initial_plateau(self.cfg.learning_rate, hparams.patience)
         return {agent.id: float(state.plateaus.get(agent.id, first)[0]) for agent in agents}
 
-    def _note_losses(
+    def _update_plateaus(
         self, state: FedMatchState, networks: Mapping[str, DecomposedWeights],
         federation: Federation,
     ) -> Mapping[str, Tensor]:  # fmt: skip
         """A.3: after each visit, the agent's plateau with its network's loss on validation rows."""
-        numbers = self.cfg.hyperparameters(_place(federation))
-        if numbers.decay_on == "labelled":
+        hparams = self.cfg.hyperparameters(_labels_at(federation))
+        if hparams.decay_on == "labelled":
             return state.plateaus
-        first = disjoint.initial_plateau(self.cfg.learning_rate, numbers.patience)
+        first = disjoint.initial_plateau(self.cfg.learning_rate, hparams.patience)
         plateaus = dict(state.plateaus)
         for agent, network in networks.items():
             psi = without_small(network.psi, state.negligible)
             loss = federation.validation_loss(disjoint.theta(network.sigma, psi))
             if loss is not None or agent in plateaus:
                 plateaus[agent] = disjoint.step_plateau(
-                    plateaus.get(agent, first), math.nan if loss is None else loss, numbers.patience
+                    plateaus.get(agent, first), math.nan if loss is None else loss, hparams.patience
                 )
         return plateaus
 
     def _downloads(self, state: FedMatchState, federation: Federation) -> Downloads:
         """The agents of a round, and what each is sent."""
-        numbers, now = self.cfg.hyperparameters(_place(federation)), federation.round.number
+        hparams, now = self.cfg.hyperparameters(_labels_at(federation)), federation.round.number
         agents = federation.sample(federation.query, self.cfg.query_per_round)
         period, never = self.cfg.helpers_every, -self.cfg.helpers_every
-        if numbers.refresh_helpers == "age":
+        if hparams.refresh_helpers == "age":
             due = [a.id for a in agents if now - state.helped_at.get(a.id, never) >= period]
         else:
             due = [a.id for a in agents if now % period == 0]
         helper_ids = nearest_agents(state.embeddings, due, self.cfg.helpers)
         helpers = {agent: [state.held_psi[h] for h in ids] for agent, ids in helper_ids.items()}
         weights, by_agent = DecomposedWeights(state.sigma, state.psi), {}
-        sparse = self.cfg.sparse_down or numbers.sparse_messages
+        sparse = self.cfg.sparse_down or hparams.sparse_messages
         for agent in (agent.id for agent in agents):
             held = None
             if agent in state.held_psi:
                 held = DecomposedWeights(state.held_sigma[agent], state.held_psi[agent])
             download = sparse_download(
-                held, weights, helpers.get(agent, []), numbers.sparsity_thresholds,
-                decodable=numbers.sparse_messages,
+                held, weights, helpers.get(agent, []), hparams.sparsity_thresholds,
+                decodable=hparams.sparse_messages,
             )  # fmt: skip
+            # If not sparse: the difference is counted, as in the code, but not applied.
             by_agent[agent] = download if sparse else dataclasses.replace(download, weights=weights)
-        rates = self._rates(state, agents, _place(federation))
-        return Downloads(agents, by_agent, helpers, rates, numbers.sparse_messages)
+        learning_rates = self._learning_rates(state, agents, _labels_at(federation))
+        return Downloads(agents, by_agent, helpers, learning_rates, hparams.sparse_messages)
 
     def _collect(
         self, state: FedMatchState, down: Downloads, replies: Sequence[Reply[FedMatchUpdate]],
@@ -242,9 +245,10 @@ class FedMatch(Algorithm[FedMatchState]):
                 self._F, disjoint.theta(sigmas[agent], psi), state.probe
             )[0]
         networks = {agent: DecomposedWeights(sigmas[agent], psi) for agent, psi in psis.items()}
-        helped = set(down.helpers)
-        if self.cfg.hyperparameters(_place(federation)).keep_helpers:
-            helped |= {agent.id for agent in down.agents} & state.helped_at.keys()
+        # down.helpers: who got new ones now; state.helped_at: who ever did, and may keep them.
+        agents_with_helpers = set(down.helpers)
+        if self.cfg.hyperparameters(_labels_at(federation)).keep_helpers:
+            agents_with_helpers |= {agent.id for agent in down.agents} & state.helped_at.keys()
         downloads, agent_count = down.by_agent.values(), max(len(down.agents), 1)
         return dataclasses.replace(
             state,
@@ -257,11 +261,11 @@ class FedMatch(Algorithm[FedMatchState]):
                 **state.helped_at,
                 **{agent: federation.round.number for agent in down.helpers if agent in psis},
             },
-            plateaus=self._note_losses(state, networks, federation),
+            plateaus=self._update_plateaus(state, networks, federation),
             cost_down=sum(download.cost for download in downloads) / agent_count,
             cost_down_sigma=sum(download.cost_of_sigma for download in downloads) / agent_count,
             cost_down_psi=sum(download.cost_of_psi for download in downloads) / agent_count,
-            helped=len(helped) / agent_count,
+            helped=len(agents_with_helpers) / agent_count,
         )
 
     def classifier(self, state: FedMatchState) -> StateDict:
@@ -298,11 +302,11 @@ class FedMatch(Algorithm[FedMatchState]):
         self, agent: SupportAgent, msg: FedMatchRequest, ctx: Context
     ) -> FedMatchUpdate:
         """Eq. 4 at an agent with labels alone: psi is fixed, without its small entries."""
-        numbers, rows = self.cfg.hyperparameters("server"), agent.labelled
+        hparams, rows = self.cfg.hyperparameters("server"), agent.labelled
         order = disjoint.kept_order("labelled", len(rows), agent, ctx)
-        start = DecomposedWeights(msg.sigma, without_small(msg.psi, numbers.negligible))
+        start = DecomposedWeights(msg.sigma, without_small(msg.psi, hparams.negligible))
         trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx, msg.learning_rate)
-        for indices in torch.split(order, numbers.batch_size) * self.cfg.server_epochs:
+        for indices in torch.split(order, hparams.batch_size) * self.cfg.server_epochs:
             trainer.learn_sigma(rows, indices)
             trainer.measure(rows)
         trainer.end()
@@ -315,37 +319,37 @@ class FedMatch(Algorithm[FedMatchState]):
         self, agent: QueryAgent, msg: FedMatchRequest, ctx: Context
     ) -> FedMatchUpdate | Declined:
         """Eq. 5 at an agent without labels: sigma is fixed."""
-        numbers, rows = self.cfg.hyperparameters("server"), agent.unlabelled
-        order = self._slice(agent, ctx, numbers.slices_of)
-        start, helpers = receive(agent, msg, keep_helpers=numbers.keep_helpers)
+        hparams, rows = self.cfg.hyperparameters("server"), agent.unlabelled
+        order = self._slice(agent, ctx, hparams.slices_of)
+        start, helpers = decode_request(agent, msg, keep_helpers=hparams.keep_helpers)
         if not len(order):
             return Declined("no rows in this slice of the stream")
         trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx, msg.learning_rate)
-        for indices in disjoint.whole_batches(order, numbers.batch_size) * self.cfg.epochs:
+        for indices in disjoint.whole_batches(order, hparams.batch_size) * self.cfg.epochs:
             trainer.learn_psi(rows, indices, helpers)
         trainer.end()
-        trained = DecomposedWeights({}, trainer.update_of("psi"))
-        return upload(trained, start, agent, numbers, ctx)
+        updated = DecomposedWeights({}, trainer.update_of("psi"))
+        return encode_update(updated, start, agent, hparams, ctx)
 
     @on_agent
     def learn_both(self, agent: MixedAgent, msg: FedMatchRequest, ctx: Context) -> FedMatchUpdate:
         """Eq. 4 and 5 in turn, step by step: Alg. 1 l. 15-19."""
-        numbers, s_rows, u_rows = (
+        hparams, s_rows, u_rows = (
             self.cfg.hyperparameters("client"),
             agent.labelled,
             agent.unlabelled,
         )
         s_order = disjoint.kept_order("labelled", len(s_rows), agent, ctx)
-        u_order = self._slice(agent, ctx, numbers.slices_of)
-        start, helpers = receive(agent, msg, keep_helpers=numbers.keep_helpers)
+        u_order = self._slice(agent, ctx, hparams.slices_of)
+        start, helpers = decode_request(agent, msg, keep_helpers=hparams.keep_helpers)
         trainer = DisjointTrainer(self.cfg, "client", self._F, start, agent, ctx, msg.learning_rate)
-        for s, u in disjoint.paired_batches(s_order, u_order, numbers.batch_size) * self.cfg.epochs:
+        for s, u in disjoint.paired_batches(s_order, u_order, hparams.batch_size) * self.cfg.epochs:
             trainer.learn_sigma(s_rows, s)
             trainer.learn_psi(u_rows, u, helpers)
             trainer.measure(s_rows)
         trainer.end()
-        trained = DecomposedWeights(trainer.update_of("sigma"), trainer.update_of("psi"))
-        return upload(trained, start, agent, numbers, ctx)
+        updated = DecomposedWeights(trainer.update_of("sigma"), trainer.update_of("psi"))
+        return encode_update(updated, start, agent, hparams, ctx)
 
     def _slice(self, agent: QueryAgent, ctx: Context, of: SlicesOf) -> Tensor:
         """Numbers of the unlabelled rows of this round's slice of the stream, in kept order."""
@@ -356,6 +360,6 @@ class FedMatch(Algorithm[FedMatchState]):
         return order[positions]
 
 
-def _place(federation: Federation) -> Place:
+def _labels_at(federation: Federation) -> LabelLocation:
     """Where labels are: at clients when agents hold both kinds of rows."""
     return "client" if any(agent.role == "mixed" for agent in federation.support) else "server"

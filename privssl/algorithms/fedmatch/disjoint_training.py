@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.fedmatch.helper_agents import vote_agreement
-from privssl.algorithms.fedmatch.settings import DisjointTraining, Form, Place
+from privssl.algorithms.fedmatch.settings import DisjointTraining, Form, LabelLocation
 from privssl.algorithms.fedmatch.sparse_updates import DecomposedWeights
 from privssl.core.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.core.messages import StateDict
@@ -38,18 +38,19 @@ class DisjointTrainer:
     """Trains sigma on labelled rows and psi on unlabelled ones, by SGD of one rate."""
 
     def __init__(
-        self, cfg: DisjointTraining, place: Place, F: nn.Module, start: DecomposedWeights,
-        agent: SupportAgent | QueryAgent, ctx: Context, rate: float | None = None,
+        self, cfg: DisjointTraining, labels_at: LabelLocation, F: nn.Module,
+        start: DecomposedWeights, agent: SupportAgent | QueryAgent, ctx: Context,
+        rate: float | None = None,
     ) -> None:  # fmt: skip
         """``F``: the network, whose weights are not used; ``start`` is copied.
 
         Args:
             rate: the learning rate; None: it continues from the agent's memory.
         """
-        self._cfg, self._numbers = cfg, cfg.hyperparameters(place)
+        self._cfg, self._hparams = cfg, cfg.hyperparameters(labels_at)
         self._F, self._agent, self._ctx = F.train(), agent, ctx
         self._own_rate = rate is None
-        first = initial_plateau(rate or cfg.learning_rate, self._numbers.patience)
+        first = initial_plateau(rate or cfg.learning_rate, self._hparams.patience)
         self._plateau = agent.memory.get("pace", first) if self._own_rate else first
         self._of_labels: Component = "sigma" if cfg.decomposition else "psi"
         self._weights: dict[Component, dict[str, Tensor]] = {
@@ -72,11 +73,11 @@ class DisjointTrainer:
         weights = self._theta()
         x = local_training.network_input(rows.x[picked], self._ctx.device)
         y = rows.y[picked].to(self._ctx.device)
-        loss = label_loss(self._logits(weights, x), y, self._numbers.probabilities)
+        loss = label_loss(self._logits(weights, x), y, self._hparams.probabilities)
         self._losses["sigma"].append(loss.detach())
         loss = self._cfg.labelled_weight * loss
-        if self._numbers.weight_decay:
-            loss = loss + batched_call(_decay, {"theta": weights}, self._numbers.weight_decay)
+        if self._hparams.weight_decay:
+            loss = loss + batched_call(_decay, {"theta": weights}, self._hparams.weight_decay)
         self._step(self._of_labels, loss)
 
     def learn_psi(
@@ -84,12 +85,12 @@ class DisjointTrainer:
     ) -> None:
         """One step on L_u: Eq. 5. Without a row that counts it is on the penalties alone; without
         decomposition there are none."""
-        cfg, numbers, weights = self._cfg, self._numbers, self._theta()
+        cfg, hparams, weights = self._cfg, self._hparams, self._theta()
         if cfg.decomposition:
-            factors = cfg.l2_weight, numbers.l1_weight, numbers.weight_decay
+            factors = cfg.l2_weight, hparams.l1_weight, hparams.weight_decay
             loss = batched_call(_apply_penalties, {**self._weights, "theta": weights}, *factors)
         else:
-            loss = batched_call(_decay, {"theta": weights}, numbers.weight_decay)
+            loss = batched_call(_decay, {"theta": weights}, hparams.weight_decay)
         if len(picked):
             loss = loss + self._consistency(weights, rows, picked, helpers)
         self._losses["psi"].append(loss.detach())
@@ -116,7 +117,7 @@ class DisjointTrainer:
             self._ctx.log_metric("train/labelled_accuracy", sum(accuracies) / len(accuracies))
         if self._losses["sigma"] and self._own_rate:
             loss = local_training.mean_of(self._losses["sigma"])
-            plateau = step_plateau(self._plateau, loss, self._numbers.patience)
+            plateau = step_plateau(self._plateau, loss, self._hparams.patience)
             self._agent.memory = {**self._agent.memory, "pace": plateau}
 
     def _consistency(
@@ -124,13 +125,13 @@ class DisjointTrainer:
     ) -> Tensor:
         """lambda_ICCS Phi of Eq. 2: pseudo-labels are a mean over the confident rows, and Eq. 1 is
         one over these or all (``inter_client_rows``); 0 without any."""
-        cfg, numbers = self._cfg, self._numbers
+        cfg, hparams = self._cfg, self._hparams
         x = local_training.network_input(rows.x[picked], self._ctx.device)  # (B, *shape)
         with torch.set_grad_enabled(bool(helpers)):  # Eq. 1 alone learns from clean rows
             logits = self._logits(weights, x)  # (B, C)
         p = logits.detach().softmax(dim=1)
-        confident = p.max(dim=1).values >= numbers.threshold  # (B,)
-        uses_all = bool(helpers) and numbers.inter_client_rows == "all"
+        confident = p.max(dim=1).values >= hparams.threshold  # (B,)
+        uses_all = bool(helpers) and hparams.inter_client_rows == "all"
         used = torch.ones_like(confident) if uses_all else confident  # (B,), rows of Eq. 1
         if not used.any():
             self._ctx.pseudo_labels(rows.ids[picked], p, confident.cpu())
@@ -138,16 +139,16 @@ class DisjointTrainer:
         h = [self._helper_predictions(psi, x[used]) for psi in helpers]  # (S, C) each
         loss = p.new_zeros(())
         if confident.any():
-            sure_from = numbers.threshold if numbers.helpers_vote == "sure" else 0.0
+            sure_from = hparams.threshold if hparams.helpers_vote == "sure" else 0.0
             h_confident = [prediction[confident[used]] for prediction in h]
             votes = vote_agreement(p[confident], h_confident, sure_from)
             y = votes.argmax(dim=1)  # Eq. 3
             p[confident] = votes.to(p.dtype)  # the metric is of the labels that are learned
             strong_logits = self._logits(weights, cfg.strong_view(x[confident], self._views))
-            loss = cfg.agreement_weight * label_loss(strong_logits, y, numbers.probabilities)
+            loss = cfg.agreement_weight * label_loss(strong_logits, y, hparams.probabilities)
         self._ctx.pseudo_labels(rows.ids[picked], p, confident.cpu())
         if h:
-            kl = inter_client_loss(logits[used], h, numbers.probabilities)
+            kl = inter_client_loss(logits[used], h, hparams.probabilities)
             loss = loss + cfg.inter_client_weight * kl
         return loss
 

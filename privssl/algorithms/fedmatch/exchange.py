@@ -57,19 +57,23 @@ class Downloads:
     agents: Roster
     by_agent: Mapping[str, Download]
     helpers: Mapping[str, Sequence[StateDict]]  # psi of each helper; only of agents that get any
-    rates: Mapping[str, float | None]
+    learning_rates: Mapping[str, float | None]
     sparse: bool  # differences travel as such
 
     def request(self, agent: AgentRef) -> FedMatchRequest:
         """The message for one agent."""
         download, helpers = self.by_agent[agent.id], self.helpers.get(agent.id, ())
         sigma, psi, masks = download.weights.sigma, download.weights.psi, download.masks
-        rate = self.rates[agent.id]
+        learning_rate = self.learning_rates[agent.id]
         if not self.sparse or masks is None:
-            return FedMatchRequest(sigma, psi, bundle(helpers), learning_rate=rate)
+            return FedMatchRequest(sigma, psi, bundle(helpers), learning_rate=learning_rate)
         sparse = [to_sparse(h, mask) for h, mask in zip(helpers, masks.helpers, strict=True)]
         return FedMatchRequest(
-            to_sparse(sigma, masks.sigma), to_sparse(psi, masks.psi), bundle(sparse), True, rate
+            to_sparse(sigma, masks.sigma),
+            to_sparse(psi, masks.psi),
+            bundle(sparse),
+            True,
+            learning_rate,
         )
 
     def decode(self, reply: Reply[FedMatchUpdate]) -> Reply[FedMatchUpdate]:
@@ -90,7 +94,7 @@ class Downloads:
 # The agent's end ----------------------------------------------------------------------------
 
 
-def receive(
+def decode_request(
     agent: QueryAgent, msg: FedMatchRequest, *, keep_helpers: bool
 ) -> tuple[DecomposedWeights, list[dict[str, Tensor]]]:
     """The weights that an agent is sent, and psi of its helpers: new ones, or those it keeps."""
@@ -108,26 +112,29 @@ def receive(
     return DecomposedWeights(sigma, psi), helpers
 
 
-def upload(
-    trained: DecomposedWeights, got: DecomposedWeights, agent: QueryAgent,
-    numbers: Hyperparameters, ctx: Context,
+def encode_update(
+    updated: DecomposedWeights, received: DecomposedWeights, agent: QueryAgent,
+    hparams: Hyperparameters, ctx: Context,
 ) -> FedMatchUpdate:  # fmt: skip
     """The reply with what changed, and its costs as metrics; sigma is empty where it was fixed."""
-    base, thresholds = {"sigma": got.sigma, "psi": got.psi}, numbers.sparsity_thresholds
+    base, thresholds = {"sigma": received.sigma, "psi": received.psi}, hparams.sparsity_thresholds
     update: dict[str, StateDict] = {}
     costs = []
-    for name, new, old in (("sigma", trained.sigma, got.sigma), ("psi", trained.psi, got.psi)):
+    for name, new, old in (
+        ("sigma", updated.sigma, received.sigma),
+        ("psi", updated.psi, received.psi),
+    ):
         if not new:
             continue
         is_psi = name == "psi"
         base[name], cost = sparse_upload(new, old, thresholds, is_psi=is_psi)
         update[name] = base[name]
-        if numbers.sparse_messages:
+        if hparams.sparse_messages:
             update[name] = to_sparse(new, upload_mask(new, old, thresholds, is_psi=is_psi))
         ctx.log_metric(f"train/cost_up_{name}", cost)
         costs.append(cost)
     ctx.log_metric("train/cost_up", sum(costs))
-    if numbers.sparse_messages:  # what the next differences are from
+    if hparams.sparse_messages:  # what the next differences are from
         held = {f"held/{part}/{n}": w for part, ws in base.items() for n, w in ws.items()}
         agent.memory = {**agent.memory, **held}
     return FedMatchUpdate(update.get("sigma"), update["psi"])

@@ -18,7 +18,7 @@ from privssl.data.augmentations import StrongName, view
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 
 Form: TypeAlias = Literal["clamped", "exact"]
-Place: TypeAlias = Literal["server", "client"]
+LabelLocation: TypeAlias = Literal["server", "client"]
 Vote: TypeAlias = Literal["always", "sure"]
 DecayOn: TypeAlias = Literal["labelled", "validation"]
 InterClientRows: TypeAlias = Literal["confident", "all"]
@@ -52,7 +52,7 @@ class Hyperparameters:
 
 
 #: Authors' code. Support agents count as a server.
-RELEASED: Mapping[Place, Hyperparameters] = {
+RELEASED: Mapping[LabelLocation, Hyperparameters] = {
     "server": Hyperparameters(100, 20, 0.75, 1e-5, negligible=1e-5, smallest_change=1e-5),
     "client": Hyperparameters(10, 5, 0.75, 1e-4, negligible=5e-6, smallest_change=5e-5),
 }
@@ -105,13 +105,13 @@ class DisjointTraining:
     sparse_messages: bool | None = None  # only entries that changed are sent, both ways (paper)
     slices_of: SlicesOf | None = None  # a stream is cut from shuffled rows, or as stored (paper)
 
-    def hyperparameters(self, place: Place) -> Hyperparameters:
-        """The numbers that hold where labels are at ``place``."""
+    def hyperparameters(self, labels_at: LabelLocation) -> Hyperparameters:
+        """The numbers that hold where labels are at ``labels_at``."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Hyperparameters)}
         overrides = {name: value for name, value in values.items() if value is not None}
         if not self.decomposition:  # psi is then the whole network
             overrides.setdefault("negligible", 0.0)
-        return dataclasses.replace(RELEASED[place], **{**PROFILES[self.profile], **overrides})
+        return dataclasses.replace(RELEASED[labels_at], **{**PROFILES[self.profile], **overrides})
 
     def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A strong view of rows (B, *shape) in [-1, 1]. There is no weak view."""

@@ -82,38 +82,38 @@ def differs(new: Tensor, old: Tensor | float, change: float) -> Tensor:
 
 
 def upload_mask(
-    trained: StateDict, received: StateDict, cuts: SparsityThresholds, *, is_psi: bool
+    updated: StateDict, received: StateDict, thresholds: SparsityThresholds, *, is_psi: bool
 ) -> dict[str, Tensor]:
     """Which entries an agent sends of sigma or psi; arguments of ``sparse_upload``."""
-    compared = without_small(trained, cuts.negligible) if is_psi else trained
-    return {n: differs(w, received[n], cuts.change) for n, w in compared.items()}
+    compared = without_small(updated, thresholds.negligible) if is_psi else updated
+    return {n: differs(w, received[n], thresholds.change) for n, w in compared.items()}
 
 
 def sparse_upload(
-    trained: StateDict, received: StateDict, cuts: SparsityThresholds, *, is_psi: bool
+    updated: StateDict, received: StateDict, thresholds: SparsityThresholds, *, is_psi: bool
 ) -> tuple[dict[str, Tensor], float]:
     """What an agent sends of sigma or psi, and the cost.
 
     Args:
-        trained, received: the weights after and before local training.
+        updated, received: the weights after and before local training.
         is_psi: small entries of psi count as 0 in the difference; their true value is sent.
 
     Returns:
         The weights with the old value where the difference is not sent, and the cost.
     """
-    masks = upload_mask(trained, received, cuts, is_psi=is_psi)
-    return _merge(trained, received, masks), _count(masks) / _entries(received)
+    masks = upload_mask(updated, received, thresholds, is_psi=is_psi)
+    return _merge(updated, received, masks), _count(masks) / _entries(received)
 
 
 def sparse_download(
     held: DecomposedWeights | None,
-    sent: DecomposedWeights,
+    server_weights: DecomposedWeights,
     helpers: Sequence[StateDict],
-    cuts: SparsityThresholds,
+    thresholds: SparsityThresholds,
     *,
     decodable: bool = False,
 ) -> Download:
-    """The weights of an agent after sparse differences from ``held`` to ``sent``, and their cost.
+    """The weights of an agent after sparse differences from ``held`` to ``server_weights``.
 
     Args:
         held: the agent's weights after its last visit; None at its first.
@@ -122,20 +122,26 @@ def sparse_download(
             code does not count it, and no receiver could know it.
     """
     if held is None:
-        return Download(sent, FIRST_COST / 2 if sent.sigma else 0.0, FIRST_COST / 2)
-    own = without_small(held.psi, cuts.negligible)
-    new = without_small(sent.psi, cuts.negligible)
-    psi_mask = {n: differs(w, own[n], cuts.change) for n, w in new.items()}
-    sigma_mask = {n: differs(w, held.sigma[n], cuts.change) for n, w in sent.sigma.items()}
+        return Download(
+            server_weights, FIRST_COST / 2 if server_weights.sigma else 0.0, FIRST_COST / 2
+        )
+    own = without_small(held.psi, thresholds.negligible)
+    new = without_small(server_weights.psi, thresholds.negligible)
+    psi_mask = {n: differs(w, own[n], thresholds.change) for n, w in new.items()}
+    sigma_mask = {
+        n: differs(w, held.sigma[n], thresholds.change) for n, w in server_weights.sigma.items()
+    }
     helper_masks = []
     for helper in helpers:
-        other = without_small(helper, cuts.negligible)
+        other = without_small(helper, thresholds.negligible)
+        # Unless decodable, a helper's 0 is compared with 0, so that it is never counted.
         base = {n: own[n] if decodable else own[n].where(w != 0, 0.0) for n, w in other.items()}
-        helper_masks.append({n: differs(w, base[n], cuts.change) for n, w in other.items()})
+        helper_masks.append({n: differs(w, base[n], thresholds.change) for n, w in other.items()})
     patched = DecomposedWeights(
-        _merge(sent.sigma, held.sigma, sigma_mask), _merge(sent.psi, held.psi, psi_mask)
+        _merge(server_weights.sigma, held.sigma, sigma_mask),
+        _merge(server_weights.psi, held.psi, psi_mask),
     )
-    entries = _entries(sent.psi)
+    entries = _entries(server_weights.psi)
     return Download(
         patched, _count(sigma_mask) / entries, _count(psi_mask) / entries,
         sum(map(_count, helper_masks)) / entries,

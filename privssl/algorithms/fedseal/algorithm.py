@@ -44,12 +44,12 @@ from privssl.algorithms.local_ssl import (
     ModelUpdate,
     Share,
     TrainRequest,
-    average_over,
     can_learn_from,
     model_update,
     needs_unlabelled,
     no_statistics,
     predict,
+    train_and_average,
 )
 from privssl.core.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.core.aggregation import uniform_weight
@@ -61,7 +61,7 @@ from privssl.runtime import randomness
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 from privssl.training import local_training, optim
 
-View = Literal["none", "crop", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"]
+ViewName = Literal["none", "crop", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"]
 LARGEST_WEIGHT = 1000.0  # of the positive loss: beyond it training overflows
 
 
@@ -108,9 +108,9 @@ class FedSEALConfig:
     validation_rows: Positive = 20  # of an agent's labelled rows, at most half; paper: 200 of 700
     bootstrap_epochs: Count = 200  # at most; 0: none. Ours: the paper says "good enough"
     bootstrap_patience: Count = 20  # epochs without better validation; 0: never stop early. Ours
-    server_view: View = "crop"  # a(x); none: the paper's row "without DA"
-    positive_view: View = "fedseal"  # A(x); RandAugment is applied to a crop
-    negative_view: View = "none"  # Eq. 15 has no augmentation
+    server_view: ViewName = "crop"  # a(x); none: the paper's row "without DA"
+    positive_view: ViewName = "fedseal"  # A(x); RandAugment is applied to a crop
+    negative_view: ViewName = "none"  # Eq. 15 has no augmentation
     flip: bool = True  # mirror images left to right: objects yes, digits no
     history: Literal["all", "sampled", "none"] = "all"  # who updates p-bar; none: p-bar is p
     history_from_start: bool = False  # count w^0 too, as Eq. 7's text does and its sum does not
@@ -151,7 +151,7 @@ class FedSEALConfig:
         """Learning rate in a round, counted from 1; bootstrapping is round 0."""
         return self.learning_rate * self.learning_rate_decay ** max(0, round_number - 1)
 
-    def view(self, name: View, x: Tensor, rng: torch.Generator) -> Tensor:
+    def sample_view(self, name: ViewName, x: Tensor, rng: torch.Generator) -> Tensor:
         """One view of each row (B, *shape) in [-1, 1]."""
         return x if name == "none" else view(name, x, rng, flip=self.flip)
 
@@ -202,28 +202,38 @@ class FedSEAL(Algorithm[FedSEALState]):
     def start(self, federation: Federation) -> FedSEALState:
         F = self.initial_classifier(federation)
         if self.cfg.bootstrap_epochs:
-            F = self._average(federation, federation.support, self.bootstrap, TrainRequest(F))
+            F = self._train_and_average(
+                federation, federation.support, self.bootstrap, TrainRequest(F)
+            )
         if self.cfg.history_from_start:
             federation.call_all(federation.query, self.remember_prediction, TrainRequest(F))
         return FedSEALState(F, averaged=F)
 
     def round(self, state: FedSEALState, federation: Federation) -> FedSEALState:
         request = TrainRequest(state.averaged)
-        F = self._average(federation, federation.support, self.learn_from_labels, request)  # step 1
+        F = self._train_and_average(
+            federation, federation.support, self.learn_from_labels, request
+        )  # step 1
         signed = SignedRequest(F, self._thresholds(F, federation))  # step 1
         participants = federation.sample(federation.query, self.cfg.query_per_round)
         if self.cfg.history == "all" and participants:  # step 2
             others = [agent for agent in federation.query if agent not in set(participants)]
             federation.call_all(others, self.remember_prediction, TrainRequest(F))
         # steps 3 and 4, and Eq. 2 of the next round
-        averaged = self._average(federation, participants, self.learn_from_both_signs, signed)
+        averaged = self._train_and_average(
+            federation, participants, self.learn_from_both_signs, signed
+        )
         return FedSEALState(F, averaged)
 
-    def _average(
-        self, federation: Federation, agents: Roster, step: Callable[..., Any], sent: TrainRequest
+    def _train_and_average(
+        self,
+        federation: Federation,
+        agents: Roster,
+        step: Callable[..., Any],
+        request: TrainRequest,
     ) -> StateDict:
         """Eq. 2: the plain mean of what the agents send after a step; what they got if none did."""
-        return average_over(federation, agents, step, sent, sent.F, uniform_weight)
+        return train_and_average(federation, agents, step, request, request.F, uniform_weight)
 
     def _thresholds(self, F: StateDict, federation: Federation) -> Tensor:
         """tau (C,): of the server, or the mean over the agents with labels."""
@@ -244,16 +254,16 @@ class FedSEAL(Algorithm[FedSEALState]):
     @on_agent
     def bootstrap(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> ModelUpdate:
         """Train F until accuracy on validation rows stops rising, and keep the best: 4.1.3."""
-        rows, (training, validation) = agent.labelled, self._split_rows(agent.labelled, ctx)
+        rows, (train_indices, val_indices) = agent.labelled, self._split_rows(agent.labelled, ctx)
         F = self.load_classifier(msg.F, ctx)
         sgd, rng = self._sgd(F, ctx), ctx.rng("bootstrap")
-        patience = self.cfg.bootstrap_patience if len(validation) else 0
+        patience = self.cfg.bootstrap_patience if len(val_indices) else 0
         best: StateDict = msg.F
         best_accuracy, epochs_waited = -1.0, 0
         for _ in range(self.cfg.bootstrap_epochs):
-            self._labelled_epoch(F, sgd, rows, training, ctx, rng)
-            predicted = _probabilities(F, rows.x[validation], ctx).argmax(dim=1)
-            accuracy = float((predicted == rows.y[validation]).float().mean()) if patience else 0.0
+            self._labelled_epoch(F, sgd, rows, train_indices, ctx, rng)
+            predicted = _probabilities(F, rows.x[val_indices], ctx).argmax(dim=1)
+            accuracy = float((predicted == rows.y[val_indices]).float().mean()) if patience else 0.0
             epochs_waited += 1
             if accuracy > best_accuracy or not patience:
                 best, best_accuracy, epochs_waited = local_training.weights_of(F), accuracy, 0
@@ -266,11 +276,11 @@ class FedSEAL(Algorithm[FedSEALState]):
         self, agent: SupportAgent, msg: TrainRequest, ctx: Context
     ) -> ModelUpdate:
         """E_s epochs on labelled rows: Eq. 3, 4."""
-        rows, (training, _) = agent.labelled, self._split_rows(agent.labelled, ctx)
+        rows, (train_indices, _) = agent.labelled, self._split_rows(agent.labelled, ctx)
         F = self.load_classifier(msg.F, ctx)
         sgd, rng, losses = self._sgd(F, ctx), ctx.rng("labels"), []
         for _ in range(self.cfg.server_epochs):
-            losses += self._labelled_epoch(F, sgd, rows, training, ctx, rng)
+            losses += self._labelled_epoch(F, sgd, rows, train_indices, ctx, rng)
         ctx.log_metric("train/loss_labelled", local_training.mean_of(losses))
         return model_update(F)
 
@@ -279,20 +289,20 @@ class FedSEAL(Algorithm[FedSEALState]):
         self, agent: SupportAgent, msg: TrainRequest, ctx: Context
     ) -> ClassThresholds:
         """Eq. 5 on the validation rows, not augmented; logs Figures 3 and 4 on them."""
-        rows, (_, validation) = agent.labelled, self._split_rows(agent.labelled, ctx)
-        p = _probabilities(self.load_classifier(msg.F, ctx), rows.x[validation], ctx)
-        tau = negative_learning.class_thresholds(p, rows.y[validation])
+        rows, (_, val_indices) = agent.labelled, self._split_rows(agent.labelled, ctx)
+        p = _probabilities(self.load_classifier(msg.F, ctx), rows.x[val_indices], ctx)
+        tau = negative_learning.class_thresholds(p, rows.y[val_indices])
         tau = tau.clamp(min=self.cfg.threshold_floor)
         finite = tau[tau.isfinite()]
         if len(finite):
             ctx.log_metric("train/threshold_min", float(finite.min()))
             ctx.log_metric("train/threshold_max", float(finite.max()))
-            both = negative_learning.signed_labels(
+            labels = negative_learning.signed_labels(
                 p, tau, self.cfg.unlikely_at_most, ctx.rng("complement"),
                 exclude_likeliest=self.cfg.exclude_likeliest,
             )  # fmt: skip
             for name, value in negative_learning.validation_metrics(
-                p, rows.y[validation], both
+                p, rows.y[val_indices], labels
             ).items():
                 ctx.log_metric(name, value)
         # NaN stays, and is refused as a message: training diverged
@@ -306,14 +316,14 @@ class FedSEAL(Algorithm[FedSEALState]):
         return torch.nonzero(~is_validation)[:, 0], torch.nonzero(is_validation)[:, 0]
 
     def _labelled_epoch(
-        self, F: nn.Module, sgd: optim.SGD, rows: LabelledRows, trained: Tensor,
+        self, F: nn.Module, sgd: optim.SGD, rows: LabelledRows, train_indices: Tensor,
         ctx: Context, rng: torch.Generator,
     ) -> list[Tensor]:  # fmt: skip
         """One pass over labelled rows; the losses of its batches."""
-        epoch = local_training.epoch_batches(len(trained), self.cfg.batch_size, rng)
-        batches = [trained[batch] for batch in epoch if can_learn_from(F, len(batch))]
-        view = partial(self.cfg.view, self.cfg.server_view, rng=rng)
-        views = local_training.views_of(rows.x, batches, view, ctx.device)
+        epoch = local_training.epoch_batches(len(train_indices), self.cfg.batch_size, rng)
+        batches = [train_indices[batch] for batch in epoch if can_learn_from(F, len(batch))]
+        sample_view = partial(self.cfg.sample_view, self.cfg.server_view, rng=rng)
+        views = local_training.views_of(rows.x, batches, sample_view, ctx.device)
         return [
             local_training.minimise(sgd, cross_entropy(F(x), rows.y[batch].to(ctx.device)))
             for batch, x in zip(batches, views, strict=True)
@@ -334,22 +344,26 @@ class FedSEAL(Algorithm[FedSEALState]):
         """Eq. 8 to 16: pseudo-labels of confident rows, complementary labels of the others."""
         cfg, rows = self.cfg, agent.unlabelled
         p_bar = self._update_history(agent, msg.F, ctx)  # Eq. 8
-        both = negative_learning.signed_labels(
+        labels = negative_learning.signed_labels(
             p_bar, msg.tau.cpu(), cfg.unlikely_at_most, ctx.rng("complement"),
             exclude_likeliest=cfg.exclude_likeliest, hard=cfg.hard_labels,
         )  # Eq. 9 to 12  # fmt: skip
-        ctx.pseudo_labels(rows.ids, p_bar, both.positive)
+        ctx.pseudo_labels(rows.ids, p_bar, labels.positive)
         F, weights = self.load_classifier(msg.F, ctx), cfg.sign_weights(ctx.round)
-        _log_signs(both, weights[0], ctx)
+        _log_signs(labels, weights[0], ctx)
         sgd, order, losses = self._sgd(F, ctx), ctx.rng("order"), list[Tensor]()
-        view = partial(self._view_batch, rows, both, ctx, ctx.rng("views"))
+        sample_view = partial(self._view_batch, rows, labels, ctx, ctx.rng("views"))
         for _ in range(cfg.client_epochs):
-            batches = negative_learning.signed_batches(cfg.batches, both, cfg.batch_size, order)
-            views = local_training.in_blocks(batches, view, local_training.rows_per_pass(rows.x))
+            batches = negative_learning.signed_batches(cfg.batches, labels, cfg.batch_size, order)
+            views = local_training.in_blocks(
+                batches, sample_view, local_training.rows_per_pass(rows.x)
+            )
             for batch, x in zip(batches, views, strict=True):
                 if can_learn_from(F, len(batch)):  # Eq. 14 and 15; Eq. 13; Eq. 16
-                    pos, neg = negative_learning.signed_losses(F(x), both, batch)
-                    loss = negative_learning.batch_loss(cfg.batches, pos, neg, both.sizes, weights)
+                    pos, neg = negative_learning.signed_losses(F(x), labels, batch)
+                    loss = negative_learning.batch_loss(
+                        cfg.batches, pos, neg, labels.sizes, weights
+                    )
                     losses.append(local_training.minimise(sgd, loss))
         ctx.log_metric("train/loss_signs", local_training.mean_of(losses))
         return model_update(F)
@@ -366,14 +380,14 @@ class FedSEAL(Algorithm[FedSEALState]):
         return p_bar
 
     def _view_batch(
-        self, rows: UnlabelledRows, both: negative_learning.SignedLabels, ctx: Context,
+        self, rows: UnlabelledRows, labels: negative_learning.SignedLabels, ctx: Context,
         rng: torch.Generator, picked: Tensor,
     ) -> Tensor:  # fmt: skip
         """The positive view of rows of D+, the negative view of the others (N, *shape)."""
         x = local_training.network_input(rows.x[picked], ctx.device)
-        positive, views = both.positive[picked], torch.empty_like(x)
-        views[positive] = self.cfg.view(self.cfg.positive_view, x[positive], rng)
-        views[~positive] = self.cfg.view(self.cfg.negative_view, x[~positive], rng)
+        positive, views = labels.positive[picked], torch.empty_like(x)
+        views[positive] = self.cfg.sample_view(self.cfg.positive_view, x[positive], rng)
+        views[~positive] = self.cfg.sample_view(self.cfg.negative_view, x[~positive], rng)
         return views
 
     def _sgd(self, F: nn.Module, ctx: Context) -> optim.SGD:
@@ -381,12 +395,12 @@ class FedSEAL(Algorithm[FedSEALState]):
         return optim.SGD(F.parameters(), lr=rate, momentum=self.cfg.momentum)
 
 
-def _log_signs(both: negative_learning.SignedLabels, weight: float, ctx: Context) -> None:
+def _log_signs(labels: negative_learning.SignedLabels, weight: float, ctx: Context) -> None:
     """Shares of D+ and D-, lambda, and the largest class of D+: near 1, training collapses."""
-    n_plus, n_minus = both.sizes
-    counts = torch.bincount(both.y_plus[both.positive], minlength=1)
-    ctx.log_metric("train/positive", n_plus / len(both.y_plus))
-    ctx.log_metric("train/negative", n_minus / len(both.y_plus))
+    n_plus, n_minus = labels.sizes
+    counts = torch.bincount(labels.y_plus[labels.positive], minlength=1)
+    ctx.log_metric("train/positive", n_plus / len(labels.y_plus))
+    ctx.log_metric("train/negative", n_minus / len(labels.y_plus))
     ctx.log_metric("train/positive_largest_class", int(counts.max()) / max(1, n_plus))
     ctx.log_metric("train/positive_weight", weight)
 

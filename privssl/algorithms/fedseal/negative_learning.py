@@ -92,7 +92,7 @@ def signed_labels(
     return SignedLabels(y_plus, likeliest.float() if hard else p_bar, positive, y_minus, negative)
 
 
-def validation_metrics(p: Tensor, y: Tensor, both: SignedLabels) -> dict[str, float]:
+def validation_metrics(p: Tensor, y: Tensor, labels: SignedLabels) -> dict[str, float]:
     """What Figures 3 and 4 draw, on validation rows, whose classes are known.
 
     right_positive and right_negative: share of right labels among rows of D+ (y+ is the class) and
@@ -102,12 +102,12 @@ def validation_metrics(p: Tensor, y: Tensor, both: SignedLabels) -> dict[str, fl
     Args:
         p: predictions (V, C).
         y: classes (V,).
-        both: labels that these rows would get.
+        labels: labels that these rows would get.
     """
     metrics = {}
     for sign, correct, mask in (
-        ("positive", both.y_plus == y, both.positive),
-        ("negative", both.y_minus != y, both.negative),
+        ("positive", labels.y_plus == y, labels.positive),
+        ("negative", labels.y_minus != y, labels.negative),
     ):
         if mask.any():
             metrics[f"train/right_{sign}"] = float(correct[mask].float().mean())
@@ -192,14 +192,14 @@ def batch_loss(
 
 
 def signed_batches(
-    how: Batching, both: SignedLabels, size: int, rng: torch.Generator
+    how: Batching, labels: SignedLabels, size: int, rng: torch.Generator
 ) -> list[Tensor]:
     """Row numbers of one epoch over D+ and D-, in batches of ``size``.
 
     union, exact: shuffled together. sequential: all of D+, then all of D-. zip: a batch of each
     side by side, reusing the smaller set; where one is empty, the other alone.
     """
-    parts = [torch.nonzero(mask)[:, 0] for mask in (both.positive, both.negative)]
+    parts = [torch.nonzero(mask)[:, 0] for mask in (labels.positive, labels.negative)]
     sets = [rows for rows in parts if len(rows)]
     if how in ("union", "exact") and sets:
         sets = [torch.cat(sets)]
@@ -207,7 +207,7 @@ def signed_batches(
         return [
             rows[i] for rows in sets for i in local_training.epoch_batches(len(rows), size, rng)
         ]
-    steps = -(-max(both.sizes) // size)
+    steps = -(-max(labels.sizes) // size)
     columns = []
     for rows in sets:
         column: list[Tensor] = []
@@ -217,15 +217,15 @@ def signed_batches(
     return [torch.cat(pair) for pair in zip(*columns, strict=True)]
 
 
-def signed_losses(logits: Tensor, both: SignedLabels, batch: Tensor) -> tuple[Tensor, Tensor]:
+def signed_losses(logits: Tensor, labels: SignedLabels, batch: Tensor) -> tuple[Tensor, Tensor]:
     """Losses of the positive rows of a batch (B+,), Eq. 14, and of the negative ones (B-,), Eq. 15.
 
     Args:
         logits: of all rows of the batch (B, C).
         batch: their numbers (B,), each in D+ or in D-.
     """
-    positive = both.positive[batch]
-    y_plus, y_minus = both.targets[batch[positive]], both.y_minus[batch[~positive]]
+    positive = labels.positive[batch]
+    y_plus, y_minus = labels.targets[batch[positive]], labels.y_minus[batch[~positive]]
     return (
         soft_cross_entropy(logits[positive], y_plus.to(logits.device)),
         complementary_loss(logits[~positive], y_minus.to(logits.device)),

@@ -251,7 +251,7 @@ def train_networks_privately(
     )  # fmt: skip
 
 
-def try_privately(
+def dry_run_private_step(
     plan: PrivatePlan, cfg: GMixupSettings, nets: Mapping[str, nn.Module], task: Task,
     device: torch.device, *, gated: bool,
 ) -> None:  # fmt: skip
@@ -260,7 +260,7 @@ def try_privately(
     Args:
         gated: whether mixes train F only after the gate opens.
     """
-    dry_plan, rows, ctx = local_dp_sgd.tried_out(plan, task.shape, device)
+    dry_plan, rows, ctx = local_dp_sgd.make_dry_run(plan, task.shape, device)
     for train_on_mixes in {True, not gated}:
         train_networks_privately(
             dry_plan, cfg, nets, rows, ctx, classes=task.classes, train_on_mixes=train_on_mixes,

@@ -10,7 +10,7 @@ network after its last visit, c the spliced one: the shallow half of W, the deep
     threshold theta(t)                            voting.shrinkage (Eq. 5)
     third player: splice, then fine-tune          _visit, models.splice
     vote of three, rows above theta(t)            _pseudo_labels, voting.vote (Eq. 3)
-    loss on labels + lambda * on pseudo-labels    voting.steps, _learn (Eq. 6, 7)
+    loss on labels + lambda * on pseudo-labels    voting.plan_steps, _learn (Eq. 6, 7)
     mean of what participants trained (Eq. 1)     WeightedMean
 
 Where an agent lacks one kind of rows its term drops out, so labels may be anywhere. The paper has
@@ -37,7 +37,7 @@ from torch.nn import functional
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.fedtrinet.players import as_memory, from_memory, shallow_modules
-from privssl.algorithms.fedtrinet.voting import PROFILED, FedTriNetConfig, Part, steps, vote
+from privssl.algorithms.fedtrinet.voting import PROFILED, FedTriNetConfig, Part, plan_steps, vote
 from privssl.algorithms.local_ssl import (
     ModelState,
     ModelUpdate,
@@ -56,7 +56,7 @@ from privssl.core.agents import (
     UnlabelledRows,
 )
 from privssl.core.aggregation import WeightedMean
-from privssl.core.federation import Federation, Roster, having
+from privssl.core.federation import Federation, Roster, with_role
 from privssl.core.messages import Ack, Declined, Message, StateDict
 from privssl.core.task import Context, Phase, Task, on_agent
 from privssl.data.affine_augment import NONE
@@ -157,7 +157,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
             cold, agents = federation.round.number <= self.cfg.cold_start, federation.support
             learners = agents if cold else self._sample_agents(federation, agents)
             request, mean = LabelRequest(state.F), WeightedMean("F")
-            self._train(federation, learners, agents, self.supervised_pass, request, mean)
+            self._train_at_agents(federation, learners, agents, self.supervised_pass, request, mean)
             return dataclasses.replace(state, F=mean.value_or(state.F))  # Eq. 1
         participants = self._sample_agents(federation, federation.agents)
         confidence = state.confidence
@@ -171,11 +171,11 @@ class FedTriNet(Algorithm[FedTriNetState]):
             (self.support_pass, ("support", "server")),
             (self.query_pass, ("query",)),
         ):
-            drawn, agents = having(participants, *roles), having(federation.agents, *roles)
-            self._train(federation, drawn, agents, step, vote_request, mean)
+            drawn, agents = with_role(participants, *roles), with_role(federation.agents, *roles)
+            self._train_at_agents(federation, drawn, agents, step, vote_request, mean)
         return FedTriNetState(mean.value_or(state.F), confidence, threshold)  # Eq. 1
 
-    def _train(
+    def _train_at_agents(
         self, federation: Federation, drawn: Roster, agents: Roster, step: Callable[..., Any],
         request: LabelRequest | VoteRequest, mean: WeightedMean,
     ) -> None:  # fmt: skip
@@ -196,10 +196,10 @@ class FedTriNet(Algorithm[FedTriNetState]):
         return (*at_server, *federation.sample(others, self.cfg.agents_per_round))
 
     def _ask_confidence(
-        self, state: FedTriNetState, federation: Federation, asked: Roster
+        self, state: FedTriNetState, federation: Federation, roster: Roster
     ) -> float:
         """theta-bar of Eq. 4: the mean over agents, or over all their rows ("mean")."""
-        agents = having(asked, "mixed", "query")
+        agents = with_role(roster, "mixed", "query")
         replies = federation.call_all(agents, self.confidence_pass, TrainRequest(state.F))
         pairs = [(reply.payload.value, reply.weight) for reply in replies if not reply.declined]
         if not pairs:  # no agent with unlabelled rows replied
@@ -279,9 +279,10 @@ class FedTriNet(Algorithm[FedTriNetState]):
             if not len(labelled) and not admitted.any():
                 return Declined("no labelled row, and no row whose vote exceeds the threshold")
             self._load(fine_tuned, ctx)
-            planned_steps = steps(
+            planned_steps = plan_steps(
                 self.cfg, len(labelled), int(admitted.sum()), t=self._clock(ctx.round),
-                hot=int(remembered.get("hot", torch.zeros(()))) > 0, rng=ctx.rng("batches, both"),
+                is_hot=int(remembered.get("hot", torch.zeros(()))) > 0,
+                rng=ctx.rng("batches, both"),
             )  # fmt: skip
             x = torch.cat([labelled.x, unlabelled.x[admitted]])
             self._learn(x, torch.cat([labelled.y, y[admitted]]), planned_steps, ctx, "both")
@@ -309,6 +310,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
             admitted = admitted | (former >= 0)
             remembered["kept"] = torch.where(admitted, y, -1)
         if self.cfg.retrain == "ramp":
+            # "hot": visits so far that newly admitted PROFILED rows or more
             hot_visits = memory.get("hot", torch.zeros((), dtype=torch.int64))
             remembered["hot"] = hot_visits + (newly_admitted.sum() >= PROFILED)
         ctx.pseudo_labels(rows.ids, functional.one_hot(y, self.task.classes), admitted)
@@ -349,7 +351,12 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self._F.requires_grad_(True)
 
     def _learn(
-        self, x: Tensor, y: Tensor, planned: Iterable[Sequence[Part]], ctx: Context, purpose: str
+        self,
+        x: Tensor,
+        y: Tensor,
+        planned_steps: Iterable[Sequence[Part]],
+        ctx: Context,
+        purpose: str,
     ) -> None:
         """The planned steps by a fresh SGD on stored rows x (N, *shape) of classes y (N,)."""
         parameters = [p for p in self._F.parameters() if p.requires_grad]
@@ -357,7 +364,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
             return  # every layer is shallow, and frozen
         sgd = optim.SGD(parameters, lr=self.cfg.learning_rate, momentum=self.cfg.momentum)
         augment, rng = self.cfg.augmentation(), ctx.rng(f"view, {purpose}")
-        steps = [(torch.cat([indices for indices, _ in parts]), parts) for parts in planned]
+        steps = [(torch.cat([indices for indices, _ in parts]), parts) for parts in planned_steps]
         steps = [step for step in steps if can_learn_from(self._F, len(step[0]))]
         batches, losses = [rows for rows, _ in steps], list[Tensor]()
         view_batches = local_training.views_of(x, batches, lambda x: augment(x, rng), ctx.device)

@@ -142,8 +142,8 @@ def ramp(epoch: float) -> float:
     return RAMP_TO * min(max((epoch - RAMP_FROM) / RAMP_OVER, 0.0), 1.0)
 
 
-def steps(
-    cfg: FedTriNetConfig, labelled: int, pseudo: int, *, t: int, hot: bool, rng: torch.Generator
+def plan_steps(
+    cfg: FedTriNetConfig, labelled: int, pseudo: int, *, t: int, is_hot: bool, rng: torch.Generator
 ) -> Iterator[list[Part]]:
     """Rows and loss weights of each step of one visit; labelled rows come first in the numbering.
 
@@ -155,7 +155,7 @@ def steps(
     Args:
         labelled, pseudo: rows of each kind, >= 0.
         t: rounds since phase 2 began.
-        hot: whether any visit so far admitted ``PROFILED`` rows.
+        is_hot: whether any visit so far admitted ``PROFILED`` rows.
     """
     size = cfg.batch_size
     for epoch in range(cfg.local_epochs):
@@ -167,7 +167,7 @@ def steps(
                 yield [part for part in parts if len(part[0])]
             continue
         mixed_batches = local_training.epoch_batches(labelled + pseudo, size, rng)
-        if cfg.retrain == "mixed" or not (hot and pseudo):
+        if cfg.retrain == "mixed" or not (is_hot and pseudo):
             yield from ([(batch, 1.0)] for batch in mixed_batches)
             continue
         pseudo_weight = ramp((epoch + cfg.local_epochs * t) / cfg.clock) / 2

@@ -38,9 +38,9 @@ from privssl.algorithms.fl2.thresholds import adaptive_thresholds, learning_stat
 from privssl.algorithms.local_ssl import (
     ModelState,
     TrainRequest,
-    average_over,
     needs_unlabelled,
     no_statistics,
+    train_and_average,
 )
 from privssl.core.agents import QueryAgent, SupportAgent
 from privssl.core.aggregation import WeightedMean, momentum_step, uniform_weight
@@ -101,7 +101,9 @@ class FL2(Algorithm[FL2State]):
         return FL2State(self._fine_tune(F, federation), velocity)
 
     def _fine_tune(self, F: StateDict, federation: Federation) -> StateDict:
-        return average_over(federation, federation.support, self.support_pass, TrainRequest(F), F)
+        return train_and_average(
+            federation, federation.support, self.support_pass, TrainRequest(F), F
+        )
 
     def classifier(self, state: FL2State) -> StateDict:
         return state.F

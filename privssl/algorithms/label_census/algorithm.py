@@ -44,10 +44,10 @@ from privssl.algorithms.local_ssl import (
     Amount,
     ModelUpdate,
     TrainRequest,
-    average_over,
     model_update,
     needs_unlabelled,
     no_statistics,
+    train_and_average,
 )
 from privssl.core.agents import QueryAgent, SupportAgent
 from privssl.core.federation import Federation
@@ -201,9 +201,7 @@ class LabelCensus(FeatureMapRounds):
         request = feature_map.map_of(state)
         federation.call_all(federation.query, self.find_clusters, request)
         agents = () if self.plan is not None and not self.plan.visits else federation.support
-        answers = feature_map.payloads(
-            federation.call_all(agents, self.answer, feature_map.map_of(state))
-        )
+        answers = feature_map.payloads(federation.call_all(agents, self.answer, request))
         if not answers:
             return state
         shape = (self.k, self.task.classes)
@@ -214,16 +212,20 @@ class LabelCensus(FeatureMapRounds):
                     f"{shape}, int64"
                 )
         histogram = torch.stack([answer.census for answer in answers]).sum(dim=0)
-        classes = self._read(histogram, state, len(answers), len(federation.support))
+        classes = self._infer_cluster_classes(
+            histogram, state, len(answers), len(federation.support)
+        )
         return replace(state, histogram=histogram, classes=classes, answers=len(answers))
 
-    def _read(self, histogram: Tensor, state: LabelCensusState, answers: int, asked: int) -> Tensor:
+    def _infer_cluster_classes(
+        self, histogram: Tensor, state: LabelCensusState, answers: int, called_agents: int
+    ) -> Tensor:
         """Probability of each class for each cluster (K, C), from released numbers alone."""
         if self.cfg.reading != "bayes":
             return majority(histogram) if self.cfg.reading == "majority" else shares(histogram)
         labels = float(histogram.sum())  # exact without a plan, else as declared
         if self.plan is not None:
-            labels = self.plan.rows * answers / asked
+            labels = self.plan.rows * answers / called_agents
         return class_posterior(
             histogram, state.mass, labels, agents=answers,
             epsilon=None if self.plan is None else self.plan.epsilon,
@@ -244,7 +246,7 @@ class LabelCensus(FeatureMapRounds):
         else:
             step, request = self.self_training_pass, SelfTrainingRequest(*fields, state.teacher)
             former_rounds = self.cfg.vote_rounds
-        F = average_over(federation, participants, step, request, otherwise=state.F)
+        F = train_and_average(federation, participants, step, request, otherwise=state.F)
         decay = self.cfg.decay(former_rounds + federation.round.number_in_phase)
         return replace(state, F=F, teacher=local_training.moving_average(state.teacher, F, decay))
 

@@ -7,13 +7,13 @@ visit, not from the model that they train. (2) The server fine-tunes the average
 
     paper, authors' code                              here
     agents drawn for the round                        round -> federation.sample
-    Eq. 2, 3  pseudo-labels, those with max P >= tau  query_pass -> _fixed_label_losses
+    Eq. 2, 3  pseudo-labels, those with max P >= tau  query_pass -> _fix_and_mix_losses
     Eq. 4     D-: rows to mix with                    losses.pair_rows
-    Eq. 5-7   mixes; L_fix + lambda L_mix             _fixed_label_losses, fix_and_mix_loss
-    Eq. 8     steps of an agent                       local_descent
+    Eq. 5-7   mixes; L_fix + lambda L_mix             _fix_and_mix_losses, fix_and_mix_loss
+    Eq. 8     steps of an agent                       run_local_sgd
     Eq. 9     average of active agents, momentum 0.5  _aggregate, momentum_step
-    Eq. 1     server trains E epochs on its labels    support_pass -> _true_label_losses
-    static batch norm: statistics of all rows         _with_statistics, *_statistics
+    Eq. 1     server trains E epochs on its labels    support_pass -> _supervised_losses
+    static batch norm: statistics of all rows         _aggregate_bn_statistics, *_statistics
     learning rate: cosine over the rounds             SemiFLConfig.rate
     FedAvg + FixMatch, "parallel" (ablation)          fine_tune: false, pseudo_labels: training
 
@@ -39,16 +39,16 @@ from privssl.algorithms.local_ssl import (
     ModelState,
     ModelUpdate,
     TrainRequest,
-    average_over,
     needs_unlabelled,
+    train_and_average,
 )
-from privssl.algorithms.semifl.losses import fix_and_mix_loss, pair_rows, passes
+from privssl.algorithms.semifl.losses import epoch_permutations, fix_and_mix_loss, pair_rows
 from privssl.algorithms.semifl.settings import SemiFLConfig
 from privssl.algorithms.static_statistics import (
     BIG_BATCH,
     Statistics,
-    gather_statistics,
-    with_statistics,
+    aggregate_bn_statistics,
+    compute_bn_statistics,
 )
 from privssl.core.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.core.aggregation import WeightedMean, momentum_step, uniform_weight
@@ -63,7 +63,7 @@ from privssl.training.losses import hard_label_loss
 from privssl.training.mixup import mix, sample_mix
 from privssl.training.pseudo_labels import guess_labels
 
-Losses = Iterator[Tensor]  # scalars; each is computed after the step on the one before
+LossStream = Iterator[Tensor]  # scalars; each is computed after the step on the one before
 
 
 # State --------------------------------------------------------------------------------------
@@ -104,11 +104,11 @@ class SemiFL(Algorithm[SemiFLState]):
     def start(self, federation: Federation) -> SemiFLState:
         F = self.initial_classifier(federation)
         zeros = {name: torch.zeros_like(F[name]) for name, _ in self._F.named_parameters()}
-        if self.cfg.fine_tune and self.cfg.reading.server_first:
+        if self.cfg.fine_tune and self.cfg.variant.server_first:
             # The server's turn of round t + 1 ends round t, so that of the last round is the
             # paper's final fine-tuning: Algorithm 1 but for its learning rate.
             F = self._fine_tune(F, federation)
-        return SemiFLState(self._with_statistics(F, federation), zeros)
+        return SemiFLState(self._aggregate_bn_statistics(F, federation), zeros)
 
     def round(self, state: SemiFLState, federation: Federation) -> SemiFLState:
         F, velocity, mean = state.F, state.velocity, WeightedMean("F", uniform_weight)
@@ -117,13 +117,15 @@ class SemiFL(Algorithm[SemiFLState]):
             participants, self.query_pass, TrainRequest(F), aggregator=mean
         )
         active = sum(not reply.declined for reply in replies)
+        # fine_tune true: agents train, then the server trains their average. False: both train the
+        # same F, and _aggregate takes the mean of the two.
         if not self.cfg.fine_tune:
             F = self._fine_tune(F, federation)
         if active:
             F, velocity = self._aggregate(F, velocity, mean.value_or(F))
         if self.cfg.fine_tune:
             F = self._fine_tune(F, federation)
-        return SemiFLState(self._with_statistics(F, federation), velocity, active)
+        return SemiFLState(self._aggregate_bn_statistics(F, federation), velocity, active)
 
     def _aggregate(
         self, F: StateDict, velocity: StateDict, mean: StateDict
@@ -136,16 +138,19 @@ class SemiFL(Algorithm[SemiFLState]):
     def _fine_tune(self, F: StateDict, federation: Federation) -> StateDict:
         """F after training where labels are."""
         request = TrainRequest(F)
-        return {**F, **average_over(federation, federation.support, self.support_pass, request, F)}
+        return {
+            **F,
+            **train_and_average(federation, federation.support, self.support_pass, request, F),
+        }
 
-    def _with_statistics(self, F: StateDict, federation: Federation) -> StateDict:
+    def _aggregate_bn_statistics(self, F: StateDict, federation: Federation) -> StateDict:
         """F with statistics gathered over agents, where its norm has any."""
         sources: list[tuple[Roster, Callable[..., Any]]] = [
             (federation.support, self.support_statistics)
         ]
         if self.cfg.statistics == "everyone" and self.cfg.query_per_round != 0:
             sources.append((federation.query, self.query_statistics))
-        return with_statistics(F, self._F, federation, TrainRequest(F), sources)
+        return aggregate_bn_statistics(F, self._F, federation, TrainRequest(F), sources)
 
     def classifier(self, state: SemiFLState) -> StateDict:
         return state.F
@@ -162,8 +167,8 @@ class SemiFL(Algorithm[SemiFLState]):
         """ClientUpdate: learn from pseudo-labels of the global model; Eq. 2 to 8."""
         F = self.load_classifier(msg.F, ctx)
         uses_fixmatch = self.cfg.pseudo_labels == "training"
-        losses = self._fixmatch_losses if uses_fixmatch else self._fixed_label_losses
-        momentum = local_descent(
+        losses = self._fixmatch_losses if uses_fixmatch else self._fix_and_mix_losses
+        momentum = run_local_sgd(
             F, losses(F, agent.unlabelled, ctx), self.cfg, agent.memory, "query", ctx
         )
         if momentum is None:
@@ -177,9 +182,9 @@ class SemiFL(Algorithm[SemiFLState]):
         rows = agent.labelled
         ctx.weight = float(len(rows))
         F = self.load_classifier(msg.F, ctx)
-        keeps = self.cfg.reading.keeps_momentum
-        losses = self._true_label_losses(F, rows, ctx)
-        momentum = local_descent(F, losses, self.cfg, agent.memory if keeps else {}, "support", ctx)
+        keeps = self.cfg.variant.keeps_momentum
+        losses = self._supervised_losses(F, rows, ctx)
+        momentum = run_local_sgd(F, losses, self.cfg, agent.memory if keeps else {}, "support", ctx)
         if keeps and momentum is not None:
             agent.memory = {**agent.memory, **momentum}
         return ModelUpdate(local_training.to_send(dict(F.named_parameters())))
@@ -189,18 +194,22 @@ class SemiFL(Algorithm[SemiFLState]):
         self, agent: SupportAgent, msg: TrainRequest, ctx: Context
     ) -> Statistics:
         """Statistics of labelled rows."""
-        return gather_statistics(self.load_classifier(msg.F, ctx), agent.labelled.x, ctx)
+        return compute_bn_statistics(self.load_classifier(msg.F, ctx), agent.labelled.x, ctx)
 
     @on_agent
     def query_statistics(self, agent: QueryAgent, msg: TrainRequest, ctx: Context) -> Statistics:
         """Statistics of unlabelled rows."""
-        return gather_statistics(self.load_classifier(msg.F, ctx), agent.unlabelled.x, ctx)
+        return compute_bn_statistics(self.load_classifier(msg.F, ctx), agent.unlabelled.x, ctx)
 
     # Losses, one batch after the other ------------------------------------------------------
 
-    def _fixed_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
-        """FIX and MIX: ``fix_and_mix_loss`` of rows with a confident label."""
-        cfg, reading = self.cfg, self.cfg.reading
+    def _fix_and_mix_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> LossStream:
+        """FIX and MIX: ``fix_and_mix_loss`` of rows with a confident label.
+
+        Labels come from F before the first step: all up to the first loss runs at the first
+        ``next``, before ``run_local_sgd`` takes a step.
+        """
+        cfg, variant = self.cfg, self.cfg.variant
         x = local_training.network_input(rows.x, ctx.device)
         P = guess_labels(
             F.eval(), x, augment=cfg.weak_view, views=1, sharpness=1.0,
@@ -209,17 +218,19 @@ class SemiFL(Algorithm[SemiFLState]):
         F.train()
         confident = P.max(dim=1).values >= cfg.threshold  # (N,), Eq. 3
         ctx.pseudo_labels(rows.ids, P, confident)
-        y = P if reading.soft_labels else P.argmax(dim=1)  # (N, C) or (N,)
+        y = P if variant.soft_labels else P.argmax(dim=1)  # (N, C) or (N,)
         if not confident.any():
             return  # "If D+ is empty then stop"
         weak_rng, strong_rng, mix_rng = ctx.rng("weak view"), ctx.rng("strong view"), ctx.rng("mix")
-        orders = passes(int(confident.sum()), cfg.batch_size, cfg.epochs, ctx.rng("order"))
-        for plus, minus in pair_rows(confident, orders, reading, mix_rng):  # D+, D-: Eq. 4
+        orders = epoch_permutations(
+            int(confident.sum()), cfg.batch_size, cfg.epochs, ctx.rng("order")
+        )
+        for plus, minus in pair_rows(confident, orders, variant, mix_rng):  # D+, D-: Eq. 4
             views = {
                 "strong": cfg.strong_view(x[plus], strong_rng),
                 "y": y[plus].to(ctx.device), "y2": y[minus].to(ctx.device),
             }  # fmt: skip
-            if cfg.mix_weight and reading.mix_view == "rows":
+            if cfg.mix_weight and variant.mix_view == "rows":
                 views["x1"] = cfg.weak_view(x[plus], weak_rng)
                 views["x2"] = cfg.weak_view(x[minus], weak_rng)
             elif cfg.mix_weight:
@@ -231,16 +242,19 @@ class SemiFL(Algorithm[SemiFLState]):
                 if "lam" in batch:
                     batch["lam"] = batch["lam"][0]  # one for a batch
                 elif cfg.mix_weight:
-                    lam = sample_mix(1, cfg.mix_alpha, mix_rng)[0].double()  # so is 1 - lam
+                    # float64, in which the loss then computes 1 - lam too
+                    lam = sample_mix(1, cfg.mix_alpha, mix_rng)[0].double()
                     batch["lam"] = lam.to(ctx.device)
-                # Eq. 5 to 7; local_descent takes the step of Eq. 8
+                # Eq. 5 to 7; run_local_sgd takes the step of Eq. 8
                 yield batched_call(fix_and_mix_loss, batch, cfg.mix_weight, F=F)
 
-    def _fixmatch_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
+    def _fixmatch_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> LossStream:
         """FixMatch: the model in training labels every batch; confident rows are used."""
         x = local_training.network_input(rows.x, ctx.device)
         weak_rng, strong_rng = ctx.rng("weak view"), ctx.rng("strong view")
-        for order in passes(len(x), self.cfg.batch_size, self.cfg.epochs, ctx.rng("order")):
+        for order in epoch_permutations(
+            len(x), self.cfg.batch_size, self.cfg.epochs, ctx.rng("order")
+        ):
             views = {
                 "weak": self.cfg.weak_view(x[order], weak_rng),
                 "strong": self.cfg.strong_view(x[order], strong_rng), "ids": rows.ids[order],
@@ -253,11 +267,11 @@ class SemiFL(Algorithm[SemiFLState]):
                 if confident.any():
                     yield cross_entropy(F(batch["strong"][confident]), P.argmax(dim=1)[confident])
 
-    def _true_label_losses(self, F: nn.Module, rows: LabelledRows, ctx: Context) -> Losses:
+    def _supervised_losses(self, F: nn.Module, rows: LabelledRows, ctx: Context) -> LossStream:
         """CE(F(weak), y) where labels are."""
         x, y = local_training.network_input(rows.x, ctx.device), rows.y.to(ctx.device)
         size, weak_rng = self.cfg.server_batch_size, ctx.rng("weak view")
-        for order in passes(len(x), size, self.cfg.server_epochs, ctx.rng("order")):
+        for order in epoch_permutations(len(x), size, self.cfg.server_epochs, ctx.rng("order")):
             views = {"x": self.cfg.weak_view(x[order], weak_rng), "y": y[order]}
             for batch in local_training.batches(views, size):
                 yield batched_call(hard_label_loss, batch, F=F)
@@ -266,15 +280,15 @@ class SemiFL(Algorithm[SemiFLState]):
 # Local training -----------------------------------------------------------------------------
 
 
-def local_descent(
-    F: nn.Module, losses: Losses, cfg: SemiFLConfig, memory: Memory, group: str, ctx: Context
+def run_local_sgd(
+    F: nn.Module, losses: LossStream, cfg: SemiFLConfig, memory: Memory, role: str, ctx: Context
 ) -> StateDict | None:  # fmt: skip
     """A step of SGD on each loss: clipped gradients, Nesterov momentum.
 
-    Momentum continues from ``memory``, under ``group``. Returns the momentum to remember; None
+    Momentum continues from ``memory``, under ``role``. Returns the momentum to remember; None
     when there was no loss.
     """
-    params = {f"{group}/{name}#momentum": p for name, p in F.named_parameters()}
+    params = {f"{role}/{name}#momentum": p for name, p in F.named_parameters()}
     sgd = optim.SGD(
         params.values(), lr=cfg.rate(ctx.round), momentum=cfg.momentum,
         weight_decay=cfg.weight_decay, nesterov=cfg.momentum > 0,
@@ -290,6 +304,6 @@ def local_descent(
             loss_values.append(local_training.minimise(sgd, loss, clip_norm=cfg.clipped_at))
     if not loss_values:
         return None
-    ctx.log_metric(f"train/loss_F/{group}", local_training.mean_of(loss_values))
+    ctx.log_metric(f"train/loss_F/{role}", local_training.mean_of(loss_values))
     buffers = {key: sgd.state[p].get("momentum_buffer") for key, p in params.items()}
     return device_transfer.copy_tensors({key: b for key, b in buffers.items() if b is not None})

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from privssl.algorithms.semifl.settings import Reading
+from privssl.algorithms.semifl.settings import Variant
 
 
-def passes(held: int, size: int, epochs: float, rng: torch.Generator) -> Iterator[Tensor]:
+def epoch_permutations(
+    held: int, size: int, epochs: float, rng: torch.Generator
+) -> Iterator[Tensor]:
     """Row numbers of each epoch, shuffled, for batches of ``size``.
 
     Args:
@@ -24,7 +26,7 @@ def passes(held: int, size: int, epochs: float, rng: torch.Generator) -> Iterato
 
 
 def pair_rows(
-    confident: Tensor, orders: Iterable[Tensor], reading: Reading, rng: torch.Generator
+    confident: Tensor, orders: Iterable[Tensor], variant: Variant, rng: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """For each epoch the rows of D+ and those of D- that they are mixed with (B,): Eq. 3 and 4.
 
@@ -34,16 +36,16 @@ def pair_rows(
 
     Args:
         confident: which rows (N,) have a label of probability tau or more; at least one has.
-        orders: of the confident rows, ``passes``.
+        orders: of the confident rows, ``epoch_permutations``.
     """
     plus, pool = confident.nonzero()[:, 0], torch.arange(len(confident))
-    if reading.mix_rows == "unsure" and not confident.all():
+    if variant.mix_rows == "unsure" and not confident.all():
         pool = pool[~confident]
     minus_of_visit = pool[:0]
-    if reading.mix_drawn == "visit":
+    if variant.mix_drawn == "visit":
         minus_of_visit = pool[torch.randint(len(pool), (len(plus),), generator=rng)]
     for order in orders:
-        if reading.mix_drawn == "visit":
+        if variant.mix_drawn == "visit":
             minus = minus_of_visit[torch.randperm(len(minus_of_visit), generator=rng)[: len(order)]]
         else:
             minus = pool[torch.randint(len(pool), (len(order),), generator=rng)]

@@ -21,7 +21,7 @@ Profile = Literal["semifl-2021", "semifl-head", "semifl-text"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class Variant:
     """What a profile decides, unless the config gives it."""
 
     soft_labels: bool  # Eq. 2-7: y is the vector f(alpha(x)); code: its largest class
@@ -33,14 +33,14 @@ class Reading:
     keeps_momentum: bool  # of fine-tuning, from round to round; not said in the text
 
 
-_CODE = Reading(
+_CODE = Variant(
     soft_labels=False, mix_rows="all", mix_drawn="epoch", mix_view="rows", clips=True,
     server_first=False, keeps_momentum=False,
 )  # fmt: skip
-PROFILES: Mapping[Profile, Reading] = {
+PROFILES: Mapping[Profile, Variant] = {
     "semifl-2021": _CODE,  # behind most published numbers, probably
     "semifl-head": dataclasses.replace(_CODE, keeps_momentum=True),  # since September 2022
-    "semifl-text": Reading(
+    "semifl-text": Variant(
         soft_labels=True, mix_rows="unsure", mix_drawn="visit", mix_view="mix", clips=False,
         server_first=True, keeps_momentum=False,
     ),
@@ -83,7 +83,7 @@ class SemiFLConfig(StrongViews):
     flip: bool = False  # mirror images left to right: CIFAR yes (authors' code); digits no
 
     @property
-    def reading(self) -> Reading:
+    def variant(self) -> Variant:
         """What the profile and the keys that override it decide."""
         keys = ("soft_labels", "mix_rows", "mix_drawn", "mix_view", "server_first")
         overrides = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
@@ -92,11 +92,11 @@ class SemiFLConfig(StrongViews):
     @property
     def clipped_at(self) -> float | None:
         """The largest norm of a gradient; None: any."""
-        return self.clip_norm if self.reading.clips else None
+        return self.clip_norm if self.variant.clips else None
 
     def problems(self) -> Iterator[Problem]:
         """Numbers that the profile does not use."""
-        if not self.reading.clips and self.clip_norm not in (None, 1.0):
+        if not self.variant.clips and self.clip_norm not in (None, 1.0):
             text = f"{self.clip_norm:g} has no effect: {self.profile} does not clip. Leave it out"
             yield Problem("clip_norm", text)
         if not self.mix_weight or self.pseudo_labels == "training":
