@@ -161,7 +161,9 @@ class FedSSL(Algorithm[FedSSLState]):
 
     def try_private(self, device: torch.device) -> None:
         nets = {name: network.to(device) for name, network in self._networks.items()}
-        losses.dry_run_private_step(self.plan, self.cfg, nets, self.task, device, gated=self.cfg.gate > 0)
+        losses.dry_run_private_step(
+            self.plan, self.cfg, nets, self.task, device, gated=self.cfg.gate > 0
+        )
 
     def canary_losses(self) -> Mapping[str, CanaryLoss]:
         return {**super().canary_losses(), **losses.canary_losses(self.cfg, self.task)}
