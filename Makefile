@@ -20,6 +20,8 @@ INSTALLS := setup.cfg setup.py pyproject.toml $(wildcard privssl/csrc/*.?pp)
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLER ?= $(RUN) -m pip install
+# uv installs where this says, pip where it runs.
+INSTALL = VIRTUAL_ENV='$(CURDIR)/$(VENV)' $(INSTALLER)
 
 # The networks are small: one thread each. Waiting threads that spin make several processes on a
 # few cores many times slower. Both must be set before torch loads.
@@ -106,21 +108,21 @@ clean:  ## remove caches and build files; .venv and runs stay
 # again, and a changed dependency is installed.
 $(VENV)/.installed: $(INSTALLS) | $(RUN)
 	@echo 'Installing privssl and what it needs: torch is large, the first time takes minutes.'
-	$(INSTALLER) --editable .
+	$(INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(INSTALLS) | $(RUN)
 	@echo 'Installing privssl, what it needs and the tools: the first time takes minutes.'
-	$(INSTALLER) --editable '.[$(EXTRA)]'
+	$(INSTALL) --editable '.[$(EXTRA)]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(INSTALLS) | $(RUN)
-	$(INSTALLER) --editable '.[$(EXTRA),docs]'
+	$(INSTALL) --editable '.[$(EXTRA),docs]'
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 $(VENV)/.installed-flower: $(INSTALLS) | $(RUN)
 	@echo 'Installing privssl and Flower: torch is large, the first time takes minutes.'
-	$(INSTALLER) --editable '.[flower]'
+	$(INSTALL) --editable '.[flower]'
 	@touch $@ $(VENV)/.installed
 
 $(RUN):
