@@ -221,7 +221,7 @@ class PrivateTraining:
         """
         begin_release()
         mean: list[Tensor] = []
-        count, size = self._plan.split_into_microbatches(rows, max_microbatch_size)
+        count, size = self._plan.plan_microbatches(rows, max_microbatch_size)
         averaged_steps = round(self._plan.average_last * self._plan.steps)
         for step in range(self._plan.steps):
             mask = self._plan.draw_batch(rows)

@@ -69,7 +69,7 @@ def train_rows_privately(
     row_fields = _RowFields(rows, plan.views, ctx, draw, counts_public)
     max_size = choose_max_microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
     count = len(rows) or plan.declared  # no rows: a dry run, which checks the declared sizes
-    _, size = plan.split_into_microbatches(count, max_size)
+    _, size = plan.plan_microbatches(count, max_size)
     synthetic = row_fields.synthetic_fields(size)
     refuse_other_devices({}, synthetic)
     refuse_batch_dependent_rounding(

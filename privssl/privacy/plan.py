@@ -117,7 +117,7 @@ class PrivatePlan:
         """
         return self.record_counts == "public" and self.padded_batch_size(rows) >= rows
 
-    def split_into_microbatches(self, rows: int, max_microbatch_size: int) -> tuple[int, int]:
+    def plan_microbatches(self, rows: int, max_microbatch_size: int) -> tuple[int, int]:
         """Return the least number of microbatches, and the rows of each: public numbers.
 
         With private counts they follow from the declared rows, rounded up, so that a few more rows

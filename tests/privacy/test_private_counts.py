@@ -233,11 +233,11 @@ def test_with_private_counts_every_microbatch_has_the_size_for_the_declared_rows
 def test_with_public_counts_microbatch_sizes_depend_on_the_rows_and_not_on_the_draw() -> None:
     public = plan(34, record_counts="public", sample_rate=0.3, steps=6)
     assert set(sizes(34, public)) == {36} and set(sizes(3, public)) == {4}
-    assert plan(300, record_counts="public", sample_rate=0.5).split_into_microbatches(300, 256) == (
+    assert plan(300, record_counts="public", sample_rate=0.5).plan_microbatches(300, 256) == (
         1,
         192,
     )
-    assert plan(400, record_counts="public", sample_rate=0.5).split_into_microbatches(400, 64) == (
+    assert plan(400, record_counts="public", sample_rate=0.5).plan_microbatches(400, 64) == (
         4,
         64,
     )
@@ -331,7 +331,7 @@ def test_a_batch_beyond_its_public_size_gets_more_microbatches_of_that_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sparse = plan(300, record_counts="public", sample_rate=0.01)
-    assert sparse.split_into_microbatches(300, 64) == (1, 32)
+    assert sparse.plan_microbatches(300, 64) == (1, 32)
     monkeypatch.setattr(PrivatePlan, "draw_batch", lambda self, rows: torch.arange(rows) < 70)
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
     seen, _ = record_sums(F, *rows_of(300), sparse)
