@@ -394,7 +394,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL, Eq. 12: a sure row is a negative one as well",
-        ((SIGNS, "negative = ~positive & unlikely.any(dim=1)", "negative = unlikely.any(dim=1)"),),
+        ((SIGNS, "negative = ~confident & unlikely.any(dim=1)", "negative = unlikely.any(dim=1)"),),
         (IN_FEDSEAL + "a_row_is_positive_or_negative_or_left_out",),
     ),
     Fault(
@@ -410,7 +410,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL, Eq. 13: lambda falls",
-        ((SIGNS, "return 1 - (1 - first) * d, 1.0", "return first * d, 1.0"),),
+        ((SIGNS, "return 1 - (1 - lambda_1) * d, 1.0", "return lambda_1 * d, 1.0"),),
         (IN_FEDSEAL + "lambda_follows_each_reading_of_the_paper",),
     ),
     Fault(
@@ -576,8 +576,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SPARSE,
-                "return _merge(updated, received, masks), _count",
-                "return dict(updated), _count",
+                "return _merge_entries(updated, received, masks), _count_sent",
+                "return dict(updated), _count_sent",
             ),
         ),
         (IN_FEDMATCH + "an_upload_of_psi_keeps_the_servers_entries_where_the_difference_is_small",),
@@ -598,8 +598,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 FEDMATCH,
-                "float(state.plateaus.get(agent.id, first)[0])",
-                "float(first[0])",
+                "float(state.plateaus.get(agent.id, plateau)[0])",
+                "float(plateau[0])",
             ),
         ),
         (AS_PRINTED + "the_rate_of_every_agent_follows_the_validation_loss_of_its_own_network",),
