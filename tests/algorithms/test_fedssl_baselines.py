@@ -81,7 +81,10 @@ def test_a_cosine_decays_the_rate_over_all_rounds(optimiser: Literal["adam", "sg
         training = ClassifierTraining(
             rounds=4, learning_rate=0.1, optimiser=optimiser, schedule=schedule
         )
-        return [training.stepping(torch.nn.Linear(1, 1), number).learning_rate for number in (1, 3)]
+        return [
+            training.make_optimiser_group(torch.nn.Linear(1, 1), number).learning_rate
+            for number in (1, 3)
+        ]
 
     assert rates("constant") == [0.1, 0.1]
     assert rates("cosine") == pytest.approx([0.1, 0.05])  # (1 + cos 0) / 2, (1 + cos 90) / 2

@@ -74,8 +74,8 @@ class FedDyn(Averaged):
     def round(self, state: ModelState, federation: Federation) -> FedDynState:
         assert isinstance(state, FedDynState)
         mean, request = WeightedMean("F", uniform_weight), ProximalRequest(state.F)
-        learners = self.learners(federation)
-        replies = federation.call_all(learners, self.labelled_pass, request, aggregator=mean)
+        participants = self.select_participants(federation)
+        replies = federation.call_all(participants, self.labelled_pass, request, aggregator=mean)
         share = sum(not reply.declined for reply in replies) / len(federation.support)
         averaged = mean.value_or(state.F)
         F, h = server_step(state.F, state.h, averaged, share, self.cfg.alpha)

@@ -168,7 +168,7 @@ class FedMatchMixup(_FedSSLBaseline):
             return super()._train(x, p, agent, msg, ctx, group)
         F = self.load_classifier(msg.F, ctx)
         optimiser = local_training.LocalOptimiser(
-            {"F": self.cfg.stepping(F, ctx.round)}, agent.memory, group
+            {"F": self.cfg.make_optimiser_group(F, ctx.round)}, agent.memory, group
         )
         clean, rng = local_training.network_input(x, ctx.device), ctx.rng("mixup")
         views = self.cfg.augmentation()(clean, ctx.rng("augment F"))

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from privssl.algorithms.local_ssl import Amount, Share, stream_slice
+from privssl.algorithms.local_ssl import Amount, Share, select_stream_slice
 from privssl.core.task import Context
 from privssl.data.augmentations import view
 from privssl.settings.schema import Positive, Problem, Rate, strict
@@ -83,9 +83,9 @@ class Streamed(Federated):
     aggregation: Literal["mean", "none"] = "mean"  # none: each agent alone (FedMatch's Local-SL)
     stream_slices: Positive = 1  # above 1: agents see one slice of their rows after the other
 
-    def current_slice(self, held: int, ctx: Context) -> Tensor:
-        """Numbers of the rows of this round, out of ``held``, as stored."""
-        return stream_slice(held, self.stream_slices, ctx.round, self.rounds)
+    def select_current_slice(self, row_count: int, ctx: Context) -> Tensor:
+        """Numbers of the rows of this round, out of ``row_count``, as stored."""
+        return select_stream_slice(row_count, self.stream_slices, ctx.round, self.rounds)
 
     def problems(self) -> Iterator[Problem]:
         """Rows that are never used, and what an agent alone has no use for."""

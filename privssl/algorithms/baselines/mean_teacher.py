@@ -3,11 +3,11 @@
 Centralised methods that SemiFL (Diao et al., Table 1) compares with. Rounds: centralised.py.
 
     Laine, Aila (ICLR 2017), Pi-Model                     here
-    Alg. 1: z, z~ of two views and dropouts               PiModel._second
+    Alg. 1: z, z~ of two views and dropouts               PiModel._predict_second_view
     w(t) ||z - z~||^2 / C, beside the cross-entropy       _TwoViews.losses, squared_difference
     w(t) = w_max exp(-5 (1 - T)^2), T = t / ramp-up       ramp_up_weight
     Tarvainen, Valpola (NeurIPS 2017), Mean Teacher
-    the second view is the teacher's, without gradient    MeanTeacher._second
+    the second view is the teacher's, without gradient    MeanTeacher._predict_second_view
     Eq. 1: theta' = alpha theta' + (1 - alpha) theta      centralised.follow
     alpha 0.99 in the ramp-up, 0.999 after it             MeanTeacherConfig.decay
 
@@ -92,11 +92,11 @@ class _TwoViews(Centralised):
                 logits = F(first)
                 y = labelled.y[s].to(ctx.device)
                 loss_s = cross_entropy(logits[: len(s)], y, reduction="sum") / max(1, len(s))
-                second_logits = self._second(F, teacher, second)
+                second_logits = self._predict_second_view(F, teacher, second)
                 yield loss_s + weight * squared_difference(logits, second_logits).mean()
 
     @abstractmethod
-    def _second(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
+    def _predict_second_view(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
         """Logits (B, C) of the second view."""
 
 
@@ -106,7 +106,7 @@ class PiModel(_TwoViews):
 
     Config = PiModelConfig
 
-    def _second(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
+    def _predict_second_view(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
         logits: Tensor = F(x)
         return logits
 
@@ -118,7 +118,7 @@ class MeanTeacher(_TwoViews):
     Config = MeanTeacherConfig
 
     @torch.no_grad()
-    def _second(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
+    def _predict_second_view(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
         logits: Tensor = teacher(x)
         return logits
 

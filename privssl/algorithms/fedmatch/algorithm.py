@@ -53,7 +53,7 @@ from privssl.algorithms.fedmatch.sparse_updates import (
     make_sparse_download,
     zero_small_entries,
 )
-from privssl.algorithms.local_ssl import needs_unlabelled, stream_slice
+from privssl.algorithms.local_ssl import needs_unlabelled, select_stream_slice
 from privssl.core.agents import MixedAgent, QueryAgent, SupportAgent
 from privssl.core.aggregation import average, uniform_weight
 from privssl.core.federation import Federation, Roster
@@ -360,7 +360,9 @@ class FedMatch(Algorithm[FedMatchState]):
     def _select_slice(self, agent: QueryAgent, ctx: Context, slices_of: SlicesOf) -> Tensor:
         """Numbers of the unlabelled rows of this round's slice of the stream, in kept order."""
         order = disjoint.recall_order("unlabelled", len(agent.unlabelled), agent, ctx)
-        positions = stream_slice(len(order), self.cfg.stream_slices, ctx.round, self.cfg.rounds)
+        positions = select_stream_slice(
+            len(order), self.cfg.stream_slices, ctx.round, self.cfg.rounds
+        )
         if slices_of == "stored":  # a slice's rows still come in the agent's own order
             return order[torch.isin(order, positions)]
         return order[positions]

@@ -46,8 +46,8 @@ from privssl.algorithms.local_ssl import (
     TrainRequest,
     can_learn_from,
     model_update,
+    needs_no_statistics,
     needs_unlabelled,
-    no_statistics,
     predict,
     train_and_average,
 )
@@ -197,7 +197,7 @@ class FedSEAL(Algorithm[FedSEALState]):
         if config.model.norm == "batch" and cfg.batch_size == 1:
             text = "1, but batch norm needs two rows: every batch would be left out. Give 2 or more"
             yield Problem("algorithm.batch_size", text)
-        yield from no_statistics(config)
+        yield from needs_no_statistics(config)
 
     def start(self, federation: Federation) -> FedSEALState:
         F = self.initial_classifier(federation)

@@ -47,9 +47,9 @@ from privssl.algorithms.local_ssl import (
     ModelUpdate,
     TrainRequest,
     can_learn_from,
+    make_empty_labelled,
+    make_empty_unlabelled,
     needs_unlabelled,
-    no_labelled,
-    no_unlabelled,
 )
 from privssl.core.agents import (
     LabelledRows,
@@ -256,7 +256,9 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, agent: SupportAgent, msg: VoteRequest, ctx: Context
     ) -> ModelUpdate | Ack | Declined:
         """Phase 2 without unlabelled rows: c learns from labels."""
-        return self._vote_and_train(agent, agent.labelled, no_unlabelled(agent.labelled), msg, ctx)
+        return self._vote_and_train(
+            agent, agent.labelled, make_empty_unlabelled(agent.labelled), msg, ctx
+        )
 
     @on_agent
     def query_pass(
@@ -264,7 +266,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
     ) -> ModelUpdate | Ack | Declined:
         """Phase 2 without labels: c votes without fine-tuning and learns from pseudo-labels."""
         return self._vote_and_train(
-            agent, no_labelled(agent.unlabelled), agent.unlabelled, msg, ctx
+            agent, make_empty_labelled(agent.unlabelled), agent.unlabelled, msg, ctx
         )
 
     def _vote_and_train(
@@ -290,7 +292,8 @@ class FedTriNet(Algorithm[FedTriNetState]):
             self._load_weights(fine_tuned, ctx)
             planned_steps = plan_steps(
                 self.cfg, len(labelled), int(confident.sum()),
-                t=self._count_phase_2_rounds(ctx.round), is_hot=int(remembered.get("hot", torch.zeros(()))) > 0,
+                t=self._count_phase_2_rounds(ctx.round),
+                is_hot=int(remembered.get("hot", torch.zeros(()))) > 0,
                 rng=ctx.rng("batches, both"),
             )  # fmt: skip
             x = torch.cat([labelled.x, unlabelled.x[confident]])

@@ -38,8 +38,8 @@ from privssl.algorithms.fl2.thresholds import adaptive_thresholds, learning_stat
 from privssl.algorithms.local_ssl import (
     ModelState,
     TrainRequest,
+    needs_no_statistics,
     needs_unlabelled,
-    no_statistics,
     train_and_average,
 )
 from privssl.core.agents import QueryAgent, SupportAgent
@@ -80,7 +80,7 @@ class FL2(Algorithm[FL2State]):
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
-        yield from no_statistics(config)
+        yield from needs_no_statistics(config)
         if config.model.norm == "batch":
             text = "batch keeps averages that fl2 does not average. Set group or none"
             yield Problem("model.norm", text)
