@@ -37,7 +37,7 @@ from privssl.algorithms.fedmatch.sparse_updates import (
     FIRST_COST,
     DecomposedWeights,
     SparsityThresholds,
-    differs,
+    find_changes,
     make_sparse_download,
     make_sparse_upload,
     zero_small_entries,
@@ -290,7 +290,7 @@ def test_a_round_has_as_many_steps_as_batches(
     place: str, sigma_steps: list[int], psi_steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[list[str]] = []
-    ended: Callable[[DisjointTrainer], None] = DisjointTrainer.end
+    ended: Callable[[DisjointTrainer], None] = DisjointTrainer.finish
 
     def step(self: DisjointTrainer, half: str, loss: Tensor) -> None:
         self.__dict__.setdefault("halves_stepped", []).append(half)
@@ -300,7 +300,7 @@ def test_a_round_has_as_many_steps_as_batches(
         ended(self)
 
     monkeypatch.setattr(DisjointTrainer, "_step", step)
-    monkeypatch.setattr(DisjointTrainer, "end", end)
+    monkeypatch.setattr(DisjointTrainer, "finish", end)
     simulate(fedmatch(batch_size=2), PLACES[place](labelled=20, unlabelled=12), 1)
     counts = [(visit.count("sigma"), visit.count("psi")) for visit in steps]
     assert [s for s, _ in counts if s] == sigma_steps
@@ -370,7 +370,7 @@ def test_a_download_counts_both_halves_and_each_helper() -> None:
 
 
 def test_nan_entries_are_always_sent() -> None:
-    assert differs(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, math.nan]), 9.0).all()
+    assert find_changes(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, math.nan]), 9.0).all()
     sent, _ = make_sparse_upload(row(math.nan), row(1.0), CUTS, is_psi=True)
     assert sent["w"].isnan().all()
 

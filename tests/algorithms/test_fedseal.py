@@ -127,7 +127,7 @@ def test_label_rates_and_class_confidences_are_those_of_validation_rows() -> Non
     # right. Complementary labels of the others: row 2 is class 0 and row 3 too.
     both = SignedLabels(
         y_plus=torch.tensor([0, 0, 1, 1, 1, 2]), targets=torch.empty(0),
-        positive=torch.tensor([True, False, False, False, True, True]),
+        confident=torch.tensor([True, False, False, False, True, True]),
         y_minus=torch.tensor([0, 1, 0, 2, 0, 0]),
         negative=torch.tensor([False, True, True, True, False, False]),
     )  # fmt: skip

@@ -314,7 +314,7 @@ def test_labelled_rows_affect_the_run_only_through_the_table(
         with monkeypatch.context() as patch:
             if fixed:
                 table = torch.ones(5, 10, dtype=torch.int64)
-                patch.setattr(LabelCensus, "_count", lambda *_: table)
+                patch.setattr(LabelCensus, "_count_labels", lambda *_: table)
             those = parties(labelled=20)
             for agent in those.agents:
                 if changed and agent.held_labelled is not None:

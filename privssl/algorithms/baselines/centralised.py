@@ -67,7 +67,7 @@ class CentralisedSettings(LocalTrainingSettings):
         return self.teacher_decay
 
 
-class Centralised(Algorithm[TeacherState]):
+class CentralisedTraining(Algorithm[TeacherState]):
     """Rounds and steps; a subclass has the losses."""
 
     StateType = TeacherState

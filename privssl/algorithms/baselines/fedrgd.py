@@ -25,7 +25,7 @@ from typing import Literal, final
 import pydantic.dataclasses
 import torch
 
-from privssl.algorithms.baselines.fixmatch_uda import Consistency, Consistent
+from privssl.algorithms.baselines.fixmatch_uda import ConsistencySettings, ConsistencyTraining
 from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelState
 from privssl.algorithms.baselines.supervised import ProximalRequest
 from privssl.algorithms.local_ssl import Share
@@ -45,7 +45,7 @@ class FedRGDState(PseudoLabelState):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedRGDConfig(Consistency):
+class FedRGDConfig(ConsistencySettings):
     """Section ``algorithm`` for FedRGD."""
 
     name: Literal["fedrgd"] = "fedrgd"
@@ -59,7 +59,7 @@ class FedRGDConfig(Consistency):
 
 
 @final
-class FedRGD(Consistent):
+class FedRGD(ConsistencyTraining):
     """FixMatch in parallel with the server, averaged in groups."""
 
     Config = FedRGDConfig

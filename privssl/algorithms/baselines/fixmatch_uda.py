@@ -5,10 +5,10 @@ FedProx-UDA, as in FedMatch (Jeong et al., ICLR 2021) and FedSEAL (Bian et al., 
 
     papers                                                    here
     FixMatch (Sohn et al. 2020): label of a clean view where
-      max p >= tau, cross-entropy of a strong view            Consistent._unlabelled_losses
+      max p >= tau, cross-entropy of a strong view            ConsistencyTraining._unlabelled_losses
     UDA (Xie et al. 2020): KL(p of a clean view || p strong)  UDA._unlabelled_losses, divergence
       training signal annealing (TSA)                         UDA._labelled_loss
-    one step on L_s + L_u                                     Consistent.losses
+    one step on L_s + L_u                                     ConsistencyTraining.losses
     as many steps as on labels alone                          joint_batches
 
 Rounds, and where labels may be: algorithms/baselines/pseudo_labeling.py.
@@ -31,8 +31,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from privssl.algorithms.baselines.local_settings import Streamed
-from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
+from privssl.algorithms.baselines.local_settings import StreamSettings
+from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelSettings, PseudoLabelTraining
 from privssl.algorithms.local_ssl import Amount, Share, can_learn_from, predict
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
@@ -46,7 +46,7 @@ from privssl.training.pseudo_labels import sharpen, view_probabilities
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Consistency(Guessing, StrongViews):
+class ConsistencySettings(PseudoLabelSettings, StrongViews):
     """Settings of FixMatch and UDA; profiles of both papers: docs/baselines.md."""
 
     threshold: Share = 0.85  # tau: a row counts where max p >= tau; FedMatch. FedSEAL: 0.9
@@ -61,14 +61,14 @@ class Consistency(Guessing, StrongViews):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FixMatchConfig(Consistency, Streamed):
+class FixMatchConfig(ConsistencySettings, StreamSettings):
     """Section ``algorithm`` for FedAvg-FixMatch and FedProx-FixMatch."""
 
     name: Literal["fixmatch"] = "fixmatch"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class UDAConfig(Consistency, Streamed):
+class UDAConfig(ConsistencySettings, StreamSettings):
     """Section ``algorithm`` for FedAvg-UDA and FedProx-UDA."""
 
     name: Literal["uda"] = "uda"
@@ -91,10 +91,10 @@ class UDAConfig(Consistency, Streamed):
 # The algorithms -----------------------------------------------------------------------------
 
 
-class Consistent(PseudoLabelled):
+class ConsistencyTraining(PseudoLabelTraining):
     """The training steps with FixMatch's terms of the loss."""
 
-    cfg: Consistency
+    cfg: ConsistencySettings
 
     def losses(
         self, F: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
@@ -162,7 +162,7 @@ class Consistent(PseudoLabelled):
 
 
 @final
-class FixMatch(Consistent):
+class FixMatch(ConsistencyTraining):
     """FedAvg-FixMatch, FedProx-FixMatch."""
 
     Config = FixMatchConfig
@@ -170,7 +170,7 @@ class FixMatch(Consistent):
 
 
 @final
-class UDA(Consistent):
+class UDA(ConsistencyTraining):
     """FedAvg-UDA, FedProx-UDA."""
 
     Config = UDAConfig

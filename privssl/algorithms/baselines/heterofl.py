@@ -8,7 +8,7 @@ Heterogeneous Clients" (ICLR 2021; arXiv:2010.01264). Agents hold labels, as in 
     W_l: the first channels of each parameter                 slice_parameters
     each entry: the mean over the agents that have it         merge_parameters
     masked cross-entropy                                      masked_loss
-    static batch norm: statistics of all agents, at the end   Averaged.aggregate_bn_statistics
+    static batch norm: statistics of all agents, at the end   aggregate_bn_statistics
     scaler: activations / share in training                   not needed, see below
 
 Differs from the paper: agent i has level i mod ``levels`` (the paper's fixed assignment, evenly
@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from privssl.algorithms.baselines.local_settings import Federated
+from privssl.algorithms.baselines.local_settings import FederatedSettings
 from privssl.algorithms.baselines.supervised import (
-    Averaged,
+    AveragedTraining,
     ProximalRequest,
     SupervisedState,
     labelled_losses,
@@ -62,7 +62,7 @@ class LevelRequest(ProximalRequest):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class HeteroFLConfig(Federated):
+class HeteroFLConfig(FederatedSettings):
     """Section ``algorithm`` for HeteroFL."""
 
     name: Literal["heterofl"] = "heterofl"
@@ -72,13 +72,13 @@ class HeteroFLConfig(Federated):
 
 
 @final
-class HeteroFL(Averaged):
+class HeteroFL(AveragedTraining):
     """FedAvg of networks of several widths."""
 
     Config = HeteroFLConfig
     missing_reply_policy = dataclasses.replace(
-        Averaged.missing_reply_policy,
-        quorum=(*Averaged.missing_reply_policy.quorum, "level_pass"),
+        AveragedTraining.missing_reply_policy,
+        quorum=(*AveragedTraining.missing_reply_policy.quorum, "level_pass"),
     )
     cfg: HeteroFLConfig
 

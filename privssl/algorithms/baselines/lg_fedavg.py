@@ -23,9 +23,9 @@ from typing import Any, Literal, final
 
 import pydantic.dataclasses
 
-from privssl.algorithms.baselines.local_settings import Federated
+from privssl.algorithms.baselines.local_settings import FederatedSettings
 from privssl.algorithms.baselines.supervised import (
-    Averaged,
+    AveragedTraining,
     ProximalRequest,
     SupervisedState,
     labelled_losses,
@@ -57,7 +57,7 @@ class LGUpdate(Message):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class LGFedAvgConfig(Federated):
+class LGFedAvgConfig(FederatedSettings):
     """Section ``algorithm`` for LG-FedAvg."""
 
     name: Literal["lg_fedavg"] = "lg_fedavg"
@@ -74,13 +74,13 @@ class LGFedAvgConfig(Federated):
 
 
 @final
-class LGFedAvg(Averaged):
+class LGFedAvg(AveragedTraining):
     """FedAvg of some layers; the others stay."""
 
     Config = LGFedAvgConfig
     missing_reply_policy = dataclasses.replace(
-        Averaged.missing_reply_policy,
-        quorum=(*Averaged.missing_reply_policy.quorum, "keep_pass", "local_pass"),
+        AveragedTraining.missing_reply_policy,
+        quorum=(*AveragedTraining.missing_reply_policy.quorum, "keep_pass", "local_pass"),
     )
     cfg: LGFedAvgConfig
 

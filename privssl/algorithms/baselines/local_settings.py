@@ -57,7 +57,7 @@ class LocalTrainingSettings:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Federated(LocalTrainingSettings):
+class FederatedSettings(LocalTrainingSettings):
     """Training at several agents, and the average of what they send."""
 
     agents_per_round: Positive | None = None  # drawn from the agents averaged; null: all
@@ -70,14 +70,14 @@ class Federated(LocalTrainingSettings):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Proximal(Federated):
+class ProximalSettings(FederatedSettings):
     """A method that may be federated as FedProx: ``weights: equal``, ``proximal: 0.01``."""
 
     proximal: Amount = 0.0  # mu; FedMatch's FedProx rows: 0.01. 0: FedAvg
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Streamed(Federated):
+class StreamSettings(FederatedSettings):
     """A method of which an agent may be alone, or see its rows as a stream (FedMatch's Table 2)."""
 
     aggregation: Literal["mean", "none"] = "mean"  # none: each agent alone (FedMatch's Local-SL)

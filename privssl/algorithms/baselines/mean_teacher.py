@@ -4,11 +4,11 @@ Centralised methods that SemiFL (Diao et al., Table 1) compares with. Rounds: ce
 
     Laine, Aila (ICLR 2017), Pi-Model                     here
     Alg. 1: z, z~ of two views and dropouts               PiModel._predict_second_view
-    w(t) ||z - z~||^2 / C, beside the cross-entropy       _TwoViews.losses, squared_difference
+    w(t) ||z - z~||^2 / C, beside the cross-entropy       losses, squared_difference
     w(t) = w_max exp(-5 (1 - T)^2), T = t / ramp-up       ramp_up_weight
     Tarvainen, Valpola (NeurIPS 2017), Mean Teacher
     the second view is the teacher's, without gradient    MeanTeacher._predict_second_view
-    Eq. 1: theta' = alpha theta' + (1 - alpha) theta      centralised.follow
+    Eq. 1: theta' = alpha theta' + (1 - alpha) theta      centralised.update_teacher
     alpha 0.99 in the ramp-up, 0.999 after it             MeanTeacherConfig.decay
 
 Weights of the losses are those of Berthelot et al.'s code, whose numbers Sohn et al. and so SemiFL
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from privssl.algorithms.baselines.centralised import Centralised, CentralisedSettings
+from privssl.algorithms.baselines.centralised import CentralisedSettings, CentralisedTraining
 from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
@@ -62,7 +62,7 @@ class MeanTeacherConfig(TwoViewSettings):
         return min(self.teacher_decay, 0.99) if round_number <= self.ramp_up else self.teacher_decay
 
 
-class _TwoViews(Centralised):
+class _TwoViewTraining(CentralisedTraining):
     """The loss; a subclass says who predicts the second view."""
 
     cfg: TwoViewSettings
@@ -101,7 +101,7 @@ class _TwoViews(Centralised):
 
 
 @final
-class PiModel(_TwoViews):
+class PiModel(_TwoViewTraining):
     """The network itself, with other dropout; its gradient flows through both views."""
 
     Config = PiModelConfig
@@ -112,7 +112,7 @@ class PiModel(_TwoViews):
 
 
 @final
-class MeanTeacher(_TwoViews):
+class MeanTeacher(_TwoViewTraining):
     """A moving average of the network's weights, which is also what is released."""
 
     Config = MeanTeacherConfig

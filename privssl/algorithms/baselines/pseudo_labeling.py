@@ -4,7 +4,7 @@ FedMatch (Jeong et al., ICLR 2021), FedSEAL (Bian et al., 2021) and FedTriNet (C
 compare themselves with these. FixMatch and UDA: algorithms/baselines/fixmatch_uda.py.
 
     papers                                               here
-    labels at the server: it trains, then the agents do  PseudoLabelled.train_one_round
+    labels at the server: it trains, then the agents do  PseudoLabelTraining.train_one_round
     labels at clients: all train, on both kinds of rows  the same -> mixed_pass
     FedSem (Albaseer et al. 2020): T1 rounds of FedAvg   FedSem.round
       all unlabelled rows are labelled, once             label_pass, label_locally
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
-from privssl.algorithms.baselines.local_settings import Proximal, Streamed
+from privssl.algorithms.baselines.local_settings import ProximalSettings, StreamSettings
 from privssl.algorithms.baselines.supervised import ProximalRequest, labelled_losses, run_sgd
 from privssl.algorithms.local_ssl import (
     ModelUpdate,
@@ -75,7 +75,7 @@ class PseudoLabelState:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Guessing(Proximal):
+class PseudoLabelSettings(ProximalSettings):
     """Settings of every method here; as FedProx: ``weights: equal``, ``proximal: 0.01``."""
 
     # weights after training on labels, or averaged over query agents; FedMatch: averaged
@@ -83,7 +83,7 @@ class Guessing(Proximal):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedSemConfig(Guessing):
+class FedSemConfig(PseudoLabelSettings):
     """Section ``algorithm`` for FedSem."""
 
     name: Literal["fedsem"] = "fedsem"
@@ -101,12 +101,12 @@ class FedSemConfig(Guessing):
 # The algorithms -----------------------------------------------------------------------------
 
 
-class PseudoLabelled(Algorithm[PseudoLabelState]):
+class PseudoLabelTraining(Algorithm[PseudoLabelState]):
     """The shared rounds and steps; a subclass has the losses."""
 
     StateType: ClassVar[type[PseudoLabelState]] = PseudoLabelState
     missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass", "mixed_pass"))
-    cfg: Guessing
+    cfg: PseudoLabelSettings
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -207,7 +207,7 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         self, labelled: LabelledRows, unlabelled: UnlabelledRows, y: Tensor | None,
         msg: ProximalRequest, ctx: Context,
     ) -> ModelUpdate:  # fmt: skip
-        if isinstance(self.cfg, Streamed) and self.cfg.stream_slices > 1:
+        if isinstance(self.cfg, StreamSettings) and self.cfg.stream_slices > 1:
             indices = self.cfg.select_current_slice(len(unlabelled), ctx)
             unlabelled = UnlabelledRows(unlabelled.x[indices], unlabelled.ids[indices])
         self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
@@ -228,19 +228,19 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         """The loss of each training step; either kind of rows may be empty."""
 
 
-def _skips_aggregation(cfg: Guessing) -> bool:
+def _skips_aggregation(cfg: PseudoLabelSettings) -> bool:
     """Whether nothing is averaged."""
-    return isinstance(cfg, Streamed) and cfg.aggregation == "none"
+    return isinstance(cfg, StreamSettings) and cfg.aggregation == "none"
 
 
 @final
-class FedSem(PseudoLabelled):
+class FedSem(PseudoLabelTraining):
     """FedAvg on labels, then on pseudo-labels that its own classifier gave once."""
 
     Config = FedSemConfig
     # An agent that missed label_pass labels its rows at its next visit (recall_labels).
     missing_reply_policy = MissingReplyPolicy(
-        quorum=(*PseudoLabelled.missing_reply_policy.quorum, "label_pass", "label_locally")
+        quorum=(*PseudoLabelTraining.missing_reply_policy.quorum, "label_pass", "label_locally")
     )
     cfg: FedSemConfig
 

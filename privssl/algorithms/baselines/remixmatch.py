@@ -28,7 +28,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from privssl.algorithms.baselines.centralised import Centralised, CentralisedSettings
+from privssl.algorithms.baselines.centralised import CentralisedSettings, CentralisedTraining
 from privssl.algorithms.local_ssl import Amount, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
@@ -59,7 +59,7 @@ class ReMixMatchConfig(CentralisedSettings, StrongViews):
 
 
 @final
-class ReMixMatch(Centralised):
+class ReMixMatch(CentralisedTraining):
     """The losses of Algorithm 1."""
 
     Config = ReMixMatchConfig

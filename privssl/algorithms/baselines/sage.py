@@ -9,7 +9,7 @@ more often wrong. SAGE is a local loss in FixMatch's place; rounds are FedAvg's.
     both models label a weak view (CPG)                     losses -> view_probabilities
     mixed target, exp(-kappa |c_local - c_global|) (CDSC)   soft_correction
     KL(target || strong view) where either is sure          losses
-    FedAvg by rows                                          PseudoLabelled
+    FedAvg by rows                                          PseudoLabelTraining
 
 Where labels may be: at mixed agents (the paper); elsewhere as in pseudo_labeling.py, whose rounds
 these are.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
+from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelSettings, PseudoLabelTraining
 from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context, Task
@@ -42,7 +42,7 @@ from privssl.training.pseudo_labels import view_probabilities
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class SAGEConfig(Guessing, StrongViews):
+class SAGEConfig(PseudoLabelSettings, StrongViews):
     """Section ``algorithm`` for SAGE. Numbers are the authors' code's (CIFAR-10) unless marked."""
 
     name: Literal["sage"] = "sage"
@@ -69,7 +69,7 @@ class SAGEConfig(Guessing, StrongViews):
 
 
 @final
-class SAGE(PseudoLabelled):
+class SAGE(PseudoLabelTraining):
     """FedAvg of agents that learn from corrected pseudo-labels."""
 
     Config = SAGEConfig

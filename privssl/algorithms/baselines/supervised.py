@@ -6,7 +6,7 @@
 
     papers                                            here
     local training: epochs of SGD, cross-entropy      labelled_pass -> labelled_losses, run_sgd
-    FedAvg: the mean, by rows held; under a plan      _Supervised.round, Federated.weigh; FedAvg
+    FedAvg: the mean, by rows held; under a plan      round, FederatedSettings.weigh; FedAvg
     FedProx: + mu / 2 |theta - theta_global|^2        run_sgd, squared_distance
     SemiFL's recipe: cosine, Nesterov, clipping       LocalTrainingSettings, run_sgd
     static batch norm: statistics of labelled rows    aggregate_bn_statistics, labelled_statistics
@@ -35,10 +35,10 @@ from accounting.errors import BudgetExhausted
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.baselines import dp_classifier
 from privssl.algorithms.baselines.local_settings import (
-    Federated,
+    FederatedSettings,
     LocalTrainingSettings,
-    Proximal,
-    Streamed,
+    ProximalSettings,
+    StreamSettings,
 )
 from privssl.algorithms.local_ssl import (
     Amount,
@@ -89,14 +89,14 @@ class ServerSLConfig(LocalTrainingSettings):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedAvgConfig(Streamed):
+class FedAvgConfig(StreamSettings):
     """Section ``algorithm`` for FedAvg on labelled rows."""
 
     name: Literal["fedavg"] = "fedavg"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedProxConfig(Proximal, Streamed):
+class FedProxConfig(ProximalSettings, StreamSettings):
     """Section ``algorithm`` for FedProx on labelled rows."""
 
     name: Literal["fedprox"] = "fedprox"
@@ -104,7 +104,7 @@ class FedProxConfig(Proximal, Streamed):
     proximal: Amount = 0.01  # mu; FedMatch
 
 
-class _Supervised(Algorithm[ModelState]):
+class _SupervisedTraining(Algorithm[ModelState]):
     """The shared round and step; a subclass says who learns."""
 
     StateType: ClassVar[type[ModelState]] = SupervisedState
@@ -117,9 +117,9 @@ class _Supervised(Algorithm[ModelState]):
         return SupervisedState(self.initial_classifier(federation))
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
-        mu = self.cfg.proximal if isinstance(self.cfg, Proximal) else 0.0
+        mu = self.cfg.proximal if isinstance(self.cfg, ProximalSettings) else 0.0
         participants, step = self.select_participants(federation), self.labelled_pass
-        if isinstance(self.cfg, Streamed) and self.cfg.aggregation == "none":
+        if isinstance(self.cfg, StreamSettings) and self.cfg.aggregation == "none":
             classifiers = self.own_classifiers(state)
             classifiers = train_alone(
                 federation, participants, step, ProximalRequest, classifiers, state.F
@@ -149,10 +149,10 @@ class _Supervised(Algorithm[ModelState]):
     ) -> ModelUpdate | Declined:
         """Epochs of cross-entropy on labelled rows."""
         rows = agent.labelled
-        if isinstance(self.cfg, Streamed) and self.cfg.stream_slices > 1:
+        if isinstance(self.cfg, StreamSettings) and self.cfg.stream_slices > 1:
             indices = self.cfg.select_current_slice(len(rows), ctx)
             rows = LabelledRows(rows.x[indices], rows.y[indices], rows.ids[indices])
-        if isinstance(self.cfg, Federated):
+        if isinstance(self.cfg, FederatedSettings):
             self.cfg.weigh(len(rows), ctx)
         return self._train(rows, msg, ctx)
 
@@ -169,7 +169,7 @@ class _Supervised(Algorithm[ModelState]):
 
 
 @final
-class ServerSL(_Supervised):
+class ServerSL(_SupervisedTraining):
     """The labelled server alone."""
 
     Config = ServerSLConfig
@@ -185,14 +185,14 @@ class ServerSL(_Supervised):
             yield Problem("data.labels", text + advice)
 
 
-class Averaged(_Supervised):
+class AveragedTraining(_SupervisedTraining):
     """Several agents hold labels, and with ``labels-at-both`` the server too."""
 
     missing_reply_policy = MissingReplyPolicy(
         quorum=("labelled_pass", "labelled_statistics"),
         needed=("server_pass",), needed_because="The server is always there",
     )  # fmt: skip
-    cfg: Federated
+    cfg: FederatedSettings
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         if len(federation.support) > 1 and (server := federation.server) is not None:
@@ -218,7 +218,7 @@ class Averaged(_Supervised):
             advice = "Set algorithm.name: server_sl, or data.labels: support or labels-at-client"
             yield Problem("data.labels", f"{text}server alone would have any. {advice}")
         cfg = config.algorithm
-        if not isinstance(cfg, Streamed):
+        if not isinstance(cfg, StreamSettings):
             return
         if cfg.aggregation == "none" and config.data.labels == "labels-at-both":
             text = "none, but agents go on from the server's weights. Set data.labels: support"
@@ -234,7 +234,7 @@ class Averaged(_Supervised):
 
 
 @final
-class FedAvg(Averaged):
+class FedAvg(AveragedTraining):
     """The mean of agents that learn from their labels, under a plan by DP-SGD."""
 
     Config = FedAvgConfig
@@ -255,7 +255,7 @@ class FedAvg(Averaged):
 
     def select_participants(self, federation: Federation) -> Roster:
         no_visits_left = self.plan is not None and federation.round.number > self.plan.visits
-        return () if no_visits_left else super().learners(federation)
+        return () if no_visits_left else super().select_participants(federation)
 
     @on_agent
     def labelled_pass(
@@ -272,7 +272,7 @@ class FedAvg(Averaged):
 
 
 @final
-class FedProx(Averaged):
+class FedProx(AveragedTraining):
     """FedAvg whose agents are pulled towards the global weights."""
 
     Config = FedProxConfig

@@ -159,9 +159,11 @@ class FedTriNet(Algorithm[FedTriNetState]):
         t = self._count_phase_2_rounds(federation.round.number)
         if t < 0:  # phase 1
             cold, agents = federation.round.number <= self.cfg.cold_start, federation.support
-            learners = agents if cold else self._sample_agents(federation, agents)
+            phase_1_participants = agents if cold else self._sample_agents(federation, agents)
             request, mean = LabelRequest(state.F), WeightedMean("F")
-            self._train_at_agents(federation, learners, agents, self.supervised_pass, request, mean)
+            self._train_at_agents(
+                federation, phase_1_participants, agents, self.supervised_pass, request, mean
+            )
             return dataclasses.replace(state, F=mean.value_or(state.F))  # Eq. 1
         participants = self._sample_agents(federation, federation.agents)
         confidence = state.confidence
