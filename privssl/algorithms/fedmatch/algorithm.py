@@ -218,11 +218,11 @@ class FedMatch(Algorithm[FedMatchState]):
         weights, by_agent = DecomposedWeights(state.sigma, state.psi), {}
         sparse = self.cfg.sparse_down or hparams.sparse_messages
         for agent in (agent.id for agent in agents):
-            held = None
+            agent_weights = None
             if agent in state.held_psi:
-                held = DecomposedWeights(state.held_sigma[agent], state.held_psi[agent])
+                agent_weights = DecomposedWeights(state.held_sigma[agent], state.held_psi[agent])
             download = make_sparse_download(
-                held, weights, helpers.get(agent, []), hparams.sparsity_thresholds,
+                agent_weights, weights, helpers.get(agent, []), hparams.sparsity_thresholds,
                 decodable=hparams.sparse_messages,
             )  # fmt: skip
             # If not sparse: the difference is counted, as in the code, but not applied.

@@ -108,30 +108,30 @@ def make_sparse_upload(
 
 
 def make_sparse_download(
-    held: DecomposedWeights | None,
+    agent_weights: DecomposedWeights | None,
     server_weights: DecomposedWeights,
     helpers: Sequence[StateDict],
     thresholds: SparsityThresholds,
     *,
     decodable: bool = False,
 ) -> Download:
-    """The weights of an agent after sparse differences from ``held`` to ``server_weights``.
+    """An agent's weights after sparse differences from ``agent_weights`` to ``server_weights``.
 
     Args:
-        held: the agent's weights after its last visit; None at its first.
+        agent_weights: the agent's weights after its last visit; None at its first.
         helpers: psi of its helpers, each compared with the agent's own.
         decodable: an entry of a helper that is 0 is sent where the agent's own is not. The authors'
             code does not count it, and no receiver could know it.
     """
-    if held is None:
+    if agent_weights is None:
         return Download(
             server_weights, FIRST_COST / 2 if server_weights.sigma else 0.0, FIRST_COST / 2
         )
-    own_psi = zero_small_entries(held.psi, thresholds.negligible)
+    own_psi = zero_small_entries(agent_weights.psi, thresholds.negligible)
     server_psi = zero_small_entries(server_weights.psi, thresholds.negligible)
     psi_mask = {n: find_changes(w, own_psi[n], thresholds.change) for n, w in server_psi.items()}
     sigma_mask = {
-        n: find_changes(w, held.sigma[n], thresholds.change)
+        n: find_changes(w, agent_weights.sigma[n], thresholds.change)
         for n, w in server_weights.sigma.items()
     }
     helper_masks = []
@@ -146,8 +146,8 @@ def make_sparse_download(
             {n: find_changes(w, base[n], thresholds.change) for n, w in helper_psi.items()}
         )
     patched = DecomposedWeights(
-        _merge_entries(server_weights.sigma, held.sigma, sigma_mask),
-        _merge_entries(server_weights.psi, held.psi, psi_mask),
+        _merge_entries(server_weights.sigma, agent_weights.sigma, sigma_mask),
+        _merge_entries(server_weights.psi, agent_weights.psi, psi_mask),
     )
     entries = _count_entries(server_weights.psi)
     return Download(
