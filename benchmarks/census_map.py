@@ -33,12 +33,12 @@ from privssl.algorithms.label_census.algorithm import LabelCensus
 from privssl.algorithms.label_census.cluster_labels import class_posterior
 from privssl.algorithms.label_census.clustering import (
     cluster_shares_and_adjacency,
+    count_neighbours,
+    find_nearest_centroids,
     k_means,
     merge_cells,
-    nearest_centroids,
-    neighbours,
 )
-from privssl.algorithms.label_census.feature_map import map_of
+from privssl.algorithms.label_census.feature_map import make_map
 from privssl.errors import UserError
 from privssl.experiment.config import Config, load_config
 from privssl.experiment.prepare import prepare
@@ -67,9 +67,9 @@ class Rows:
         unlabelled = [
             a.held_unlabelled for a in federated_data.agents if a.held_unlabelled is not None
         ]
-        feature_map = map_of(state)
+        feature_map = make_map(state)
         self.points = torch.cat(
-            [algorithm.points(h.x, feature_map, prepared.device) for h in unlabelled]
+            [algorithm.compute_points(h.x, feature_map, prepared.device) for h in unlabelled]
         )
         self.truth = federated_data.true_labels[torch.cat([h.ids for h in unlabelled])]
         self.classes = federated_data.dataset.classes
@@ -81,14 +81,17 @@ class Rows:
     def by_k_means(self, k: int, seed: int) -> Tensor:
         """Return the cluster of each row (N,) by k-means alone."""
         centroids, _ = k_means(self.points, torch.ones(len(self.points)), k, _make_generator(seed))
-        return nearest_centroids(self.points, centroids)
+        return find_nearest_centroids(self.points, centroids)
 
     def by_graph(self, ks: Sequence[int], seed: int) -> dict[int, Clustering]:
         """Join cells of one k-means into each number of clusters."""
         centroids, _ = k_means(
             self.points, torch.ones(len(self.points)), self.cells, _make_generator(seed)
         )
-        cell, graph = nearest_centroids(self.points, centroids), neighbours(self.points, centroids)
+        cell, graph = (
+            find_nearest_centroids(self.points, centroids),
+            count_neighbours(self.points, centroids),
+        )
         clusterings = {}
         for k in ks:
             cluster = merge_cells(graph, k, seed)

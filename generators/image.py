@@ -26,11 +26,11 @@ class ImageGenerator(ConditionalGenerator):
         noise_size: int = 32,
     ) -> None:
         super().__init__()
-        channels, quarter_sides = shape[0], quarter(shape)
+        channels, quarter_sides = shape[0], compute_quarter_sides(shape)
         features = 2 * width * quarter_sides[0] * quarter_sides[1]
         self.noise_size = noise_size
         self.encoder = nn.Sequential(
-            *halving_layers(channels, width),
+            *make_halving_layers(channels, width),
             nn.Linear(features, code_size),
         )
         self.class_prior = nn.Sequential(
@@ -76,7 +76,7 @@ class ImageDiscriminator(ConditionalDiscriminator):
         spectral: bool = True,
     ) -> None:
         super().__init__()
-        quarter_sides = quarter(shape)
+        quarter_sides = compute_quarter_sides(shape)
         layers: list[nn.Module] = [
             nn.Conv2d(shape[0], width, 4, stride=2, padding=1),
             nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
@@ -100,7 +100,7 @@ class ImageDiscriminator(ConditionalDiscriminator):
         return logits
 
 
-def halving_layers(channels: int, width: int) -> tuple[nn.Module, ...]:
+def make_halving_layers(channels: int, width: int) -> tuple[nn.Module, ...]:
     """Images (B, channels, H, W) -> features (B, 2 width H/4 W/4)."""
     return (
         nn.Conv2d(channels, width, 4, stride=2, padding=1),
@@ -111,7 +111,7 @@ def halving_layers(channels: int, width: int) -> tuple[nn.Module, ...]:
     )
 
 
-def quarter(shape: tuple[int, int, int]) -> tuple[int, int]:
+def compute_quarter_sides(shape: tuple[int, int, int]) -> tuple[int, int]:
     """Height and width after two halvings. Raises ValueError unless both are multiples of 4."""
     _, height, width = shape
     if height % 4 or width % 4:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from generators.base import ConditionalGenerator
-from generators.image import halving_layers, quarter
+from generators.image import compute_quarter_sides, make_halving_layers
 
 LARGEST_LOG_VARIANCE = 4.0
 #: Factor of labels: an agent that has one class moves the weights of its label alone, and averaging
@@ -32,10 +32,10 @@ class VariationalImageGenerator(ConditionalGenerator):
         self, shape: tuple[int, int, int], classes: int, *, width: int = 16, noise_size: int = 32
     ) -> None:
         super().__init__()
-        channels, quarter_sides = shape[0], quarter(shape)
+        channels, quarter_sides = shape[0], compute_quarter_sides(shape)
         features = 2 * width * quarter_sides[0] * quarter_sides[1]
         self.noise_size = noise_size
-        self.encoder = nn.Sequential(*halving_layers(channels, width))
+        self.encoder = nn.Sequential(*make_halving_layers(channels, width))
         self.posterior = nn.Linear(features + classes, 2 * noise_size)
         self.first = nn.Linear(noise_size + classes, features)
         self.unflatten = nn.Unflatten(1, (2 * width, *quarter_sides))

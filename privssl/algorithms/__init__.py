@@ -100,27 +100,27 @@ class _WithUnread(_Algorithms):
         return Unread
 
 
-def check_own(name: str, found: Any) -> type[Algorithm[Any]]:
+def check_own(name: str, candidate: Any) -> type[Algorithm[Any]]:
     """The class that a plug-in names. Raises ConfigError where it is no algorithm."""
     wrong = None
-    if not (inspect.isclass(found) and issubclass(found, Algorithm)):
-        wrong = f"is {str(found)[:60]}. Name a class of privssl.algorithms.base.Algorithm"
-    elif inspect.isabstract(found):
-        wrong = f"has no {', '.join(sorted(found.__abstractmethods__))}. Write it"
+    if not (inspect.isclass(candidate) and issubclass(candidate, Algorithm)):
+        wrong = f"is {str(candidate)[:60]}. Name a class of privssl.algorithms.base.Algorithm"
+    elif inspect.isabstract(candidate):
+        wrong = f"has no {', '.join(sorted(candidate.__abstractmethods__))}. Write it"
     elif not (
-        dataclasses.is_dataclass(getattr(found, "Config", None))
-        and dataclasses.is_dataclass(getattr(found, "StateType", None))
+        dataclasses.is_dataclass(getattr(candidate, "Config", None))
+        and dataclasses.is_dataclass(getattr(candidate, "StateType", None))
     ):
         wrong = "needs Config and StateType, two frozen dataclasses (docs/extending.md)"
-    elif found.make_plan.__func__ is not Algorithm.make_plan.__func__:  # type: ignore[attr-defined]
+    elif candidate.make_plan.__func__ is not Algorithm.make_plan.__func__:  # type: ignore[attr-defined]
         wrong = "has a make_plan of its own, and only privssl's plans carry a claim. Remove it"
     else:
-        types = {field.name: field.type for field in dataclasses.fields(found.Config)}
+        types = {field.name: field.type for field in dataclasses.fields(candidate.Config)}
         if types.get("name") not in (str, "str") or "rounds" not in types:
             wrong = "needs a Config with name: str and rounds: int"
     if wrong is not None:
         raise ConfigError(f"algorithm.name {name} {wrong}")
-    kind: type[Algorithm[Any]] = found
+    kind: type[Algorithm[Any]] = candidate
     return kind
 
 

@@ -87,29 +87,31 @@ class SelfTraining:
         """The named augmentation (default: of F's rows), with mirroring as configured."""
         return View(name or self.augment, self.flip)
 
-    def mild_view(self, usual: str) -> View:
-        """``usual``, which turns an image as digits may be turned; of images of things a shift."""
-        return self.augmentation("crop" if self.augment in ("crop", "fixmatch") else usual)
+    def mild_view(self, digit_view: str) -> View:
+        """``digit_view``, which turns an image as digits may be; of images of things a shift."""
+        return self.augmentation("crop" if self.augment in ("crop", "fixmatch") else digit_view)
 
     def decay(self, round_number: int) -> float:
         """Decay of the teacher after a round: small at first, when F is nearly untrained."""
         return min(self.teacher_decay, (1 + round_number) / (5 + round_number))
 
-    def draw_rows(self, held: int, ctx: Context) -> Tensor:
-        """Numbers of the rows of one step (local_steps * batch_size,), out of ``held``."""
-        return local_training.draw_rows(held, self.local_steps * self.batch_size, ctx.rng("rows"))
+    def draw_rows(self, row_count: int, ctx: Context) -> Tensor:
+        """Numbers of the rows of one step (local_steps * batch_size,), out of ``row_count``."""
+        return local_training.draw_rows(
+            row_count, self.local_steps * self.batch_size, ctx.rng("rows")
+        )
 
     def guess(self, teacher: nn.Module, x: Tensor, ctx: Context) -> Tensor:
         """Pseudo-labels (N, C) of stored rows (N, *shape): Fan et al., Eq. 2."""
         return self.guess_input(teacher, local_training.network_input(x, ctx.device), ctx)
 
     def guess_input(
-        self, teacher: nn.Module, x: Tensor, ctx: Context, purpose: str = "guess"
+        self, teacher: nn.Module, x: Tensor, ctx: Context, stream: str = "guess"
     ) -> Tensor:
         """The same of rows (N, *shape) in [-1, 1] on the device of a step."""
         return guess_labels(
             teacher.eval(), x, augment=self.mild_view("weak"), views=self.views,
-            sharpness=self.sharpness, rng=ctx.rng(purpose),
+            sharpness=self.sharpness, rng=ctx.rng(stream),
         )  # fmt: skip
 
 
@@ -126,7 +128,7 @@ class ClassifierTraining(SelfTraining):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd; starts anew at every visit
     schedule: Literal["constant", "cosine"] = "constant"  # cosine: half of one over all rounds
 
-    def stepping(self, F: nn.Module, round_number: int) -> local_training.Group:
+    def make_optimiser_group(self, F: nn.Module, round_number: int) -> local_training.Group:
         """The optimiser of F at an agent in a round, counted from 1."""
         rate = self.learning_rate
         if self.schedule == "cosine":
@@ -150,7 +152,7 @@ def needs_unlabelled(config: Any) -> Iterator[Problem]:
         yield Problem("agents.query", f"0, but {name} learns from unlabelled rows: give 1 or more")
 
 
-def no_statistics(config: Any) -> Iterator[Problem]:
+def needs_no_statistics(config: Any) -> Iterator[Problem]:
     """The problem of a config whose norm needs statistics that its algorithm does not collect."""
     if config.model.norm == "static":
         name = config.algorithm.name
@@ -171,17 +173,17 @@ def warm_up_fits(warm_up: int, rounds: int) -> Iterator[Problem]:
 # Rows and predictions -----------------------------------------------------------------------
 
 
-def one_hot(rows: LabelledRows, picked: Tensor, classes: int) -> Tensor:
+def one_hot_labels(rows: LabelledRows, indices: Tensor, classes: int) -> Tensor:
     """The labels of some rows as distributions (B, C)."""
-    return torch.eye(classes)[rows.y[picked]]
+    return torch.eye(classes)[rows.y[indices]]
 
 
-def no_labelled(rows: UnlabelledRows) -> LabelledRows:
+def make_empty_labelled(rows: UnlabelledRows) -> LabelledRows:
     """Zero labelled rows of the same form."""
     return LabelledRows(rows.x[:0], torch.empty(0, dtype=torch.int64), rows.ids[:0])
 
 
-def no_unlabelled(rows: LabelledRows) -> UnlabelledRows:
+def make_empty_unlabelled(rows: LabelledRows) -> UnlabelledRows:
     """Zero unlabelled rows of the same form."""
     return UnlabelledRows(rows.x[:0], rows.ids[:0])
 
@@ -205,11 +207,11 @@ def predict(F: nn.Module, x: Tensor, device: torch.device) -> Tensor:
     return torch.cat(logits)
 
 
-def stream_slice(held: int, slices: int, round_number: int, rounds: int) -> Tensor:
-    """Numbers of the rows (n,) of a round, of ``held`` in the order of the stream: equal slices
-    (within one row) for equally many rounds (within one)."""
+def select_stream_slice(row_count: int, slices: int, round_number: int, rounds: int) -> Tensor:
+    """Numbers of the rows (n,) of a round, of ``row_count`` in the order of the stream: equal
+    slices (within one row) for equally many rounds (within one)."""
     slice_number = min((round_number - 1) * slices // rounds, slices - 1)
-    return torch.tensor_split(torch.arange(held), slices)[slice_number]
+    return torch.tensor_split(torch.arange(row_count), slices)[slice_number]
 
 
 # Averages -----------------------------------------------------------------------------------
@@ -237,22 +239,27 @@ def train_and_average(
 
 def train_alone(
     federation: Federation, agents: Roster, step: Callable[..., Any],
-    message: Callable[[StateDict], Message], own: Mapping[str, StateDict], first: StateDict,
+    message: Callable[[StateDict], Message], classifiers: Mapping[str, StateDict],
+    initial: StateDict,
 ) -> dict[str, StateDict]:  # fmt: skip
     """No aggregation: each agent continues from its own F, as in FedMatch's Local-SL.
 
     Args:
         message: F -> what an agent is sent.
-        own: agent -> its F of former rounds.
-        first: F of an agent that has none.
+        classifiers: agent -> its F of former rounds.
+        initial: F of an agent that has none.
     """
-    replies = federation.call_all(agents, step, lambda to: message(own.get(to.id, first)))
-    return {**own, **{r.sender.id: r.payload.F for r in replies if not r.declined}}
+    replies = federation.call_all(
+        agents, step, lambda agent: message(classifiers.get(agent.id, initial))
+    )
+    return {**classifiers, **{r.sender.id: r.payload.F for r in replies if not r.declined}}
 
 
-def first_of(own: Mapping[str, StateDict], otherwise: StateDict) -> StateDict:
+def select_first_classifier(
+    classifiers: Mapping[str, StateDict], otherwise: StateDict
+) -> StateDict:
     """The F of the first agent: without aggregation there is none of all."""
-    return own[min(own, key=natural_order)] if own else otherwise
+    return classifiers[min(classifiers, key=natural_order)] if classifiers else otherwise
 
 
 def average_groups(

@@ -361,15 +361,15 @@ def test_uda_averages_over_the_remaining_labelled_rows_and_fixmatch_over_all() -
     logits, y = table((0.7, 0.3), (0.6, 0.4), (0.2, 0.8)), torch.tensor([0, 0, 0])
     uda = make("uda", rounds=2)
     # round 1 of 2, ten classes of the task: eta = 0.9 exp(-2.5) + 0.1 = 0.174: no row remains
-    assert float(uda._labelled(logits, y, context(1))) == 0.0
+    assert float(uda._labelled_loss(logits, y, context(1))) == 0.0
     uda = make("uda", rounds=10)
     eta = uda.cfg.annealing_threshold(9, 10)  # 0.9 exp(-0.5) + 0.1 = 0.646
     assert 0.6 < eta < 0.7
     left = -(math.log(0.6) + math.log(0.2)) / 2
-    assert float(uda._labelled(logits, y, context(9))) == pytest.approx(left, rel=1e-5)
+    assert float(uda._labelled_loss(logits, y, context(9))) == pytest.approx(left, rel=1e-5)
     every = -(math.log(0.7) + math.log(0.6) + math.log(0.2)) / 3
     fixmatch = make("fixmatch")
-    assert float(fixmatch._labelled(logits, y, context(1))) == pytest.approx(every, rel=1e-5)
+    assert float(fixmatch._labelled_loss(logits, y, context(1))) == pytest.approx(every, rel=1e-5)
 
 
 # Batches of both kinds ----------------------------------------------------------------------

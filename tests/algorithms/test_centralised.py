@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from privssl.algorithms.baselines.centralised import follow
+from privssl.algorithms.baselines.centralised import update_teacher
 from privssl.algorithms.baselines.mean_teacher import (
     MeanTeacherConfig,
     PiModelConfig,
@@ -47,7 +47,7 @@ def test_the_teachers_weights_and_statistics_are_moving_averages() -> None:
         nn.init.constant_(getattr(teacher, name), kept)
         nn.init.constant_(getattr(F, name), new)
     F.num_batches_tracked = torch.tensor(5)
-    follow(teacher, F, 0.75)
+    update_teacher(teacher, F, 0.75)
     assert (teacher.weight.item(), teacher.running_mean.item()) == (1.5, 2.0)  # type: ignore[union-attr]
     assert int(teacher.num_batches_tracked) == 5  # type: ignore[arg-type]
 
@@ -152,7 +152,7 @@ def test_remixmatch_predicts_the_rotation_from_features_and_its_head_learns() ->
     F, turns = Corner(), torch.randint(4, (3,), generator=stream(0, 0, "world", "turns"))
 
     def loss() -> float:
-        found = method._turned(F, x, memory, stream(0, 0, "world", "turns"), 0.1)
+        found = method._compute_rotation_loss(F, x, memory, stream(0, 0, "world", "turns"), 0.1)
         return float(found.detach())
 
     assert loss() == pytest.approx(math.log(4))  # the head starts at zero

@@ -16,20 +16,20 @@ from torch.testing import assert_close
 from privssl.algorithms.fedmatch.algorithm import FedMatch
 from privssl.algorithms.fedmatch.disjoint_training import (
     DisjointTrainer,
-    initial_plateau,
     inter_client_loss,
     label_loss,
-    paired_batches,
+    make_plateau,
+    pair_batches,
     penalties,
+    split_batches,
     step_plateau,
-    whole_batches,
 )
 from privssl.algorithms.fedmatch.exchange import FedMatchRequest
 from privssl.algorithms.fedmatch.helper_agents import (
-    bundle,
     draw_probe,
     nearest_agents,
-    unbundle,
+    pack_helpers,
+    unpack_helpers,
     vote_agreement,
 )
 from privssl.algorithms.fedmatch.settings import RELEASED, FedMatchConfig
@@ -37,10 +37,10 @@ from privssl.algorithms.fedmatch.sparse_updates import (
     FIRST_COST,
     DecomposedWeights,
     SparsityThresholds,
-    differs,
-    sparse_download,
-    sparse_upload,
-    without_small,
+    find_changes,
+    make_sparse_download,
+    make_sparse_upload,
+    zero_small_entries,
 )
 from privssl.core.messages import Declined
 from privssl.core.task import Task
@@ -98,7 +98,9 @@ CONFIGS = [
 @pytest.mark.parametrize("tau", [0.0, 0.45, 0.99])
 def test_a_step_on_psi_follows_the_equations(form: str, helpers: list[Floats], tau: float) -> None:
     algorithm = linear(probabilities=form, threshold=tau)
-    sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in helpers]))
+    sent = FedMatchRequest(
+        weights(SIGMA), weights(PSI), pack_helpers([weights(h) for h in helpers])
+    )
     meter = RecordingMeter()
     reply = algorithm.learn_psi(party("query"), sent, context(meter=meter))
     assert not isinstance(reply, Declined) and reply.psi is not None
@@ -119,7 +121,9 @@ def test_a_step_on_sigma_follows_the_equation_with_the_sparse_psi() -> None:
 
 
 def test_at_a_client_psi_learns_beside_the_updated_sigma() -> None:
-    sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in HELPERS]))
+    sent = FedMatchRequest(
+        weights(SIGMA), weights(PSI), pack_helpers([weights(h) for h in HELPERS])
+    )
     reply = linear().learn_both(party("mixed"), sent, context())
     assert reply.sigma is not None and reply.psi is not None
     sigma = stepped_sigma(SIGMA, PSI)
@@ -147,7 +151,9 @@ def test_weight_decay_pulls_the_trained_half_by_the_sum_of_both() -> None:
 
 def test_with_confident_helpers_only_the_others_have_no_vote() -> None:
     # In row 1 a helper that predicts 2 with 0.416 is not counted: 1 and 2 have a vote each.
-    sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in HELPERS]))
+    sent = FedMatchRequest(
+        weights(SIGMA), weights(PSI), pack_helpers([weights(h) for h in HELPERS])
+    )
     told = {}
     for vote in ("always", "sure"):
         meter = RecordingMeter()
@@ -230,7 +236,7 @@ def test_psi_starts_as_a_fifth_of_sigma() -> None:
     algorithm = fedmatch()
     begun = simulate(algorithm, at_server(), 0).begun
     for name, weight in algorithm.classifier(begun).items():
-        cut = without_small(begun.psi, 1e-5)[name]
+        cut = zero_small_entries(begun.psi, 1e-5)[name]
         assert_close(weight, begun.sigma[name] + cut)
         assert_close(begun.psi[name], 0.2 * begun.sigma[name])
         large = begun.psi[name].abs() > 1e-5
@@ -250,16 +256,16 @@ def test_the_released_weights_exclude_small_entries_of_psi() -> None:
 
 
 def test_a_client_takes_equally_many_batches_of_each_kind() -> None:
-    pairs = paired_batches(torch.arange(50), torch.arange(510), 10)  # the paper's numbers
+    pairs = pair_batches(torch.arange(50), torch.arange(510), 10)  # the paper's numbers
     assert [(len(s), len(u)) for s, u in pairs] == [(10, 102)] * 5
     assert torch.equal(torch.cat([u for _, u in pairs]), torch.arange(510))
-    assert [(len(s), len(u)) for s, u in paired_batches(torch.arange(2), torch.arange(7), 10)] == [
+    assert [(len(s), len(u)) for s, u in pair_batches(torch.arange(2), torch.arange(7), 10)] == [
         (2, 7)
     ]
-    few = paired_batches(torch.arange(40), torch.arange(2), 10)
+    few = pair_batches(torch.arange(40), torch.arange(2), 10)
     assert [len(u) for _, u in few] == [1, 1, 0, 0]
-    assert [len(u) for _, u in paired_batches(torch.arange(20), torch.arange(0), 10)] == [0, 0]
-    assert [len(s) for s, _ in paired_batches(torch.arange(24), torch.arange(2), 10)] == [10, 10]
+    assert [len(u) for _, u in pair_batches(torch.arange(20), torch.arange(0), 10)] == [0, 0]
+    assert [len(s) for s, _ in pair_batches(torch.arange(24), torch.arange(2), 10)] == [10, 10]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +280,7 @@ def test_a_client_takes_equally_many_batches_of_each_kind() -> None:
     ],
 )
 def test_unlabelled_rows_alone_make_about_a_hundred_batches(rows: int, sizes: list[int]) -> None:
-    assert [len(batch) for batch in whole_batches(torch.arange(rows), 100)] == sizes
+    assert [len(batch) for batch in split_batches(torch.arange(rows), 100)] == sizes
 
 
 @pytest.mark.parametrize(("place", "sigma_steps", "psi_steps"), [
@@ -284,7 +290,7 @@ def test_a_round_has_as_many_steps_as_batches(
     place: str, sigma_steps: list[int], psi_steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[list[str]] = []
-    ended: Callable[[DisjointTrainer], None] = DisjointTrainer.end
+    ended: Callable[[DisjointTrainer], None] = DisjointTrainer.finish
 
     def step(self: DisjointTrainer, half: str, loss: Tensor) -> None:
         self.__dict__.setdefault("halves_stepped", []).append(half)
@@ -294,7 +300,7 @@ def test_a_round_has_as_many_steps_as_batches(
         ended(self)
 
     monkeypatch.setattr(DisjointTrainer, "_step", step)
-    monkeypatch.setattr(DisjointTrainer, "end", end)
+    monkeypatch.setattr(DisjointTrainer, "finish", end)
     simulate(fedmatch(batch_size=2), PLACES[place](labelled=20, unlabelled=12), 1)
     counts = [(visit.count("sigma"), visit.count("psi")) for visit in steps]
     assert [s for s, _ in counts if s] == sigma_steps
@@ -304,7 +310,7 @@ def test_a_round_has_as_many_steps_as_batches(
 
 
 def test_the_learning_rate_is_cut_when_patience_is_exhausted() -> None:
-    pace = initial_plateau(0.9, 2)
+    pace = make_plateau(0.9, 2)
     seen = []
     for loss in (1.0, 0.5, 0.5, 0.7, 0.4, 0.6, math.nan):
         pace = step_plateau(pace, loss, 2)
@@ -331,24 +337,24 @@ def test_an_upload_of_psi_keeps_the_servers_entries_where_the_difference_is_smal
     trained = row(0.54, 0.56, 0.09, 0.08, 0.3)
     # compared as        .54   .56   0     0     .3   (small ones are 0)
     # differences        .04   .06  -.04  -.2    .3   -> sent: 2nd, 4th with its value, 5th
-    sent, cost = sparse_upload(trained, received, CUTS, is_psi=True)
+    sent, cost = make_sparse_upload(trained, received, CUTS, is_psi=True)
     assert_close(sent, row(0.5, 0.56, 0.04, 0.08, 0.3))
     assert cost == pytest.approx(3 / 5)
 
 
 def test_an_upload_of_sigma_is_compared_without_thresholding() -> None:
-    sent, cost = sparse_upload(row(0.09, 0.2, 1.0), row(0.02, 0.2, 1.04), CUTS, is_psi=False)
+    sent, cost = make_sparse_upload(row(0.09, 0.2, 1.0), row(0.02, 0.2, 1.04), CUTS, is_psi=False)
     assert_close(sent, row(0.09, 0.2, 1.04))
     assert cost == pytest.approx(1 / 3)
 
 
 def test_equal_weights_cost_nothing_and_a_first_visit_costs_two_models() -> None:
     own = DecomposedWeights(row(0.5, -0.3), row(0.2, 0.7))
-    again = sparse_download(own, own, [], CUTS)
+    again = make_sparse_download(own, own, [], CUTS)
     assert again.cost == 0 and same_bits(again.weights, own)
-    assert sparse_upload(own.psi, own.psi, CUTS, is_psi=True)[1] == 0
-    assert sparse_upload(own.sigma, own.sigma, CUTS, is_psi=False)[1] == 0
-    first = sparse_download(None, own, [], CUTS)
+    assert make_sparse_upload(own.psi, own.psi, CUTS, is_psi=True)[1] == 0
+    assert make_sparse_upload(own.sigma, own.sigma, CUTS, is_psi=False)[1] == 0
+    first = make_sparse_download(None, own, [], CUTS)
     assert first.cost == FIRST_COST == 2.0 and first.weights is own
 
 
@@ -357,15 +363,15 @@ def test_a_download_counts_both_halves_and_each_helper() -> None:
     sent = DecomposedWeights(row(1.0, 1.2, 1.04, 1.0), row(0.5, 0.08, 0.4, 0.2))
     # sigma: the 2nd. psi as compared: .5 0 .3 0 and .5 0 .4 .2: the 3rd and 4th.
     # helper .5 .3 0 0 against own where it is not 0, .5 0 - -: the 2nd.
-    found = sparse_download(held, sent, [row(0.5, 0.3, 0.01, 0.0)], CUTS)
+    found = make_sparse_download(held, sent, [row(0.5, 0.3, 0.01, 0.0)], CUTS)
     assert found.cost == pytest.approx((1 + 2 + 1) / 4)
     assert_close(found.weights.sigma, row(1.0, 1.2, 1.0, 1.0))
     assert_close(found.weights.psi, row(0.5, 0.0, 0.4, 0.2))
 
 
 def test_nan_entries_are_always_sent() -> None:
-    assert differs(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, math.nan]), 9.0).all()
-    sent, _ = sparse_upload(row(math.nan), row(1.0), CUTS, is_psi=True)
+    assert find_changes(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, math.nan]), 9.0).all()
+    sent, _ = make_sparse_upload(row(math.nan), row(1.0), CUTS, is_psi=True)
     assert sent["w"].isnan().all()
 
 
@@ -443,8 +449,8 @@ def test_unseen_agents_and_single_agents_have_no_helpers() -> None:
 
 def test_helpers_are_sent_as_one_mapping() -> None:
     helpers = [weights(h) for h in HELPERS]
-    assert bundle([]) is None and unbundle(None) == []
-    back = unbundle(bundle(helpers))
+    assert pack_helpers([]) is None and unpack_helpers(None) == []
+    back = unpack_helpers(pack_helpers(helpers))
     assert len(back) == 2 and all(same_bits(a, b) for a, b in zip(back, helpers, strict=True))
 
 
@@ -478,7 +484,7 @@ def test_a_helper_is_the_last_psi_of_another_agent() -> None:
     before = simulate(fedmatch(**EAGER), at_server(), 1).state
     requests = recorded(after, 2, "learn_psi")
     for agent, other in (("q0", "q1"), ("q1", "q0")):
-        [helper] = unbundle(requests[agent].helpers)  # two were requested, one exists
+        [helper] = unpack_helpers(requests[agent].helpers)  # two were requested, one exists
         assert same_bits(helper, before.held_psi[other])
     assert after.state.helped == 1.0 and before.helped == 0.0
 

@@ -13,12 +13,12 @@ from torch.testing import assert_close
 
 from privssl.algorithms.fedmatch.algorithm import FedMatch
 from privssl.algorithms.fedmatch.exchange import FedMatchRequest, FedMatchUpdate
-from privssl.algorithms.fedmatch.helper_agents import bundle, unbundle
+from privssl.algorithms.fedmatch.helper_agents import pack_helpers, unpack_helpers
 from privssl.algorithms.fedmatch.settings import FedMatchConfig
 from privssl.algorithms.fedmatch.sparse_updates import (
     DecomposedWeights,
     SparsityThresholds,
-    sparse_download,
+    make_sparse_download,
 )
 from privssl.core.federation import Federation
 from privssl.core.messages import Declined, MessageError, StateDict
@@ -97,7 +97,9 @@ def test_the_optimiser_step_uses_the_rate_that_is_sent() -> None:
 
 @pytest.mark.parametrize("tau", [0.0, 0.45, 0.99])
 def test_every_unlabelled_row_has_the_divergence_from_the_helpers(tau: float) -> None:
-    sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in HELPERS]))
+    sent = FedMatchRequest(
+        weights(SIGMA), weights(PSI), pack_helpers([weights(h) for h in HELPERS])
+    )
     meter = RecordingMeter()
     algorithm = linear(threshold=tau, inter_client_rows="all", probabilities="exact")
     reply = algorithm.learn_psi(party("query"), sent, context(meter=meter))
@@ -194,7 +196,7 @@ def test_a_sparse_helper_is_the_other_agents_psi_except_for_entries_too_small_to
         for name, value in after.engine.memories()["q0"].items()
         if name.startswith("helper/")
     }
-    [helper] = unbundle(kept)
+    [helper] = unpack_helpers(kept)
     gaps = [float((w - before.held_psi["q1"][n]).abs().max()) for n, w in helper.items()]
     assert 0 < max(gaps) <= 1e-4 + 1e-5
     others = [float((w - before.held_psi["q0"][n]).abs().max()) for n, w in helper.items()]
@@ -205,7 +207,7 @@ def test_a_helper_entry_of_0_is_sent_where_the_agents_entry_is_not_0() -> None:
     own = DecomposedWeights(row(1.0, 1.0), row(0.5, 0.3))
     cuts = SparsityThresholds(negligible=0.1, change=0.05)
     for decodable, entries in ((True, 1), (False, 0)):  # the authors' code does not count it
-        found = sparse_download(own, own, [row(0.5, 0.0)], cuts, decodable=decodable)
+        found = make_sparse_download(own, own, [row(0.5, 0.0)], cuts, decodable=decodable)
         assert found.cost_of_helpers * 2 == entries
         assert found.masks is not None
         assert found.masks.helpers[0]["w"].tolist() == [False, decodable]
@@ -233,7 +235,9 @@ def test_a_damaged_sparse_update_is_refused_with_its_senders_name() -> None:
 
 def test_without_both_weights_psi_learns_from_its_penalties_only() -> None:
     alone = {"agreement_weight": 0.0, "inter_client_weight": 0.0}
-    sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in HELPERS]))
+    sent = FedMatchRequest(
+        weights(SIGMA), weights(PSI), pack_helpers([weights(h) for h in HELPERS])
+    )
     reply = linear(**alone).learn_psi(party("query"), sent, context())
     assert not isinstance(reply, Declined) and reply.psi is not None
     pull = PSI - 0.05 * (2 * 1.5 * (PSI - SIGMA) + 0.02 * np.sign(PSI))
@@ -293,7 +297,7 @@ def test_slices_in_stored_order_are_consecutive_rows_of_the_agent() -> None:
 
 def test_without_decomposition_one_set_of_weights_learns_from_both_kinds() -> None:
     whole = SIGMA + PSI
-    sent = FedMatchRequest({}, weights(whole), bundle([weights(SIGMA + h) for h in HELPERS]))
+    sent = FedMatchRequest({}, weights(whole), pack_helpers([weights(SIGMA + h) for h in HELPERS]))
     reply = linear(decomposition=False).learn_both(party("mixed"), sent, context())
     assert reply.sigma is None and reply.psi is not None
     labelled = whole - 0.05 * 2.0 * (softmax(X @ whole.T) - np.eye(3)[Y]).T @ X / len(X)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privssl.algorithms.baselines.fedmatch_mixup import agreement_loss, helper_divergence
-from privssl.algorithms.fedmatch.helper_agents import unbundle
+from privssl.algorithms.fedmatch.helper_agents import unpack_helpers
 from privssl.training.batched.deferred import FunctionalModule
 from tests.support.toy_worlds import (
     RecordingEngine,
@@ -95,7 +95,7 @@ def test_helpers_are_other_agents_as_of_their_last_visit_nearest_first() -> None
 
     places = {agent: prediction(weights) for agent, weights in sent.items()}
     for call, _ in recorded:
-        got = unbundle(call.message.helpers)
+        got = unpack_helpers(call.message.helpers)
         if call.round == 1:
             assert not got
             continue

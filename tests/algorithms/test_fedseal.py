@@ -72,7 +72,9 @@ def brief(**settings: Any) -> FedSEAL:
 
 
 def signs_of(p_bar: Sequence[Sequence[float]], tau: Sequence[float], theta: float) -> SignedLabels:
-    return negative_learning.signed_labels(torch.tensor(p_bar), torch.tensor(tau), theta, rng())
+    return negative_learning.draw_signed_labels(
+        torch.tensor(p_bar), torch.tensor(tau), theta, rng()
+    )
 
 
 # Eq. 5: thresholds ---------------------------------------------------------------------------
@@ -90,20 +92,22 @@ TRUE = torch.tensor([0, 0, 0, 0, 1, 1])
 
 
 def test_a_threshold_is_the_summed_confidence_of_predictions_over_the_rows_of_a_class() -> None:
-    tau = negative_learning.class_thresholds(VALIDATION, TRUE)
+    tau = negative_learning.compute_class_thresholds(VALIDATION, TRUE)
     assert_close(tau, torch.tensor([1.7 / 4, 2.1 / 2, math.inf]))
 
 
 def test_a_class_predicted_too_often_or_never_validated_has_no_positive_rows() -> None:
-    tau = negative_learning.class_thresholds(VALIDATION, TRUE).tolist()
+    tau = negative_learning.compute_class_thresholds(VALIDATION, TRUE).tolist()
     sure = sure_of([0, 1, 2], [0.43, 1.0, 1.0]).tolist()
-    assert signs_of(sure, tau, 0.0).positive.tolist() == [True, False, False]
+    assert signs_of(sure, tau, 0.0).confident.tolist() == [True, False, False]
     # the control: thresholds of 1 would admit saturated rows
-    assert signs_of(sure, [0.425, 1.0, 1.0], 0.0).positive.tolist() == [True, True, True]
+    assert signs_of(sure, [0.425, 1.0, 1.0], 0.0).confident.tolist() == [True, True, True]
 
 
 def test_a_class_that_is_validated_but_never_predicted_has_threshold_zero() -> None:
-    tau = negative_learning.class_thresholds(sure_of([0, 0], [0.9, 0.5]), torch.tensor([0, 1]))
+    tau = negative_learning.compute_class_thresholds(
+        sure_of([0, 0], [0.9, 0.5]), torch.tensor([0, 1])
+    )
     assert_close(tau, torch.tensor([1.4, 0.0, math.inf]))
 
 
@@ -113,9 +117,9 @@ def test_thresholds_of_several_label_holders_are_averaged_where_they_are_defined
         torch.tensor([0.9, 0.3, NEVER_SEEN, 1.0]),
     ]
     assert_close(
-        negative_learning.mean_where_known(taus, 4), torch.tensor([0.7, 0.3, NEVER_SEEN, 1.5])
+        negative_learning.average_thresholds(taus, 4), torch.tensor([0.7, 0.3, NEVER_SEEN, 1.5])
     )
-    assert negative_learning.mean_where_known([], 2).tolist() == [NEVER_SEEN, NEVER_SEEN]
+    assert negative_learning.average_thresholds([], 2).tolist() == [NEVER_SEEN, NEVER_SEEN]
 
 
 def test_label_rates_and_class_confidences_are_those_of_validation_rows() -> None:
@@ -123,18 +127,18 @@ def test_label_rates_and_class_confidences_are_those_of_validation_rows() -> Non
     # right. Complementary labels of the others: row 2 is class 0 and row 3 too.
     both = SignedLabels(
         y_plus=torch.tensor([0, 0, 1, 1, 1, 2]), targets=torch.empty(0),
-        positive=torch.tensor([True, False, False, False, True, True]),
+        confident=torch.tensor([True, False, False, False, True, True]),
         y_minus=torch.tensor([0, 1, 0, 2, 0, 0]),
         negative=torch.tensor([False, True, True, True, False, False]),
     )  # fmt: skip
-    found = negative_learning.validation_metrics(VALIDATION, TRUE, both)
+    found = negative_learning.compute_validation_metrics(VALIDATION, TRUE, both)
     # y+ of rows 0, 4, 5 against 0, 1, 1: two of three; y- of rows 1, 2, 3 against 0: two of three
     assert found == pytest.approx({
         "train/right_positive": 2 / 3, "train/right_negative": 2 / 3,
         "train/confidence/0": 3.0 / 4, "train/confidence/1": 1.3 / 2,
     })  # fmt: skip
-    nothing = both._replace(positive=both.positive & False, negative=both.negative & False)
-    assert set(negative_learning.validation_metrics(VALIDATION, TRUE, nothing)) == {
+    nothing = both._replace(confident=both.confident & False, negative=both.negative & False)
+    assert set(negative_learning.compute_validation_metrics(VALIDATION, TRUE, nothing)) == {
         "train/confidence/0", "train/confidence/1",
     }  # fmt: skip
 
@@ -260,18 +264,18 @@ def test_each_agent_gets_the_model_once_per_round_and_only_training_agents_get_t
 def test_a_row_is_positive_or_negative_or_left_out(tau: float, theta: float, expected: str) -> None:
     found = signs_of([[0.6, 0.3, 0.1]], [tau, 0.0, 0.0], theta)
     assert found.y_plus.tolist() == [0]
-    assert (bool(found.positive), bool(found.negative)) == (
+    assert (bool(found.confident), bool(found.negative)) == (
         expected == "positive",
         expected == "negative",
     )
     if expected == "negative":
         assert found.y_minus.tolist() == [2]
-    assert found.sizes == (int(found.positive.sum()), int(found.negative.sum()))
+    assert found.sizes == (int(found.confident.sum()), int(found.negative.sum()))
 
 
 def test_a_complementary_label_is_any_unlikely_class_and_no_other() -> None:
     rows = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).repeat(200, 1)  # always the same class: 2^-200
-    found = negative_learning.signed_labels(rows, torch.ones(4), 0.2, rng())
+    found = negative_learning.draw_signed_labels(rows, torch.ones(4), 0.2, rng())
     assert set(found.y_minus.tolist()) == {2, 3}
 
 
@@ -280,7 +284,7 @@ def test_for_a_uniform_prediction_every_class_but_the_excluded_one_is_complement
     exclude: bool, candidates: int
 ) -> None:
     uniform = torch.full((4000, 10), 0.1)
-    found = negative_learning.signed_labels(
+    found = negative_learning.draw_signed_labels(
         uniform, torch.ones(10), 0.1, rng(), exclude_likeliest=exclude
     )  # y+ is class 0
     counts = found.y_minus.bincount(minlength=10)
@@ -292,7 +296,7 @@ def test_for_a_uniform_prediction_every_class_but_the_excluded_one_is_complement
 def test_rows_learn_their_class_or_the_whole_mean_prediction() -> None:
     p_bar = torch.tensor([[0.6, 0.3, 0.1]])
     for hard, target in ((True, [1.0, 0.0, 0.0]), (False, [0.6, 0.3, 0.1])):
-        found = negative_learning.signed_labels(p_bar, torch.zeros(3), 0.1, rng(), hard=hard)
+        found = negative_learning.draw_signed_labels(p_bar, torch.zeros(3), 0.1, rng(), hard=hard)
         assert_close(found.targets, torch.tensor([target]))
 
 
@@ -339,14 +343,14 @@ def random_signs(n_plus: int, n_minus: int, n_neither: int = 2) -> SignedLabels:
 
 def test_losses_of_exact_batches_average_to_the_loss_of_the_whole_sets() -> None:
     both, weights = random_signs(9, 15), (0.3, 0.8)
-    losses = torch.rand(len(both.positive), generator=rng("losses"))
-    whole = 0.3 * losses[both.positive].mean() + 0.8 * losses[both.negative].mean()
+    losses = torch.rand(len(both.confident), generator=rng("losses"))
+    whole = 0.3 * losses[both.confident].mean() + 0.8 * losses[both.negative].mean()
     means = {}
     batchings: tuple[negative_learning.Batching, ...] = ("union", "exact")
     for how in batchings:
         parts = []
-        for batch in negative_learning.signed_batches(how, both, 4, rng("order")):
-            up, down = batch[both.positive[batch]], batch[both.negative[batch]]
+        for batch in negative_learning.draw_signed_batches(how, both, 4, rng("order")):
+            up, down = batch[both.confident[batch]], batch[both.negative[batch]]
             parts.append(
                 negative_learning.batch_loss(how, losses[up], losses[down], both.sizes, weights)
             )
@@ -362,12 +366,12 @@ def test_every_positive_or_negative_row_is_in_one_batch_of_an_epoch(
     how: negative_learning.Batching, n_plus: int, n_minus: int
 ) -> None:
     both = random_signs(n_plus, n_minus)
-    batches = negative_learning.signed_batches(how, both, 4, rng())
+    batches = negative_learning.draw_signed_batches(how, both, 4, rng())
     rows = torch.cat([*batches, torch.zeros(0, dtype=torch.int64)])
-    assert sorted(rows.tolist()) == torch.nonzero(both.positive | both.negative)[:, 0].tolist()
+    assert sorted(rows.tolist()) == torch.nonzero(both.confident | both.negative)[:, 0].tolist()
     assert all(1 <= len(batch) <= 4 for batch in batches)
     if how == "sequential":
-        assert both.positive[rows].tolist() == [True] * n_plus + [False] * n_minus
+        assert both.confident[rows].tolist() == [True] * n_plus + [False] * n_minus
 
 
 @pytest.mark.parametrize(
@@ -378,8 +382,8 @@ def test_zipped_batches_have_both_kinds_and_the_smaller_set_repeats(
     n_plus: int, n_minus: int, sizes: list[tuple[int, int]]
 ) -> None:
     both = random_signs(n_plus, n_minus)
-    batches = negative_learning.signed_batches("zip", both, 4, rng())
-    assert [(int(both.positive[b].sum()), int(both.negative[b].sum())) for b in batches] == sizes
+    batches = negative_learning.draw_signed_batches("zip", both, 4, rng())
+    assert [(int(both.confident[b].sum()), int(both.negative[b].sum())) for b in batches] == sizes
 
 
 @pytest.mark.parametrize(
@@ -388,7 +392,7 @@ def test_zipped_batches_have_both_kinds_and_the_smaller_set_repeats(
 )
 def test_an_epoch_has_the_papers_number_of_steps(rows: int, size: int, steps: int) -> None:
     both = random_signs(rows // 3, rows - rows // 3, 0)
-    assert len(negative_learning.signed_batches("union", both, size, rng())) == steps
+    assert len(negative_learning.draw_signed_batches("union", both, size, rng())) == steps
 
 
 # Schedules -----------------------------------------------------------------------------------
@@ -547,7 +551,7 @@ def test_bootstrapping_stops_when_validation_stops_improving_and_keeps_the_best_
         return one_hot(torch.where(right, y, (y + 1) % 10), 10).float()
 
     with monkeypatch.context() as patch:
-        patch.setattr(fedseal_algorithm, "_probabilities", scripted)
+        patch.setattr(fedseal_algorithm, "_predict_probabilities", scripted)
         stopped = simulate(brief(bootstrap_epochs=6, bootstrap_patience=3), parties, 0).state
     assert next(script) == 5
     second, fifth = (

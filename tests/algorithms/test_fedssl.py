@@ -26,7 +26,7 @@ from privssl.algorithms.fedssl.losses import (
     draw_mixup_batch,
     mixing_losses,
     scale_gradient,
-    synthetic_places,
+    select_synthetic_rows,
 )
 from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.core.engine import Call
@@ -646,7 +646,7 @@ def test_synthetic_rows_take_the_first_places_of_each_batch_with_their_own_label
     x = (255 * drawn(10, *SHAPE)).to(torch.uint8)
     p1 = torch.eye(5)[torch.arange(10) % 5]
     places = [0, 1, 4, 5, 8, 9]
-    assert synthetic_places(cfg, 10).tolist() == places
+    assert select_synthetic_rows(cfg, 10).tolist() == places
     given = SyntheticRows(torch.full((6, *SHAPE), 0.5), torch.full((6, 5), 0.2))
     plain, mixed = (draw_mixup_batch(cfg, x, p1, context(), some) for some in (None, given))
     others = [i for i in range(10) if i not in places]

@@ -9,7 +9,12 @@ from torch.testing import assert_close
 
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest
-from privssl.algorithms.local_ssl import ClassifierTraining, ModelUpdate, average_groups, one_hot
+from privssl.algorithms.local_ssl import (
+    ClassifierTraining,
+    ModelUpdate,
+    average_groups,
+    one_hot_labels,
+)
 from privssl.core.agents import AgentRef, LabelledRows
 from privssl.core.messages import Declined, Reply
 from privssl.data.augmentations import View
@@ -65,7 +70,7 @@ def test_an_agent_with_both_kinds_of_rows_counts_in_both_groups() -> None:
 
 def test_labels_become_one_hot_distributions() -> None:
     rows = LabelledRows(torch.zeros(3, 1, 8, 8), torch.tensor([2, 0, 1]), torch.arange(3))
-    assert torch.equal(one_hot(rows, torch.tensor([1, 0]), 3), torch.eye(3)[[0, 2]])
+    assert torch.equal(one_hot_labels(rows, torch.tensor([1, 0]), 3), torch.eye(3)[[0, 2]])
 
 
 def test_the_weight_of_the_initial_classifier_in_the_teacher_falls_within_a_few_rounds() -> None:
@@ -81,7 +86,10 @@ def test_a_cosine_decays_the_rate_over_all_rounds(optimiser: Literal["adam", "sg
         training = ClassifierTraining(
             rounds=4, learning_rate=0.1, optimiser=optimiser, schedule=schedule
         )
-        return [training.stepping(torch.nn.Linear(1, 1), number).learning_rate for number in (1, 3)]
+        return [
+            training.make_optimiser_group(torch.nn.Linear(1, 1), number).learning_rate
+            for number in (1, 3)
+        ]
 
     assert rates("constant") == [0.1, 0.1]
     assert rates("cosine") == pytest.approx([0.1, 0.05])  # (1 + cos 0) / 2, (1 + cos 90) / 2

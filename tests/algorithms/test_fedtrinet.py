@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from privssl import models
 from privssl.algorithms.fedtrinet.algorithm import FedTriNet, LabelRequest, VoteRequest
-from privssl.algorithms.fedtrinet.players import shallow_modules
+from privssl.algorithms.fedtrinet.players import select_shallow_modules
 from privssl.algorithms.fedtrinet.voting import (
     FedTriNetConfig,
     Part,
@@ -290,7 +290,7 @@ def test_the_shallow_half_ends_before_the_third_convolution_or_the_first_linear_
     name: Any, norm: Any, first_deep: str
 ) -> None:
     network = models.build_classifier(ModelSettings(name=name, norm=norm), (1, 32, 32), 10)
-    shallow = shallow_modules(network, FedTriNetConfig())
+    shallow = select_shallow_modules(network, FedTriNetConfig())
     ones = {key: torch.ones_like(tensor) for key, tensor in network.state_dict().items()}
     zeros = {key: torch.zeros_like(tensor) for key, tensor in ones.items()}
     cut = splice(ones, zeros, shallow)
@@ -306,7 +306,7 @@ def test_the_shallow_half_ends_before_the_third_convolution_or_the_first_linear_
 def test_the_papers_network_is_split_into_5280_and_25560_parameters() -> None:
     model = ModelSettings(name="trinet_cnn", norm="none")
     network = models.build_classifier(model, (1, 32, 32), 10)
-    shallow = shallow_modules(network, FedTriNetConfig())
+    shallow = select_shallow_modules(network, FedTriNetConfig())
     counts = {
         key: tensor.numel() for key, tensor in network.state_dict().items()
         if key.rpartition(".")[0] in shallow
@@ -460,9 +460,9 @@ def test_fine_tuning_uses_the_agents_own_labels_and_no_admitted_rows(
     seen: dict[str, list[int]] = {}
     learn_from = FedTriNet._learn
 
-    def spy(self: Any, x: Tensor, y: Tensor, plan: Any, ctx: Any, purpose: str) -> None:
-        seen.setdefault(purpose, []).append(len(y))
-        learn_from(self, x, y, plan, ctx, purpose)
+    def spy(self: Any, x: Tensor, y: Tensor, plan: Any, ctx: Any, stage: str) -> None:
+        seen.setdefault(stage, []).append(len(y))
+        learn_from(self, x, y, plan, ctx, stage)
 
     monkeypatch.setattr(FedTriNet, "_learn", spy)
     simulate(tri(alpha=0.0, pseudo_labels="kept"), clients(), 4)  # 10 + 30 rows at each of two
@@ -601,8 +601,8 @@ def test_the_labelled_player_is_w_after_e_epochs_on_labels() -> None:
         players.extend(probs)
         return fedtrinet_vote(probs, *others)
 
-    algorithm._pseudo_labels = recording  # type: ignore[method-assign, assignment]
-    fedtrinet_vote = FedTriNet._pseudo_labels.__get__(algorithm)
+    algorithm._make_pseudo_labels = recording  # type: ignore[method-assign, assignment]
+    fedtrinet_vote = FedTriNet._make_pseudo_labels.__get__(algorithm)
     parties.agents[0].memory = {}
     algorithm.mixed_pass(parties.agents[0], VoteRequest(W, 0.5), ctx)
     own, second, c = players

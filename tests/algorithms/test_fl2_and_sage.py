@@ -88,7 +88,7 @@ def test_the_loss_is_that_of_learned_rows_and_the_divergence_from_perturbed_weig
     x = torch.tensor([[1.0, 2.0], [0.5, -1.0], [-2.0, 0.3]]).view(3, 1, 1, 2)
     y = torch.tensor([0, 2, 1])
     learned, sure = torch.tensor([True, True, False]), torch.tensor([False, True, True])
-    found = algorithm._loss(F, x, y, learned, sure)
+    found = algorithm._compute_loss(F, x, y, learned, sure)
     names = [name for name, _ in F.named_parameters()]
     g = torch.autograd.grad(cross_entropy(F(x[1:]), y[1:]), list(F.parameters()))
     length = math.sqrt(sum(float(part.square().sum()) for part in g))
@@ -107,7 +107,7 @@ def test_the_loss_is_that_of_learned_rows_and_the_divergence_from_perturbed_weig
         assert_close(mine, theirs)
     # the control: the radius matters, and without confident rows nothing is perturbed
     assert bool(found > cross_entropy(F(x[:2]), y[:2]))
-    none = algorithm._loss(F, x, y, learned, sure & False)
+    none = algorithm._compute_loss(F, x, y, learned, sure & False)
     assert_close(none, cross_entropy(F(x[:2]), y[:2]))
 
 

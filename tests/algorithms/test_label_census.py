@@ -22,19 +22,19 @@ from privssl.algorithms.label_census.algorithm import Census, LabelCensus, SelfT
 from privssl.algorithms.label_census.cluster_labels import (
     class_given_cluster,
     class_posterior,
-    majority,
-    shares,
+    compute_class_shares,
+    label_by_majority,
 )
 from privssl.algorithms.label_census.clustering import (
     center_and_normalize,
-    centroid_sums,
+    count_neighbours,
+    find_nearest_centroids,
     k_means,
     merge_cells,
-    nearest_centroids,
-    neighbours,
+    sum_by_centroid,
     update_centroids,
 )
-from privssl.algorithms.label_census.feature_map import Map, Sums, map_of
+from privssl.algorithms.label_census.feature_map import Map, Sums, make_map
 from privssl.algorithms.label_census.patch_encoder import encode
 from privssl.algorithms.local_ssl import ModelUpdate
 from privssl.core.engine import Call
@@ -91,17 +91,17 @@ def normal(*shape: int, name: str = "x") -> Tensor:
 def test_a_round_of_k_means_over_agents_equals_that_on_all_rows_in_one_place() -> None:
     points = center_and_normalize(normal(60, 8), torch.zeros(8))
     centroids = points[:5].clone()
-    parts = [centroid_sums(part, centroids) for part in torch.split(points, [7, 33, 20])]
+    parts = [sum_by_centroid(part, centroids) for part in torch.split(points, [7, 33, 20])]
     total, count = (sum(values) for values in zip(*parts, strict=True))
     chosen = (points[:, None] - centroids).square().sum(dim=2).argmin(dim=1)
     means = torch.stack([points[chosen == k].mean(dim=0) for k in range(5)])
-    assert torch.equal(nearest_centroids(points, centroids), chosen)
+    assert torch.equal(find_nearest_centroids(points, centroids), chosen)
     torch.testing.assert_close(update_centroids(centroids, total, count), means)
 
 
 def test_an_empty_cluster_does_not_move() -> None:
     centroids = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    after = update_centroids(centroids, *centroid_sums(torch.tensor([[0.8, 0.6]]), centroids))
+    after = update_centroids(centroids, *sum_by_centroid(torch.tensor([[0.8, 0.6]]), centroids))
     torch.testing.assert_close(after, torch.tensor([[0.8, 0.6], [0.0, 1.0]]))
 
 
@@ -110,7 +110,7 @@ def test_k_means_finds_groups_that_are_far_apart_and_counts_their_weight() -> No
     points = torch.cat([m + 0.01 * normal(25, 4, name=str(i)) for i, m in enumerate(middles)])
     weight = torch.arange(1.0, 5).repeat_interleave(25)
     centroids, mass = k_means(points, weight, 4, stream(0, 0, "world", "seeds"))
-    found = nearest_centroids(middles, centroids)
+    found = find_nearest_centroids(middles, centroids)
     assert sorted(found.tolist()) == [0, 1, 2, 3]
     assert mass[found].tolist() == [25, 50, 75, 100]
     assert float((centroids[found] - middles).norm(dim=1).max()) < 0.02
@@ -127,8 +127,8 @@ def test_neighbour_counts_of_two_cells_are_the_rows_between_them() -> None:
     rows = torch.tensor([[0.1], [0.9], [0.8], [1.9], [2.9]])
     # nearest and second: 0-1, 1-0, 1-0, 1-2 (0.9 against 1.1), 2-1
     expected = [[0, 1, 0], [2, 0, 1], [0, 1, 0]]
-    assert neighbours(rows, cells).tolist() == expected
-    assert neighbours(rows, cells[:1]).tolist() == [[0]]
+    assert count_neighbours(rows, cells).tolist() == expected
+    assert count_neighbours(rows, cells[:1]).tolist() == [[0]]
 
 
 def test_cells_along_a_ring_are_one_cluster_where_k_means_would_cut_the_ring() -> None:
@@ -137,10 +137,10 @@ def test_cells_along_a_ring_are_one_cluster_where_k_means_would_cut_the_ring() -
     ring = torch.stack([turn.cos(), turn.sin()], dim=1)
     rows = torch.cat([ring, 3 * ring])
     cells = torch.cat([ring[::20], 3 * ring[::20]])
-    found = merge_cells(neighbours(rows, cells), 2, seed=0)
+    found = merge_cells(count_neighbours(rows, cells), 2, seed=0)
     assert len(set(found[:20].tolist())) == 1
     cut, _ = k_means(rows, torch.ones(800), 2, stream(0, 0, "world", "seeds"))
-    assert len(set(nearest_centroids(ring, cut).tolist())) == 2  # the control
+    assert len(set(find_nearest_centroids(ring, cut).tolist())) == 2  # the control
 
 
 def test_fewer_cells_than_clusters_are_clusters_of_their_own() -> None:
@@ -314,7 +314,7 @@ def test_labelled_rows_affect_the_run_only_through_the_table(
         with monkeypatch.context() as patch:
             if fixed:
                 table = torch.ones(5, 10, dtype=torch.int64)
-                patch.setattr(LabelCensus, "_count", lambda *_: table)
+                patch.setattr(LabelCensus, "_count_labels", lambda *_: table)
             those = parties(labelled=20)
             for agent in those.agents:
                 if changed and agent.held_labelled is not None:
@@ -423,12 +423,12 @@ NOISY = torch.tensor([[3, -1, 6], [2, 2, 0], [-4, -1, -2]])
 
 
 def test_the_reading_noise_clusters_is_the_largest_count_and_the_first_of_equals() -> None:
-    assert majority(NOISY).tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
+    assert label_by_majority(NOISY).tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
 
 
 def test_shares_use_positive_counts_and_are_equal_without_them() -> None:
     expected = torch.tensor([[3 / 9, 0, 6 / 9], [0.5, 0.5, 0.0], [1 / 3, 1 / 3, 1 / 3]])
-    torch.testing.assert_close(shares(NOISY), expected)
+    torch.testing.assert_close(compute_class_shares(NOISY), expected)
 
 
 @pytest.mark.fast_cases(1)
@@ -441,7 +441,9 @@ def test_another_reading_changes_the_posterior_of_the_same_released_table(
         for how in (reading, "bayes")
     )
     assert torch.equal(other.state.histogram, usual.state.histogram)
-    read = {"majority": majority, "shares": shares}[reading](other.state.histogram)
+    read = {"majority": label_by_majority, "shares": compute_class_shares}[reading](
+        other.state.histogram
+    )
     assert torch.equal(other.state.classes, read)
     assert not torch.equal(other.state.classes, usual.state.classes)  # the control
 
@@ -675,7 +677,7 @@ MAPS = [
 def test_a_malicious_map_is_refused_in_the_same_way_for_any_number_of_rows(name: str) -> None:
     census = make("label_census", **FEW)
     after = simulate(census, federated_data(labelled=40), rounds=4)
-    good = map_of(after.state)
+    good = make_map(after.state)
     assert isinstance(census, LabelCensus)
     simulate_with = set()
     for labelled in (2, 4, 40):  # one row per agent, two, twenty

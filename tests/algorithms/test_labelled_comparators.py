@@ -13,14 +13,14 @@ from torch.testing import assert_close
 
 from privssl.algorithms.baselines import heterofl
 from privssl.algorithms.baselines.feddyn import FedDyn, server_step
-from privssl.algorithms.baselines.fedrgd import FedRGD, group_average
+from privssl.algorithms.baselines.fedrgd import FedRGD, average_with_server
 from privssl.algorithms.baselines.heterofl import (
     HeteroFL,
     HeteroFLConfig,
-    cut_out,
     layers_without_norm,
     masked_loss,
-    put_together,
+    merge_parameters,
+    slice_parameters,
 )
 from privssl.algorithms.baselines.lg_fedavg import LGFedAvg, LGRequest, LGUpdate, split_layers
 from privssl.algorithms.baselines.local_settings import LocalTrainingSettings
@@ -282,10 +282,10 @@ def test_each_entry_is_the_mean_over_the_agents_that_have_it() -> None:
     F = {"w": torch.tensor([[7.0, 7.0, 7.0], [7.0, 7.0, 7.0]]), "n": torch.tensor(4)}
     narrow = {"w": torch.tensor([[1.0]]), "n": torch.tensor(4)}
     wide = {"w": torch.tensor([[4.0, 4.0], [5.0, 6.0]]), "n": torch.tensor(4)}
-    assert cut_out(F, narrow)["w"].tolist() == [[7.0]]
-    whole = put_together(F, [(1, wide), (2, narrow)])
+    assert slice_parameters(F, narrow)["w"].tolist() == [[7.0]]
+    whole = merge_parameters(F, [(1, wide), (2, narrow)])
     assert whole["w"].tolist() == [[2.0, 4.0, 7.0], [5.0, 6.0, 7.0]]  # (4 + 2 * 1) / 3
-    assert same_bits(put_together(F, [(0, wide), (0, narrow)]), F)
+    assert same_bits(merge_parameters(F, [(0, wide), (0, narrow)]), F)
 
 
 def test_the_masked_loss_sets_logits_of_absent_classes_to_0() -> None:
@@ -325,8 +325,10 @@ def test_agents_of_a_lower_level_receive_and_send_half_of_the_channels() -> None
     (first, wide, said), (second, narrow, told) = recorded(after, "level_pass")
     assert (first, second) == ("s0", "s1") and (wide.level, narrow.level) == (0, 1)
     assert said.F["trunk.0.weight"].shape[0] == 4 and told.F["trunk.0.weight"].shape[0] == 2
-    assert same_bits(narrow.F, cut_out(after.begun.F, narrow.F))
-    assert_close(dict(after.state.F), dict(put_together(after.begun.F, [(1, said.F), (1, told.F)])))
+    assert same_bits(narrow.F, slice_parameters(after.begun.F, narrow.F))
+    assert_close(
+        dict(after.state.F), dict(merge_parameters(after.begun.F, [(1, said.F), (1, told.F)]))
+    )
     head = after.state.F["head.weight"]  # only s0 has the last channels
     assert torch.equal(head[:, -1], said.F["head.weight"][:, -1])
     assert not torch.equal(head[:, 0], said.F["head.weight"][:, 0])
@@ -360,8 +362,10 @@ def test_a_reply_of_another_shape_than_requested_is_refused(
 
 def test_a_group_is_the_mean_of_the_server_and_its_users() -> None:
     server, users = {"w": torch.tensor(0.0)}, {"w": torch.tensor(3.0)}
-    assert float(group_average(server, users, 2)["w"]) == pytest.approx(2.0)  # (0 + 3 + 3) / 3
-    assert float(group_average(server, users, 0)["w"]) == 0.0
+    assert float(average_with_server(server, users, 2)["w"]) == pytest.approx(
+        2.0
+    )  # (0 + 3 + 3) / 3
+    assert float(average_with_server(server, users, 0)["w"]) == 0.0
 
 
 @pytest.mark.parametrize("start", ["group", "average"])

@@ -9,13 +9,13 @@ from privssl.algorithms.label_census.patch_encoder import (
     CUT,
     ZCA,
     EncoderConfig,
+    compute_responses,
+    compute_view_map,
+    compute_whitener,
     encode,
     make_filters,
-    responses,
     sample_patches,
-    view_map,
     whiten,
-    whitening,
 )
 from privssl.runtime.randomness import stream
 
@@ -31,9 +31,11 @@ def normal(*shape: int, name: str = "x") -> Tensor:
 def test_a_patch_side_is_a_fifth_of_a_row_and_at_least_three_pixels(
     sides: tuple[int, int], patch: int
 ) -> None:
-    assert EncoderConfig().side((1, *sides)) == patch
-    assert EncoderConfig(patch=4).side((1, *sides)) == 4
-    assert EncoderConfig(patch=40).side((1, *sides)) == sides[0]  # no larger than a row
+    assert EncoderConfig().compute_patch_side((1, *sides)) == patch
+    assert EncoderConfig(patch=4).compute_patch_side((1, *sides)) == 4
+    assert (
+        EncoderConfig(patch=40).compute_patch_side((1, *sides)) == sides[0]
+    )  # no larger than a row
 
 
 def test_a_drawn_patch_is_a_piece_of_one_row_with_mean_and_contrast_removed() -> None:
@@ -56,7 +58,7 @@ def test_a_drawn_patch_is_a_piece_of_one_row_with_mean_and_contrast_removed() ->
 def test_whitened_patches_have_equal_variance_in_all_directions_up_to_the_ridge() -> None:
     patches = normal(500, 6) * torch.tensor([3.0, 2.0, 1.0, 1.0, 0.1, 0.0])
     outer = patches.T @ patches
-    whitener = whitening(outer, torch.tensor([500.0]))
+    whitener = compute_whitener(outer, torch.tensor([500.0]))
     torch.testing.assert_close(
         whitener @ (outer / 500 + ZCA * torch.eye(6)) @ whitener, torch.eye(6), atol=1e-4, rtol=0
     )
@@ -64,7 +66,7 @@ def test_whitened_patches_have_equal_variance_in_all_directions_up_to_the_ridge(
 
 def test_an_empty_patch_stays_empty_and_all_others_have_length_one() -> None:
     patches = torch.cat([torch.zeros(1, 4), normal(5, 4)])
-    lengths = whiten(patches, whitening(torch.eye(4), torch.tensor([1.0]))).norm(dim=1)
+    lengths = whiten(patches, compute_whitener(torch.eye(4), torch.tensor([1.0]))).norm(dim=1)
     torch.testing.assert_close(lengths, torch.tensor([0.0, 1, 1, 1, 1, 1]))
 
 
@@ -72,7 +74,7 @@ def test_a_filter_on_a_patch_equals_its_centroid_on_the_whitened_patch() -> None
     patch = normal(1, 9)
     patch = patch - patch.mean()
     seen = normal(40, 9, name="seen")
-    whitener = whitening(seen.T @ seen, torch.tensor([40.0]))
+    whitener = compute_whitener(seen.T @ seen, torch.tensor([40.0]))
     centroid = normal(2, 9, name="centroid")
     weights = make_filters(centroid, whitener, (1, 3, 3)).flatten(1)
     length = centroid.norm(dim=1)
@@ -93,21 +95,21 @@ def test_a_response_is_the_rectified_correlation_with_a_patch_averaged_over_posi
             apart = patch - patch.mean(dim=1, keepdim=True)
             apart = apart / (apart.square().mean(dim=1, keepdim=True) + CONTRAST).sqrt()
             expected[:, :, top, left] = (apart @ filters.flatten(1).T - CUT).clamp(min=0)
-    torch.testing.assert_close(responses(x, filters, 4), expected.flatten(1))
+    torch.testing.assert_close(compute_responses(x, filters, 4), expected.flatten(1))
     quarters = expected.view(2, 3, 2, 2, 2, 2).mean(dim=(3, 5))
-    torch.testing.assert_close(responses(x, filters, 2), quarters.flatten(1))
+    torch.testing.assert_close(compute_responses(x, filters, 2), quarters.flatten(1))
 
 
 def test_no_rows_have_no_responses() -> None:
-    assert responses(torch.zeros(0, 1, 8, 8), normal(5, 1, 3, 3), 2).shape == (0, 20)
+    assert compute_responses(torch.zeros(0, 1, 8, 8), normal(5, 1, 3, 3), 2).shape == (0, 20)
 
 
 def test_brightness_and_contrast_of_a_row_hardly_change_its_responses() -> None:
     x, filters = normal(4, 1, 8, 8), normal(5, 1, 3, 3, name="filters")
     filters = filters - filters.mean(dim=(1, 2, 3), keepdim=True)
-    one, other = responses(10 * x, filters, 2), responses(20 * x + 3, filters, 2)
+    one, other = compute_responses(10 * x, filters, 2), compute_responses(20 * x + 3, filters, 2)
     torch.testing.assert_close(one, other, atol=2e-3, rtol=0)
-    assert float((responses(-x, filters, 2) - one).abs().max()) > 0.1  # the control
+    assert float((compute_responses(-x, filters, 2) - one).abs().max()) > 0.1  # the control
 
 
 # Views ----------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def views(noise: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_features_are_the_directions_shared_by_two_views_with_the_most_shared_last() -> None:
     one, other = views(torch.tensor([4.0, 0.25, 1.0]))
-    directions = view_map(**moments(one, other), features=2)
+    directions = compute_view_map(**moments(one, other), features=2)
     seen = directions.abs() / directions.abs().sum(dim=0)
     assert seen[2, 0] > 0.8  # the second best: noise as large as the shared value
     assert seen[1, 1] > 0.8  # the best
@@ -141,7 +143,7 @@ def test_features_are_the_directions_shared_by_two_views_with_the_most_shared_la
 
 def test_the_variance_of_a_feature_is_the_share_that_views_have_in_common() -> None:
     one, other = views(torch.tensor([0.25, 1.0]))
-    features = torch.cat([one, other]) @ view_map(**moments(one, other), features=2)
+    features = torch.cat([one, other]) @ compute_view_map(**moments(one, other), features=2)
     covariance = torch.cov(features.T)
     # Noise v, and a ridge of 0.3 (0.25 + 1) / 2 on it: r = (1 + v) / (v + ridge), (r - 1) / r.
     ridge = 0.3 * 0.625
@@ -155,17 +157,17 @@ def test_sums_over_agents_give_the_map_of_all_rows_in_one_place() -> None:
     order = one[:, 0].argsort()  # agents as different as possible
     parts = [moments(one[rows], other[rows]) for rows in torch.split(order, [3000, 10, 990])]
     added = {name: sum(part[name] for part in parts) for name in parts[0]}
-    whole = view_map(**moments(one, other), features=2)
-    apart = view_map(**added, features=2)  # type: ignore[arg-type]  # sum may be 0
+    whole = compute_view_map(**moments(one, other), features=2)
+    apart = compute_view_map(**added, features=2)  # type: ignore[arg-type]  # sum may be 0
     torch.testing.assert_close(apart.abs(), whole.abs(), atol=1e-3, rtol=1e-3)
-    biased = view_map(**parts[0], features=2)
+    biased = compute_view_map(**parts[0], features=2)
     assert not torch.allclose(biased.abs(), whole.abs(), atol=1e-2)  # the control: one agent alone
 
 
 def test_views_of_pure_noise_or_without_noise_give_finite_features() -> None:
     alike = normal(50, 4)
     for one, other in ((alike, alike), (alike, normal(50, 4, name="2")), (alike * 0, alike * 0)):
-        assert bool(view_map(**moments(one, other), features=3).isfinite().all())
+        assert bool(compute_view_map(**moments(one, other), features=3).isfinite().all())
 
 
 def test_a_row_has_the_same_features_alone_and_in_a_batch() -> None:

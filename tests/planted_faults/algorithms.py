@@ -193,8 +193,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/algorithms/baselines/remixmatch.py",
-                "q * (known + 1e-6) / (predicted + 1e-6)",
-                "q * (predicted + 1e-6) / (known + 1e-6)",
+                "q * (p + 1e-6) / (p_tilde + 1e-6)",
+                "q * (p_tilde + 1e-6) / (p + 1e-6)",
             ),
         ),
         (
@@ -394,7 +394,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL, Eq. 12: a sure row is a negative one as well",
-        ((SIGNS, "negative = ~positive & unlikely.any(dim=1)", "negative = unlikely.any(dim=1)"),),
+        ((SIGNS, "negative = ~confident & unlikely.any(dim=1)", "negative = unlikely.any(dim=1)"),),
         (IN_FEDSEAL + "a_row_is_positive_or_negative_or_left_out",),
     ),
     Fault(
@@ -410,7 +410,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL, Eq. 13: lambda falls",
-        ((SIGNS, "return 1 - (1 - first) * d, 1.0", "return first * d, 1.0"),),
+        ((SIGNS, "return 1 - (1 - lambda_1) * d, 1.0", "return lambda_1 * d, 1.0"),),
         (IN_FEDSEAL + "lambda_follows_each_reading_of_the_paper",),
     ),
     Fault(
@@ -496,7 +496,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "LG-FedAvg: the whole model goes down",
-        ((LG, "LGRequest(self._part(state.F, shared=True))", "LGRequest(state.F)"),),
+        ((LG, "LGRequest(self._select_part(state.F, shared=True))", "LGRequest(state.F)"),),
         (IN_COMPARATORS + "after_the_warm_up_only_the_head_is_sent_and_averaged",),
     ),
     Fault(
@@ -514,7 +514,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "HeteroFL: agents without an entry count for it",
-        ((HETEROFL, "count[_first(mean[name])] += agents", "count += agents"),),
+        ((HETEROFL, "count[_make_slices(mean[name])] += agents", "count += agents"),),
         (IN_COMPARATORS + "each_entry_is_the_mean_over_the_agents_that_have_it",),
     ),
     Fault(
@@ -576,8 +576,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SPARSE,
-                "return _merge(updated, received, masks), _count",
-                "return dict(updated), _count",
+                "return _merge_entries(updated, received, masks), _count_sent",
+                "return dict(updated), _count_sent",
             ),
         ),
         (IN_FEDMATCH + "an_upload_of_psi_keeps_the_servers_entries_where_the_difference_is_small",),
@@ -598,8 +598,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 FEDMATCH,
-                "float(state.plateaus.get(agent.id, first)[0])",
-                "float(first[0])",
+                "float(state.plateaus.get(agent.id, plateau)[0])",
+                "float(plateau[0])",
             ),
         ),
         (AS_PRINTED + "the_rate_of_every_agent_follows_the_validation_loss_of_its_own_network",),
@@ -713,8 +713,9 @@ FAULTS: tuple[Fault, ...] = (
             (
                 CENSUS,
                 "            with agent.account.spend(self.plan.event, ctx.charge_id):\n"
-                "                return Census(self.plan.release(self._count(agent, msg, ctx)))",
-                "            counts = self._count(agent, msg, ctx)\n"
+                "                return Census("
+                "self.plan.release(self._count_labels(agent, msg, ctx)))",
+                "            counts = self._count_labels(agent, msg, ctx)\n"
                 "            with agent.account.spend(self.plan.event, ctx.charge_id):\n"
                 "                return Census(self.plan.release(counts))",
             ),
@@ -745,8 +746,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 UDA,
-                "kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)",
-                "kept = p.amax(dim=1) >= 0.0  # (B,)",
+                "confident = p.amax(dim=1) >= self.cfg.threshold  # (B,)",
+                "confident = p.amax(dim=1) >= 0.0  # (B,)",
             ),
         ),
         (IN_UDA + "fixmatch_learns_from_confident_rows_only",),

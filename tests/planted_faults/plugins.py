@@ -66,8 +66,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/algorithms/__init__.py",
-                "found.make_plan.__func__ is not Algorithm.make_plan.__func__",
-                "found.make_plan.__func__ is None",
+                "candidate.make_plan.__func__ is not Algorithm.make_plan.__func__",
+                "candidate.make_plan.__func__ is None",
             ),
         ),
         (IN_CHECK + "wrong_arguments_are_refused_before_anything_is_simulated[OwnPlan]",),

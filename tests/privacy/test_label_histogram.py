@@ -586,7 +586,7 @@ class OwnFeatures:
     def __init__(self) -> None:
         self.seen = list[float]()
 
-    def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
+    def compute_points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         self.seen.append(float(x))
         return x - sum(self.seen) / len(self.seen)
 

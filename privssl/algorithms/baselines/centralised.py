@@ -24,10 +24,10 @@ from privssl.algorithms.baselines.supervised import ProximalRequest, run_sgd
 from privssl.algorithms.local_ssl import (
     Share,
     TeacherState,
+    make_empty_labelled,
+    make_empty_unlabelled,
+    needs_no_statistics,
     needs_unlabelled,
-    no_labelled,
-    no_statistics,
-    no_unlabelled,
 )
 from privssl.core.agents import (
     LabelledRows,
@@ -67,7 +67,7 @@ class CentralisedSettings(LocalTrainingSettings):
         return self.teacher_decay
 
 
-class Centralised(Algorithm[TeacherState]):
+class CentralisedTraining(Algorithm[TeacherState]):
     """Rounds and steps; a subclass has the losses."""
 
     StateType = TeacherState
@@ -81,7 +81,7 @@ class Centralised(Algorithm[TeacherState]):
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
-        yield from no_statistics(config)
+        yield from needs_no_statistics(config)
 
     def start(self, federation: Federation) -> TeacherState:
         F = self.initial_classifier(federation)
@@ -112,19 +112,19 @@ class Centralised(Algorithm[TeacherState]):
     @on_agent
     def support_pass(self, agent: SupportAgent, msg: TeacherRequest, ctx: Context) -> TeacherUpdate:
         """Learn from labelled rows alone."""
-        return self._visit(agent, agent.labelled, no_unlabelled(agent.labelled), msg, ctx)
+        return self._train(agent, agent.labelled, make_empty_unlabelled(agent.labelled), msg, ctx)
 
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: TeacherRequest, ctx: Context) -> TeacherUpdate:
         """Learn from unlabelled rows alone."""
-        return self._visit(agent, no_labelled(agent.unlabelled), agent.unlabelled, msg, ctx)
+        return self._train(agent, make_empty_labelled(agent.unlabelled), agent.unlabelled, msg, ctx)
 
     @on_agent
     def mixed_pass(self, agent: MixedAgent, msg: TeacherRequest, ctx: Context) -> TeacherUpdate:
         """Learn from both kinds."""
-        return self._visit(agent, agent.labelled, agent.unlabelled, msg, ctx)
+        return self._train(agent, agent.labelled, agent.unlabelled, msg, ctx)
 
-    def _visit(
+    def _train(
         self, agent: Any, labelled: LabelledRows, unlabelled: UnlabelledRows,
         msg: TeacherRequest, ctx: Context,
     ) -> TeacherUpdate:  # fmt: skip
@@ -132,19 +132,25 @@ class Centralised(Algorithm[TeacherState]):
         F, memory = self.load_classifier(msg.F, ctx), dict(agent.memory)
         teacher = local_training.load_weights(self._teacher, msg.teacher or msg.F, ctx.device)
         losses = self.losses(F, teacher, labelled, unlabelled, memory, ctx)
-        run_sgd(F, self._followed(F, teacher, losses, ctx), self.cfg, ProximalRequest(msg.F), ctx)
+        run_sgd(
+            F,
+            self._update_teacher_after_steps(F, teacher, losses, ctx),
+            self.cfg,
+            ProximalRequest(msg.F),
+            ctx,
+        )
         agent.memory = memory
         weights = local_training.to_send(teacher.state_dict()) if self.cfg.teacher_decay else None
         return TeacherUpdate(local_training.to_send(F.state_dict()), weights)
 
-    def _followed(
+    def _update_teacher_after_steps(
         self, F: nn.Module, teacher: nn.Module, losses: Iterator[Tensor], ctx: Context
     ) -> Iterator[Tensor]:
         decay = self.cfg.decay(ctx.round)
         for loss in losses:
             yield loss  # here the step is taken
             if decay:
-                follow(teacher, F, decay)
+                update_teacher(teacher, F, decay)
 
     @abstractmethod
     def losses(
@@ -155,7 +161,7 @@ class Centralised(Algorithm[TeacherState]):
 
 
 @torch.no_grad()
-def follow(teacher: nn.Module, F: nn.Module, decay: float) -> None:
+def update_teacher(teacher: nn.Module, F: nn.Module, decay: float) -> None:
     """theta' = decay theta' + (1 - decay) theta, in place: Tarvainen and Valpola, Eq. 1. Of integer
     tensors (batch norm's counts) the new one is taken."""
     for mean, new in zip(teacher.state_dict().values(), F.state_dict().values(), strict=True):

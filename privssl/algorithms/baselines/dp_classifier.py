@@ -69,9 +69,9 @@ def _train(
     plan: PrivatePlan, F: nn.Module, rows: LabelledRows, ctx: Context, *, flip: bool,
     counts_public: bool,
 ) -> None:  # fmt: skip
-    def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
+    def draw(x: Tensor, y: Tensor, row_ctx: Context) -> Mapping[str, Tensor]:
         real = local_training.network_input(x, ctx.device)
-        views = view(plan.augment, real, here.rng("weak view"), flip=flip)
+        views = view(plan.augment, real, row_ctx.rng("weak view"), flip=flip)
         return {"x": views, "y": y.to(ctx.device)}
 
     loss = ExampleLoss(hard_label_loss, (), {"F": F})

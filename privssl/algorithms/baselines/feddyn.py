@@ -22,9 +22,9 @@ import pydantic.dataclasses
 import torch
 from torch import Tensor
 
-from privssl.algorithms.baselines.local_settings import Federated
+from privssl.algorithms.baselines.local_settings import FederatedSettings
 from privssl.algorithms.baselines.supervised import (
-    Averaged,
+    AveragedTraining,
     ProximalRequest,
     labelled_losses,
     run_sgd,
@@ -49,7 +49,7 @@ class FedDynState(ModelState):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedDynConfig(Federated):
+class FedDynConfig(FederatedSettings):
     """Section ``algorithm`` for FedDyn."""
 
     name: Literal["feddyn"] = "feddyn"
@@ -59,7 +59,7 @@ class FedDynConfig(Federated):
 
 
 @final
-class FedDyn(Averaged):
+class FedDyn(AveragedTraining):
     """FedAvg with a dynamic penalty."""
 
     Config = FedDynConfig
@@ -74,8 +74,8 @@ class FedDyn(Averaged):
     def round(self, state: ModelState, federation: Federation) -> FedDynState:
         assert isinstance(state, FedDynState)
         mean, request = WeightedMean("F", uniform_weight), ProximalRequest(state.F)
-        learners = self.learners(federation)
-        replies = federation.call_all(learners, self.labelled_pass, request, aggregator=mean)
+        participants = self.select_participants(federation)
+        replies = federation.call_all(participants, self.labelled_pass, request, aggregator=mean)
         share = sum(not reply.declined for reply in replies) / len(federation.support)
         averaged = mean.value_or(state.F)
         F, h = server_step(state.F, state.h, averaged, share, self.cfg.alpha)

@@ -22,7 +22,12 @@ from torch import Tensor
 
 from privssl.algorithms.base import MissingReplyPolicy
 from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest, _FedSSLBaseline
-from privssl.algorithms.fedmatch.helper_agents import bundle, draw_probe, nearest_agents, unbundle
+from privssl.algorithms.fedmatch.helper_agents import (
+    draw_probe,
+    nearest_agents,
+    pack_helpers,
+    unpack_helpers,
+)
 from privssl.algorithms.local_ssl import (
     Amount,
     ClassifierTraining,
@@ -45,7 +50,7 @@ from privssl.training.mixup import local_mixup
 
 @dataclasses.dataclass(frozen=True)
 class HelpedRequest(TeacherRequest):
-    """Down: also the classifiers of the agent's helpers (``helper_agents.bundle``)."""
+    """Down: also the classifiers of the agent's helpers (``helper_agents.pack_helpers``)."""
 
     helpers: StateDict | None
 
@@ -107,19 +112,19 @@ class FedMatchMixup(_FedSSLBaseline):
         count = self.cfg.helpers if self.cfg.divergence_weight else 0
         helper_ids = nearest_agents(state.embeddings, sorted(agent_ids), count)
 
-        def request(to: AgentRef) -> HelpedRequest:
-            helpers = bundle([state.sent[helper] for helper in helper_ids.get(to.id, ())])
+        def make_request(agent: AgentRef) -> HelpedRequest:
+            helpers = pack_helpers([state.sent[helper] for helper in helper_ids.get(agent.id, ())])
             return HelpedRequest(F, state.teacher, helpers)
 
         F, replies = state.F, list[Reply[ModelUpdate]]()
         if self.cfg.order == "sequential":
             for agent in federation.support:
-                replies.append(federation.call(agent, self.support_pass, request(agent)))
+                replies.append(federation.call(agent, self.support_pass, make_request(agent)))
                 F = F if replies[-1].declined else replies[-1].payload.F
             support: list[Reply[ModelUpdate]] = []
         else:
-            support = federation.call_all(federation.support, self.support_pass, request)
-        query = federation.call_all(participants, self.query_pass, request)
+            support = federation.call_all(federation.support, self.support_pass, make_request)
+        query = federation.call_all(participants, self.query_pass, make_request)
         F = average_groups(self.cfg.weights, support, query, "F", otherwise=F)
         sent = {r.sender.id: r.payload.F for r in [*replies, *support, *query] if not r.declined}
         embeddings = {agent: self._embed(weights, state.probe) for agent, weights in sent.items()}
@@ -157,13 +162,13 @@ class FedMatchMixup(_FedSSLBaseline):
         assert isinstance(msg, HelpedRequest)
         helpers = [
             predict(self.load_classifier(weights, ctx), x, ctx.device).softmax(dim=1)
-            for weights in unbundle(msg.helpers)
+            for weights in unpack_helpers(msg.helpers)
         ]
         if not helpers:
             return super()._train(x, p, agent, msg, ctx, group)
         F = self.load_classifier(msg.F, ctx)
         optimiser = local_training.LocalOptimiser(
-            {"F": self.cfg.stepping(F, ctx.round)}, agent.memory, group
+            {"F": self.cfg.make_optimiser_group(F, ctx.round)}, agent.memory, group
         )
         clean, rng = local_training.network_input(x, ctx.device), ctx.rng("mixup")
         views = self.cfg.augmentation()(clean, ctx.rng("augment F"))

@@ -6,7 +6,7 @@ the Gradient Diversity of Models" (2020; arXiv:2008.11364). Labels are at the se
     paper and authors' code                                      here
     users: CE(strong view, label of the weak view), max >= tau   query_pass, as FixMatch
     server: cross-entropy of labelled rows, at the same time     round -> support_pass
-    group g: mean of the server and of its users                 group_average
+    group g: mean of the server and of its users                 average_with_server
     users of g start from the mean of g, the server from the
       mean over groups                                           round, FedRGDState.groups
     group norm in place of batch norm                            model.norm: group
@@ -25,7 +25,7 @@ from typing import Literal, final
 import pydantic.dataclasses
 import torch
 
-from privssl.algorithms.baselines.fixmatch_uda import Consistency, Consistent
+from privssl.algorithms.baselines.fixmatch_uda import ConsistencySettings, ConsistencyTraining
 from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelState
 from privssl.algorithms.baselines.supervised import ProximalRequest
 from privssl.algorithms.local_ssl import Share
@@ -45,7 +45,7 @@ class FedRGDState(PseudoLabelState):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedRGDConfig(Consistency):
+class FedRGDConfig(ConsistencySettings):
     """Section ``algorithm`` for FedRGD."""
 
     name: Literal["fedrgd"] = "fedrgd"
@@ -59,7 +59,7 @@ class FedRGDConfig(Consistency):
 
 
 @final
-class FedRGD(Consistent):
+class FedRGD(ConsistencyTraining):
     """FixMatch in parallel with the server, averaged in groups."""
 
     Config = FedRGDConfig
@@ -77,28 +77,30 @@ class FedRGD(Consistent):
         if self.cfg.start_from == "average":
             starts = dict.fromkeys(state.groups, state.F)
         request = ProximalRequest(state.F)
-        servers = federation.call_all(federation.support, self.support_pass, request)
-        users = federation.call_all(
+        server_replies = federation.call_all(federation.support, self.support_pass, request)
+        user_replies = federation.call_all(
             federation.sample(federation.query, self.cfg.agents_per_round), self.query_pass,
-            lambda to: ProximalRequest(starts[group_of[to.id]], self.cfg.proximal),
+            lambda agent: ProximalRequest(starts[group_of[agent.id]], self.cfg.proximal),
         )  # fmt: skip
-        if all(reply.declined for reply in (*servers, *users)):
+        if all(reply.declined for reply in (*server_replies, *user_replies)):
             return state
-        server = average(servers, "F", otherwise=state.F)
+        server = average(server_replies, "F", otherwise=state.F)
         groups = {}
         for name in state.groups:
-            group_users = [r for r in users if group_of[r.sender.id] == name and not r.declined]
+            group_users = [
+                r for r in user_replies if group_of[r.sender.id] == name and not r.declined
+            ]
             mean = average(group_users, "F", otherwise=server, weight=uniform_weight)
-            groups[name] = group_average(server, mean, len(group_users))
-        return FedRGDState(mean_of_groups(groups), server, groups=groups)
+            groups[name] = average_with_server(server, mean, len(group_users))
+        return FedRGDState(average_over_groups(groups), server, groups=groups)
 
 
-def group_average(server: StateDict, users: StateDict, count: int) -> StateDict:
+def average_with_server(server: StateDict, user_mean: StateDict, count: int) -> StateDict:
     """(server + sum of ``count`` users) / (count + 1), of the users' mean."""
-    return local_training.moving_average(users, server, count / (count + 1))
+    return local_training.moving_average(user_mean, server, count / (count + 1))
 
 
-def mean_of_groups(groups: Mapping[str, StateDict]) -> StateDict:
+def average_over_groups(groups: Mapping[str, StateDict]) -> StateDict:
     """The plain mean over groups; of integer tensors the first one."""
     first = next(iter(groups.values()))
     return {

@@ -26,9 +26,9 @@ from privssl.algorithms.local_ssl import (
     TrainRequest,
     average_groups,
     model_update,
+    needs_no_statistics,
     needs_unlabelled,
-    no_statistics,
-    one_hot,
+    one_hot_labels,
 )
 from privssl.core.agents import QueryAgent, SupportAgent
 from privssl.core.federation import Federation
@@ -83,7 +83,7 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
     def problems(cls, config: Any) -> Iterator[Problem]:
         if cls.uses_unlabelled:
             yield from needs_unlabelled(config)
-        yield from no_statistics(config)
+        yield from needs_no_statistics(config)
 
     def start(self, federation: Federation) -> TeacherState:
         F = self.initial_classifier(federation)
@@ -112,7 +112,7 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
         rows = agent.labelled
         ctx.weight = float(len(rows))
         indices = self.cfg.draw_rows(len(rows), ctx)
-        labels = one_hot(rows, indices, self.task.classes)
+        labels = one_hot_labels(rows, indices, self.task.classes)
         return self._train(rows.x[indices], labels, agent, msg, ctx, "support")
 
     @on_agent
@@ -131,7 +131,7 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
     ) -> ModelUpdate:  # fmt: skip
         F = self.load_classifier(msg.F, ctx)
         optimiser = local_training.LocalOptimiser(
-            {"F": self.cfg.stepping(F, ctx.round)}, agent.memory, group
+            {"F": self.cfg.make_optimiser_group(F, ctx.round)}, agent.memory, group
         )
         real, rng = local_training.network_input(x, ctx.device), ctx.rng("mixup")
         views = self.cfg.augmentation()(real, ctx.rng("augment F"))

@@ -5,10 +5,10 @@ FedProx-UDA, as in FedMatch (Jeong et al., ICLR 2021) and FedSEAL (Bian et al., 
 
     papers                                                    here
     FixMatch (Sohn et al. 2020): label of a clean view where
-      max p >= tau, cross-entropy of a strong view            Consistent._unlabelled
-    UDA (Xie et al. 2020): KL(p of a clean view || p strong)  UDA._unlabelled, divergence
-      training signal annealing (TSA)                         UDA._labelled
-    one step on L_s + L_u                                     Consistent.losses
+      max p >= tau, cross-entropy of a strong view            ConsistencyTraining._unlabelled_losses
+    UDA (Xie et al. 2020): KL(p of a clean view || p strong)  UDA._unlabelled_losses, divergence
+      training signal annealing (TSA)                         UDA._labelled_loss
+    one step on L_s + L_u                                     ConsistencyTraining.losses
     as many steps as on labels alone                          joint_batches
 
 Rounds, and where labels may be: algorithms/baselines/pseudo_labeling.py.
@@ -31,8 +31,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from privssl.algorithms.baselines.local_settings import Streamed
-from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
+from privssl.algorithms.baselines.local_settings import StreamSettings
+from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelSettings, PseudoLabelTraining
 from privssl.algorithms.local_ssl import Amount, Share, can_learn_from, predict
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
@@ -46,7 +46,7 @@ from privssl.training.pseudo_labels import sharpen, view_probabilities
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Consistency(Guessing, StrongViews):
+class ConsistencySettings(PseudoLabelSettings, StrongViews):
     """Settings of FixMatch and UDA; profiles of both papers: docs/baselines.md."""
 
     threshold: Share = 0.85  # tau: a row counts where max p >= tau; FedMatch. FedSEAL: 0.9
@@ -61,14 +61,14 @@ class Consistency(Guessing, StrongViews):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FixMatchConfig(Consistency, Streamed):
+class FixMatchConfig(ConsistencySettings, StreamSettings):
     """Section ``algorithm`` for FedAvg-FixMatch and FedProx-FixMatch."""
 
     name: Literal["fixmatch"] = "fixmatch"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class UDAConfig(Consistency, Streamed):
+class UDAConfig(ConsistencySettings, StreamSettings):
     """Section ``algorithm`` for FedAvg-UDA and FedProx-UDA."""
 
     name: Literal["uda"] = "uda"
@@ -91,10 +91,10 @@ class UDAConfig(Consistency, Streamed):
 # The algorithms -----------------------------------------------------------------------------
 
 
-class Consistent(PseudoLabelled):
+class ConsistencyTraining(PseudoLabelTraining):
     """The training steps with FixMatch's terms of the loss."""
 
-    cfg: Consistency
+    cfg: ConsistencySettings
 
     def losses(
         self, F: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
@@ -103,11 +103,11 @@ class Consistent(PseudoLabelled):
         """L_s + L_u of each batch, in one forward pass; a batch without any term is no step."""
         order, weak, strong = ctx.rng("order"), ctx.rng("weak view"), ctx.rng("strong view")
         size, counts = self.cfg.batch_size, (len(labelled), len(unlabelled))
-        kept_shares, accuracies = [], []
+        confident_shares, accuracies = [], []
 
         weak_view = partial(self.cfg.weak_view, rng=weak)
         strong_view = partial(self.cfg.strong_view, rng=strong)
-        clean_view = weak_view if self.cfg.guess_on == "weak" else _identity
+        clean_view = weak_view if self.cfg.guess_on == "weak" else _raw_view
         for _ in range(self.cfg.local_epochs):
             batches = list(local_training.joint_batches(*counts, size, self.cfg.steps_of, order))
             s_batches, u_batches = ([pair[kind] for pair in batches] for kind in (0, 1))
@@ -119,19 +119,21 @@ class Consistent(PseudoLabelled):
             )
             for (s, u), (x_l, x, x_u) in zip(batches, views, strict=True):
                 p = view_probabilities(F, x, self.task.classes)  # (B, C)
-                kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)
-                ctx.pseudo_labels(unlabelled.ids[u], p, kept.cpu())
-                rows = torch.cat([x_l, x_u[kept]])
+                confident = p.amax(dim=1) >= self.cfg.threshold  # (B,)
+                ctx.pseudo_labels(unlabelled.ids[u], p, confident.cpu())
+                rows = torch.cat([x_l, x_u[confident]])
                 if len(u):
-                    kept_shares.append(float(kept.float().mean()))
+                    confident_shares.append(float(confident.float().mean()))
                 if not can_learn_from(F, len(rows)):
                     continue
                 logits = F(rows)
                 terms = [
                     self.cfg.labelled_weight
-                    * self._labelled(logits[: len(s)], labelled.y[s].to(ctx.device), ctx),
+                    * self._labelled_loss(logits[: len(s)], labelled.y[s].to(ctx.device), ctx),
                     self.cfg.unlabelled_weight
-                    * self._mean(self._unlabelled(logits[len(s) :], p[kept]), len(u)),
+                    * self._average(
+                        self._unlabelled_losses(logits[len(s) :], p[confident]), len(u)
+                    ),
                 ]
                 loss = torch.stack(terms).sum()
                 if not loss.detach() <= 0:  # FedMatch: no step, else momentum alone would move F
@@ -141,26 +143,26 @@ class Consistent(PseudoLabelled):
                     accuracies.append(float((predicted == labelled.y).float().mean()))
         if accuracies:
             ctx.log_metric("train/labelled_accuracy", sum(accuracies) / len(accuracies))
-        if kept_shares:
-            ctx.log_metric("train/kept", sum(kept_shares) / len(kept_shares))
+        if confident_shares:
+            ctx.log_metric("train/kept", sum(confident_shares) / len(confident_shares))
 
-    def _mean(self, losses: Tensor, batch: int) -> Tensor:
+    def _average(self, losses: Tensor, batch: int) -> Tensor:
         """Mean of the losses of kept rows over these, or over the batch; 0 of none."""
         count = len(losses) if self.cfg.mean_over == "kept" else batch
         return losses.sum() / max(1, count)
 
-    def _labelled(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
+    def _labelled_loss(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
         """Mean cross-entropy; 0 of no rows."""
         return cross_entropy(logits, y, reduction="sum") / max(1, len(y))
 
-    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
+    def _unlabelled_losses(self, logits: Tensor, p: Tensor) -> Tensor:
         """Losses (B,) of strong views with these logits (B, C) whose clean views have p (B, C):
         FixMatch's, cross-entropy with the likeliest class."""
         return cross_entropy(logits, p.argmax(dim=1), reduction="none")
 
 
 @final
-class FixMatch(Consistent):
+class FixMatch(ConsistencyTraining):
     """FedAvg-FixMatch, FedProx-FixMatch."""
 
     Config = FixMatchConfig
@@ -168,26 +170,26 @@ class FixMatch(Consistent):
 
 
 @final
-class UDA(Consistent):
+class UDA(ConsistencyTraining):
     """FedAvg-UDA, FedProx-UDA."""
 
     Config = UDAConfig
     cfg: UDAConfig
 
-    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
+    def _unlabelled_losses(self, logits: Tensor, p: Tensor) -> Tensor:
         return divergence(sharpen(p, 1 / self.cfg.temperature), logits)
 
-    def _labelled(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
-        kept = training_signal_annealing(
+    def _labelled_loss(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
+        below_eta = training_signal_annealing(
             logits.detach(), y, self.cfg.annealing_threshold(ctx.round, self.task.classes)
         )
-        return super()._labelled(logits[kept], y[kept], ctx)
+        return super()._labelled_loss(logits[below_eta], y[below_eta], ctx)
 
 
 # Terms --------------------------------------------------------------------------------------
 
 
-def _identity(x: Tensor) -> Tensor:
+def _raw_view(x: Tensor) -> Tensor:
     return x
 
 

@@ -5,10 +5,10 @@ Heterogeneous Clients" (ICLR 2021; arXiv:2010.01264). Agents hold labels, as in 
 
     paper                                                     here
     level l: a share 2^-l of all channels                     HeteroFL.networks, levels
-    W_l: the first channels of each parameter                 cut_out
-    each entry: the mean over the agents that have it         put_together
+    W_l: the first channels of each parameter                 slice_parameters
+    each entry: the mean over the agents that have it         merge_parameters
     masked cross-entropy                                      masked_loss
-    static batch norm: statistics of all agents, at the end   Averaged.aggregate_bn_statistics
+    static batch norm: statistics of all agents, at the end   aggregate_bn_statistics
     scaler: activations / share in training                   not needed, see below
 
 Differs from the paper: agent i has level i mod ``levels`` (the paper's fixed assignment, evenly
@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from privssl.algorithms.baselines.local_settings import Federated
+from privssl.algorithms.baselines.local_settings import FederatedSettings
 from privssl.algorithms.baselines.supervised import (
-    Averaged,
+    AveragedTraining,
     ProximalRequest,
     SupervisedState,
     labelled_losses,
@@ -62,7 +62,7 @@ class LevelRequest(ProximalRequest):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class HeteroFLConfig(Federated):
+class HeteroFLConfig(FederatedSettings):
     """Section ``algorithm`` for HeteroFL."""
 
     name: Literal["heterofl"] = "heterofl"
@@ -72,13 +72,13 @@ class HeteroFLConfig(Federated):
 
 
 @final
-class HeteroFL(Averaged):
+class HeteroFL(AveragedTraining):
     """FedAvg of networks of several widths."""
 
     Config = HeteroFLConfig
     missing_reply_policy = dataclasses.replace(
-        Averaged.missing_reply_policy,
-        quorum=(*Averaged.missing_reply_policy.quorum, "level_pass"),
+        AveragedTraining.missing_reply_policy,
+        quorum=(*AveragedTraining.missing_reply_policy.quorum, "level_pass"),
     )
     cfg: HeteroFLConfig
 
@@ -96,8 +96,8 @@ class HeteroFL(Averaged):
             text = f"{width}, which cannot be halved {levels - 1} times. Give a multiple"
             yield Problem("model.width", text)
 
-    def __init__(self, config: Any, *of_task: Any) -> None:
-        super().__init__(config, *of_task)
+    def __init__(self, config: Any, *task_args: Any) -> None:
+        super().__init__(config, *task_args)
         if config.levels > 1 and (hidden := layers_without_norm(self._F)):
             raise ConfigError(
                 f"algorithm.levels is {config.levels}, but no norm follows the layer {hidden[0]} "
@@ -115,21 +115,27 @@ class HeteroFL(Averaged):
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         level_of = {agent.id: i % self.cfg.levels for i, agent in enumerate(federation.support)}
         requests = [
-            LevelRequest(cut_out(state.F, F.state_dict()), level=level)
+            LevelRequest(slice_parameters(state.F, F.state_dict()), level=level)
             for level, F in enumerate(self._networks)
         ]
         replies = federation.call_all(
-            self.learners(federation), self.level_pass, lambda to: requests[level_of[to.id]]
+            self.select_participants(federation),
+            self.level_pass,
+            lambda agent: requests[level_of[agent.id]],
         )
         parts = []
         for level, request in enumerate(requests):
-            sent = [r for r in replies if level_of[r.sender.id] == level and not r.declined]
-            mean = average(sent, "F", otherwise=request.F, weight=uniform_weight)
+            level_replies = [
+                r for r in replies if level_of[r.sender.id] == level and not r.declined
+            ]
+            mean = average(level_replies, "F", otherwise=request.F, weight=uniform_weight)
             if {k: v.shape for k, v in mean.items()} != {k: v.shape for k, v in request.F.items()}:
-                raise MessageError(f"{sent[0].sender.id} sent F in other shapes than it got")
-            parts.append((len(sent), mean))
+                raise MessageError(
+                    f"{level_replies[0].sender.id} sent F in other shapes than it got"
+                )
+            parts.append((len(level_replies), mean))
         return SupervisedState(
-            self.aggregate_bn_statistics(put_together(state.F, parts), federation)
+            self.aggregate_bn_statistics(merge_parameters(state.F, parts), federation)
         )
 
     @on_agent
@@ -152,7 +158,11 @@ def layers_without_norm(network: nn.Module) -> list[str]:
     layers = [
         (n, isinstance(m, nn.Linear)) for n, m in network.named_modules() if isinstance(m, kinds)
     ]
-    return [name for (name, one), (_, next_one) in itertools.pairwise(layers) if one and next_one]
+    return [
+        name
+        for (name, is_linear), (_, next_is_linear) in itertools.pairwise(layers)
+        if is_linear and next_is_linear
+    ]
 
 
 def masked_loss(batch: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Tensor:
@@ -160,12 +170,12 @@ def masked_loss(batch: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Ten
     return cross_entropy(F(batch["x"]) * batch["held"], batch["y"])
 
 
-def cut_out(F: StateDict, narrow: StateDict) -> StateDict:
+def slice_parameters(F: StateDict, narrow: StateDict) -> StateDict:
     """The first channels of each parameter, as many as ``narrow`` has."""
-    return {name: F[name][_first(part)].clone() for name, part in narrow.items()}
+    return {name: F[name][_make_slices(part)].clone() for name, part in narrow.items()}
 
 
-def put_together(F: StateDict, parts: Sequence[tuple[int, StateDict]]) -> StateDict:
+def merge_parameters(F: StateDict, parts: Sequence[tuple[int, StateDict]]) -> StateDict:
     """Each entry's mean over the agents that have it; F's where none does.
 
     Args:
@@ -179,13 +189,13 @@ def put_together(F: StateDict, parts: Sequence[tuple[int, StateDict]]) -> StateD
         total = torch.zeros(value.shape, dtype=torch.float64)
         count = torch.zeros(value.shape, dtype=torch.float64)
         for agents, mean in parts:
-            total[_first(mean[name])] += agents * mean[name]
-            count[_first(mean[name])] += agents
+            total[_make_slices(mean[name])] += agents * mean[name]
+            count[_make_slices(mean[name])] += agents
         means = (total / count.clamp(min=1)).to(value.dtype)
         merged[name] = torch.where(count > 0, means, value)
     return merged
 
 
-def _first(part: Tensor) -> tuple[slice, ...]:
+def _make_slices(part: Tensor) -> tuple[slice, ...]:
     """Where a part lies in the whole."""
     return tuple(slice(size) for size in part.shape)

@@ -23,9 +23,9 @@ from typing import Any, Literal, final
 
 import pydantic.dataclasses
 
-from privssl.algorithms.baselines.local_settings import Federated
+from privssl.algorithms.baselines.local_settings import FederatedSettings
 from privssl.algorithms.baselines.supervised import (
-    Averaged,
+    AveragedTraining,
     ProximalRequest,
     SupervisedState,
     labelled_losses,
@@ -57,7 +57,7 @@ class LGUpdate(Message):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class LGFedAvgConfig(Federated):
+class LGFedAvgConfig(FederatedSettings):
     """Section ``algorithm`` for LG-FedAvg."""
 
     name: Literal["lg_fedavg"] = "lg_fedavg"
@@ -74,18 +74,18 @@ class LGFedAvgConfig(Federated):
 
 
 @final
-class LGFedAvg(Averaged):
+class LGFedAvg(AveragedTraining):
     """FedAvg of some layers; the others stay."""
 
     Config = LGFedAvgConfig
     missing_reply_policy = dataclasses.replace(
-        Averaged.missing_reply_policy,
-        quorum=(*Averaged.missing_reply_policy.quorum, "keep_pass", "local_pass"),
+        AveragedTraining.missing_reply_policy,
+        quorum=(*AveragedTraining.missing_reply_policy.quorum, "keep_pass", "local_pass"),
     )
     cfg: LGFedAvgConfig
 
-    def __init__(self, config: Any, *of_task: Any) -> None:
-        super().__init__(config, *of_task)
+    def __init__(self, config: Any, *task_args: Any) -> None:
+        super().__init__(config, *task_args)
         self._shared = split_layers(self._F.state_dict(), config.shared_layers, config.shared_end)
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
@@ -94,8 +94,10 @@ class LGFedAvg(Averaged):
             return super().round(state, federation)
         if rounds_after_warm_up == 1:  # every agent, drawn or not
             federation.call_all(federation.support, self.keep_pass, TrainRequest(state.F))
-        request = LGRequest(self._part(state.F, shared=True))
-        replies = federation.call_all(self.learners(federation), self.local_pass, request)
+        request = LGRequest(self._select_part(state.F, shared=True))
+        replies = federation.call_all(
+            self.select_participants(federation), self.local_pass, request
+        )
         shared, local = (average(replies, key, otherwise={}) for key in ("shared", "local"))
         return SupervisedState(
             self.aggregate_bn_statistics({**state.F, **local, **shared}, federation)
@@ -104,7 +106,7 @@ class LGFedAvg(Averaged):
     @on_agent
     def keep_pass(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> Ack:
         """Remember the local part of the warm-up's model."""
-        agent.memory = {**agent.memory, **_own_copy(self._part(msg.F, shared=False))}
+        agent.memory = {**agent.memory, **_copy_weights(self._select_part(msg.F, shared=False))}
         return Ack()
 
     @on_agent
@@ -117,21 +119,23 @@ class LGFedAvg(Averaged):
         F = self.load_classifier(request.F, ctx)
         losses = labelled_losses(F, agent.labelled, self.cfg, ctx)
         update: ModelUpdate = run_sgd(F, losses, self.cfg, request, ctx)
-        local = self._part(update.F, shared=False)
-        agent.memory = {**agent.memory, **_own_copy(local)}
-        shared = self._part(update.F, shared=True)
+        local = self._select_part(update.F, shared=False)
+        agent.memory = {**agent.memory, **_copy_weights(local)}
+        shared = self._select_part(update.F, shared=True)
         return LGUpdate(shared, local if self.cfg.send_local else None)
 
-    def _part(self, weights: StateDict, *, shared: bool) -> StateDict:
+    def _select_part(self, weights: StateDict, *, shared: bool) -> StateDict:
         """The global or the local part of all weights."""
         return {k: v for k, v in weights.items() if (k in self._shared) == shared}
 
 
-def _own_copy(weights: StateDict) -> StateDict:
+def _copy_weights(weights: StateDict) -> StateDict:
     return {name: value.clone() for name, value in weights.items()}
 
 
-def split_layers(weights: StateDict, count: int, end: Literal["output", "input"]) -> frozenset[str]:
+def split_layers(
+    weights: StateDict, count: int, shared_end: Literal["output", "input"]
+) -> frozenset[str]:
     """Names of the weights of the first or last layers, in the order of the state dict.
 
     Args:
@@ -149,6 +153,6 @@ def split_layers(weights: StateDict, count: int, end: Literal["output", "input"]
             f"algorithm.shared_layers is {count}, but the network has {len(starts)} layers, and "
             f"one or more must be local. Give less than {len(starts)}"
         )
-    if end == "output":
+    if shared_end == "output":
         return frozenset(names[starts[-count] :])
     return frozenset(names[: starts[count]])

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from privssl.algorithms.local_ssl import Amount, Share, stream_slice
+from privssl.algorithms.local_ssl import Amount, Share, select_stream_slice
 from privssl.core.task import Context
 from privssl.data.augmentations import view
 from privssl.settings.schema import Positive, Problem, Rate, strict
@@ -57,7 +57,7 @@ class LocalTrainingSettings:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Federated(LocalTrainingSettings):
+class FederatedSettings(LocalTrainingSettings):
     """Training at several agents, and the average of what they send."""
 
     agents_per_round: Positive | None = None  # drawn from the agents averaged; null: all
@@ -70,22 +70,22 @@ class Federated(LocalTrainingSettings):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Proximal(Federated):
+class ProximalSettings(FederatedSettings):
     """A method that may be federated as FedProx: ``weights: equal``, ``proximal: 0.01``."""
 
     proximal: Amount = 0.0  # mu; FedMatch's FedProx rows: 0.01. 0: FedAvg
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Streamed(Federated):
+class StreamSettings(FederatedSettings):
     """A method of which an agent may be alone, or see its rows as a stream (FedMatch's Table 2)."""
 
     aggregation: Literal["mean", "none"] = "mean"  # none: each agent alone (FedMatch's Local-SL)
     stream_slices: Positive = 1  # above 1: agents see one slice of their rows after the other
 
-    def current_slice(self, held: int, ctx: Context) -> Tensor:
-        """Numbers of the rows of this round, out of ``held``, as stored."""
-        return stream_slice(held, self.stream_slices, ctx.round, self.rounds)
+    def select_current_slice(self, row_count: int, ctx: Context) -> Tensor:
+        """Numbers of the rows of this round, out of ``row_count``, as stored."""
+        return select_stream_slice(row_count, self.stream_slices, ctx.round, self.rounds)
 
     def problems(self) -> Iterator[Problem]:
         """Rows that are never used, and what an agent alone has no use for."""

@@ -3,12 +3,12 @@
 Centralised methods that SemiFL (Diao et al., Table 1) compares with. Rounds: centralised.py.
 
     Laine, Aila (ICLR 2017), Pi-Model                     here
-    Alg. 1: z, z~ of two views and dropouts               PiModel._second
-    w(t) ||z - z~||^2 / C, beside the cross-entropy       _TwoViews.losses, squared_difference
+    Alg. 1: z, z~ of two views and dropouts               PiModel._predict_second_view
+    w(t) ||z - z~||^2 / C, beside the cross-entropy       losses, squared_difference
     w(t) = w_max exp(-5 (1 - T)^2), T = t / ramp-up       ramp_up_weight
     Tarvainen, Valpola (NeurIPS 2017), Mean Teacher
-    the second view is the teacher's, without gradient    MeanTeacher._second
-    Eq. 1: theta' = alpha theta' + (1 - alpha) theta      centralised.follow
+    the second view is the teacher's, without gradient    MeanTeacher._predict_second_view
+    Eq. 1: theta' = alpha theta' + (1 - alpha) theta      centralised.update_teacher
     alpha 0.99 in the ramp-up, 0.999 after it             MeanTeacherConfig.decay
 
 Weights of the losses are those of Berthelot et al.'s code, whose numbers Sohn et al. and so SemiFL
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from privssl.algorithms.baselines.centralised import Centralised, CentralisedSettings
+from privssl.algorithms.baselines.centralised import CentralisedSettings, CentralisedTraining
 from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
@@ -62,7 +62,7 @@ class MeanTeacherConfig(TwoViewSettings):
         return min(self.teacher_decay, 0.99) if round_number <= self.ramp_up else self.teacher_decay
 
 
-class _TwoViews(Centralised):
+class _TwoViewTraining(CentralisedTraining):
     """The loss; a subclass says who predicts the second view."""
 
     cfg: TwoViewSettings
@@ -92,33 +92,33 @@ class _TwoViews(Centralised):
                 logits = F(first)
                 y = labelled.y[s].to(ctx.device)
                 loss_s = cross_entropy(logits[: len(s)], y, reduction="sum") / max(1, len(s))
-                second_logits = self._second(F, teacher, second)
+                second_logits = self._predict_second_view(F, teacher, second)
                 yield loss_s + weight * squared_difference(logits, second_logits).mean()
 
     @abstractmethod
-    def _second(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
+    def _predict_second_view(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
         """Logits (B, C) of the second view."""
 
 
 @final
-class PiModel(_TwoViews):
+class PiModel(_TwoViewTraining):
     """The network itself, with other dropout; its gradient flows through both views."""
 
     Config = PiModelConfig
 
-    def _second(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
+    def _predict_second_view(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
         logits: Tensor = F(x)
         return logits
 
 
 @final
-class MeanTeacher(_TwoViews):
+class MeanTeacher(_TwoViewTraining):
     """A moving average of the network's weights, which is also what is released."""
 
     Config = MeanTeacherConfig
 
     @torch.no_grad()
-    def _second(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
+    def _predict_second_view(self, F: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
         logits: Tensor = teacher(x)
         return logits
 

@@ -4,7 +4,7 @@ FedMatch (Jeong et al., ICLR 2021), FedSEAL (Bian et al., 2021) and FedTriNet (C
 compare themselves with these. FixMatch and UDA: algorithms/baselines/fixmatch_uda.py.
 
     papers                                               here
-    labels at the server: it trains, then the agents do  PseudoLabelled.one_round
+    labels at the server: it trains, then the agents do  PseudoLabelTraining.train_one_round
     labels at clients: all train, on both kinds of rows  the same -> mixed_pass
     FedSem (Albaseer et al. 2020): T1 rounds of FedAvg   FedSem.round
       all unlabelled rows are labelled, once             label_pass, label_locally
@@ -33,16 +33,16 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
-from privssl.algorithms.baselines.local_settings import Proximal, Streamed
+from privssl.algorithms.baselines.local_settings import ProximalSettings, StreamSettings
 from privssl.algorithms.baselines.supervised import ProximalRequest, labelled_losses, run_sgd
 from privssl.algorithms.local_ssl import (
     ModelUpdate,
-    first_of,
+    make_empty_labelled,
+    make_empty_unlabelled,
+    needs_no_statistics,
     needs_unlabelled,
-    no_labelled,
-    no_statistics,
-    no_unlabelled,
     predict,
+    select_first_classifier,
     train_alone,
     train_and_average,
     warm_up_fits,
@@ -75,7 +75,7 @@ class PseudoLabelState:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Guessing(Proximal):
+class PseudoLabelSettings(ProximalSettings):
     """Settings of every method here; as FedProx: ``weights: equal``, ``proximal: 0.01``."""
 
     # weights after training on labels, or averaged over query agents; FedMatch: averaged
@@ -83,7 +83,7 @@ class Guessing(Proximal):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedSemConfig(Guessing):
+class FedSemConfig(PseudoLabelSettings):
     """Section ``algorithm`` for FedSem."""
 
     name: Literal["fedsem"] = "fedsem"
@@ -101,18 +101,18 @@ class FedSemConfig(Guessing):
 # The algorithms -----------------------------------------------------------------------------
 
 
-class PseudoLabelled(Algorithm[PseudoLabelState]):
+class PseudoLabelTraining(Algorithm[PseudoLabelState]):
     """The shared rounds and steps; a subclass has the losses."""
 
     StateType: ClassVar[type[PseudoLabelState]] = PseudoLabelState
     missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass", "mixed_pass"))
-    cfg: Guessing
+    cfg: PseudoLabelSettings
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
-        yield from no_statistics(config)
-        if _is_alone(config.algorithm) and config.data.labels != "labels-at-client":
+        yield from needs_no_statistics(config)
+        if _skips_aggregation(config.algorithm) and config.data.labels != "labels-at-client":
             yield Problem(
                 "algorithm.aggregation",
                 f"none, but with data.labels {config.data.labels} an agent alone has one kind of "
@@ -124,9 +124,9 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         return PseudoLabelState(F, labelled=F)
 
     def round(self, state: PseudoLabelState, federation: Federation) -> PseudoLabelState:
-        return self.one_round(state, federation, unlabelled=True)
+        return self.train_one_round(state, federation, unlabelled=True)
 
-    def one_round(
+    def train_one_round(
         self, state: PseudoLabelState, federation: Federation, *, unlabelled: bool
     ) -> PseudoLabelState:
         """Train where labels are, then where there are none; with labels at clients at once.
@@ -135,12 +135,12 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
             unlabelled: whether unlabelled rows are learned from.
         """
         if any(agent.role == "mixed" for agent in federation.agents):
-            return self._all_at_once(state, federation, unlabelled=unlabelled)
+            return self._train_at_clients(state, federation, unlabelled=unlabelled)
         mu = self.cfg.proximal
         labelled = train_and_average(
             federation, federation.support, self.support_pass,
-            lambda to: ProximalRequest(
-                state.F, 0.0 if to.location is AgentLocation.SERVER else mu
+            lambda agent: ProximalRequest(
+                state.F, 0.0 if agent.location is AgentLocation.SERVER else mu
             ),
             otherwise=state.F,
         )  # fmt: skip
@@ -153,17 +153,17 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         )
         return PseudoLabelState(F, labelled)
 
-    def _all_at_once(
+    def _train_at_clients(
         self, state: PseudoLabelState, federation: Federation, *, unlabelled: bool
     ) -> PseudoLabelState:
         roster = federation.query if unlabelled else federation.support
         participants = federation.sample(roster, self.cfg.agents_per_round)
         mixed, others = with_role(participants, "mixed"), with_role(participants, "query")
-        if _is_alone(self.cfg):
-            own = train_alone(
+        if _skips_aggregation(self.cfg):
+            classifiers = train_alone(
                 federation, mixed, self.mixed_pass, ProximalRequest, state.own, state.F
             )
-            return PseudoLabelState(state.F, state.F, own)
+            return PseudoLabelState(state.F, state.F, classifiers)
         request, mean = ProximalRequest(state.F, self.cfg.proximal), WeightedMean("F")
         step = self.mixed_pass if unlabelled else self.support_pass
         federation.call_all(mixed, step, request, aggregator=mean)
@@ -176,7 +176,7 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
 
     def classifier(self, state: PseudoLabelState) -> StateDict:
         if state.own:
-            return first_of(state.own, state.F)
+            return select_first_classifier(state.own, state.F)
         return state.labelled if self.cfg.released == "labelled" else state.F
 
     def also_evaluated(self, state: PseudoLabelState) -> dict[str, StateDict]:
@@ -189,26 +189,26 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     @on_agent
     def support_pass(self, agent: SupportAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Learn from labelled rows alone."""
-        return self._visit(agent.labelled, no_unlabelled(agent.labelled), None, msg, ctx)
+        return self._train(agent.labelled, make_empty_unlabelled(agent.labelled), None, msg, ctx)
 
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Learn from unlabelled rows alone."""
-        rows, empty = agent.unlabelled, no_labelled(agent.unlabelled)
-        return self._visit(empty, rows, self.recall_labels(agent, empty, msg, ctx), msg, ctx)
+        rows, empty = agent.unlabelled, make_empty_labelled(agent.unlabelled)
+        return self._train(empty, rows, self.recall_labels(agent, empty, msg, ctx), msg, ctx)
 
     @on_agent
     def mixed_pass(self, agent: MixedAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Learn from both kinds."""
         y = self.recall_labels(agent, agent.labelled, msg, ctx)
-        return self._visit(agent.labelled, agent.unlabelled, y, msg, ctx)
+        return self._train(agent.labelled, agent.unlabelled, y, msg, ctx)
 
-    def _visit(
+    def _train(
         self, labelled: LabelledRows, unlabelled: UnlabelledRows, y: Tensor | None,
         msg: ProximalRequest, ctx: Context,
     ) -> ModelUpdate:  # fmt: skip
-        if isinstance(self.cfg, Streamed) and self.cfg.stream_slices > 1:
-            indices = self.cfg.current_slice(len(unlabelled), ctx)
+        if isinstance(self.cfg, StreamSettings) and self.cfg.stream_slices > 1:
+            indices = self.cfg.select_current_slice(len(unlabelled), ctx)
             unlabelled = UnlabelledRows(unlabelled.x[indices], unlabelled.ids[indices])
         self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
         F = self.load_classifier(msg.F, ctx)
@@ -228,19 +228,19 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         """The loss of each training step; either kind of rows may be empty."""
 
 
-def _is_alone(cfg: Guessing) -> bool:
+def _skips_aggregation(cfg: PseudoLabelSettings) -> bool:
     """Whether nothing is averaged."""
-    return isinstance(cfg, Streamed) and cfg.aggregation == "none"
+    return isinstance(cfg, StreamSettings) and cfg.aggregation == "none"
 
 
 @final
-class FedSem(PseudoLabelled):
+class FedSem(PseudoLabelTraining):
     """FedAvg on labels, then on pseudo-labels that its own classifier gave once."""
 
     Config = FedSemConfig
     # An agent that missed label_pass labels its rows at its next visit (recall_labels).
     missing_reply_policy = MissingReplyPolicy(
-        quorum=(*PseudoLabelled.missing_reply_policy.quorum, "label_pass", "label_locally")
+        quorum=(*PseudoLabelTraining.missing_reply_policy.quorum, "label_pass", "label_locally")
     )
     cfg: FedSemConfig
 
@@ -259,21 +259,21 @@ class FedSem(PseudoLabelled):
             others = [agent for agent in federation.query if agent not in set(mixed)]
             federation.call_all(mixed, self.label_locally, request)
             federation.call_all(others, self.label_pass, request)
-        return self.one_round(state, federation, unlabelled=rounds_after_warm_up > 0)
+        return self.train_one_round(state, federation, unlabelled=rounds_after_warm_up > 0)
 
     @on_agent
     def label_pass(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> Ack:
         """Label all unlabelled rows (N,), not augmented, with the global classifier."""
-        self._label(agent, no_labelled(agent.unlabelled), msg, ctx)
+        self._label_rows(agent, make_empty_labelled(agent.unlabelled), msg, ctx)
         return Ack()
 
     @on_agent
     def label_locally(self, agent: MixedAgent, msg: ProximalRequest, ctx: Context) -> Ack:
         """The same with the global classifier after training on the agent's labels."""
-        self._label(agent, agent.labelled, msg, ctx)
+        self._label_rows(agent, agent.labelled, msg, ctx)
         return Ack()
 
-    def _label(
+    def _label_rows(
         self, agent: QueryAgent, labelled: LabelledRows, msg: ProximalRequest, ctx: Context
     ) -> None:
         F = self.load_classifier(msg.F, ctx)
@@ -286,7 +286,7 @@ class FedSem(PseudoLabelled):
         self, agent: QueryAgent, labelled: LabelledRows, msg: ProximalRequest, ctx: Context
     ) -> Tensor:
         if "pseudo_labels" not in agent.memory:  # the agent missed label_pass
-            self._label(agent, labelled, msg, ctx)
+            self._label_rows(agent, labelled, msg, ctx)
         y = agent.memory["pseudo_labels"]
         ctx.pseudo_labels(agent.unlabelled.ids, one_hot(y, self.task.classes))
         return y

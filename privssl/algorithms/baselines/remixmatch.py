@@ -10,7 +10,7 @@ SemiFL (Diao et al., Table 1) compares with. Rounds: centralised.py.
     Alg. 1 l. 6   sharpen, T                                    sharpen
     Alg. 1 l. 9-17 mixing with lambda' = max(lambda, 1-lambda)  training/mixup.py
     Eq. 3, 4      cross-entropies of X', U' and the first view  losses
-    3.3, Eq. 4    which way the first view is turned            _turned
+    3.3, Eq. 4    which way the first view is turned            _compute_rotation_loss
 
 Weights, T, alpha and K are the paper's. Differs from it, beside what centralised.py says: (1) The
 rotation loss is off by default. Its head of four classes stays with the agent, and learns by SGD
@@ -28,7 +28,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from privssl.algorithms.baselines.centralised import Centralised, CentralisedSettings
+from privssl.algorithms.baselines.centralised import CentralisedSettings, CentralisedTraining
 from privssl.algorithms.local_ssl import Amount, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
@@ -59,14 +59,14 @@ class ReMixMatchConfig(CentralisedSettings, StrongViews):
 
 
 @final
-class ReMixMatch(Centralised):
+class ReMixMatch(CentralisedTraining):
     """The losses of Algorithm 1."""
 
     Config = ReMixMatchConfig
     cfg: ReMixMatchConfig
 
-    def __init__(self, config: Any, *of_task: Any) -> None:
-        super().__init__(config, *of_task)
+    def __init__(self, config: Any, *task_args: Any) -> None:
+        super().__init__(config, *task_args)
         shape = self.task.shape
         if config.rotation_weight and (len(shape) != 3 or shape[1] != shape[2]):
             raise ConfigError("algorithm.rotation_weight needs square images. Leave it out")
@@ -79,14 +79,18 @@ class ReMixMatch(Centralised):
     ) -> Iterator[Tensor]:  # fmt: skip
         """Cross-entropies of mixed labelled rows, mixed others, and the first strong view."""
         cfg, classes = self.cfg, self.task.classes
-        order, mixing, turning = (ctx.rng(name) for name in ("order", "mixup", "rotation"))
+        order_rng, mix_rng, rotation_rng = (
+            ctx.rng(name) for name in ("order", "mixup", "rotation")
+        )
         rate = cfg.rate(ctx.round)
         weak = partial(cfg.weak_view, rng=ctx.rng("weak view"))
         strong = partial(cfg.strong_view, rng=ctx.rng("strong view"))
-        held, K = (len(labelled), len(unlabelled)), cfg.strong_views
+        row_counts, K = (len(labelled), len(unlabelled)), cfg.strong_views
         ramp = min(1.0, ctx.round / cfg.ramp_up) if cfg.ramp_up else 1.0
         for _ in range(cfg.local_epochs):
-            pairs = list(local_training.joint_batches(*held, cfg.batch_size, cfg.steps_of, order))
+            pairs = list(
+                local_training.joint_batches(*row_counts, cfg.batch_size, cfg.steps_of, order_rng)
+            )
             s_batches, u_batches = ([pair[kind] for pair in pairs] for kind in (0, 1))
             steps = zip(
                 pairs,
@@ -105,21 +109,25 @@ class ReMixMatch(Centralised):
                 ctx.pseudo_labels(unlabelled.ids[u], q)
                 rows = torch.cat([x, x_strong, x_weak])  # X and U of l. 9-12
                 probs = torch.cat([p, q.repeat(K + 1, 1)])
-                mixed, targets = local_mixup(rows, probs, cfg.mix_alpha, mixing, towards_first=True)
+                mixed, targets = local_mixup(
+                    rows, probs, cfg.mix_alpha, mix_rng, towards_first=True
+                )
                 logits = F(torch.cat([mixed, x_strong[: len(u)]]))
                 mixed_losses = soft_cross_entropy(logits[: len(rows)], targets)
                 anchor_losses = soft_cross_entropy(logits[len(rows) :], q)
                 loss = (
-                    _mean(mixed_losses[: len(s)])
-                    + ramp * cfg.mixed_weight * _mean(mixed_losses[len(s) :])
-                    + ramp * cfg.anchor_weight * _mean(anchor_losses)
+                    _average(mixed_losses[: len(s)])
+                    + ramp * cfg.mixed_weight * _average(mixed_losses[len(s) :])
+                    + ramp * cfg.anchor_weight * _average(anchor_losses)
                 )
                 if cfg.rotation_weight and len(u):
-                    rotation = self._turned(F, x_strong[: len(u)], memory, turning, rate)
+                    rotation = self._compute_rotation_loss(
+                        F, x_strong[: len(u)], memory, rotation_rng, rate
+                    )
                     loss = loss + cfg.rotation_weight * rotation
                 yield loss
 
-    def _turned(
+    def _compute_rotation_loss(
         self, F: nn.Module, x: Tensor, memory: dict[str, Tensor], rng: torch.Generator, rate: float
     ) -> Tensor:
         """The rotation loss of views (B, *shape); its head (4, D) takes its step at once."""
@@ -145,22 +153,22 @@ class ReMixMatch(Centralised):
         memory["means"] = torch.cat([memory.get("means", batch_mean[:0]), batch_mean])[-KEPT:]
         counts = torch.bincount(labelled.y, minlength=q.shape[1]).float()
         counts = counts if len(labelled) else torch.ones_like(counts)
-        known, predicted = counts / counts.sum(), memory["means"].mean(dim=0)
-        return sharpen(align(q, known.to(q.device), predicted.to(q.device)), self.cfg.sharpness)
+        p, p_tilde = counts / counts.sum(), memory["means"].mean(dim=0)
+        return sharpen(align(q, p.to(q.device), p_tilde.to(q.device)), self.cfg.sharpness)
 
 
-def align(q: Tensor, known: Tensor, predicted: Tensor) -> Tensor:
-    """q known / predicted, normalised to sum to 1: section 3.1; with the authors' code's 1e-6.
+def align(q: Tensor, p: Tensor, p_tilde: Tensor) -> Tensor:
+    """q p / p_tilde, normalised to sum to 1: section 3.1; with the authors' code's 1e-6.
 
     Args:
         q: predictions (B, C).
-        known: frequency of each class among labelled rows (C,).
-        predicted: mean prediction (C,).
+        p: frequency of each class among labelled rows (C,).
+        p_tilde: mean prediction (C,).
     """
-    aligned = q * (known + 1e-6) / (predicted + 1e-6)
+    aligned = q * (p + 1e-6) / (p_tilde + 1e-6)
     return aligned / aligned.sum(dim=1, keepdim=True)
 
 
-def _mean(losses: Tensor) -> Tensor:
+def _average(losses: Tensor) -> Tensor:
     """0 of none."""
     return losses.sum() / max(1, len(losses))

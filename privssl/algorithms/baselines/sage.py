@@ -9,7 +9,7 @@ more often wrong. SAGE is a local loss in FixMatch's place; rounds are FedAvg's.
     both models label a weak view (CPG)                     losses -> view_probabilities
     mixed target, exp(-kappa |c_local - c_global|) (CDSC)   soft_correction
     KL(target || strong view) where either is sure          losses
-    FedAvg by rows                                          PseudoLabelled
+    FedAvg by rows                                          PseudoLabelTraining
 
 Where labels may be: at mixed agents (the paper); elsewhere as in pseudo_labeling.py, whose rounds
 these are.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
+from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelSettings, PseudoLabelTraining
 from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context, Task
@@ -42,7 +42,7 @@ from privssl.training.pseudo_labels import view_probabilities
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class SAGEConfig(Guessing, StrongViews):
+class SAGEConfig(PseudoLabelSettings, StrongViews):
     """Section ``algorithm`` for SAGE. Numbers are the authors' code's (CIFAR-10) unless marked."""
 
     name: Literal["sage"] = "sage"
@@ -69,7 +69,7 @@ class SAGEConfig(Guessing, StrongViews):
 
 
 @final
-class SAGE(PseudoLabelled):
+class SAGE(PseudoLabelTraining):
     """FedAvg of agents that learn from corrected pseudo-labels."""
 
     Config = SAGEConfig
@@ -89,11 +89,11 @@ class SAGE(PseudoLabelled):
         sources = (
             [unlabelled.x, labelled.x] if cfg.labelled_too and len(unlabelled) else [unlabelled.x]
         )
-        x_u, gaps, used_shares = torch.cat(sources), list[Tensor](), list[Tensor]()
+        x_u, gaps, confident_shares = torch.cat(sources), list[Tensor](), list[Tensor]()
         weak_view = partial(cfg.weak_view, rng=weak)
         strong_view = partial(cfg.strong_view, rng=strong)
         for _ in range(cfg.local_epochs):
-            s_batches, u_batches = self._batches(len(labelled), len(x_u), order)
+            s_batches, u_batches = self._draw_batches(len(labelled), len(x_u), order)
             views = zip(
                 local_training.views_of(labelled.x, s_batches, weak_view, ctx.device),
                 local_training.views_of(x_u, u_batches, weak_view, ctx.device),
@@ -104,29 +104,31 @@ class SAGE(PseudoLabelled):
                 p_local, p_global = (
                     view_probabilities(network, x_weak, self.task.classes) for network in (F, G)
                 )
-                target, used = soft_correction(
+                target, confident = soft_correction(
                     p_local, p_global, cfg.threshold, cfg.half_at, cfg.correction
                 )
                 mask = u < len(unlabelled)
-                ctx.pseudo_labels(unlabelled.ids[u[mask]], target.cpu()[mask], used.cpu()[mask])
+                ctx.pseudo_labels(
+                    unlabelled.ids[u[mask]], target.cpu()[mask], confident.cpu()[mask]
+                )
                 gaps.append(
                     (p_local.amax(dim=1) - p_global.amax(dim=1)).abs().sum() / max(1, len(u))
                 )
-                used_shares.append(used.float().sum() / max(1, len(u)))
-                rows = torch.cat([x_l, x_strong[used]])
+                confident_shares.append(confident.float().sum() / max(1, len(u)))
+                rows = torch.cat([x_l, x_strong[confident]])
                 if not can_learn_from(F, len(rows)):
                     continue
                 logits = F(rows)
                 L_x = cross_entropy(
                     logits[: len(s)], labelled.y[s].to(ctx.device), reduction="sum"
                 ) / max(1, len(s))
-                L_u = divergence(target[used], logits[len(s) :]).sum() / max(1, len(u))
+                L_u = divergence(target[confident], logits[len(s) :]).sum() / max(1, len(u))
                 yield L_x + cfg.unlabelled_weight * L_u
         if gaps:
             ctx.log_metric("train/gap", local_training.mean_of(gaps))
-            ctx.log_metric("train/kept", local_training.mean_of(used_shares))
+            ctx.log_metric("train/kept", local_training.mean_of(confident_shares))
 
-    def _batches(
+    def _draw_batches(
         self, labelled: int, unlabelled: int, rng: torch.Generator
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Row numbers of an epoch's steps: labelled (B,) and unlabelled (mu B,), as many steps as
@@ -145,21 +147,22 @@ class SAGE(PseudoLabelled):
 
 
 def soft_correction(
-    local: Tensor, world: Tensor, threshold: float, half_at: float,
+    p_local: Tensor, p_global: Tensor, threshold: float, half_gap: float,
     correction: Literal["soft", "local", "global"] = "soft",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Targets (B, C) and which rows are used (B,), from both models' probabilities (B, C).
 
-    Where the local model is sure: l onehot(local) + (1 - l) onehot(global), l = exp(-kappa gap) of
-    their largest probabilities; elsewhere onehot(global). A row is used where either is sure.
+    Where the local model is confident: l onehot(p_local) + (1 - l) onehot(p_global),
+    l = exp(-kappa gap) of their largest probabilities; elsewhere onehot(p_global). A row is used
+    where either is confident.
     """
-    (c_local, y_local), (c_global, y_global) = local.max(dim=1), world.max(dim=1)
-    classes, sure = local.shape[1], c_local >= threshold
-    l = torch.exp(-math.log(2) / half_at * (c_local - c_global).abs())[:, None]  # noqa: E741
+    (c_local, y_local), (c_global, y_global) = p_local.max(dim=1), p_global.max(dim=1)
+    classes, confident = p_local.shape[1], c_local >= threshold
+    l = torch.exp(-math.log(2) / half_gap * (c_local - c_global).abs())[:, None]  # noqa: E741
     hot_local, hot_global = one_hot(y_local, classes).float(), one_hot(y_global, classes).float()
     if correction == "local":
-        return hot_local, sure
+        return hot_local, confident
     if correction == "global":
         return hot_global, c_global >= threshold
-    target = torch.where(sure[:, None], l * hot_local + (1 - l) * hot_global, hot_global)
-    return target, sure | (c_global >= threshold)
+    target = torch.where(confident[:, None], l * hot_local + (1 - l) * hot_global, hot_global)
+    return target, confident | (c_global >= threshold)

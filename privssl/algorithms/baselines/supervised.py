@@ -6,7 +6,7 @@
 
     papers                                            here
     local training: epochs of SGD, cross-entropy      labelled_pass -> labelled_losses, run_sgd
-    FedAvg: the mean, by rows held; under a plan      _Supervised.round, Federated.weigh; FedAvg
+    FedAvg: the mean, by rows held; under a plan      round, FederatedSettings.weigh; FedAvg
     FedProx: + mu / 2 |theta - theta_global|^2        run_sgd, squared_distance
     SemiFL's recipe: cosine, Nesterov, clipping       LocalTrainingSettings, run_sgd
     static batch norm: statistics of labelled rows    aggregate_bn_statistics, labelled_statistics
@@ -35,10 +35,10 @@ from accounting.errors import BudgetExhausted
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.baselines import dp_classifier
 from privssl.algorithms.baselines.local_settings import (
-    Federated,
+    FederatedSettings,
     LocalTrainingSettings,
-    Proximal,
-    Streamed,
+    ProximalSettings,
+    StreamSettings,
 )
 from privssl.algorithms.local_ssl import (
     Amount,
@@ -46,8 +46,8 @@ from privssl.algorithms.local_ssl import (
     ModelUpdate,
     TrainRequest,
     can_learn_from,
-    first_of,
     model_update,
+    select_first_classifier,
     train_alone,
     train_and_average,
 )
@@ -89,14 +89,14 @@ class ServerSLConfig(LocalTrainingSettings):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedAvgConfig(Streamed):
+class FedAvgConfig(StreamSettings):
     """Section ``algorithm`` for FedAvg on labelled rows."""
 
     name: Literal["fedavg"] = "fedavg"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedProxConfig(Proximal, Streamed):
+class FedProxConfig(ProximalSettings, StreamSettings):
     """Section ``algorithm`` for FedProx on labelled rows."""
 
     name: Literal["fedprox"] = "fedprox"
@@ -104,7 +104,7 @@ class FedProxConfig(Proximal, Streamed):
     proximal: Amount = 0.01  # mu; FedMatch
 
 
-class _Supervised(Algorithm[ModelState]):
+class _SupervisedTraining(Algorithm[ModelState]):
     """The shared round and step; a subclass says who learns."""
 
     StateType: ClassVar[type[ModelState]] = SupervisedState
@@ -117,13 +117,15 @@ class _Supervised(Algorithm[ModelState]):
         return SupervisedState(self.initial_classifier(federation))
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
-        mu = self.cfg.proximal if isinstance(self.cfg, Proximal) else 0.0
-        learners, step = self.learners(federation), self.labelled_pass
-        if isinstance(self.cfg, Streamed) and self.cfg.aggregation == "none":
-            own = self.own_classifiers(state)
-            own = train_alone(federation, learners, step, ProximalRequest, own, state.F)
-            return SupervisedState(state.F, own)
-        F = train_and_average(federation, learners, step, ProximalRequest(state.F, mu), state.F)
+        mu = self.cfg.proximal if isinstance(self.cfg, ProximalSettings) else 0.0
+        participants, step = self.select_participants(federation), self.labelled_pass
+        if isinstance(self.cfg, StreamSettings) and self.cfg.aggregation == "none":
+            classifiers = self.own_classifiers(state)
+            classifiers = train_alone(
+                federation, participants, step, ProximalRequest, classifiers, state.F
+            )
+            return SupervisedState(state.F, classifiers)
+        F = train_and_average(federation, participants, step, ProximalRequest(state.F, mu), state.F)
         return SupervisedState(self.aggregate_bn_statistics(F, federation))
 
     def aggregate_bn_statistics(self, F: StateDict, federation: Federation) -> StateDict:
@@ -131,12 +133,12 @@ class _Supervised(Algorithm[ModelState]):
         sources = [(federation.support, self.labelled_statistics)]
         return aggregate_bn_statistics(F, self._F, federation, TrainRequest(F), sources)
 
-    def learners(self, federation: Federation) -> Roster:
+    def select_participants(self, federation: Federation) -> Roster:
         """The agents that train in this round."""
         return federation.support
 
     def classifier(self, state: ModelState) -> StateDict:
-        return first_of(self.own_classifiers(state), state.F)
+        return select_first_classifier(self.own_classifiers(state), state.F)
 
     def own_classifiers(self, state: ModelState) -> Mapping[str, StateDict]:
         return state.own if isinstance(state, SupervisedState) else {}
@@ -147,14 +149,14 @@ class _Supervised(Algorithm[ModelState]):
     ) -> ModelUpdate | Declined:
         """Epochs of cross-entropy on labelled rows."""
         rows = agent.labelled
-        if isinstance(self.cfg, Streamed) and self.cfg.stream_slices > 1:
-            indices = self.cfg.current_slice(len(rows), ctx)
+        if isinstance(self.cfg, StreamSettings) and self.cfg.stream_slices > 1:
+            indices = self.cfg.select_current_slice(len(rows), ctx)
             rows = LabelledRows(rows.x[indices], rows.y[indices], rows.ids[indices])
-        if isinstance(self.cfg, Federated):
+        if isinstance(self.cfg, FederatedSettings):
             self.cfg.weigh(len(rows), ctx)
-        return self._learn(rows, msg, ctx)
+        return self._train(rows, msg, ctx)
 
-    def _learn(self, rows: LabelledRows, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
+    def _train(self, rows: LabelledRows, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         F = self.load_classifier(msg.F, ctx)
         return run_sgd(F, labelled_losses(F, rows, self.cfg, ctx), self.cfg, msg, ctx)
 
@@ -167,7 +169,7 @@ class _Supervised(Algorithm[ModelState]):
 
 
 @final
-class ServerSL(_Supervised):
+class ServerSL(_SupervisedTraining):
     """The labelled server alone."""
 
     Config = ServerSLConfig
@@ -183,14 +185,14 @@ class ServerSL(_Supervised):
             yield Problem("data.labels", text + advice)
 
 
-class Averaged(_Supervised):
+class AveragedTraining(_SupervisedTraining):
     """Several agents hold labels, and with ``labels-at-both`` the server too."""
 
     missing_reply_policy = MissingReplyPolicy(
         quorum=("labelled_pass", "labelled_statistics"),
         needed=("server_pass",), needed_because="The server is always there",
     )  # fmt: skip
-    cfg: Federated
+    cfg: FederatedSettings
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         if len(federation.support) > 1 and (server := federation.server) is not None:
@@ -199,14 +201,14 @@ class Averaged(_Supervised):
             state = SupervisedState(F)
         return super().round(state, federation)
 
-    def learners(self, federation: Federation) -> Roster:
+    def select_participants(self, federation: Federation) -> Roster:
         agents = tuple(agent for agent in federation.support if agent != federation.server)
         return federation.sample(agents or federation.support, self.cfg.agents_per_round)
 
     @on_agent
     def server_pass(self, agent: SupportAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Epochs on all of the server's rows, which come in no slices."""
-        return self._learn(agent.labelled, msg, ctx)
+        return self._train(agent.labelled, msg, ctx)
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -216,7 +218,7 @@ class Averaged(_Supervised):
             advice = "Set algorithm.name: server_sl, or data.labels: support or labels-at-client"
             yield Problem("data.labels", f"{text}server alone would have any. {advice}")
         cfg = config.algorithm
-        if not isinstance(cfg, Streamed):
+        if not isinstance(cfg, StreamSettings):
             return
         if cfg.aggregation == "none" and config.data.labels == "labels-at-both":
             text = "none, but agents go on from the server's weights. Set data.labels: support"
@@ -232,7 +234,7 @@ class Averaged(_Supervised):
 
 
 @final
-class FedAvg(Averaged):
+class FedAvg(AveragedTraining):
     """The mean of agents that learn from their labels, under a plan by DP-SGD."""
 
     Config = FedAvgConfig
@@ -251,9 +253,9 @@ class FedAvg(Averaged):
     def try_private(self, device: torch.device) -> None:
         dp_classifier.try_classifier(self.plan, self._F, self.task, device, flip=self.cfg.flip)
 
-    def learners(self, federation: Federation) -> Roster:
+    def select_participants(self, federation: Federation) -> Roster:
         no_visits_left = self.plan is not None and federation.round.number > self.plan.visits
-        return () if no_visits_left else super().learners(federation)
+        return () if no_visits_left else super().select_participants(federation)
 
     @on_agent
     def labelled_pass(
@@ -270,7 +272,7 @@ class FedAvg(Averaged):
 
 
 @final
-class FedProx(Averaged):
+class FedProx(AveragedTraining):
     """FedAvg whose agents are pulled towards the global weights."""
 
     Config = FedProxConfig
@@ -278,13 +280,13 @@ class FedProx(Averaged):
 
 def labelled_losses(
     F: nn.Module, rows: LabelledRows, cfg: LocalTrainingSettings, ctx: Context,
-    loss: Callable[..., Tensor] = hard_label_loss, **more: Tensor,
+    loss: Callable[..., Tensor] = hard_label_loss, **extra_fields: Tensor,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Mean cross-entropy, or another loss, of each batch of weak views, epoch after epoch.
 
     Args:
         loss: of a batch with ``x`` and ``y``, for ``deferred.batched_call``.
-        more: further fields of every batch.
+        extra_fields: further fields of every batch.
     """
     order_rng, view_rng = ctx.rng("order"), ctx.rng("weak view")
     for _ in range(cfg.local_epochs):
@@ -295,7 +297,7 @@ def labelled_losses(
         )
         for indices, x in zip(batches, views, strict=True):
             y = rows.y[indices].to(ctx.device)
-            yield batched_call(loss, {"x": x, "y": y, **more}, F=F)
+            yield batched_call(loss, {"x": x, "y": y, **extra_fields}, F=F)
 
 
 def run_sgd(

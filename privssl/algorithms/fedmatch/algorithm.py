@@ -6,11 +6,11 @@ learns from labelled rows and psi from unlabelled ones, each while the other is 
 
     paper                                              here
     Eq. 1  KL of helpers' and own predictions          inter_client_loss
-    Eq. 2  Phi                                         DisjointTrainer._consistency
+    Eq. 2  Phi                                         DisjointTrainer._compute_consistency_loss
     Eq. 3  agreement on a pseudo-label                 helper_agents.vote_agreement
     Eq. 4  L_s(sigma)                                  DisjointTrainer.learn_sigma
     Eq. 5  L_u(psi)                                    DisjointTrainer.learn_psi, penalties
-    3.1    embeddings, KD-tree, every 10 rounds        _collect, _downloads, helper_agents
+    3.1    embeddings, KD-tree, every 10 rounds        _collect, _make_downloads, helper_agents
     3.2    sparse differences                          sparse_updates, core/sparse_tensors
     A.3    learning rate by the validation loss        _update_plateaus, step_plateau
     Alg. 1 labels at clients                           round -> learn_both
@@ -50,10 +50,10 @@ from privssl.algorithms.fedmatch.helper_agents import draw_probe, nearest_agents
 from privssl.algorithms.fedmatch.settings import FedMatchConfig, LabelLocation, SlicesOf
 from privssl.algorithms.fedmatch.sparse_updates import (
     DecomposedWeights,
-    sparse_download,
-    without_small,
+    make_sparse_download,
+    zero_small_entries,
 )
-from privssl.algorithms.local_ssl import needs_unlabelled, stream_slice
+from privssl.algorithms.local_ssl import needs_unlabelled, select_stream_slice
 from privssl.core.agents import MixedAgent, QueryAgent, SupportAgent
 from privssl.core.aggregation import average, uniform_weight
 from privssl.core.federation import Federation, Roster
@@ -137,26 +137,27 @@ class FedMatch(Algorithm[FedMatchState]):
     def round(self, state: FedMatchState, federation: Federation) -> FedMatchState:
         at_clients = _labels_at(federation) == "client"
         if not at_clients:  # Alg. 2 l. 4-8
-            state = self._learn_where_labels_are(state, federation)
-        down = self._downloads(state, federation)  # Alg. 1 l. 4-6, Alg. 2 l. 9-11
+            state = self._train_at_support(state, federation)
+        downloads = self._make_downloads(state, federation)  # Alg. 1 l. 4-6, Alg. 2 l. 9-11
         step, traffic_before = self.learn_both if at_clients else self.learn_psi, federation.traffic
-        replies = federation.call_all(down.agents, step, down.request)  # Alg. 1 l. 7, Alg. 2 l. 12
-        state = self._collect(state, down, replies, federation)  # Alg. 1 l. 8-11, Alg. 2 l. 13-15
+        # Alg. 1 l. 7-11, Alg. 2 l. 12-15
+        replies = federation.call_all(downloads.agents, step, downloads.make_request)
+        state = self._collect(state, downloads, replies, federation)
         dense_bytes = sum(w.numel() * w.element_size() for w in state.psi.values())
-        dense_bytes_of_all = dense_bytes * max(len(down.agents), 1)
+        dense_bytes_of_all = dense_bytes * max(len(downloads.agents), 1)
         return dataclasses.replace(
             state,
             bytes_down=(federation.traffic.down - traffic_before.down) / dense_bytes_of_all,
             bytes_up=(federation.traffic.up - traffic_before.up) / dense_bytes_of_all,
         )
 
-    def _learn_where_labels_are(
-        self, state: FedMatchState, federation: Federation
-    ) -> FedMatchState:
-        learning_rates = self._learning_rates(state, federation.support, "server")
+    def _train_at_support(self, state: FedMatchState, federation: Federation) -> FedMatchState:
+        learning_rates = self._assign_learning_rates(state, federation.support, "server")
         replies = federation.call_all(
             federation.support, self.learn_sigma,
-            lambda to: FedMatchRequest(state.sigma, state.psi, learning_rate=learning_rates[to.id]),
+            lambda agent: FedMatchRequest(
+                state.sigma, state.psi, learning_rate=learning_rates[agent.id]
+            ),
         )  # fmt: skip
         networks = {
             reply.sender.id: DecomposedWeights(
@@ -172,15 +173,15 @@ class FedMatch(Algorithm[FedMatchState]):
             plateaus=self._update_plateaus(state, networks, federation),
         )
 
-    def _learning_rates(
+    def _assign_learning_rates(
         self, state: FedMatchState, agents: Roster, labels_at: LabelLocation
     ) -> dict[str, float | None]:
         """The rate that each agent is sent; None: its own, by the loss on its labels."""
         hparams = self.cfg.hyperparameters(labels_at)
         if hparams.decay_on == "labelled":
             return dict.fromkeys(agent.id for agent in agents)
-        first = disjoint.initial_plateau(self.cfg.learning_rate, hparams.patience)
-        return {agent.id: float(state.plateaus.get(agent.id, first)[0]) for agent in agents}
+        plateau = disjoint.make_plateau(self.cfg.learning_rate, hparams.patience)
+        return {agent.id: float(state.plateaus.get(agent.id, plateau)[0]) for agent in agents}
 
     def _update_plateaus(
         self, state: FedMatchState, networks: Mapping[str, DecomposedWeights],
@@ -190,18 +191,20 @@ class FedMatch(Algorithm[FedMatchState]):
         hparams = self.cfg.hyperparameters(_labels_at(federation))
         if hparams.decay_on == "labelled":
             return state.plateaus
-        first = disjoint.initial_plateau(self.cfg.learning_rate, hparams.patience)
+        new_plateau = disjoint.make_plateau(self.cfg.learning_rate, hparams.patience)
         plateaus = dict(state.plateaus)
         for agent, network in networks.items():
-            psi = without_small(network.psi, state.negligible)
+            psi = zero_small_entries(network.psi, state.negligible)
             loss = federation.validation_loss(disjoint.theta(network.sigma, psi))
             if loss is not None or agent in plateaus:
                 plateaus[agent] = disjoint.step_plateau(
-                    plateaus.get(agent, first), math.nan if loss is None else loss, hparams.patience
+                    plateaus.get(agent, new_plateau),
+                    math.nan if loss is None else loss,
+                    hparams.patience,
                 )
         return plateaus
 
-    def _downloads(self, state: FedMatchState, federation: Federation) -> Downloads:
+    def _make_downloads(self, state: FedMatchState, federation: Federation) -> Downloads:
         """The agents of a round, and what each is sent."""
         hparams, now = self.cfg.hyperparameters(_labels_at(federation)), federation.round.number
         agents = federation.sample(federation.query, self.cfg.query_per_round)
@@ -215,41 +218,41 @@ class FedMatch(Algorithm[FedMatchState]):
         weights, by_agent = DecomposedWeights(state.sigma, state.psi), {}
         sparse = self.cfg.sparse_down or hparams.sparse_messages
         for agent in (agent.id for agent in agents):
-            held = None
+            agent_weights = None
             if agent in state.held_psi:
-                held = DecomposedWeights(state.held_sigma[agent], state.held_psi[agent])
-            download = sparse_download(
-                held, weights, helpers.get(agent, []), hparams.sparsity_thresholds,
+                agent_weights = DecomposedWeights(state.held_sigma[agent], state.held_psi[agent])
+            download = make_sparse_download(
+                agent_weights, weights, helpers.get(agent, []), hparams.sparsity_thresholds,
                 decodable=hparams.sparse_messages,
             )  # fmt: skip
             # If not sparse: the difference is counted, as in the code, but not applied.
             by_agent[agent] = download if sparse else dataclasses.replace(download, weights=weights)
-        learning_rates = self._learning_rates(state, agents, _labels_at(federation))
+        learning_rates = self._assign_learning_rates(state, agents, _labels_at(federation))
         return Downloads(agents, by_agent, helpers, learning_rates, hparams.sparse_messages)
 
     def _collect(
-        self, state: FedMatchState, down: Downloads, replies: Sequence[Reply[FedMatchUpdate]],
+        self, state: FedMatchState, downloads: Downloads, replies: Sequence[Reply[FedMatchUpdate]],
         federation: Federation,
     ) -> FedMatchState:  # fmt: skip
         """Embed the new models and average them, each with the same weight (Alg. 1 l. 10, Alg. 2
         l. 15)."""
-        replies = [down.decode(reply) for reply in replies if not reply.declined]
+        replies = [downloads.decode(reply) for reply in replies if not reply.declined]
         sigmas, psis, embeddings = {}, {}, {}
         for reply in replies:
             agent, sigma, psi = reply.sender.id, reply.payload.sigma, reply.payload.psi
             assert psi is not None
             # None: it trained with the sigma that it got
-            sigmas[agent] = down.by_agent[agent].weights.sigma if sigma is None else sigma
+            sigmas[agent] = downloads.by_agent[agent].weights.sigma if sigma is None else sigma
             psis[agent] = psi
             embeddings[agent] = disjoint.predict(
                 self._F, disjoint.theta(sigmas[agent], psi), state.probe
             )[0]
         networks = {agent: DecomposedWeights(sigmas[agent], psi) for agent, psi in psis.items()}
-        # down.helpers: who got new ones now; state.helped_at: who ever did, and may keep them.
-        agents_with_helpers = set(down.helpers)
+        # downloads.helpers: who got new ones now; state.helped_at: who ever did, and may keep them.
+        agents_with_helpers = set(downloads.helpers)
         if self.cfg.hyperparameters(_labels_at(federation)).keep_helpers:
-            agents_with_helpers |= {agent.id for agent in down.agents} & state.helped_at.keys()
-        downloads, agent_count = down.by_agent.values(), max(len(down.agents), 1)
+            agents_with_helpers |= {agent.id for agent in downloads.agents} & state.helped_at.keys()
+        sent_downloads, agent_count = downloads.by_agent.values(), max(len(downloads.agents), 1)
         return dataclasses.replace(
             state,
             sigma=average(replies, "sigma", otherwise=state.sigma, weight=uniform_weight),
@@ -259,26 +262,29 @@ class FedMatch(Algorithm[FedMatchState]):
             held_psi={**state.held_psi, **psis},
             helped_at={
                 **state.helped_at,
-                **{agent: federation.round.number for agent in down.helpers if agent in psis},
+                **{agent: federation.round.number for agent in downloads.helpers if agent in psis},
             },
             plateaus=self._update_plateaus(state, networks, federation),
-            cost_down=sum(download.cost for download in downloads) / agent_count,
-            cost_down_sigma=sum(download.cost_of_sigma for download in downloads) / agent_count,
-            cost_down_psi=sum(download.cost_of_psi for download in downloads) / agent_count,
+            cost_down=sum(download.cost for download in sent_downloads) / agent_count,
+            cost_down_sigma=sum(download.cost_of_sigma for download in sent_downloads)
+            / agent_count,
+            cost_down_psi=sum(download.cost_of_psi for download in sent_downloads) / agent_count,
             helped=len(agents_with_helpers) / agent_count,
         )
 
     def classifier(self, state: FedMatchState) -> StateDict:
-        return disjoint.theta(state.sigma, without_small(state.psi, state.negligible))
+        return disjoint.theta(state.sigma, zero_small_entries(state.psi, state.negligible))
 
     def also_evaluated(self, state: FedMatchState) -> dict[str, StateDict]:
         if not self.cfg.evaluate_parts:
             return {}
-        return {"sigma": state.sigma, "psi": without_small(state.psi, state.negligible)}
+        return {"sigma": state.sigma, "psi": zero_small_entries(state.psi, state.negligible)}
 
     def own_classifiers(self, state: FedMatchState) -> dict[str, StateDict]:
         return {
-            agent: disjoint.theta(state.held_sigma[agent], without_small(psi, state.negligible))
+            agent: disjoint.theta(
+                state.held_sigma[agent], zero_small_entries(psi, state.negligible)
+            )
             for agent, psi in state.held_psi.items()
         }
 
@@ -303,16 +309,16 @@ class FedMatch(Algorithm[FedMatchState]):
     ) -> FedMatchUpdate:
         """Eq. 4 at an agent with labels alone: psi is fixed, without its small entries."""
         hparams, rows = self.cfg.hyperparameters("server"), agent.labelled
-        order = disjoint.kept_order("labelled", len(rows), agent, ctx)
-        start = DecomposedWeights(msg.sigma, without_small(msg.psi, hparams.negligible))
+        order = disjoint.recall_order("labelled", len(rows), agent, ctx)
+        start = DecomposedWeights(msg.sigma, zero_small_entries(msg.psi, hparams.negligible))
         trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx, msg.learning_rate)
         for indices in torch.split(order, hparams.batch_size) * self.cfg.server_epochs:
             trainer.learn_sigma(rows, indices)
-            trainer.measure(rows)
-        trainer.end()
+            trainer.measure_accuracy(rows)
+        trainer.finish()
         if not self.cfg.decomposition:
-            return FedMatchUpdate(None, trainer.update_of("psi"))
-        return FedMatchUpdate(trainer.update_of("sigma"), None)
+            return FedMatchUpdate(None, trainer.copy_weights("psi"))
+        return FedMatchUpdate(trainer.copy_weights("sigma"), None)
 
     @on_agent
     def learn_psi(
@@ -320,15 +326,15 @@ class FedMatch(Algorithm[FedMatchState]):
     ) -> FedMatchUpdate | Declined:
         """Eq. 5 at an agent without labels: sigma is fixed."""
         hparams, rows = self.cfg.hyperparameters("server"), agent.unlabelled
-        order = self._slice(agent, ctx, hparams.slices_of)
+        order = self._select_slice(agent, ctx, hparams.slices_of)
         start, helpers = decode_request(agent, msg, keep_helpers=hparams.keep_helpers)
         if not len(order):
             return Declined("no rows in this slice of the stream")
         trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx, msg.learning_rate)
-        for indices in disjoint.whole_batches(order, hparams.batch_size) * self.cfg.epochs:
+        for indices in disjoint.split_batches(order, hparams.batch_size) * self.cfg.epochs:
             trainer.learn_psi(rows, indices, helpers)
-        trainer.end()
-        updated = DecomposedWeights({}, trainer.update_of("psi"))
+        trainer.finish()
+        updated = DecomposedWeights({}, trainer.copy_weights("psi"))
         return encode_update(updated, start, agent, hparams, ctx)
 
     @on_agent
@@ -339,23 +345,25 @@ class FedMatch(Algorithm[FedMatchState]):
             agent.labelled,
             agent.unlabelled,
         )
-        s_order = disjoint.kept_order("labelled", len(s_rows), agent, ctx)
-        u_order = self._slice(agent, ctx, hparams.slices_of)
+        s_order = disjoint.recall_order("labelled", len(s_rows), agent, ctx)
+        u_order = self._select_slice(agent, ctx, hparams.slices_of)
         start, helpers = decode_request(agent, msg, keep_helpers=hparams.keep_helpers)
         trainer = DisjointTrainer(self.cfg, "client", self._F, start, agent, ctx, msg.learning_rate)
-        for s, u in disjoint.paired_batches(s_order, u_order, hparams.batch_size) * self.cfg.epochs:
+        for s, u in disjoint.pair_batches(s_order, u_order, hparams.batch_size) * self.cfg.epochs:
             trainer.learn_sigma(s_rows, s)
             trainer.learn_psi(u_rows, u, helpers)
-            trainer.measure(s_rows)
-        trainer.end()
-        updated = DecomposedWeights(trainer.update_of("sigma"), trainer.update_of("psi"))
+            trainer.measure_accuracy(s_rows)
+        trainer.finish()
+        updated = DecomposedWeights(trainer.copy_weights("sigma"), trainer.copy_weights("psi"))
         return encode_update(updated, start, agent, hparams, ctx)
 
-    def _slice(self, agent: QueryAgent, ctx: Context, of: SlicesOf) -> Tensor:
+    def _select_slice(self, agent: QueryAgent, ctx: Context, slices_of: SlicesOf) -> Tensor:
         """Numbers of the unlabelled rows of this round's slice of the stream, in kept order."""
-        order = disjoint.kept_order("unlabelled", len(agent.unlabelled), agent, ctx)
-        positions = stream_slice(len(order), self.cfg.stream_slices, ctx.round, self.cfg.rounds)
-        if of == "stored":  # a slice's rows still come in the agent's own order
+        order = disjoint.recall_order("unlabelled", len(agent.unlabelled), agent, ctx)
+        positions = select_stream_slice(
+            len(order), self.cfg.stream_slices, ctx.round, self.cfg.rounds
+        )
+        if slices_of == "stored":  # a slice's rows still come in the agent's own order
             return order[torch.isin(order, positions)]
         return order[positions]
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from privssl.algorithms.fedmatch.helper_agents import bundle, unbundle
+from privssl.algorithms.fedmatch.helper_agents import pack_helpers, unpack_helpers
 from privssl.algorithms.fedmatch.settings import Hyperparameters
 from privssl.algorithms.fedmatch.sparse_updates import (
     DecomposedWeights,
     Download,
-    sparse_upload,
-    upload_mask,
+    compute_upload_masks,
+    make_sparse_upload,
 )
 from privssl.core.agents import AgentRef, QueryAgent
 from privssl.core.federation import Roster
@@ -30,7 +30,7 @@ from privssl.core.task import Context
 
 @dataclass(frozen=True)
 class FedMatchRequest(Message):
-    """Down to an agent: sigma and psi, and psi of its helpers (``helper_agents.bundle``)."""
+    """Down to an agent: sigma and psi, and psi of its helpers (``helper_agents.pack_helpers``)."""
 
     sigma: StateDict
     psi: StateDict
@@ -60,18 +60,18 @@ class Downloads:
     learning_rates: Mapping[str, float | None]
     sparse: bool  # differences travel as such
 
-    def request(self, agent: AgentRef) -> FedMatchRequest:
+    def make_request(self, agent: AgentRef) -> FedMatchRequest:
         """The message for one agent."""
         download, helpers = self.by_agent[agent.id], self.helpers.get(agent.id, ())
         sigma, psi, masks = download.weights.sigma, download.weights.psi, download.masks
         learning_rate = self.learning_rates[agent.id]
         if not self.sparse or masks is None:
-            return FedMatchRequest(sigma, psi, bundle(helpers), learning_rate=learning_rate)
+            return FedMatchRequest(sigma, psi, pack_helpers(helpers), learning_rate=learning_rate)
         sparse = [to_sparse(h, mask) for h, mask in zip(helpers, masks.helpers, strict=True)]
         return FedMatchRequest(
             to_sparse(sigma, masks.sigma),
             to_sparse(psi, masks.psi),
-            bundle(sparse),
+            pack_helpers(sparse),
             True,
             learning_rate,
         )
@@ -98,7 +98,7 @@ def decode_request(
     agent: QueryAgent, msg: FedMatchRequest, *, keep_helpers: bool
 ) -> tuple[DecomposedWeights, list[dict[str, Tensor]]]:
     """The weights that an agent is sent, and psi of its helpers: new ones, or those it keeps."""
-    sigma, psi, helpers = dict(msg.sigma), dict(msg.psi), unbundle(msg.helpers)
+    sigma, psi, helpers = dict(msg.sigma), dict(msg.psi), unpack_helpers(msg.helpers)
     if msg.sparse:
         held_sigma, held_psi = (_recall(agent, f"held/{part}/") for part in ("sigma", "psi"))
         sigma, psi = from_sparse(held_sigma, sigma), from_sparse(held_psi, psi)
@@ -106,9 +106,9 @@ def decode_request(
     if keep_helpers:
         if helpers:
             memory = {k: v for k, v in agent.memory.items() if not k.startswith("helper/")}
-            bundled = bundle(helpers) or {}
-            agent.memory = memory | {f"helper/{k}": v for k, v in bundled.items()}
-        helpers = unbundle(_recall(agent, "helper/"))
+            packed = pack_helpers(helpers) or {}
+            agent.memory = memory | {f"helper/{k}": v for k, v in packed.items()}
+        helpers = unpack_helpers(_recall(agent, "helper/"))
     return DecomposedWeights(sigma, psi), helpers
 
 
@@ -127,10 +127,10 @@ def encode_update(
         if not new:
             continue
         is_psi = name == "psi"
-        base[name], cost = sparse_upload(new, old, thresholds, is_psi=is_psi)
+        base[name], cost = make_sparse_upload(new, old, thresholds, is_psi=is_psi)
         update[name] = base[name]
         if hparams.sparse_messages:
-            update[name] = to_sparse(new, upload_mask(new, old, thresholds, is_psi=is_psi))
+            update[name] = to_sparse(new, compute_upload_masks(new, old, thresholds, is_psi=is_psi))
         ctx.log_metric(f"train/cost_up_{name}", cost)
         costs.append(cost)
     ctx.log_metric("train/cost_up", sum(costs))

@@ -51,29 +51,29 @@ def nearest_agents(
     return helpers
 
 
-def bundle(helpers: Sequence[StateDict]) -> dict[str, Tensor] | None:
+def pack_helpers(helpers: Sequence[StateDict]) -> dict[str, Tensor] | None:
     """The psi of several helpers as one mapping, "0/NAME", "1/NAME" and so on; None of none."""
-    bundled = {f"{number}/{n}": w for number, psi in enumerate(helpers) for n, w in psi.items()}
-    return bundled or None
+    packed = {f"{number}/{n}": w for number, psi in enumerate(helpers) for n, w in psi.items()}
+    return packed or None
 
 
-def unbundle(helpers: StateDict | None) -> list[dict[str, Tensor]]:
-    """The inverse of ``bundle``."""
-    unbundled: dict[str, dict[str, Tensor]] = {}
+def unpack_helpers(helpers: StateDict | None) -> list[dict[str, Tensor]]:
+    """The inverse of ``pack_helpers``."""
+    unpacked: dict[str, dict[str, Tensor]] = {}
     for key, weight in (helpers or {}).items():
         number, _, name = key.partition("/")
-        unbundled.setdefault(number, {})[name] = weight
-    return list(unbundled.values())
+        unpacked.setdefault(number, {})[name] = weight
+    return list(unpacked.values())
 
 
-def vote_agreement(own: Tensor, helpers: Sequence[Tensor], sure_from: float = 0.0) -> Tensor:
+def vote_agreement(p: Tensor, helpers: Sequence[Tensor], min_confidence: float = 0.0) -> Tensor:
     """Votes for each class: Eq. 3. The pseudo-label is the class with most votes, the lowest of
     equals.
 
     Args:
-        own: the agent's prediction (B, C).
+        p: the agent's prediction (B, C).
         helpers: predictions of its helpers, each (B, C); may be none.
-        sure_from: a helper votes only where its largest probability is at least this.
+        min_confidence: a helper votes only where its largest probability is at least this.
 
     Returns:
         Whole numbers (B, C).
@@ -81,9 +81,9 @@ def vote_agreement(own: Tensor, helpers: Sequence[Tensor], sure_from: float = 0.
     >>> vote_agreement(torch.tensor([[0.9, 0.0, 0.1]]), [torch.tensor([[0.1, 0.0, 0.9]])] * 2)
     tensor([[1, 0, 2]])
     """
-    classes = own.shape[1]
-    votes = one_hot(own.argmax(dim=1), classes)
+    classes = p.shape[1]
+    votes = one_hot(p.argmax(dim=1), classes)
     for prediction in helpers:
-        confident, choice = prediction.max(dim=1).values >= sure_from, prediction.argmax(dim=1)
+        confident, choice = prediction.max(dim=1).values >= min_confidence, prediction.argmax(dim=1)
         votes = votes + one_hot(choice, classes) * confident[:, None]
     return votes

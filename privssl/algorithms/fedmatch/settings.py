@@ -17,7 +17,7 @@ from privssl.algorithms.local_ssl import Amount, Share
 from privssl.data.augmentations import StrongName, view
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 
-Form: TypeAlias = Literal["clamped", "exact"]
+LogForm: TypeAlias = Literal["clamped", "exact"]
 LabelLocation: TypeAlias = Literal["server", "client"]
 Vote: TypeAlias = Literal["always", "sure"]
 DecayOn: TypeAlias = Literal["labelled", "validation"]
@@ -37,7 +37,7 @@ class Hyperparameters:
     negligible: float
     smallest_change: float
     weight_decay: float = 0.0
-    probabilities: Form = "clamped"
+    probabilities: LogForm = "clamped"
     helpers_vote: Vote = "always"
     inter_client_rows: InterClientRows = "confident"
     decay_on: DecayOn = "labelled"
@@ -96,7 +96,7 @@ class DisjointTraining:
     negligible: Amount | None = None  # l1_thres: entries of psi that count as 0
     smallest_change: Amount | None = None  # delta: differences up to it are not sent
     helpers_vote: Vote | None = None  # sure: where their max p >= tau (paper)
-    probabilities: Form | None = None  # in losses; clamped: as Keras does; exact: by log softmax
+    probabilities: LogForm | None = None  # in losses; clamped: as Keras does; exact: by log softmax
     strong: StrongName = "fedmatch"
     decomposition: bool = True  # false: one set of weights learns from all rows (Table 5)
     measure_labelled: bool = False  # accuracy on an agent's labels after each step (Fig. 6c)

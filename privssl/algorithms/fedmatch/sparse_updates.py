@@ -11,7 +11,7 @@ FedAvg sends in one direction, the unit (100%) of the paper's tables. ``comm/up_
 those of ``core/sparse_tensors.py``.
 
 In an upload, an entry that is not sent keeps the server's value. In a download, the code counts the
-entries but uses the dense weights; ``sparse_download`` gives the weights that were counted.
+entries but uses the dense weights; ``make_sparse_download`` gives the weights that were counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,29 +67,31 @@ class Download:
         return self.cost_of_sigma + self.cost_of_psi + self.cost_of_helpers
 
 
-def without_small(weights: StateDict, negligible: float) -> dict[str, Tensor]:
+def zero_small_entries(weights: StateDict, negligible: float) -> dict[str, Tensor]:
     """w 1[|w| > negligible].
 
-    >>> without_small({"w": torch.tensor([0.5, -0.25, -2.0])}, 0.5)["w"]
+    >>> zero_small_entries({"w": torch.tensor([0.5, -0.25, -2.0])}, 0.5)["w"]
     tensor([ 0.,  0., -2.])
     """
-    return {name: torch.where(differs(w, 0.0, negligible), w, 0.0) for name, w in weights.items()}
+    return {
+        name: torch.where(find_changes(w, 0.0, negligible), w, 0.0) for name, w in weights.items()
+    }
 
 
-def differs(new: Tensor, old: Tensor | float, change: float) -> Tensor:
+def find_changes(new: Tensor, old: Tensor | float, change: float) -> Tensor:
     """Where |new - old| > change. NaN differs, so that it is sent and refused."""
     return ~((new - old).abs() <= change)
 
 
-def upload_mask(
+def compute_upload_masks(
     updated: StateDict, received: StateDict, thresholds: SparsityThresholds, *, is_psi: bool
 ) -> dict[str, Tensor]:
-    """Which entries an agent sends of sigma or psi; arguments of ``sparse_upload``."""
-    compared = without_small(updated, thresholds.negligible) if is_psi else updated
-    return {n: differs(w, received[n], thresholds.change) for n, w in compared.items()}
+    """Which entries an agent sends of sigma or psi; arguments of ``make_sparse_upload``."""
+    compared = zero_small_entries(updated, thresholds.negligible) if is_psi else updated
+    return {n: find_changes(w, received[n], thresholds.change) for n, w in compared.items()}
 
 
-def sparse_upload(
+def make_sparse_upload(
     updated: StateDict, received: StateDict, thresholds: SparsityThresholds, *, is_psi: bool
 ) -> tuple[dict[str, Tensor], float]:
     """What an agent sends of sigma or psi, and the cost.
@@ -101,61 +103,69 @@ def sparse_upload(
     Returns:
         The weights with the old value where the difference is not sent, and the cost.
     """
-    masks = upload_mask(updated, received, thresholds, is_psi=is_psi)
-    return _merge(updated, received, masks), _count(masks) / _entries(received)
+    masks = compute_upload_masks(updated, received, thresholds, is_psi=is_psi)
+    return _merge_entries(updated, received, masks), _count_sent(masks) / _count_entries(received)
 
 
-def sparse_download(
-    held: DecomposedWeights | None,
+def make_sparse_download(
+    agent_weights: DecomposedWeights | None,
     server_weights: DecomposedWeights,
     helpers: Sequence[StateDict],
     thresholds: SparsityThresholds,
     *,
     decodable: bool = False,
 ) -> Download:
-    """The weights of an agent after sparse differences from ``held`` to ``server_weights``.
+    """An agent's weights after sparse differences from ``agent_weights`` to ``server_weights``.
 
     Args:
-        held: the agent's weights after its last visit; None at its first.
+        agent_weights: the agent's weights after its last visit; None at its first.
         helpers: psi of its helpers, each compared with the agent's own.
         decodable: an entry of a helper that is 0 is sent where the agent's own is not. The authors'
             code does not count it, and no receiver could know it.
     """
-    if held is None:
+    if agent_weights is None:
         return Download(
             server_weights, FIRST_COST / 2 if server_weights.sigma else 0.0, FIRST_COST / 2
         )
-    own = without_small(held.psi, thresholds.negligible)
-    new = without_small(server_weights.psi, thresholds.negligible)
-    psi_mask = {n: differs(w, own[n], thresholds.change) for n, w in new.items()}
+    own_psi = zero_small_entries(agent_weights.psi, thresholds.negligible)
+    server_psi = zero_small_entries(server_weights.psi, thresholds.negligible)
+    psi_mask = {n: find_changes(w, own_psi[n], thresholds.change) for n, w in server_psi.items()}
     sigma_mask = {
-        n: differs(w, held.sigma[n], thresholds.change) for n, w in server_weights.sigma.items()
+        n: find_changes(w, agent_weights.sigma[n], thresholds.change)
+        for n, w in server_weights.sigma.items()
     }
     helper_masks = []
     for helper in helpers:
-        other = without_small(helper, thresholds.negligible)
+        helper_psi = zero_small_entries(helper, thresholds.negligible)
         # Unless decodable, a helper's 0 is compared with 0, so that it is never counted.
-        base = {n: own[n] if decodable else own[n].where(w != 0, 0.0) for n, w in other.items()}
-        helper_masks.append({n: differs(w, base[n], thresholds.change) for n, w in other.items()})
+        base = {
+            n: own_psi[n] if decodable else own_psi[n].where(w != 0, 0.0)
+            for n, w in helper_psi.items()
+        }
+        helper_masks.append(
+            {n: find_changes(w, base[n], thresholds.change) for n, w in helper_psi.items()}
+        )
     patched = DecomposedWeights(
-        _merge(server_weights.sigma, held.sigma, sigma_mask),
-        _merge(server_weights.psi, held.psi, psi_mask),
+        _merge_entries(server_weights.sigma, agent_weights.sigma, sigma_mask),
+        _merge_entries(server_weights.psi, agent_weights.psi, psi_mask),
     )
-    entries = _entries(server_weights.psi)
+    entries = _count_entries(server_weights.psi)
     return Download(
-        patched, _count(sigma_mask) / entries, _count(psi_mask) / entries,
-        sum(map(_count, helper_masks)) / entries,
+        patched, _count_sent(sigma_mask) / entries, _count_sent(psi_mask) / entries,
+        sum(map(_count_sent, helper_masks)) / entries,
         DownloadMasks(sigma_mask, psi_mask, tuple(helper_masks)),
     )  # fmt: skip
 
 
-def _merge(new: StateDict, old: StateDict, where: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.where(where[name], weight, old[name]) for name, weight in new.items()}
+def _merge_entries(
+    new: StateDict, old: StateDict, masks: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    return {name: torch.where(masks[name], weight, old[name]) for name, weight in new.items()}
 
 
-def _count(masks: Mapping[str, Tensor]) -> int:
+def _count_sent(masks: Mapping[str, Tensor]) -> int:
     return sum(int(mask.sum()) for mask in masks.values())
 
 
-def _entries(weights: StateDict) -> int:
+def _count_entries(weights: StateDict) -> int:
     return sum(weight.numel() for weight in weights.values())

@@ -8,7 +8,7 @@ Learning" (arXiv:2110.07829, version 2). A server holds few labelled rows, agent
     Alg. 1 step 1: average (Eq. 2), train (3, 4)   round -> learn_from_labels
     step 1: threshold of each class (Eq. 5)        round -> class_thresholds
     step 2: all agents download, p-bar (Eq. 7, 8)  round -> remember_prediction, _update_history
-    step 3: D+ and D- (Eq. 9 to 12)                negative_learning.signed_labels
+    step 3: D+ and D- (Eq. 9 to 12)                negative_learning.draw_signed_labels
     step 3: local training (Eq. 13 to 16)          learn_from_both_signs, batch_loss
     step 4: upload                                 the reply of learn_from_both_signs
 
@@ -46,8 +46,8 @@ from privssl.algorithms.local_ssl import (
     TrainRequest,
     can_learn_from,
     model_update,
+    needs_no_statistics,
     needs_unlabelled,
-    no_statistics,
     predict,
     train_and_average,
 )
@@ -144,7 +144,7 @@ class FedSEALConfig:
         """Weights of the positive and the negative loss in a round, counted from 1. Eq. 13."""
         return negative_learning.sign_weights(
             self.weight_schedule, self.positive_weight, self.weight_rate,
-            rounds=min(round_number - 1, self.weight_rounds), of=self.weight_rounds,
+            rounds=min(round_number - 1, self.weight_rounds), max_rounds=self.weight_rounds,
         )  # fmt: skip
 
     def rate(self, round_number: int) -> float:
@@ -197,7 +197,7 @@ class FedSEAL(Algorithm[FedSEALState]):
         if config.model.norm == "batch" and cfg.batch_size == 1:
             text = "1, but batch norm needs two rows: every batch would be left out. Give 2 or more"
             yield Problem("algorithm.batch_size", text)
-        yield from no_statistics(config)
+        yield from needs_no_statistics(config)
 
     def start(self, federation: Federation) -> FedSEALState:
         F = self.initial_classifier(federation)
@@ -214,7 +214,7 @@ class FedSEAL(Algorithm[FedSEALState]):
         F = self._train_and_average(
             federation, federation.support, self.learn_from_labels, request
         )  # step 1
-        signed = SignedRequest(F, self._thresholds(F, federation))  # step 1
+        signed = SignedRequest(F, self._ask_thresholds(F, federation))  # step 1
         participants = federation.sample(federation.query, self.cfg.query_per_round)
         if self.cfg.history == "all" and participants:  # step 2
             others = [agent for agent in federation.query if agent not in set(participants)]
@@ -235,13 +235,13 @@ class FedSEAL(Algorithm[FedSEALState]):
         """Eq. 2: the plain mean of what the agents send after a step; what they got if none did."""
         return train_and_average(federation, agents, step, request, request.F, uniform_weight)
 
-    def _thresholds(self, F: StateDict, federation: Federation) -> Tensor:
+    def _ask_thresholds(self, F: StateDict, federation: Federation) -> Tensor:
         """tau (C,): of the server, or the mean over the agents with labels."""
         if self.cfg.threshold is not None:
             return torch.full((self.task.classes,), self.cfg.threshold)
         replies = federation.call_all(federation.support, self.class_thresholds, TrainRequest(F))
-        taus = [reply.payload.tau for reply in replies if not reply.declined]
-        return negative_learning.mean_where_known(taus, self.task.classes)
+        thresholds = [reply.payload.tau for reply in replies if not reply.declined]
+        return negative_learning.average_thresholds(thresholds, self.task.classes)
 
     def classifier(self, state: FedSEALState) -> StateDict:
         return state.F
@@ -256,13 +256,13 @@ class FedSEAL(Algorithm[FedSEALState]):
         """Train F until accuracy on validation rows stops rising, and keep the best: 4.1.3."""
         rows, (train_indices, val_indices) = agent.labelled, self._split_rows(agent.labelled, ctx)
         F = self.load_classifier(msg.F, ctx)
-        sgd, rng = self._sgd(F, ctx), ctx.rng("bootstrap")
+        sgd, rng = self._make_sgd(F, ctx), ctx.rng("bootstrap")
         patience = self.cfg.bootstrap_patience if len(val_indices) else 0
         best: StateDict = msg.F
         best_accuracy, epochs_waited = -1.0, 0
         for _ in range(self.cfg.bootstrap_epochs):
-            self._labelled_epoch(F, sgd, rows, train_indices, ctx, rng)
-            predicted = _probabilities(F, rows.x[val_indices], ctx).argmax(dim=1)
+            self._train_labelled_epoch(F, sgd, rows, train_indices, ctx, rng)
+            predicted = _predict_probabilities(F, rows.x[val_indices], ctx).argmax(dim=1)
             accuracy = float((predicted == rows.y[val_indices]).float().mean()) if patience else 0.0
             epochs_waited += 1
             if accuracy > best_accuracy or not patience:
@@ -278,9 +278,9 @@ class FedSEAL(Algorithm[FedSEALState]):
         """E_s epochs on labelled rows: Eq. 3, 4."""
         rows, (train_indices, _) = agent.labelled, self._split_rows(agent.labelled, ctx)
         F = self.load_classifier(msg.F, ctx)
-        sgd, rng, losses = self._sgd(F, ctx), ctx.rng("labels"), []
+        sgd, rng, losses = self._make_sgd(F, ctx), ctx.rng("labels"), []
         for _ in range(self.cfg.server_epochs):
-            losses += self._labelled_epoch(F, sgd, rows, train_indices, ctx, rng)
+            losses += self._train_labelled_epoch(F, sgd, rows, train_indices, ctx, rng)
         ctx.log_metric("train/loss_labelled", local_training.mean_of(losses))
         return model_update(F)
 
@@ -290,18 +290,18 @@ class FedSEAL(Algorithm[FedSEALState]):
     ) -> ClassThresholds:
         """Eq. 5 on the validation rows, not augmented; logs Figures 3 and 4 on them."""
         rows, (_, val_indices) = agent.labelled, self._split_rows(agent.labelled, ctx)
-        p = _probabilities(self.load_classifier(msg.F, ctx), rows.x[val_indices], ctx)
-        tau = negative_learning.class_thresholds(p, rows.y[val_indices])
+        p = _predict_probabilities(self.load_classifier(msg.F, ctx), rows.x[val_indices], ctx)
+        tau = negative_learning.compute_class_thresholds(p, rows.y[val_indices])
         tau = tau.clamp(min=self.cfg.threshold_floor)
         finite = tau[tau.isfinite()]
         if len(finite):
             ctx.log_metric("train/threshold_min", float(finite.min()))
             ctx.log_metric("train/threshold_max", float(finite.max()))
-            labels = negative_learning.signed_labels(
+            labels = negative_learning.draw_signed_labels(
                 p, tau, self.cfg.unlikely_at_most, ctx.rng("complement"),
                 exclude_likeliest=self.cfg.exclude_likeliest,
             )  # fmt: skip
-            for name, value in negative_learning.validation_metrics(
+            for name, value in negative_learning.compute_validation_metrics(
                 p, rows.y[val_indices], labels
             ).items():
                 ctx.log_metric(name, value)
@@ -315,7 +315,7 @@ class FedSEAL(Algorithm[FedSEALState]):
         is_validation = negative_learning.split_validation(rows.y, count, rng)
         return torch.nonzero(~is_validation)[:, 0], torch.nonzero(is_validation)[:, 0]
 
-    def _labelled_epoch(
+    def _train_labelled_epoch(
         self, F: nn.Module, sgd: optim.SGD, rows: LabelledRows, train_indices: Tensor,
         ctx: Context, rng: torch.Generator,
     ) -> list[Tensor]:  # fmt: skip
@@ -344,23 +344,25 @@ class FedSEAL(Algorithm[FedSEALState]):
         """Eq. 8 to 16: pseudo-labels of confident rows, complementary labels of the others."""
         cfg, rows = self.cfg, agent.unlabelled
         p_bar = self._update_history(agent, msg.F, ctx)  # Eq. 8
-        labels = negative_learning.signed_labels(
+        labels = negative_learning.draw_signed_labels(
             p_bar, msg.tau.cpu(), cfg.unlikely_at_most, ctx.rng("complement"),
             exclude_likeliest=cfg.exclude_likeliest, hard=cfg.hard_labels,
         )  # Eq. 9 to 12  # fmt: skip
-        ctx.pseudo_labels(rows.ids, p_bar, labels.positive)
+        ctx.pseudo_labels(rows.ids, p_bar, labels.confident)
         F, weights = self.load_classifier(msg.F, ctx), cfg.sign_weights(ctx.round)
         _log_signs(labels, weights[0], ctx)
-        sgd, order, losses = self._sgd(F, ctx), ctx.rng("order"), list[Tensor]()
-        sample_view = partial(self._view_batch, rows, labels, ctx, ctx.rng("views"))
+        sgd, order, losses = self._make_sgd(F, ctx), ctx.rng("order"), list[Tensor]()
+        sample_view = partial(self._draw_views, rows, labels, ctx, ctx.rng("views"))
         for _ in range(cfg.client_epochs):
-            batches = negative_learning.signed_batches(cfg.batches, labels, cfg.batch_size, order)
+            batches = negative_learning.draw_signed_batches(
+                cfg.batches, labels, cfg.batch_size, order
+            )
             views = local_training.in_blocks(
                 batches, sample_view, local_training.rows_per_pass(rows.x)
             )
             for batch, x in zip(batches, views, strict=True):
                 if can_learn_from(F, len(batch)):  # Eq. 14 and 15; Eq. 13; Eq. 16
-                    pos, neg = negative_learning.signed_losses(F(x), labels, batch)
+                    pos, neg = negative_learning.compute_signed_losses(F(x), labels, batch)
                     loss = negative_learning.batch_loss(
                         cfg.batches, pos, neg, labels.sizes, weights
                     )
@@ -370,7 +372,7 @@ class FedSEAL(Algorithm[FedSEALState]):
 
     def _update_history(self, agent: QueryAgent, weights: StateDict, ctx: Context) -> Tensor:
         """p-bar (N, C) with the prediction of one more model: Eq. 8."""
-        p = _probabilities(self.load_classifier(weights, ctx), agent.unlabelled.x, ctx)
+        p = _predict_probabilities(self.load_classifier(weights, ctx), agent.unlabelled.x, ctx)
         if self.cfg.history == "none":
             return p
         memory = agent.memory
@@ -379,18 +381,18 @@ class FedSEAL(Algorithm[FedSEALState]):
         agent.memory = {**memory, "p_bar": p_bar, "models": torch.tensor(model_count)}
         return p_bar
 
-    def _view_batch(
+    def _draw_views(
         self, rows: UnlabelledRows, labels: negative_learning.SignedLabels, ctx: Context,
-        rng: torch.Generator, picked: Tensor,
+        rng: torch.Generator, indices: Tensor,
     ) -> Tensor:  # fmt: skip
         """The positive view of rows of D+, the negative view of the others (N, *shape)."""
-        x = local_training.network_input(rows.x[picked], ctx.device)
-        positive, views = labels.positive[picked], torch.empty_like(x)
-        views[positive] = self.cfg.sample_view(self.cfg.positive_view, x[positive], rng)
-        views[~positive] = self.cfg.sample_view(self.cfg.negative_view, x[~positive], rng)
+        x = local_training.network_input(rows.x[indices], ctx.device)
+        confident, views = labels.confident[indices], torch.empty_like(x)
+        views[confident] = self.cfg.sample_view(self.cfg.positive_view, x[confident], rng)
+        views[~confident] = self.cfg.sample_view(self.cfg.negative_view, x[~confident], rng)
         return views
 
-    def _sgd(self, F: nn.Module, ctx: Context) -> optim.SGD:
+    def _make_sgd(self, F: nn.Module, ctx: Context) -> optim.SGD:
         rate = self.cfg.rate(ctx.round)
         return optim.SGD(F.parameters(), lr=rate, momentum=self.cfg.momentum)
 
@@ -398,13 +400,13 @@ class FedSEAL(Algorithm[FedSEALState]):
 def _log_signs(labels: negative_learning.SignedLabels, weight: float, ctx: Context) -> None:
     """Shares of D+ and D-, lambda, and the largest class of D+: near 1, training collapses."""
     n_plus, n_minus = labels.sizes
-    counts = torch.bincount(labels.y_plus[labels.positive], minlength=1)
+    counts = torch.bincount(labels.y_plus[labels.confident], minlength=1)
     ctx.log_metric("train/positive", n_plus / len(labels.y_plus))
     ctx.log_metric("train/negative", n_minus / len(labels.y_plus))
     ctx.log_metric("train/positive_largest_class", int(counts.max()) / max(1, n_plus))
     ctx.log_metric("train/positive_weight", weight)
 
 
-def _probabilities(F: nn.Module, x: Tensor, ctx: Context) -> Tensor:
+def _predict_probabilities(F: nn.Module, x: Tensor, ctx: Context) -> Tensor:
     """Predictions (N, C) on stored rows, not augmented; F is left in training mode."""
     return predict(F, x, ctx.device).softmax(dim=1).cpu()

@@ -2,11 +2,11 @@
 
 Bian, Fu, Xu (arXiv:2110.07829). The rounds are in ``algorithms/fedseal/algorithm.py``.
 
-    Eq. 5          class_thresholds, mean_where_known; on rows of split_validation
-    Eq. 9 to 12    signed_labels
-    Eq. 13         batch_loss, over signed_batches, lambda from sign_weights
+    Eq. 5          compute_class_thresholds, average_thresholds; on rows of split_validation
+    Eq. 9 to 12    draw_signed_labels
+    Eq. 13         batch_loss, over draw_signed_batches, lambda from sign_weights
     Eq. 15         complementary_loss
-    Fig. 3, 4      validation_metrics
+    Fig. 3, 4      compute_validation_metrics
 """
 
 from collections.abc import Sequence
@@ -33,17 +33,17 @@ class SignedLabels(NamedTuple):
 
     y_plus: Tensor  # (N,) classes
     targets: Tensor  # (N, C) target distributions of rows of D+
-    positive: Tensor  # (N,) bool: in D+
+    confident: Tensor  # (N,) bool: in D+
     y_minus: Tensor  # (N,) classes; without meaning outside of D-
     negative: Tensor  # (N,) bool: in D-
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Rows in D+ and in D-."""
-        return int(self.positive.sum()), int(self.negative.sum())
+        return int(self.confident.sum()), int(self.negative.sum())
 
 
-def class_thresholds(p: Tensor, y: Tensor) -> Tensor:
+def compute_class_thresholds(p: Tensor, y: Tensor) -> Tensor:
     """tau_m = summed confidence of rows predicted as m / rows of class m. Eq. 5.
 
     Args:
@@ -59,15 +59,17 @@ def class_thresholds(p: Tensor, y: Tensor) -> Tensor:
     return torch.where(count > 0, summed / count, torch.inf)
 
 
-def mean_where_known(taus: Sequence[Tensor], classes: int) -> Tensor:
+def average_thresholds(thresholds: Sequence[Tensor], classes: int) -> Tensor:
     """Mean of thresholds (C,), of each class over the agents that have it; else NEVER_SEEN."""
-    all_taus = torch.stack([*taus, torch.full((classes,), NEVER_SEEN)])  # (holders + 1, C)
-    known = all_taus < NEVER_SEEN
-    mean = torch.where(known, all_taus, 0.0).sum(dim=0) / known.sum(dim=0)
-    return torch.where(known.any(dim=0), mean, NEVER_SEEN)
+    all_thresholds = torch.stack(
+        [*thresholds, torch.full((classes,), NEVER_SEEN)]
+    )  # (holders + 1, C)
+    has_rows = all_thresholds < NEVER_SEEN
+    mean = torch.where(has_rows, all_thresholds, 0.0).sum(dim=0) / has_rows.sum(dim=0)
+    return torch.where(has_rows.any(dim=0), mean, NEVER_SEEN)
 
 
-def signed_labels(
+def draw_signed_labels(
     p_bar: Tensor, tau: Tensor, theta: float, rng: torch.Generator, *,
     exclude_likeliest: bool = False, hard: bool = True,
 ) -> SignedLabels:  # fmt: skip
@@ -81,18 +83,18 @@ def signed_labels(
         hard: the target of rows of D+ is y+, else p-bar.
     """
     confidence, y_plus = p_bar.max(dim=1)  # Eq. 9
-    positive = confidence >= tau[y_plus]  # Eq. 10
+    confident = confidence >= tau[y_plus]  # Eq. 10
     unlikely = p_bar <= theta  # (N, C), Eq. 11
     likeliest = one_hot(y_plus, p_bar.shape[1])
     if exclude_likeliest:
         unlikely &= ~likeliest.bool()
-    negative = ~positive & unlikely.any(dim=1)  # Eq. 12
+    negative = ~confident & unlikely.any(dim=1)  # Eq. 12
     weights = torch.where(negative[:, None], unlikely.float(), 1.0)
     y_minus = torch.multinomial(weights, 1, generator=rng)[:, 0]
-    return SignedLabels(y_plus, likeliest.float() if hard else p_bar, positive, y_minus, negative)
+    return SignedLabels(y_plus, likeliest.float() if hard else p_bar, confident, y_minus, negative)
 
 
-def validation_metrics(p: Tensor, y: Tensor, labels: SignedLabels) -> dict[str, float]:
+def compute_validation_metrics(p: Tensor, y: Tensor, labels: SignedLabels) -> dict[str, float]:
     """What Figures 3 and 4 draw, on validation rows, whose classes are known.
 
     right_positive and right_negative: share of right labels among rows of D+ (y+ is the class) and
@@ -106,7 +108,7 @@ def validation_metrics(p: Tensor, y: Tensor, labels: SignedLabels) -> dict[str, 
     """
     metrics = {}
     for sign, correct, mask in (
-        ("positive", labels.y_plus == y, labels.positive),
+        ("positive", labels.y_plus == y, labels.confident),
         ("negative", labels.y_minus != y, labels.negative),
     ):
         if mask.any():
@@ -132,52 +134,52 @@ def complementary_loss(logits: Tensor, y_minus: Tensor) -> Tensor:
 
 
 def sign_weights(
-    how: Schedule, first: float, rate: float, *, rounds: int, of: int
+    schedule: Schedule, lambda_1: float, rate: float, *, rounds: int, max_rounds: int
 ) -> tuple[float, float]:
     """Weights of the positive loss (lambda) and of the negative one in Eq. 13.
 
     In the paper lambda grows, from a printed value with a "decay rate (until round 100)". With
     d = rate ^ rounds:
 
-        complement      1 - (1 - first) d: agrees with all of this, and ends at 1
-        inverse         first / d: has no bound
+        complement      1 - (1 - lambda_1) d: agrees with all of this, and ends at 1
+        inverse         lambda_1 / d: has no bound
         inverse_capped  the same, up to 1
-        decay           first d: the table without the text
+        decay           lambda_1 d: the table without the text
         rampup          decay reversed
-        constant        first
+        constant        lambda_1
         decay_negative  the ratio of inverse, with weight d on the negative loss
 
     Args:
-        first: lambda in the first round, in (0, 1].
-        rounds: since the first, 0 to ``of``.
+        lambda_1: lambda in the first round, in (0, 1].
+        rounds: since the first, 0 to ``max_rounds``.
     """
     d = rate**rounds
-    match how:
+    match schedule:
         case "complement":
-            return 1 - (1 - first) * d, 1.0
+            return 1 - (1 - lambda_1) * d, 1.0
         case "inverse":
-            return first / d, 1.0
+            return lambda_1 / d, 1.0
         case "inverse_capped":
-            return first / max(first, d), 1.0
+            return lambda_1 / max(lambda_1, d), 1.0
         case "decay":
-            return first * d, 1.0
+            return lambda_1 * d, 1.0
         case "rampup":
-            return first * rate ** (of - rounds), 1.0
+            return lambda_1 * rate ** (max_rounds - rounds), 1.0
         case "decay_negative":
-            return first, d
+            return lambda_1, d
         case "constant":
-            return first, 1.0
+            return lambda_1, 1.0
 
 
 def batch_loss(
-    how: Batching, positive_loss: Tensor, negative_loss: Tensor, sizes: tuple[int, int],
+    batching: Batching, positive_loss: Tensor, negative_loss: Tensor, sizes: tuple[int, int],
     weights: tuple[float, float],
 ) -> Tensor:  # fmt: skip
     """Eq. 13 on one batch: lambda * mean over positive rows + mean over negative rows.
 
     Args:
-        how: exact divides by the expected number of rows, so that the mean over batches is Eq. 13
-            of the whole sets; otherwise by the actual number.
+        batching: exact divides by the expected number of rows, so that the mean over batches is
+            Eq. 13 of the whole sets; otherwise by the actual number.
         positive_loss, negative_loss: of the batch's rows of D+ (B+,) and D- (B-,); none: no term.
         sizes: rows of the whole D+ and D-.
         weights: of the positive and of the negative loss.
@@ -186,24 +188,24 @@ def batch_loss(
     loss = positive_loss.new_zeros(())
     for losses, size, weight in zip((positive_loss, negative_loss), sizes, weights, strict=True):
         if len(losses):
-            share = ratio / size if how == "exact" else 1 / len(losses)
+            share = ratio / size if batching == "exact" else 1 / len(losses)
             loss = loss + weight * share * losses.sum()
     return loss
 
 
-def signed_batches(
-    how: Batching, labels: SignedLabels, size: int, rng: torch.Generator
+def draw_signed_batches(
+    batching: Batching, labels: SignedLabels, size: int, rng: torch.Generator
 ) -> list[Tensor]:
     """Row numbers of one epoch over D+ and D-, in batches of ``size``.
 
     union, exact: shuffled together. sequential: all of D+, then all of D-. zip: a batch of each
     side by side, reusing the smaller set; where one is empty, the other alone.
     """
-    parts = [torch.nonzero(mask)[:, 0] for mask in (labels.positive, labels.negative)]
+    parts = [torch.nonzero(mask)[:, 0] for mask in (labels.confident, labels.negative)]
     sets = [rows for rows in parts if len(rows)]
-    if how in ("union", "exact") and sets:
+    if batching in ("union", "exact") and sets:
         sets = [torch.cat(sets)]
-    if how != "zip":
+    if batching != "zip":
         return [
             rows[i] for rows in sets for i in local_training.epoch_batches(len(rows), size, rng)
         ]
@@ -217,18 +219,20 @@ def signed_batches(
     return [torch.cat(pair) for pair in zip(*columns, strict=True)]
 
 
-def signed_losses(logits: Tensor, labels: SignedLabels, batch: Tensor) -> tuple[Tensor, Tensor]:
+def compute_signed_losses(
+    logits: Tensor, labels: SignedLabels, batch: Tensor
+) -> tuple[Tensor, Tensor]:
     """Losses of the positive rows of a batch (B+,), Eq. 14, and of the negative ones (B-,), Eq. 15.
 
     Args:
         logits: of all rows of the batch (B, C).
         batch: their numbers (B,), each in D+ or in D-.
     """
-    positive = labels.positive[batch]
-    y_plus, y_minus = labels.targets[batch[positive]], labels.y_minus[batch[~positive]]
+    confident = labels.confident[batch]
+    y_plus, y_minus = labels.targets[batch[confident]], labels.y_minus[batch[~confident]]
     return (
-        soft_cross_entropy(logits[positive], y_plus.to(logits.device)),
-        complementary_loss(logits[~positive], y_minus.to(logits.device)),
+        soft_cross_entropy(logits[confident], y_plus.to(logits.device)),
+        complementary_loss(logits[~confident], y_minus.to(logits.device)),
     )
 
 

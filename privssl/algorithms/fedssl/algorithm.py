@@ -44,9 +44,9 @@ from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.algorithms.local_ssl import (
     TeacherState,
     average_groups,
+    needs_no_statistics,
     needs_unlabelled,
-    no_statistics,
-    one_hot,
+    one_hot_labels,
 )
 from privssl.core.agents import QueryAgent, SupportAgent
 from privssl.core.federation import Federation, Roster
@@ -143,7 +143,7 @@ class FedSSL(Algorithm[FedSSLState]):
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
-        yield from no_statistics(config)
+        yield from needs_no_statistics(config)
         if getattr(config, "privacy", None) is None:
             return
         if config.algorithm.synthetic_share and config.algorithm.synthetic_at == "all":
@@ -292,7 +292,7 @@ class FedSSL(Algorithm[FedSSLState]):
         synthetic rows, where support agents get some."""
         rows = agent.labelled
         indices = self.cfg.draw_rows(len(rows), ctx)
-        labels = one_hot(rows, indices, self.task.classes)
+        labels = one_hot_labels(rows, indices, self.task.classes)
         synthetic = None
         if msg is not None and self.cfg.synthetic_at == "all":
             synthetic, _ = self._sample_generator(msg, len(indices), ctx)
@@ -311,7 +311,7 @@ class FedSSL(Algorithm[FedSSLState]):
             return None, None
         by_teacher = self.cfg.synthetic_labels == "teacher"  # else the class that G was given
         is_used = (msg.train_on_mixes or by_teacher) and msg.train_classifier
-        count = len(losses.synthetic_places(self.cfg, rows)) if is_used else PROBED
+        count = len(losses.select_synthetic_rows(self.cfg, rows)) if is_used else PROBED
         classes = local_training.draw_rows(self.task.classes, count, ctx.rng("synthetic classes"))
         G = local_training.load_weights(self._networks["G"], msg.G, ctx.device).eval()
         assert isinstance(G, ConditionalGenerator)
@@ -335,7 +335,7 @@ class FedSSL(Algorithm[FedSSLState]):
         nets = self._load_networks(msg, ctx)
         rates = self.cfg.generator_learning_rate, self.cfg.discriminator_learning_rate
         groups: dict[str, local_training.Group] = {
-            "F": self.cfg.stepping(nets["F"], ctx.round),
+            "F": self.cfg.make_optimiser_group(nets["F"], ctx.round),
             "G": local_training.AdamGroup(nets["G"], rates[0], (0.5, 0.99)),
             "D": local_training.AdamGroup(nets["D"], rates[1], (0.5, 0.99)),
         }

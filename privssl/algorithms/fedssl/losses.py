@@ -97,14 +97,14 @@ def draw_mixup_batch(
         x: rows (N, *shape) as stored.
         p1: their labels or pseudo-labels (N, C).
         synthetic: rows that F learns instead of real ones, for the first rows of each
-            batch (``synthetic_places``).
+            batch (``select_synthetic_rows``).
     """
     rows, classes = p1.shape
     real = local_training.network_input(x, ctx.device)
     p1 = p1.to(ctx.device)
     x_strong, p_strong = real, None
     if synthetic is not None:
-        indices = synthetic_places(cfg, rows).to(ctx.device)
+        indices = select_synthetic_rows(cfg, rows).to(ctx.device)
         x_strong, p_strong = real.clone(), p1.clone()
         x_strong[indices], p_strong[indices] = synthetic.rows, synthetic.labels
     target_classes = torch.randint(classes, (rows,), generator=ctx.rng("classes"))
@@ -120,7 +120,7 @@ def draw_mixup_batch(
     )
 
 
-def synthetic_places(cfg: GMixupSettings, rows: int) -> Tensor:
+def select_synthetic_rows(cfg: GMixupSettings, rows: int) -> Tensor:
     """Which of the rows of a visit, N in batches, are synthetic for F: numbers, in order."""
     count = round(cfg.synthetic_share * cfg.batch_size)
     return torch.tensor([i for i in range(rows) if i % cfg.batch_size < count], dtype=torch.int64)
@@ -235,8 +235,8 @@ def train_networks_privately(
         protected = name in plan.protect
         network.requires_grad_(protected).train(protected)
 
-    def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
-        return draw_mixup_batch(cfg, x, torch.eye(classes)[y], here).fields()
+    def draw(x: Tensor, y: Tensor, row_ctx: Context) -> Mapping[str, Tensor]:
+        return draw_mixup_batch(cfg, x, torch.eye(classes)[y], row_ctx).fields()
 
     def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
         functions = NetworkFunctions.with_parameters(nets, parameters)
@@ -272,16 +272,16 @@ def canary_losses(cfg: GMixupSettings, task: Task) -> Mapping[str, CanaryLoss]:
     """Losses on a row: G's distance from it (z at 0.5), D's for a real row."""
     lam = networks_for(task.shape)[0].audit_lambda
 
-    def label_of(y: Tensor) -> Tensor:  # as one_hot, without reading the tensor's values
+    def encode_label(y: Tensor) -> Tensor:  # as one_hot, without reading the tensor's values
         return (y[:, None] == torch.arange(task.classes, device=y.device)).float()
 
     def reconstruction(G: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
-        label = label_of(y)
+        label = encode_label(y)
         z, factor = x.new_full((1, cfg.noise_size), 0.5), x.new_full((1, 1), lam)
         return (G(x, label, label, z, factor)[:, 0] - x).square().mean()
 
     def realism(D: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return softplus(-D(x, label_of(y))).mean()
+        return softplus(-D(x, encode_label(y))).mean()
 
     return {"G": reconstruction, "D": realism}
 

@@ -8,8 +8,8 @@ network after its last visit, c the spliced one: the shallow half of W, the deep
     phase 1: FedAvg on labelled rows, T1 rounds   round -> supervised_pass (Eq. 2)
     phase 2: largest confidence of every client   round -> confidence_pass (Eq. 4)
     threshold theta(t)                            voting.shrinkage (Eq. 5)
-    third player: splice, then fine-tune          _visit, models.splice
-    vote of three, rows above theta(t)            _pseudo_labels, voting.vote (Eq. 3)
+    third player: splice, then fine-tune          _vote_and_train, models.splice
+    vote of three, rows above theta(t)            _make_pseudo_labels, voting.vote (Eq. 3)
     loss on labels + lambda * on pseudo-labels    voting.plan_steps, _learn (Eq. 6, 7)
     mean of what participants trained (Eq. 1)     WeightedMean
 
@@ -36,16 +36,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
-from privssl.algorithms.fedtrinet.players import as_memory, from_memory, shallow_modules
+from privssl.algorithms.fedtrinet.players import (
+    pack_local_weights,
+    select_shallow_modules,
+    unpack_local_weights,
+)
 from privssl.algorithms.fedtrinet.voting import PROFILED, FedTriNetConfig, Part, plan_steps, vote
 from privssl.algorithms.local_ssl import (
     ModelState,
     ModelUpdate,
     TrainRequest,
     can_learn_from,
+    make_empty_labelled,
+    make_empty_unlabelled,
     needs_unlabelled,
-    no_labelled,
-    no_unlabelled,
 )
 from privssl.core.agents import (
     LabelledRows,
@@ -121,7 +125,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, config: FedTriNetConfig, task: Task, plan: PrivatePlan | None = None
     ) -> None:
         super().__init__(config, task, plan)
-        self._shallow = shallow_modules(self._F, config)
+        self._shallow = select_shallow_modules(self._F, config)
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -152,12 +156,14 @@ class FedTriNet(Algorithm[FedTriNetState]):
         return FedTriNetState(self.initial_classifier(federation))
 
     def round(self, state: FedTriNetState, federation: Federation) -> FedTriNetState:
-        t = self._clock(federation.round.number)
+        t = self._count_phase_2_rounds(federation.round.number)
         if t < 0:  # phase 1
             cold, agents = federation.round.number <= self.cfg.cold_start, federation.support
-            learners = agents if cold else self._sample_agents(federation, agents)
+            phase_1_participants = agents if cold else self._sample_agents(federation, agents)
             request, mean = LabelRequest(state.F), WeightedMean("F")
-            self._train_at_agents(federation, learners, agents, self.supervised_pass, request, mean)
+            self._train_at_agents(
+                federation, phase_1_participants, agents, self.supervised_pass, request, mean
+            )
             return dataclasses.replace(state, F=mean.value_or(state.F))  # Eq. 1
         participants = self._sample_agents(federation, federation.agents)
         confidence = state.confidence
@@ -171,21 +177,24 @@ class FedTriNet(Algorithm[FedTriNetState]):
             (self.support_pass, ("support", "server")),
             (self.query_pass, ("query",)),
         ):
-            drawn, agents = with_role(participants, *roles), with_role(federation.agents, *roles)
-            self._train_at_agents(federation, drawn, agents, step, vote_request, mean)
+            role_participants, agents = (
+                with_role(participants, *roles),
+                with_role(federation.agents, *roles),
+            )
+            self._train_at_agents(federation, role_participants, agents, step, vote_request, mean)
         return FedTriNetState(mean.value_or(state.F), confidence, threshold)  # Eq. 1
 
     def _train_at_agents(
-        self, federation: Federation, drawn: Roster, agents: Roster, step: Callable[..., Any],
-        request: LabelRequest | VoteRequest, mean: WeightedMean,
+        self, federation: Federation, participants: Roster, agents: Roster,
+        step: Callable[..., Any], request: LabelRequest | VoteRequest, mean: WeightedMean,
     ) -> None:  # fmt: skip
-        """The drawn agents train and upload; the others train for themselves, if all do."""
-        federation.call_all(drawn, step, request, aggregator=mean)
+        """The participants train and upload; the others train for themselves, if all do."""
+        federation.call_all(participants, step, request, aggregator=mean)
         if self.cfg.trains == "all":
-            others = [agent for agent in agents if agent not in set(drawn)]
+            others = [agent for agent in agents if agent not in set(participants)]
             federation.call_all(others, step, dataclasses.replace(request, upload=False))
 
-    def _clock(self, round_number: int) -> int:
+    def _count_phase_2_rounds(self, round_number: int) -> int:
         """Rounds since phase 2 began: 0 in its first, negative in phase 1."""
         return round_number - 1 - self.cfg.cold_start - self.cfg.warm_up
 
@@ -222,10 +231,10 @@ class FedTriNet(Algorithm[FedTriNetState]):
         rows = agent.labelled
         self._weigh(len(rows), ctx)
         with randomness.seeded(ctx.rng("dropout")):
-            self._load(msg.F, ctx)
+            self._load_weights(msg.F, ctx)
             self._learn_labels(rows, self.cfg.local_epochs, ctx, "labels")
         trained = local_training.weights_of(self._F)
-        agent.memory = {**agent.memory, **as_memory(trained)}
+        agent.memory = {**agent.memory, **pack_local_weights(trained)}
         return ModelUpdate(trained) if msg.upload else Ack()
 
     @on_agent
@@ -242,79 +251,84 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, agent: MixedAgent, msg: VoteRequest, ctx: Context
     ) -> ModelUpdate | Ack | Declined:
         """Phase 2 with rows of both kinds: the paper's only case."""
-        return self._visit(agent, agent.labelled, agent.unlabelled, msg, ctx)
+        return self._vote_and_train(agent, agent.labelled, agent.unlabelled, msg, ctx)
 
     @on_agent
     def support_pass(
         self, agent: SupportAgent, msg: VoteRequest, ctx: Context
     ) -> ModelUpdate | Ack | Declined:
         """Phase 2 without unlabelled rows: c learns from labels."""
-        return self._visit(agent, agent.labelled, no_unlabelled(agent.labelled), msg, ctx)
+        return self._vote_and_train(
+            agent, agent.labelled, make_empty_unlabelled(agent.labelled), msg, ctx
+        )
 
     @on_agent
     def query_pass(
         self, agent: QueryAgent, msg: VoteRequest, ctx: Context
     ) -> ModelUpdate | Ack | Declined:
         """Phase 2 without labels: c votes without fine-tuning and learns from pseudo-labels."""
-        return self._visit(agent, no_labelled(agent.unlabelled), agent.unlabelled, msg, ctx)
+        return self._vote_and_train(
+            agent, make_empty_labelled(agent.unlabelled), agent.unlabelled, msg, ctx
+        )
 
-    def _visit(
+    def _vote_and_train(
         self, agent: SupportAgent | QueryAgent, labelled: LabelledRows,
         unlabelled: UnlabelledRows, msg: VoteRequest, ctx: Context,
     ) -> ModelUpdate | Ack | Declined:  # fmt: skip
         """Phase 2 at one agent: splice c, fine-tune it, vote (Eq. 3), train c (Eq. 6, 7)."""
         self._weigh(len(labelled) + len(unlabelled), ctx)
-        local = from_memory(agent.memory) or msg.F
+        local = unpack_local_weights(agent.memory) or msg.F
         with randomness.seeded(ctx.rng("dropout")):
             if self.cfg.local_player == "labelled":
-                self._load(msg.F, ctx)
+                self._load_weights(msg.F, ctx)
                 self._learn_labels(labelled, self.cfg.local_epochs, ctx, "labels")
                 local = local_training.weights_of(self._F)
-            self._load(splice(msg.F, local, self._shallow), ctx)
+            self._load_weights(splice(msg.F, local, self._shallow), ctx)
             self._learn_labels(labelled, self.cfg.fine_tune_epochs, ctx, "fine-tuning")
             fine_tuned = local_training.weights_of(self._F)
-            y, admitted, remembered = self._pseudo_labels(
+            y, confident, remembered = self._make_pseudo_labels(
                 [local, msg.F, fine_tuned], unlabelled, agent.memory, msg.threshold, ctx
             )
-            if not len(labelled) and not admitted.any():
+            if not len(labelled) and not confident.any():
                 return Declined("no labelled row, and no row whose vote exceeds the threshold")
-            self._load(fine_tuned, ctx)
+            self._load_weights(fine_tuned, ctx)
             planned_steps = plan_steps(
-                self.cfg, len(labelled), int(admitted.sum()), t=self._clock(ctx.round),
+                self.cfg, len(labelled), int(confident.sum()),
+                t=self._count_phase_2_rounds(ctx.round),
                 is_hot=int(remembered.get("hot", torch.zeros(()))) > 0,
                 rng=ctx.rng("batches, both"),
             )  # fmt: skip
-            x = torch.cat([labelled.x, unlabelled.x[admitted]])
-            self._learn(x, torch.cat([labelled.y, y[admitted]]), planned_steps, ctx, "both")
+            x = torch.cat([labelled.x, unlabelled.x[confident]])
+            self._learn(x, torch.cat([labelled.y, y[confident]]), planned_steps, ctx, "both")
         trained = local_training.weights_of(self._F)
         local = fine_tuned if self.cfg.remember == "fine_tuned" else trained
-        agent.memory = {**agent.memory, **as_memory(local), **remembered}
+        agent.memory = {**agent.memory, **pack_local_weights(local), **remembered}
         return ModelUpdate(trained) if msg.upload else Ack()
 
-    def _pseudo_labels(
+    def _make_pseudo_labels(
         self, players: Sequence[StateDict], rows: UnlabelledRows, memory: Memory,
         threshold: float, ctx: Context,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Pseudo-labels (N,), which of them are admitted (N,), and what the agent remembers."""
+        """Pseudo-labels (N,), which of them are confident (N,), and what the agent remembers."""
         if not len(rows):
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), {}
         probs = [self._predict(player, rows, ctx, votes=True) for player in players]
         agreements = [p.argmax(dim=1) == probs[0].argmax(dim=1) for p in probs]
         ctx.log_metric("train/agreement", float(torch.stack(agreements).all(dim=0).float().mean()))
-        y, admitted = vote(probs if self.cfg.local_votes else probs[1:], threshold)
-        newly_admitted, remembered = admitted, dict[str, Tensor]()
+        y, confident = vote(probs if self.cfg.local_votes else probs[1:], threshold)
+        newly_confident, remembered = confident, dict[str, Tensor]()
         if self.cfg.pseudo_labels == "kept":
             former = memory.get("kept", torch.full_like(y, -1))
-            newly_admitted = admitted & (former < 0)
+            newly_confident = confident & (former < 0)
             y = torch.where(former < 0, y, former)
-            admitted = admitted | (former >= 0)
-            remembered["kept"] = torch.where(admitted, y, -1)
+            confident = confident | (former >= 0)
+            remembered["kept"] = torch.where(confident, y, -1)
         if self.cfg.retrain == "ramp":
-            # "hot": visits so far that newly admitted PROFILED rows or more
+            # "hot": visits so far that newly confident PROFILED rows or more
             hot_visits = memory.get("hot", torch.zeros((), dtype=torch.int64))
-            remembered["hot"] = hot_visits + (newly_admitted.sum() >= PROFILED)
-        ctx.pseudo_labels(rows.ids, functional.one_hot(y, self.task.classes), admitted)
-        return y, admitted, remembered
+            remembered["hot"] = hot_visits + (newly_confident.sum() >= PROFILED)
+        ctx.pseudo_labels(rows.ids, functional.one_hot(y, self.task.classes), confident)
+        return y, confident, remembered
 
     # Local training -------------------------------------------------------------------------
 
@@ -322,7 +336,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
         if self.cfg.weights == "rows":  # otherwise no count leaves the agent
             ctx.weight = float(rows)
 
-    def _load(self, weights: StateDict, ctx: Context) -> None:
+    def _load_weights(self, weights: StateDict, ctx: Context) -> None:
         self.load_classifier(weights, ctx)
 
     @torch.no_grad()
@@ -330,7 +344,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, weights: StateDict, rows: UnlabelledRows, ctx: Context, *, votes: bool
     ) -> Tensor:
         """Class probabilities (N, C). In a vote all players see the same view of a row."""
-        self._load(weights, ctx)
+        self._load_weights(weights, ctx)
         self._F.train(votes and self.cfg.votes_in == "train")
         augment = self.cfg.augmentation() if votes else NONE
         rng, probs = ctx.rng("view of unlabelled rows"), []
@@ -339,15 +353,15 @@ class FedTriNet(Algorithm[FedTriNetState]):
             probs.append(self._F(views).softmax(dim=1).cpu())
         return torch.cat(probs)
 
-    def _learn_labels(self, rows: LabelledRows, epochs: int, ctx: Context, purpose: str) -> None:
+    def _learn_labels(self, rows: LabelledRows, epochs: int, ctx: Context, stage: str) -> None:
         """Epochs of cross-entropy on labelled rows alone."""
-        rng, size = ctx.rng(f"batches, {purpose}"), self.cfg.batch_size
+        rng, size = ctx.rng(f"batches, {stage}"), self.cfg.batch_size
         epoch_batches = (local_training.epoch_batches(len(rows), size, rng) for _ in range(epochs))
         batches = itertools.chain.from_iterable(epoch_batches)
-        frozen = self.cfg.freeze_shallow and purpose == "fine-tuning"
+        frozen = self.cfg.freeze_shallow and stage == "fine-tuning"
         for module in map(self._F.get_submodule, self._shallow):
             module.requires_grad_(not frozen)
-        self._learn(rows.x, rows.y, ([(batch, 1.0)] for batch in batches), ctx, purpose)
+        self._learn(rows.x, rows.y, ([(batch, 1.0)] for batch in batches), ctx, stage)
         self._F.requires_grad_(True)
 
     def _learn(
@@ -356,14 +370,14 @@ class FedTriNet(Algorithm[FedTriNetState]):
         y: Tensor,
         planned_steps: Iterable[Sequence[Part]],
         ctx: Context,
-        purpose: str,
+        stage: str,
     ) -> None:
         """The planned steps by a fresh SGD on stored rows x (N, *shape) of classes y (N,)."""
         parameters = [p for p in self._F.parameters() if p.requires_grad]
         if not parameters:
             return  # every layer is shallow, and frozen
         sgd = optim.SGD(parameters, lr=self.cfg.learning_rate, momentum=self.cfg.momentum)
-        augment, rng = self.cfg.augmentation(), ctx.rng(f"view, {purpose}")
+        augment, rng = self.cfg.augmentation(), ctx.rng(f"view, {stage}")
         steps = [(torch.cat([indices for indices, _ in parts]), parts) for parts in planned_steps]
         steps = [step for step in steps if can_learn_from(self._F, len(step[0]))]
         batches, losses = [rows for rows, _ in steps], list[Tensor]()
@@ -377,4 +391,4 @@ class FedTriNet(Algorithm[FedTriNetState]):
             loss = torch.stack(terms).sum()
             losses.append(local_training.minimise(sgd, loss))
         if losses:
-            ctx.log_metric(f"train/loss/{purpose}", local_training.mean_of(losses))
+            ctx.log_metric(f"train/loss/{stage}", local_training.mean_of(losses))

@@ -8,7 +8,7 @@ from privssl.core.messages import StateDict
 from privssl.models.splice import splice
 
 
-def shallow_modules(network: nn.Module, cfg: FedTriNetConfig) -> tuple[str, ...]:
+def select_shallow_modules(network: nn.Module, cfg: FedTriNetConfig) -> tuple[str, ...]:
     """Names of the modules that c takes from W.
 
     Raises:
@@ -31,12 +31,12 @@ def shallow_modules(network: nn.Module, cfg: FedTriNetConfig) -> tuple[str, ...]
     return tuple(shallow)
 
 
-def as_memory(weights: StateDict) -> dict[str, Tensor]:
+def pack_local_weights(weights: StateDict) -> dict[str, Tensor]:
     """l under its names in an agent's memory."""
     return {f"local/{name}": tensor for name, tensor in weights.items()}
 
 
-def from_memory(memory: Memory) -> dict[str, Tensor]:
+def unpack_local_weights(memory: Memory) -> dict[str, Tensor]:
     """l; empty where an agent never trained."""
     local = {n: tensor for n, tensor in memory.items() if n.startswith("local/")}
     return {name.removeprefix("local/"): tensor for name, tensor in local.items()}

@@ -124,14 +124,14 @@ def shrinkage(t: float, schedule: str) -> float:
 
 
 def vote(probs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor]:
-    """Eq. 3: the class of the largest summed probability, and whether the row is admitted.
+    """Eq. 3: the class of the largest summed probability, and whether it is confident.
 
     Args:
         probs: of each player (N, C), rows sum to 1. The sum of two players is divided by 3 too.
         threshold: theta(t); the mean must exceed it.
 
     Returns:
-        Classes (N,), the lowest of equals, and admitted (N,) bool.
+        Classes (N,), the lowest of equals, and confident (N,) bool.
     """
     highest, classes = (torch.stack(list(probs)).sum(dim=0) / 3).max(dim=1)
     return classes, highest > threshold
@@ -161,7 +161,9 @@ def plan_steps(
     for epoch in range(cfg.local_epochs):
         if cfg.retrain == "two_streams":
             count = math.ceil(max(labelled, pseudo) / size)
-            pairs = zip(_endless(labelled, size, rng), _endless(pseudo, size, rng), strict=True)
+            pairs = zip(
+                _repeat_epochs(labelled, size, rng), _repeat_epochs(pseudo, size, rng), strict=True
+            )
             for labelled_batch, pseudo_batch in itertools.islice(pairs, count):
                 parts = [(labelled_batch, 1.0), (labelled + pseudo_batch, cfg.pseudo_weight)]
                 yield [part for part in parts if len(part[0])]
@@ -177,8 +179,8 @@ def plan_steps(
             yield [(batch, 0.5), (labelled + pseudo_batch, pseudo_weight)]
 
 
-def _endless(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Batches of epoch after epoch; empty ones where no rows are held."""
-    while held:
-        yield from local_training.epoch_batches(held, size, rng)
+def _repeat_epochs(row_count: int, size: int, rng: torch.Generator) -> Iterator[Tensor]:
+    """Batches of epoch after epoch; empty ones without rows."""
+    while row_count:
+        yield from local_training.epoch_batches(row_count, size, rng)
     yield from itertools.repeat(torch.empty(0, dtype=torch.int64))

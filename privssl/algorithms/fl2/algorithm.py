@@ -7,9 +7,9 @@ a visit and the server fine-tunes the average, and replaces its fixed threshold.
     paper                                               here
     server: E epochs on its labels (Eq. 2)              support_pass
     agents: threshold, and one for each class (7 to 9)  adaptive_thresholds
-    cross-entropy of rows above it (Eq. 10)             _loss
+    cross-entropy of rows above it (Eq. 10)             _compute_loss
     weights moved against rows above tau_f (11, 12)     perturbation
-    KL between both predictions of them (Eq. 13)        _loss
+    KL between both predictions of them (Eq. 13)        _compute_loss
     average with weights 1 - tau_k (Eq. 15)             learning_status
     momentum 0.5 of the server's step (appendix C)      round, momentum_step
 
@@ -38,8 +38,8 @@ from privssl.algorithms.fl2.thresholds import adaptive_thresholds, learning_stat
 from privssl.algorithms.local_ssl import (
     ModelState,
     TrainRequest,
+    needs_no_statistics,
     needs_unlabelled,
-    no_statistics,
     train_and_average,
 )
 from privssl.core.agents import QueryAgent, SupportAgent
@@ -80,7 +80,7 @@ class FL2(Algorithm[FL2State]):
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
-        yield from no_statistics(config)
+        yield from needs_no_statistics(config)
         if config.model.norm == "batch":
             text = "batch keeps averages that fl2 does not average. Set group or none"
             yield Problem("model.norm", text)
@@ -116,7 +116,7 @@ class FL2(Algorithm[FL2State]):
         ctx.weight = float(len(agent.labelled))
         F = self.load_classifier(msg.F, ctx)
         cfg = dataclasses.replace(self.cfg, batch_size=self.cfg.server_batch_size)
-        return self._descend(F, labelled_losses(F, agent.labelled, cfg, ctx), 0.0, msg, ctx)
+        return self._train(F, labelled_losses(F, agent.labelled, cfg, ctx), 0.0, msg, ctx)
 
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: TrainRequest, ctx: Context) -> ParameterUpdate:
@@ -127,45 +127,50 @@ class FL2(Algorithm[FL2State]):
             augment=self.cfg.weak_view, rng=ctx.rng("guess"),
         ).cpu()  # (N, C)  # fmt: skip
         (confidence, y), (tau, class_thresholds) = q.max(dim=1), adaptive_thresholds(q)
-        sure = confidence > self.cfg.sure_above
-        learned = confidence > class_thresholds[y] if self.cfg.adaptive else sure
-        ctx.pseudo_labels(rows.ids, q, learned)
+        high_confidence = confidence > self.cfg.sure_above
+        confident = confidence > class_thresholds[y] if self.cfg.adaptive else high_confidence
+        ctx.pseudo_labels(rows.ids, q, confident)
         ctx.log_metric("train/tau", tau)
-        ctx.log_metric("train/sure", float(sure.float().mean()))
+        ctx.log_metric("train/sure", float(high_confidence.float().mean()))
         order_rng, view_rng = ctx.rng("order"), ctx.rng("strong view")
 
         def losses() -> Iterator[Tensor]:
             F.train()
             for _ in range(self.cfg.local_epochs):
                 epoch = local_training.epoch_batches(len(q), self.cfg.batch_size, order_rng)
-                used_batches = [batch[(learned | sure)[batch]] for batch in epoch]
+                used_batches = [batch[(confident | high_confidence)[batch]] for batch in epoch]
                 batches = [batch for batch in used_batches if len(batch)]
                 views = local_training.views_of(
                     rows.x, batches, lambda x: self.cfg.strong_view(x, view_rng), ctx.device
                 )
                 for batch, x in zip(batches, views, strict=True):
                     target = y[batch].to(ctx.device)
-                    yield self._loss(F, x, target, learned[batch], sure[batch])
+                    yield self._compute_loss(F, x, target, confident[batch], high_confidence[batch])
 
-        return self._descend(F, losses(), tau, msg, ctx)
+        return self._train(F, losses(), tau, msg, ctx)
 
-    def _loss(self, F: nn.Module, x: Tensor, y: Tensor, learned: Tensor, sure: Tensor) -> Tensor:
+    def _compute_loss(
+        self, F: nn.Module, x: Tensor, y: Tensor, confident: Tensor, high_confidence: Tensor
+    ) -> Tensor:
         """w_a L_a + w_cs L_cs of one batch, Eq. 14: strong views (B, *shape), labels (B,)."""
         logits, weights = F(x), dict(F.named_parameters())
         loss: Tensor = logits.new_zeros(())
-        if learned.any():
-            loss = loss + self.cfg.learned_weight * cross_entropy(logits[learned], y[learned])
-        if self.cfg.consistency_weight and sure.any():
-            L_p = cross_entropy(logits[sure], y[sure])  # Eq. 11
+        if confident.any():
+            loss = loss + self.cfg.learned_weight * cross_entropy(logits[confident], y[confident])
+        if self.cfg.consistency_weight and high_confidence.any():
+            L_p = cross_entropy(logits[high_confidence], y[high_confidence])  # Eq. 11
             g = torch.autograd.grad(L_p, list(weights.values()), retain_graph=True)
             eps = perturbation(weights, g, self.cfg.radius, self.cfg.perturbation == "asam")
             perturbed = {name: w + eps[name] for name, w in weights.items()}  # W*, Eq. 12
-            Q = functional_call(F, perturbed, (x[sure],)).softmax(dim=1)
+            Q = functional_call(F, perturbed, (x[high_confidence],)).softmax(dim=1)
             target = Q if self.cfg.moving_target else Q.detach()
-            loss = loss + self.cfg.consistency_weight * divergence(target, logits[sure]).mean()
+            loss = (
+                loss
+                + self.cfg.consistency_weight * divergence(target, logits[high_confidence]).mean()
+            )
         return loss
 
-    def _descend(
+    def _train(
         self, F: nn.Module, losses: Iterator[Tensor], tau: float, msg: TrainRequest, ctx: Context
     ) -> ParameterUpdate:
         """A step of a fresh SGD on each loss, then the reply."""

@@ -36,8 +36,8 @@ from privssl.algorithms.label_census import feature_map
 from privssl.algorithms.label_census.cluster_labels import (
     class_given_cluster,
     class_posterior,
-    majority,
-    shares,
+    compute_class_shares,
+    label_by_majority,
 )
 from privssl.algorithms.label_census.feature_map import FeatureMapRounds, Map, MapConfig, MapState
 from privssl.algorithms.local_ssl import (
@@ -45,8 +45,8 @@ from privssl.algorithms.local_ssl import (
     ModelUpdate,
     TrainRequest,
     model_update,
+    needs_no_statistics,
     needs_unlabelled,
-    no_statistics,
     train_and_average,
 )
 from privssl.core.agents import QueryAgent, SupportAgent
@@ -164,7 +164,7 @@ class LabelCensus(FeatureMapRounds):
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
-        yield from no_statistics(config)
+        yield from needs_no_statistics(config)
 
     def phases(self) -> tuple[Phase, ...]:
         encoder = (Phase("encoder", feature_map.ENCODER_ROUNDS),)
@@ -180,7 +180,7 @@ class LabelCensus(FeatureMapRounds):
         F = self.initial_classifier(federation)
         k, classes = self.k, self.task.classes
         return LabelCensusState(
-            **self.first_map(), F=F, teacher=F,
+            **self.make_initial_map(), F=F, teacher=F,
             histogram=torch.zeros(k, classes, dtype=torch.int64),
             classes=torch.full((k, classes), 1 / classes),
         )  # fmt: skip
@@ -198,10 +198,10 @@ class LabelCensus(FeatureMapRounds):
     def _census_round(self, state: LabelCensusState, federation: Federation) -> LabelCensusState:
         # Before the answers, which are given once: between them and their checkpoint nothing may
         # fail.
-        request = feature_map.map_of(state)
+        request = feature_map.make_map(state)
         federation.call_all(federation.query, self.find_clusters, request)
         agents = () if self.plan is not None and not self.plan.visits else federation.support
-        answers = feature_map.payloads(federation.call_all(agents, self.answer, request))
+        answers = feature_map.get_payloads(federation.call_all(agents, self.answer, request))
         if not answers:
             return state
         shape = (self.k, self.task.classes)
@@ -222,7 +222,11 @@ class LabelCensus(FeatureMapRounds):
     ) -> Tensor:
         """Probability of each class for each cluster (K, C), from released numbers alone."""
         if self.cfg.reading != "bayes":
-            return majority(histogram) if self.cfg.reading == "majority" else shares(histogram)
+            return (
+                label_by_majority(histogram)
+                if self.cfg.reading == "majority"
+                else compute_class_shares(histogram)
+            )
         labels = float(histogram.sum())  # exact without a plan, else as declared
         if self.plan is not None:
             labels = self.plan.rows * answers / called_agents
@@ -306,13 +310,13 @@ class LabelCensus(FeatureMapRounds):
         return self._learn(agent, indices, p / p.sum(dim=1, keepdim=True), msg, ctx)
 
     def _learn(
-        self, agent: QueryAgent, picked: Tensor, p: Tensor, msg: PseudoLabelRequest, ctx: Context
+        self, agent: QueryAgent, indices: Tensor, p: Tensor, msg: PseudoLabelRequest, ctx: Context
     ) -> ModelUpdate:
-        """F after training on the picked rows and their classes p (N, C)."""
+        """F after training on these rows and their classes p (N, C)."""
         rows = agent.unlabelled
         ctx.weight = float(len(rows))
-        ctx.pseudo_labels(rows.ids[picked], p)
-        x = local_training.network_input(rows.x[picked], ctx.device)
+        ctx.pseudo_labels(rows.ids[indices], p)
+        x = local_training.network_input(rows.x[indices], ctx.device)
         fields = {"x": self.cfg.augmentation()(x, ctx.rng("augment F")), "p": p.to(ctx.device)}
         F = self.load_classifier(msg.F, ctx)
         group = local_training.AdamGroup(F, msg.learning_rate, (0.9, 0.99))
@@ -336,15 +340,15 @@ class LabelCensus(FeatureMapRounds):
         """
         self.check_map(msg)
         if self.plan is None:
-            return Census(self._count(agent, msg, ctx))
+            return Census(self._count_labels(agent, msg, ctx))
         assert agent.account is not None
         try:
             with agent.account.spend(self.plan.event, ctx.charge_id):
-                return Census(self.plan.release(self._count(agent, msg, ctx)))
+                return Census(self.plan.release(self._count_labels(agent, msg, ctx)))
         except BudgetExhausted:
             return BUDGET_EXHAUSTED
 
-    def _count(self, agent: SupportAgent, msg: Map, ctx: Context) -> Tensor:
+    def _count_labels(self, agent: SupportAgent, msg: Map, ctx: Context) -> Tensor:
         """Labelled rows by cluster and class (K, C), int64, exact."""
         cluster_of = partial(self.cluster_of, msg=msg, ctx=ctx)
         return count_rows(agent.labelled, cluster_of, self.k, self.task.classes)

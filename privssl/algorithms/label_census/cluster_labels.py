@@ -57,28 +57,32 @@ def class_posterior(
         expected = max(float(mass[k]) * labels, 1e-6)
         if counts.max() > expected + OUTLIER_SIGMAS * np.sqrt(expected + noise):
             expected = float(counts.max())  # labels are not distributed as unlabelled rows
-        log_main = _log_law(counts, expected * purity, epsilon, agents)
-        log_other = _log_law(counts, expected * (1 - purity) / (classes - 1), epsilon, agents)
+        log_main = _log_likelihood(counts, expected * purity, epsilon, agents)
+        log_other = _log_likelihood(
+            counts, expected * (1 - purity) / (classes - 1), epsilon, agents
+        )
         scores[k] = torch.from_numpy(log_main - log_other)
-    shares = mass.double() if balanced else None
-    posterior, prior = _posterior(scores, shares, torch.zeros(classes, dtype=scores.dtype), STEPS)
+    row_shares = mass.double() if balanced else None
+    posterior, prior = _posterior(
+        scores, row_shares, torch.zeros(classes, dtype=scores.dtype), STEPS
+    )
     if borders is not None and coupling:
         graph = borders.double().clone().fill_diagonal_(0)
         graph = graph / graph.sum(dim=1, keepdim=True).clamp(min=1)  # (K, K), rows sum to 1
         for _ in range(MEAN_FIELD):  # naive mean field, damped
             coupled = scores + coupling * (graph @ posterior)
-            updated, prior = _posterior(coupled, shares, prior, STEPS // MEAN_FIELD)
+            updated, prior = _posterior(coupled, row_shares, prior, STEPS // MEAN_FIELD)
             posterior = (posterior + updated) / 2
     return posterior.float()
 
 
-def majority(histogram: Tensor) -> Tensor:
+def label_by_majority(histogram: Tensor) -> Tensor:
     """Certainty (K, C) that a cluster's class is the one of its largest count, the first of equals:
     NoiseCluster (Tang et al., PoPETs 2022)."""
     return torch.nn.functional.one_hot(histogram.argmax(dim=1), histogram.shape[1]).float()
 
 
-def shares(histogram: Tensor) -> Tensor:
+def compute_class_shares(histogram: Tensor) -> Tensor:
     """Each class's share of a cluster's counts (K, C), negative ones as 0; equal shares of none:
     the priors of Ghazi et al. (NeurIPS 2021)."""
     counts = histogram.clamp(min=0).double()
@@ -119,10 +123,10 @@ def _noise_variance(epsilon: float) -> float:
     return float(2 * np.exp(-epsilon) / np.expm1(-epsilon) ** 2)
 
 
-def _log_law(
-    seen: NDArray[np.float64], mean: float, epsilon: float | None, agents: int
+def _log_likelihood(
+    observed: NDArray[np.float64], mean: float, epsilon: float | None, agents: int
 ) -> NDArray[np.float64]:
-    """log P(count + noise = seen), count Poisson with this mean.
+    """log P(count + noise = observed), count Poisson with this mean.
 
     Exact for narrow noise; wide noise, or that of many agents, is nearly normal. Numbers outside of
     the table get the probability of its end.
@@ -130,7 +134,7 @@ def _log_law(
     noise_range = 0 if epsilon is None else int(np.ceil(-np.log(TAIL) / epsilon))
     if mean + agents * noise_range > WIDE:
         variance = mean + (0.0 if epsilon is None else agents * _noise_variance(epsilon))
-        normal: NDArray[np.float64] = -np.square(seen - mean) / (2 * variance)
+        normal: NDArray[np.float64] = -np.square(observed - mean) / (2 * variance)
         return np.asarray(normal - np.log(variance) / 2)
     counts = np.arange(int(mean + 12 * np.sqrt(mean) + 30))
     from scipy.special import gammaln  # here: other algorithms do not need scipy
@@ -140,6 +144,6 @@ def _log_law(
         noise = np.exp(-float(epsilon or 0) * np.abs(np.arange(-noise_range, noise_range + 1)))
         pmf = np.convolve(pmf, noise / noise.sum())
     start = -noise_range * agents
-    index = np.clip(seen - start, 0, len(pmf) - 1).astype(np.int64)
+    index = np.clip(observed - start, 0, len(pmf) - 1).astype(np.int64)
     log_pmf: NDArray[np.float64] = np.log(np.maximum(pmf[index], 1e-300))
     return log_pmf

@@ -22,22 +22,22 @@ def center_and_normalize(features: Tensor, mean: Tensor) -> Tensor:
     return normalize(features - mean, dim=1)
 
 
-def nearest_centroids(points: Tensor, centroids: Tensor) -> Tensor:
+def find_nearest_centroids(points: Tensor, centroids: Tensor) -> Tensor:
     """The centroid nearest to each point (N,): points (N, E) at length 1, centroids (K, E)."""
-    return distances(points, centroids).argmin(dim=1)
+    return compute_distances(points, centroids).argmin(dim=1)
 
 
-def distances(points: Tensor, centroids: Tensor) -> Tensor:
+def compute_distances(points: Tensor, centroids: Tensor) -> Tensor:
     """Squared Euclidean distances (N, K), up to each point's own length."""
     return centroids.square().sum(dim=1) - 2 * points @ centroids.T
 
 
-def centroid_sums(
+def sum_by_centroid(
     points: Tensor, centroids: Tensor, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sum (K, E) and number (K,) of the points nearest to each centroid; weighted where given."""
     weight = torch.ones(len(points)) if weight is None else weight
-    nearest, k = nearest_centroids(points, centroids), len(centroids)
+    nearest, k = find_nearest_centroids(points, centroids), len(centroids)
     total = torch.zeros(k, points.shape[1]).index_add_(0, nearest, points * weight[:, None])
     return total, torch.zeros(k).index_add_(0, nearest, weight)
 
@@ -58,13 +58,13 @@ def k_means(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> tup
     Returns:
         Centroids (K, E), and the weight of each cluster (K,).
     """
-    centroids = _seeds(points, weight, k, rng)
+    centroids = _draw_seeds(points, weight, k, rng)
     for _ in range(LLOYD):
-        centroids = update_centroids(centroids, *centroid_sums(points, centroids, weight))
-    return centroids, centroid_sums(points, centroids, weight)[1]
+        centroids = update_centroids(centroids, *sum_by_centroid(points, centroids, weight))
+    return centroids, sum_by_centroid(points, centroids, weight)[1]
 
 
-def _seeds(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> Tensor:
+def _draw_seeds(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> Tensor:
     """k-means++: each next seed is drawn by weight x squared distance to the nearest so far."""
     first = torch.multinomial(weight, 1, generator=rng)
     seeds = points[first]
@@ -79,7 +79,7 @@ def _seeds(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> Tens
     return seeds
 
 
-def neighbours(points: Tensor, centroids: Tensor) -> Tensor:
+def count_neighbours(points: Tensor, centroids: Tensor) -> Tensor:
     """Number of points with cell i nearest and j second (J, J); with one cell, 0.
 
     Args:
@@ -88,7 +88,7 @@ def neighbours(points: Tensor, centroids: Tensor) -> Tensor:
     cells = len(centroids)
     if cells < 2:
         return torch.zeros(cells, cells)
-    first, second = distances(points, centroids).topk(2, dim=1, largest=False).indices.T
+    first, second = compute_distances(points, centroids).topk(2, dim=1, largest=False).indices.T
     return torch.bincount(first * cells + second, minlength=cells**2).view(cells, cells).float()
 
 
@@ -96,7 +96,7 @@ def merge_cells(graph: Tensor, k: int, seed: int) -> Tensor:
     """The cluster of each cell (J,), int64, by normalised cuts.
 
     Args:
-        graph: (J, J) counts as ``neighbours`` gives them, over all agents.
+        graph: (J, J) counts as ``count_neighbours`` gives them, over all agents.
         k: clusters; with fewer cells than that, each is one.
         seed: of the restarts of the k-means in eigenvectors.
     """
@@ -114,7 +114,7 @@ def cluster_shares_and_adjacency(graph: Tensor, cluster: Tensor, k: int) -> tupl
     clusters (K, K), symmetric; rows within one are on the diagonal.
 
     Args:
-        graph: (J, J) counts as ``neighbours`` gives them, over all agents; some are above 0.
+        graph: (J, J) counts as ``count_neighbours`` gives them, over all agents; some are above 0.
         cluster: (J,) as ``merge_cells`` gives it. k: clusters.
     """
     membership = one_hot(cluster, k).to(graph.dtype)  # (J, K)

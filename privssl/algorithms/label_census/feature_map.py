@@ -56,7 +56,7 @@ class Filters(Message):
 
 @dataclass(frozen=True)
 class Views(Message):
-    """Up, from a query agent: sums over rows of responses to two views, see ``view_map``."""
+    """Up, from a query agent: sums over rows of responses to two views: ``compute_view_map``."""
 
     total: Tensor  # (D,)
     outer: Tensor  # (D, D)
@@ -143,31 +143,31 @@ class FeatureMapRounds(Algorithm[Any]):
         return kind_of(self.task.shape) is IMAGE
 
     @property
-    def _patch(self) -> tuple[int, int, int]:
+    def _patch_shape(self) -> tuple[int, int, int]:
         """Shape of a patch."""
         channels, height, width = self.task.shape
-        side = self.cfg.side((channels, height, width))
+        side = self.cfg.compute_patch_side((channels, height, width))
         return channels, side, side
 
-    def first_map(self) -> Mapping[str, Any]:
+    def make_initial_map(self) -> Mapping[str, Any]:
         """Fields of ``MapState`` before the first round."""
         cfg, whitener, encoder = self.cfg, torch.eye(1), dict[str, Tensor]()
         if self.learns_features:
-            whitener = torch.eye(torch.Size(self._patch).numel())
-            encoder["filters"] = torch.zeros(cfg.filters, *self._patch)
-            encoder["map"] = torch.zeros(cfg.filters * cfg.places**2, self._features_in_use)
+            whitener = torch.eye(torch.Size(self._patch_shape).numel())
+            encoder["filters"] = torch.zeros(cfg.filters, *self._patch_shape)
+            encoder["map"] = torch.zeros(cfg.filters * cfg.places**2, self._feature_count)
         return {
             "whitener": whitener,
             "encoder": encoder,
-            "mean": torch.zeros(self._features_in_use),
-            "centroids": torch.zeros(cfg.cells, self._features_in_use),
+            "mean": torch.zeros(self._feature_count),
+            "centroids": torch.zeros(cfg.cells, self._feature_count),
             "cluster": torch.zeros(cfg.cells, dtype=torch.int64),
             "mass": torch.zeros(self.k),
             "borders": torch.zeros(self.k, self.k),
         }
 
     @property
-    def _features_in_use(self) -> int:
+    def _feature_count(self) -> int:
         if not self.learns_features:
             return self.task.shape[-1]
         return min(self.cfg.features, self.cfg.filters * self.cfg.places**2)
@@ -179,20 +179,26 @@ class FeatureMapRounds(Algorithm[Any]):
                 sums = _sum_over_agents(federation, self.patch_moments, Whitener(state.whitener))
                 if sums is None:
                     return state
-                return replace(state, whitener=patches.whitening(sums["total"], sums["count"]))
+                return replace(
+                    state, whitener=patches.compute_whitener(sums["total"], sums["count"])
+                )
             case 2:
                 request = Whitener(state.whitener)
-                sent = payloads(federation.call_all(federation.query, self.own_filters, request))
-                if not sent:
+                messages = get_payloads(
+                    federation.call_all(federation.query, self.own_filters, request)
+                )
+                if not messages:
                     return state
-                found = self._joint(sent, self.cfg.filters, federation.rng("filters"))
-                filters = patches.make_filters(found, state.whitener, self._patch)
+                vectors = self._merge_centroids(
+                    messages, self.cfg.filters, federation.rng("filters")
+                )
+                filters = patches.make_filters(vectors, state.whitener, self._patch_shape)
                 return replace(state, encoder={**state.encoder, "filters": filters})
         views = _sum_over_agents(federation, self.view_moments, Filters(state.encoder["filters"]))
         if views is None:
             return state
-        found = patches.view_map(**views, features=self.cfg.features)
-        return replace(state, encoder={**state.encoder, "map": found})
+        vectors = patches.compute_view_map(**views, features=self.cfg.features)
+        return replace(state, encoder={**state.encoder, "map": vectors})
 
     def cluster_round(self, state: S, federation: Federation) -> S:
         """k-means: mean and seeds, then Lloyd's steps; in the last round cells are merged."""
@@ -200,11 +206,11 @@ class FeatureMapRounds(Algorithm[Any]):
         if number == 1:
             return self._seed_centroids(state, federation)
         if number < self.cfg.cluster_rounds:
-            sums = _sum_over_agents(federation, self.cell_sums, map_of(state))
+            sums = _sum_over_agents(federation, self.cell_sums, make_map(state))
             if sums is None:
                 return state
             return replace(state, centroids=clustering.update_centroids(state.centroids, **sums))
-        sums = _sum_over_agents(federation, self.cell_graph, map_of(state))
+        sums = _sum_over_agents(federation, self.cell_graph, make_map(state))
         if sums is None:
             return state
         seed = int(torch.randint(2**31, (), generator=federation.rng("cuts")))
@@ -213,97 +219,109 @@ class FeatureMapRounds(Algorithm[Any]):
         return replace(state, cluster=cluster, mass=mass, borders=borders)
 
     def _seed_centroids(self, state: S, federation: Federation) -> S:
-        sums = _sum_over_agents(federation, self.feature_mean, map_of(state))
+        sums = _sum_over_agents(federation, self.feature_mean, make_map(state))
         if sums is None:
             return state
         state = replace(state, mean=sums["total"][0] / sums["count"])
-        sent = payloads(federation.call_all(federation.query, self.own_cells, map_of(state)))
-        if not sent:
+        messages = get_payloads(
+            federation.call_all(federation.query, self.own_cells, make_map(state))
+        )
+        if not messages:
             return state
-        return replace(state, centroids=self._joint(sent, self.cfg.cells, federation.rng("seeds")))
+        return replace(
+            state,
+            centroids=self._merge_centroids(messages, self.cfg.cells, federation.rng("seeds")),
+        )
 
-    def _joint(self, sent: Sequence[Sums], k: int, rng: torch.Generator) -> Tensor:
+    def _merge_centroids(self, messages: Sequence[Sums], k: int, rng: torch.Generator) -> Tensor:
         """k centroids of the agents' centroids, weighted by their counts."""
-        points = torch.cat([message.total for message in sent])
-        return clustering.k_means(points, torch.cat([message.count for message in sent]), k, rng)[0]
+        points = torch.cat([message.total for message in messages])
+        return clustering.k_means(
+            points, torch.cat([message.count for message in messages]), k, rng
+        )[0]
 
     # Steps ----------------------------------------------------------------------------------
 
     @on_agent
     def patch_moments(self, agent: QueryAgent, msg: Whitener, ctx: Context) -> Sums:
         """Sum of outer products (d, d) and number (1,) of patches."""
-        sample = self._patches(agent, ctx)
-        return Sums(sample.T @ sample * _weight(agent, sample), _rows(agent))
+        sample = self._sample_patches(agent, ctx)
+        return Sums(sample.T @ sample * _weigh_sample(agent, sample), _count_rows(agent))
 
     @on_agent
     def own_filters(self, agent: QueryAgent, msg: Whitener, ctx: Context) -> Sums:
         """Centroids of the agent's whitened patches, and the rows that each represents."""
-        points = patches.whiten(self._patches(agent, ctx), msg.whitener)
+        points = patches.whiten(self._sample_patches(agent, ctx), msg.whitener)
         k = min(self.cfg.filters, len(points))
         centroids, count = clustering.k_means(
             points, torch.ones(len(points)), k, ctx.rng("filters")
         )
-        return Sums(centroids, count * _weight(agent, points))
+        return Sums(centroids, count * _weigh_sample(agent, points))
 
-    def _patches(self, agent: QueryAgent, ctx: Context) -> Tensor:
-        x = local_training.network_input(self._some(agent))
-        return patches.sample_patches(x, self._patch[1], self.cfg.patches, ctx.rng("patches"))
+    def _sample_patches(self, agent: QueryAgent, ctx: Context) -> Tensor:
+        x = local_training.network_input(self._select_map_rows(agent))
+        return patches.sample_patches(x, self._patch_shape[1], self.cfg.patches, ctx.rng("patches"))
 
     @on_agent
     def view_moments(self, agent: QueryAgent, msg: Filters, ctx: Context) -> Views:
         """Sums over rows of the responses to two views."""
-        x = local_training.network_input(self._some(agent), ctx.device)
+        x = local_training.network_input(self._select_map_rows(agent), ctx.device)
         filters, view = msg.filters.to(ctx.device), self.cfg.augmentation()
         first, second = (
-            patches.responses(view(x, ctx.rng(name)), filters, self.cfg.places)
+            patches.compute_responses(view(x, ctx.rng(name)), filters, self.cfg.places)
             for name in ("view 1", "view 2")
         )
-        weight, difference = _weight(agent, x), first - second
+        weight, difference = _weigh_sample(agent, x), first - second
         return Views(
             total=(first + second).sum(dim=0).cpu() * weight,
             outer=(first.T @ first + second.T @ second).cpu() * weight,
             within=(difference.T @ difference).cpu() * weight,
-            count=_rows(agent),
+            count=_count_rows(agent),
         )
 
     @on_agent
     def feature_mean(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """Sum (1, E) and number (1,) of the features of all rows, which the agent remembers."""
-        features = self._features(self._some(agent), msg, ctx.device)
+        features = self._compute_features(self._select_map_rows(agent), msg, ctx.device)
         agent.memory = {**agent.memory, KEPT: features}
-        total = features.sum(dim=0, keepdim=True) * _weight(agent, features)
-        return Sums(total, _rows(agent))
+        total = features.sum(dim=0, keepdim=True) * _weigh_sample(agent, features)
+        return Sums(total, _count_rows(agent))
 
     @on_agent
     def own_cells(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """Centroids of the agent's k-means, and the number of rows of each."""
-        points = self._kept_points(agent, msg, ctx)
+        points = self._recall_points(agent, msg, ctx)
         k = min(self.cfg.cells, len(points))
         centroids, count = clustering.k_means(points, torch.ones(len(points)), k, ctx.rng("seeds"))
-        return Sums(centroids, count * _weight(agent, points))
+        return Sums(centroids, count * _weigh_sample(agent, points))
 
     @on_agent
     def cell_sums(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """One step of Lloyd's algorithm on the agent's rows."""
-        points = self._kept_points(agent, msg, ctx)
-        total, count = clustering.centroid_sums(points, msg.centroids)
-        return Sums(total * _weight(agent, points), count * _weight(agent, points))
+        points = self._recall_points(agent, msg, ctx)
+        total, count = clustering.sum_by_centroid(points, msg.centroids)
+        return Sums(
+            total * _weigh_sample(agent, points),
+            count * _weigh_sample(agent, points),
+        )
 
     @on_agent
     def cell_graph(self, agent: QueryAgent, msg: Map, ctx: Context) -> Graph:
         """Numbers of the agent's rows between two cells."""
-        points = self._kept_points(agent, msg, ctx)
+        points = self._recall_points(agent, msg, ctx)
         agent.memory = {name: value for name, value in agent.memory.items() if name != KEPT}
-        return Graph(clustering.neighbours(points, msg.centroids) * _weight(agent, points))
+        return Graph(
+            clustering.count_neighbours(points, msg.centroids) * _weigh_sample(agent, points)
+        )
 
-    def _some(self, agent: QueryAgent) -> Tensor:
+    def _select_map_rows(self, agent: QueryAgent) -> Tensor:
         """The rows from which the map is made: all, or evenly spaced ones, the same every time."""
         x = agent.unlabelled.x
         return x[:: max(1, -(-len(x) // self.cfg.map_rows))]
 
     # Features -------------------------------------------------------------------------------
 
-    def _features(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
+    def _compute_features(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Features (N, E) of stored rows, on the CPU."""
         if not self.learns_features:
             return pooled(local_training.network_input(x))
@@ -312,23 +330,23 @@ class FeatureMapRounds(Algorithm[Any]):
             local_training.network_input(x, device), encoder, self.cfg.places
         ).cpu()
 
-    def _kept_points(self, agent: QueryAgent, msg: Map, ctx: Context) -> Tensor:
+    def _recall_points(self, agent: QueryAgent, msg: Map, ctx: Context) -> Tensor:
         """Points (N, E) of the rows from which the map is made."""
         features = agent.memory.get(KEPT)
         if features is None:  # the agent missed feature_mean
-            return self.points(self._some(agent), msg, ctx.device)
+            return self.compute_points(self._select_map_rows(agent), msg, ctx.device)
         return clustering.center_and_normalize(features, msg.mean)
 
-    def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
+    def compute_points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Centred and normalised features (N, E) of stored rows, for k-means."""
-        return clustering.center_and_normalize(self._features(x, msg, device), msg.mean)
+        return clustering.center_and_normalize(self._compute_features(x, msg, device), msg.mean)
 
     def check_map(self, msg: Map) -> None:
         """Raise MessageError unless shapes, types and cluster numbers fit the config."""
-        expected = self.first_map()
+        expected = self.make_initial_map()
         wrong = [
             name for name in ("encoder", "mean", "centroids", "cluster")
-            if _form(getattr(msg, name)) != _form(expected[name])
+            if _get_shapes_and_dtypes(getattr(msg, name)) != _get_shapes_and_dtypes(expected[name])
         ]  # fmt: skip
         if not wrong and not 0 <= int(msg.cluster.min()) <= int(msg.cluster.max()) < self.k:
             wrong = ["cluster"]
@@ -340,16 +358,18 @@ class FeatureMapRounds(Algorithm[Any]):
     def cluster_of(self, x: Tensor, msg: Map, ctx: Context) -> Tensor:
         """The cluster of each stored row (N,)."""
         return msg.cluster[
-            clustering.nearest_centroids(self.points(x, msg, ctx.device), msg.centroids)
+            clustering.find_nearest_centroids(
+                self.compute_points(x, msg, ctx.device), msg.centroids
+            )
         ]
 
 
-def map_of(state: MapState) -> Map:
+def make_map(state: MapState) -> Map:
     """The map as a message."""
     return Map(state.encoder, state.mean, state.centroids, state.cluster)
 
 
-def payloads(replies: Sequence[Reply[M]]) -> list[M]:
+def get_payloads(replies: Sequence[Reply[M]]) -> list[M]:
     """The payloads of the agents that did not decline."""
     return [reply.payload for reply in replies if not reply.declined]
 
@@ -366,26 +386,26 @@ def _sum_over_agents(
     """
     total: dict[str, Tensor] | None = None
     for start in range(0, len(federation.query), AT_ONCE):
-        some = federation.query[start : start + AT_ONCE]
-        for one in payloads(federation.call_all(some, step, message)):
-            total = {k: v if total is None else total[k] + v for k, v in vars(one).items()}
+        agents = federation.query[start : start + AT_ONCE]
+        for payload in get_payloads(federation.call_all(agents, step, message)):
+            total = {k: v if total is None else total[k] + v for k, v in vars(payload).items()}
     for name, value in (total or {}).items():
         check_numbers(f"the sum of {name}", value)
     return total
 
 
-def _weight(agent: QueryAgent, sample: Tensor) -> float:
+def _weigh_sample(agent: QueryAgent, sample: Tensor) -> float:
     """Number of the agent's rows for each of a sample."""
     return len(agent.unlabelled) / len(sample)
 
 
-def _rows(agent: QueryAgent) -> Tensor:
+def _count_rows(agent: QueryAgent) -> Tensor:
     """Number of rows of an agent (1,)."""
     return torch.tensor([float(len(agent.unlabelled))])
 
 
-def _form(value: Tensor | StateDict) -> Any:
+def _get_shapes_and_dtypes(value: Tensor | StateDict) -> Any:
     """Shape and type, of a tensor or by name."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
-    return {name: _form(part) for name, part in value.items()}
+    return {name: _get_shapes_and_dtypes(part) for name, part in value.items()}

@@ -41,7 +41,7 @@ class EncoderConfig:
     places: Positive = 4  # side of the grid of averaged responses
     features: Positive = 40  # E
 
-    def side(self, shape: tuple[int, int, int]) -> int:
+    def compute_patch_side(self, shape: tuple[int, int, int]) -> int:
         """Side of a patch in pixels, for rows (channels, height, width)."""
         smaller = min(shape[1:])
         return min(smaller, max(3, round(smaller / 5)) if self.patch is None else self.patch)
@@ -59,13 +59,13 @@ def sample_patches(x: Tensor, side: int, count: int, rng: torch.Generator) -> Te
     top = torch.randint(height - side + 1, (count, 1, 1, 1), generator=rng)
     left = torch.randint(width - side + 1, (count, 1, 1, 1), generator=rng)
     channel = torch.arange(x.shape[1])[:, None, None]
-    down, right = torch.arange(side)[:, None], torch.arange(side)
-    patch = x[row, channel, top + down, left + right].flatten(1)
+    dy, dx = torch.arange(side)[:, None], torch.arange(side)
+    patch = x[row, channel, top + dy, left + dx].flatten(1)
     patch = patch - patch.mean(dim=1, keepdim=True)
     return patch / (patch.square().mean(dim=1, keepdim=True) + CONTRAST).sqrt()
 
 
-def whitening(outer: Tensor, count: Tensor) -> Tensor:
+def compute_whitener(outer: Tensor, count: Tensor) -> Tensor:
     """ZCA of patches (d, d), symmetric: (covariance + ZCA)^-1/2.
 
     Args:
@@ -92,7 +92,7 @@ def make_filters(centroids: Tensor, whitener: Tensor, shape: tuple[int, int, int
 
 
 @torch.no_grad()
-def responses(x: Tensor, filters: Tensor, places: int) -> Tensor:
+def compute_responses(x: Tensor, filters: Tensor, places: int) -> Tensor:
     """Rectified responses of each filter at each place (N, F * places**2), >= 0.
 
     Args:
@@ -110,7 +110,9 @@ def responses(x: Tensor, filters: Tensor, places: int) -> Tensor:
     return torch.cat(pooled) if pooled else x.new_zeros(0, len(filters) * places**2)
 
 
-def view_map(total: Tensor, outer: Tensor, within: Tensor, count: Tensor, features: int) -> Tensor:
+def compute_view_map(
+    total: Tensor, outer: Tensor, within: Tensor, count: Tensor, features: int
+) -> Tensor:
     """The directions in which views agree and rows do not (D, E), the best last.
 
     With S the covariance of responses to views and W its part within rows: the v of largest
@@ -141,6 +143,6 @@ def encode(x: Tensor, encoder: Mapping[str, Tensor], places: int) -> Tensor:
     """Features of rows as networks take them (N, E).
 
     Args:
-        encoder: "filters" as in ``responses``, "map" as ``view_map`` gives it.
+        encoder: "filters" as in ``compute_responses``, "map" as ``compute_view_map`` gives it.
     """
-    return responses(x, encoder["filters"], places) @ encoder["map"]
+    return compute_responses(x, encoder["filters"], places) @ encoder["map"]

@@ -301,7 +301,7 @@ def run_local_sgd(
     loss_values = []
     with randomness.seeded(ctx.rng("dropout")):
         for loss in losses:
-            loss_values.append(local_training.minimise(sgd, loss, clip_norm=cfg.clipped_at))
+            loss_values.append(local_training.minimise(sgd, loss, clip_norm=cfg.max_gradient_norm))
     if not loss_values:
         return None
     ctx.log_metric(f"train/loss_F/{role}", local_training.mean_of(loss_values))

@@ -11,18 +11,18 @@ from privssl.algorithms.semifl.settings import Variant
 
 
 def epoch_permutations(
-    held: int, size: int, epochs: float, rng: torch.Generator
+    row_count: int, size: int, epochs: float, rng: torch.Generator
 ) -> Iterator[Tensor]:
     """Row numbers of each epoch, shuffled, for batches of ``size``.
 
     Args:
-        held: rows, >= 0; none give empty epochs.
+        row_count: >= 0; no rows give empty epochs.
         epochs: > 0, rounded up; up to 1, one epoch stops after that share of its batches.
     """
     share = min(epochs, 1.0)
-    row_count = size * math.ceil(share * math.ceil(held / size))
+    epoch_size = size * math.ceil(share * math.ceil(row_count / size))
     for _ in range(math.ceil(epochs)):
-        yield torch.randperm(held, generator=rng)[:row_count]
+        yield torch.randperm(row_count, generator=rng)[:epoch_size]
 
 
 def pair_rows(

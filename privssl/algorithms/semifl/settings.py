@@ -90,7 +90,7 @@ class SemiFLConfig(StrongViews):
         return dataclasses.replace(PROFILES[self.profile], **overrides)
 
     @property
-    def clipped_at(self) -> float | None:
+    def max_gradient_norm(self) -> float | None:
         """The largest norm of a gradient; None: any."""
         return self.clip_norm if self.variant.clips else None
 
