@@ -173,7 +173,7 @@ def _report(
     statuses = {
         "finished": "Finished",
         "budget_exhausted": "Finished; the privacy budget ended visits to support agents early",
-        "interrupted": f"Interrupted; continue with --resume {folder}",
+        "interrupted": f"Interrupted; continue with: python -m privssl.train --resume {folder}",
     }
     elapsed = "" if seconds is None else f", {seconds:.0f} s"
     summary = (

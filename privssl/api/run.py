@@ -50,6 +50,8 @@ class Run:
         """
         self.folder = Path(folder)
         self._model, self._plugins = model, frozenset(plugins)
+        if not self.folder.exists():
+            raise RunFolderError(f"there is no run folder {self.folder}")
         outcome = read_outcome(self.folder)
         if outcome is None:
             raise RunFolderError(

@@ -127,7 +127,7 @@ def _check_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:
         raise UserError("--classes is empty: name a class, or leave it out for all")
     for name in chosen:
         if not isinstance(name, str):
-            raise UserError(f"--classes has {name!r}: give names, which are text ({known[0]!r})")
+            raise UserError(f"--classes has {name!r}: give names, which are text: {str(name)!r}")
         if name not in known:
             raise UserError(f"--classes {name}: {unknown('class', name, known)}")
     return chosen

@@ -71,7 +71,7 @@ def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
     measured = sorted(measured_gpus(root))
     text = f"measured on {', '.join(measured)}" if measured else "no GPU was ever measured"
     if not names:
-        yield Finding("GPU", "ok", f"none seen by torch; {text}")
+        yield Finding("GPU", "ok", "none seen by torch: runs take the processor")
     elif set(names) <= set(measured):
         yield Finding("GPU", "ok", f"{', '.join(names)}; {text}")
     else:

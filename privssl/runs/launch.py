@@ -160,16 +160,13 @@ def row_log_records(prepared: Prepared) -> Iterator[logging.LogRecord]:
     if not private:
         yield from federated_data.dataset.said
     for agent, holding in federated_data.manifest.agents.items():
-        parts = (
-            []
-            if private
-            else [f"with labels {_format_class_counts(federated_data, holding.labelled)}"]
-        )
-        ids = holding.unlabelled
-        parts.append(
-            f"without labels {len(ids) if private else _format_class_counts(federated_data, ids)}"
-        )
-        text = f"Rows of {agent}: {'; '.join(parts)}"
+        if private:
+            text = f"without labels {len(holding.unlabelled)} (labelled rows are not logged)"
+        else:
+            labelled = _format_class_counts(federated_data, holding.labelled)
+            unlabelled = _format_class_counts(federated_data, holding.unlabelled)
+            text = f"with labels {labelled}; without labels {unlabelled}"
+        text = f"Rows of {agent}: {text}"
         yield log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
 
 

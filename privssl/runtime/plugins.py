@@ -166,8 +166,9 @@ def import_object(error_prefix: str, reference: str) -> Any:
         if not f"{module_name}.".startswith(f"{error.name}."):  # a failed import inside the module
             raise ConfigError(f"{prefix}{type(error).__name__}: {error}") from error
         raise ConfigError(
-            f"{error_prefix} there is no module {error.name} here. Install it, or start in the "
-            "folder that holds it (PYTHONPATH=.)"
+            f"{error_prefix} there is no module {error.name} here. Install it, or start "
+            "`python -m privssl.train` in the folder that holds it. The command `privssl` looks "
+            "there with PYTHONPATH=."
         ) from None
     except (Exception, SystemExit) as error:
         raise ConfigError(

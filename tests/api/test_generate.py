@@ -62,7 +62,7 @@ def test_generated_rows_can_be_predicted_and_trained_on(run: privssl.Run, tmp_pa
         (2.0, {}, r"count is 2\.0: give a whole number, 1 or more"),
         ("2", {}, "count is '2'"),
         (2, {"classes": ["x"]}, "unknown class"),
-        (2, {"classes": [1]}, "classes has 1: give names, which are text"),
+        (2, {"classes": [1]}, "classes has 1: give names, which are text: '1'"),
         (2, {"classes": 1}, "classes has 1"),
         (2, {"classes": []}, "classes is empty"),
         (2, {"seed": -1}, "seed"),

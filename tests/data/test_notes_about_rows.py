@@ -91,7 +91,8 @@ def test_the_folder_of_a_private_run_has_no_row_counts_per_class(
     assert "not read" not in log and "training rows" not in log
     assert results["warnings"] == []
     assert [line.split("Rows of ")[1] for line in log.splitlines() if "Rows of" in line] == [
-        "s0: without labels 0", "s1: without labels 0", "q0: without labels 12",
+        f"{agent}: without labels {rows} (labelled rows are not logged)"
+        for agent, rows in (("s0", 0), ("s1", 0), ("q0", 12))
     ]  # fmt: skip
 
 

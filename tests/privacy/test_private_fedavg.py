@@ -418,7 +418,7 @@ def test_microbatches_and_stacks_do_not_change_the_result(
     configured: Callable[..., Config], tmp_path: Path, stacks: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("privssl.privacy.local_dp_sgd.microbatch_size", lambda *_: 4)
+    monkeypatch.setattr("privssl.privacy.local_dp_sgd.choose_max_microbatch_size", lambda *_: 4)
     prepared = prepare(configured())
     numbers = sum(p.numel() for p in prepared.algorithm.networks()["F"].parameters())
     monkeypatch.setattr(batched_dp_sgd, "NUMBERS_AT_ONCE", 4 * 2 * numbers)

@@ -230,7 +230,7 @@ def test_a_process_interrupted_twice_by_ctrl_c_writes_its_checkpoint(
     out, err = process.communicate(timeout=300)
 
     assert process.returncode == 130, err
-    assert "Interrupted; continue with --resume" in out
+    assert "Interrupted; continue with: python -m privssl.train --resume " in out
     assert "Traceback" not in err
     assert command(paths.config, "--resume", paths.run).status == 0
     assert same_results(paths, uninterrupted)
