@@ -39,7 +39,7 @@ class BuildKernels(build_ext):
         `make train` installs again.
         """
         in_checkout = Path(self.get_ext_filename(ext.name))
-        sources = map(Path, (*ext.sources, *ext.depends, "setup.py"))
+        sources = map(Path, (*ext.sources, *ext.depends))
         if not self.force and in_checkout.is_file():
             target = Path(self.get_ext_fullpath(ext.name))
             changed = max(source.stat().st_mtime for source in sources)
@@ -59,7 +59,7 @@ setup(
         Extension(
             f"privssl.ops._{kernel}_{name}",
             [f"privssl/csrc/{kernel}.cpp"],
-            depends=sorted(map(str, Path("privssl/csrc").glob("*.hpp"))),
+            depends=["setup.py", *sorted(map(str, Path("privssl/csrc").glob("*.hpp")))],
             extra_compile_args=[*FLAGS, *special, *processor],
             language="c++",
             optional=True,

@@ -3,11 +3,15 @@ kernel.
 """
 
 import importlib
+import os
 import runpy
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
+
+import pytest
 
 setuptools: Any = importlib.import_module("setuptools")
 compilers: Any = importlib.import_module("distutils.ccompiler")  # as setuptools has it
@@ -32,10 +36,40 @@ def objects(arguments: Mapping[str, Any], folder: Path) -> list[str]:
     return made
 
 
-def test_kernels_compiled_in_parallel_never_share_an_object_file(tmp_path: Path) -> None:
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+    """What setup.py gives to setuptools, in a checkout without compiled kernels."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(SETUP.parent / "privssl" / "csrc", checkout / "privssl" / "csrc")
+    shutil.copy(SETUP, checkout)
+    monkeypatch.chdir(checkout)
     with patch.object(setuptools, "setup") as setup:
         runpy.run_path(str(SETUP))
-    arguments = setup.call_args.kwargs
+    found: Mapping[str, Any] = setup.call_args.kwargs
+    return found
+
+
+def test_kernels_compiled_in_parallel_never_share_an_object_file(
+    arguments: Mapping[str, Any], tmp_path: Path
+) -> None:
     own = objects(arguments, tmp_path)
     assert len(set(own)) == len(own) == 10  # five kernels, two instruction sets
     assert len(set(objects({**arguments, "cmdclass": {}}, tmp_path))) == 5  # the control
+
+
+def test_only_kernels_older_than_a_source_are_compiled_again(
+    arguments: Mapping[str, Any], tmp_path: Path
+) -> None:
+    build = setuptools.Distribution(arguments).get_command_obj("build_ext")
+    build.ensure_finalized()
+    Path("privssl/ops").mkdir()
+    compiled = [Path(build.get_ext_filename(each.name)) for each in build.extensions]
+    for number, path in enumerate(compiled):
+        path.write_text(f"{number}")
+        os.utime(path, (2e9, 2e9))
+    assert objects(arguments, tmp_path) == []
+    assert [(tmp_path / path).read_text() for path in compiled] == list("0123456789")
+    os.utime("privssl/csrc/noise.cpp", (3e9, 3e9))  # the control
+    assert len(objects(arguments, tmp_path)) == 2
+    os.utime("setup.py", (3e9, 3e9))
+    assert len(objects(arguments, tmp_path)) == 10
