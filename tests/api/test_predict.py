@@ -225,7 +225,7 @@ def test_opening_anything_but_a_finished_run_raises_one_clear_error(
     (broken / "classifier.safetensors").write_bytes(b"nothing")
     for folder, message in (
         (tmp_path, "no results.json"),
-        (tmp_path / "absent", "no results.json"),
+        (tmp_path / "absent", "there is no run folder"),
         (broken, "classifier.safetensors"),
     ):
         text = run_main(predict.main, capfd, folder, path, status=2)
