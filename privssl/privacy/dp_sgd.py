@@ -187,9 +187,8 @@ class PrivateTraining:
                 "torch.set_float32_matmul_precision to highest"
             )
         self_test.refuse_wrong_kernels()
-        from privssl.privacy.noisy_optimizer import (
-            SecureNoiseOptimizer,  # importing Opacus takes seconds
-        )
+        # Importing Opacus takes seconds.
+        from privssl.privacy.noisy_optimizer import SecureNoiseOptimizer
 
         self._optimizer = SecureNoiseOptimizer(
             # New for every visit, so that its momentum contains only this visit's noisy gradients.

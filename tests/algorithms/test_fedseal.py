@@ -99,9 +99,9 @@ def test_a_threshold_is_the_summed_confidence_of_predictions_over_the_rows_of_a_
 def test_a_class_predicted_too_often_or_never_validated_has_no_positive_rows() -> None:
     tau = negative_learning.compute_class_thresholds(VALIDATION, TRUE).tolist()
     sure = sure_of([0, 1, 2], [0.43, 1.0, 1.0]).tolist()
-    assert signs_of(sure, tau, 0.0).confident.tolist() == [True, False, False]
+    assert signs_of(sure, tau, 0.0).positive.tolist() == [True, False, False]
     # the control: thresholds of 1 would admit saturated rows
-    assert signs_of(sure, [0.425, 1.0, 1.0], 0.0).confident.tolist() == [True, True, True]
+    assert signs_of(sure, [0.425, 1.0, 1.0], 0.0).positive.tolist() == [True, True, True]
 
 
 def test_a_class_that_is_validated_but_never_predicted_has_threshold_zero() -> None:
@@ -127,7 +127,7 @@ def test_label_rates_and_class_confidences_are_those_of_validation_rows() -> Non
     # right. Complementary labels of the others: row 2 is class 0 and row 3 too.
     both = SignedLabels(
         y_plus=torch.tensor([0, 0, 1, 1, 1, 2]), targets=torch.empty(0),
-        confident=torch.tensor([True, False, False, False, True, True]),
+        positive=torch.tensor([True, False, False, False, True, True]),
         y_minus=torch.tensor([0, 1, 0, 2, 0, 0]),
         negative=torch.tensor([False, True, True, True, False, False]),
     )  # fmt: skip
@@ -137,7 +137,7 @@ def test_label_rates_and_class_confidences_are_those_of_validation_rows() -> Non
         "train/right_positive": 2 / 3, "train/right_negative": 2 / 3,
         "train/confidence/0": 3.0 / 4, "train/confidence/1": 1.3 / 2,
     })  # fmt: skip
-    nothing = both._replace(confident=both.confident & False, negative=both.negative & False)
+    nothing = both._replace(positive=both.positive & False, negative=both.negative & False)
     assert set(negative_learning.compute_validation_metrics(VALIDATION, TRUE, nothing)) == {
         "train/confidence/0", "train/confidence/1",
     }  # fmt: skip
@@ -264,13 +264,13 @@ def test_each_agent_gets_the_model_once_per_round_and_only_training_agents_get_t
 def test_a_row_is_positive_or_negative_or_left_out(tau: float, theta: float, expected: str) -> None:
     found = signs_of([[0.6, 0.3, 0.1]], [tau, 0.0, 0.0], theta)
     assert found.y_plus.tolist() == [0]
-    assert (bool(found.confident), bool(found.negative)) == (
+    assert (bool(found.positive), bool(found.negative)) == (
         expected == "positive",
         expected == "negative",
     )
     if expected == "negative":
         assert found.y_minus.tolist() == [2]
-    assert found.sizes == (int(found.confident.sum()), int(found.negative.sum()))
+    assert found.sizes == (int(found.positive.sum()), int(found.negative.sum()))
 
 
 def test_a_complementary_label_is_any_unlikely_class_and_no_other() -> None:
@@ -343,14 +343,14 @@ def random_signs(n_plus: int, n_minus: int, n_neither: int = 2) -> SignedLabels:
 
 def test_losses_of_exact_batches_average_to_the_loss_of_the_whole_sets() -> None:
     both, weights = random_signs(9, 15), (0.3, 0.8)
-    losses = torch.rand(len(both.confident), generator=rng("losses"))
-    whole = 0.3 * losses[both.confident].mean() + 0.8 * losses[both.negative].mean()
+    losses = torch.rand(len(both.positive), generator=rng("losses"))
+    whole = 0.3 * losses[both.positive].mean() + 0.8 * losses[both.negative].mean()
     means = {}
     batchings: tuple[negative_learning.Batching, ...] = ("union", "exact")
     for how in batchings:
         parts = []
         for batch in negative_learning.draw_signed_batches(how, both, 4, rng("order")):
-            up, down = batch[both.confident[batch]], batch[both.negative[batch]]
+            up, down = batch[both.positive[batch]], batch[both.negative[batch]]
             parts.append(
                 negative_learning.batch_loss(how, losses[up], losses[down], both.sizes, weights)
             )
@@ -368,10 +368,10 @@ def test_every_positive_or_negative_row_is_in_one_batch_of_an_epoch(
     both = random_signs(n_plus, n_minus)
     batches = negative_learning.draw_signed_batches(how, both, 4, rng())
     rows = torch.cat([*batches, torch.zeros(0, dtype=torch.int64)])
-    assert sorted(rows.tolist()) == torch.nonzero(both.confident | both.negative)[:, 0].tolist()
+    assert sorted(rows.tolist()) == torch.nonzero(both.positive | both.negative)[:, 0].tolist()
     assert all(1 <= len(batch) <= 4 for batch in batches)
     if how == "sequential":
-        assert both.confident[rows].tolist() == [True] * n_plus + [False] * n_minus
+        assert both.positive[rows].tolist() == [True] * n_plus + [False] * n_minus
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_zipped_batches_have_both_kinds_and_the_smaller_set_repeats(
 ) -> None:
     both = random_signs(n_plus, n_minus)
     batches = negative_learning.draw_signed_batches("zip", both, 4, rng())
-    assert [(int(both.confident[b].sum()), int(both.negative[b].sum())) for b in batches] == sizes
+    assert [(int(both.positive[b].sum()), int(both.negative[b].sum())) for b in batches] == sizes
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL, Eq. 12: a sure row is a negative one as well",
-        ((SIGNS, "negative = ~confident & unlikely.any(dim=1)", "negative = unlikely.any(dim=1)"),),
+        ((SIGNS, "negative = ~positive & unlikely.any(dim=1)", "negative = unlikely.any(dim=1)"),),
         (IN_FEDSEAL + "a_row_is_positive_or_negative_or_left_out",),
     ),
     Fault(

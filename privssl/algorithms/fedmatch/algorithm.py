@@ -140,8 +140,9 @@ class FedMatch(Algorithm[FedMatchState]):
             state = self._train_at_support(state, federation)
         downloads = self._make_downloads(state, federation)  # Alg. 1 l. 4-6, Alg. 2 l. 9-11
         step, traffic_before = self.learn_both if at_clients else self.learn_psi, federation.traffic
-        # Alg. 1 l. 7-11, Alg. 2 l. 12-15
+        # Alg. 1 l. 7, Alg. 2 l. 12
         replies = federation.call_all(downloads.agents, step, downloads.make_request)
+        # Alg. 1 l. 8-11, Alg. 2 l. 13-15
         state = self._collect(state, downloads, replies, federation)
         dense_bytes = sum(w.numel() * w.element_size() for w in state.psi.values())
         dense_bytes_of_all = dense_bytes * max(len(downloads.agents), 1)

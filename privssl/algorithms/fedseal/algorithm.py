@@ -211,10 +211,9 @@ class FedSEAL(Algorithm[FedSEALState]):
 
     def round(self, state: FedSEALState, federation: Federation) -> FedSEALState:
         request = TrainRequest(state.averaged)
-        F = self._train_and_average(
-            federation, federation.support, self.learn_from_labels, request
-        )  # step 1
-        signed = SignedRequest(F, self._ask_thresholds(F, federation))  # step 1
+        # Step 1
+        F = self._train_and_average(federation, federation.support, self.learn_from_labels, request)
+        signed = SignedRequest(F, self._ask_thresholds(F, federation))
         participants = federation.sample(federation.query, self.cfg.query_per_round)
         if self.cfg.history == "all" and participants:  # step 2
             others = [agent for agent in federation.query if agent not in set(participants)]
@@ -348,7 +347,7 @@ class FedSEAL(Algorithm[FedSEALState]):
             p_bar, msg.tau.cpu(), cfg.unlikely_at_most, ctx.rng("complement"),
             exclude_likeliest=cfg.exclude_likeliest, hard=cfg.hard_labels,
         )  # Eq. 9 to 12  # fmt: skip
-        ctx.pseudo_labels(rows.ids, p_bar, labels.confident)
+        ctx.pseudo_labels(rows.ids, p_bar, labels.positive)
         F, weights = self.load_classifier(msg.F, ctx), cfg.sign_weights(ctx.round)
         _log_signs(labels, weights[0], ctx)
         sgd, order, losses = self._make_sgd(F, ctx), ctx.rng("order"), list[Tensor]()
@@ -387,9 +386,9 @@ class FedSEAL(Algorithm[FedSEALState]):
     ) -> Tensor:  # fmt: skip
         """The positive view of rows of D+, the negative view of the others (N, *shape)."""
         x = local_training.network_input(rows.x[indices], ctx.device)
-        confident, views = labels.confident[indices], torch.empty_like(x)
-        views[confident] = self.cfg.sample_view(self.cfg.positive_view, x[confident], rng)
-        views[~confident] = self.cfg.sample_view(self.cfg.negative_view, x[~confident], rng)
+        positive, views = labels.positive[indices], torch.empty_like(x)
+        views[positive] = self.cfg.sample_view(self.cfg.positive_view, x[positive], rng)
+        views[~positive] = self.cfg.sample_view(self.cfg.negative_view, x[~positive], rng)
         return views
 
     def _make_sgd(self, F: nn.Module, ctx: Context) -> optim.SGD:
@@ -400,7 +399,7 @@ class FedSEAL(Algorithm[FedSEALState]):
 def _log_signs(labels: negative_learning.SignedLabels, weight: float, ctx: Context) -> None:
     """Shares of D+ and D-, lambda, and the largest class of D+: near 1, training collapses."""
     n_plus, n_minus = labels.sizes
-    counts = torch.bincount(labels.y_plus[labels.confident], minlength=1)
+    counts = torch.bincount(labels.y_plus[labels.positive], minlength=1)
     ctx.log_metric("train/positive", n_plus / len(labels.y_plus))
     ctx.log_metric("train/negative", n_minus / len(labels.y_plus))
     ctx.log_metric("train/positive_largest_class", int(counts.max()) / max(1, n_plus))

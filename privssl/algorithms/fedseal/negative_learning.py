@@ -33,14 +33,14 @@ class SignedLabels(NamedTuple):
 
     y_plus: Tensor  # (N,) classes
     targets: Tensor  # (N, C) target distributions of rows of D+
-    confident: Tensor  # (N,) bool: in D+
+    positive: Tensor  # (N,) bool: in D+
     y_minus: Tensor  # (N,) classes; without meaning outside of D-
     negative: Tensor  # (N,) bool: in D-
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Rows in D+ and in D-."""
-        return int(self.confident.sum()), int(self.negative.sum())
+        return int(self.positive.sum()), int(self.negative.sum())
 
 
 def compute_class_thresholds(p: Tensor, y: Tensor) -> Tensor:
@@ -83,15 +83,15 @@ def draw_signed_labels(
         hard: the target of rows of D+ is y+, else p-bar.
     """
     confidence, y_plus = p_bar.max(dim=1)  # Eq. 9
-    confident = confidence >= tau[y_plus]  # Eq. 10
+    positive = confidence >= tau[y_plus]  # Eq. 10
     unlikely = p_bar <= theta  # (N, C), Eq. 11
     likeliest = one_hot(y_plus, p_bar.shape[1])
     if exclude_likeliest:
         unlikely &= ~likeliest.bool()
-    negative = ~confident & unlikely.any(dim=1)  # Eq. 12
+    negative = ~positive & unlikely.any(dim=1)  # Eq. 12
     weights = torch.where(negative[:, None], unlikely.float(), 1.0)
     y_minus = torch.multinomial(weights, 1, generator=rng)[:, 0]
-    return SignedLabels(y_plus, likeliest.float() if hard else p_bar, confident, y_minus, negative)
+    return SignedLabels(y_plus, likeliest.float() if hard else p_bar, positive, y_minus, negative)
 
 
 def compute_validation_metrics(p: Tensor, y: Tensor, labels: SignedLabels) -> dict[str, float]:
@@ -108,7 +108,7 @@ def compute_validation_metrics(p: Tensor, y: Tensor, labels: SignedLabels) -> di
     """
     metrics = {}
     for sign, correct, mask in (
-        ("positive", labels.y_plus == y, labels.confident),
+        ("positive", labels.y_plus == y, labels.positive),
         ("negative", labels.y_minus != y, labels.negative),
     ):
         if mask.any():
@@ -201,7 +201,7 @@ def draw_signed_batches(
     union, exact: shuffled together. sequential: all of D+, then all of D-. zip: a batch of each
     side by side, reusing the smaller set; where one is empty, the other alone.
     """
-    parts = [torch.nonzero(mask)[:, 0] for mask in (labels.confident, labels.negative)]
+    parts = [torch.nonzero(mask)[:, 0] for mask in (labels.positive, labels.negative)]
     sets = [rows for rows in parts if len(rows)]
     if batching in ("union", "exact") and sets:
         sets = [torch.cat(sets)]
@@ -228,11 +228,11 @@ def compute_signed_losses(
         logits: of all rows of the batch (B, C).
         batch: their numbers (B,), each in D+ or in D-.
     """
-    confident = labels.confident[batch]
-    y_plus, y_minus = labels.targets[batch[confident]], labels.y_minus[batch[~confident]]
+    positive = labels.positive[batch]
+    y_plus, y_minus = labels.targets[batch[positive]], labels.y_minus[batch[~positive]]
     return (
-        soft_cross_entropy(logits[confident], y_plus.to(logits.device)),
-        complementary_loss(logits[~confident], y_minus.to(logits.device)),
+        soft_cross_entropy(logits[positive], y_plus.to(logits.device)),
+        complementary_loss(logits[~positive], y_minus.to(logits.device)),
     )
 
 

@@ -272,7 +272,7 @@ def canary_losses(cfg: GMixupSettings, task: Task) -> Mapping[str, CanaryLoss]:
     """Losses on a row: G's distance from it (z at 0.5), D's for a real row."""
     lam = networks_for(task.shape)[0].audit_lambda
 
-    def encode_label(y: Tensor) -> Tensor:  # as one_hot, without reading the tensor's values
+    def encode_label(y: Tensor) -> Tensor:  # as one_hot_labels, without reading the tensor's values
         return (y[:, None] == torch.arange(task.classes, device=y.device)).float()
 
     def reconstruction(G: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:

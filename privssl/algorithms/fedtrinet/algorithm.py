@@ -286,20 +286,20 @@ class FedTriNet(Algorithm[FedTriNetState]):
             self._load_weights(splice(msg.F, local, self._shallow), ctx)
             self._learn_labels(labelled, self.cfg.fine_tune_epochs, ctx, "fine-tuning")
             fine_tuned = local_training.weights_of(self._F)
-            y, confident, remembered = self._make_pseudo_labels(
+            y, admitted, remembered = self._make_pseudo_labels(
                 [local, msg.F, fine_tuned], unlabelled, agent.memory, msg.threshold, ctx
             )
-            if not len(labelled) and not confident.any():
+            if not len(labelled) and not admitted.any():
                 return Declined("no labelled row, and no row whose vote exceeds the threshold")
             self._load_weights(fine_tuned, ctx)
             planned_steps = plan_steps(
-                self.cfg, len(labelled), int(confident.sum()),
+                self.cfg, len(labelled), int(admitted.sum()),
                 t=self._count_phase_2_rounds(ctx.round),
                 is_hot=int(remembered.get("hot", torch.zeros(()))) > 0,
                 rng=ctx.rng("batches, both"),
             )  # fmt: skip
-            x = torch.cat([labelled.x, unlabelled.x[confident]])
-            self._learn(x, torch.cat([labelled.y, y[confident]]), planned_steps, ctx, "both")
+            x = torch.cat([labelled.x, unlabelled.x[admitted]])
+            self._learn(x, torch.cat([labelled.y, y[admitted]]), planned_steps, ctx, "both")
         trained = local_training.weights_of(self._F)
         local = fine_tuned if self.cfg.remember == "fine_tuned" else trained
         agent.memory = {**agent.memory, **pack_local_weights(local), **remembered}
@@ -309,26 +309,27 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, players: Sequence[StateDict], rows: UnlabelledRows, memory: Memory,
         threshold: float, ctx: Context,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Pseudo-labels (N,), which of them are confident (N,), and what the agent remembers."""
+        """Pseudo-labels (N,), which of them are admitted (N,), and what the agent remembers."""
         if not len(rows):
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), {}
         probs = [self._predict(player, rows, ctx, votes=True) for player in players]
         agreements = [p.argmax(dim=1) == probs[0].argmax(dim=1) for p in probs]
         ctx.log_metric("train/agreement", float(torch.stack(agreements).all(dim=0).float().mean()))
         y, confident = vote(probs if self.cfg.local_votes else probs[1:], threshold)
-        newly_confident, remembered = confident, dict[str, Tensor]()
+        newly_admitted = admitted = confident
+        remembered = dict[str, Tensor]()
         if self.cfg.pseudo_labels == "kept":
             former = memory.get("kept", torch.full_like(y, -1))
-            newly_confident = confident & (former < 0)
+            newly_admitted = confident & (former < 0)
             y = torch.where(former < 0, y, former)
-            confident = confident | (former >= 0)
-            remembered["kept"] = torch.where(confident, y, -1)
+            admitted = confident | (former >= 0)
+            remembered["kept"] = torch.where(admitted, y, -1)
         if self.cfg.retrain == "ramp":
-            # "hot": visits so far that newly confident PROFILED rows or more
+            # "hot": visits so far that newly admitted PROFILED rows or more
             hot_visits = memory.get("hot", torch.zeros((), dtype=torch.int64))
-            remembered["hot"] = hot_visits + (newly_confident.sum() >= PROFILED)
-        ctx.pseudo_labels(rows.ids, functional.one_hot(y, self.task.classes), confident)
-        return y, confident, remembered
+            remembered["hot"] = hot_visits + (newly_admitted.sum() >= PROFILED)
+        ctx.pseudo_labels(rows.ids, functional.one_hot(y, self.task.classes), admitted)
+        return y, admitted, remembered
 
     # Local training -------------------------------------------------------------------------
 
