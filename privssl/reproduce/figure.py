@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -21,11 +22,13 @@ from privssl.reproduce.store import Kept
 from privssl.reproduce.table_page import Measurements
 
 ACROSS = 3  # panels per line
-DRAWING = 2  # increase it when the drawing changes
+DRAWING = 3  # increase it when the drawing changes
 KEY = "Data"  # PNG text field with the hash of the data
 
 #: Quantity of the x-axis -> its label. Entries of former versions have only rounds.
-AGAINST = {"round": "rounds", "bytes": "bytes, up and down", "seconds": "seconds of one process"}
+AGAINST = {
+    "round": "rounds", "bytes": "bytes, up and down", "seconds": "CPU seconds (of a GPU: seconds)"
+}  # fmt: skip
 
 Line = tuple[tuple[float, ...], tuple[float, ...]]  # means over seeds: of x, of the accuracy
 Panels = Mapping[tuple[str, str], Mapping[str, Line]]  # (of AGAINST, column) -> row -> line
@@ -49,7 +52,7 @@ def panels(of: Measurements) -> Panels:
 
 def _compute_mean_line(kept: Kept, x_axis: str) -> Line | None:
     """Average over seeds; None if an entry does not have the quantity."""
-    curves = [entry["curve"] for entry in kept.shown.values()]
+    curves = [_with_cpu_seconds(entry) for entry in kept.shown.values()]
     if any(x_axis not in curve for curve in curves):
         return None
     rounds = sorted(set.intersection(*(set(curve["round"]) for curve in curves)))
@@ -59,6 +62,16 @@ def _compute_mean_line(kept: Kept, x_axis: str) -> Line | None:
         return tuple(statistics.fmean(values[number] for values in by_round) for number in rounds)
 
     return mean(x_axis), mean("test_accuracy")
+
+
+def _with_cpu_seconds(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The curve of an entry; of a CPU its seconds are the run's CPU seconds, shared equally among
+    its rounds: the clock also counts pauses and other work of the machine."""
+    curve: Mapping[str, Any] = entry["curve"]
+    if entry.get("gpu") or "seconds" not in curve:
+        return curve
+    seconds_a_round = entry["seconds"]["cpu"] / entry["rounds"]
+    return {**curve, "seconds": [number * seconds_a_round for number in curve["round"]]}
 
 
 def data_hash(shown: Panels) -> str:

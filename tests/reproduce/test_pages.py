@@ -65,6 +65,17 @@ def test_gpu_seconds_and_cpu_seconds_are_not_plotted_together(clone: Clone) -> N
     assert "unlike devices" not in page(clone) and "seconds" in drawn()
 
 
+@pytest.mark.parametrize(("gpu", "expected"), [(None, (30.0, 60.0)), ("GPU X", (3.0, 5000.0))])
+def test_a_pause_of_the_machine_is_not_plotted_as_seconds_of_a_cpu(
+    clone: Clone, gpu: str | None, expected: tuple[float, ...]
+) -> None:
+    # the run ends in round 2, after 60 CPU seconds
+    curve = {"round": [1, 2], "test_accuracy": [0.1, 0.5], "seconds": [3.0, 5000.0]}
+    clone.put("Supervise", FORTY, 0, 0.50, curve=curve, gpu=gpu)
+    drawn = figure.panels(Measurements.of(clone.table, clone.store))
+    assert drawn["seconds", FORTY]["Supervise"] == (expected, (0.1, 0.5))
+
+
 def test_one_seed_has_no_deviation_and_a_reduced_cell_has_its_reason(clone: Clone) -> None:
     clone.put("Supervise", TWENTY, 0, 0.3925)
     text = page(clone)

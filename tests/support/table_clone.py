@@ -98,7 +98,7 @@ def made_up(store: Store, cell: Cell, seed: int, value: float) -> dict[str, Any]
     sections = {name: vars(getattr(config, name)) for name in ("run", "data", "agents", "model")}
     return {
         "schema": 1, "table": cell.table, "row": cell.row, "column": cell.column, "seed": seed,
-        "size": cell.size, "differs": cell.differs, "metric": "final", "value": value,
+        "size": cell.size, "differs": cell.differs, "metric": "final", "value": value, "rounds": 2,
         "privacy": {"kind": "none", "epsilon": None, "delta": None, "covers": []},
         "seconds": {"wall": 90.0, "cpu": 60.0, "rounds": 50.0},
         "curve": {"round": [1, 2], "test_accuracy": [value / 2, value]},
