@@ -24,6 +24,7 @@ from privssl.algorithms.fedssl.losses import (
     NetworkFunctions,
     SyntheticRows,
     draw_mixup_batch,
+    gradient_similarity,
     mixing_losses,
     scale_gradient,
     select_synthetic_rows,
@@ -318,6 +319,51 @@ def test_with_the_gate_closed_f_learns_nothing_from_mixes() -> None:
     assert not torch.allclose(all_gradients(True)["F"], quiet)
 
 
+def test_the_similarity_is_that_of_mixes_of_some_rows_and_of_other_rows() -> None:
+    nets, batch = networks(), real_batch(5)
+    first, last = slice(0, 3), slice(3, 5)
+    lam = batch.lam[first, None]
+    x_hat = nets["G"](batch.mild[first], batch.p1[first], batch.p2[first], batch.z[first], lam)
+    p_mix = lam * batch.p1[first] + (1 - lam) * batch.p2[first]
+    a, b = (
+        gradients(torch.nn.functional.cross_entropy(nets["F"](x), p), nets["F"]).double()
+        for x, p in ((x_hat[:, 0].detach(), p_mix), (batch.strong[last], batch.p1[last]))
+    )
+    cosine = float(a @ b / (a.norm() * b.norm()))
+    found = gradient_similarity(config(batch_size=5, gate="similarity"), nets, batch)
+    assert found == pytest.approx(cosine, abs=1e-5)
+    # Rows after the first batch do not count.
+    longer = MixupBatch(**{k: torch.cat([v, v.flip(0)]) for k, v in batch.fields().items()})
+    assert gradient_similarity(config(batch_size=5), nets, longer) == found
+    assert gradient_similarity(config(batch_size=4), nets, longer) != found  # the control
+
+
+class Replay(nn.Module):
+    """A generator that returns given images."""
+
+    def __init__(self, images: Tensor) -> None:
+        super().__init__()
+        self.images = images
+
+    def forward(self, x: Tensor, p: Tensor, q: Tensor, z: Tensor, lam: Tensor) -> Tensor:
+        return self.images[:, None].expand(-1, lam.shape[1], *self.images.shape[1:])
+
+
+def test_the_similarity_is_one_for_the_same_rows_and_labels_and_negative_for_wrong_labels() -> None:
+    real = real_batch(4)
+    other_half = real.strong[2:]
+
+    def similarity(labels: Tensor) -> float:
+        p1 = torch.cat([labels, real.p1[2:]])
+        batch = dataclasses.replace(real, p1=p1, lam=torch.ones(4))
+        return gradient_similarity(
+            config(batch_size=4), networks() | {"G": Replay(other_half)}, batch
+        )
+
+    assert similarity(real.p1[2:]) == pytest.approx(1.0, abs=1e-5)
+    assert similarity(real.p1[2:].flip(0)) < 0
+
+
 @pytest.mark.parametrize("weight_mix", [0.1, 0.5, 2.0])
 def test_the_guidance_of_g_has_one_weight_whether_f_learns_from_mixes_or_not(
     weight_mix: float,
@@ -489,6 +535,51 @@ def test_the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_o
     )
 
 
+class ScriptedSimilarity(LocalEngine):
+    """Agents that train nothing and report given similarities of gradients."""
+
+    script = ((0.9, 0.8, None, None), (0.9, None, 0.7, None), (None,) * 4, (-1.0,) * 4, (-1.0,) * 4)
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        says = dict(zip(("s0", "s1", "q0", "q1"), self.script[calls[0].round - 1], strict=True))
+        return [
+            Reply(c.to, FedSSLUpdate(None, None, None, similarity=says[c.to.id])) for c in calls
+        ]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "similarity", "open_from"),
+    [
+        (1, 0.1 * 0.85, 0),
+        (2, 0.9 * 0.085 + 0.1 * 0.8, 3),
+        (3, 0.1565, 3),  # nobody reports
+        (4, 0.9 * 0.1565 - 0.1, 0),
+        (5, 0.9 * 0.04085 - 0.1, 0),
+    ],
+)
+def test_the_gate_is_open_while_gradients_of_mixes_are_similar_to_those_of_rows(
+    rounds: int, similarity: float, open_from: int
+) -> None:
+    algorithm = make("fedssl", gate="similarity")
+    after = simulate(algorithm, federated_data(), rounds, engine=ScriptedSimilarity)
+    assert after.state.gate_round == open_from
+    metrics = after.algorithm.metrics(after.state)
+    assert metrics["train/gradient_similarity"] == pytest.approx(similarity)
+    assert metrics["train/gate_open"] == float(open_from > 0)
+
+
+def test_agents_report_a_similarity_only_where_the_gate_asks_for_it_and_f_is_trained() -> None:
+    def reported(**settings: Any) -> list[float | None]:
+        return [reply.payload.similarity for _, reply in record(1, **settings)[1]]
+
+    similarities = reported(gate="similarity", warm_up=0)
+    assert all(value is not None and -1 <= value <= 1 for value in similarities)
+    # s0, s1, q0, q1: in the warm-up query agents do not train F
+    in_warm_up = reported(gate="similarity", warm_up=1)
+    assert None not in in_warm_up[:2] and in_warm_up[2:] == [None, None]
+    assert reported(warm_up=0) == [None] * 4
+
+
 @pytest.mark.parametrize(("gate", "opens"), [(0.0, True), (1.0, False)])
 def test_f_learns_from_mixes_only_behind_an_open_gate(gate: float, opens: bool) -> None:
     _, recorded = record(1, gate=gate)
@@ -511,6 +602,7 @@ def test_messages_contain_weights_and_a_few_listed_numbers_only() -> None:
         "G",
         "D",
         "agreement",
+        "similarity",
     ]
     assert [field.name for field in dataclasses.fields(FedSSLRequest)] == [
         "F", "G", "D", "teacher", "train_classifier", "train_on_mixes"
@@ -520,6 +612,19 @@ def test_messages_contain_weights_and_a_few_listed_numbers_only() -> None:
 def test_a_round_without_replies_keeps_the_state_of_the_gate() -> None:
     after = simulate(make("fedssl", gate=0.5), federated_data(), 2, engine=DecliningEngine)
     assert (after.state.agreement, after.state.gate_round) == (0.0, 0)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_to_compare_gradients_changes_no_network(
+    norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("privssl.algorithms.fedssl.gate.SIMILAR", 1.1)  # it never opens
+    compared = simulate(make("fedssl", norm=norm, gate="similarity"), federated_data(), 3)
+    closed = simulate(make("fedssl", norm=norm, gate=1.0), federated_data(), 3)
+    assert compared.state.similarity != 0 == closed.state.similarity
+    for name in ("teacher", *ALL):
+        assert same_bits(getattr(compared.state, name), getattr(closed.state, name))
 
 
 @pytest.mark.parametrize("labels", ["support", "labels-at-server"])
@@ -584,6 +689,21 @@ def test_a_gate_that_can_never_open_is_refused() -> None:
 
     assert keys(real_rows=False) == ["gate"]
     assert keys() == keys(real_rows=False, gate=0.0) == []
+
+
+def test_a_gate_by_similarity_that_has_nothing_to_compare_is_refused() -> None:
+    def problems(**settings: Any) -> list[str]:
+        found = FedSSLConfig(gate="similarity", **settings).problems()
+        return [f"{problem.key}: {problem.text}" for problem in found]
+
+    [one_row] = problems(batch_size=1)
+    assert one_row.startswith("gate: ") and "batch_size: 2 or more" in one_row
+    [no_mixes] = problems(weight_mix=0.0)
+    assert "weight_mix: 0" in no_mixes
+    [synthetic] = problems(synthetic_share=0.5, synthetic_labels="condition")
+    assert "Set gate to a number" in synthetic
+    assert problems() == problems(synthetic_share=0.5) == []
+    assert list(FedSSLConfig(batch_size=1).problems()) == []  # the control
 
 
 def test_pictures_show_mixes_and_reconstructions() -> None:

@@ -4,6 +4,7 @@ from tests.planted_faults.fault import Fault
 
 FEDSSL = "privssl/algorithms/fedssl/algorithm.py"
 MIXING = "privssl/algorithms/fedssl/losses.py"
+GATE = "privssl/algorithms/fedssl/gate.py"
 FEDSEAL = "privssl/algorithms/fedseal/algorithm.py"
 SIGNS = "privssl/algorithms/fedseal/negative_learning.py"
 SEMIFL = "privssl/algorithms/semifl/algorithm.py"
@@ -289,11 +290,30 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSSL: the gate closes again",
-        (
-            (FEDSSL, "opens = not state.gate_round and agreement", "opens = agreement"),
-            (FEDSSL, "+ 1 if opens else state.gate_round", "+ 1 if opens else 0"),
-        ),
+        ((GATE, "state.gate_round > 0 or agreement >= gate", "agreement >= gate"),),
         (IN_FEDSSL + "the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_open",),
+    ),
+    Fault(
+        "FedSSL: the gate by similarity never closes",
+        (
+            (
+                GATE,
+                "is_open = similarity >= SIMILAR",
+                "is_open = state.gate_round > 0 or similarity >= SIMILAR",
+            ),
+        ),
+        (IN_FEDSSL + "the_gate_is_open_while_gradients_of_mixes_are_similar_to_those_of_rows",),
+    ),
+    Fault(
+        "FedSSL: the gate compares mixes with the rows that they are made of",
+        (
+            (
+                MIXING,
+                "to_mix, real = batch.batches(len(batch.lam) - len(batch.lam) // 2)",
+                "to_mix = real = batch",
+            ),
+        ),
+        (IN_FEDSSL + "the_similarity_is_that_of_mixes_of_some_rows_and_of_other_rows",),
     ),
     Fault(
         "FedSSL, Alg. 2: support agents all start from the server's networks",

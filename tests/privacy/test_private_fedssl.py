@@ -227,7 +227,7 @@ def test_a_sound_visit_sends_only_the_parameters_of_protected_networks(
         ctx.telemetry = agents["s0"].account is None
         sent = visit(prepared, agents["s0"], ctx)
         assert not agents["s0"].memory  # no optimiser state is kept
-    assert isinstance(sent, FedSSLUpdate) and sent.agreement is None
+    assert isinstance(sent, FedSSLUpdate) and sent.agreement is sent.similarity is None
     assert ctx.metrics == {} and ctx.weight == 1.0
     for name, network in prepared.algorithm.networks().items():
         state = getattr(sent, name)
@@ -263,7 +263,10 @@ def test_where_the_discriminator_is_protected_it_has_no_spectral_norm(
 def test_the_published_scheme_sends_all_three_networks_and_calls_its_epsilon_nominal(
     configured: Callable[..., Config], tmp_path: Path, record_visits: list[Any]
 ) -> None:
-    chosen = configured(*AS_PUBLISHED, "privacy.acknowledge_unsound=true", "algorithm.rounds=1")
+    chosen = configured(
+        *AS_PUBLISHED, "privacy.acknowledge_unsound=true", "algorithm.rounds=1",
+        "algorithm.gate=similarity",
+    )  # fmt: skip
     results = carry_out(prepare(chosen), tmp_path / "run")
     claim = results["privacy"]
     assert (claim["guarantee"], claim["scope"]) == (None, "as_published")
@@ -279,6 +282,9 @@ def test_the_published_scheme_sends_all_three_networks_and_calls_its_epsilon_nom
     for reply in replies:
         assert None not in (reply.payload.F, reply.payload.G, reply.payload.D)
         assert reply.payload.agreement is None and reply.metrics == {}
+        assert reply.payload.similarity is None
+    [query] = [reply for agent, _, _, reply in record_visits if agent == "q0"]
+    assert query.payload.similarity is not None  # the control
     # D is without noise and has spectral norm vectors; the card excludes buffers of G alone.
     buffers = {name: set(weights) - {key for key, _ in network.named_parameters()}
                for name, network in prepare(chosen).algorithm.networks().items()

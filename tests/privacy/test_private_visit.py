@@ -140,6 +140,7 @@ def test_a_sound_visit_sends_its_parameters_with_weight_one_and_no_metrics(
     assert {k: v for k, v in fields.items() if k not in ("F", "G")} == {
         "D": None,
         "agreement": None,
+        "similarity": None,
     }
 
 

@@ -50,6 +50,7 @@ SYNTHETIC: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, NEEDS.get(name, {})) for name in ALGORITHMS},
     "fedssl, gate open": ("fedssl", {"gate": 0.0, "mix_every": 1, "warm_up": 0}),
+    "fedssl, gate by similarity": ("fedssl", {"gate": "similarity", "warm_up": 0}),
     "fedssl, one after the other": ("fedssl", {"order": "sequential", "gate": 0.0}),
     "fedssl, in turn": ("fedssl", {"updates": "in_turn", "gate": 0.0, "warm_up": 0}),
     "fedssl, F by SGD": ("fedssl", {"optimiser": "sgd", "gate": 0.0, "warm_up": 0}),

@@ -19,12 +19,12 @@ G the conditional generator, D the conditional discriminator.
 Differs from the paper: (1) One joint step takes the place of G-Reg and then G-MixUp (``updates``):
 the same gradients up to simultaneity, at two thirds of the cost. (2) F also learns from real
 rows, augmented (``real_rows``); read literally Algorithm 1 trains F on G's images alone.
-(3) Mixes train F only once F recognises them (``gate``). (4) D judges a mix against its mixed
-label p'; Eq. 6 prints p2, which contradicts Eq. 7 at lambda 1 (``judge``). (5) A moving
-average of F predicts pseudo-labels and is released (``teacher_decay``). (6) Query agents
-do not train F in the first rounds (``warm_up``). (7) In Algorithm 2 every support agent has its
-own budget, tested with the visit to come. The paper adds all agents up, and tests what past visits
-spent, which can overshoot. Each is a setting but the last. docs/fedssl.md has them all.
+(3) Mixes train F only once F recognises them, or while they help (``gate``). (4) D judges a mix
+against its mixed label p'; Eq. 6 prints p2, which contradicts Eq. 7 at lambda 1 (``judge``).
+(5) A moving average of F predicts pseudo-labels and is released (``teacher_decay``). (6) Query
+agents do not train F in the first rounds (``warm_up``). (7) In Algorithm 2 every support agent has
+its own budget, tested with the visit to come. The paper adds all agents up, and tests what past
+visits spent, which can overshoot. Each is a setting but the last. docs/fedssl.md has them all.
 """
 
 import dataclasses
@@ -39,6 +39,7 @@ from accounting.errors import BudgetExhausted
 from generators import ConditionalGenerator, draw_samples, networks_for
 from privssl.algorithms.base import Algorithm, CanaryLoss, MissingReplyPolicy
 from privssl.algorithms.fedssl import losses
+from privssl.algorithms.fedssl.gate import update_gate
 from privssl.algorithms.fedssl.losses import NETWORKS, MixupBatch, SyntheticRows
 from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.algorithms.local_ssl import (
@@ -82,13 +83,15 @@ class FedSSLUpdate(Message):
     """Up from an agent: the networks; None is one that it did not train.
 
     ``agreement`` is the share of mixes that F classifies as p' or, with ``synthetic_share``, the
-    share of G's samples that the teacher recognises; None in a private step.
+    share of G's samples that the teacher recognises. ``similarity`` is ``gradient_similarity``
+    before training, if the gate asks for it. Both are None in a private step.
     """
 
     F: StateDict | None
     G: StateDict | None
     D: StateDict | None
     agreement: float | None = None
+    similarity: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,8 @@ class FedSSLState(TeacherState):
     G: StateDict
     D: StateDict
     agreement: float = 0.0  # of the last round
-    gate_round: int = 0  # the round from which mixes train F; 0: not yet
+    gate_round: int = 0  # the round from which mixes train F; 0: they do not
+    similarity: float = 0.0  # moving average of the gradients' cosine similarity, in [-1, 1]
 
 
 # The algorithm ------------------------------------------------------------------------------
@@ -161,9 +165,8 @@ class FedSSL(Algorithm[FedSSLState]):
 
     def try_private(self, device: torch.device) -> None:
         nets = {name: network.to(device) for name, network in self._networks.items()}
-        losses.dry_run_private_step(
-            self.plan, self.cfg, nets, self.task, device, gated=self.cfg.gate > 0
-        )
+        gated = self.cfg.gate != 0
+        losses.dry_run_private_step(self.plan, self.cfg, nets, self.task, device, gated=gated)
 
     def canary_losses(self) -> Mapping[str, CanaryLoss]:
         return {**super().canary_losses(), **losses.canary_losses(self.cfg, self.task)}
@@ -193,25 +196,16 @@ class FedSSL(Algorithm[FedSSLState]):
             average_groups(self.cfg.weights, support, query, name, getattr(state, name))
             for name in NETWORKS
         )
-        agreement, gate_round = self._update_gate(state, federation, [*support, *query])
         decay = self.cfg.decay(federation.round.number)
         teacher = local_training.moving_average(state.teacher, F, decay)
-        return FedSSLState(F, teacher, G, D, agreement, gate_round)
+        updates = [reply.payload for reply in [*support, *query] if not reply.declined]
+        gate = update_gate(self.cfg.gate, state, updates, federation.round.number)
+        return FedSSLState(F, teacher, G, D, *gate)
 
     def _support_agents(self, federation: Federation) -> Roster:
         """Support agents, while the plan has visits left for them."""
         no_visits_left = self.plan is not None and federation.round.number > self.plan.visits
         return () if no_visits_left else federation.support
-
-    def _update_gate(
-        self, state: FedSSLState, federation: Federation, replies: Sequence[Reply[FedSSLUpdate]]
-    ) -> tuple[float, int]:
-        """The mean agreement of a round, and the round from which mixes train F."""
-        reported = [r.payload.agreement for r in replies if not r.declined]
-        agreements = [agreement for agreement in reported if agreement is not None]
-        agreement = sum(agreements) / len(agreements) if agreements else state.agreement
-        opens = not state.gate_round and agreement >= self.cfg.gate
-        return agreement, federation.round.number + 1 if opens else state.gate_round
 
     def _make_request(
         self, state: FedSSLState, federation: Federation, query: bool = False
@@ -235,7 +229,11 @@ class FedSSL(Algorithm[FedSSLState]):
         return {"unaveraged": state.F}
 
     def metrics(self, state: FedSSLState) -> Mapping[str, float]:
-        return {"train/agreement": state.agreement, "train/gate_open": float(state.gate_round > 0)}
+        is_open = float(state.gate_round > 0)
+        metrics = {"train/agreement": state.agreement, "train/gate_open": is_open}
+        if self.cfg.gate == "similarity":
+            metrics["train/gradient_similarity"] = state.similarity
+        return metrics
 
     # Steps: where the data is ---------------------------------------------------------------
 
@@ -279,7 +277,7 @@ class FedSSL(Algorithm[FedSSLState]):
                 request = dataclasses.replace(msg, G=private_update.G or msg.G)
                 batch = self._draw_labelled_batch(agent, ctx)
                 update = self._train(unprotected, batch, agent, request, ctx, "support")
-                return dataclasses.replace(update, G=private_update.G, agreement=None)
+                return FedSSLUpdate(update.F, private_update.G, update.D)
         except BudgetExhausted:
             return BUDGET_EXHAUSTED
 
@@ -288,8 +286,7 @@ class FedSSL(Algorithm[FedSSLState]):
     def _draw_labelled_batch(
         self, agent: SupportAgent, ctx: Context, msg: FedSSLRequest | None = None
     ) -> MixupBatch:
-        """The labelled rows of one step, with everything drawn for them; with a message also the
-        synthetic rows, where support agents get some."""
+        """The labelled rows of a step, with all draws; with a message also synthetic rows."""
         rows = agent.labelled
         indices = self.cfg.draw_rows(len(rows), ctx)
         labels = one_hot_labels(rows, indices, self.task.classes)
@@ -344,6 +341,8 @@ class FedSSL(Algorithm[FedSSLState]):
         optimiser = local_training.LocalOptimiser(
             {name: groups[name] for name in to_train}, agent.memory, role
         )
+        compares = self.cfg.gate == "similarity" and "F" in to_train
+        similarity = losses.gradient_similarity(self.cfg, nets, rows) if compares else None
         mean_losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
         agreements = []
         for cfg, names, has_mixes, batch in self._local_steps(to_train, rows):
@@ -362,7 +361,8 @@ class FedSSL(Algorithm[FedSSLState]):
             if values:
                 ctx.log_metric(f"train/loss_{name}/{role}", local_training.mean_of(values))
         mean_agreement = local_training.mean_of(agreements) if agreements else None
-        return _make_update(nets, to_train, None if self.cfg.synthetic_share else mean_agreement)
+        agreement_of_mixes = None if self.cfg.synthetic_share else mean_agreement
+        return _make_update(nets, to_train, agreement_of_mixes, similarity)
 
     def _local_steps(
         self, to_train: Sequence[str], rows: MixupBatch
@@ -406,12 +406,12 @@ class FedSSL(Algorithm[FedSSLState]):
 
 
 def _make_update(
-    nets: Mapping[str, nn.Module], trained: Sequence[str], agreement: float | None = None
+    nets: Mapping[str, nn.Module], trained: Sequence[str], *reports: float | None
 ) -> FedSSLUpdate:
     F, G, D = (
         local_training.to_send(nets[n].state_dict()) if n in trained else None for n in NETWORKS
     )
-    return FedSSLUpdate(F, G, D, agreement)
+    return FedSSLUpdate(F, G, D, *reports)
 
 
 def _apply_update(state: FedSSLState, update: FedSSLUpdate) -> FedSSLState:

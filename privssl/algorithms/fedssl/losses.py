@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot, softplus
+from torch.nn.functional import cosine_similarity, one_hot, softplus
 
 from generators import networks_for
 from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
@@ -26,7 +26,7 @@ from privssl.privacy.per_example_gradients import Parameters
 from privssl.privacy.plan import PrivatePlan
 from privssl.runtime import randomness
 from privssl.training import local_training
-from privssl.training.batched.deferred import FunctionalModule
+from privssl.training.batched.deferred import FunctionalModule, run_unbatched
 from privssl.training.losses import soft_cross_entropy
 from privssl.training.mixup import mix, sample_mix
 
@@ -188,6 +188,37 @@ def mixing_losses(
     if on_real:
         loss["F"] = loss["F"] + soft_cross_entropy(logits, b.targets)
     return loss, logits_hat.argmax(dim=1) == p_mix.argmax(dim=1)
+
+
+def gradient_similarity(
+    cfg: GMixupSettings, nets: Mapping[str, nn.Module], rows: MixupBatch
+) -> float:
+    """Compare F's gradient on mixes of one half of a batch with that on real rows of the other.
+
+    Above 0 a step on mixes also lowers the loss on real rows. Du et al. 2018, "Adapting auxiliary
+    losses using gradient similarity", section 3.
+
+    Args:
+        rows: at least two rows a batch; the first batch is used.
+
+    Returns:
+        The cosine similarity, in [-1, 1].
+    """
+    batch = next(rows.batches(cfg.batch_size))
+    to_mix, real = batch.batches(len(batch.lam) - len(batch.lam) // 2)
+    F = nets["F"].eval()  # without a trace in a batch norm's statistics
+
+    def compute_gradient(x: Tensor, p: Tensor) -> Tensor:
+        loss = soft_cross_entropy(F(x), p).mean()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(F.parameters()))])
+
+    with run_unbatched():
+        with torch.no_grad():
+            x_hat, _, _ = _generate(cfg, NetworkFunctions.with_parameters(nets, {}), to_mix, True)
+        of_mixes = compute_gradient(x_hat, mix(to_mix.lam, to_mix.p1, to_mix.p2))
+        of_real = compute_gradient(real.strong, real.targets)
+    F.train()
+    return float(cosine_similarity(of_mixes, of_real, dim=0))
 
 
 def _generate(

@@ -43,7 +43,9 @@ class FedSSLConfig(GMixupSettings):
     # G-MixUp over the same, as printed in Alg. 1 l. 4-5 and 7-8. A step under noise stays joint
     updates: Literal["joint", "in_turn"] = "joint"
     mix_every: Positive = 2  # local steps from one with G and D to the next; others train F alone
-    gate: Share = 0.85  # agreement from which mixes train F; 0: from the start
+    # agreement from which mixes train F; 0: from the start; similarity: while their gradient points
+    # as that of real rows does
+    gate: Share | Literal["similarity"] = 0.85
     generator_learning_rate: Rate = 2e-3  # Adam
     discriminator_learning_rate: Rate = 1e-3  # Adam
     generator_width: Positive = 16
@@ -65,8 +67,10 @@ class FedSSLConfig(GMixupSettings):
         return ((g_reg, "GD" if with_g else "D"), (g_mixup, "FG" if self.weight_guidance else "F"))
 
     def problems(self) -> Iterator[Problem]:
-        """Settings under which F is never trained."""
-        if not self.real_rows and self.gate > 0:
+        """Settings under which F is never trained, or the gate has nothing to compare."""
+        if self.gate == "similarity":
+            yield from self._problems_of_similarity()
+        if not self.real_rows and self.gate != 0:
             yield Problem(
                 "gate",
                 f"{self.gate}, but with real_rows: false F learns from mixes alone, and recognises "
@@ -77,4 +81,22 @@ class FedSSLConfig(GMixupSettings):
                 "synthetic_share",
                 f"{self.synthetic_share}, but with real_rows: false F learns from mixes alone. "
                 "Leave one of them out",
+            )
+
+    def _problems_of_similarity(self) -> Iterator[Problem]:
+        if self.batch_size < 2:
+            yield Problem(
+                "gate", "similarity compares two halves of a batch. Set batch_size: 2 or more"
+            )
+        if self.weight_mix == 0:
+            yield Problem(
+                "gate",
+                "similarity looks at mixes, and with weight_mix: 0 none trains F. Set gate to a "
+                "number",
+            )
+        if self.synthetic_share and self.synthetic_labels == "condition":
+            yield Problem(
+                "gate",
+                "similarity looks at mixes, but synthetic rows with the class that G was given "
+                "need the teacher's agreement. Set gate to a number",
             )

@@ -6,7 +6,7 @@ launched once for all agents. In other engines a request is a plain call.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -123,6 +123,11 @@ def request_handler(answer: Callable[[BatchRequest], Any]) -> Iterator[None]:
         yield
     finally:
         _answer.reset(token)
+
+
+def run_unbatched() -> AbstractContextManager[None]:
+    """Compute what a block submits for this agent alone: a batch has one backward pass for all."""
+    return request_handler(lambda request: request.run_single())
 
 
 @dataclass(frozen=True, eq=False)
