@@ -139,6 +139,8 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
             if finished is not None:
                 console.print("This run has finished already; nothing was changed.")
                 return _report(options, *finished, options.resume, console)
+        if options.resume is None and not options.dry_run:
+            run_dir.refuse_existing_run(config)  # before noise is calibrated
         prepared = prepare(config)  # its objects stay, too, and private runs import Opacus
     if options.dry_run:
         launch.warn(prepared.config.warnings)

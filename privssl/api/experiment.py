@@ -29,7 +29,7 @@ from privssl.experiment.config import Config
 from privssl.experiment.plugin_names import imports_of, names_in
 from privssl.experiment.prepare import prepare
 from privssl.models.own_networks import NetworkSource, reference_of
-from privssl.runs import launch, lengthening
+from privssl.runs import launch, lengthening, run_dir
 from privssl.runtime.console import Screen
 from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import (
@@ -257,6 +257,8 @@ def _train_config(
             stack.enter_context(imports_of(config))
             if folder is not None and lengthening.read_finished_outcome(folder, config) is not None:
                 return Run(folder, network, names_in(config))
+            if folder is None:
+                run_dir.refuse_existing_run(config)  # before noise is calibrated
             if data is not None and config.privacy is not None:
                 launch.warn(data.warnings)  # printed only: train.log is not open
             prepared = prepare(config, None if data is None else data.rows, network)

@@ -54,8 +54,7 @@ def create_run_dir(prepared: Prepared) -> Iterator[Path]:
     """
     run = prepared.config.run
     folder = prepared.config.folder
-    restore_replaced_run(folder)
-    check_free(prepared.config)
+    refuse_existing_run(prepared.config)
     check_shared_accounts(prepared)
     with ExitStack() as stack:
         if entries := list_entries(folder):
@@ -80,6 +79,12 @@ def create_run_dir(prepared: Prepared) -> Iterator[Path]:
         config = dataclasses.replace(prepared.config, run=run_section)
         atomic_files.write(folder / "config.yaml", configs.to_yaml(config))
         yield folder
+
+
+def refuse_existing_run(config: Config) -> None:
+    """``check_free``, after a former run whose replacement did not begin is restored."""
+    restore_replaced_run(config.folder)
+    check_free(config)
 
 
 def check_free(config: Config) -> None:

@@ -139,7 +139,8 @@ def read_exponents(kind: type[Any], values: Mapping[str, object]) -> dict[str, o
             return tuple(read(item, items) for item in value)
         if not isinstance(value, ExponentText):
             return value
-        types = {option.get("type") for option in options}
+        free = [option for option in options if not {"const", "enum"} & option.keys()]
+        types = {option.get("type") for option in free}  # a fixed text is no number
         return float(value) if "number" in types and "string" not in types else str(value)
 
     if not any(map(_has_exponent, values.values())):

@@ -94,7 +94,10 @@ class ConfigBuilder:
                 ConfigProblem(1, "", f"needs sections ({', '.join(self.order)}), not one value")
             )
         for name in [name for name in self._values if name not in self.order]:
-            self.add(name, unknown("section", name, self.order))
+            key_of = self._suggest_sections(name)
+            self.add(
+                name, f"unknown section{key_of}" if key_of else unknown("section", name, self.order)
+            )
         self._empty = set(document.empty)
 
     def leave_out(self, former: Mapping[str, Mapping[str, Any]]) -> None:
@@ -118,7 +121,7 @@ class ConfigBuilder:
         if not equals or section not in ORDER:
             complete = equals and dot  # otherwise seed=1 would be reported as an unknown section
             text = unknown("section", section, ORDER) if complete else "write section.key=value"
-            self._add(ConfigProblem(None, key, text))
+            self._add(ConfigProblem(None, key, text + self._suggest_sections(key)))
             return
         if key in self._places and self._places[key] is None:
             self._add(ConfigProblem(None, key, "given twice among the arguments"))
@@ -139,6 +142,17 @@ class ConfigBuilder:
             self._values["privacy"] = None
         elif not dot:
             self._add(ConfigProblem(None, key, f"is a section. Write {key}.key=value"))
+
+    def _suggest_sections(self, key: str) -> str:
+        """Return a question with the full names of a key that has no section; without any, ""."""
+        name = self.value("algorithm.name")
+        method = self._algorithms[name] if name in ALGORITHMS else None
+        kinds = {**self.sections, "algorithm": getattr(method, "Config", None)}
+        full_names = [
+            f"{section}.{key}" for section, kind in kinds.items()
+            if kind is not None and key in [spec.name for spec in dataclasses.fields(kind)]
+        ]  # fmt: skip
+        return f". Did you mean {either(full_names)}?" if full_names else ""
 
     def _drop_key(self, key: str) -> None:
         """Drop the file's values at a key and below, with their problems."""

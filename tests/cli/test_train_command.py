@@ -32,8 +32,10 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
+import privssl
 from accounting.ledger import read_journal
 from privssl.audit import __main__ as audit
+from privssl.errors import RunFolderError
 from privssl.ops import dispatch
 from privssl.privacy.card_text import render_markdown
 from privssl.privacy.privacy_card import privacy_card
@@ -364,6 +366,21 @@ def test_running_the_config_of_a_run_folder_does_not_replace_the_run(tmp_path: P
     before = tree(run)
     assert_refused(command(run / "config.yaml"), "exists and holds a run")
     assert tree(run) == before
+
+
+def test_an_existing_run_is_refused_before_rows_are_read_and_noise_is_calibrated(
+    plain: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("rows were read")
+
+    monkeypatch.setattr("privssl.experiment.prepare.prepare", read)
+    monkeypatch.setattr("privssl.api.experiment.prepare", read)
+    assert_refused(command(plain.config, f"run.output={plain.folder}"), "exists and holds a run")
+    with pytest.raises(RunFolderError, match="exists and holds a run"):
+        privssl.train(plain.config, output=plain.folder)
+    with pytest.raises(AssertionError, match="rows were read"):  # the control
+        privssl.train(plain.config, output=tmp_path / "new")
 
 
 def test_a_run_over_sites_without_a_superlink_does_not_change_the_former_run(

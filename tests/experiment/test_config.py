@@ -127,6 +127,15 @@ def test_an_exponent_without_dot_or_sign_is_a_number_if_the_key_is_numeric(
     assert config.run.name == text  # the control: this key is text
 
 
+def test_an_exponent_is_a_number_where_a_key_takes_a_number_or_one_word(write: Any) -> None:
+    path = write(SOUND)
+    assert load_config(path, ["algorithm.gate=1e-1"]).algorithm.gate == 0.1
+    assert load_config(path, ["algorithm.gate=similarity"]).algorithm.gate == "similarity"
+    needed = "needs a number >= 0 and <= 1 or similarity, got 10.0"
+    with pytest.raises(ConfigError, match=needed):
+        load_config(path, ["algorithm.gate=1e1"])
+
+
 def test_a_number_in_quotes_stays_text(write: Any) -> None:
     rows = refusal(write(SOUND + "privacy: {epsilon: '1e0', delta: 1e-5}\n"))
     assert rows == ["line 3 privacy.epsilon '1e0' is text to YAML. Write 1.0e+0"]
@@ -225,6 +234,7 @@ def test_an_argument_replaces_an_invalid_value_of_the_file(write: Any) -> None:
             "run: {name: 2024-01-01}",
             "run.name '2024-01-01' is a timestamp to YAML. Put it in quotes to mean text",
         ),
+        ("epsilon: 8.0", "epsilon unknown section. Did you mean privacy.epsilon?"),
     ],
 )
 def test_each_mistake_is_named_with_its_line_and_its_remedy(
@@ -237,7 +247,12 @@ def test_each_mistake_is_named_with_its_line_and_its_remedy(
     ("arguments", "row"),
     [
         (["run.seed"], "run.seed write section.key=value"),
-        (["seed=1"], "seed write section.key=value"),
+        (["seed=1"], "seed write section.key=value. Did you mean run.seed?"),
+        (
+            ["rounds=1"],
+            "rounds write section.key=value. Did you mean algorithm.rounds?",
+        ),
+        (["rownds=1"], "rownds write section.key=value"),
         (["rum.seed=1"], "rum.seed unknown section. Did you mean run?"),
         (["model=lenet"], "model is a section. Write model.key=value"),
         (["run.seed=1", "run.seed=2"], "run.seed given twice among the arguments"),
