@@ -66,7 +66,7 @@ def of_generator(
     no_noise = torch.zeros(len(originals), generator.noise_size)
     reconstructed = generator(originals, p, p, no_noise, torch.ones(len(originals), 1))[:, 0]
     return {
-        "images/mixes": mix_grid(x[first_rows], mixes.transpose(0, 1), LAMBDAS),
+        "images/mixes": mix_grid(x[first_rows], y[first_rows], mixes.transpose(0, 1), LAMBDAS),
         "images/reconstruction": reconstruction_grid(originals, reconstructed),
         "images/samples": samples_sheet(generator, classes, x.shape[1:]),
     }
@@ -92,16 +92,18 @@ def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
     return _draw_tiles(blank.transpose(0, 1), [""] * lines, [str(c) for c in range(classes)])
 
 
-def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
-    """Draw interpolations from rows of one class to each other class: ``images/mixes``.
+def mix_grid(real: Tensor, y: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
+    """Draw interpolations from rows to each class: ``images/mixes``.
 
     Args:
         real: (C, channels, H, W) in [-1, 1], the inputs of G; the first line.
+        y: (C,) their classes; column c is headed "y>c".
         mixes: (L, C, channels, H, W), from lambda 1 to 0; a column per class.
     """
     lines = torch.cat([real[None], mixes])
     labels = ["real", *(f"{lam:.2f}" for lam in lambdas)]
-    return _draw_tiles(lines, labels, [str(c) for c in range(len(real))], corner="lambda")
+    headings = [f"{first}>{c}" for c, first in enumerate(y.tolist())]
+    return _draw_tiles(lines, labels, headings, corner="lambda")
 
 
 def reconstruction_grid(real: Tensor, rebuilt: Tensor) -> Picture:

@@ -29,7 +29,7 @@ def test_the_real_row_is_first_then_a_line_per_lambda_and_a_column_per_class() -
     # real: -1 is black, 1 is white; mixes: line l, column c has its own level
     real = flat(torch.tensor([-1.0, 1.0]))
     levels = torch.tensor([[0, 51], [102, 153], [204, 255]])  # (L, C) in 0..255
-    picture = figures.mix_grid(real, flat(levels / 127.5 - 1), LAMBDAS)
+    picture = figures.mix_grid(real, torch.tensor([1, 0]), flat(levels / 127.5 - 1), LAMBDAS)
     assert picture.dtype == np.uint8
     assert picture.shape == (MARGIN_TOP + 4 * 34, MARGIN_LEFT + 2 * 34, 3)  # 8 px, 4 times larger
     assert (tile(picture, 0, 0) == 0).all()
@@ -40,9 +40,14 @@ def test_the_real_row_is_first_then_a_line_per_lambda_and_a_column_per_class() -
 
 
 def test_each_line_and_column_has_a_label() -> None:
-    picture = figures.mix_grid(flat(torch.ones(3)), flat(torch.ones(3, 3)), LAMBDAS)
+    y = torch.tensor([2, 0, 1])
+    picture = figures.mix_grid(flat(torch.ones(3)), y, flat(torch.ones(3, 3)), LAMBDAS)
     assert all((picture[MARGIN_TOP + r * 34 :][:32, :MARGIN_LEFT] < 200).any() for r in range(4))
     assert all((picture[:MARGIN_TOP, MARGIN_LEFT + c * 34 :][:, :32] < 200).any() for c in range(3))
+    # a heading names the class of the real row as well
+    other = figures.mix_grid(flat(torch.ones(3)), y.flip(0), flat(torch.ones(3, 3)), LAMBDAS)
+    differs = (picture != other).any(axis=(0, 2))
+    assert differs[MARGIN_LEFT:][:32].any() and not differs[MARGIN_LEFT + 34 :][:32].any()
     # the reconstruction has no classes to name: its top margin stays empty
     plain = figures.reconstruction_grid(flat(torch.ones(3)), flat(torch.ones(3)))
     assert (plain[:MARGIN_TOP, MARGIN_LEFT:] == 255).all()
