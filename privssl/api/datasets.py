@@ -107,13 +107,13 @@ class Dataset:
         columns: Mapping[str, Sequence[Any]] | None = None,
         class_names: Sequence[str] | None = None,
     ) -> "Dataset":
-        """Create a data set from a table, a data frame of pandas or polars.
+        """Create a data set from a table: a data frame of pandas or polars, or a mapping.
 
         Numeric columns are scaled to [-1, 1] by their bounds, with a second number if values are
         missing; others are one-hot encoded. A row without a label is unlabelled.
 
         Args:
-            frame: an object with ``columns`` and ``frame[column]``.
+            frame: an object with ``columns`` and ``frame[column]``, or ``{column: values}``.
             label: column of the classes.
             test: share of the labelled rows that are test rows, in (0, 1), always the same ones; of
                 each class, unless class_names are given. Or another frame.

@@ -96,11 +96,14 @@ def _read_columns(
 
     ``others``: include the other columns.
     """
-    available = getattr(frame, "columns", None)
+    available = list(frame) if isinstance(frame, Mapping) else getattr(frame, "columns", None)
     if available is None or not hasattr(frame, "__getitem__"):
         raise DataError(
-            f"{where} is a {type(frame).__name__} without columns. Give a frame of pandas or polars"
+            f"{where} is a {type(frame).__name__} without columns. Give a frame of pandas or "
+            "polars, or a mapping from columns to their values"
         )
+    if isinstance(frame, Mapping):
+        _check_lengths(where, frame)
     by_name = {str(name): name for name in available}
     names = list(by_name) if chosen is None else [*chosen]
     needed = dict.fromkeys([*([] if label is None else [label]), *names])
@@ -114,6 +117,17 @@ def _read_columns(
     if not table or not len(next(iter(table.values()))):
         raise DataError(f"{where} has no rows. Give at least one")
     return table
+
+
+def _check_lengths(where: str, columns: Mapping[Any, Any]) -> None:
+    """Raise DataError unless every column of a mapping has one value for each row."""
+    for name, values in columns.items():
+        if isinstance(values, str | bytes) or np.ndim(values) != 1:
+            raise DataError(f"{where}: the column {name} is no list of values, one for each row")
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{name} {count}" for name, count in lengths.items())
+        raise DataError(f"{where}: columns have different numbers of values: {counts}")
 
 
 def refuse_doubled_columns(where: str, columns: Iterable[Any]) -> None:

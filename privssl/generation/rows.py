@@ -73,9 +73,9 @@ def generate_rows(
     """
     for name, value, least in (("count", count, 1), ("seed", seed, 0)):
         if not isinstance(value, Integral) or value < least:
-            raise UserError(f"--{name} is {value!r}: give a whole number, {least} or more")
+            raise UserError(f"{name} is {value!r}: give a whole number, {least} or more")
     if not 0 <= confidence < 1:
-        raise UserError(f"--confidence is {confidence}: give a probability, 0 or more and below 1")
+        raise UserError(f"confidence is {confidence}: give a probability, 0 or more and below 1")
     config, results, card = _read_finished_run(folder)
     names = tuple(results["class_names"])
     chosen = names if classes is None else _check_classes(classes, names)
@@ -113,7 +113,7 @@ def generate_rows(
                 generator, labels[unsure], names, shape, seed, attempt, bounded=bounded
             )
     raise UserError(
-        f"--confidence {confidence}: {len(unsure)} of {count} rows stay below it after {DRAWS} "
+        f"confidence {confidence}: {len(unsure)} of {count} rows stay below it after {DRAWS} "
         f"draws, one of class {names[int(labels[unsure[0]])]}. Give less, or classes that the "
         "generator shows well"
     )
@@ -124,12 +124,12 @@ def _check_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:
     name."""
     chosen = list(classes) if isinstance(classes, Iterable) else [classes]
     if not chosen:
-        raise UserError("--classes is empty: name a class, or leave it out for all")
+        raise UserError("classes is empty: name a class, or leave it out for all")
     for name in chosen:
         if not isinstance(name, str):
-            raise UserError(f"--classes has {name!r}: give names, which are text: {str(name)!r}")
+            raise UserError(f"classes has {name!r}: give names, which are text: {str(name)!r}")
         if name not in known:
-            raise UserError(f"--classes {name}: {unknown('class', name, known)}")
+            raise UserError(f"classes {name}: {unknown('class', name, known)}")
     return chosen
 
 

@@ -298,6 +298,16 @@ def test_a_data_frame_is_scaled_by_declared_bounds_or_by_its_training_rows() -> 
     assert measured.shape == (3,)
 
 
+def test_a_mapping_of_columns_is_read_like_a_frame_of_them() -> None:
+    columns = {"age": np.array(AGES), "colour": ["red", "blue"] * 4, "target": ["no", "yes"] * 4}
+    ours, of_frame = (Rows.from_frame(x, "target", 0.25, COLUMNS) for x in (columns, FRAME))
+    assert torch.equal(ours.rows.x_train, of_frame.rows.x_train)
+    assert torch.equal(ours.rows.y_test, of_frame.rows.y_test)
+    assert ours.rows.records == of_frame.rows.records  # the same records to an account
+    new = {"age": [80.0], "colour": ["green"]}
+    assert ours.network_rows(new).tolist() == of_frame.network_rows(Frame(**new)).tolist()
+
+
 def test_warnings_about_a_data_frame_are_kept_for_the_log_and_the_results() -> None:
     def warnings_of(ages: list[int]) -> list[str]:
         found = Rows.from_frame(Frame(age=ages, x=range(8), y=["no", "yes"] * 4), "y", test=0.25)
@@ -530,6 +540,10 @@ def test_declared_classes_are_public_for_any_test_rows(name: str, known: bool) -
     (lambda: Rows.from_frame(FRAME, "target", class_names=["no", "so"]), "lacks the label 'yes'"),
     (lambda: Rows.from_frame(FRAME), "has no label; it has age, colour, target"),
     (lambda: Rows.from_frame([1, 2]), "a list without columns"),
+    (lambda: Rows.from_frame({"x": [1, 2], "label": ["a"]}), "of values: x 2, label 1"),
+    (lambda: Rows.from_frame({"x": 1, "label": "a"}), "the column x is no list of values"),
+    (lambda: Rows.from_frame({"x": [[1], [2]], "label": "ab"}), "column x is no list of values"),
+    (lambda: Rows.from_frame({"x": [1, 2], "label": "ab"}), "column label is no list of values"),
     (lambda: Rows.from_frame(FRAME, "target", test=20), "test is 20. Give the share of rows"),
     (lambda: Rows.from_frame(FRAME, "target", test=1.5), r"a share in \(0, 1\)"),
     (lambda: Rows.from_frame(FRAME, "target", columns=NO_COLUMNS), "columns: age is 3"),

@@ -99,13 +99,13 @@ def test_pictures_lie_in_folders_of_their_classes(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--count", 0), ("--count is 0", "1 or more")),
-        (("--count", -3), ("--count is -3",)),
-        (("--count", 2, "--classes", "3,x"), ("--classes", "unknown class")),
-        (("--count", 2, "--classes", ""), ("--classes", "unknown class")),
-        (("--count", 2, "--seed", -1), ("--seed is -1",)),
-        (("--count", 2, "--confidence", 1), ("--confidence is 1.0", "below 1")),
-        (("--count", 2, "--confidence", "nan"), ("--confidence is nan",)),
+        (("--count", 0), ("count is 0", "1 or more")),
+        (("--count", -3), ("count is -3",)),
+        (("--count", 2, "--classes", "3,x"), ("classes", "unknown class")),
+        (("--count", 2, "--classes", ""), ("classes", "unknown class")),
+        (("--count", 2, "--seed", -1), ("seed is -1",)),
+        (("--count", 2, "--confidence", 1), ("confidence is 1.0", "below 1")),
+        (("--count", 2, "--confidence", "nan"), ("confidence is nan",)),
     ],
 )
 def test_an_invalid_argument_is_an_error_and_nothing_is_written(
@@ -223,7 +223,7 @@ def test_a_confidence_that_no_row_reaches_is_reported(
 ) -> None:
     monkeypatch.setattr(rows, "DRAWS", 3)
     never = lambda x: np.full((len(x), 10), given, dtype=np.float32)  # noqa: E731
-    with pytest.raises(UserError, match=r"--confidence 0.6: 4 of 4 rows stay below it after 3"):
+    with pytest.raises(UserError, match=r"confidence 0.6: 4 of 4 rows stay below it after 3"):
         rows.generate_rows(runs(PLAIN), 4, confidence=0.6, classify=never)
 
 
