@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     run = privssl.open_run(options.run)
     config = load_config(options.run / "config.yaml", options.overrides)
-    x, requested = run.generate(options.count, confidence=options.confidence)
+    # The rows stay here.
+    x, requested = run.generate(
+        options.count, confidence=options.confidence, acknowledge_query_rows=True
+    )
     predicted = torch.from_numpy(run.predict(x, probabilities=True)).argmax(dim=1)
     rows = network_input(torch.from_numpy(x))
     with randomness.seeded(randomness.stream(0, 0, "world", "synthetic classifier")):

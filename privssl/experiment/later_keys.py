@@ -27,6 +27,11 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "rotation_weight": 0.0,
     },
 }  # fmt: skip
+#: Keys of a label census with a generator, forgotten without one.
+_OF_GENERATOR = (
+    "generator_rounds", "generator_learning_rate", "generator_width", "noise_size",
+    "weight_reconstruction", "weight_code",
+)  # fmt: skip
 #: FedMatch's settings that may be null today, and their former value. Not under the paper's
 #: profile, where null has another meaning.
 _NULL_WAS: Mapping[str, Any] = {
@@ -55,6 +60,9 @@ def forget_later_keys(sections: Mapping[str, dict[str, Any] | None]) -> None:
             ):
                 del section[key]
     algorithm = sections["algorithm"]
+    if algorithm and algorithm.get("name") == "label_census" and not algorithm["generator_rounds"]:
+        for key in _OF_GENERATOR:
+            algorithm.pop(key, None)
     if algorithm and algorithm.get("profile") == "fedmatch-release":
         for key, former in _NULL_WAS.items():
             algorithm[key] = former if algorithm.get(key) is None else algorithm[key]

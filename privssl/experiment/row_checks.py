@@ -51,6 +51,8 @@ def row_problems(
             yield Problem(f"algorithm.{key}", text)
     if getattr(config.algorithm, "generator", "") == "variational" and kind is not IMAGE:
         yield Problem("algorithm.generator", f"variational is for images, and {rows}. Set mixing")
+    if getattr(config.algorithm, "generator_rounds", 0) and kind is not IMAGE:
+        yield Problem("algorithm.generator_rounds", f"makes images, and {rows}. Leave it out")
     if getattr(config.algorithm, "flip", False) and kind is not IMAGE:
         yield Problem("algorithm.flip", f"true mirrors images, and {rows}. Leave it out")
 
@@ -69,7 +71,8 @@ def refuse_other_rows(config: Any, shape: Shape) -> None:
         raise ConfigError(
             f"{config.source}: rows of {config.data.name} are {describe(shape)}\n{lines}"
         )
-    divisor = ALGORITHMS[config.algorithm.name].sides_divisible_by
+    has_generator = getattr(config.algorithm, "generator_rounds", 0) > 0
+    divisor = 4 if has_generator else ALGORITHMS[config.algorithm.name].sides_divisible_by
     if kind is IMAGE and (shape[1] % divisor or shape[2] % divisor):
         raise DataError(
             f"rows are {shape[1]}x{shape[2]} pixels, and {config.algorithm.name} needs sides that "

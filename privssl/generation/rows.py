@@ -100,7 +100,8 @@ def generate_rows(
         )
     state = algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
     generator = algorithm.generator(state)
-    assert generator is not None
+    if generator is None:
+        raise UserError(f"{folder} trained no generator: no support agent answered its census")
     class_ids = torch.tensor([names.index(name) for name in dict.fromkeys(chosen)])
     labels = class_ids[torch.arange(count) % len(class_ids)]
     levels = _draw_rows(generator, labels, names, shape, seed, bounded=bounded)
@@ -185,6 +186,11 @@ def _read_finished_run(
         raise UserError(
             f"{folder} is a run of {config.algorithm.name}, which has no generator. Give a run of "
             f"{' or '.join(makers)}"
+        )
+    if getattr(config.algorithm, "generator_rounds", None) == 0:
+        raise UserError(
+            f"{folder} trained no generator. Train with algorithm.generator_rounds=100, or another "
+            "number above 0"
         )
     outcome = run_dir.read_outcome(folder)
     if outcome is None or outcome[0]["status"] == "interrupted":

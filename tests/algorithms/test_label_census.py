@@ -70,6 +70,9 @@ FEW: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: With a last phase, in which query agents train a generator.
+GENERATOR: dict[str, Any] = FEW | {"generator_rounds": 2, "generator_width": 4, "noise_size": 4}
+
 #: A run of few rows and all phases.
 SHORT = [
     "data.name=toy", "data.labelled=40", "data.unlabelled=80", "agents.query=2",
@@ -262,7 +265,7 @@ def test_borders_are_the_rows_between_cells_of_two_clusters() -> None:
 
 def test_a_support_agent_is_called_once_and_sends_counts_only() -> None:
     parties = federated_data(labelled=40)
-    after = simulate(make("label_census", **FEW), parties, engine=RecordingEngine)
+    after = simulate(make("label_census", **GENERATOR), parties, engine=RecordingEngine)
     assert isinstance(after.engine, RecordingEngine)
     recorded = [(c.step.__name__, r) for c, r in after.engine.recorded if c.to.role == "support"]
     assert [step for step, _ in recorded] == ["answer", "answer"]
@@ -320,7 +323,7 @@ def test_labelled_rows_affect_the_run_only_through_the_table(
                 if changed and agent.held_labelled is not None:
                     agent.held_labelled.x.copy_(255 - agent.held_labelled.x)
                     agent.held_labelled.y.copy_((agent.held_labelled.y + 1) % 10)
-            after = simulate(make("label_census", **FEW), those, engine=RecordingEngine)
+            after = simulate(make("label_census", **GENERATOR), those, engine=RecordingEngine)
             assert isinstance(after.engine, RecordingEngine)
             sent = [vars(m) for call, r in after.engine.recorded for m in (call.message, r.content)]
             return after.state, [*sent, {a.id: a.memory for a in those.agents}]

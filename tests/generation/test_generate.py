@@ -23,6 +23,15 @@ SOUND = "privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 0.5, steps
 PUBLISHED = SOUND.replace(
     "{", "{acknowledge_unsound: true, update_at_support: [F, G, D], protect: [G], "
 )
+CENSUS = """
+data: {name: toy, labels: support, labelled: 40, unlabelled: 80}
+agents: {support: 2, query: 2}
+model: {name: small_cnn, width: 4}
+algorithm:
+  {name: label_census, cells: 20, filters: 8, cluster_rounds: 3, vote_rounds: 1, local_steps: 1,
+   self_training_rounds: 1, generator_rounds: 2, generator_width: 4, noise_size: 4}
+privacy: {epsilon: 4.0}
+"""
 
 
 def command(*arguments: object) -> Outcome:
@@ -151,6 +160,10 @@ def test_runs_that_cannot_generate_are_refused(runs: Callable[[str], Path], tmp_
     assert_refused(command(tmp_path, *out), "not the folder of a run")
     pseudo = runs(PLAIN.replace("fedssl", "pseudo").replace("  generator_width: 4\n", ""))
     assert_refused(command(pseudo, *out), "pseudo, which has no generator", "fedssl")
+    assert_refused(
+        command(runs(CENSUS.replace("generator_rounds: 2", "generator_rounds: 0")), *out),
+        "trained no generator", "algorithm.generator_rounds",
+    )  # fmt: skip
     unfinished = runs(PLAIN + "run: {seed: 5}\n")
     results = json.loads((unfinished / "results.json").read_text())
     (unfinished / "results.json").write_text(json.dumps(results | {"status": "interrupted"}))
@@ -241,3 +254,17 @@ def test_the_command_and_python_use_the_classifier_of_the_run(
         x, y = file["x"], file["y"]
     assert (run.predict(x, probabilities=True)[np.arange(60), y] >= np.float32(wanted)).all()
     assert np.array_equal(run.generate(60, confidence=wanted)[0], x)
+
+
+def test_rows_of_a_label_census_are_post_processing_of_pure_epsilon(
+    runs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = ("--count", 20, "--output", tmp_path / "x.npz")
+    assert_refused(command(runs(CENSUS), *out), "--acknowledge-query-rows")
+    made = command(runs(CENSUS), *out, "--acknowledge-query-rows")
+    assert made.status == 0, made
+    assert "post-processing of what is covered" in made.out
+    assert "4-DP (pure epsilon, delta 0" in made.out and rows.NOT_PROTECTED in made.out
+    with np.load(tmp_path / "x.npz", allow_pickle=False) as file:
+        assert file["x"].shape[0] == 20 and file["x"].dtype == np.uint8
+        assert np.bincount(file["y"]).tolist() == [2] * 10

@@ -17,6 +17,7 @@ SPARSE = "privssl/algorithms/fedmatch/sparse_updates.py"
 FEDTRINET = "privssl/algorithms/fedtrinet/algorithm.py"
 VOTING = "privssl/algorithms/fedtrinet/voting.py"
 CENSUS = "privssl/algorithms/label_census/algorithm.py"
+CENSUS_GENERATOR = "privssl/algorithms/label_census/generator_training.py"
 NAMES = "privssl/algorithms/label_census/cluster_labels.py"
 UDA = "privssl/algorithms/baselines/fixmatch_uda.py"
 MIXUP = "privssl/algorithms/baselines/fedmatch_mixup.py"
@@ -276,6 +277,14 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (IN_FEDSSL + "the_guidance_of_g_has_one_weight_whether_f_learns_from_mixes_or_not",),
+    ),
+    Fault(
+        "label census: the generator's codes cost nothing",
+        ((CENSUS_GENERATOR, "+ weight_code * code_cost", "+ 0 * code_cost"),),
+        (
+            "tests/algorithms/test_label_census_generator.py::test_"
+            "the_loss_is_the_squared_distance_of_copies_and_the_divergence_of_codes",
+        ),
     ),
     Fault(
         "FedSSL: the gate is open from the start",

@@ -59,6 +59,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fedssl, synthetic rows, bfloat16": ("fedssl", SYNTHETIC | {"precision": "bfloat16"}),
     "fedssl, bfloat16": ("fedssl", {"gate": 0.0, "warm_up": 0, "precision": "bfloat16"}),
     "fedmatch, bfloat16": ("fedmatch", {"threshold": 0.0, "precision": "bfloat16"}),
+    "label_census, generator": (
+        "label_census",
+        {"generator_rounds": 1, "generator_width": 4, "noise_size": 4},
+    ),
     "pseudo, batch norm": ("pseudo", {"norm": "batch", "warm_up": 0}),
     "fedmatch, every row sure": ("fedmatch", {"threshold": 0.0, "helpers_every": 1}),
     "fedmatch, as printed": ("fedmatch", {"profile": "fedmatch-paper", "threshold": 0.0}),

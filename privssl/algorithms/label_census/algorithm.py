@@ -13,6 +13,7 @@ count. Query agents train the classifier on the clusters' classes, then on its o
                     query agents: F on these classes                          vote_pass
     self-training   query agents: F on the predictions of its moving average, times
                     the share of rows of that cluster in that class           self_training_pass
+    generator       query agents: if asked, G on its predictions              generator_pass
 
 Privacy: one record changes one count by one, so an answer is epsilon-DP with delta 0 against
 blanking a record, their number being public. No weights leave a support agent, and the map that
@@ -20,7 +21,7 @@ it gets comes from unlabelled rows alone. docs/label_census.md.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal, final
 
@@ -31,6 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from accounting.errors import BudgetExhausted
+from generators.base import ConditionalGenerator
 from privssl.algorithms.base import MissingReplyPolicy
 from privssl.algorithms.label_census import feature_map
 from privssl.algorithms.label_census.cluster_labels import (
@@ -40,6 +42,13 @@ from privssl.algorithms.label_census.cluster_labels import (
     label_by_majority,
 )
 from privssl.algorithms.label_census.feature_map import FeatureMapRounds, Map, MapConfig, MapState
+from privssl.algorithms.label_census.generator_training import (
+    GeneratorConfig,
+    GeneratorRequest,
+    GeneratorUpdate,
+    build_generator,
+    generator_loss,
+)
 from privssl.algorithms.local_ssl import (
     Amount,
     ModelUpdate,
@@ -50,11 +59,12 @@ from privssl.algorithms.local_ssl import (
     train_and_average,
 )
 from privssl.core.agents import QueryAgent, SupportAgent
+from privssl.core.aggregation import WeightedMean
 from privssl.core.federation import Federation
 from privssl.core.messages import BUDGET_EXHAUSTED, Ack, Declined, Message, MessageError, StateDict
-from privssl.core.task import Context, Phase, on_agent
+from privssl.core.task import Context, Phase, Task, on_agent
 from privssl.privacy.label_histogram import CensusPlan, count_rows
-from privssl.reporting.figures import census_plot
+from privssl.reporting.figures import census_plot, of_generator
 from privssl.settings.schema import Positive, Problem, strict
 from privssl.training import local_training
 from privssl.training.batched.deferred import batched_call
@@ -98,13 +108,14 @@ class LabelCensusState(MapState):
     histogram: Tensor  # (K, C) int64, sum over support agents
     classes: Tensor  # (K, C) probability of each class
     answers: int = 0  # support agents that answered
+    G: StateDict = field(default_factory=dict)  # empty before it is trained
 
 
 # Config -------------------------------------------------------------------------------------
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class LabelCensusConfig(MapConfig):
+class LabelCensusConfig(GeneratorConfig, MapConfig):
     """Section ``algorithm`` for the label census. All of it is fixed before a label is read."""
 
     name: Literal["label_census"] = "label_census"
@@ -123,7 +134,7 @@ class LabelCensusConfig(MapConfig):
         """Of all phases, for images."""
         return (
             feature_map.ENCODER_ROUNDS + self.cluster_rounds + 1
-            + self.vote_rounds + self.self_training_rounds
+            + self.vote_rounds + self.self_training_rounds + self.generator_rounds
         )  # fmt: skip
 
 
@@ -139,7 +150,7 @@ class LabelCensus(FeatureMapRounds):
     # The map is made once, and an agent without clusters never trains, so its rounds need all
     # agents. A lost answer is never repeated: the quorum of the others suffices.
     missing_reply_policy = MissingReplyPolicy(
-        quorum=("answer", "vote_pass", "self_training_pass"),
+        quorum=("answer", "vote_pass", "self_training_pass", "generator_pass"),
         needed=(*FeatureMapRounds.missing_reply_policy.needed, "find_clusters"),
         needed_because="the map of rows is made once for the whole run, from all agents. Continue "
         "with --resume when all are back",
@@ -148,6 +159,12 @@ class LabelCensus(FeatureMapRounds):
     mechanism = "census"
     plan: CensusPlan | None
     cfg: LabelCensusConfig
+
+    def __init__(
+        self, config: LabelCensusConfig, task: Task, plan: CensusPlan | None = None
+    ) -> None:
+        super().__init__(config, task, plan)
+        self._G = build_generator(config, task) if config.generator_rounds else None
 
     @property
     def k(self) -> int:
@@ -174,6 +191,7 @@ class LabelCensus(FeatureMapRounds):
             Phase("census", 1, saved=True),
             Phase("votes", self.cfg.vote_rounds),
             Phase("self-training", self.cfg.self_training_rounds),
+            *([Phase("generator", self.cfg.generator_rounds)] if self.cfg.generator_rounds else []),
         )
 
     def start(self, federation: Federation) -> LabelCensusState:
@@ -193,6 +211,8 @@ class LabelCensus(FeatureMapRounds):
                 return self.cluster_round(state, federation)
             case "census":
                 return self._census_round(state, federation)
+            case "generator":
+                return self._generator_round(state, federation)
         return self._training_round(state, federation)
 
     def _census_round(self, state: LabelCensusState, federation: Federation) -> LabelCensusState:
@@ -254,8 +274,26 @@ class LabelCensus(FeatureMapRounds):
         decay = self.cfg.decay(former_rounds + federation.round.number_in_phase)
         return replace(state, F=F, teacher=local_training.moving_average(state.teacher, F, decay))
 
+    def _generator_round(self, state: LabelCensusState, federation: Federation) -> LabelCensusState:
+        """One round of training G on the teacher's predictions."""
+        if not state.answers:
+            return state  # there is no class to learn
+        build = partial(build_generator, self.cfg, self.task)
+        G = state.G or local_training.fresh_weights(build, federation.rng("init G"))
+        participants = federation.sample(federation.query, self.cfg.query_per_round)
+        mean = WeightedMean("G")
+        request = GeneratorRequest(G, state.teacher)
+        federation.call_all(participants, self.generator_pass, request, aggregator=mean)
+        return replace(state, G=mean.value_or(G))
+
     def classifier(self, state: LabelCensusState) -> StateDict:
         return state.teacher
+
+    def generator(self, state: LabelCensusState) -> ConditionalGenerator | None:
+        if self._G is None or not state.G:
+            return None
+        local_training.load_weights(self._G.cpu(), state.G)
+        return self._G.eval()
 
     def also_evaluated(self, state: LabelCensusState) -> dict[str, StateDict]:
         return {"unaveraged": state.F}
@@ -275,7 +313,9 @@ class LabelCensus(FeatureMapRounds):
         if not state.answers:
             return {}
         classes = state.classes.argmax(dim=1).numpy()
-        return {"images/census": census_plot(state.histogram.numpy(), classes)}
+        pictures = {"images/census": census_plot(state.histogram.numpy(), classes)}
+        G = self.generator(state)
+        return pictures if G is None else pictures | of_generator(G, x, y, self.task.classes)
 
     # Steps at query agents ------------------------------------------------------------------
 
@@ -326,6 +366,32 @@ class LabelCensus(FeatureMapRounds):
         agent.memory = {**agent.memory, **optimiser.remember()}
         ctx.log_metric("train/loss_F", mean_loss)
         return model_update(F)
+
+    @on_agent
+    def generator_pass(
+        self, agent: QueryAgent, msg: GeneratorRequest, ctx: Context
+    ) -> GeneratorUpdate:
+        """Learn to make rows of the classes that the teacher predicts."""
+        assert self._G is not None
+        rows = agent.unlabelled
+        ctx.weight = float(len(rows))
+        indices = self.cfg.draw_rows(len(rows), ctx)
+        p = self.cfg.guess(self.load_classifier(msg.teacher, ctx), rows.x[indices], ctx)
+        x = local_training.network_input(rows.x[indices], ctx.device)
+        z = torch.rand(len(indices), self.cfg.noise_size, generator=ctx.rng("z"))
+        fields = {"x": x, "p": p, "z": z.to(ctx.device)}
+        G = local_training.load_weights(self._G, msg.G, ctx.device)
+        group = local_training.AdamGroup(G, self.cfg.generator_learning_rate, (0.5, 0.99))
+        optimiser = local_training.LocalOptimiser({"G": group}, agent.memory, "G")
+        weights = self.cfg.weight_reconstruction, self.cfg.weight_code
+
+        def loss(batch: dict[str, Tensor]) -> Tensor:
+            return batched_call(generator_loss, batch, *weights, G=G)  # type: ignore[no-any-return]
+
+        mean_loss = local_training.fit(optimiser, fields, self.cfg.batch_size, loss)
+        agent.memory = {**agent.memory, **optimiser.remember()}
+        ctx.log_metric("train/loss_G", mean_loss)
+        return GeneratorUpdate(local_training.to_send(G.state_dict()))
 
     # The one step at support agents -----------------------------------------------------------
 
