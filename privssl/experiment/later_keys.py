@@ -60,7 +60,8 @@ def forget_later_keys(sections: Mapping[str, dict[str, Any] | None]) -> None:
             ):
                 del section[key]
     algorithm = sections["algorithm"]
-    if algorithm and algorithm.get("name") == "label_census" and not algorithm["generator_rounds"]:
+    is_census = algorithm and algorithm.get("name") == "label_census"
+    if algorithm and is_census and not algorithm.get("generator_rounds"):
         for key in _OF_GENERATOR:
             algorithm.pop(key, None)
     if algorithm and algorithm.get("profile") == "fedmatch-release":
