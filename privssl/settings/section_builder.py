@@ -146,11 +146,12 @@ class ConfigBuilder:
     def _suggest_sections(self, key: str) -> str:
         """Return a question with the full names of a key that has no section; without any, ""."""
         name = self.value("algorithm.name")
-        method = self._algorithms[name] if name in ALGORITHMS else None
-        kinds = {**self.sections, "algorithm": getattr(method, "Config", None)}
+        method = self._algorithms.get(name) if name in ALGORITHMS else None
+        kinds = {"algorithm": getattr(method, "Config", None), **self.sections}
         full_names = [
-            f"{section}.{key}" for section, kind in kinds.items()
-            if kind is not None and key in [spec.name for spec in dataclasses.fields(kind)]
+            f"{section}.{key}" for section in self.order
+            if (kind := kinds[section]) is not None
+            and key in [spec.name for spec in dataclasses.fields(kind)]
         ]  # fmt: skip
         return f". Did you mean {either(full_names)}?" if full_names else ""
 

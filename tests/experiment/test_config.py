@@ -127,6 +127,11 @@ def test_an_exponent_without_dot_or_sign_is_a_number_if_the_key_is_numeric(
     assert config.run.name == text  # the control: this key is text
 
 
+def test_a_key_without_section_beside_an_algorithm_without_name_is_reported(write: Any) -> None:
+    rows = refusal(write("algorithm: {name: {a: b}}\nrounds: 3\n"))
+    assert any(row.startswith("line 2 rounds unknown section") for row in rows)
+
+
 def test_an_exponent_is_a_number_where_a_key_takes_a_number_or_one_word(write: Any) -> None:
     path = write(SOUND)
     assert load_config(path, ["algorithm.gate=1e-1"]).algorithm.gate == 0.1
@@ -235,6 +240,7 @@ def test_an_argument_replaces_an_invalid_value_of_the_file(write: Any) -> None:
             "run.name '2024-01-01' is a timestamp to YAML. Put it in quotes to mean text",
         ),
         ("epsilon: 8.0", "epsilon unknown section. Did you mean privacy.epsilon?"),
+        ("algorithm.rounds: 8", "algorithm.rounds unknown section. Did you mean algorithm?"),
     ],
 )
 def test_each_mistake_is_named_with_its_line_and_its_remedy(

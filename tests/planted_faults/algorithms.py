@@ -279,6 +279,19 @@ FAULTS: tuple[Fault, ...] = (
         (IN_FEDSSL + "the_guidance_of_g_has_one_weight_whether_f_learns_from_mixes_or_not",),
     ),
     Fault(
+        "label census: the generator sees the labelled rows of mixed agents",
+        (
+            (
+                CENSUS,
+                'z = torch.rand(len(indices), self.cfg.noise_size, generator=ctx.rng("z"))',
+                'z = torch.rand(len(indices), self.cfg.noise_size, generator=ctx.rng("z"))\n'
+                "        held = getattr(agent, 'held_labelled', None)\n"
+                "        z = z if held is None else (z + held.x.float().mean() / 255).frac()",
+            ),
+        ),
+        (IN_CENSUS + "labelled_rows_affect_the_run_only_through_the_table",),
+    ),
+    Fault(
         "label census: the generator's codes cost nothing",
         ((CENSUS_GENERATOR, "+ weight_code * code_cost", "+ 0 * code_cost"),),
         (
@@ -301,6 +314,20 @@ FAULTS: tuple[Fault, ...] = (
         "FedSSL: the gate closes again",
         ((GATE, "state.gate_round > 0 or agreement >= gate", "agreement >= gate"),),
         (IN_FEDSSL + "the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_open",),
+    ),
+    Fault(
+        "FedSSL-DP as published: a support agent also sends the similarity of gradients",
+        (
+            (
+                FEDSSL,
+                "return FedSSLUpdate(update.F, private_update.G, update.D)",
+                "return dataclasses.replace(update, G=private_update.G, agreement=None)",
+            ),
+        ),
+        (
+            "tests/privacy/test_private_fedssl.py::test_"
+            "the_published_scheme_sends_all_three_networks_and_calls_its_epsilon_nominal",
+        ),
     ),
     Fault(
         "FedSSL: the gate by similarity never closes",

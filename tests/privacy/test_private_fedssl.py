@@ -220,7 +220,12 @@ def test_a_sound_visit_sends_only_the_parameters_of_protected_networks(
     networks: str, configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     named = f"[{', '.join(networks)}]"
-    prepared = prepare(configured(f"privacy.update_at_support={named}", f"privacy.protect={named}"))
+    prepared = prepare(
+        configured(
+            f"privacy.update_at_support={named}", f"privacy.protect={named}",
+            "algorithm.gate=similarity",
+        )
+    )  # fmt: skip
     came = make_request(prepared)
     with accounts(prepared, tmp_path) as agents:
         ctx = context("s0")

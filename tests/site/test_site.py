@@ -877,6 +877,14 @@ def test_a_config_that_contradicts_the_operators_budget_is_refused(
         (("split: split.json", ""), "rows.arrays .*missing: give arrays, or split, or root"),
         (("config: c.yaml", "config: d.yaml"), "d.yaml: no such file"),
         (("role: support", "role: suport"), r"line 2 +site.role .*Did you mean support\?"),
+        (
+            ("budget: {", "epsilon: 5.0\nbudget: {"),
+            r"unknown section. Did you mean budget.epsilon\?",
+        ),
+        (  # the config of a run
+            ("budget: {", "algorithm: {name: fedssl}\nbudget: {"),
+            "algorithm +unknown section. Known: site, rows or budget",
+        ),
     ],
 )
 def test_a_mistake_in_the_site_file_is_reported_with_its_key_and_a_fix(

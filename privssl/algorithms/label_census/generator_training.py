@@ -29,7 +29,7 @@ class GeneratorConfig:
 
     generator_rounds: Count = 0  # in the end; 0: no generator. Images with sides in fours alone
     generator_learning_rate: Rate = 2e-3  # Adam
-    generator_width: Positive = 32
+    generator_width: Positive = 32  # channels of its last hidden layer; of the others twice as many
     noise_size: Positive = 16  # numbers of the noise that makes a row, and of a row's code
     weight_reconstruction: Amount = 0.0125  # of the squared error in [-1, 1]
     weight_code: Amount = 0.03  # of the cost of a row's code
