@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import privssl
 from privssl import models
-from privssl.data.affine_augment import AUGMENTATIONS
+from privssl.data.augmentations import View
 from privssl.data.datasets import load_dataset
 from privssl.experiment.config import load_config
 from privssl.reporting.generator_quality import TRAINED_ON, train_judge
@@ -33,7 +33,7 @@ BATCH, RATE = 64, 2e-3
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.synthetic_classifier")
-    parser.add_argument("run", type=Path, help="run folder of a run on images")
+    parser.add_argument("run", type=Path, help="run folder of a run on images or vectors")
     parser.add_argument("--count", type=int, default=20_000, help="number of synthetic rows")
     parser.add_argument("--confidence", type=float, default=0.0, help="as for privssl generate")
     parser.add_argument("--steps", type=int, default=2500)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     optimiser = torch.optim.Adam(network.parameters(), lr=RATE)
     for step in range(options.steps):
         picked = torch.randint(len(rows), (BATCH,), generator=rng)
-        loss = cross_entropy(network(AUGMENTATIONS["mid"](rows[picked], rng)), predicted[picked])
+        loss = cross_entropy(network(View("mid")(rows[picked], rng)), predicted[picked])
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.param_groups[0]["lr"] = RATE * (1 - step / options.steps)

@@ -16,7 +16,7 @@ from generators.objectives import (
     reconstruction_loss,
 )
 from generators.sampling import draw_samples
-from generators.variational import VariationalImageGenerator
+from generators.variational import VariationalFeatureGenerator, VariationalImageGenerator
 
 __all__ = [
     "ConditionalDiscriminator",
@@ -25,6 +25,7 @@ __all__ = [
     "FeatureGenerator",
     "ImageDiscriminator",
     "ImageGenerator",
+    "VariationalFeatureGenerator",
     "VariationalImageGenerator",
     "discriminator_loss",
     "draw_samples",
@@ -39,8 +40,10 @@ def networks_for(
     shape: tuple[int, ...], kind: Literal["mixing", "variational"] = "mixing"
 ) -> tuple[type[ConditionalGenerator], type[ConditionalDiscriminator]]:
     """The classes of G and D for rows of this shape: (channels, height, width), (length, features)
-    or (features,). A variational G is for images alone."""
+    or (features,). There is no variational G of sequences."""
     if len(shape) == 3:
         generator = VariationalImageGenerator if kind == "variational" else ImageGenerator
         return generator, ImageDiscriminator
+    if len(shape) == 1 and kind == "variational":
+        return VariationalFeatureGenerator, FeatureDiscriminator
     return FeatureGenerator, FeatureDiscriminator

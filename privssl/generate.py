@@ -1,7 +1,7 @@
-"""``python -m privssl.generate RUN --count N --output FILE.npz|FOLDER``: labelled synthetic rows.
+"""``python -m privssl.generate RUN --count N --output FILE.npz|FILE.csv|FOLDER``: synthetic rows.
 
-The generator of a finished run makes them from a class and noise. The last line names the guarantee
-that covers them. Exit status: 0 written, 2 user error, 130 interrupted.
+The generator of a finished run makes labelled rows from a class and noise. The last line names the
+guarantee that covers them. Exit status: 0 written, 2 user error, 130 interrupted.
 """
 
 import argparse
@@ -41,8 +41,9 @@ def _build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same rows")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE.npz|FOLDER",
-        help="an NPZ file with x, y and class_names, or a folder for PNG images",
+        "--output", type=Path, required=True, metavar="FILE.npz|FILE.csv|FOLDER",
+        help="an NPZ file with x, y and class_names; for a table also a CSV file with its columns, "
+        "for images a folder of PNG files",
     )  # fmt: skip
     parser.add_argument(
         "--acknowledge-query-rows", action="store_true",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from privssl.api.datasets import to_array, to_pixels
 from privssl.api.frames import field_of, refuse_doubled_columns
 from privssl.core.rows import AS_STORED, BYTES
+from privssl.data.column_values import read_scales
 from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new, texts_of
 from privssl.data.datasets import encode_new
 from privssl.data.npz import Scale, check_rows
@@ -40,10 +41,9 @@ class RowForm:
     @classmethod
     def of(cls, folder: Path, data: DataSettings, rows: Mapping[str, Any]) -> "RowForm":
         """Read the format from a run folder. ``rows``: of results.json."""
-        raw, columns, encoder = (rows.get(key) for key in ("raw_shape", "columns", "encoder"))
-        scales = columns and {name: tuple(scale) for name, scale in columns.items()}
+        raw, encoder = rows.get("raw_shape"), rows.get("encoder")
         return cls(
-            folder, data, tuple(rows["shape"]), raw and tuple(raw), scales,
+            folder, data, tuple(rows["shape"]), raw and tuple(raw), read_scales(rows),
             encoder and encoder["weights"], rows.get("scaling", ""),
         )  # fmt: skip
 

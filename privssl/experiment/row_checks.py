@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from privssl.algorithms import ALGORITHMS
-from privssl.core.rows import IMAGE, KINDS, VECTOR, RowKind, Shape, describe, kind_of
+from privssl.core.rows import IMAGE, KINDS, SEQUENCE, VECTOR, RowKind, Shape, describe, kind_of
 from privssl.data.datasets import Dataset
 from privssl.data.split_manifest import Manifest
 from privssl.encoders import kind_of_output
@@ -49,10 +49,12 @@ def row_problems(
         if key != "name" and value in IMAGE.views and value not in kind.views:
             text = f"{value} is a view of images, and {rows}. Set {either(kind.views)}"
             yield Problem(f"algorithm.{key}", text)
-    if getattr(config.algorithm, "generator", "") == "variational" and kind is not IMAGE:
-        yield Problem("algorithm.generator", f"variational is for images, and {rows}. Set mixing")
-    if getattr(config.algorithm, "generator_rounds", 0) and kind is not IMAGE:
-        yield Problem("algorithm.generator_rounds", f"makes images, and {rows}. Leave it out")
+    if getattr(config.algorithm, "generator", "") == "variational" and kind is SEQUENCE:
+        text = f"variational makes images and vectors, and {rows}. Set mixing"
+        yield Problem("algorithm.generator", text)
+    if getattr(config.algorithm, "generator_rounds", 0) and kind is SEQUENCE:
+        text = f"G makes images and vectors, and {rows}. Leave it out"
+        yield Problem("algorithm.generator_rounds", text)
     if getattr(config.algorithm, "flip", False) and kind is not IMAGE:
         yield Problem("algorithm.flip", f"true mirrors images, and {rows}. Leave it out")
 

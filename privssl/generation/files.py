@@ -1,11 +1,13 @@
-"""Writing of synthetic rows as an NPZ file or as images, with a contact sheet."""
+"""Writing of synthetic rows: an NPZ file, images with a contact sheet, or a table's CSV file."""
 
+import csv
 import io
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from privssl.data.column_values import values_of
 from privssl.errors import RunFolderError, UserError
 from privssl.generation.rows import SyntheticRows
 from privssl.reporting.figures import as_png, contact_sheet
@@ -14,7 +16,7 @@ from privssl.training.local_training import network_input
 
 SHEET = "contact_sheet.png"
 #: Endings of other file types: a folder of that name would be surprising.
-OTHER_FILES = (".npy", ".csv", ".json", ".pt", ".zip", ".parquet", ".png", ".jpg", ".jpeg")
+OTHER_FILES = (".npy", ".json", ".pt", ".zip", ".parquet", ".png", ".jpg", ".jpeg")
 
 
 def check_free(output: Path) -> None:
@@ -24,8 +26,8 @@ def check_free(output: Path) -> None:
     """
     if output.suffix.lower() in OTHER_FILES:
         raise UserError(
-            f"--output {output}: rows are written as FILE.npz, or as PNG pictures into a folder. "
-            "Give one of these"
+            f"--output {output}: rows are written as FILE.npz, or as PNG pictures into a folder; "
+            "of a table as FILE.npz or FILE.csv. Give one of these"
         )
     for path in (output, _sheet_path_of(output)):
         if path.exists() or path.is_symlink():
@@ -35,8 +37,8 @@ def check_free(output: Path) -> None:
 def write_rows(synthetic: SyntheticRows, output: Path) -> None:
     """Write the rows, and for images a contact sheet.
 
-    ``output``: ``FILE.npz`` with ``x``, ``y`` and ``class_names``, or a folder of
-    ``CLASS/00000.png``. Neither may exist.
+    ``output``: ``FILE.npz`` with ``x``, ``y`` and ``class_names``, ``FILE.csv`` with the columns of
+    a table and its classes, or a folder of ``CLASS/00000.png``. None may exist.
     """
     check_free(output)
     with atomic_files.writing(output):
@@ -47,6 +49,8 @@ def write_rows(synthetic: SyntheticRows, output: Path) -> None:
                 buffer, x=synthetic.x, y=synthetic.y, class_names=np.array(synthetic.class_names)
             )
             atomic_files.replace(output, buffer.getvalue())
+        elif output.suffix.lower() == ".csv":
+            atomic_files.replace(output, _render_csv(synthetic).encode())
         else:
             _write_images(synthetic, output)
         if synthetic.x.ndim != 4:
@@ -56,9 +60,24 @@ def write_rows(synthetic: SyntheticRows, output: Path) -> None:
         atomic_files.replace(_sheet_path_of(output), as_png(sheet))
 
 
+def _render_csv(synthetic: SyntheticRows) -> str:
+    """Return a line of column names and a line for each row; numbers have six digits."""
+    if synthetic.columns is None:
+        raise UserError("rows are no table, which a CSV file needs. Give --output FILE.npz")
+    values = values_of(synthetic.x, synthetic.columns)
+    values[synthetic.label] = [synthetic.class_names[c] for c in synthetic.y.tolist()]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(values)
+    for row in zip(*values.values(), strict=True):
+        writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in row])
+    return text.getvalue()
+
+
 def _write_images(synthetic: SyntheticRows, folder: Path) -> None:
     if synthetic.x.ndim != 4:
-        raise UserError("rows are no images, which PNG files need. Give --output FILE.npz")
+        other = "FILE.npz" if synthetic.columns is None else "FILE.npz or FILE.csv"
+        raise UserError(f"rows are no images, which PNG files need. Give --output {other}")
     channels = synthetic.x.shape[1]
     if channels not in (1, 3):
         raise UserError(f"rows have {channels} channels, which no PNG has. Give --output FILE.npz")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.rows import BYTES, IMAGE, kind_of
 from privssl.core.task import Task
+from privssl.data.column_values import read_scales, snap_to_columns
+from privssl.data.npz import Scale
 from privssl.errors import PrivacyError, RunFolderError, UserError
 from privssl.experiment import config as configs
 from privssl.privacy.card_text import guarantee_sentence
@@ -41,14 +44,17 @@ class SyntheticRows:
     """Synthetic rows with labels.
 
     ``x`` (N, channels, height, width) uint8 in 0..255, or for other rows (N, *shape) float32
-    network input, cut to [-1, 1] where all rows of the run are in it; ``y`` (N,) int64, the names
-    of all classes in order, and a sentence on the guarantee.
+    network input: of a table numbers that a line of it can have, of bytes cut to [-1, 1]; ``y``
+    (N,) int64, the names of all classes in order, and a sentence on the guarantee. Of a table also
+    its columns, and the name of the column of classes.
     """
 
     x: NDArray[Any]
     y: NDArray[np.int64]
     class_names: tuple[str, ...]
     covered_by: str
+    columns: Mapping[str, Scale] | None = None
+    label: str = "label"
 
 
 def generate_rows(
@@ -87,7 +93,7 @@ def generate_rows(
             "(in Python acknowledge_query_rows=True)"
         )
     form = results["rows"]
-    shape, bounded = tuple(form["shape"]), "columns" in form or form.get("scaling") == BYTES
+    shape, columns = tuple(form["shape"]), read_scales(form)
     # Without the classifier, because a run folder must not choose code to import.
     assert config.run.precision != "auto"  # a run's config records it
     task = Task(len(names), shape, nn.Identity, config.run.precision)
@@ -104,15 +110,18 @@ def generate_rows(
         raise UserError(f"{folder} trained no generator: no support agent answered its census")
     class_ids = torch.tensor([names.index(name) for name in dict.fromkeys(chosen)])
     labels = class_ids[torch.arange(count) % len(class_ids)]
-    levels = _draw_rows(generator, labels, names, shape, seed, bounded=bounded)
+    draw = partial(
+        _draw_rows, generator, classes=len(names), shape=shape, seed=seed, columns=columns,
+        bounded=form.get("scaling") == BYTES,
+    )  # fmt: skip
+    levels = draw(labels)
     for attempt in range(1, DRAWS + 1):
         unsure = _find_unsure_rows(levels, labels, confidence, classify)
         if not len(unsure):
-            return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by)
+            x, y, label = levels.numpy(), labels.numpy(), config.data.label or "label"
+            return SyntheticRows(x, y, names, covered_by, columns, label)
         if attempt < DRAWS:
-            levels[unsure] = _draw_rows(
-                generator, labels[unsure], names, shape, seed, attempt, bounded=bounded
-            )
+            levels[unsure] = draw(labels[unsure], attempt=attempt)
     raise UserError(
         f"confidence {confidence}: {len(unsure)} of {count} rows stay below it after {DRAWS} "
         f"draws, one of class {names[int(labels[unsure[0]])]}. Give less, or classes that the "
@@ -135,18 +144,20 @@ def _check_classes(classes: Iterable[str], known: Sequence[str]) -> list[str]:
 
 
 def _draw_rows(
-    generator: ConditionalGenerator, labels: Tensor, names: Sequence[str], shape: Sequence[int],
-    seed: int, attempt: int = 0, *, bounded: bool,
+    generator: ConditionalGenerator, labels: Tensor, *, classes: int, shape: Sequence[int],
+    seed: int, attempt: int = 0, columns: Mapping[str, Scale] | None, bounded: bool,
 ) -> Tensor:  # fmt: skip
     """Generate a row of each label, an image as uint8; another ``attempt`` gives other rows.
 
-    ``bounded``: whether vectors are in [-1, 1], as columns of a table and bytes are.
+    ``bounded``: whether vectors without columns are in [-1, 1], as bytes are.
     """
     rng = randomness.stream(seed, attempt, "world", "generate")
-    rows = draw_samples(generator, labels, len(names), shape, rng).nan_to_num(0.0)
-    if kind_of(tuple(shape)) is not IMAGE:
-        return rows.float().clamp(-1, 1) if bounded else rows.float()
-    return ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    rows = draw_samples(generator, labels, classes, shape, rng).nan_to_num(0.0).float()
+    if kind_of(tuple(shape)) is IMAGE:
+        return ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    if columns is not None:
+        return torch.from_numpy(snap_to_columns(rows.numpy(), columns))
+    return rows.clamp(-1, 1) if bounded else rows
 
 
 def _find_unsure_rows(

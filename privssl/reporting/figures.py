@@ -6,6 +6,7 @@ are drawn with Pillow and with matplotlib's Agg canvas, which needs no display a
 
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from generators.base import ConditionalGenerator
 from generators.sampling import draw_samples
 from privssl.core.agents import natural_order
 from privssl.core.rows import IMAGE, kind_of
+from privssl.data.column_values import Value
 from privssl.runtime import randomness
 
 Picture = NDArray[np.uint8]
@@ -34,6 +36,7 @@ CELL, LARGEST_MATRIX = 36, 1200  # pixels of a confusion matrix's cell, and of i
 FULL, LONGEST_LABEL = (8, 48, 107), 16  # colour of a share of 1; characters of a class name
 LAMBDAS = (1.0, 0.75, 0.5, 0.25, 0.0)  # lines of a grid of mixes
 SAMPLES = 8  # of each class on a contact sheet
+MOST_COLUMNS, BARS = 24, 12  # of a table; of a column
 
 
 @torch.no_grad()
@@ -164,6 +167,46 @@ def census_plot(counts: NDArray[np.int64], cluster_classes: NDArray[np.int64]) -
         xlabel="class", ylabel="cluster", title="released counts; square: class of the cluster"
     )
     figure.colorbar(image)
+    return _render_pixels(figure)
+
+
+def columns_figure(
+    made: Mapping[str, Sequence[Value]], real: Mapping[str, Sequence[Value]]
+) -> Picture:
+    """Draw the shares of the values of each column, of synthetic and of real rows of a table.
+
+    Args:
+        made, real: the values of each column, at least one; both with the same columns. The first
+            ``MOST_COLUMNS`` are drawn, and of a column the ``BARS`` most frequent real categories.
+    """
+    names = [*real][:MOST_COLUMNS]
+    across = min(4, len(names))
+    down = math.ceil(len(names) / across)
+    figure = _make_figure(3.2 * across, 0.4 + 1.9 * down)
+    for number, name in enumerate(names):
+        axes = figure.add_subplot(down, across, number + 1)
+        axes.set_title(name[:LONGEST_LABEL], fontsize="small")
+        axes.tick_params(labelsize="x-small")
+        counts: dict[str, Any]
+        both = {"test rows": real[name], "synthetic": made[name]}
+        if any(isinstance(value, str) for value in real[name]):
+            bars = [value for value, _ in Counter(real[name]).most_common(BARS)]
+            axes.set_xticks(range(len(bars)), [str(value)[:8] for value in bars])
+            edges = np.arange(len(bars) + 1) - 0.5
+            counts = {label: list(map(values.count, bars)) for label, values in both.items()}
+        else:
+            numbers = {
+                label: np.array([v for v in values if v is not None], dtype=np.float64)
+                for label, values in both.items()
+            }
+            edges = np.histogram_bin_edges(np.concatenate([*numbers.values()]), bins=BARS)
+            counts = {label: np.histogram(numbers[label], bins=edges)[0] for label in both}
+        for (label, of_bars), colour in zip(counts.items(), (UNLABELLED, LABELLED), strict=True):
+            shares = np.asarray(of_bars) / len(both[label])
+            axes.stairs(shares, edges, color=colour, label=label, linewidth=1.5)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside upper left", ncols=2, frameon=False
+    )
     return _render_pixels(figure)
 
 

@@ -8,7 +8,7 @@ without privacy.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +20,11 @@ from torch.nn.functional import cross_entropy
 
 from generators.base import ConditionalGenerator
 from generators.sampling import draw_samples
-from privssl.data.affine_augment import AUGMENTATIONS
+from privssl.core.rows import VECTOR, Shape, kind_of
+from privssl.data.augmentations import View
+from privssl.data.column_values import snap_to_columns, values_of
+from privssl.data.npz import Scale
+from privssl.reporting.figures import Picture, columns_figure
 from privssl.runtime import randomness
 from privssl.training.local_training import network_input
 
@@ -36,16 +40,22 @@ TINY = 1e-9
 
 
 class Judge(nn.Module):
-    """A small CNN whose last hidden layer is the feature space of the Frechet distance."""
+    """A small CNN, or for vectors a small MLP, whose last hidden layer is the feature space of the
+    Frechet distance."""
 
-    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+    def __init__(self, shape: Shape, classes: int) -> None:
         super().__init__()
-        sides = [math.ceil(math.ceil(side / 2) / 2) for side in shape[1:]]
-        self.features = nn.Sequential(
-            nn.Conv2d(shape[0], 16, 3, stride=2, padding=1), nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
-            nn.Flatten(), nn.Linear(32 * sides[0] * sides[1], FEATURES), nn.ReLU(),
-        )  # fmt: skip
+        if kind_of(shape) is VECTOR:
+            first: list[nn.Module] = [nn.Linear(shape[0], 2 * FEATURES), nn.ReLU()]
+            hidden = 2 * FEATURES
+        else:
+            first = [
+                nn.Conv2d(shape[0], 16, 3, stride=2, padding=1), nn.ReLU(),
+                nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(),
+            ]  # fmt: skip
+            height, width = (math.ceil(math.ceil(side / 2) / 2) for side in shape[1:])
+            hidden = 32 * height * width
+        self.features = nn.Sequential(*first, nn.Linear(hidden, FEATURES), nn.ReLU())
         self.output = nn.Linear(FEATURES, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,12 +68,12 @@ def train_judge(x: Tensor, y: Tensor, classes: int) -> Judge:
     """Train a judge on rows (N, *shape) in [-1, 1], classes (N,), reproducibly."""
     steps = max(LEAST_STEPS, min(MOST_STEPS, 20 * len(x) // BATCH))
     with randomness.seeded(randomness.stream(0, 0, "world", "judge")):
-        judge = Judge(tuple(x.shape[1:]), classes)  # type: ignore[arg-type]
+        judge = Judge(tuple(x.shape[1:]), classes)
     rng = randomness.stream(0, 0, "world", "judge's rows")
     optimiser = torch.optim.Adam(judge.parameters(), lr=2e-3, fused=True)
     for step in range(steps):
         rows = torch.randint(len(x), (BATCH,), generator=rng)
-        loss = cross_entropy(judge(AUGMENTATIONS["weak"](x[rows], rng)), y[rows])
+        loss = cross_entropy(judge(View("weak")(x[rows], rng)), y[rows])
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.param_groups[0]["lr"] = 2e-3 * (1 - step / steps)
@@ -72,20 +82,28 @@ def train_judge(x: Tensor, y: Tensor, classes: int) -> Judge:
 
 
 class GeneratorQuality:
-    """Metrics of a generator's lambda-0 rows against held-out rows. On the CPU."""
+    """Metrics of a generator's lambda-0 images or vectors against held-out rows. On the CPU."""
 
-    def __init__(self, x: Tensor, y: Tensor, classes: int) -> None:
-        """Set test rows as stored (N, *shape) and their classes (N,)."""
-        self._x, self._y, self._classes = x, y, classes
+    def __init__(
+        self, x: Tensor, y: Tensor, classes: int, scales: Mapping[str, Scale] | None = None
+    ) -> None:
+        """Set test rows as stored (N, *shape), their classes (N,), and the columns of a table."""
+        self._x, self._y, self._classes, self._scales = x, y, classes, scales
         per_class = max(2, SAMPLES // classes)
         self._labels = torch.arange(classes).repeat_interleave(per_class)
 
     def sample(self, generator: ConditionalGenerator) -> Tensor:
         """Generate the evaluated rows, in order of class, with fixed noise."""
-        rng = randomness.stream(0, 0, "world", "judged samples")
-        shape = self._x.shape[1:]
-        images = draw_samples(generator, self._labels, self._classes, shape, rng)
-        return images.nan_to_num(0.0)  # the generator may have diverged
+        return self._draw(generator, self._labels, "judged samples")
+
+    def _draw(self, generator: ConditionalGenerator, labels: Tensor, draw: str) -> Tensor:
+        """Generate a row of each label; of a table, rows that it can have."""
+        rng, shape = randomness.stream(0, 0, "world", draw), self._x.shape[1:]
+        rows = draw_samples(generator, labels, self._classes, shape, rng)
+        rows = rows.nan_to_num(0.0)  # the generator may have diverged
+        if self._scales is None:
+            return rows
+        return torch.from_numpy(snap_to_columns(rows.numpy(), self._scales))
 
     def measure_all(
         self, generator: ConditionalGenerator, predict: Callable[[Tensor], Tensor],
@@ -117,22 +135,48 @@ class GeneratorQuality:
             features = reference.judge.features(images)
             predicted = reference.judge.output(features).argmax(dim=1)
         scaled = features / reference.scale
-        return {
+        in_columns, unit = dict[str, float](), "pixels"
+        if kind_of(tuple(images.shape[1:])) is VECTOR:
+            in_columns, unit = self._compare_columns(images), "numbers"
+        return in_columns | {
             "gen/right_by_classifier": _accuracy_of(predict(images), self._labels),
             "gen/right_by_judge": _accuracy_of(predicted, self._labels),
             "gen/judge_on_real_rows": reference.accuracy,
-            "gen/diversity_pixels": _compute_spread(images, self._labels) / reference.pixels,
+            f"gen/diversity_{unit}": _compute_spread(images, self._labels) / reference.pixels,
             "gen/diversity_features": _compute_spread(scaled, self._labels) / reference.features,
             "gen/frechet": frechet_distance(scaled, reference.seen),
         }
+
+    def _compare_columns(self, made: Tensor) -> dict[str, float]:
+        """Compare numbers of synthetic and test vectors of each class, the mean over classes."""
+        real = network_input(self._x)
+        pairs = [(made[self._labels == c], real[self._y == c]) for c in torch.unique(self._y)]
+        pairs = [pair for pair in pairs if len(pair[1]) > 1]
+        distances = [float(column_distances(*pair).mean()) for pair in pairs]
+        correlations = [
+            float((_correlate(first) - _correlate(second)).abs().mean()) for first, second in pairs
+        ]
+        return {
+            "gen/column_distance": sum(distances) / max(1, len(pairs)),
+            "gen/correlation_difference": sum(correlations) / max(1, len(pairs)),
+        }
+
+    def columns_picture(self, generator: ConditionalGenerator) -> dict[str, Picture]:
+        """Draw the columns of synthetic and of test rows, if rows are a table's; else nothing."""
+        if self._scales is None or len(self._y) < FEWEST:
+            return {}
+        rng = randomness.stream(0, 0, "world", "classes of columns")
+        labels = self._y[torch.randint(len(self._y), (REAL,), generator=rng)]  # as in test rows
+        made = self._draw(generator, labels, "columns").numpy()
+        real = values_of(network_input(self._x).numpy(), self._scales)
+        return {"images/columns": columns_figure(values_of(made, self._scales), real)}
 
     def accuracy_from_synthetic_rows(self, generator: ConditionalGenerator) -> dict[str, float]:
         """Return test accuracy of a network like the judge, trained on synthetic rows alone."""
         if len(self._x) < FEWEST:
             return {}
         labels = torch.arange(TAUGHT) % self._classes
-        rng, shape = randomness.stream(0, 0, "world", "taught rows"), self._x.shape[1:]
-        rows = draw_samples(generator, labels, self._classes, shape, rng).nan_to_num(0.0)
+        rows = self._draw(generator, labels, "taught rows")
         classifier = train_judge(rows, labels, self._classes)
         with torch.no_grad():
             predicted = torch.cat(
@@ -220,6 +264,24 @@ def _compute_spread(rows: Tensor, labels: Tensor) -> float:
         if len(group) > 1
     ]
     return float(torch.stack(squared).sqrt().mean()) if squared else 0.0
+
+
+def column_distances(a: Tensor, b: Tensor) -> Tensor:
+    """Return the Kolmogorov-Smirnov distance of each number of vectors (N, F) and (M, F): (F,).
+
+    The largest difference of the shares of values up to any point, in [0, 1]; 0: equal.
+    """
+    points = torch.cat([a, b]).T.contiguous()
+    shares = [
+        torch.searchsorted(rows.T.contiguous().sort(dim=1).values, points, right=True) / len(rows)
+        for rows in (a, b)
+    ]
+    return (shares[0] - shares[1]).abs().amax(dim=1)
+
+
+def _correlate(rows: Tensor) -> Tensor:
+    """Correlations of the numbers of vectors (N, F), (F, F); 0 where one is constant."""
+    return torch.corrcoef(rows.T).nan_to_num(0.0).view(rows.shape[1], -1)
 
 
 def frechet_distance(a: Tensor, b: Tensor) -> float:

@@ -21,6 +21,7 @@ from privssl.storage.tensor_files import bytes_of
 from privssl.training.evaluation import Scores
 
 NOT_FINITE = "are not finite (NaN or infinite)"
+LARGEST_CLUSTER = 0.75  # share of rows from which one cluster of a census is too large
 
 log = logging.getLogger("privssl")
 
@@ -113,6 +114,21 @@ def warm_up_warnings(algorithm: Algorithm[Any], rounds: int) -> list[str]:
     return [
         f"algorithm.warm_up is {cfg.warm_up}, and the run has no later round: unlabelled rows "
         "taught the classifier nothing. Give more rounds, or a shorter warm-up"
+    ]
+
+
+def cluster_warnings(algorithm: Algorithm[Any], metrics: Mapping[str, float]) -> list[str]:
+    """Return a warning about a label census that has nearly all rows in one cluster.
+
+    Allowed in private runs: computed from the config and unlabelled rows, which are not protected.
+    """
+    share = metrics.get("census/largest_cluster", 0.0)
+    if share < LARGEST_CLUSTER or not getattr(algorithm.cfg, "balanced", False):
+        return []
+    return [
+        f"one cluster of the label census has {share:.0%} of the unlabelled rows, so it cannot "
+        "tell their classes apart. Give more algorithm.clusters, or a data.encoder; "
+        "algorithm.balanced: false if one class has most rows"
     ]
 
 

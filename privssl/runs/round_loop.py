@@ -20,7 +20,7 @@ from accounting.errors import LedgerError
 from privssl import data
 from privssl.core.engine import Engine
 from privssl.core.federation import Federation, Round
-from privssl.core.rows import IMAGE, kind_of
+from privssl.core.rows import SEQUENCE, kind_of
 from privssl.engines.worker_process import WorkerError
 from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
@@ -79,7 +79,8 @@ class RoundLoop:
             held_out["validation"] = (rows.x, rows.y)
         classifier = self._algorithm.task.new_classifier()
         self._evaluator = Evaluator(classifier, held_out, prepared.device)
-        self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
+        classes = self._algorithm.task.classes
+        self._quality = GeneratorQuality(*self._test, classes, dataset.scales)
         validate = None if prepared.plan else self._evaluator.validation_loss  # not covered
         self._federation = Federation(self._engine, config.run.seed, validate)
         self._digest = configs.config_hash(config)
@@ -229,7 +230,7 @@ class RoundLoop:
             values |= self._evaluate(state, current)
             predict = partial(self._evaluator.classes_of, self._algorithm.classifier(state))
             generator = self._algorithm.generator(state)
-            if generator is not None and kind_of(self._algorithm.task.shape) is IMAGE:
+            if generator is not None and kind_of(self._algorithm.task.shape) is not SEQUENCE:
                 detailed = self._has_pictures(current, last) and self._prepared.plan is None
                 training = self._prepared.federated_data.rows() if detailed else ()
                 taught = current.number % self._config.run.images_every == 0
@@ -260,6 +261,8 @@ class RoundLoop:
         rank = one_hot(y).cumsum(dim=0).gather(1, y[:, None])[:, 0]
         indices = rank.argsort(stable=True)[:500]
         pictures = self._algorithm.pictures(state, network_input(x[indices]), y[indices])
+        if (generator := self._algorithm.generator(state)) is not None:
+            pictures = {**pictures, **self._quality.columns_picture(generator)}
         for tag, image in pictures.items():
             for tracker in self._trackers:
                 tracker.images(number, tag, image)
@@ -350,6 +353,8 @@ class RoundLoop:
             self._federation.agents, progress.trained.split(), roles
         )
         yield from result_warnings.warm_up_warnings(self._algorithm, progress.round)
+        metrics = self._algorithm.metrics(self._kept.state)
+        yield from result_warnings.cluster_warnings(self._algorithm, metrics)
         yield from result_warnings.score_warnings(scores, self._names)
 
     def _write_results(

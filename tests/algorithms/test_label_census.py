@@ -27,10 +27,12 @@ from privssl.algorithms.label_census.cluster_labels import (
 )
 from privssl.algorithms.label_census.clustering import (
     center_and_normalize,
+    count_cells,
     count_neighbours,
     find_nearest_centroids,
     k_means,
     merge_cells,
+    pad_centroids,
     sum_by_centroid,
     update_centroids,
 )
@@ -144,6 +146,29 @@ def test_cells_along_a_ring_are_one_cluster_where_k_means_would_cut_the_ring() -
     assert len(set(found[:20].tolist())) == 1
     cut, _ = k_means(rows, torch.ones(800), 2, stream(0, 0, "world", "seeds"))
     assert len(set(find_nearest_centroids(ring, cut).tolist())) == 2  # the control
+
+
+def test_spare_cells_have_no_row_and_no_part_in_the_graph() -> None:
+    points = center_and_normalize(normal(40, 6), torch.zeros(6))
+    padded = pad_centroids(points[:5], 12)
+    assert count_cells(padded) == 5 and count_cells(points[:5]) == 5
+    assert torch.equal(
+        find_nearest_centroids(points, padded), find_nearest_centroids(points, points[:5])
+    )
+    graph = count_neighbours(points, padded)
+    assert torch.equal(graph[:5, :5], count_neighbours(points, points[:5]))
+    assert float(graph.sum()) == float(graph[:5, :5].sum()) == 40
+
+
+@pytest.mark.parametrize(("rows_each", "cells"), [(4, 5), (20, 8), (200, 12)])
+def test_a_cell_has_five_rows_on_average_but_there_are_as_many_cells_as_clusters(
+    rows_each: int, cells: int
+) -> None:
+    data = federated_data(query=2, unlabelled=2 * rows_each, labelled=40)
+    after = simulate(make("label_census", **FEW), data)
+    assert count_cells(after.state.centroids) == cells  # 8 / 5 < 5 clusters; 40 / 5; at most 12
+    assert after.state.centroids.shape[0] == 12 and after.state.cluster.shape == (12,)
+    assert float(after.state.mass.sum()) == pytest.approx(1)
 
 
 def test_fewer_cells_than_clusters_are_clusters_of_their_own() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from generators import VariationalImageGenerator
 from privssl.algorithms.label_census.algorithm import LabelCensusConfig
 from privssl.algorithms.label_census.generator_training import (
     GeneratorRequest,
@@ -97,7 +98,7 @@ def test_a_generator_of_the_asked_width_and_noise_is_built() -> None:
     cfg = LabelCensusConfig(generator_rounds=1, generator_width=8, noise_size=3)
     task = Task(4, (1, 8, 12), lambda: SmallCNN((1, 8, 12), 4, width=4))
     G = build_generator(cfg, task)
-    assert G.noise_size == 3
+    assert isinstance(G, VariationalImageGenerator) and G.noise_size == 3
     rows = G(torch.zeros(2, 1, 8, 12), torch.eye(4)[:2], torch.eye(4)[:2], torch.rand(2, 3),
              torch.zeros(2, 1))  # fmt: skip
     assert isinstance(rows, Tensor) and rows.shape == (2, 1, 1, 8, 12)
@@ -117,7 +118,7 @@ algorithm: {{name: label_census, generator_rounds: {rounds}{others}}}
     ("shape", "model", "error", "text"),
     [
         ((1, 10, 8), "small_cnn", DataError, "sides that are multiples of 4"),
-        ((12,), "mlp", ConfigError, "generator_rounds: makes images"),
+        ((5, 12), "mlp", ConfigError, "generator_rounds: G makes images and vectors"),
     ],
 )
 def test_a_generator_of_other_rows_is_refused(

@@ -20,6 +20,7 @@ from privssl.core.messages import BUDGET_EXHAUSTED, Ack
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
 from privssl.runs.result_warnings import (
+    cluster_warnings,
     idle_agent_warnings,
     score_warnings,
     warm_up_warnings,
@@ -299,6 +300,19 @@ def test_a_warning_names_a_warm_up_on_labels_that_a_run_of_two_rounds_does_not_l
 ) -> None:
     algorithm = make_algorithm(ALGORITHMS[name], rounds=2, **settings)
     assert bool(warm_up_warnings(algorithm, 2)) is warns
+
+
+@pytest.mark.parametrize(
+    ("share", "balanced", "warns"), [(0.88, True, True), (0.7, True, False), (0.88, False, False)]
+)
+def test_a_warning_names_a_cluster_of_nearly_all_rows(
+    share: float, balanced: bool, warns: bool
+) -> None:
+    algorithm = make_algorithm(ALGORITHMS["label_census"], balanced=balanced)
+    found = cluster_warnings(algorithm, {"census/largest_cluster": share})
+    assert bool(found) is warns
+    assert not found or "has 88% of the unlabelled rows" in found[0]
+    assert cluster_warnings(make_algorithm(ALGORITHMS["pseudo"]), {}) == []
 
 
 def test_a_run_that_ends_within_its_warm_up_says_so_in_every_output(tmp_path: Path) -> None:

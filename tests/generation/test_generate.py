@@ -1,6 +1,7 @@
 """``privssl generate``: rows of the requested classes, and a true line about their guarantee."""
 
 import contextlib
+import csv
 import io
 import json
 from collections.abc import Callable
@@ -32,6 +33,18 @@ algorithm:
    self_training_rounds: 1, generator_rounds: 2, generator_width: 4, noise_size: 4}
 privacy: {epsilon: 4.0}
 """
+TABLE = """
+data: {name: csv, root: ROOT, label: kind, columns: ROOT/columns.yaml, labelled: 20}
+agents: {support: 2, query: 2}
+model: {name: mlp}
+algorithm:
+  {name: fedssl, rounds: 2, local_steps: 1, generator: variational, generator_width: 2}
+"""
+COLUMNS = """
+age: [18, 90]
+weight: [30, 200, missing]
+colour: ["red", "green"]
+"""
 
 
 def command(*arguments: object) -> Outcome:
@@ -62,6 +75,56 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return place
 
     return folder
+
+
+@pytest.fixture(scope="module")
+def table_run(runs: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a table with a number, one with missing values, and a category."""
+    root = tmp_path_factory.mktemp("table")
+    (root / "columns.yaml").write_text(COLUMNS)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 100), ("test", 40)):
+        lines = ["age,weight,colour,kind"]
+        for number in range(count):
+            weight = "" if number % 7 == 0 else f"{rng.uniform(30, 200):.3f}"
+            colour, kind = ("red", "green")[number % 2], ("cat", "dog")[number % 3 == 0]
+            lines.append(f"{rng.uniform(18, 90):.3f},{weight},{colour},{kind}")
+        (root / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    return runs(TABLE.replace("ROOT", str(root)))
+
+
+def test_a_csv_file_has_the_columns_of_the_table_in_their_units_and_the_classes(
+    table_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "made.csv"
+    made = command(table_run, "--count", 200, "--output", out)
+    assert made.status == 0, made
+    with out.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert list(lines[0]) == ["age", "weight", "colour", "kind"] and len(lines) == 200
+    assert [line["kind"] for line in lines] == ["cat", "dog"] * 100
+    assert {line["colour"] for line in lines} == {"red", "green"}
+    assert all(18 <= float(line["age"]) <= 90 for line in lines)
+    weights = [line["weight"] for line in lines]
+    assert "" in weights and all(30 <= float(weight) <= 200 for weight in weights if weight)
+    # The file is what a table of this run is: predict reads it, and so do the numbers in Python.
+    run = open_run(table_run)
+    x, _ = run.generate(200)
+    by_name = {name: [line[name] for line in lines] for name in ("age", "weight", "colour")}
+    assert run.predict(by_name, probabilities=True) == pytest.approx(
+        run.predict(x, probabilities=True), abs=1e-4
+    )
+    assert set(np.unique(x[:, 2:])) == {-1.0, 1.0}  # whether weight is missing, and colours
+
+
+def test_a_csv_file_is_for_tables_and_pictures_are_for_images(
+    runs: Callable[[str], Path], table_run: Path, tmp_path: Path
+) -> None:
+    refused = command(runs(PLAIN), "--count", 2, "--output", tmp_path / "rows.csv")
+    assert_refused(refused, "rows are no table", "FILE.npz")
+    refused = command(table_run, "--count", 2, "--output", tmp_path / "pictures")
+    assert_refused(refused, "rows are no images", "FILE.npz or FILE.csv")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_npz_file_contains_rows_of_each_class_in_the_form_of_the_data(
@@ -127,7 +190,7 @@ def test_an_invalid_argument_is_an_error_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["rows.npy", "rows.csv", "rows.PNG"])
+@pytest.mark.parametrize("name", ["rows.npy", "rows.json", "rows.PNG"])
 def test_pictures_are_not_written_under_the_name_of_another_file_type(
     name: str, runs: Callable[[str], Path], tmp_path: Path
 ) -> None:

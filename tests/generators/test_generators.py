@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call, vmap
 from torch.nn.functional import one_hot
 from torch.testing import assert_close
@@ -17,15 +18,17 @@ from torch.testing import assert_close
 from generators import (
     ImageDiscriminator,
     ImageGenerator,
-    VariationalImageGenerator,
     discriminator_loss,
     g,
+    networks_for,
     realistic_loss,
     reconstruction_loss,
 )
+from generators.sampling import draw_samples
 from generators.spectral import spectral_norm
-from generators.variational import LABEL_GAIN
+from generators.variational import LABEL_GAIN, VariationalFeatureGenerator, VariationalGenerator
 
+VECTOR = (7,)
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 B, C = 3, 5
 
@@ -51,7 +54,7 @@ def discriminator(shape: tuple[int, int, int] = (1, 8, 8), spectral: bool = True
     ).eval()  # fmt: skip
 
 
-def inputs(shape: tuple[int, int, int] = (1, 8, 8), seed: int = 0) -> dict[str, Tensor]:
+def inputs(shape: tuple[int, ...] = (1, 8, 8), seed: int = 0) -> dict[str, Tensor]:
     """The inputs of G: rows, labels, targets, noise and two blending factors per row."""
     return {
         "x": 2 * drawn(B, *shape, seed=seed) - 1,
@@ -98,10 +101,10 @@ def test_sides_that_cannot_be_halved_twice_are_refused(network: Callable[..., nn
 # Inputs of G that matter --------------------------------------------------------------------
 
 
-def changes(network: nn.Module, lam: float, which: str) -> bool:
+def changes(network: nn.Module, lam: float, which: str, shape: tuple[int, ...] = (1, 8, 8)) -> bool:
     """Whether G's mixes at a blending factor change with one input."""
-    before = inputs() | {"lam": torch.full((B, 1), lam)}
-    after = before | {which: inputs(seed=50)[which]}
+    before = inputs(shape) | {"lam": torch.full((B, 1), lam)}
+    after = before | {which: inputs(shape, seed=50)[which]}
     if which == "p_target":
         after[which] = before[which].roll(1, dims=1)
     return not torch.equal(network(**before), network(**after))
@@ -138,9 +141,16 @@ def test_several_mixes_of_a_row_equal_those_made_one_at_a_time() -> None:
 # The variational generator ------------------------------------------------------------------
 
 
-def variational(shape: tuple[int, int, int] = (1, 8, 8)) -> VariationalImageGenerator:
-    G = make(lambda: VariationalImageGenerator(shape, C, width=4, noise_size=6))
-    assert isinstance(G, VariationalImageGenerator)
+def variational(shape: tuple[int, ...] = (1, 8, 8)) -> VariationalGenerator:
+    kind, _ = networks_for(shape, "variational")
+    G = make(lambda: kind(shape, C, width=4, noise_size=6))
+    assert isinstance(G, VariationalGenerator)
+    return G
+
+
+def vectors() -> VariationalFeatureGenerator:
+    G = variational(VECTOR)
+    assert isinstance(G, VariationalFeatureGenerator)
     return G
 
 
@@ -150,12 +160,15 @@ def test_a_variational_generator_gives_mixes_in_range(shape: tuple[int, int, int
     assert mixes.shape == (B, 2, *shape) and bool((mixes.abs() <= 1).all())
 
 
-def test_a_variational_generator_depends_on_the_row_or_on_the_target() -> None:
-    G, which = variational(), ("x", "p", "p_target", "z")
-    assert [changes(G, 0.0, w) for w in which] == [False, False, True, True]
+@pytest.mark.parametrize("shape", [(1, 8, 8), VECTOR])
+def test_a_variational_generator_depends_on_the_row_or_on_the_target(
+    shape: tuple[int, ...],
+) -> None:
+    G, which = variational(shape), ("x", "p", "p_target", "z")
+    assert [changes(G, 0.0, w, shape) for w in which] == [False, False, True, True]
     # At lambda 1 the noise is that of the row's code.
-    assert [changes(G, 1.0, w) for w in which] == [True, True, False, True]
-    assert all(changes(G, 0.5, w) for w in which)
+    assert [changes(G, 1.0, w, shape) for w in which] == [True, True, False, True]
+    assert all(changes(G, 0.5, w, shape) for w in which)
 
 
 def test_the_code_loss_is_the_divergence_from_the_standard_normal_distribution() -> None:
@@ -165,13 +178,73 @@ def test_the_code_loss_is_the_divergence_from_the_standard_normal_distribution()
     moments = G.posterior(torch.cat([G.encoder(given_["x"]), LABEL_GAIN * given_["p"]], dim=1))
     mean, raw = moments.chunk(2, dim=1)
     spread = (4 * torch.tanh(raw / 4) / 2).exp()
-    own, standard = torch.distributions.Normal(mean, spread), torch.distributions.Normal(0.0, 1.0)
-    assert_close(cost, torch.distributions.kl_divergence(own, standard).sum(dim=1))
+    own, standard = Normal(mean, spread), Normal(0.0, 1.0)
+    assert_close(cost, kl_divergence(own, standard).sum(dim=1))
+
+
+def test_of_vectors_the_cost_is_the_negative_evidence_lower_bound() -> None:
+    G, given_ = vectors(), inputs(VECTOR) | {"lam": torch.tensor([[0.3, 1.0]]).expand(B, 2)}
+    with torch.no_grad():
+        G.log_deviation.copy_(torch.linspace(-2, 0.5, 7))  # the first is below the least
+    rows, cost = G(**given_, with_cost=True)
+    moments = G.posterior(torch.cat([G.encoder(given_["x"]), LABEL_GAIN * given_["p"]], dim=1))
+    mean, raw = moments.chunk(2, dim=1)
+    code = kl_divergence(Normal(mean, (2 * torch.tanh(raw / 4)).exp()), Normal(0.0, 1.0))
+    deviation = (5 * G.log_deviation.detach()).clamp(min=-4).exp()
+    errors = (given_["x"] - rows[:, 1]) / deviation  # minus log density, less log(2 pi) / 2
+    given_code = errors.square() / 2 + deviation.log()
+    assert_close(cost, (code.sum(dim=1) + given_code.sum(dim=1)))
+
+
+def test_numbers_of_a_vector_vary_around_the_decoder_by_a_learned_deviation() -> None:
+    G = vectors()
+    assert G.noise_size == 6 + 7
+    with torch.no_grad():
+        G.log_deviation.copy_(torch.linspace(-0.5, 0.0, 7))
+    p = one_hot(torch.zeros(4000, dtype=torch.long), C).float()
+    z, x = drawn(4000, 13), torch.zeros(4000, 7)
+    z[:, :6] = 0.3  # one code
+    rows = G(x, p, p, z, torch.zeros(4000, 1))[:, 0]
+    means = G(x, p, p, z[:, :6], torch.zeros(4000, 1))[:, 0]
+    assert bool((means == means[0]).all())
+    assert_close(rows.mean(dim=0), means[0], atol=0.06, rtol=0)
+    assert_close(rows.std(dim=0), (5 * G.log_deviation).exp().detach(), atol=0, rtol=0.05)
+
+
+def test_trained_on_a_table_it_keeps_spread_correlation_and_shares_of_each_class() -> None:
+    rng = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (2000,), generator=rng)
+    first = 0.3 * torch.randn(2000, generator=rng) + 0.4 * y - 0.2
+    second = first + 0.1 * torch.randn(2000, generator=rng)
+    binary = 2.0 * (torch.rand(2000, generator=rng) < 0.2 + 0.6 * y) - 1
+    x, p = torch.stack([first, second, binary], dim=1), one_hot(y, 2).float()
+    G = make(lambda: VariationalFeatureGenerator((3,), 2, width=8, noise_size=4))
+    optimiser = torch.optim.Adam(G.parameters(), 2e-3, (0.5, 0.99))
+    for _ in range(600):
+        some = torch.randint(2000, (64,), generator=rng)
+        z = torch.rand(64, 4, generator=rng)
+        _, cost = G(x[some], p[some], p[some], z, torch.ones(64, 1), with_cost=True)
+        optimiser.zero_grad()
+        cost.mean().backward()
+        optimiser.step()
+    for c in range(2):
+        made = draw_samples(G, torch.full((2000,), c), 2, (3,), rng)  # type: ignore[arg-type]
+        real = x[y == c]
+        assert_close(made[:, :2].mean(dim=0), real[:, :2].mean(dim=0), atol=0.08, rtol=0)
+        assert_close(made[:, :2].std(dim=0), real[:, :2].std(dim=0), atol=0, rtol=0.2)
+        assert torch.corrcoef(made[:, :2].T)[0, 1] > 0.75  # 0.95 in the rows
+        share = float((made[:, 2] > 0).float().mean())
+        assert share == pytest.approx(0.2 + 0.6 * c, abs=0.1)
+
+
+def test_there_is_no_variational_generator_of_sequences() -> None:
+    assert networks_for((5, 4), "variational") == networks_for((5, 4))
 
 
 def test_codes_at_lambda_0_are_standard_normal_and_finite_at_the_ends() -> None:
     heard: list[Tensor] = []
     G = variational()
+    assert isinstance(G.first, nn.Module)
     G.first.register_forward_pre_hook(lambda _, given_: heard.append(given_[0]))
     z = drawn(4000, 6)
     z[0], z[1] = 0.0, 1 - 2**-24  # the ends of [0, 1)
@@ -183,8 +256,9 @@ def test_codes_at_lambda_0_are_standard_normal_and_finite_at_the_ends() -> None:
     assert_close(code.std(dim=0), torch.ones(6), atol=0.05, rtol=0)
 
 
-def test_rows_of_a_variational_generator_are_independent() -> None:
-    G, given_ = variational(), inputs()
+@pytest.mark.parametrize("shape", [(1, 8, 8), VECTOR])
+def test_rows_of_a_variational_generator_are_independent(shape: tuple[int, ...]) -> None:
+    G, given_ = variational(shape), inputs(shape)
     rows, cost = G(**given_, with_cost=True)
     for number in range(B):
         alone = {name: value[number : number + 1] for name, value in given_.items()}

@@ -293,7 +293,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "label census: the generator's codes cost nothing",
-        ((CENSUS_GENERATOR, "+ weight_code * code_cost", "+ 0 * code_cost"),),
+        ((CENSUS_GENERATOR, "+ weight_code * cost", "+ 0 * cost"),),
         (
             "tests/algorithms/test_label_census_generator.py::test_"
             "the_loss_is_the_squared_distance_of_copies_and_the_divergence_of_codes",

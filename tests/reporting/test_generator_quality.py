@@ -3,17 +3,21 @@
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import ks_2samp
 from torch import Tensor
 
 from generators.base import ConditionalGenerator
 from generators.sampling import draw_samples
+from privssl.data.npz import Scale
 from privssl.reporting import generator_quality
 from privssl.reporting.generator_quality import (
     _KNOWN,
     FEWEST,
     GeneratorQuality,
+    column_distances,
     frechet_distance,
     train_judge,
 )
@@ -33,10 +37,12 @@ class Bank(ConditionalGenerator):
 
     noise_size = 1
 
-    def __init__(self, rows: Tensor, labels: Tensor, spread: int, shift: int = 0) -> None:
+    def __init__(
+        self, rows: Tensor, labels: Tensor, spread: int, shift: int = 0, classes: int = CLASSES
+    ) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(()))
-        of_class = [network_input(rows[labels == c]) for c in range(CLASSES)]
+        of_class = [network_input(rows[labels == c]) for c in range(classes)]
         self.rows = torch.stack([some[: min(map(len, of_class))] for some in of_class])
         self.spread, self.shift = spread, shift
 
@@ -131,6 +137,94 @@ def test_the_metrics_are_reproducible_and_a_diverged_generator_stops_no_run(
     found = measured(quality, broken)
     assert all(math.isfinite(value) for value in found.values())
     assert found["gen/diversity_pixels"] == 0.0
+
+
+# Vectors and tables -------------------------------------------------------------------------
+
+SCALES: dict[str, Scale] = {"size": (0.0, 10.0), "weight": (0.0, 1.0), "colour": ("red", "green")}
+
+
+def lines_of_a_table(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows (N, 4) of three classes, and the classes: size goes with weight, colour with class 0."""
+    rng = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % 3
+    size = 0.3 * torch.randn(count, generator=rng) + 0.4 * (y - 1)
+    weight = size + 0.05 * torch.randn(count, generator=rng)
+    colour = 2.0 * (torch.rand(count, generator=rng) < torch.where(y == 0, 0.9, 0.2)) - 1
+    return torch.stack([size, weight, colour, -colour], dim=1).clamp(-1, 1), y
+
+
+class OfTable(Bank):
+    """As ``Bank``, of another number of classes; ``apart``: each number from another row."""
+
+    def __init__(
+        self, rows: Tensor, labels: Tensor, apart: bool = False, move: float = 0.0
+    ) -> None:
+        super().__init__(rows, labels, spread=10**6, classes=3)
+        self.apart, self.move, self.noise_size = apart, move, rows.shape[1]
+
+    def forward(self, x: Tensor, p: Tensor, p_target: Tensor, z: Tensor, lam: Tensor) -> Tensor:
+        draws = z if self.apart else z[:, :1].expand(-1, z.shape[1])
+        picked = (draws * self.rows.shape[1]).long()  # (B, F)
+        wanted = p_target.argmax(dim=1)[:, None]
+        numbers = torch.arange(z.shape[1])
+        return self.rows[wanted, picked, numbers][:, None] + self.move
+
+
+@pytest.fixture(scope="module")
+def of_table(few_steps: None) -> GeneratorQuality:
+    return GeneratorQuality(*lines_of_a_table(900, 0), 3, SCALES)
+
+
+def test_lines_of_a_table_are_judged_by_class_diversity_columns_and_their_relations(
+    of_table: GeneratorQuality,
+) -> None:
+    rows, labels = lines_of_a_table(900, 1)
+    good = measured(of_table, OfTable(rows, labels))
+    assert good["gen/right_by_judge"] == pytest.approx(good["gen/judge_on_real_rows"], abs=0.1)
+    assert good["gen/diversity_numbers"] == pytest.approx(1.0, abs=0.1)
+    assert "gen/diversity_pixels" not in good
+    assert good["gen/column_distance"] < 0.12 and good["gen/correlation_difference"] < 0.1
+    # The same numbers, each of another row: only relations are wrong.
+    apart = measured(of_table, OfTable(rows, labels, apart=True))
+    assert apart["gen/column_distance"] < 0.15
+    assert apart["gen/correlation_difference"] > 2 * good["gen/correlation_difference"]
+    # All numbers a little larger: only the columns are wrong.
+    moved = measured(of_table, OfTable(rows, labels, move=0.3))
+    assert moved["gen/column_distance"] > good["gen/column_distance"] + 0.1
+    assert moved["gen/correlation_difference"] < 0.15
+
+
+def test_of_a_table_rows_are_judged_as_lines_that_it_can_have(of_table: GeneratorQuality) -> None:
+    made = of_table.sample(OfTable(*lines_of_a_table(900, 1), move=0.3))
+    assert float(made.max()) == 1.0 and set(made[:, 2:].flatten().tolist()) == {-1.0, 1.0}
+    plain = GeneratorQuality(*lines_of_a_table(900, 0), 3)  # the control: vectors of no table
+    assert float(plain.sample(OfTable(*lines_of_a_table(900, 1), move=0.3)).max()) > 1.0
+
+
+def test_a_picture_shows_the_columns_of_a_table_and_there_is_none_of_other_rows(
+    of_table: GeneratorQuality, quality: GeneratorQuality
+) -> None:
+    good, moved = (
+        of_table.columns_picture(OfTable(*lines_of_a_table(900, 1), move=move))["images/columns"]
+        for move in (0.0, 0.3)
+    )
+    assert good.ndim == 3 and good.dtype == np.uint8 and not np.array_equal(good, moved)
+    few = GeneratorQuality(*lines_of_a_table(FEWEST - 1, 0), 3, SCALES)
+    assert few.columns_picture(OfTable(*lines_of_a_table(900, 1))) == {}
+    assert quality.columns_picture(Bank(PIXELS, LABELS, spread=5)) == {}
+
+
+def test_the_distance_of_columns_is_that_of_kolmogorov_and_smirnov() -> None:
+    rng = torch.Generator().manual_seed(0)
+    a, b = torch.randn(70, 3, generator=rng), torch.randn(110, 3, generator=rng) * 2 + 0.5
+    a[:, 2], b[:, 2] = (a[:, 2] > 0).float(), (b[:, 2] > 0).float()  # with equal values
+    expected = ks_2samp(a.numpy(), b.numpy(), axis=0, method="asymp").statistic
+    assert column_distances(a, b).numpy() == pytest.approx(expected, abs=1e-6)
+    assert column_distances(a, a).tolist() == [0, 0, 0]
+
+
+# --------------------------------------------------------------------------------------------
 
 
 def test_too_few_test_rows_give_no_metrics() -> None:

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fedmatch, bfloat16": ("fedmatch", {"threshold": 0.0, "precision": "bfloat16"}),
     "label_census, generator": (
         "label_census",
-        {"generator_rounds": 1, "generator_width": 4, "noise_size": 4},
+        NEEDS["label_census"] | {"generator_rounds": 1, "generator_width": 4, "noise_size": 4},
     ),
     "pseudo, batch norm": ("pseudo", {"norm": "batch", "warm_up": 0}),
     "fedmatch, every row sure": ("fedmatch", {"threshold": 0.0, "helpers_every": 1}),
@@ -94,6 +94,10 @@ CASES |= {
     f"{name}, vectors": (name, NEEDS.get(name, {}) | own | {"rows": "vector"})
     for name, own in FOR_VECTORS.items()
 }
+CASES["fedssl, synthetic vectors"] = ("fedssl", SYNTHETIC | {"rows": "vector"})
+CASES["label_census, generator of vectors"] = (
+    "label_census", CASES["label_census, generator"][1] | {"rows": "vector"}
+)  # fmt: skip
 CASES["fedssl, sequences"] = ("fedssl", {**FOR_VECTORS["fedssl"], "rows": "sequence"})
 CASES["fedmatch_mixup, sequences"] = ("fedmatch_mixup", {"warm_up": 0, "rows": "sequence"})
 CASES["fedmatch_mixup, in sequence"] = ("fedmatch_mixup", {"warm_up": 0, "order": "sequential"})

@@ -298,8 +298,7 @@ class FedSSL(Algorithm[FedSSLState]):
     def _sample_generator(
         self, msg: FedSSLRequest, rows: int, ctx: Context
     ) -> tuple[SyntheticRows | None, float | None]:
-        """Samples of G for a visit with ``rows`` rows, all classes equally often, and the share of
-        them whose class the teacher predicts.
+        """Samples of G, all classes equally often, and the share whose class the teacher predicts.
 
         F gets none in the warm-up, and none with the classes that G was given while the gate is
         closed: then a few samples show what the teacher predicts.
@@ -313,7 +312,8 @@ class FedSSL(Algorithm[FedSSLState]):
         G = local_training.load_weights(self._networks["G"], msg.G, ctx.device).eval()
         assert isinstance(G, ConditionalGenerator)
         samples = draw_samples(G, classes, self.task.classes, self.task.shape, ctx.rng("synthetic"))
-        samples = samples.contiguous(memory_format=torch.channels_last)
+        if samples.dim() == 4:
+            samples = samples.contiguous(memory_format=torch.channels_last)
         teacher = self.load_classifier(msg.teacher, ctx)
         predicted = self.cfg.guess_input(teacher, samples, ctx, "names")
         recognised = float((predicted.argmax(dim=1).cpu() == classes).float().mean())

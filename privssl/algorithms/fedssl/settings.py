@@ -25,7 +25,7 @@ class GMixupSettings(ClassifierTraining):
     weight_real: Amount = 1.0  # of the realistic loss, Eq. 6; 0: ablation, D is not trained
     weight_reconstruction: Amount = 0.0125  # of the squared error in [-1, 1], Eq. 7; 0: ablation
     generator: Literal["mixing", "variational"] = "mixing"  # variational: diverse rows, a VAE
-    weight_code: Amount = 0.0125  # of a variational generator's cost of a row's code
+    weight_code: Amount = 0.0125  # of a VAE's cost of a row's code; of vectors also of the row
     # Share of each batch of F that G makes of noise and a class (lambda 0)
     synthetic_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     synthetic_at: Literal["query", "all"] = "query"  # support agents can keep to their labels

@@ -20,7 +20,7 @@ blanking a record, their number being public. No weights leave a support agent, 
 it gets comes from unlabelled rows alone. docs/label_census.md.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal, final
@@ -29,7 +29,7 @@ import numpy as np
 import pydantic.dataclasses
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from accounting.errors import BudgetExhausted
 from generators.base import ConditionalGenerator
@@ -216,8 +216,7 @@ class LabelCensus(FeatureMapRounds):
         return self._training_round(state, federation)
 
     def _census_round(self, state: LabelCensusState, federation: Federation) -> LabelCensusState:
-        # Before the answers, which are given once: between them and their checkpoint nothing may
-        # fail.
+        # Before the answers, which are given once: nothing may fail until their checkpoint.
         request = feature_map.make_map(state)
         federation.call_all(federation.query, self.find_clusters, request)
         agents = () if self.plan is not None and not self.plan.visits else federation.support
@@ -241,12 +240,10 @@ class LabelCensus(FeatureMapRounds):
         self, histogram: Tensor, state: LabelCensusState, answers: int, called_agents: int
     ) -> Tensor:
         """Probability of each class for each cluster (K, C), from released numbers alone."""
-        if self.cfg.reading != "bayes":
-            return (
-                label_by_majority(histogram)
-                if self.cfg.reading == "majority"
-                else compute_class_shares(histogram)
-            )
+        if self.cfg.reading == "majority":
+            return label_by_majority(histogram)
+        if self.cfg.reading == "shares":
+            return compute_class_shares(histogram)
         labels = float(histogram.sum())  # exact without a plan, else as declared
         if self.plan is not None:
             labels = self.plan.rows * answers / called_agents
@@ -284,7 +281,10 @@ class LabelCensus(FeatureMapRounds):
         mean = WeightedMean("G")
         request = GeneratorRequest(G, state.teacher)
         federation.call_all(participants, self.generator_pass, request, aggregator=mean)
-        return replace(state, G=mean.value_or(G))
+        return replace(state, G=mean.value_or(state.G))
+
+    def networks(self) -> Mapping[str, nn.Module]:
+        return {"F": self._F} if self._G is None else {"F": self._F, "G": self._G}
 
     def classifier(self, state: LabelCensusState) -> StateDict:
         return state.teacher
@@ -302,11 +302,11 @@ class LabelCensus(FeatureMapRounds):
         """Metrics of the released counts, after noise."""
         if not state.answers:
             return {}
-        largest = state.classes.amax(dim=1)
         classes_with_cluster = len(set(state.classes.argmax(dim=1).tolist()))
         return {
-            "census/clusters_in_doubt": float((largest < 0.5).sum()),
+            "census/clusters_in_doubt": float((state.classes.amax(dim=1) < 0.5).sum()),
             "census/classes_without_cluster": float(self.task.classes - classes_with_cluster),
+            "census/largest_cluster": float(state.mass.max()),
         }
 
     def pictures(self, state: LabelCensusState, x: Tensor, y: Tensor) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
 LLOYD = 10  # rounds of a k-means in one place
+FAR = 1e3  # coordinates of a spare centroid
 
 
 def center_and_normalize(features: Tensor, mean: Tensor) -> Tensor:
@@ -77,6 +78,17 @@ def _draw_seeds(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) ->
         seeds = torch.cat([seeds, seed])
         squared_distances = torch.minimum(squared_distances, (points - seed).square().sum(dim=1))
     return seeds
+
+
+def pad_centroids(centroids: Tensor, cells: int) -> Tensor:
+    """Centroids (K, E), then spare ones to ``cells`` rows, which no point is ever near."""
+    spare = torch.full((cells - len(centroids), centroids.shape[1]), FAR)
+    return torch.cat([centroids, spare])
+
+
+def count_cells(centroids: Tensor) -> int:
+    """The number of centroids that are not spare."""
+    return int((centroids < FAR).any(dim=1).sum())
 
 
 def count_neighbours(points: Tensor, centroids: Tensor) -> Tensor:

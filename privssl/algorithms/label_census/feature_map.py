@@ -17,6 +17,7 @@ import pydantic.dataclasses
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import pad
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.label_census import clustering
@@ -33,6 +34,7 @@ from privssl.training import local_training
 
 ENCODER_ROUNDS = 3  # moments of patches, filters, moments of views
 AT_ONCE = 16  # agents whose sums are held at one time
+ROWS_PER_CELL = 5  # at least; with fewer the graph of cells falls apart
 KEPT = "features"  # an agent's memory of its rows' features while clusters are made
 M = TypeVar("M", bound=Message)
 S = TypeVar("S", bound="MapState")
@@ -113,7 +115,7 @@ class MapConfig(EncoderConfig, SelfTraining):
     """How the map of rows is made. Numbers are ours, measured in docs/label_census.md."""
 
     clusters: Annotated[int, Field(ge=2)] | None = None  # K; null: LabelCensus.k
-    cells: Annotated[int, Field(ge=2)] = 200  # J, which are merged into clusters
+    cells: Annotated[int, Field(ge=2)] = 200  # J at most, merged into clusters; 5 rows or more each
     map_rows: Positive = 2000  # of an agent, at most, from which the map is made
     cluster_rounds: Annotated[int, Field(ge=3)] = 8  # seeds, Lloyd's steps, graph
 
@@ -214,7 +216,9 @@ class FeatureMapRounds(Algorithm[Any]):
         if sums is None:
             return state
         seed = int(torch.randint(2**31, (), generator=federation.rng("cuts")))
-        cluster = clustering.merge_cells(sums["graph"], self.k, seed)
+        cells = clustering.count_cells(state.centroids)
+        merged = clustering.merge_cells(sums["graph"][:cells, :cells], self.k, seed)
+        cluster = pad(merged, (0, self.cfg.cells - cells))  # spare cells have no rows
         mass, borders = clustering.cluster_shares_and_adjacency(sums["graph"], cluster, self.k)
         return replace(state, cluster=cluster, mass=mass, borders=borders)
 
@@ -228,10 +232,10 @@ class FeatureMapRounds(Algorithm[Any]):
         )
         if not messages:
             return state
-        return replace(
-            state,
-            centroids=self._merge_centroids(messages, self.cfg.cells, federation.rng("seeds")),
-        )
+        full_cells = int(sums["count"] / ROWS_PER_CELL)
+        cells = min(self.cfg.cells, max(self.k, full_cells))
+        centroids = self._merge_centroids(messages, cells, federation.rng("seeds"))
+        return replace(state, centroids=clustering.pad_centroids(centroids, self.cfg.cells))
 
     def _merge_centroids(self, messages: Sequence[Sums], k: int, rng: torch.Generator) -> Tensor:
         """k centroids of the agents' centroids, weighted by their counts."""

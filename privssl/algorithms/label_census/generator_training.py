@@ -13,7 +13,7 @@ import pydantic.dataclasses
 import torch
 from torch import Tensor
 
-from generators import VariationalImageGenerator
+from generators import ConditionalGenerator, networks_for
 from generators.objectives import reconstruction_loss
 from privssl.algorithms.local_ssl import Amount
 from privssl.core.messages import Message, StateDict
@@ -27,12 +27,12 @@ from privssl.settings.schema import Count, Positive, Rate, strict
 class GeneratorConfig:
     """How the generator is trained. Numbers are ours, those of FedSSL's synthetic rows."""
 
-    generator_rounds: Count = 0  # in the end; 0: no generator. Images with sides in fours alone
+    generator_rounds: Count = 0  # in the end; 0: no generator. Images have sides in fours
     generator_learning_rate: Rate = 2e-3  # Adam
     generator_width: Positive = 32  # channels of its last hidden layer; of the others twice as many
     noise_size: Positive = 16  # numbers of the noise that makes a row, and of a row's code
     weight_reconstruction: Amount = 0.0125  # of the squared error in [-1, 1]
-    weight_code: Amount = 0.03  # of the cost of a row's code
+    weight_code: Amount = 0.03  # of the cost of a row's code; of vectors also of the row given it
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class GeneratorUpdate(Message):
     G: StateDict
 
 
-def build_generator(cfg: GeneratorConfig, task: Task) -> VariationalImageGenerator:
-    """Build an untrained generator of images (channels, height, width)."""
-    kind: Any = in_precision(VariationalImageGenerator, task.precision)
+def build_generator(cfg: GeneratorConfig, task: Task) -> ConditionalGenerator:
+    """Build an untrained generator of images or vectors."""
+    kind: Any = in_precision(networks_for(task.shape, "variational")[0], task.precision)
     width, noise_size = cfg.generator_width, cfg.noise_size
-    network: VariationalImageGenerator = optimize_layout(
+    network: ConditionalGenerator = optimize_layout(
         kind(task.shape, task.classes, width=width, noise_size=noise_size)
     )
     return network
@@ -66,7 +66,7 @@ def generator_loss(
 ) -> Tensor:  # fmt: skip
     """Mean loss () of rows x (B, *shape) with classes p (B, C) and noise z (B, noise_size)."""
     x, p, z = fields["x"], fields["p"], fields["z"]
-    rebuilt, code_cost = G(x, p, p, z, torch.ones_like(z[:, :1]), True)
+    rebuilt, cost = G(x, p, p, z, torch.ones_like(z[:, :1]), True)
     distance = reconstruction_loss(rebuilt[:, 0], x)  # of rows from their copies at lambda 1
-    loss: Tensor = (weight_reconstruction * distance + weight_code * code_cost).mean()
+    loss: Tensor = (weight_reconstruction * distance + weight_code * cost).mean()
     return loss
