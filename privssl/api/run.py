@@ -17,6 +17,7 @@ from privssl import models
 from privssl.algorithms import WITH_UNREAD
 from privssl.api.frames import label_of
 from privssl.api.new_rows import RowForm
+from privssl.data.column_values import values_of
 from privssl.data.fields import class_number
 from privssl.errors import ConfigError, DataError, RunFolderError, first_line
 from privssl.experiment import config as configs
@@ -326,6 +327,26 @@ class Run:
                 confidence=confidence, classify=lambda x: self.predict(x, probabilities=True),
             )  # fmt: skip
         return synthetic.x, synthetic.y
+
+    def to_columns(self, x: NDArray[Any]) -> dict[str, list[float | str | None]]:
+        """Convert numbers of a table to the values of its columns, in their own units.
+
+        Args:
+            x: rows of the run (N, features), as ``generate`` returns them. Others count as the
+                nearest line that the table can have.
+
+        Returns:
+            The values of each column, without the classes; None: a missing number.
+
+        Raises:
+            DataError: the run is not one on a table, or the rows have another shape.
+        """
+        columns = self.form.columns
+        if columns is None:
+            raise DataError(f"to_columns: {self.folder} was not trained on a table")
+        if x.ndim != 2 or x.shape[1:] != self.shape:
+            raise DataError(f"to_columns: rows are {x.shape}. Give (N, {self.shape[0]})")
+        return values_of(x, columns)
 
     def audit(self) -> dict[str, Any]:
         """Audit the run's guarantee; return the fields of ``audit --json``."""

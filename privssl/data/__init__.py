@@ -51,11 +51,14 @@ class FederatedDataset:
     true_labels: Tensor  # (N,) by row id. For HiddenLabelMeter only: steps must never see it
     manifest: Manifest
 
-    def rows(self) -> list[Tensor]:
-        """Return the stored rows of the agents in this process; sites have theirs."""
-        return [
-            rows.x for a in self.agents for rows in (a.held_labelled, a.held_unlabelled) if rows
-        ]
+    def measured_rows(self, *, private: bool) -> list[Tensor]:
+        """Return the stored rows of the agents in this process, to measure copies of them.
+
+        In a private run only unlabelled rows, which no claim covers.
+        """
+        unlabelled = [agent.held_unlabelled for agent in self.agents]
+        labelled = [] if private else [agent.held_labelled for agent in self.agents]
+        return [rows.x for rows in (*labelled, *unlabelled) if rows]
 
     def measured_labels(self, *, private: bool) -> Tensor:
         """Return true labels (N,) by row id, to measure pseudo-labels.

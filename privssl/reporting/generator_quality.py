@@ -1,9 +1,9 @@
 """Quality of a generator's rows: the ``gen/*`` metrics.
 
 The judge is a small network trained on held-out test rows, the rows that test accuracy is measured
-on. No agent's row is read, so in a private run the metrics are post-processing of networks. Like
-test accuracy they choose nothing. Only ``nearest_ratio`` reads training rows, and only in runs
-without privacy.
+on. So in a private run the metrics are post-processing of networks. Like test accuracy they choose
+nothing. Only ``nearest_ratio`` reads training rows: in a private run unlabelled ones alone, which
+no claim covers.
 """
 
 import hashlib

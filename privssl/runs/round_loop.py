@@ -231,8 +231,9 @@ class RoundLoop:
             predict = partial(self._evaluator.classes_of, self._algorithm.classifier(state))
             generator = self._algorithm.generator(state)
             if generator is not None and kind_of(self._algorithm.task.shape) is not SEQUENCE:
-                detailed = self._has_pictures(current, last) and self._prepared.plan is None
-                training = self._prepared.federated_data.rows() if detailed else ()
+                private, held = self._prepared.plan is not None, self._prepared.federated_data
+                detailed = self._has_pictures(current, last)
+                training = held.measured_rows(private=private) if detailed else ()
                 taught = current.number % self._config.run.images_every == 0
                 values |= self._quality.measure_all(generator, predict, training, taught=taught)
         return values

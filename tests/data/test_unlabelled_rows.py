@@ -164,6 +164,18 @@ def test_in_a_private_run_no_pseudo_label_is_compared_with_a_label_that_an_agent
     assert plain.report()["pseudo/accuracy"] == 1.0  # the control
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_in_a_private_run_copies_are_looked_for_among_unlabelled_rows_alone(private: bool) -> None:
+    settings = DataSettings(name="toy", labels="labels-at-client", labelled=40, unlabelled=60)
+    found = data.build(settings, AgentSettings(mixed=3), 0)
+    measured = torch.cat(found.measured_rows(private=private))
+    held = found.manifest.agents.values()
+    unlabelled = [i for rows in held for i in rows.unlabelled]
+    labelled = [] if private else [i for rows in held for i in rows.labelled]  # the control
+    assert len(unlabelled) == 60 and len(labelled) == (0 if private else 40)
+    assert torch.equal(measured, load_dataset(settings).x_train[[*labelled, *unlabelled]])
+
+
 def trained(folder: Path, unknown: int, *overrides: str) -> tuple[list[dict[str, str]], str, Any]:
     """metrics.csv, train.log and results.json of a run."""
     folder.mkdir()

@@ -14,7 +14,7 @@ from PIL import Image
 
 from accounting.budget import NO_GUARANTEE
 from privssl import generate, open_run
-from privssl.errors import PrivacyError, UserError
+from privssl.errors import DataError, PrivacyError, UserError
 from privssl.generation import files, rows
 from tests.support.command_line import PLAIN, Outcome, assert_refused
 from tests.support.command_line import command as train
@@ -114,6 +114,10 @@ def test_a_csv_file_has_the_columns_of_the_table_in_their_units_and_the_classes(
     assert run.predict(by_name, probabilities=True) == pytest.approx(
         run.predict(x, probabilities=True), abs=1e-4
     )
+    in_python = run.to_columns(x)
+    assert in_python["colour"] == by_name["colour"]
+    assert in_python["age"] == pytest.approx([float(line["age"]) for line in lines], rel=1e-5)
+    assert [value is None for value in in_python["weight"]] == [not w for w in weights]
     assert set(np.unique(x[:, 2:])) == {-1.0, 1.0}  # whether weight is missing, and colours
 
 
@@ -124,6 +128,11 @@ def test_a_csv_file_is_for_tables_and_pictures_are_for_images(
     assert_refused(refused, "rows are no table", "FILE.npz")
     refused = command(table_run, "--count", 2, "--output", tmp_path / "pictures")
     assert_refused(refused, "rows are no images", "FILE.npz or FILE.csv")
+    image_run, table = open_run(runs(PLAIN)), open_run(table_run)
+    with pytest.raises(DataError, match="was not trained on a table"):
+        image_run.to_columns(image_run.generate(2)[0])
+    with pytest.raises(DataError, match=r"rows are \(2, 3\). Give \(N, 5\)"):
+        table.to_columns(np.zeros((2, 3), dtype=np.float32))
     assert list(tmp_path.iterdir()) == []
 
 
