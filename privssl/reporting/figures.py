@@ -191,7 +191,8 @@ def columns_figure(
         both = {"test rows": real[name], "synthetic": made[name]}
         if any(isinstance(value, str) for value in real[name]):
             bars = [value for value, _ in Counter(real[name]).most_common(BARS)]
-            axes.set_xticks(range(len(bars)), [str(value)[:8] for value in bars])
+            names_of_bars = [str(value)[:8] for value in bars]
+            axes.set_xticks(range(len(bars)), names_of_bars, rotation=0 if len(bars) < 5 else 30)
             edges = np.arange(len(bars) + 1) - 0.5
             counts = {label: list(map(values.count, bars)) for label, values in both.items()}
         else:

@@ -169,6 +169,7 @@ def test_a_cell_has_five_rows_on_average_but_there_are_as_many_cells_as_clusters
     assert count_cells(after.state.centroids) == cells  # 8 / 5 < 5 clusters; 40 / 5; at most 12
     assert after.state.centroids.shape[0] == 12 and after.state.cluster.shape == (12,)
     assert float(after.state.mass.sum()) == pytest.approx(1)
+    assert len(set(after.state.cluster[:cells].tolist())) == 5  # spare cells take no cluster
 
 
 def test_fewer_cells_than_clusters_are_clusters_of_their_own() -> None:

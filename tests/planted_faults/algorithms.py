@@ -18,6 +18,8 @@ FEDTRINET = "privssl/algorithms/fedtrinet/algorithm.py"
 VOTING = "privssl/algorithms/fedtrinet/voting.py"
 CENSUS = "privssl/algorithms/label_census/algorithm.py"
 CENSUS_GENERATOR = "privssl/algorithms/label_census/generator_training.py"
+CENSUS_MAP = "privssl/algorithms/label_census/feature_map.py"
+VARIATIONAL = "generators/variational.py"
 NAMES = "privssl/algorithms/label_census/cluster_labels.py"
 UDA = "privssl/algorithms/baselines/fixmatch_uda.py"
 MIXUP = "privssl/algorithms/baselines/fedmatch_mixup.py"
@@ -298,6 +300,19 @@ FAULTS: tuple[Fault, ...] = (
             "tests/algorithms/test_label_census_generator.py::test_"
             "the_loss_is_the_squared_distance_of_copies_and_the_divergence_of_codes",
         ),
+    ),
+    Fault(
+        "generator of vectors: numbers have no noise of their own",
+        ((VARIATIONAL, "rows + self._log_deviations().exp() * noise[:, None]", "rows"),),
+        (
+            "tests/generators/test_generators.py::test_"
+            "numbers_of_a_vector_vary_around_the_decoder_by_a_learned_deviation",
+        ),
+    ),
+    Fault(
+        "label census: spare cells take part in the graph",
+        ((CENSUS_MAP, "clustering.count_cells(state.centroids)", "self.cfg.cells"),),
+        (IN_CENSUS + "a_cell_has_five_rows_on_average_but_there_are_as_many_cells_as_clusters",),
     ),
     Fault(
         "FedSSL: the gate is open from the start",
