@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from privssl.errors import RunFolderError
+from privssl.runs import checkpoint
 from privssl.runs.checkpoint import (
     Snapshot,
     load_snapshot,
@@ -323,7 +324,7 @@ def test_a_killed_write_is_ignored_and_removed_by_the_next_save(
         os.kill(os.getpid(), signal.SIGKILL)
 
     def save(_: object) -> int:
-        atomic_files.sync_folder = kill_this_process
+        checkpoint.sync_directory = kill_this_process
         save_snapshot(tmp_path, Snapshot(20, {"w": torch.ones(3)}, {}, "d"))
         return 0
 
