@@ -6,7 +6,7 @@ table's page instead.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,22 +179,16 @@ def _render_counts(all_results: Sequence[Measurements]) -> list[str]:
     total = [0, 0, 0, 0]
     for paper, printed in PRINTED.items():
         sizes = [
-            size
+            cell.size
             for results in all_results
             if results.table.file.paper == paper
-            for size in _find_measured_sizes(results)
+            for cell in printed_accuracies(results.table)
+            if results.kept(cell) or cell.size == "absent"
         ]
         row = [printed, *(sizes.count(size) for size in ("paper", "reduced", "absent"))]
         total = [a + b for a, b in zip(total, row, strict=True)]
         lines.append([PAPERS[paper], *map(str, row)])
     return rows_of([*lines, ["all", *map(str, total)]])
-
-
-def _find_measured_sizes(results: Measurements) -> Iterator[str]:
-    """Yield the size of each printed accuracy that was measured, or whose data are missing."""
-    for cell in printed_accuracies(results.table):
-        if results.kept(cell) or cell.size == "absent":
-            yield cell.size
 
 
 def printed_accuracies(table: Table) -> list[Cell]:
