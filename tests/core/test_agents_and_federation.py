@@ -20,7 +20,7 @@ from privssl.core.agents import (
 )
 from privssl.core.aggregation import WeightedMean
 from privssl.core.federation import Federation, Round, Traffic
-from privssl.core.messages import BUDGET_EXHAUSTED, Ack, Declined, Message, StateDict
+from privssl.core.messages import BUDGET_EXHAUSTED, Ack, Declined, Message, Reply, StateDict
 from privssl.engines.local import LocalEngine
 from privssl.errors import RoleError
 from privssl.runtime import randomness
@@ -141,7 +141,7 @@ def test_only_a_spent_budget_counts_as_a_refusal() -> None:
         return BUDGET_EXHAUSTED if agent.id == "s0" else Declined("no row is sure enough")
 
     fed = federation()
-    replies = fed.call_all(fed.agents, decline_for_budget, Text("hello"))
+    replies: list[Reply[Text]] = fed.call_all(fed.agents, decline_for_budget, Text("hello"))
     assert (sum(r.declined for r in replies), fed.budget_declines) == (5, 1)
     fed.begin(Round(2))
     assert fed.budget_declines == 0
