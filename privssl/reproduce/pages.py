@@ -13,7 +13,7 @@ from pathlib import Path
 from privssl.errors import ConfigError
 from privssl.reproduce import figure
 from privssl.reproduce.claims import Verdict
-from privssl.reproduce.store import Store
+from privssl.reproduce.store import Store, write_public
 from privssl.reproduce.table_page import (
     GENERATED,
     PAPERS,
@@ -24,7 +24,6 @@ from privssl.reproduce.table_page import (
     rows_of,
 )
 from privssl.reproduce.tables import Cell, Table
-from privssl.storage import atomic_files
 
 FOLDER = Path("docs") / "results"
 SUMMARY = Path("docs") / "results.md"
@@ -48,23 +47,17 @@ def render(tables: Sequence[Table], store: Store, root: Path) -> list[Path]:
     """Write changed pages, and remove pages of former tables; return the written paths."""
     rendered = rendered_pages(tables, store, root)
     written = [path for path, text in rendered.texts.items() if _read_page(root / path) != text]
-    (root / FOLDER).mkdir(parents=True, exist_ok=True)
     for path in written:
-        _write_page(root / path, rendered.texts[path].encode())
+        write_public(root / path, rendered.texts[path])
     for path, results in rendered.figures.items():
         panels = figure.panels(results)
         if figure.hash_in(root / path) != figure.data_hash(panels):
             rows = [row.name for row in results.table.file.rows]
-            _write_page(root / path, figure.draw(panels, rows))
+            write_public(root / path, figure.draw(panels, rows))
             written.append(path)
     for path in former_pages(rendered, root):
         path.unlink()
     return written
-
-
-def _write_page(path: Path, data: bytes) -> None:
-    atomic_files.write(path, data)
-    path.chmod(0o644)
 
 
 def _read_page(path: Path) -> str | None:

@@ -33,9 +33,11 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write(path: Path, data: bytes | str) -> None:
-    """Write or replace a file atomically. Raises RunFolderError."""
+def write(path: Path, data: bytes | str, *, parents: bool = False) -> None:
+    """Write or replace a file atomically; ``parents``: make its folder. Raises RunFolderError."""
     with writing(path):
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
         replace(path, data.encode() if isinstance(data, str) else data)
 
 
