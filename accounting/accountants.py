@@ -289,17 +289,6 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
             return high
         return math.exp(brentq(log_excess, math.log(min_noise), math.log(high), xtol=1e-7))
 
-    def find_orders_near_best(sigma: float) -> tuple[float, ...]:
-        """Return five orders around the best one: epsilon is unimodal over the orders."""
-        low, high = 0, len(ORDERS) - 1
-        while low < high:
-            middle = (low + high) // 2
-            epsilon_middle, epsilon_next = (
-                compute_epsilon(sigma, ORDERS[n : n + 1]) for n in (middle, middle + 1)
-            )
-            low, high = (low, middle) if epsilon_middle <= epsilon_next else (middle + 1, high)
-        return ORDERS[max(0, low - 2) : low + 3]
-
     min_noise, max_noise = _CALIBRATION_RANGE
     first_tick, last_tick = round(min_noise * _TICKS), round(max_noise * _TICKS)
     # All orders take 0.1 s, a few take 0.01 s and never give too small an epsilon: the few find the
@@ -309,12 +298,9 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
             f"epsilon {epsilon:g} at delta {delta:g} cannot pay for {steps} steps at sample rate "
             f"{sample_rate:g}, even with noise {max_noise:g}. Plan fewer steps or a larger epsilon."
         )
-    noise, orders = max_noise, _FEW_ORDERS
-    for _ in range(9):  # three or four suffice
-        noise = find_least_noise(orders, noise)
-        previous, orders = orders, find_orders_near_best(noise)
-        if orders == previous:
-            break
+    noise = find_least_noise(_FEW_ORDERS, max_noise)
+    best = int((_rdp(make_event(noise), ORDERS) + _compute_conversion(delta, _ORDERS)).argmin())
+    noise = find_least_noise(ORDERS[max(0, best - 2) : best + 3], noise)
     return _find_least_fitting(fits, first_tick, math.ceil(noise * _TICKS), last_tick) / _TICKS
 
 

@@ -83,20 +83,15 @@ def _find_auc_limit(auc: float, end: float, trials_in: int, trials_out: int) -> 
 
 @dataclass(frozen=True)
 class TwoSampleBound:
-    """An audit at one threshold: the counts, and the epsilon that they reject.
+    """The epsilon that the errors at one threshold reject.
 
     ``ceiling`` is the bound without any error. Scores at or above ``threshold``, which was chosen
-    on other scores, say "in"; false negatives are of ``trials_in``, false positives of
-    ``trials_out``.
+    on other scores, say "in".
     """
 
     lower_bound: float
     ceiling: float
     threshold: float
-    false_negatives: int
-    false_positives: int
-    trials_in: int
-    trials_out: int
 
 
 def two_sample_lower_bound(
@@ -172,8 +167,8 @@ def two_sample_bound_from_scores(
     return TwoSampleBound(
         lower_bound=two_sample_lower_bound(**errors, **trials, delta=delta, confidence=confidence),
         ceiling=two_sample_ceiling(**trials, delta=delta, confidence=confidence),
-        threshold=threshold, **errors, **trials,
-    )  # fmt: skip
+        threshold=threshold,
+    )
 
 
 def _choose_threshold(

@@ -9,20 +9,19 @@ import dataclasses
 import inspect
 import re
 import tempfile
-import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import yaml
-from pydantic.fields import FieldInfo
+from pydantic import TypeAdapter
 
 from privssl.algorithms import ALGORITHMS
 from privssl.core.rows import IMAGE, VECTOR
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
 from privssl.settings.descriptions import descriptions
+from privssl.settings.error_messages import describe_needed
 from privssl.settings.names import PARTITIONS as NAMED_PARTITIONS
 from privssl.settings.schema import (
     AgentSettings,
@@ -62,10 +61,6 @@ COMPARATORS = (
     ("sage",),
     ("pi_model", "mean_teacher", "remixmatch"),
 )
-NAMES = {
-    str: "text", int: "integer", float: "number", bool: "true or false",
-    Mapping[str, Any]: "keys with values",
-}  # fmt: skip
 #: The agents that a config of each placement has, and what each partition needs besides its name.
 AGENTS: dict[str, dict[str, int]] = {
     "support": {"support": 2, "query": 6},
@@ -96,37 +91,6 @@ class Key(NamedTuple):
 # config.md ----------------------------------------------------------------------------------
 
 
-def describe_type(hint: Any) -> str:
-    """The values that a type annotation accepts, in words."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        if rule := getattr(arguments[-1], "json_schema", None):  # names, and plug-ins
-            names, others = rule["anyOf"]
-            listed = ", ".join(f"`{name}`" for name in names["enum"])
-            return f"{listed}, {others['description']}"
-        limits = [text for note in arguments[1:] for text in describe_limits(note)]
-        return " ".join([describe_type(arguments[0]), " and ".join(limits)]).strip()
-    if origin is Literal:
-        return ", ".join(f"`{show(value)}`" for value in arguments)
-    if hint in NAMES:
-        return NAMES[hint]
-    if origin in (Union, UnionType):
-        return " or ".join(describe_type(kind) for kind in arguments)
-    if origin is tuple:
-        return f"list of: {describe_type(arguments[0])}"
-    assert hint is NoneType, hint
-    return "null"
-
-
-def describe_limits(note: Any) -> Iterator[str]:
-    """The range that one annotation adds to a type."""
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    for limit in note.metadata if isinstance(note, FieldInfo) else [note]:
-        for key, sign in signs.items():
-            if getattr(limit, key, None) is not None:
-                yield f"{sign} {getattr(limit, key):,}"
-
-
 def show(value: Any) -> str:
     """A value as YAML writes it."""
     if value == "":
@@ -139,7 +103,7 @@ def show(value: Any) -> str:
 
 def keys(section: type) -> list[Key]:
     """The keys of a section in their order."""
-    texts, hints = descriptions(section), typing.get_type_hints(section, include_extras=True)
+    texts, schema = descriptions(section), TypeAdapter(section).json_schema()["properties"]
     found = []
     for field in dataclasses.fields(section):
         if field.name == "name" and section not in SECTIONS.values():
@@ -148,7 +112,7 @@ def keys(section: type) -> list[Key]:
         default = "required" if missing else f"`{show(field.default)}`"
         if field.default_factory is not dataclasses.MISSING:
             default = "`empty`"
-        values = describe_type(hints[field.name])
+        values = describe_needed(schema[field.name], "`")
         found.append(Key(field.name, values, default, texts[field.name]))
     return found
 

@@ -55,9 +55,7 @@ def _export(options: argparse.Namespace, console: Console, _: ExitStack) -> int:
     }  # fmt: skip
     write = exported.as_onnx if options.onnx else exported.as_torch_export
     written, diff = exported.checked(write, network, shape, metadata)
-    with atomic_files.writing(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        atomic_files.replace(output, written)
+    atomic_files.write(output, written, parents=True)
     console.print(
         f"{output}: rows (B, {', '.join(map(str, shape))}), {metadata['scaling']}, to logits "
         f"(B, {len(run.class_names)}). Largest difference on {exported.ROWS} rows: {diff:.1e}.",

@@ -229,7 +229,7 @@ class _RecordingEngine(LocalEngine):
 
 def attack_messages(
     algorithm: Algorithm[Any], plan: PrivatePlan, task: Task, visits: int, delta: float,
-    profile: Sequence[tuple[float, float]], canaries: int, promised: AccountPlan | None = None,
+    profile: Sequence[tuple[float, float]], canaries: int, promised: AccountPlan,
 ) -> CanaryAttack:  # fmt: skip
     """Train one synthetic support agent with the run's own algorithm and guess which canaries were
     included.
@@ -275,20 +275,17 @@ def attack_messages(
 
 def _record_visits(
     algorithm: Algorithm[Any], plan: PrivatePlan, rows: LabelledRows, included: NDArray[np.bool_],
-    visits: int, run_plan: AccountPlan | None,
+    visits: int, run_plan: AccountPlan,
 ) -> list[tuple[Message, Message]]:  # fmt: skip
     """Yield the requests and replies of the synthetic agent, visit by visit."""
     indices = torch.from_numpy(np.flatnonzero(included))
     seed = int.from_bytes(os.urandom(4), "big")
     with tempfile.TemporaryDirectory() as folder:
-        account_plan = AccountPlan(
-            agent="s0",
+        # Of the run's plan, whether counts are public: it determines how rows are sampled.
+        account_plan = dataclasses.replace(
+            run_plan, agent="s0", n_public=None,
             budget=Budget(1e9, 1e-12),  # this account pays for an experiment on synthetic rows
             scope=plan.scope, update=plan.update, protect=plan.protect, event=plan.event,
-            n_public=None,
-            # Whether counts are public determines how rows are sampled.
-            record_counts="public" if run_plan is None else run_plan.record_counts,
-            adjacency="zero_out" if run_plan is None else run_plan.adjacency,
         )  # fmt: skip
         account = Account.open(Path(folder) / "s0.jsonl", account_plan, resume=False)
         labelled = LabelledRows(rows.x[indices], rows.y[indices], rows.ids[indices])

@@ -75,7 +75,7 @@ class Federation:
         """Enter a round, and reset its counters, metrics and traffic."""
         self.round = now
         self.traffic = Traffic()
-        self.declines = self.budget_declines = self.absences = 0
+        self.budget_declines = self.absences = 0
         self.metrics: dict[str, list[float]] = {}
         self._visits: Counter[tuple[str, str]] = Counter()
 
@@ -108,8 +108,6 @@ class Federation:
         up = 0
         for call, reply in zip(calls, self._engine.deliver(calls), strict=True):
             up += payload_bytes(reply.content) if _is_remote(reply.sender) else 0
-            # A spent budget counts as a decline too; a missing reply is an absence alone.
-            self.declines += reply.declined and not isinstance(reply.content, NoReply)
             self.budget_declines += reply.content == BUDGET_EXHAUSTED
             self.absences += isinstance(reply.content, NoReply)
             if call.to.id not in self.agents_that_trained and _has_trained(

@@ -9,7 +9,7 @@ released code.
 import heapq
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from privssl.errors import ConfigError, DataError
 from privssl.runtime import plugins
-from privssl.settings.names import PARTITIONS
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -284,26 +283,21 @@ class Imbalanced(Partition):
         return [np.sort(np.concatenate(pair)) for pair in zip(holdings, extras, strict=True)]
 
 
+RULES: dict[str, Callable[..., Partition]] = {
+    "iid": Iid, "dirichlet": Dirichlet, "dirichlet_equal": DirichletEqual,
+    "classes_per_agent": ClassesPerAgent, "shards": Shards, "round_robin": RoundRobin,
+    "imbalanced": Imbalanced,
+}  # fmt: skip
+
+
 def from_settings(name: str, alpha: float | None = None, k: int | None = None) -> Partition:
-    """Return the rule of a config; a plug-in's class gets alpha and k, if given.
+    """Return the rule of a config; its class gets alpha and k, if given (``DataSettings`` checked).
 
     Raises:
-        DataError: dirichlet without alpha, or classes_per_agent or shards without k.
         ConfigError: a plug-in cannot be imported, or is not a rule.
     """
-    if name not in PARTITIONS:
-        return _load_rule(
-            name, {key: v for key, v in (("alpha", alpha), ("k", k)) if v is not None}
-        )
-    if name in ("dirichlet", "dirichlet_equal"):
-        if alpha is None:
-            raise DataError(f"partition {name} needs alpha, for example 0.5")
-        return Dirichlet(alpha) if name == "dirichlet" else DirichletEqual(alpha)
-    if name in ("classes_per_agent", "shards"):
-        if k is None:
-            raise DataError(f"partition {name} needs k, for example 2")
-        return ClassesPerAgent(k) if name == "classes_per_agent" else Shards(k)
-    return {"iid": Iid(), "round_robin": RoundRobin(), "imbalanced": Imbalanced()}[name]
+    options = {key: v for key, v in (("alpha", alpha), ("k", k)) if v is not None}
+    return RULES[name](**options) if name in RULES else _load_rule(name, options)
 
 
 def _load_rule(name: str, options: dict[str, float | int]) -> Partition:

@@ -9,7 +9,7 @@ devices or torch releases, so each process checks before it trains.
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,20 +59,9 @@ def refuse_batch_dependent_rounding(
     if key in _passed:
         return
     rows = len(next(iter(fields.values())))
-    idx, start = torch.arange(rows), time.monotonic()
-    generator = torch.Generator().manual_seed(0)
-    for number in range(len(SCALES) + TRIES * by_position):
-        if number >= len(SCALES) and time.monotonic() - start > SECONDS:
-            break
-        scale = SCALES[number] if number < len(SCALES) else 1.0
-        spread = 0.0 if number < len(SCALES) else 0.5
-        scaled: Parameters = {
-            net: {
-                n: (p.detach() * scale * _draw_factors(p, spread, generator)).requires_grad_()
-                for n, p in network.named_parameters()
-            }
-            for net, network in networks.items()
-        }
+    idx = torch.arange(rows)
+    parameters = {net: dict(network.named_parameters()) for net, network in networks.items()}
+    for number, scale, scaled in _scale_weights(parameters, TRIES * by_position):
 
         def compute_bits(inputs: Mapping[str, Tensor], scaled: Parameters = scaled) -> list[Tensor]:
             return gradient_bits(scaled, row_loss, inputs)
@@ -124,20 +113,9 @@ def stack_keeps_bits(
         fields: of synthetic rows (A, B, ...).
     """
     agents, rows = next(iter(fields.values())).shape[:2]
-    idx, start = torch.arange(rows), time.monotonic()
-    generator = torch.Generator().manual_seed(0)
-    for number in range(len(SCALES) + STACK_TRIES):
-        if number >= len(SCALES) and time.monotonic() - start > SECONDS:
-            break
-        scale = SCALES[number] if number < len(SCALES) else 1.0
-        spread, agent = 0.5 * (number >= len(SCALES)), (number % 2) * (agents - 1)
-        scaled: Parameters = {
-            net: {
-                n: (p.detach() * scale * _draw_factors(p, spread, generator)).requires_grad_()
-                for n, p in params.items()
-            }
-            for net, params in parameters.items()
-        }
+    idx = torch.arange(rows)
+    for number, _, scaled in _scale_weights(parameters, STACK_TRIES):
+        agent = (number % 2) * (agents - 1)
 
         def compute_bits(
             new: Mapping[str, Tensor], agent: int = agent, scaled: Parameters = scaled
@@ -168,10 +146,26 @@ def stack_keeps_bits(
     return True
 
 
-def _draw_factors(tensor: Tensor, spread: float, generator: torch.Generator) -> Tensor:
-    """Return random factors in the shape of a parameter."""
-    noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) if spread else 0.0
-    return (torch.ones(tensor.shape, dtype=tensor.dtype) + spread * noise).to(tensor.device)
+def _scale_weights(parameters: Parameters, tries: int) -> Iterator[tuple[int, float, Parameters]]:
+    """Yield number, scale and weights: by each of ``SCALES``, then by random factors, within
+    ``SECONDS``."""
+    start, generator = time.monotonic(), torch.Generator().manual_seed(0)
+
+    def draw_factors(p: Tensor) -> Tensor:
+        return (1 + 0.5 * torch.randn(p.shape, generator=generator, dtype=p.dtype)).to(p.device)
+
+    for number, scale in enumerate((*SCALES, *[1.0] * tries)):
+        random = number >= len(SCALES)
+        if random and time.monotonic() - start > SECONDS:
+            return
+        scaled = {
+            net: {
+                n: (p.detach() * scale * (draw_factors(p) if random else 1.0)).requires_grad_()
+                for n, p in params.items()
+            }
+            for net, params in parameters.items()
+        }
+        yield number, scale, scaled
 
 
 def _replace_others(field: Tensor, subset: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The Flower app that relays messages between a coordinator and sites.
 
 This is the only file that imports flwr. ``remote/flower_transport.py`` ships it to the SuperNodes
-as ``relay.py``, so it needs only flwr and Python, and no other module imports it.
+as ``relay.py``, with ``remote/framing.py`` beside it, so both need only flwr and Python, and no
+other module imports this one.
 
     coordinator --- Unix socket --- server (ServerApp) --- Flower --- client (ClientApp) --- site
 
@@ -21,8 +22,9 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from privssl.remote.framing import receive, send
+
 POLL_SECONDS = 0.3
-_CHUNK = 2**20
 
 client = ClientApp()
 server = ServerApp()
@@ -37,8 +39,8 @@ def relay_to_site(message: Message, context: Context) -> Message:
         with socket.socket(socket.AF_UNIX) as door:
             door.settimeout(seconds)
             door.connect(str(context.node_config["door"]))
-            _send(door, _unwrap(message))
-            answer = _receive(door)
+            send(door, _unwrap(message))
+            answer = receive(door)
     except (OSError, KeyError):  # the reason is in the site's own log
         answer = b""
     return Message(_wrap(answer), reply_to=message)
@@ -55,7 +57,7 @@ def relay_server(grid: Grid, context: Context) -> None:
         coordinator.connect(str(context.run_config["coordinator"]))
         while True:
             try:
-                request = json.loads(_receive(coordinator))
+                request = json.loads(receive(coordinator))
             except OSError:
                 return
             if request["do"] == "addresses":
@@ -63,13 +65,13 @@ def relay_server(grid: Grid, context: Context) -> None:
                     str(node.node_id): node.public_key.decode("ascii", errors="replace")
                     for node in grid.get_nodes()
                 }
-                _send(coordinator, json.dumps(nodes, sort_keys=True).encode())
+                send(coordinator, json.dumps(nodes, sort_keys=True).encode())
             else:
-                frames = {address: _receive(coordinator) for address in request["to"]}
+                frames = {address: receive(coordinator) for address in request["to"]}
                 answers = _exchange(grid, frames, float(request["seconds"]))
-                _send(coordinator, json.dumps(list(answers)).encode())
+                send(coordinator, json.dumps(list(answers)).encode())
                 for answer in answers.values():
-                    _send(coordinator, answer)
+                    send(coordinator, answer)
 
 
 def _exchange(grid: Grid, frames: dict[str, bytes], seconds: float) -> dict[str, bytes]:
@@ -106,24 +108,3 @@ def _unwrap(message: Message) -> bytes:
         return bytes(record["frame"].data[1:])
     except (KeyError, TypeError, AttributeError):
         return b""
-
-
-# The same framing as remote/framing.py, which is not shipped to SuperNodes.
-
-
-def _send(wire: socket.socket, data: bytes) -> None:
-    wire.sendall(len(data).to_bytes(8, "little") + data)
-
-
-def _receive(wire: socket.socket) -> bytes:
-    return _receive_exactly(wire, int.from_bytes(_receive_exactly(wire, 8), "little"))
-
-
-def _receive_exactly(wire: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = wire.recv(min(_CHUNK, size - len(data)))
-        if not piece:
-            raise OSError("the connection closed")
-        data += piece
-    return bytes(data)

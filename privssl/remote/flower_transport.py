@@ -208,7 +208,9 @@ class FlowerTransport:
         app.mkdir()
         home.mkdir()
         (app / "pyproject.toml").write_text(_APP)
-        shutil.copy(Path(__file__).with_name("flower_app.py"), app / "relay.py")
+        shutil.copy(Path(__file__).with_name("framing.py"), app)  # without the package
+        relay = Path(__file__).with_name("flower_app.py").read_text()
+        (app / "relay.py").write_text(relay.replace("privssl.remote.framing", "framing"))
         lines = ["[superlink]", 'default = "ours"', "[superlink.ours]"]
         lines.append(f'address = "{self._superlink}"')
         if self._certificate:

@@ -6,14 +6,14 @@ table's page instead.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from privssl.errors import ConfigError
 from privssl.reproduce import figure
 from privssl.reproduce.claims import Verdict
-from privssl.reproduce.store import Store
+from privssl.reproduce.store import Store, write_public
 from privssl.reproduce.table_page import (
     GENERATED,
     PAPERS,
@@ -24,7 +24,6 @@ from privssl.reproduce.table_page import (
     rows_of,
 )
 from privssl.reproduce.tables import Cell, Table
-from privssl.storage import atomic_files
 
 FOLDER = Path("docs") / "results"
 SUMMARY = Path("docs") / "results.md"
@@ -48,23 +47,17 @@ def render(tables: Sequence[Table], store: Store, root: Path) -> list[Path]:
     """Write changed pages, and remove pages of former tables; return the written paths."""
     rendered = rendered_pages(tables, store, root)
     written = [path for path, text in rendered.texts.items() if _read_page(root / path) != text]
-    (root / FOLDER).mkdir(parents=True, exist_ok=True)
     for path in written:
-        _write_page(root / path, rendered.texts[path].encode())
+        write_public(root / path, rendered.texts[path])
     for path, results in rendered.figures.items():
         panels = figure.panels(results)
         if figure.hash_in(root / path) != figure.data_hash(panels):
             rows = [row.name for row in results.table.file.rows]
-            _write_page(root / path, figure.draw(panels, rows))
+            write_public(root / path, figure.draw(panels, rows))
             written.append(path)
     for path in former_pages(rendered, root):
         path.unlink()
     return written
-
-
-def _write_page(path: Path, data: bytes) -> None:
-    atomic_files.write(path, data)
-    path.chmod(0o644)
 
 
 def _read_page(path: Path) -> str | None:
@@ -179,22 +172,16 @@ def _render_counts(all_results: Sequence[Measurements]) -> list[str]:
     total = [0, 0, 0, 0]
     for paper, printed in PRINTED.items():
         sizes = [
-            size
+            cell.size
             for results in all_results
             if results.table.file.paper == paper
-            for size in _find_measured_sizes(results)
+            for cell in printed_accuracies(results.table)
+            if results.kept(cell) or cell.size == "absent"
         ]
         row = [printed, *(sizes.count(size) for size in ("paper", "reduced", "absent"))]
         total = [a + b for a, b in zip(total, row, strict=True)]
         lines.append([PAPERS[paper], *map(str, row)])
     return rows_of([*lines, ["all", *map(str, total)]])
-
-
-def _find_measured_sizes(results: Measurements) -> Iterator[str]:
-    """Yield the size of each printed accuracy that was measured, or whose data are missing."""
-    for cell in printed_accuracies(results.table):
-        if results.kept(cell) or cell.size == "absent":
-            yield cell.size
 
 
 def printed_accuracies(table: Table) -> list[Cell]:

@@ -145,7 +145,7 @@ class Store:
             **entry, **cell_fields, "size": cell.size, "differs": cell.differs,
             "same_run_as": same_run,
         }  # fmt: skip
-        self._write_entry(self.path(cell, seed), shared)
+        write_public(self.path(cell, seed), as_text(shared))
         return shared
 
     def forget(self) -> None:
@@ -156,15 +156,15 @@ class Store:
     def write(self, cell: Cell, seed: int, folder: Path, measured: Measured) -> Entry:
         """Store a finished run."""
         entry = _build_entry(cell, seed, folder, measured)
-        self._write_entry(self.path(cell, seed), entry)
+        write_public(self.path(cell, seed), as_text(entry))
         return entry
 
-    @staticmethod
-    def _write_entry(path: Path, entry: Entry) -> None:
-        with atomic_files.writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_files.replace(path, as_text(entry).encode())
-            path.chmod(0o644)
+
+def write_public(path: Path, data: str | bytes) -> None:
+    """Write a file of the clone, which every user of the system may read."""
+    with atomic_files.writing(path):
+        atomic_files.write(path, data, parents=True)
+        path.chmod(0o644)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from accounting.canonical_json import decode_strictly, encode
 from accounting.errors import PlanError
+from accounting.journal import sync_directory
 from privssl.errors import RunFolderError
 from privssl.runs.state_tree import StateTree, filled, outline
 from privssl.storage import atomic_files, tensor_files
@@ -118,9 +119,9 @@ def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
             if len(content) > MAX_JSON_BYTES:  # too large to read back
                 raise RunFolderError(tensor_files.too_many(sum(map(len, trees.values()))))
             atomic_files.write_new(temporary / "snapshot.json", content)
-            atomic_files.sync_folder(temporary)
+            sync_directory(temporary)
             _put_in_place(temporary, target)
-            atomic_files.sync_folder(folder)
+            sync_directory(folder)
         except BaseException:  # also Ctrl-C
             shutil.rmtree(temporary, ignore_errors=True)
             raise

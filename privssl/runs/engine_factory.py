@@ -158,9 +158,7 @@ def _fetch_journals(engine: SitesEngine, folder: Path, *, over: bool) -> dict[st
     journals = {}
     for name, content in sorted(engine.end_run(over=over).items()):
         path = folder / "ledger" / f"{name}.jsonl"
-        with atomic_files.writing(path):
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            atomic_files.replace(path, content)
+        atomic_files.write(path, content, parents=True)
         journal = read_journal(path)
         problems = [str(problem) for problem in journal.problems]
         if not problems and journal.plan.agent != name:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accounting.budget import Budget
 from accounting.ledger import Account
 from privssl.algorithms.local_ssl import ClassifierTraining
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
@@ -27,7 +26,7 @@ from privssl.core.federation import Federation, Round
 from privssl.core.messages import Reply
 from privssl.engines.local import LocalEngine
 from privssl.engines.process_pool import resolve_worker_count
-from privssl.experiment.prepare import Prepared, account_plan
+from privssl.experiment.prepare import Prepared
 from privssl.privacy.plan import PrivatePlan
 from privssl.runs.round_plan import planned_rounds
 from privssl.training.evaluation import Evaluator
@@ -282,10 +281,8 @@ class _SamplingEngine(LocalEngine):
 
     def _open_account(self, agent: Agent, plan: Any) -> Account:
         """Open a separate account for one visit, in a folder that is removed at the end."""
-        privacy = self._prepared.config.privacy
-        assert privacy is not None
-        budget = Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
-        ledger_plan = account_plan(plan, privacy, agent, budget)
+        own_plan = self._prepared.account_plans[agent.id]
+        ledger_plan = dataclasses.replace(own_plan, event=plan.event)
         path = Path(tempfile.mkdtemp(dir=self._folder)) / f"{agent.id}.jsonl"
         return Account.open(path, ledger_plan, resume=False)
 

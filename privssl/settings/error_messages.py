@@ -20,6 +20,7 @@ _TYPES = {
     "boolean": "true or false",
     "string": "text",
     "null": "null",
+    "object": "keys with values",
 }
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _KEY_WIDTH = 22  # least width of the column of keys
@@ -120,7 +121,7 @@ def describe_errors(
             continue
         reported.add(key)
         if key not in values:
-            yield key, f"missing: needs {_describe_needed(schema[key])}"
+            yield key, f"missing: needs {describe_needed(schema[key])}"
         else:
             yield key, _explain_refusal(values[key], schema[key])
 
@@ -156,7 +157,7 @@ def _has_exponent(value: object) -> bool:
 
 
 def _explain_refusal(value: object, schema: Mapping[str, Any]) -> str:
-    needed = _describe_needed(schema)
+    needed = describe_needed(schema)
     number = as_yaml_number(value) if isinstance(value, str) else None
     if number is not None and "whole number" in needed and float(number).is_integer():
         number = f"{float(number):.0f}"
@@ -184,16 +185,17 @@ def _list_names(schema: Mapping[str, Any]) -> Iterator[str]:
         yield from _list_names(option)
 
 
-def _describe_needed(schema: Mapping[str, Any]) -> str:
-    """Describe what a JSON schema accepts, as the object of "needs"."""
+def describe_needed(schema: Mapping[str, Any], mark: str = "") -> str:
+    """Describe what a JSON schema accepts, as the object of "needs"; ``mark`` is around names."""
     if "anyOf" in schema:
-        return " or ".join(_describe_needed(option) for option in schema["anyOf"])
+        return " or ".join(describe_needed(option, mark) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
-        return either([str(name) for name in schema.get("enum", [schema.get("const")])])
+        names = schema.get("enum", [schema.get("const")])
+        return either([f"{mark}{name}{mark}" for name in names])
     if "pattern" in schema:  # a pattern is not readable
-        return str(schema["description"]).replace("`", "")
+        return str(schema["description"]).replace("`", mark)
     if schema.get("type") == "array":
-        return f"a list of {_describe_needed(schema.get('items', {}))}"
+        return f"a list of {describe_needed(schema.get('items', {}), mark)}"
     bounds = [
         f"{sign} {_convert_bound(schema[name])}" for name, sign in _BOUNDS.items() if name in schema
     ]

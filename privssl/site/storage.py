@@ -26,6 +26,7 @@ from torch import Tensor
 
 from accounting.canonical_json import decode_strictly
 from accounting.errors import LedgerError, PlanError
+from accounting.journal import sync_directory
 from privssl.core.agents import Memory
 from privssl.storage import atomic_files
 
@@ -110,7 +111,7 @@ class Store:
         if old is not None and old != new:
             new.unlink(missing_ok=True)
             os.link(old, new)
-            atomic_files.sync_folder(new.parent)
+            sync_directory(new.parent)
 
     # The ledger's end -----------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class Store:
         runs = self.folder / "runs"
         if not (runs / run).is_dir():
             (runs / run).mkdir(mode=0o700, parents=True)
-            atomic_files.sync_folder(runs)
+            sync_directory(runs)
             # Keep this run whatever the clock: it may have been set back.
             other_runs = [path for path in runs.iterdir() if path.name != run]
             other_runs.sort(key=lambda path: path.stat().st_mtime_ns)

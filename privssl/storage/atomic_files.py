@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from accounting.journal import sync_directory
 from privssl.errors import RunFolderError
 
 TEMPORARY = ".tmp-"  # prefix of leftovers of a killed write
@@ -32,9 +33,11 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write(path: Path, data: bytes | str) -> None:
-    """Write or replace a file atomically. Raises RunFolderError."""
+def write(path: Path, data: bytes | str, *, parents: bool = False) -> None:
+    """Write or replace a file atomically; ``parents``: make its folder. Raises RunFolderError."""
     with writing(path):
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
         replace(path, data.encode() if isinstance(data, str) else data)
 
 
@@ -60,13 +63,4 @@ def replace(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Synchronise the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(path.parent)

@@ -164,9 +164,7 @@ def save_weights(
     metadata = {"privssl": json.dumps(about)} if about else None
     # safetensors refuses tensors that share memory; a state may have one under two names
     copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
-    with atomic_files.writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_files.write(path, safetensors.torch.save(copies, metadata))
+    atomic_files.write(path, safetensors.torch.save(copies, metadata), parents=True)
 
 
 def bytes_of(tensor: Tensor | LazyTensor) -> memoryview:

@@ -416,13 +416,15 @@ def test_sums_that_overflow_are_refused() -> None:
 
 def test_an_agent_that_missed_its_clusters_declines_training() -> None:
     parties = federated_data(labelled=40)
-    after = simulate(make("label_census", **FEW), parties, rounds=7)
+    after = simulate(make("label_census", **FEW), parties, rounds=7, engine=RecordingEngine)
+    assert isinstance(after.engine, RecordingEngine)
     for agent in parties.agents:
         agent.memory = {}
     for now in planned_rounds(after.algorithm.phases())[7:]:
         after.federation.begin(now)
+        after.engine.recorded.clear()
         later = after.algorithm.round(after.state, after.federation)
-        assert after.federation.declines == sum(
+        assert sum(reply.declined for _, reply in after.engine.recorded) == sum(
             a.held_unlabelled is not None for a in parties.agents
         )
         assert same_bits({"F": after.state.F}, {"F": later.F})

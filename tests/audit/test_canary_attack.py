@@ -370,7 +370,8 @@ def on_messages(tmp_path: Path, *overrides: str, claimed: float = 50.0) -> Canar
         prepared.config.algorithm, prepared.algorithm.task, plan
     )  # the numbers of the run, the divisor of the simulated agent
     profile = [(claimed, DELTA)]
-    return attack_messages(algorithm, plan, algorithm.task, 2, DELTA, profile, CANARIES)
+    [account, *_] = prepared.account_plans.values()
+    return attack_messages(algorithm, plan, algorithm.task, 2, DELTA, profile, CANARIES, account)
 
 
 def test_messages_of_a_sound_agent_do_not_refute_the_claim(tmp_path: Path) -> None:

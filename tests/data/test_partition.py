@@ -312,12 +312,3 @@ def test_a_config_can_name_each_rule() -> None:
     assert from_settings("shards", k=2) == Shards(2)
     assert from_settings("round_robin") == RoundRobin()
     assert from_settings("imbalanced") == Imbalanced()
-
-
-def test_a_rule_without_its_parameter_is_refused() -> None:
-    with pytest.raises(DataError, match="needs alpha"):
-        from_settings("dirichlet")
-    with pytest.raises(DataError, match="needs k"):
-        from_settings("classes_per_agent")
-    with pytest.raises(DataError, match="shards needs k"):
-        from_settings("shards")

@@ -76,6 +76,6 @@ def test_a_changed_default_and_a_new_key_change_the_page() -> None:
         """Rows in a batch."""
 
     assert GENERATOR["table"](GENERATOR["keys"](Section)).splitlines()[2:] == [
-        "| `rate` | number | `0.5` | of learning |",
-        "| `rows` | integer | `3` | Rows in a batch. |",
+        "| `rate` | a number | `0.5` | of learning |",
+        "| `rows` | a whole number | `3` | Rows in a batch. |",
     ]

@@ -420,8 +420,9 @@ def test_an_absent_agent_is_not_counted_as_declined(folder: Path) -> None:
     answer_visits_by(engine, "q1", error_reply("lost"))
     federation = Federation(engine, 3)
     federation.begin(Round(1))
-    federation.call_all(federation.query, STEPS.decline, Payload())
-    assert (federation.declines, federation.absences) == (2, 1)
+    replies = federation.call_all(federation.query, STEPS.decline, Payload())
+    assert [isinstance(r.content, NoReply) for r in replies] == [False, True, False]
+    assert (federation.budget_declines, federation.absences) == (0, 1)
 
 
 # Memories ---------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ FAULTS: tuple[Fault, ...] = (
     # Checkpoints ---------------------------------------------------------------------------------
     Fault(
         "a checkpoint takes its name before it is on the disk",
-        ((CHECKPOINT, "            atomic_files.sync_folder(temporary)\n", ""),),
+        ((CHECKPOINT, "            sync_directory(temporary)\n", ""),),
         (IN_FILES + "a_snapshot_is_renamed_only_after_its_content_is_durable",),
     ),
     Fault(

@@ -120,7 +120,8 @@ def attacked(path: Path, *, claimed: float, noise: float = 4.0) -> Any:
     assert isinstance(prepared.plan, PrivatePlan)
     plan, task = prepared.plan, prepared.algorithm.task
     profile = [(claimed, DELTA)]
-    return attack_messages(prepared.algorithm, plan, task, 2, DELTA, profile, CANARIES)
+    [account, *_] = prepared.account_plans.values()
+    return attack_messages(prepared.algorithm, plan, task, 2, DELTA, profile, CANARIES, account)
 
 
 def test_canary_vectors_refute_no_true_claim(written: Callable[..., Path]) -> None:

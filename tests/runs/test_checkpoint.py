@@ -10,6 +10,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from privssl.errors import RunFolderError
+from privssl.runs import checkpoint
 from privssl.runs.checkpoint import (
     Snapshot,
     load_snapshot,
@@ -323,8 +325,8 @@ def test_a_killed_write_is_ignored_and_removed_by_the_next_save(
         os.kill(os.getpid(), signal.SIGKILL)
 
     def save(_: object) -> int:
-        atomic_files.sync_folder = kill_this_process
-        save_snapshot(tmp_path, Snapshot(20, {"w": torch.ones(3)}, {}, "d"))
+        with patch.object(checkpoint, "sync_directory", kill_this_process):
+            save_snapshot(tmp_path, Snapshot(20, {"w": torch.ones(3)}, {}, "d"))
         return 0
 
     assert ForkedCommand(save, [], tmp_path_factory.mktemp("printed")).wait(300) == -signal.SIGKILL
