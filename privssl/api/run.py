@@ -314,8 +314,8 @@ class Run:
 
         Raises:
             privssl.UserError: the run has no generator, an argument is invalid, or the classifier
-                is confident of too few rows.
-            PrivacyError: the run is private, and acknowledge_query_rows is false.
+                is confident of too few rows. PrivacyError: the run is private, and
+                acknowledge_query_rows is false.
         """
         from privssl.generation.rows import generate_rows
 
@@ -329,17 +329,9 @@ class Run:
         return synthetic.x, synthetic.y
 
     def to_columns(self, x: NDArray[Any]) -> dict[str, list[float | str | None]]:
-        """Convert numbers of a table to the values of its columns, in their own units.
-
-        Args:
-            x: rows of the run (N, features), as ``generate`` returns them. Others count as the
-                nearest line that the table can have.
-
-        Returns:
-            The values of each column, without the classes; None: a missing number.
-
-        Raises:
-            DataError: the run is not one on a table, or the rows have another shape.
+        """Return the columns of a table's numbers x (N, features), without the classes, in their
+        own units; None: a missing number. Numbers that no line has count as the nearest line.
+        Raises DataError for other rows, or a run that was not trained on a table.
         """
         columns = self.form.columns
         if columns is None:
