@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from accounting.budget import NO_GUARANTEE
-from privssl import generate, open_run
+from privssl import Dataset, generate, open_run
+from privssl import train as api_train
 from privssl.errors import DataError, PrivacyError, UserError
 from privssl.generation import files, rows
 from tests.support.command_line import PLAIN, Outcome, assert_refused
@@ -119,6 +120,43 @@ def test_a_csv_file_has_the_columns_of_the_table_in_their_units_and_the_classes(
     assert in_python["age"] == pytest.approx([float(line["age"]) for line in lines], rel=1e-5)
     assert [value is None for value in in_python["weight"]] == [not w for w in weights]
     assert set(np.unique(x[:, 2:])) == {-1.0, 1.0}  # whether weight is missing, and colours
+
+
+def test_fields_of_a_csv_file_tell_numbers_apart_and_are_within_their_bounds(
+    tmp_path: Path,
+) -> None:
+    scales = {
+        "time": (1_700_002_893.0, 1_702_591_621.0), "code": (1e6, 1e6 + 5), "loss": (-1e-9, 0.0),
+        "third": (1 / 3, 2 / 3, "missing"),
+    }  # fmt: skip
+    x = np.stack([np.linspace(-1, 1, 1001)] * 4 + [np.full(1001, -1)], axis=1).astype(np.float32)
+    made = rows.SyntheticRows(x, np.zeros(1001, dtype=np.int64), ("a", "b"), "", scales, "kind")
+    files.write_rows(made, tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    for place, (name, scale) in enumerate(scales.items()):
+        low, high = float(scale[0]), float(scale[1])
+        numbers = np.array([float(line[name]) for line in lines])
+        assert low <= numbers.min() and numbers.max() <= high
+        assert 2 * (numbers - low) / (high - low) - 1 == pytest.approx(x[:, place], abs=2e-5)
+
+
+def test_a_csv_file_names_the_column_of_classes_as_the_frame_does(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    frame = {"label": rng.uniform(size=60), "kind": ["cat", "dog"] * 30}  # a feature called label
+    data = Dataset.from_frame(frame, label="kind")
+    config = {
+        "agents": {"support": 2, "query": 2}, "model": {"name": "mlp"}, "data": {"labelled": 8},
+        "algorithm": {"name": "fedssl", "rounds": 1, "local_steps": 1},
+    }  # fmt: skip
+    run = api_train(config, data=data, output=tmp_path / "run")
+    assert command(run.folder, "--count", 4, "--output", tmp_path / "rows.csv").status == 0
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert list(lines[0]) == ["label", "kind"]
+    assert [line["kind"] for line in lines] == ["cat", "dog"] * 2
+    made = [float(line["label"]) for line in lines]
+    assert made == pytest.approx(run.to_columns(run.generate(4)[0])["label"], rel=1e-4)
 
 
 def test_a_csv_file_is_for_tables_and_pictures_are_for_images(

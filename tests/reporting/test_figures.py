@@ -137,6 +137,17 @@ def test_a_confusion_matrix_has_a_bounded_size_and_accepts_any_name(classes: int
     assert figures.as_png(picture)[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.filterwarnings("error")
+def test_names_of_columns_and_categories_are_text_and_never_formulas() -> None:
+    def draw(name: str, category: str) -> figures.Picture:
+        values = {name: [category, "b", "b"], "number": [1.0, 2.0, None]}
+        return figures.columns_figure(values, values)
+
+    for odd in ("$\\frac{income$", "$^$", "cost in $ or $", "語", "two\nlines", ""):
+        assert draw(odd, odd).shape == draw("name", "a").shape
+    assert not np.array_equal(draw("a$b$c", "a"), draw("abc", "a"))  # a formula hides the signs
+
+
 def test_confusion_csv_has_a_column_for_non_finite_outputs_if_there_are_any() -> None:
     text = confusion_csv(COUNTS, ["a", "b, c"])
     assert text == 'true class,a,"b, c",not finite\na,4,0,0\n"b, c",1,1,2\n'
