@@ -119,9 +119,7 @@ def generate_rows(
         unsure = _find_unsure_rows(levels, labels, confidence, classify)
         if not len(unsure):
             label = form.get("label") or config.data.label or "label"
-            return SyntheticRows(
-                levels.numpy(), labels.numpy(), names, covered_by, columns, label
-            )
+            return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by, columns, label)
         if attempt < DRAWS:
             levels[unsure] = draw(labels[unsure], attempt=attempt)
     raise UserError(
