@@ -41,6 +41,10 @@ model: {name: mlp}
 algorithm:
   {name: fedssl, rounds: 2, local_steps: 1, generator: variational, generator_width: 2}
 """
+OF_FRAME: dict[str, Any] = {
+    "agents": {"support": 2, "query": 2}, "model": {"name": "mlp"}, "data": {"labelled": 9},
+    "algorithm": {"name": "fedssl", "rounds": 1, "local_steps": 1},
+}  # fmt: skip
 COLUMNS = """
 age: [18, 90]
 weight: [30, 200, missing]
@@ -145,11 +149,7 @@ def test_a_csv_file_names_the_column_of_classes_as_the_frame_does(tmp_path: Path
     rng = np.random.default_rng(0)
     frame = {"label": rng.uniform(size=60), "kind": ["cat", "dog"] * 30}  # a feature called label
     data = Dataset.from_frame(frame, label="kind")
-    config = {
-        "agents": {"support": 2, "query": 2}, "model": {"name": "mlp"}, "data": {"labelled": 8},
-        "algorithm": {"name": "fedssl", "rounds": 1, "local_steps": 1},
-    }  # fmt: skip
-    run = api_train(config, data=data, output=tmp_path / "run")
+    run = api_train(OF_FRAME, data=data, output=tmp_path / "run")
     assert command(run.folder, "--count", 4, "--output", tmp_path / "rows.csv").status == 0
     with (tmp_path / "rows.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -157,6 +157,18 @@ def test_a_csv_file_names_the_column_of_classes_as_the_frame_does(tmp_path: Path
     assert [line["kind"] for line in lines] == ["cat", "dog"] * 2
     made = [float(line["label"]) for line in lines]
     assert made == pytest.approx(run.to_columns(run.generate(4)[0])["label"], rel=1e-4)
+
+
+def test_a_class_with_a_comma_or_quotes_is_named_as_in_a_csv_file(tmp_path: Path) -> None:
+    names = ["big, grey", 'the "cat"', "dog"]
+    frame = {"size": np.arange(60.0), "kind": names * 20}
+    data = Dataset.from_frame(frame, label="kind")
+    run = api_train(OF_FRAME, data=data, output=tmp_path / "run")
+    chosen = '"big, grey", "the ""cat"""'
+    made = command(run.folder, "--count", 4, "--classes", chosen, "--output", tmp_path / "rows.csv")
+    assert made.status == 0, made
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        assert [line["kind"] for line in csv.DictReader(file)] == names[:2] * 2
 
 
 def test_a_csv_file_is_for_tables_and_pictures_are_for_images(
