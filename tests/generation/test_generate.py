@@ -183,6 +183,10 @@ def test_a_csv_file_is_for_tables_and_pictures_are_for_images(
         image_run.to_columns(image_run.generate(2)[0])
     with pytest.raises(DataError, match=r"rows are \(2, 3\). Give \(N, 5\)"):
         table.to_columns(np.zeros((2, 3), dtype=np.float32))
+    made, _ = table.generate(2)
+    assert table.to_columns(made.tolist()) == table.to_columns(made)  # lists and tensors, too
+    with pytest.raises(DataError, match="to_columns"):
+        table.to_columns("rows")
     assert list(tmp_path.iterdir()) == []
 
 
