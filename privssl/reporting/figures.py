@@ -203,7 +203,12 @@ def columns_figure(
                 label: np.array([v for v in values if v is not None], dtype=np.float64)
                 for label, values in both.items()
             }
-            edges = np.histogram_bin_edges(np.concatenate([*numbers.values()]), bins=BARS)
+            together = np.concatenate([*numbers.values()])
+            low, high = (together.min(), together.max()) if len(together) else (0.0, 1.0)
+            wider = (
+                low == high
+            ) / 2  # NumPy's bins, which it refuses for close numbers above 2**53
+            edges = np.linspace(low - wider, high + wider, BARS + 1)
             counts = {label: np.histogram(numbers[label], bins=edges)[0] for label in both}
         for (label, of_bars), colour in zip(counts.items(), (UNLABELLED, LABELLED), strict=True):
             shares = np.asarray(of_bars) / len(both[label])

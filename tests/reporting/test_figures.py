@@ -148,6 +148,12 @@ def test_names_of_columns_and_categories_are_text_and_never_formulas() -> None:
     assert not np.array_equal(draw("a$b$c", "a"), draw("abc", "a"))  # a formula hides the signs
 
 
+@pytest.mark.parametrize("numbers", [[1e17, 1e17 + 16], [1e17, 1e17], [3.0, 3.0], [None, None]])
+def test_a_column_of_any_numbers_is_drawn(numbers: list[float | None]) -> None:
+    values = {"id": numbers}
+    assert figures.columns_figure(values, values).shape == (230, 320, 3)
+
+
 def test_confusion_csv_has_a_column_for_non_finite_outputs_if_there_are_any() -> None:
     text = confusion_csv(COUNTS, ["a", "b, c"])
     assert text == 'true class,a,"b, c",not finite\na,4,0,0\n"b, c",1,1,2\n'
