@@ -71,7 +71,10 @@ def _render_csv(synthetic: SyntheticRows) -> str:
     columns = [_render_column(values[name], scale) for name, scale in synthetic.columns.items()]
     classes = [synthetic.class_names[c] for c in synthetic.y.tolist()]
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    # csv leaves a lone carriage return without quotes, and reads it as the end of a line
+    odd = any("\r" in field for column in (values, *columns) for field in column)
+    kind = csv.unix_dialect if odd else csv.excel  # unix_dialect quotes all fields
+    writer = csv.writer(text, kind, lineterminator="\n")
     writer.writerow([*values, synthetic.label])
     writer.writerows(zip(*columns, classes, strict=True))
     return text.getvalue()

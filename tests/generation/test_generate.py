@@ -15,6 +15,9 @@ from PIL import Image
 from accounting.budget import NO_GUARANTEE
 from privssl import Dataset, generate, open_run
 from privssl import train as api_train
+from privssl.data.column_values import snap_to_columns
+from privssl.data.csv_rows import numbers_of, read_new
+from privssl.data.npz import Scale
 from privssl.errors import DataError, PrivacyError, UserError
 from privssl.generation import files, rows
 from tests.support.command_line import PLAIN, Outcome, assert_refused
@@ -129,7 +132,7 @@ def test_a_csv_file_has_the_columns_of_the_table_in_their_units_and_the_classes(
 def test_fields_of_a_csv_file_tell_numbers_apart_and_are_within_their_bounds(
     tmp_path: Path,
 ) -> None:
-    scales = {
+    scales: dict[str, Scale] = {
         "time": (1_700_002_893.0, 1_702_591_621.0), "code": (1e6, 1e6 + 5), "loss": (-1e-9, 0.0),
         "third": (1 / 3, 2 / 3, "missing"),
     }  # fmt: skip
@@ -143,6 +146,20 @@ def test_fields_of_a_csv_file_tell_numbers_apart_and_are_within_their_bounds(
         numbers = np.array([float(line[name]) for line in lines])
         assert low <= numbers.min() and numbers.max() <= high
         assert 2 * (numbers - low) / (high - low) - 1 == pytest.approx(x[:, place], abs=2e-5)
+
+
+def test_a_csv_file_of_odd_categories_is_read_as_the_same_rows(tmp_path: Path) -> None:
+    scales: dict[str, Scale] = {
+        "c, d": ("a\rb", "a\nb", "a, b", " a", "'a'", '"', "NA", "nan", "", "=1+1"),
+        'n "o"': (0.0, 1.0, "missing"), "e\rf": ("1", "2"),
+    }  # fmt: skip
+    numbers = np.random.default_rng(0).normal(size=(60, 14)).astype(np.float32)
+    x = snap_to_columns(numbers, scales)
+    made = rows.SyntheticRows(x, np.arange(60) % 2, ("a", "b, c"), "", scales, "kind")
+    files.write_rows(made, tmp_path / "rows.csv")
+    part = read_new(tmp_path / "rows.csv", tuple(scales), "kind")
+    assert numbers_of(part, scales) == pytest.approx(x, abs=2e-5)
+    assert part.labels == ["a", "b, c"] * 30
 
 
 def test_a_csv_file_names_the_column_of_classes_as_the_frame_does(tmp_path: Path) -> None:
@@ -186,7 +203,7 @@ def test_a_csv_file_is_for_tables_and_pictures_are_for_images(
     made, _ = table.generate(2)
     assert table.to_columns(made.tolist()) == table.to_columns(made)  # lists and tensors, too
     with pytest.raises(DataError, match="to_columns"):
-        table.to_columns("rows")
+        table.to_columns("rows")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

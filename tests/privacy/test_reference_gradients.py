@@ -9,7 +9,7 @@ import torch
 from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
-from generators import networks_for
+from generators import VariationalFeatureGenerator, networks_for
 from generators.objectives import discriminator_loss
 from privssl.algorithms.fedssl.losses import MixupBatch, NetworkFunctions, mixing_losses
 from privssl.algorithms.fedssl.settings import GMixupSettings
@@ -197,10 +197,11 @@ def test_noise_reaches_the_deviations_of_a_variational_generator_of_vectors(
 ) -> None:
     draw_rows(monkeypatch, [False])
     G = networks_for((6,), "variational")[0]((6,), CLASSES)
+    assert isinstance(G, VariationalFeatureGenerator)
     before = G.log_deviation.detach().clone()
     steps = PrivateTraining(plan(update=("G",), protect=("G",)), {"G": G})
     steps.run(1, lambda indices, _: {"x": torch.zeros(len(indices), 6)}, _sum_of_deviations)
-    assert (G.log_deviation != before).all()
+    assert bool((G.log_deviation != before).all())
 
 
 def _sum_of_deviations(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:

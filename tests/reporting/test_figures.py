@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from privssl.data.column_values import Value
 from privssl.reporting import figures
 from privssl.reporting.figures import GAP, MARGIN_LEFT, MARGIN_TOP, partition_plot
 from privssl.runs.summary import confusion_csv
@@ -140,7 +141,7 @@ def test_a_confusion_matrix_has_a_bounded_size_and_accepts_any_name(classes: int
 @pytest.mark.filterwarnings("error")
 def test_names_of_columns_and_categories_are_text_and_never_formulas() -> None:
     def draw(name: str, category: str) -> figures.Picture:
-        values = {name: [category, "b", "b"], "number": [1.0, 2.0, None]}
+        values: dict[str, list[Value]] = {name: [category, "b", "b"], "number": [1.0, 2.0, None]}
         return figures.columns_figure(values, values)
 
     for odd in ("$\\frac{income$", "$^$", "cost in $ or $", "語", "two\nlines", ""):
