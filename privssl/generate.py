@@ -5,6 +5,7 @@ guarantee that covers them. Exit status: 0 written, 2 user error, 130 interrupte
 """
 
 import argparse
+import csv
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,7 +35,10 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add_run_arguments(parser)
     parser.add_argument("--count", type=int, required=True, metavar="N", help="number of rows")
-    parser.add_argument("--classes", metavar="A,B", help="names of classes (default: all)")
+    parser.add_argument(
+        "--classes", metavar="A,B",
+        help="names of classes (default: all); one with a comma in double quotes, as in a CSV file",
+    )  # fmt: skip
     parser.add_argument(
         "--confidence", type=float, default=0.0, metavar="P",
         help="least probability of a row's class by the run's classifier",
@@ -68,7 +72,8 @@ def _generate(options: argparse.Namespace, console: Console, stack: ExitStack) -
         classify = lambda x: run.predict(x, probabilities=True)  # noqa: E731
     classes = None
     if options.classes is not None:
-        classes = [name.strip() for name in options.classes.split(",")]
+        fields = next(csv.reader([options.classes], skipinitialspace=True), [])
+        classes = [name.strip() for name in fields or [""]]
     rows = generate_rows(
         options.run, options.count, classes, options.seed,
         acknowledge_query_rows=options.acknowledge_query_rows, confidence=options.confidence,

@@ -50,7 +50,7 @@ def read_frame(
     table_kind: Any = "measured" if declared is None else "declared"
     return replace(
         dataset, said=tuple(warnings), table=table_kind,
-        tests_drawn=sampled, names_declared=names is not None,
+        tests_drawn=sampled, names_declared=names is not None, label=label,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from privssl import models
 from privssl.algorithms import WITH_UNREAD
+from privssl.api.datasets import to_array
 from privssl.api.frames import label_of
 from privssl.api.new_rows import RowForm
 from privssl.data.column_values import values_of
@@ -336,9 +337,10 @@ class Run:
         columns = self.form.columns
         if columns is None:
             raise DataError(f"to_columns: {self.folder} was not trained on a table")
-        if x.ndim != 2 or x.shape[1:] != self.shape:
-            raise DataError(f"to_columns: rows are {x.shape}. Give (N, {self.shape[0]})")
-        return values_of(x, columns)
+        rows = to_array("to_columns", x)
+        if rows.ndim != 2 or rows.shape[1:] != self.shape:
+            raise DataError(f"to_columns: rows are {rows.shape}. Give (N, {self.shape[0]})")
+        return values_of(rows, columns)
 
     def audit(self) -> dict[str, Any]:
         """Audit the run's guarantee; return the fields of ``audit --json``."""

@@ -48,7 +48,8 @@ def values_of(x: NDArray[np.float32], scales: Mapping[str, Scale]) -> dict[str, 
     for name, scale, part in _parts_of(snap_to_columns(x, scales), scales):
         if _is_numeric(scale):
             low, high = float(scale[0]), float(scale[1])
-            numbers = (low + (part[:, 0].astype(np.float64) + 1) / 2 * (high - low)).tolist()
+            shares = (part[:, 0].astype(np.float64) + 1) / 2
+            numbers = (low + shares * (high - low)).clip(low, high).tolist()
             absent = part[:, 1] > 0 if MISSING in scale else np.zeros(len(part), dtype=bool)
             values[name] = [None if a else v for v, a in zip(numbers, absent, strict=True)]
         else:

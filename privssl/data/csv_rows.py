@@ -342,7 +342,7 @@ def scales_of(train: Part) -> dict[str, Scale]:
                 )
             if len(values) >= FEW_ROWS and (warning := odd_numbers(numbers)):
                 log.warning("%s: column %s %s.", train.path, name, warning)
-            high = high if high > low else low + 1
+            high = high if high > low else max(low + 1, math.nextafter(low, math.inf))
             scales[name] = (low, high)
             if absent:
                 scales[name] = (low, high, MISSING)

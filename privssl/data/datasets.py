@@ -58,6 +58,7 @@ class Dataset:
     unencoded: Unencoded | None = None  # with an encoder; then x_train is empty
     records: tuple[str, ...] | None = None  # identifies rows to accounts; None: x_train
     scales: Mapping[str, Scale] | None = None  # of a table's columns
+    label: str = ""  # the column of classes of a table in memory
     #: For a table in memory: whether bounds were declared, or measured on its training rows.
     table: Literal["", "declared", "measured"] = ""
     tests_drawn: bool = False  # whether test rows were sampled from possible training rows
@@ -95,6 +96,7 @@ class Dataset:
                 description["raw_shape"] = list(raw.shape)
         if self.scales is not None:  # private runs have declared ones, which are public
             description["columns"] = {name: list(scale) for name, scale in self.scales.items()}
+            description |= {"label": self.label} if self.label else {}
         return {"rows": description, "class_names": list(self.class_names)}
 
 

@@ -2,12 +2,15 @@
 
 import csv
 import io
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from privssl.data.column_values import values_of
+from privssl.data.column_values import Value, values_of
+from privssl.data.npz import Scale
 from privssl.errors import RunFolderError, UserError
 from privssl.generation.rows import SyntheticRows
 from privssl.reporting.figures import as_png, contact_sheet
@@ -61,17 +64,34 @@ def write_rows(synthetic: SyntheticRows, output: Path) -> None:
 
 
 def _render_csv(synthetic: SyntheticRows) -> str:
-    """Return a line of column names and a line for each row; numbers have six digits."""
+    """Return a line of column names and a line for each row."""
     if synthetic.columns is None:
         raise UserError("rows are no table, which a CSV file needs. Give --output FILE.npz")
     values = values_of(synthetic.x, synthetic.columns)
-    values[synthetic.label] = [synthetic.class_names[c] for c in synthetic.y.tolist()]
+    columns = [_render_column(values[name], scale) for name, scale in synthetic.columns.items()]
+    classes = [synthetic.class_names[c] for c in synthetic.y.tolist()]
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(values)
-    for row in zip(*values.values(), strict=True):
-        writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in row])
+    # csv leaves a lone carriage return without quotes, and reads it as the end of a line
+    odd = any("\r" in field for column in (values, *columns) for field in column)
+    kind = csv.unix_dialect if odd else csv.excel  # unix_dialect quotes all fields
+    writer = csv.writer(text, kind, lineterminator="\n")
+    writer.writerow([*values, synthetic.label])
+    writer.writerows(zip(*columns, classes, strict=True))
     return text.getvalue()
+
+
+def _render_column(values: Sequence[Value], scale: Scale) -> list[str]:
+    """Return the fields of a column: of numbers six digits of the distance of their bounds."""
+    if not isinstance(scale[0], float):
+        return [str(value) for value in values]
+    low, high = float(scale[0]), float(scale[1])
+    whole, distance = (math.floor(math.log10(n)) for n in (max(-low, high), high - low))
+    digits = min(17, 6 + max(0, whole - distance))
+    fields = []
+    for value in values:
+        text = "" if value is None else f"{value:.{digits}g}"
+        fields.append(text if not text or low <= float(text) <= high else repr(value))
+    return fields
 
 
 def _write_images(synthetic: SyntheticRows, folder: Path) -> None:

@@ -118,8 +118,8 @@ def generate_rows(
     for attempt in range(1, DRAWS + 1):
         unsure = _find_unsure_rows(levels, labels, confidence, classify)
         if not len(unsure):
-            x, y, label = levels.numpy(), labels.numpy(), config.data.label or "label"
-            return SyntheticRows(x, y, names, covered_by, columns, label)
+            label = form.get("label") or config.data.label or "label"
+            return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by, columns, label)
         if attempt < DRAWS:
             levels[unsure] = draw(labels[unsure], attempt=attempt)
     raise UserError(

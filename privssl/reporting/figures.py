@@ -6,6 +6,7 @@ are drawn with Pillow and with matplotlib's Agg canvas, which needs no display a
 
 import io
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ CELL, LARGEST_MATRIX = 36, 1200  # pixels of a confusion matrix's cell, and of i
 FULL, LONGEST_LABEL = (8, 48, 107), 16  # colour of a share of 1; characters of a class name
 LAMBDAS = (1.0, 0.75, 0.5, 0.25, 0.0)  # lines of a grid of mixes
 SAMPLES = 8  # of each class on a contact sheet
-MOST_COLUMNS, BARS = 24, 12  # of a table; of a column
+MOST_COLUMNS, BARS, LONGEST_TITLE = 24, 12, 32  # of a table; of a column; characters of its name
 
 
 @torch.no_grad()
@@ -185,14 +186,16 @@ def columns_figure(
     figure = _make_figure(3.2 * across, 0.4 + 1.9 * down)
     for number, name in enumerate(names):
         axes = figure.add_subplot(down, across, number + 1)
-        axes.set_title(name[:LONGEST_LABEL], fontsize="small")
+        # a dollar sign is one, and begins no formula
+        axes.set_title(_shorten(name, LONGEST_TITLE), fontsize="small", parse_math=False)
         axes.tick_params(labelsize="x-small")
         counts: dict[str, Any]
         both = {"test rows": real[name], "synthetic": made[name]}
         if any(isinstance(value, str) for value in real[name]):
             bars = [value for value, _ in Counter(real[name]).most_common(BARS)]
-            names_of_bars = [str(value)[:8] for value in bars]
-            axes.set_xticks(range(len(bars)), names_of_bars, rotation=0 if len(bars) < 5 else 30)
+            rotation = 0 if len(bars) < 5 else 30
+            texts = [_shorten(str(value) or "(empty)", 8) for value in bars]
+            axes.set_xticks(range(len(bars)), texts, rotation=rotation, parse_math=False)
             edges = np.arange(len(bars) + 1) - 0.5
             counts = {label: list(map(values.count, bars)) for label, values in both.items()}
         else:
@@ -200,14 +203,20 @@ def columns_figure(
                 label: np.array([v for v in values if v is not None], dtype=np.float64)
                 for label, values in both.items()
             }
-            edges = np.histogram_bin_edges(np.concatenate([*numbers.values()]), bins=BARS)
+            together = np.concatenate([*numbers.values()])
+            low, high = (together.min(), together.max()) if len(together) else (0.0, 1.0)
+            wider = (
+                low == high
+            ) / 2  # NumPy's bins, which it refuses for close numbers above 2**53
+            edges = np.linspace(low - wider, high + wider, BARS + 1)
             counts = {label: np.histogram(numbers[label], bins=edges)[0] for label in both}
         for (label, of_bars), colour in zip(counts.items(), (UNLABELLED, LABELLED), strict=True):
             shares = np.asarray(of_bars) / len(both[label])
             axes.stairs(shares, edges, color=colour, label=label, linewidth=1.5)
     figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside upper left", ncols=2, frameon=False
-    )
+        *axes.get_legend_handles_labels(), loc="outside upper left", ncols=2, frameon=False,
+        title=f"{len(names)} of {len(real)} columns" if len(names) < len(real) else None,
+    )  # fmt: skip
     return _render_pixels(figure)
 
 
@@ -247,13 +256,17 @@ def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
 
 
 def _draw_label(text: str) -> Image.Image:
-    """Draw a name in one line; unprintable characters become question marks."""
-    text = "".join(c if c.isprintable() else "?" for c in text)
-    font = ImageFont.load_default(size=12)
-    shown = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "~"
+    """Draw a name in one line."""
+    shown, font = _shorten(text, LONGEST_LABEL), ImageFont.load_default(size=12)
     label = Image.new("RGB", (math.ceil(font.getlength(shown)) + 2, 16), PAPER)
     ImageDraw.Draw(label).text((1, 8), shown, INK, font, anchor="lm")
     return label
+
+
+def _shorten(text: str, longest: int) -> str:
+    """Return a name in one line; unprintable characters become question marks."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= longest else text[: longest - 1] + "~"
 
 
 def as_png(picture: Picture) -> bytes:
@@ -326,6 +339,8 @@ def _make_figure(width: float, height: float) -> Any:
 
 
 def _render_pixels(figure: Any) -> Picture:
-    figure.canvas.draw()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it
+        figure.canvas.draw()
     pixels: Picture = np.asarray(figure.canvas.buffer_rgba())
     return pixels[..., :3].copy()

@@ -13,7 +13,11 @@ import pytest
 from PIL import Image
 
 from accounting.budget import NO_GUARANTEE
-from privssl import generate, open_run
+from privssl import Dataset, generate, open_run
+from privssl import train as api_train
+from privssl.data.column_values import snap_to_columns
+from privssl.data.csv_rows import numbers_of, read_new
+from privssl.data.npz import Scale
 from privssl.errors import DataError, PrivacyError, UserError
 from privssl.generation import files, rows
 from tests.support.command_line import PLAIN, Outcome, assert_refused
@@ -40,6 +44,10 @@ model: {name: mlp}
 algorithm:
   {name: fedssl, rounds: 2, local_steps: 1, generator: variational, generator_width: 2}
 """
+OF_FRAME: dict[str, Any] = {
+    "agents": {"support": 2, "query": 2}, "model": {"name": "mlp"}, "data": {"labelled": 9},
+    "algorithm": {"name": "fedssl", "rounds": 1, "local_steps": 1},
+}  # fmt: skip
 COLUMNS = """
 age: [18, 90]
 weight: [30, 200, missing]
@@ -121,6 +129,65 @@ def test_a_csv_file_has_the_columns_of_the_table_in_their_units_and_the_classes(
     assert set(np.unique(x[:, 2:])) == {-1.0, 1.0}  # whether weight is missing, and colours
 
 
+def test_fields_of_a_csv_file_tell_numbers_apart_and_are_within_their_bounds(
+    tmp_path: Path,
+) -> None:
+    scales: dict[str, Scale] = {
+        "time": (1_700_002_893.0, 1_702_591_621.0), "code": (1e6, 1e6 + 5), "loss": (-1e-9, 0.0),
+        "third": (1 / 3, 2 / 3, "missing"),
+    }  # fmt: skip
+    x = np.stack([np.linspace(-1, 1, 1001)] * 4 + [np.full(1001, -1)], axis=1).astype(np.float32)
+    made = rows.SyntheticRows(x, np.zeros(1001, dtype=np.int64), ("a", "b"), "", scales, "kind")
+    files.write_rows(made, tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    for place, (name, scale) in enumerate(scales.items()):
+        low, high = float(scale[0]), float(scale[1])
+        numbers = np.array([float(line[name]) for line in lines])
+        assert low <= numbers.min() and numbers.max() <= high
+        assert 2 * (numbers - low) / (high - low) - 1 == pytest.approx(x[:, place], abs=2e-5)
+
+
+def test_a_csv_file_of_odd_categories_is_read_as_the_same_rows(tmp_path: Path) -> None:
+    scales: dict[str, Scale] = {
+        "c, d": ("a\rb", "a\nb", "a, b", " a", "'a'", '"', "NA", "nan", "", "=1+1"),
+        'n "o"': (0.0, 1.0, "missing"), "e\rf": ("1", "2"),
+    }  # fmt: skip
+    numbers = np.random.default_rng(0).normal(size=(60, 14)).astype(np.float32)
+    x = snap_to_columns(numbers, scales)
+    made = rows.SyntheticRows(x, np.arange(60) % 2, ("a", "b, c"), "", scales, "kind")
+    files.write_rows(made, tmp_path / "rows.csv")
+    part = read_new(tmp_path / "rows.csv", tuple(scales), "kind")
+    assert numbers_of(part, scales) == pytest.approx(x, abs=2e-5)
+    assert part.labels == ["a", "b, c"] * 30
+
+
+def test_a_csv_file_names_the_column_of_classes_as_the_frame_does(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    frame = {"label": rng.uniform(size=60), "kind": ["cat", "dog"] * 30}  # a feature called label
+    data = Dataset.from_frame(frame, label="kind")
+    run = api_train(OF_FRAME, data=data, output=tmp_path / "run")
+    assert command(run.folder, "--count", 4, "--output", tmp_path / "rows.csv").status == 0
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert list(lines[0]) == ["label", "kind"]
+    assert [line["kind"] for line in lines] == ["cat", "dog"] * 2
+    made = [float(line["label"]) for line in lines]
+    assert made == pytest.approx(run.to_columns(run.generate(4)[0])["label"], rel=1e-4)
+
+
+def test_a_class_with_a_comma_or_quotes_is_named_as_in_a_csv_file(tmp_path: Path) -> None:
+    names = ["big, grey", 'the "cat"', "dog"]
+    frame = {"size": np.arange(60.0), "kind": names * 20}
+    data = Dataset.from_frame(frame, label="kind")
+    run = api_train(OF_FRAME, data=data, output=tmp_path / "run")
+    chosen = '"big, grey", "the ""cat"""'
+    made = command(run.folder, "--count", 4, "--classes", chosen, "--output", tmp_path / "rows.csv")
+    assert made.status == 0, made
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        assert [line["kind"] for line in csv.DictReader(file)] == names[:2] * 2
+
+
 def test_a_csv_file_is_for_tables_and_pictures_are_for_images(
     runs: Callable[[str], Path], table_run: Path, tmp_path: Path
 ) -> None:
@@ -133,6 +200,10 @@ def test_a_csv_file_is_for_tables_and_pictures_are_for_images(
         image_run.to_columns(image_run.generate(2)[0])
     with pytest.raises(DataError, match=r"rows are \(2, 3\). Give \(N, 5\)"):
         table.to_columns(np.zeros((2, 3), dtype=np.float32))
+    made, _ = table.generate(2)
+    assert table.to_columns(made.tolist()) == table.to_columns(made)  # lists and tensors, too
+    with pytest.raises(DataError, match="to_columns"):
+        table.to_columns("rows")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

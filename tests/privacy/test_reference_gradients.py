@@ -1,7 +1,7 @@
 """Per-example gradients of FedSSL's networks against one row at a time and against Opacus hooks."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -9,22 +9,25 @@ import torch
 from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
+from generators import VariationalFeatureGenerator, networks_for
 from generators.objectives import discriminator_loss
 from privssl.algorithms.fedssl.losses import MixupBatch, NetworkFunctions, mixing_losses
 from privssl.algorithms.fedssl.settings import GMixupSettings
 from privssl.models.convnets import LeNet, SmallCNN
-from privssl.privacy.per_example_gradients import (
-    per_example_gradients,
-)
+from privssl.models.feature_nets import MLP
+from privssl.privacy.dp_sgd import PrivateTraining
+from privssl.privacy.per_example_gradients import Parameters, per_example_gradients
 from privssl.training.batched.deferred import FunctionalModule
 from privssl.training.losses import soft_cross_entropy
 from tests.support.privacy import (
     CLASSES,
     SHAPE,
+    draw_rows,
     joint_loss,
     mixing,
     networks,
     parameters_of,
+    plan,
     small_loss,
 )
 
@@ -130,3 +133,76 @@ def test_gradients_of_a_discriminator_that_a_loss_calls_twice_equal_those_of_opa
 
     with pytest.raises(AssertionError):
         assert_alike(found["D"], hooked_gradients(nets["D"], wrong))
+
+
+@pytest.mark.usefixtures("no_noise")
+@pytest.mark.parametrize("protect", [("G",), ("F", "G"), ("F", "G", "D")])
+def test_a_private_step_on_vectors_moves_all_weights_by_the_clipped_sum_of_its_rows(
+    protect: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, features, clip = 4, 6, 0.3
+    draw_rows(monkeypatch, [True, True, False, True])
+    cfg = GMixupSettings(generator="variational", weight_code=1.0)
+    G, D = networks_for((features,), "variational")
+    kinds = {"F": MLP((features,), CLASSES), "D": D((features,), CLASSES, spectral=False)}
+    kinds["G"] = G((features,), CLASSES, noise_size=cfg.noise_size)
+    nets = {name: net.double() for name, net in kinds.items()}
+    rng = torch.Generator().manual_seed(5)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(rows, 1, *shape, generator=rng, dtype=torch.float64)
+
+    fields = {
+        "strong": 2 * uniform(features) - 1, "mild": 2 * uniform(features) - 1, "lam": uniform(),
+        "p1": uniform(CLASSES).softmax(dim=-1), "p2": uniform(CLASSES).softmax(dim=-1),
+        "z": uniform(cfg.noise_size),
+    }  # fmt: skip
+    for name, net in nets.items():
+        net.requires_grad_(name in protect)
+
+    def loss_of(functions: NetworkFunctions, one: Mapping[str, Tensor]) -> Tensor:
+        by_network, _ = mixing_losses(cfg, functions, MixupBatch(**one), protect, True)
+        return torch.stack([part.mean() for part in by_network.values()]).sum()
+
+    # The reference: backward() for each row, clipped over all its weights together.
+    weights = {(n, k): p for n in protect for k, p in nets[n].named_parameters()}
+    expected = {key: torch.zeros_like(p) for key, p in weights.items()}
+    frozen = {n: copy.deepcopy(nets[n]).requires_grad_(False) for n in ("F", "D")}
+    live = NetworkFunctions(nets["F"], nets["G"], nets["D"], frozen["F"], frozen["D"])
+    norms = []
+    for row in (0, 1, 3):
+        loss = loss_of(live, {key: value[row] for key, value in fields.items()})
+        parts = torch.autograd.grad(loss, list(weights.values()))
+        norms.append(float(torch.cat([part.flatten() for part in parts]).norm()))
+        for key, part in zip(weights, parts, strict=True):
+            expected[key] += part * min(1.0, clip / norms[-1])
+    assert min(norms) > clip  # the control: clipping matters
+    assert float(expected["G", "log_deviation"].norm()) > 0.01  # and so does this parameter
+    before = {key: p.detach().clone() for key, p in weights.items()}
+    steps = PrivateTraining(
+        plan(update=protect, protect=protect, clip_norm=clip, expected_batch=2.0, sample_rate=0.5),
+        {name: nets[name] for name in protect},
+    )
+    steps.run(
+        rows, lambda indices, _: {key: value[indices] for key, value in fields.items()},
+        lambda p, one: loss_of(NetworkFunctions.with_parameters(nets, p), one),
+    )  # fmt: skip
+    for key, parameter in weights.items():
+        moved = before[key] - parameter.detach()
+        torch.testing.assert_close(moved, expected[key] / 2, rtol=1e-3, atol=1e-6)
+
+
+def test_noise_reaches_the_deviations_of_a_variational_generator_of_vectors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw_rows(monkeypatch, [False])
+    G = networks_for((6,), "variational")[0]((6,), CLASSES)
+    assert isinstance(G, VariationalFeatureGenerator)
+    before = G.log_deviation.detach().clone()
+    steps = PrivateTraining(plan(update=("G",), protect=("G",)), {"G": G})
+    steps.run(1, lambda indices, _: {"x": torch.zeros(len(indices), 6)}, _sum_of_deviations)
+    assert bool((G.log_deviation != before).all())
+
+
+def _sum_of_deviations(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
+    return parameters["G"]["log_deviation"].sum() + fields["x"].sum()

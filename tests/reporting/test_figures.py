@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from privssl.data.column_values import Value
 from privssl.reporting import figures
 from privssl.reporting.figures import GAP, MARGIN_LEFT, MARGIN_TOP, partition_plot
 from privssl.runs.summary import confusion_csv
@@ -135,6 +136,23 @@ def test_a_confusion_matrix_has_a_bounded_size_and_accepts_any_name(classes: int
     picture = figures.confusion_plot(np.ones((classes, classes + 1), dtype=np.int64), names)
     assert picture.shape[0] == picture.shape[1] <= figures.LARGEST_MATRIX + 150
     assert figures.as_png(picture)[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_of_columns_and_categories_are_text_and_never_formulas() -> None:
+    def draw(name: str, category: str) -> figures.Picture:
+        values: dict[str, list[Value]] = {name: [category, "b", "b"], "number": [1.0, 2.0, None]}
+        return figures.columns_figure(values, values)
+
+    for odd in ("$\\frac{income$", "$^$", "cost in $ or $", "語", "two\nlines", ""):
+        assert draw(odd, odd).shape == draw("name", "a").shape
+    assert not np.array_equal(draw("a$b$c", "a"), draw("abc", "a"))  # a formula hides the signs
+
+
+@pytest.mark.parametrize("numbers", [[1e17, 1e17 + 16], [1e17, 1e17], [3.0, 3.0], [None, None]])
+def test_a_column_of_any_numbers_is_drawn(numbers: list[float | None]) -> None:
+    values = {"id": numbers}
+    assert figures.columns_figure(values, values).shape == (230, 320, 3)
 
 
 def test_confusion_csv_has_a_column_for_non_finite_outputs_if_there_are_any() -> None:

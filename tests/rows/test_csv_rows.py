@@ -100,10 +100,11 @@ def test_a_record_has_one_account_whatever_bounds_are_declared(tmp_path: Path) -
     assert (wide.x_train[1] != narrow.x_train[1]).any()  # the control: the numbers differ
 
 
+@pytest.mark.parametrize("number", [7, 1e17, -1e300])  # plus one is the same float
 def test_a_constant_column_causes_a_warning_and_is_finite(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    number: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [(y, 7, c) for y, _, c in TRAIN]
+    rows = [(y, number, c) for y, _, c in TRAIN]
     found = read_table(table(tmp_path, train=rows), label="label", columns=None)
     assert np.isfinite(found.x_train).all()
     assert "column size is constant" in caplog.text
