@@ -107,7 +107,10 @@ def generate_rows(
     state = algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
     generator = algorithm.generator(state)
     if generator is None:
-        raise UserError(f"{folder} trained no generator: no support agent answered its census")
+        raise UserError(
+            f"{folder} trained no generator: no support agent answered its census, or no query "
+            "agent was there for its last rounds"
+        )
     class_ids = torch.tensor([names.index(name) for name in dict.fromkeys(chosen)])
     labels = class_ids[torch.arange(count) % len(class_ids)]
     draw = partial(

@@ -205,9 +205,8 @@ def columns_figure(
             }
             together = np.concatenate([*numbers.values()])
             low, high = (together.min(), together.max()) if len(together) else (0.0, 1.0)
-            wider = (
-                low == high
-            ) / 2  # NumPy's bins, which it refuses for close numbers above 2**53
+            wider = 0.5 if low == high else 0.0
+            # Those of NumPy, which refuses to make them for close numbers above 2**53.
             edges = np.linspace(low - wider, high + wider, BARS + 1)
             counts = {label: np.histogram(numbers[label], bins=edges)[0] for label in both}
         for (label, of_bars), colour in zip(counts.items(), (UNLABELLED, LABELLED), strict=True):
