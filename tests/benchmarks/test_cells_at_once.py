@@ -45,7 +45,7 @@ def test_a_cell_is_not_started_if_measured_cells_predict_that_it_cannot_finish(
 
     monkeypatch.setattr(cells_at_once, "run_in_a_fork", fork)
     cell = make_clone(tmp_path).table.cells[0]
-    todo = [(replace(cell, minutes=minutes), minutes) for minutes in (50, 300, 400, 390)]
+    todo = [(replace(cell, minutes=minutes), minutes) for minutes in (80, 300, 450, 400)]
     assert cells_at_once.run_all(todo, tmp_path, at_once=2, minutes=5 / 60) == 1
     ended = [line.split("seed ")[1].split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert ended == ["390", "400", "50"]  # the longest first; 300 would take 3 s of 1 s
+    assert ended == ["400", "450", "80"]  # the longest first; 300 would take 3 s of 1 s

@@ -41,6 +41,7 @@ SETTINGS_OF_STEP: dict[tuple[str, str], dict[str, Any]] = {
     ("semifl", "query_statistics"): {"norm": "static"},
     ("fedseal", "remember_prediction"): {"history_from_start": True},
     ("fedsem", "label_locally"): {"labelled_by": "local"},
+    ("label_census", "generator_pass"): CASES["label_census, generator"][1],
     **{
         (name, "labelled_statistics"): {"norm": "static"}
         for name in ("fedavg", "fedprox", "feddyn", "lg_fedavg", "heterofl")
