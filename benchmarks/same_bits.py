@@ -2,9 +2,10 @@
 
     python -m benchmarks.same_bits OTHER [CONFIG...] [--adopt]
 
-Trains four rounds of each config in both checkouts (by default every config of configs/ without
-privacy: private noise has no seed), and compares every tensor of the checkpoint and of the
-classifier. OTHER is a clone or a worktree, with its kernels compiled.
+Trains four rounds of each config in both checkouts, and compares every tensor of the checkpoint and
+of the classifier. By default every config of configs/ without privacy, because private noise has no
+seed; a label census is trained without its noise. OTHER is a clone or a worktree, with its kernels
+compiled.
 
 With ``--adopt``, if all are equal, stored results of the compared methods (results/) keep their
 mark: the hash of OTHER's code in them becomes that of this checkout. Their commit stays. Compare
@@ -48,11 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for config in options.configs or sorted(HERE.glob("configs/*.yaml")):
         settings = yaml.safe_load(config.read_text(encoding="utf-8"))
         method = settings["algorithm"]["name"]
+        if method == "label_census":  # its noise alone has no seed
+            settings.pop("privacy", None)
         if "privacy" in settings or settings["data"]["name"] != "digits":
             continue
         with tempfile.TemporaryDirectory() as folder:
+            plain = Path(folder, config.name)
+            plain.write_text(yaml.safe_dump(settings), encoding="utf-8")
             there, here = (
-                _train(checkout, config, method, Path(folder, name))
+                _train(checkout, plain, method, Path(folder, name))
                 for name, checkout in (("there", options.other), ("here", HERE))
             )
         differing = _find_differing(there, here)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from privssl.data.declared_columns import MISSING
 from privssl.data.npz import Scale
 
-Value = float | str | None  # a number, a category, or a missing number
+#: A number, a category; or a missing number, or a category that is none of the column's.
+Value = float | str | None
 
 
 def read_scales(rows: Mapping[str, Any]) -> dict[str, Scale] | None:
@@ -26,12 +27,13 @@ def snap_to_columns(x: NDArray[np.float32], scales: Mapping[str, Scale]) -> NDAr
     """Return the nearest rows of a table (N, features) to any numbers.
 
     Numbers are cut to their bounds, and the largest number of a column of categories names its
-    category.
+    category; if all are -1 it has none, as ``numbers_of`` writes an unknown one.
     """
     rows = x.copy()
     for _, scale, part in _parts_of(rows, scales):
         if not _is_numeric(scale):
-            part[:] = np.where(np.arange(part.shape[1]) == part.argmax(axis=1)[:, None], 1, -1)
+            is_named = np.arange(part.shape[1]) == part.argmax(axis=1)[:, None]
+            part[:] = np.where(is_named & (part != -1).any(axis=1, keepdims=True), 1, -1)
         elif MISSING in scale:
             absent = part[:, 1] > 0
             part[:] = np.stack([np.where(absent, 0, part[:, 0]), 2.0 * absent - 1], axis=1)
@@ -53,7 +55,9 @@ def values_of(x: NDArray[np.float32], scales: Mapping[str, Scale]) -> dict[str, 
             absent = part[:, 1] > 0 if MISSING in scale else np.zeros(len(part), dtype=bool)
             values[name] = [None if a else v for v, a in zip(numbers, absent, strict=True)]
         else:
-            values[name] = [str(scale[place]) for place in part.argmax(axis=1)]
+            values[name] = [
+                str(scale[numbers.argmax()]) if numbers.max() > 0 else None for numbers in part
+            ]
     return values
 
 

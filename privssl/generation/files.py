@@ -83,7 +83,7 @@ def _render_csv(synthetic: SyntheticRows) -> str:
 def _render_column(values: Sequence[Value], scale: Scale) -> list[str]:
     """Return the fields of a column: of numbers six digits of the distance of their bounds."""
     if not isinstance(scale[0], float):
-        return [str(value) for value in values]
+        return ["" if value is None else str(value) for value in values]
     low, high = float(scale[0]), float(scale[1])
     whole, distance = (math.floor(math.log10(n)) for n in (max(-low, high), high - low))
     digits = min(17, 6 + max(0, whole - distance))

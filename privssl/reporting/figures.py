@@ -194,7 +194,7 @@ def columns_figure(
         if any(isinstance(value, str) for value in real[name]):
             bars = [value for value, _ in Counter(real[name]).most_common(BARS)]
             rotation = 0 if len(bars) < 5 else 30
-            texts = [_shorten(str(value) or "(empty)", 8) for value in bars]
+            texts = ["(none)" if v is None else _shorten(str(v) or "(empty)", 8) for v in bars]
             axes.set_xticks(range(len(bars)), texts, rotation=rotation, parse_math=False)
             edges = np.arange(len(bars) + 1) - 0.5
             counts = {label: list(map(values.count, bars)) for label, values in both.items()}

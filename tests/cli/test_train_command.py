@@ -31,10 +31,12 @@ from scipy.stats import norm
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
+from torch import Tensor
 
 import privssl
 from accounting.ledger import read_journal
 from privssl.audit import __main__ as audit
+from privssl.data import FederatedDataset
 from privssl.errors import RunFolderError
 from privssl.ops import dispatch
 from privssl.privacy.card_text import render_markdown
@@ -791,6 +793,23 @@ def test_control_another_seed_gives_another_run(tmp_path: Path, plain: FinishedR
     other = train_config(tmp_path, PLAIN, "run.seed=1", "--quiet")
 
     assert not all(torch.equal(other.weights()[k], v) for k, v in plain.weights().items())
+
+
+def test_a_private_run_looks_for_copies_among_unlabelled_rows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, rows = list[bool](), FederatedDataset.measured_rows
+
+    def record(held: FederatedDataset, *, private: bool) -> list[Tensor]:
+        asked.append(private)
+        return rows(held, private=private)
+
+    monkeypatch.setattr(FederatedDataset, "measured_rows", record)
+    for text, private in ((PRIVATE, True), (PLAIN, False)):  # the second is the control
+        (tmp_path / str(private)).mkdir()
+        train_config(tmp_path / str(private), text, "algorithm.rounds=1")
+        assert set(asked) == {private}
+        asked.clear()
 
 
 def test_tensorboard_has_the_documented_tags(plain: FinishedRun, private: FinishedRun) -> None:

@@ -54,6 +54,15 @@ def test_any_numbers_become_the_nearest_line_of_a_table_by_hand() -> None:
     }  # fmt: skip
 
 
+def test_a_category_that_is_none_of_the_column_stays_none() -> None:
+    values: dict[str, list[Any]] = {
+        "age": [20.0], "weight": [40.0], "colour": ["blue"], "smokes": ["no"]
+    }  # fmt: skip
+    assert encoded(values)[0, 3:6].tolist() == [-1, -1, -1]
+    assert values_of(encoded(values), SCALES)["colour"] == [None]
+    assert np.array_equal(snap_to_columns(encoded(values), SCALES), encoded(values))
+
+
 @given(st.lists(st.floats(-3, 3, width=32), min_size=WIDTH, max_size=WIDTH))
 def test_values_read_as_a_table_give_the_same_numbers(numbers: list[float]) -> None:
     x = np.array([numbers], dtype=np.float32)
