@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accounting.accountants import ZERO_COST, Cost, cost_of
-from accounting.budget import ADJACENCY_WORDS, Adjacency, Budget
+from accounting.budget import NEIGHBOUR_WORDS, Adjacency, Budget, Unit
 from accounting.canonical_json import Json, only_keys, read_real, real
 from accounting.errors import PlanError
 from accounting.events import (
@@ -42,7 +42,8 @@ class AccountPlan:
         event: the largest charge of ONE visit.
         record_counts: whether numbers of rows are public.
         n_public: number of labelled rows where public; None where private or unknown.
-        unit: "record". adjacency: "zero_out" or "add_remove" (needs private counts).
+        unit: what one neighbour differs in: "record", or "person" in a sound scope.
+        adjacency: "zero_out" or "add_remove" (needs private counts).
 
     Raises:
         PlanError: a value is out of range, or no true claim could follow from the combination.
@@ -56,19 +57,22 @@ class AccountPlan:
     event: Event
     n_public: int | None
     record_counts: Literal["public", "private"] = "public"
-    unit: Literal["record"] = "record"
+    unit: Unit = "record"
     adjacency: Adjacency = "zero_out"
 
     def __post_init__(self) -> None:
         check_agent_id(self.agent)
         self._check_scope()
         self._check_counts()
-        if self.unit != "record":
-            raise PlanError(f"unit is {self.unit!r:.40}; the mechanism protects a record only")
-        if self.adjacency not in tuple(ADJACENCY_WORDS):
+        if self.unit not in tuple(NEIGHBOUR_WORDS):
+            raise PlanError(f"unit is {self.unit!r:.40}; use {' or '.join(NEIGHBOUR_WORDS)}")
+        if self.unit == "person" and self.scope != "sound":
+            raise PlanError(f"{self.agent}: unit person needs scope sound; this is {self.scope}")
+        adjacencies = tuple(NEIGHBOUR_WORDS[self.unit])
+        if self.adjacency not in adjacencies:
             raise PlanError(
-                f"adjacency is {self.adjacency!r:.40}; use {' or '.join(ADJACENCY_WORDS)} "
-                f"(replacing one record by another costs about twice the epsilon)"
+                f"adjacency is {self.adjacency!r:.40}; use {' or '.join(adjacencies)} "
+                f"(replacing one {self.unit} by another costs about twice the epsilon)"
             )
         if self.scope == "sound" and any(
             isinstance(leaf, NonPrivateEvent) for leaf in leaf_events(self.event)

@@ -4,6 +4,7 @@ An epsilon is a guarantee only with its unit, adjacency, observer and exclusions
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,18 +15,26 @@ Adjacency = Literal["zero_out", "add_remove"]
 #: The runs whose messages a guarantee covers.
 Span = Literal["this run", "this run and the earlier runs of its account"]
 
-#: The phrase for each adjacency.
-ADJACENCY_WORDS: dict[str, str] = {
-    "zero_out": "replacing one labelled {unit} of that agent by an empty one (counts are public)",
-    "add_remove": "adding or removing one labelled {unit} of that agent",
+#: What one neighbour differs in: one labelled record, or all labelled records of one person.
+Unit = Literal["record", "person"]
+#: The phrase for each unit and adjacency.
+NEIGHBOUR_WORDS: Mapping[Unit, Mapping[Adjacency, str]] = {
+    "record": {
+        "zero_out": "replacing one labelled record of that agent by an empty one (counts are "
+        "public)",
+        "add_remove": "adding or removing one labelled record of that agent",
+    },
+    "person": {
+        "zero_out": "replacing all labelled records of one person at that agent by empty ones "
+        "(numbers of persons and of their records are public)",
+        "add_remove": "adding or removing all labelled records of one person at that agent",
+    },
 }
-
-NOT_COVERED = (
-    "data of query agents",
-    "people with more than one record",
-    "timing and other side channels",
-    "files on the agent's own disk",
-)
+#: The people for whom a guarantee of each unit is weaker.
+PEOPLE_NOT_COVERED: Mapping[Unit, str] = {
+    "record": "people with more than one record",
+    "person": "people with records at more than one agent",
+}
 
 NO_GUARANTEE = (
     "NO GUARANTEE: this run is not private. Models trained on the labelled rows left their agents "
@@ -58,16 +67,17 @@ class Guarantee:
     Args:
         epsilon, delta: of the agent that spent most, or the largest budget if visits were not fixed
             beforehand. delta 0: pure epsilon-DP, for ideal random bits.
-        unit: what one neighbour differs in: "record".
+        unit: what one neighbour differs in.
         neighbours: relation between neighbouring data sets.
         covers: names of all covered releases.
-        rule: "largest agent": one number holds for all because their records are disjoint.
+        rule: "largest agent": one number holds for all because their records, or persons, are
+            disjoint.
         span: the runs that the guarantee covers; other runs on the same rows cost more.
     """
 
     epsilon: float
     delta: float
-    unit: str
+    unit: Unit
     neighbours: Adjacency
     covers: tuple[str, ...]
     rule: Literal["largest agent"]
@@ -81,10 +91,11 @@ class Guarantee:
         return (
             f"GUARANTEE: for every support agent, all it sends in {self.span} "
             f"({', '.join(self.covers)}) is {number} with respect to "
-            f"{ADJACENCY_WORDS[self.neighbours].format(unit=self.unit)}, against an observer of "
+            f"{NEIGHBOUR_WORDS[self.unit][self.neighbours]}, against an observer of "
             f"all traffic who also controls the server, all query agents and all other support "
             f"agents. Each support agent adds its own noise; no trusted aggregator. "
-            f"Not covered: {', '.join(NOT_COVERED)}."
+            f"Not covered: data of query agents, {PEOPLE_NOT_COVERED[self.unit]}, timing and other "
+            f"side channels, files on the agent's own disk."
         )
 
 

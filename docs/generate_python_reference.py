@@ -47,7 +47,7 @@ def page() -> str:
             )
             parts.append("\n".join(lines) + "\n")
         parts += [
-            f"### {heading(f'{name}.{member}', found)}\n\n{prose(found)}"
+            f"### {heading(f'{name}.{member}', found)}\n{prose(found)}"
             for member, found in inside.items()
             if member not in values
         ]

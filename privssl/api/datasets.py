@@ -1,20 +1,19 @@
 """Data sets from rows in memory: ``privssl.Dataset``."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
-from torch import Tensor
 
 from privssl.api.frames import frame_rows, read_frame, refuse_other_columns
+from privssl.api.row_sources import is_huggingface_split, read_pairs, read_split, to_array
 from privssl.core.agents import natural_order
 from privssl.data import datasets
-from privssl.data.image_folder import pixels_of
-from privssl.data.npz import KIND, MAX_CLASS, NAMES, NO_LABEL, UNLABELLED, check_arrays
+from privssl.data.npz import KIND, NAMES, NO_LABEL, PERSONS, UNLABELLED, check_arrays
+from privssl.data.persons import PREFIX, count_persons, read_persons
 from privssl.data.split import holders
 from privssl.errors import DataError
 from privssl.settings.schema import AgentSettings
@@ -44,6 +43,7 @@ class Dataset:
         class_names: Sequence[str] | None = None,
         x_unlabelled: Any = None,
         kind: Literal["sequence"] | None = None,
+        persons: Any = None,
     ) -> "Dataset":
         """Create a data set from NumPy arrays, tensors or nested lists, which are copied.
 
@@ -55,13 +55,17 @@ class Dataset:
             class_names: names in the order of the class numbers; None: the numbers.
             x_unlabelled: training rows without a label, beside those of -1.
             kind: "sequence": three axes are (N, length, features), not images.
+            persons: the person of each training row, and then of each row of ``x_unlabelled``, as
+                names or whole numbers (docs/persons.md); None: not known.
 
         Raises:
             privssl.UserError: the arrays are not in that form.
         """
         unlabelled = () if x_unlabelled is None else (x_unlabelled,)
         arrays = (x_train, y_train, x_test, y_test, *unlabelled)
-        return _build_dataset("Dataset.from_arrays", arrays, class_names, kind=kind)
+        return _build_dataset(
+            "Dataset.from_arrays", arrays, class_names, kind=kind, persons=persons
+        )
 
     @classmethod
     def from_torch(cls, train: Any, test: Any) -> "Dataset":
@@ -74,7 +78,7 @@ class Dataset:
             privssl.UserError: an item is not (row, label), or the rows are not in that form.
         """
         where = "Dataset.from_torch"
-        arrays = (*_read_pairs(f"{where}: train", train), *_read_pairs(f"{where}: test", test))
+        arrays = (*read_pairs(f"{where}: train", train), *read_pairs(f"{where}: test", test))
         return _build_dataset(where, arrays, getattr(train, "classes", None))
 
     @classmethod
@@ -94,8 +98,8 @@ class Dataset:
             privssl.UserError: no such column, or the rows are not in that form.
         """
         where = "Dataset.from_huggingface"
-        rows = _read_split(f"{where}: train", train, row, label)
-        tests = _read_split(f"{where}: test", test, row, label)
+        rows = read_split(f"{where}: train", train, row, label)
+        tests = read_split(f"{where}: test", test, row, label)
         return _build_dataset(where, (*rows, *tests), getattr(train.features[label], "names", None))
 
     @classmethod
@@ -106,6 +110,7 @@ class Dataset:
         test: Any = 0.2,
         columns: Mapping[str, Sequence[Any]] | None = None,
         class_names: Sequence[str] | None = None,
+        person: str = "",
     ) -> "Dataset":
         """Create a data set from a table: a data frame of pandas or polars, or a mapping.
 
@@ -122,11 +127,13 @@ class Dataset:
                 None: from the training rows, which a private run refuses.
             class_names: names of the classes, from public knowledge; None: from the training rows.
                 Private runs need them if ``test`` is a share.
+            person: column of the person whose row a row is, which is no feature; ``test`` is then
+                a frame, of other persons. Empty: not known.
 
         Raises:
             privssl.UserError: no such column, an undeclared missing value, or a wrong declaration.
         """
-        return cls(read_frame(frame, label, test, columns, class_names))
+        return cls(read_frame(frame, label, test, columns, class_names, person))
 
     def network_rows(self, frame: Any) -> NDArray[np.float32]:
         """Convert another frame with these columns to rows (N, features) for ``run.predict``.
@@ -149,6 +156,7 @@ class Dataset:
         row: str = "image",
         label: str = "label",
         kind: Literal["sequence"] | None = None,
+        persons: Mapping[str, Any] | None = None,
     ) -> "Dataset":
         """Create a data set whose rows are assigned to agents already.
 
@@ -161,6 +169,7 @@ class Dataset:
             row: column of the rows in such splits.
             label: column of their class numbers.
             kind: as of ``from_arrays``.
+            persons: the person whose row each row is, by agent: {"s0": [...], "q0": [...]}.
 
         Raises:
             privssl.UserError: unknown agent names, or rows not in the form of the class.
@@ -175,15 +184,15 @@ class Dataset:
         y: list[NDArray[Any]] = []
         holdings: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         inputs: dict[str, Any] = {}
-        if _is_huggingface_split(test):
+        if is_huggingface_split(test):
             class_names = class_names or getattr(test.features.get(label), "names", None)
-            test = _read_split(f"{where}: test", test, row, label)
+            test = read_split(f"{where}: test", test, row, label)
         for name in sorted(agents, key=natural_order):
             if name.rstrip("0123456789") not in (*KINDS, "server"):
                 raise DataError(f"{where}: {name!r} is no agent's name. Call agents s0, q0, m0")
             value = agents[name]
-            if _is_huggingface_split(value):
-                split = _read_split(f"{where}: {name}", value, row, label)
+            if is_huggingface_split(value):
+                split = read_split(f"{where}: {name}", value, row, label)
                 value = split[0] if name.startswith("q") else split
             rows, labels = _read_agent_rows(where, name, value)
             inputs[name] = value if name.startswith("q") else value[0]
@@ -202,7 +211,10 @@ class Dataset:
                 f"{where}: agents have rows of different forms or types: {forms}. Make them alike"
             )
         value = (np.concatenate(x), np.concatenate(y), *test)
-        return _build_dataset(where, value, class_names, holdings, kind)
+        names = _join_persons(
+            where, persons, {name: len(r) for name, r in zip(holdings, x, strict=True)}
+        )
+        return _build_dataset(where, value, class_names, holdings, kind, names)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -212,8 +224,11 @@ class Dataset:
         holdings = self.rows.held
         if holdings is None:
             return keys
-        unlabelled = sum(len(ids) for _, ids in holdings.values())
-        keys["data.labelled"] = sum(len(labelled) for labelled, _ in holdings.values())
+        labelled, unlabelled = (
+            sum(count_persons(self.rows.persons, ids[kind]) for ids in holdings.values())
+            for kind in (0, 1)
+        )
+        keys["data.labelled"] = labelled
         return keys | {"data.unlabelled": unlabelled or None, **_infer_settings("data", holdings)}
 
     @property
@@ -247,6 +262,14 @@ class Dataset:
             f"{len(self.rows.y_test)} test rows, shape {self.shape}, "
             f"{len(self.class_names)} classes)"
         )
+
+
+def _join_persons(
+    where: str, persons: Mapping[str, Any] | None, rows: Mapping[str, int]
+) -> tuple[str, ...] | None:
+    """Return the persons of all agents' rows, agent after agent."""
+    parts = {f"{PREFIX}{agent}": np.asarray(names) for agent, names in (persons or {}).items()}
+    return read_persons(f"{where}: persons", parts, rows)
 
 
 #: First letters of agent names, and the kinds of agents.
@@ -296,9 +319,10 @@ def _infer_settings(where: str, agents: Mapping[str, Any]) -> dict[str, Any]:
 
 def _build_dataset(
     where: str, values: Sequence[Any], names: Sequence[str] | None, holdings: Any = None,
-    kind: str | None = None,
+    kind: str | None = None, persons: Any = None,
 ) -> Dataset:  # fmt: skip
-    """Check rows and classes in the order of ``NAMES``, with unlabelled rows, if any."""
+    """Check rows and classes in the order of ``NAMES``, with unlabelled rows, if any; and persons,
+    if known."""
     by_name = dict(zip((*NAMES, UNLABELLED), values, strict=False))
     refuse_other_columns(where, {n: x for n, x in by_name.items() if n.startswith("x")})
     raw = {name: to_array(f"{where}: {name}", value) for name, value in by_name.items()}
@@ -306,114 +330,13 @@ def _build_dataset(
         raise DataError(f"{where}: class_names is {names!r}. Give a list of names")
     if kind is not None:
         raw[KIND] = np.array(kind)
+    if persons is not None:
+        parts = PERSONS[: 1 + (UNLABELLED in raw)]
+        owners = np.atleast_1d(np.asarray(persons))
+        ends = [len(raw[NAMES[0]])][: len(parts) - 1]
+        raw |= dict(zip(parts, np.split(owners, ends), strict=True))
     with datasets.recorded() as warnings:
         arrays = check_arrays(where, raw, names)
         datasets.warn_of_equal_rows(where, arrays)
     rows = datasets.from_arrays(ARRAYS, arrays)
     return Dataset(dataclasses.replace(rows, said=tuple(warnings), held=holdings))
-
-
-def to_array(where: str, value: Any) -> NDArray[Any]:
-    """Copy an array, a tensor or nested lists of numbers. Raises DataError."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        raise DataError(f"{where} has masked values. Fill them (x.filled), or leave out their rows")
-    try:
-        array = np.array(value)
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{where} is no array: {error}. Give rows of one shape") from None
-    if array.dtype.kind not in "biuf" and array.size:
-        raise DataError(
-            f"{where} has values of {array.dtype}. Give numbers; number the classes 0, 1, 2, ..."
-        )
-    return array
-
-
-def _iterate_items(where: str, items: Any) -> Iterator[Any]:
-    """Yield the items of a map-style data set, which may lack ``__iter__``."""
-    if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
-        raise DataError(
-            f"{where} is a {type(items).__name__}, which has no length or no items by number. Give "
-            "a map-style data set"
-        )
-    for number in range(len(items)):
-        try:
-            yield items[number]
-        except Exception as error:
-            raise DataError(
-                f"{where}: item {number} cannot be read: {type(error).__name__}: {error}"
-            ) from error
-
-
-def _is_huggingface_split(items: Any) -> bool:
-    """Return whether it is a split of a Hugging Face data set."""
-    return isinstance(getattr(items, "features", None), Mapping)
-
-
-def _read_split(
-    where: str, items: Any, row: str, label: str
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return rows and labels of a split of a Hugging Face data set."""
-    if not _is_huggingface_split(items):
-        raise DataError(
-            f"{where} is a {type(items).__name__} without features. Give a split of a "
-            "Hugging Face data set, or use Dataset.from_torch"
-        )
-    for key, column in (("row", row), ("label", label)):
-        if column not in items.features:
-            columns = ", ".join(map(str, items.features))
-            raise DataError(f"{where} has no column {column!r}. Set {key}= to one of {columns}")
-    return _collect_rows(where, ((item[row], item[label]) for item in _iterate_items(where, items)))
-
-
-def _read_pairs(where: str, items: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return rows and labels of a map-style data set of (row, label)."""
-
-    def iterate_pairs() -> Iterator[tuple[Any, Any]]:
-        for number, item in enumerate(_iterate_items(where, items)):
-            if not (isinstance(item, tuple | list) and len(item) == 2):
-                raise DataError(f"{where}: item {number} is no (row, label) but {item!r:.60}")
-            yield item[0], item[1]
-
-    return _collect_rows(where, iterate_pairs())
-
-
-def _collect_rows(
-    where: str, pairs: Iterator[tuple[Any, Any]]
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return all rows, which must have one shape, and their labels."""
-    rows: list[NDArray[Any]] = []
-    labels: list[int] = []
-    for number, (row, label) in enumerate(pairs):
-        prefix = f"{where}: row {number}"
-        rows.append(to_pixels(prefix, row))
-        labels.append(_parse_label(prefix, label))
-        first, last = rows[0], rows[-1]
-        if (last.shape, last.dtype) != (first.shape, first.dtype):
-            raise DataError(
-                f"{prefix} is {last.dtype} of shape {last.shape}, and row 0 {first.dtype} of "
-                f"{first.shape}. Resize or convert them to one form"
-            )
-    if not rows:
-        raise DataError(f"{where} has no rows. Give at least one")
-    return np.stack(rows), np.array(labels)
-
-
-def to_pixels(where: str, row: Any) -> NDArray[Any]:
-    """Return one row as an array; of an image of Pillow its pixels, as those of an image file."""
-    return to_array(where, pixels_of(where, row) if isinstance(row, Image.Image) else row)
-
-
-def _parse_label(where: str, label: Any) -> int:
-    if label is None:
-        return NO_LABEL
-    try:
-        number = int(label)
-    except (TypeError, ValueError, OverflowError):
-        number = NO_LABEL - 1
-    if not NO_LABEL <= number <= MAX_CLASS or number != label:
-        raise DataError(
-            f"{where} has the label {label!r:.60}. Give its class number, or None or -1 for none"
-        )
-    return number

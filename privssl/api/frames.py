@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from privssl.data import csv_rows, datasets, declared_columns
 from privssl.data.csv_rows import Part
 from privssl.data.npz import Scale, refuse_unprintable
+from privssl.data.persons import check_names
 from privssl.errors import DataError
 
 WHERE = "Dataset.from_frame"
@@ -24,6 +25,7 @@ def read_frame(
     test: Any,
     columns: Mapping[str, Sequence[Any]] | None,
     class_names: Sequence[str] | None,
+    person: str = "",
 ) -> datasets.Dataset:
     """Read the rows of a frame; arguments and errors as in ``Dataset.from_frame``."""
     label = str(label)
@@ -31,6 +33,7 @@ def read_frame(
     column_names = None if declared is None else tuple(declared)
     table = _read_columns(WHERE, frame, label, column_names, others=True)  # they identify a record
     sampled = isinstance(test, float)
+    persons = _read_persons(frame, table, declared, label, person, sampled=sampled)
     if isinstance(test, int | str):
         raise DataError(
             f"{WHERE}: test is {test!r}. Give the share of rows that test, such as 0.2, or a frame"
@@ -39,8 +42,12 @@ def read_frame(
         is_test = _draw_test_rows(table[label], test, by_class=class_names is None)
         parts = [_build_part(WHERE, table, label, rows) for rows in (~is_test, is_test)]
     else:
-        test_table = _read_columns(f"{WHERE}: test", test, label, column_names or tuple(table))
-        parts = [_build_part(WHERE, table, label), _build_part(f"{WHERE}: test", test_table, label)]
+        features = tuple(name for name in table if name != person)
+        test_table = _read_columns(f"{WHERE}: test", test, label, column_names or features)
+        parts = [
+            _build_part(WHERE, table, label, person=person),
+            _build_part(f"{WHERE}: test", test_table, label),
+        ]
     names = None if class_names is None else _check_class_names(class_names, parts)
     with datasets.recorded() as warnings:
         scales = declared or csv_rows.scales_of(parts[0])
@@ -49,9 +56,29 @@ def read_frame(
     dataset = datasets.from_arrays("arrays", arrays)
     table_kind: Any = "measured" if declared is None else "declared"
     return replace(
-        dataset, said=tuple(warnings), table=table_kind,
+        dataset, said=tuple(warnings), table=table_kind, persons=persons,
         tests_drawn=sampled, names_declared=names is not None, label=label,
     )  # fmt: skip
+
+
+def _read_persons(
+    frame: Any, table: dict[str, list[str]], declared: Mapping[str, Scale] | None, label: str,
+    person: str, *, sampled: bool,
+) -> tuple[str, ...] | None:  # fmt: skip
+    """Return the person of each row; None without their column."""
+    if not person:
+        return None
+    if person not in table or person == label or person in (declared or ()):
+        raise DataError(
+            f"{WHERE}: person is {person!r}, which is no column of the frame, or is its label or a "
+            f"declared column. The frame has {', '.join(table)}"
+        )
+    if sampled:
+        raise DataError(
+            f"{WHERE}: with person, test rows drawn at random would be of persons who train, too. "
+            "Give test as a frame of other persons"
+        )
+    return check_names(f"{WHERE}: {person}", table[person])
 
 
 def frame_rows(frame: Any, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
@@ -200,11 +227,12 @@ def _draw_test_rows(labels: Sequence[str], share: float, *, by_class: bool) -> N
 
 
 def _build_part(
-    where: str, columns: Mapping[str, list[str]], label: str, rows: NDArray[np.bool_] | None = None
-) -> Part:
+    where: str, columns: Mapping[str, list[str]], label: str,
+    rows: NDArray[np.bool_] | None = None, *, person: str = "",
+) -> Part:  # fmt: skip
     """Return some of the rows, or all."""
     indices = list(range(len(next(iter(columns.values())))))
     if rows is not None:
         indices = np.flatnonzero(rows).tolist()
     picked = {name: [values[index] for index in indices] for name, values in columns.items()}
-    return csv_rows.part_of(where, picked, label, indices)
+    return csv_rows.part_of(where, picked, label, indices, person)

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from privssl.api.datasets import to_array, to_pixels
 from privssl.api.frames import field_of, refuse_doubled_columns
+from privssl.api.row_sources import to_array, to_pixels
 from privssl.core.rows import AS_STORED, BYTES
 from privssl.data.column_values import read_scales
-from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new, texts_of
+from privssl.data.csv_rows import Part, numbers_of, read_new, texts_of
 from privssl.data.datasets import encode_new
 from privssl.data.npz import Scale, check_rows
+from privssl.data.sent140 import TWEET_CLASSES, clean_tweet
 from privssl.errors import DataError
 from privssl.settings.schema import DataSettings
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from privssl import models
 from privssl.algorithms import WITH_UNREAD
-from privssl.api.datasets import to_array
 from privssl.api.frames import label_of
 from privssl.api.new_rows import RowForm
+from privssl.api.row_sources import to_array
 from privssl.data.column_values import values_of
 from privssl.data.fields import class_number
 from privssl.errors import ConfigError, DataError, RunFolderError, first_line

@@ -283,7 +283,7 @@ def _record_visits(
     with tempfile.TemporaryDirectory() as folder:
         # Of the run's plan, whether counts are public: it determines how rows are sampled.
         account_plan = dataclasses.replace(
-            run_plan, agent="s0", n_public=None,
+            run_plan, agent="s0", n_public=None, unit="record",  # of canaries, one row each
             budget=Budget(1e9, 1e-12),  # this account pays for an experiment on synthetic rows
             scope=plan.scope, update=plan.update, protect=plan.protect, event=plan.event,
         )  # fmt: skip

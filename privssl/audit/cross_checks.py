@@ -275,6 +275,7 @@ def _find_plan_differences(
         ("the networks", run_plan.update, plan.update),
         ("protection", run_plan.protect, plan.protect),
         ("row counts", privacy.record_counts, plan.record_counts),
+        ("the unit", privacy.unit, plan.unit),
     ):
         if expected != recorded:
             yield f"config.yaml asks for {name} of {expected}, the ledger of {agent} has {recorded}"

@@ -40,12 +40,13 @@ Origin = Tensor | tuple[str, ...]
 class LabelledRows:
     """Rows with labels. x (N, *shape) as stored, see ``core/rows.py``; y (N,) int64 classes; ids
     (N,) int64 row numbers in the training set or the site's files; origin x before an encoder,
-    which steps do not read."""
+    which steps do not read; persons (N,) whose rows they are, if the data tell."""
 
     x: Tensor
     y: Tensor
     ids: Tensor
     origin: Origin | None = None
+    persons: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -53,11 +54,12 @@ class LabelledRows:
 
 @dataclass(frozen=True, eq=False)
 class UnlabelledRows:
-    """Rows without labels. x and ids as in :class:`LabelledRows`."""
+    """Rows without labels. x, ids and persons as in :class:`LabelledRows`."""
 
     x: Tensor
     ids: Tensor
     origin: Origin | None = None
+    persons: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -64,7 +64,7 @@ class ChargedRows(LabelledRows):
             object.__setattr__(self, name, value)
 
     def __getattribute__(self, name: str) -> Any:
-        if name not in ("x", "y", "ids"):
+        if name not in ("x", "y", "ids", "persons"):
             return super().__getattribute__(name)
         if not self._is_paid():
             raise PrivacyError(
@@ -106,6 +106,7 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
         return running and account is not None and account.paid_visits() > paid_before
 
     labelled = agent.held_labelled
+    _check_unit(agent)
     sealed = account is not None and account.plan.scope == "sound"
     if account is not None and labelled is not None:
         labelled = ChargedRows(
@@ -164,6 +165,19 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
             raise TypeError(f"{visit}: agent.memory has {', '.join(invalid)}, which is no tensor")
         agent.memory = copy.memory
     return content
+
+
+def _check_unit(agent: Agent) -> None:
+    """Raise PrivacyError unless the rows name persons exactly where the account is for persons."""
+    if agent.account is None or agent.held_labelled is None:
+        return
+    persons, unit = agent.held_labelled.persons, agent.account.plan.unit
+    if (persons is not None) != (unit == "person"):
+        raise PrivacyError(
+            f"{agent.id}: the unit of its account is a {unit}, and its labelled rows "
+            f"{'name no' if persons is None else 'name'} persons, so the guarantee would be for "
+            "another unit. Set privacy.unit to what the rows have"
+        )
 
 
 def _list_row_tensors(agent: Agent) -> dict[str, Tensor]:

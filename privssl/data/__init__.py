@@ -33,6 +33,7 @@ from privssl.data.datasets import Dataset as Dataset
 from privssl.data.datasets import checksum, expand_path, load_dataset, redraw_test_rows
 from privssl.data.encoded import HeldRows
 from privssl.data.npz import NO_LABEL
+from privssl.data.persons import count_persons
 from privssl.data.split import SERVER, RoleAssignment, Split, draw_split, holders, settings_of_split
 from privssl.data.split_manifest import AgentRows, Manifest
 from privssl.data.standardisation import are_standardised
@@ -106,7 +107,8 @@ def build(
         holdings = split.agents.values()
         ids = [split.validation, *(ids for h in holdings for ids in (h.labelled, h.unlabelled))]
         rows = HeldRows(
-            dataset.x_train, dataset.unencoded, chain.from_iterable(ids), dataset.records
+            dataset.x_train, dataset.unencoded, chain.from_iterable(ids), dataset.records,
+            dataset.persons,
         )  # fmt: skip
         # in natural order, not the file's
         all_agents = tuple(
@@ -169,7 +171,10 @@ def _drop_training_rows(dataset: Dataset) -> Dataset:
     if raw is not None:
         x_test, raw = raw.encode(raw.test), dataclasses.replace(raw, train=(), test=())
     empty = dataset.x_train[:0].clone()
-    return dataclasses.replace(dataset, x_train=empty, x_test=x_test, unencoded=raw, records=None)
+    return dataclasses.replace(
+        dataset, x_train=empty, x_test=x_test, unencoded=raw, records=None,
+        persons=dataset.persons and (),
+    )  # fmt: skip
 
 
 def class_counts(
@@ -221,7 +226,7 @@ def unlabelled_rows(row_ids: tuple[int, ...], rows: HeldRows) -> UnlabelledRows:
     """Return the rows with these numbers."""
     ids = torch.tensor(row_ids, dtype=torch.int64)
     x, origin = rows.take(ids)
-    return UnlabelledRows(x, ids, origin)
+    return UnlabelledRows(x, ids, origin, rows.persons_of(ids))
 
 
 def labelled_rows(row_ids: tuple[int, ...], rows: HeldRows, labels: Tensor) -> LabelledRows:
@@ -235,7 +240,7 @@ def labelled_rows(row_ids: tuple[int, ...], rows: HeldRows, labels: Tensor) -> L
             "none. Leave data.split out to draw a new split"
         )
     x, origin = rows.take(ids)
-    return LabelledRows(x, y, ids, origin)
+    return LabelledRows(x, y, ids, origin, rows.persons_of(ids))
 
 
 def _rules_of(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,17 +273,21 @@ def _replay_split(
     split.check(dataset, digest)
     _check_agents(data, split, "labelled", roles.labelled, some_may_have_none=labelled_is_declared)
     _check_agents(data, split, "unlabelled", roles.unlabelled)
+    held, persons = split.agents.values(), dataset.persons
+    with_labels, without = ([*chain.from_iterable(ids)] for ids in (
+        (h.labelled for h in held), (h.unlabelled for h in held)))  # fmt: skip
     counts: dict[str, tuple[int | None, int]] = {
-        "labelled": (data.labelled, sum(len(h.labelled) for h in split.agents.values())),
-        "unlabelled": (data.unlabelled, sum(len(h.unlabelled) for h in split.agents.values())),
-        "validation": (data.validation, len(split.validation)),
+        "labelled": (data.labelled, count_persons(persons, with_labels)),
+        "unlabelled": (data.unlabelled, count_persons(persons, without)),
+        "validation": (data.validation, count_persons(persons, split.validation)),
     }
+    unit = "rows" if persons is None else "rows' persons"
     if labelled_is_declared:
         del counts["labelled"]
     for key, (requested, actual) in counts.items():
         if requested is not None and requested != actual:
             raise DataError(
-                f"{data.split} has {actual} {key} rows, but data.{key} is {requested}. "
+                f"{data.split} has {actual} {key} {unit}, but data.{key} is {requested}. "
                 f"Set data.{key} to {actual}, or leave data.split out"
             )
     recorded, defaults = _rules_of(split.settings), _rules_of(dataclasses.asdict(DataSettings()))

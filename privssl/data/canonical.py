@@ -30,8 +30,10 @@ CONTRAST = 16
 
 
 def contents_of(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
-    """Yield the content of each row of an agent; for an encoded row, that before the encoder."""
+    """Yield the content of each row of an agent, and the name of each person whose rows they are;
+    for an encoded row, that before the encoder."""
     yield from canonical(rows.x if rows.origin is None else rows.origin)
+    yield from (b"person " + name.encode() for name in dict.fromkeys(rows.persons or ()))
 
 
 def as_loaded_of(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:

@@ -9,7 +9,6 @@ private runs refuse, because bounds are a release.
 """
 
 import csv
-import html
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from privssl.data.fields import (
     tells_classes,
 )  # fmt: skip
 from privssl.data.npz import NO_LABEL, Arrays, Scale, refuse_unprintable
+from privssl.data.persons import check_names
 from privssl.errors import DataError, first_few
 
 log = logging.getLogger("privssl")
@@ -41,7 +41,6 @@ log = logging.getLogger("privssl")
 MOST_CATEGORIES = 1000  # of a column
 FEW_ROWS = 20  # fewer rows may all have different values by chance
 COLUMNS = "Set data.label to the column of the classes"  # advice
-TWEET_CLASSES = ("negative", "positive")  # 0 and 1 in the files of Sentiment140
 
 
 class Texts(NamedTuple):
@@ -52,6 +51,7 @@ class Texts(NamedTuple):
     x_test: tuple[str, ...]
     y_test: NDArray[np.int64]
     class_names: tuple[str, ...]
+    persons: tuple[str, ...] | None = None  # of training rows
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Part:
     lines: Sequence[int]
     records: tuple[str, ...]  # all fields but the label, which identify a record to an account
     unit: str = "line"  # the unit of ``lines``
+    persons: tuple[str, ...] | None = None  # whose rows they are
 
 
 # Reading -------------------------------------------------------------------------------------
@@ -71,18 +72,18 @@ class Part:
 
 def read_texts(
     root: Path, *, text: str, label: str, classes: tuple[str, ...] | None = None,
-    may_be_empty: bool = False,
+    may_be_empty: bool = False, person: str = "",
 ) -> Texts:  # fmt: skip
     """Read the texts of two files.
 
-    ``classes``, ``may_be_empty``: see :func:`read_table`. Raises DataError.
+    ``classes``, ``may_be_empty``, ``person``: see :func:`read_table`. Raises DataError.
     """
-    train = _read_part(root / "train.csv", label, (text,), may_be_empty=may_be_empty)
+    train = _read_part(root / "train.csv", label, (text,), may_be_empty=may_be_empty, person=person)
     names = classes or _collect_class_names(train)
     test = _drop_rows(train) if classes else _read_part(root / "test.csv", label, (text,))
     return Texts(
         texts_of(train, text), _convert_labels(train, names), texts_of(test, text),
-        _convert_labels(test, names, is_test=True), names,
+        _convert_labels(test, names, is_test=True), names, train.persons,
     )  # fmt: skip
 
 
@@ -97,42 +98,9 @@ def texts_of(part: Part, column: str) -> tuple[str, ...]:
     return texts
 
 
-def read_sent140(root: Path) -> Texts:
-    """Read tweets of Sentiment140 (Go, Bhayani and Huang 2009): ``label`` 0 or 1, ``text``.
-
-    HTML entities are resolved. Only the first of equal tweets is kept, because one record has one
-    account.
-    """
-    folder = root if (root / "train.csv").is_file() else root / "sent140"
-    if not (folder / "train.csv").is_file():
-        raise DataError(
-            f"sent140: no {folder / 'train.csv'}. Put train.csv and test.csv there, with the "
-            "columns label (0 negative, 1 positive) and text, or name their folder in data.root"
-        )
-    texts = read_texts(folder, text="text", label="label")
-    if texts.class_names != ("0", "1"):
-        raise DataError(f"{folder}: labels are {', '.join(texts.class_names)}, not 0 and 1")
-    cleaned = [tuple(map(clean_tweet, part)) for part in texts[::2][:2]]
-    indices = np.unique(np.array(cleaned[0], dtype=object), return_index=True)[1]
-    indices.sort()
-    return Texts(
-        tuple(cleaned[0][i] for i in indices), texts.y_train[indices], cleaned[1], texts.y_test,
-        TWEET_CLASSES,
-    )  # fmt: skip
-
-
-def clean_tweet(text: str) -> str:
-    """Return a tweet without HTML entities and repeated spaces.
-
-    >>> clean_tweet("so  good &lt;3")
-    'so good <3'
-    """
-    return " ".join(html.unescape(text).split())
-
-
 def read_table(
     root: Path, *, label: str, columns: Path | None, classes: tuple[str, ...] | None = None,
-    may_be_empty: bool = False,
+    may_be_empty: bool = False, person: str = "",
 ) -> Arrays:  # fmt: skip
     """Read the numbers of two files. A record is identified by its fields, independently of the
     scales.
@@ -142,6 +110,7 @@ def read_table(
             training rows.
         classes: all classes; then test.csv is not read. None: those of the training rows.
         may_be_empty: whether train.csv may have no row, if columns and classes are given.
+        person: a column of train.csv that names whose row a row is, and is no feature; empty: none.
 
     Raises:
         DataError: a file or column is missing, or a value is no finite number.
@@ -149,7 +118,11 @@ def read_table(
     declared = None if columns is None else read_columns(columns, label)
     column_names = None if declared is None else tuple(declared)
     advice = f"Correct the columns in {columns}" if columns else "Give both files the same columns"
-    train = _read_part(root / "train.csv", label, column_names, COLUMNS, advice, may_be_empty)
+    if person in (column_names or ()):
+        raise DataError(f"{columns} has {person}, which data.person names. Leave it out of one")
+    train = _read_part(
+        root / "train.csv", label, column_names, COLUMNS, advice, may_be_empty, person
+    )
     scales = declared or scales_of(train)
     if classes:
         return table_of(train, _drop_rows(train), scales, classes)
@@ -178,7 +151,9 @@ def table_of(
             )  # fmt: skip
     x_train, x_test = (numbers_of(part, scales) for part in (train, test))
     y_train, y_test = _convert_labels(train, names), _convert_labels(test, names, is_test=True)
-    return Arrays(x_train, y_train, x_test, y_test, names, train.records, scales)
+    return Arrays(
+        x_train, y_train, x_test, y_test, names, train.records, scales, persons=train.persons
+    )
 
 
 def numbers_of(part: Part, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
@@ -189,13 +164,14 @@ def numbers_of(part: Part, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
 
 
 def part_of(
-    path: object, columns: Mapping[str, Sequence[str]], label: str, rows: Sequence[int]
-) -> Part:
-    """Build a part of columns in memory. ``label``: one of them, or absent; ``rows``: the numbers
-    of its rows."""
+    path: object, columns: Mapping[str, Sequence[str]], label: str, rows: Sequence[int],
+    person: str = "",
+) -> Part:  # fmt: skip
+    """Build a part of columns in memory. ``label`` and ``person``: one of them, or absent;
+    ``rows``: the numbers of its rows."""
     fields = sorted(name for name in columns if name != label)
     labels = [value.strip() for value in columns.get(label, ())]
-    features = {name: columns[name] for name in columns if name != label}
+    features = {name: columns[name] for name in columns if name not in (label, person or None)}
     return Part(path, features, labels, rows, _build_records(fields, columns), "row")
 
 
@@ -219,9 +195,10 @@ def read_new(path: Path, columns: Sequence[str], label: str | None) -> Part:
 def _read_part(
     path: Path, label: str | None, column_names: Sequence[str] | None,
     advice: str = f"{COLUMNS}, and data.text to that of texts", other_advice: str = "",
-    may_be_empty: bool = False,
+    may_be_empty: bool = False, person: str = "",
 ) -> Part:  # fmt: skip
-    """Read one file; ``column_names``: its columns, all but the label if None. Raises DataError.
+    """Read one file; ``column_names``: its columns, all but label and person if None. Raises
+    DataError.
 
     ``label``: None if the file needs no classes. ``advice``: for a missing column;
     ``other_advice``: that if the label's column exists.
@@ -255,8 +232,10 @@ def _read_part(
         raise DataError(f"{path} is empty. Give a line of column names, then a line for each row")
     if repeated := sorted({name for name in header if header.count(name) > 1}):
         raise DataError(f"{path} has the column {repeated[0]} twice. Rename one")
-    names = [name for name in header if name != label] if column_names is None else [*column_names]
-    needed = names if label is None else [label, *names]
+    others = [name for name in (label, person or None) if name is not None]
+    features = [name for name in header if name not in others]
+    names = features if column_names is None else [*column_names]
+    needed = [*others, *names]
     if missing := [name for name in needed if name not in header]:
         hint = other_advice if other_advice and label in header else advice
         raise DataError(
@@ -267,7 +246,8 @@ def _read_part(
     by_name = {name: [row[index] for row in rows] for index, name in enumerate(header)}
     records = _build_records([n for n in sorted(header) if n != label], by_name)
     labels = [""] * len(rows) if label is None else [value.strip() for value in by_name[label]]
-    return Part(path, {n: by_name[n] for n in names}, labels, lines, records)
+    persons = check_names(f"{path}: {person}", by_name[person]) if person else None
+    return Part(path, {n: by_name[n] for n in names}, labels, lines, records, persons=persons)
 
 
 # Classes -------------------------------------------------------------------------------------

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from privssl.core.agents import Origin
 from privssl.core.rows import Shape, describe, kind_of, scaling_of
-from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
+from privssl.data.csv_rows import Texts, read_table, read_texts
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.encoded import Unencoded
 from privssl.data.image_folder import read_folder
 from privssl.data.npz import NO_LABEL, Arrays, Scale, read_npz
+from privssl.data.sent140 import read_sent140
 from privssl.data.standardisation import are_standardised
 from privssl.encoders import Encoder, encode, open_encoder, reads_texts
 from privssl.encoders.own_encoders import refuse_state
@@ -66,6 +67,7 @@ class Dataset:
     #: Whether all rows have three channels only because training images are in colour.
     coloured_by_train: bool = False
     standardised: bool = False  # whether vectors seem scaled by statistics of these rows
+    persons: tuple[str, ...] | None = None  # of training rows: whose they are; None: not known
 
     @property
     def classes(self) -> int:
@@ -171,7 +173,7 @@ def _prepare_encoding(settings: DataSettings, source: Arrays | Texts | Dataset) 
     y_train, y_test = torch.as_tensor(source.y_train), torch.as_tensor(source.y_test)
     return Dataset(
         settings.name, empty, y_train, empty, y_test, source.class_names, unencoded=raw,
-        coloured_by_train=getattr(source, "coloured_by_train", False),
+        coloured_by_train=getattr(source, "coloured_by_train", False), persons=source.persons,
     )  # fmt: skip
 
 
@@ -233,6 +235,7 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
         name, x_train, y_train, x_test, y_test, arrays.class_names,
         records=arrays.records, scales=arrays.scales, coloured_by_train=arrays.coloured_by_train,
         standardised=arrays.scales is None and _has_standardised_rows(arrays),
+        persons=arrays.persons,
     )  # fmt: skip
 
 
@@ -250,7 +253,8 @@ def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Data
     """Sample ``count`` test rows from training and test rows together. All others become training
     rows, the former training rows first. Raises DataError if too few rows have a label, or rows
     belong to each other."""
-    if dataset.records is not None or dataset.held is not None or dataset.unencoded is not None:
+    if any(v is not None for v in (dataset.records, dataset.held, dataset.unencoded,
+                                   dataset.persons)):  # fmt: skip
         raise DataError(
             f"data.test is {count}, but {dataset.name} brings its own test rows. Leave it out"
         )
@@ -271,7 +275,8 @@ def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Data
 
 
 def checksum(dataset: Dataset) -> str:
-    """Return the SHA-256, in hex, of all rows before an encoder and labels, with their shapes."""
+    """Return the SHA-256, in hex, of all rows before an encoder and labels, with their shapes, and
+    of persons, if known."""
     digest = hashlib.sha256()
     x_train, x_test, raw = dataset.x_train, dataset.x_test, dataset.unencoded
     for rows in (
@@ -284,6 +289,8 @@ def checksum(dataset: Dataset) -> str:
         array = np.ascontiguousarray(rows.numpy())
         digest.update(f"{array.shape}{array.dtype.str}".encode())
         digest.update(array.data)
+    if dataset.persons is not None:
+        digest.update(json.dumps(dataset.persons).encode())
     return digest.hexdigest()
 
 
@@ -307,13 +314,14 @@ def _read_arrays(
     if settings.text:
         return read_texts(
             root, text=settings.text, label=settings.label, classes=classes,
-            may_be_empty=may_be_empty,
+            may_be_empty=may_be_empty, person=settings.person,
         )  # fmt: skip
     if settings.name == "csv":
         columns = expand_path("columns", settings.columns) if settings.columns else None
         arrays = read_table(
-            root, label=settings.label, columns=columns, classes=classes, may_be_empty=may_be_empty
-        )
+            root, label=settings.label, columns=columns, classes=classes,
+            may_be_empty=may_be_empty, person=settings.person,
+        )  # fmt: skip
     else:
         is_npz = settings.name == "npz"
         arrays = read_npz(root) if is_npz else read_folder(root, settings.image_size, classes)

@@ -35,11 +35,11 @@ class HeldRows:
 
     def __init__(
         self, x: Tensor, raw: Unencoded | None, ids: Iterable[int],
-        records: tuple[str, ...] | None = None,
+        records: tuple[str, ...] | None = None, persons: tuple[str, ...] | None = None,
     ) -> None:  # fmt: skip
         """Set the rows. ``x``: all training rows, without encoder; ``records``: what identifies
-        them."""
-        self._x, self._raw, self._records = x, raw, records
+        them; ``persons``: whose they are."""
+        self._x, self._raw, self._records, self._persons = x, raw, records, persons
         if self._raw is not None:
             held_ids = torch.tensor(sorted(set(ids)), dtype=torch.int64)
             self._place = torch.full((len(self._raw.train),), -1)
@@ -55,6 +55,10 @@ class HeldRows:
             records = None if self._records is None else select(self._records, ids)
             return self._x.index_select(0, ids), records
         return self._x.index_select(0, self._place[ids]), select(self._raw.train, ids)
+
+    def persons_of(self, ids: Tensor) -> tuple[str, ...] | None:
+        """Return the person of each of some rows, if known."""
+        return None if self._persons is None else tuple(self._persons[i] for i in ids.tolist())
 
 
 def select(rows: Origin, ids: Tensor) -> Origin:

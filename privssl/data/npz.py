@@ -5,7 +5,8 @@ have y = -1, or are in ``x_unlabelled``, and come after the others. Images are (
 channel; (N, H, W, C) as in NumPy and Keras; or (N, C, H, W) as in torch. If both axes are 1 or 3,
 the last one has the channels. Vectors are (N, F), as bytes or as finite floats, which networks take
 as they are. With ``kind="sequence"`` in the file rows are sequences (N, length, F) of finite
-floats, such as time series. Pickles are refused, because loading one can run code.
+floats, such as time series. ``person_train``, and ``person_unlabelled`` where there are such rows,
+name the person of each row (``persons.py``). Pickles are refused: loading one can run code.
 """
 
 import logging
@@ -18,12 +19,14 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from privssl.data.persons import PREFIX, read_persons
 from privssl.errors import DataError, first_few
 
 log = logging.getLogger("privssl")
 
 NAMES, UNLABELLED = ("x_train", "y_train", "x_test", "y_test"), "x_unlabelled"
 KIND = "kind"  # of rows; absent: images or vectors, by their axes
+PERSONS = (f"{PREFIX}train", f"{PREFIX}unlabelled")  # whose rows they are; absent: not known
 CHANNELS = (1, 3)
 NO_LABEL = -1
 DARK = 64  # of 255: images without a pixel this bright are probably scaled wrongly
@@ -42,6 +45,8 @@ class NpzRows(NamedTuple):
     x: NDArray[Any] | None
     y: NDArray[np.int64] | None
     unlabelled: NDArray[Any] | None
+    persons: tuple[str, ...] | None = None  # of x
+    unlabelled_persons: tuple[str, ...] | None = None
 
 
 #: Of a table's column: bounds, with "missing" if values may be missing, or categories.
@@ -63,12 +68,14 @@ class Arrays(NamedTuple):
     records: tuple[str, ...] | None = None  # what identifies training rows to an account; None: x
     scales: Mapping[str, Scale] | None = None  # of a table's columns, in their order
     coloured_by_train: bool = False  # whether all have three channels because a training image has
+    persons: tuple[str, ...] | None = None  # whose training rows they are; None: not known
 
 
 def read_npz(path: Path) -> Arrays:
     """Read and check the four arrays of an NPZ file. Raises DataError if the file is missing, or
     not in the format above."""
-    return check_arrays(path, _read_arrays(path, NAMES, (UNLABELLED, KIND), warn=True))
+    optional = (UNLABELLED, KIND, *PERSONS)
+    return check_arrays(path, _read_arrays(path, NAMES, optional, warn=True))
 
 
 def check_arrays(
@@ -80,7 +87,8 @@ def check_arrays(
 
     Args:
         path: their origin, for errors.
-        by_name: arrays by their names in an NPZ file; ``x_unlabelled`` and ``kind`` may be absent.
+        by_name: arrays by their names in an NPZ file; ``x_unlabelled``, ``kind`` and persons may
+            be absent.
         class_names: in the order of the class numbers; None: the numbers.
     """
     x_train, y_train = _convert_part(path, by_name, "train")
@@ -110,7 +118,12 @@ def check_arrays(
             "classes 0, 1, 2, ... without gaps.",
             path, first_few(missing),
         )  # fmt: skip
-    arrays = Arrays(x_train, y_train, x_test, y_test, names or tuple(map(str, range(classes))))
+    persons = read_persons(
+        path, by_name, {p.removeprefix("x_"): len(x) for p, x in parts.items() if p != "x_test"}
+    )
+    arrays = Arrays(
+        x_train, y_train, x_test, y_test, names or tuple(map(str, range(classes))), persons=persons
+    )
     return with_unlabelled(arrays, parts[UNLABELLED]) if UNLABELLED in parts else arrays
 
 
@@ -157,12 +170,18 @@ def read_rows(
     """
     names = [*(("x_labelled", "y_labelled") if labelled else ()),
              *(("x_unlabelled",) if unlabelled else ())]  # fmt: skip
-    arrays = _read_arrays(path, names, (KIND,))
+    wanted = [name.removeprefix("x_") for name in names if name.startswith("x_")]
+    arrays = _read_arrays(path, names, (KIND, *(PREFIX + part for part in wanted)))
     x, y = _convert_part(path, arrays, "labelled", may_be_empty) if labelled else (None, None)
     x_unlabelled = _convert_unlabelled(path, arrays) if unlabelled else None
     parts = {"x_labelled": x, "x_unlabelled": x_unlabelled}
     _check_same_form(path, {name: part for name, part in parts.items() if part is not None})
-    return NpzRows(x, y, x_unlabelled)
+    counts = {name[2:]: len(part) for name, part in parts.items() if part is not None}
+    persons = read_persons(path, arrays, counts)
+    if persons is None:
+        return NpzRows(x, y, x_unlabelled)
+    with_labels = counts.get("labelled", 0)
+    return NpzRows(x, y, x_unlabelled, persons[:with_labels], persons[with_labels:])
 
 
 def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[Any]]:

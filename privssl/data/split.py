@@ -2,10 +2,11 @@
 
 Labelled rows are sampled first, then validation rows, then unlabelled ones from the rest; each kind
 is divided by its own rule among its agents. The split is a function of (data set, settings, seed).
+If the rows name persons, persons are sampled and divided, and their rows follow them.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,16 +74,48 @@ class Split(NamedTuple):
     validation: tuple[int, ...]
 
 
+class PersonRows:
+    """The rows of each person of a data set."""
+
+    def __init__(self, persons: Sequence[str], labels: Ints) -> None:
+        """Group rows. ``labels`` (N,): classes, ``NO_LABEL`` if unknown."""
+        numbers: dict[str, int] = {}
+        owner = np.array([numbers.setdefault(name, len(numbers)) for name in persons], dtype=int)
+        order = np.argsort(owner, kind="stable")
+        self._rows = np.split(order, np.cumsum(np.bincount(owner))[:-1])
+        self._labels = labels
+
+    @property
+    def classes(self) -> Ints:
+        """The class of each person (P,): that of most of its labelled rows, of equals the lowest;
+        ``NO_LABEL`` without one."""
+        return np.array([self._class_of(rows) for rows in self._rows], dtype=np.int64)
+
+    def _class_of(self, rows: Ints) -> int:
+        labels = self._labels[rows]
+        known = labels[labels != NO_LABEL]
+        return int(np.bincount(known).argmax()) if len(known) else NO_LABEL
+
+    def rows_of(self, persons: Collection[int], *, labelled: bool) -> tuple[int, ...]:
+        """Return the sorted row ids of some persons; ``labelled``: those with a label alone."""
+        ids = np.sort(np.concatenate([np.empty(0, dtype=int), *(self._rows[p] for p in persons)]))
+        ids = ids[self._labels[ids] != NO_LABEL] if labelled else ids
+        return tuple(ids.tolist())
+
+
 def draw_split(data: DataSettings, roles: RoleAssignment, seed: int, dataset: Dataset) -> Split:
     """Sample a split.
 
     Raises DataError if there are too few rows, an agent would get none, or a rule does not fit. See
     :mod:`privssl.data.partition`.
     """
-    labels: Ints = dataset.y_train.numpy()
+    row_labels: Ints = dataset.y_train.numpy()
+    persons = dataset.persons and PersonRows(dataset.persons, row_labels)
+    labels = persons.classes if persons else row_labels
     labelled, validation, unlabelled = _draw_rows(
-        data, labels, seed, has_unlabelled=bool(roles.unlabelled)
-    )
+        data, labels, seed, has_unlabelled=bool(roles.unlabelled),
+        unit="persons" if persons else "rows",
+    )  # fmt: skip
     rule = labelled_rule = from_settings(data.partition, data.alpha, data.k)
     if isinstance(rule, DirichletEqual):  # it samples rows by class
         rule = dataclasses.replace(rule, rows=data.unlabelled)
@@ -103,19 +136,25 @@ def draw_split(data: DataSettings, roles: RoleAssignment, seed: int, dataset: Da
     others = tuple(agent for agent in roles.labelled if agent not in with_labels)
     with_labels |= _divide_among_agents("labelled", labelled_rule, others, labelled, labels, seed)
     without = _divide_among_agents("unlabelled", rule, roles.unlabelled, unlabelled, labels, seed)
+    held_out = tuple(validation.tolist())
+    if persons:
+        with_labels = {a: persons.rows_of(p, labelled=True) for a, p in with_labels.items()}
+        without = {a: persons.rows_of(p, labelled=False) for a, p in without.items()}
+        held_out = persons.rows_of(held_out, labelled=True)
     if data.order == "by-class":
         with_labels, without = (
-            {agent: _spread_classes(ids, labels) for agent, ids in kind.items()}
+            {agent: _spread_classes(ids, row_labels) for agent, ids in kind.items()}
             for kind in (with_labels, without)
         )
     return Split(
         {a: AgentRows(with_labels.get(a, ()), without.get(a, ())) for a in roles.everyone},
-        tuple(validation.tolist()),
+        held_out,
     )
 
 
 _NOT_OF_SPLIT = (
     "root", "split", "checksum", "encoder", "encoder_weights", "label", "text", "columns",
+    "person",
 )  # fmt: skip
 #: Settings of later versions, recorded only if used, so that hashes stay the same.
 _LATER = {"test": None, "order": "stored", "server_labelled": None}
@@ -132,11 +171,12 @@ def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool 
 
 
 def _draw_rows(
-    data: DataSettings, labels: Ints, seed: int, *, has_unlabelled: bool
+    data: DataSettings, labels: Ints, seed: int, *, has_unlabelled: bool, unit: str
 ) -> tuple[Ints, Ints, Ints]:
     """Sample ids of labelled and validation rows; return them with possible unlabelled rows.
 
-    The three are disjoint. ``has_unlabelled``: whether any agent holds unlabelled rows.
+    The three are disjoint. ``has_unlabelled``: whether any agent holds unlabelled rows. ``unit``:
+    what the labels are of, for errors: rows or persons.
     """
     rows = len(labels)
     requested = data.labelled + data.validation + (data.unlabelled or 0)
@@ -144,13 +184,13 @@ def _draw_rows(
         raise DataError(
             f"data.labelled {data.labelled} + data.validation {data.validation} + "
             f"data.unlabelled {data.unlabelled or 0} = {requested}, but {data.name} has {rows} "
-            "training rows. Ask for fewer"
+            f"training {unit}. Ask for fewer"
         )
     with_label = np.flatnonzero(labels != NO_LABEL)
     if data.labelled + data.validation > len(with_label):
         raise DataError(
             f"data.labelled {data.labelled} + data.validation {data.validation}, but {data.name} "
-            f"has {len(with_label)} training rows with a label. Ask for fewer"
+            f"has {len(with_label)} training {unit} with a label. Ask for fewer"
         )
     if data.unlabelled and not has_unlabelled:
         raise DataError(

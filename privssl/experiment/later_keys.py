@@ -10,9 +10,10 @@ from privssl.settings.section_builder import ConfigBuilder
 _LATER: Mapping[str, Mapping[str, Any]] = {
     "data": {
         "checksum": "", "encoder": "", "encoder_weights": "", "label": "label", "text": "",
-        "columns": "", "test": None, "order": "stored", "server_labelled": None,
+        "columns": "", "test": None, "order": "stored", "server_labelled": None, "person": "",
     },
     "model": {"options": {}, "weights": ""},
+    "privacy": {"unit": "record"},
     "algorithm": {
         "updates": "joint", "reading": "bayes",
         "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",

@@ -5,17 +5,14 @@ cannot be split, an absent device, a privacy plan that cannot be met, a delta th
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from accounting import row_registry
 from accounting.account_plan import AccountPlan
 from accounting.accountants import epsilon
 from accounting.budget import Budget, Nominal, round_up
@@ -23,11 +20,10 @@ from accounting.events import is_protected
 from privssl import data, models
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
-from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
+from privssl.core.agents import Agent, AgentRef
 from privssl.core.plugin_errors import plugin_errors
 from privssl.core.rows import Shape
 from privssl.core.task import Task
-from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.data.datasets import Dataset
 from privssl.errors import ConfigError, PrivacyError, first_few, first_line
 from privssl.experiment import own_method_checks
@@ -40,6 +36,7 @@ from privssl.experiment.row_checks import (
     refuse_other_rows,
     refuse_undeclared_columns,
 )
+from privssl.experiment.shared_rows import refuse_other_unit, refuse_shared_rows
 from privssl.experiment.warm_start import check_warm_start
 from privssl.models.network_checks import check_network, refuse_frozen
 from privssl.models.own_networks import NetworkSource, describe_exchange
@@ -139,9 +136,14 @@ def prepare(
         notes = check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     plan, labelled_agents = None, _select_labelled(federated_data)
     if config.privacy is not None:
+        if config.run.engine == "local":
+            refuse_other_unit(
+                config.privacy.unit, federated_data.agents, federated_data.validation,
+                named=dataset.persons is not None,
+            )  # fmt: skip
         plan = make_plan(config, sum(agent.role != "query" for agent in roster))
         if plan.visits:
-            _refuse_shared_rows(labelled_agents, federated_data)
+            refuse_shared_rows(labelled_agents, federated_data)
             _refuse_unaffordable(plan, config.privacy)
     plans = _make_account_plans(plan, config.privacy, labelled_agents)
     check_steps(kind)
@@ -342,6 +344,7 @@ def account_plan(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Bud
         event=plan.event,
         record_counts=privacy.record_counts,
         n_public=len(agent.labelled) if public else None,
+        unit=privacy.unit,
         adjacency="zero_out" if public else "add_remove",
     )
 
@@ -365,55 +368,3 @@ def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
             f"is {privacy.epsilon:g}, so that no labelled row would ever be read. Give more "
             "privacy.noise_multiplier, fewer privacy.steps or a smaller privacy.sample_rate"
         )
-
-
-def _refuse_shared_rows(agents: tuple[Agent, ...], federated_data: data.FederatedDataset) -> None:
-    """Refuse a record with two accounts, or one that is also used without protection."""
-    labelled = {agent.id: list(contents_of(agent.labelled)) for agent in agents}
-    for one, other, rows in row_registry.shared_rows(labelled):
-        raise PrivacyError(
-            f"{rows} labelled rows of {one} are rows of {other} as well, so that one record would "
-            f"have two budgets. Remove doubled rows from the data"
-        )
-    unprotected = chain.from_iterable(
-        contents_of(rows) for rows in find_unprotected_rows(federated_data)
-    )
-    for name, rows in row_registry.find_double_use(labelled, unprotected):
-        raise PrivacyError(
-            f"{rows} labelled rows of {name} are unlabelled or validation rows as well, and would "
-            f"be used there without protection. Remove doubled rows from the data"
-        )
-
-
-def find_unprotected_rows(
-    federated_data: data.FederatedDataset,
-) -> Iterator[LabelledRows | UnlabelledRows]:
-    """Yield the rows that a run uses without protection: unlabelled and validation rows."""
-    for agent in federated_data.agents:
-        if agent.held_unlabelled is not None:
-            yield agent.held_unlabelled
-    if federated_data.validation is not None:
-        yield federated_data.validation
-
-
-def claim_rows(
-    ledger: Path,
-    holders: Iterable[Agent],
-    unprotected: Iterable[LabelledRows | UnlabelledRows],
-    *,
-    only_check: bool = False,
-) -> None:
-    """Register the labelled rows of agents under their accounts in folder ``ledger``, or only
-    check.
-
-    ``unprotected``: the rows that the run uses without protection.
-
-    Raises:
-        accounting.errors.LedgerError: a row has another account, or is used without protection.
-    """
-    agents, unprotected_rows = list(holders), list(unprotected)
-    # First by the form of version 0.1, so that its refusals still hold.
-    for contents, check in ((as_loaded_of, True), (contents_of, only_check)):
-        labelled = {agent.id: contents(agent.labelled) for agent in agents}
-        others = chain.from_iterable(contents(rows) for rows in unprotected_rows)
-        row_registry.claim(ledger, labelled, unprotected=others, only_check=check)

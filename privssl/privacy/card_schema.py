@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic requires it before Python 3.12
 
 from accounting.account_plan import Scope
-from accounting.budget import Adjacency, Span
+from accounting.budget import Adjacency, Span, Unit
 from accounting.canonical_json import decode_strictly
 
 SCHEMA: Literal[3] = 3
@@ -66,7 +66,7 @@ class Claim(TypedDict):
 
     epsilon: float
     delta: float
-    unit: str
+    unit: Unit
     neighbours: Adjacency
     covers: list[str]
     rule: Literal["largest agent"]
@@ -129,7 +129,7 @@ class PrivacyCard(TypedDict):
     kind: Kind
     guarantee: Claim | None
     nominal_epsilon: float | None
-    unit: str
+    unit: Unit
     adjacency: Adjacency
     delta: float
     record_counts: Literal["public", "private"]

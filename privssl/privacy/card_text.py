@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, delta_up, round_up
+from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, Unit, delta_up, round_up
 from privssl.privacy.card_schema import AgentEntry, EncoderEntry
 from privssl.privacy.former_ledgers import former_sentences
 from privssl.privacy.label_histogram import CENSUS
@@ -85,6 +85,9 @@ def render_markdown(card: Mapping[str, Any]) -> str:
     delta, clip_norm = delta_up(card["delta"]), card["clip_norm"]
     if (card["guarantee"] or {}).get("delta") == 0:
         delta = f"0 (pure epsilon; {delta} in the accounts)"
+    one, record = {
+        "record": ("one row's", "one record"), "person": ("one person's", "records"),
+    }[card["unit"]]  # fmt: skip
     tighter, weights, bounds = headline_sentence(card), card["weights"], card["attack_bounds"]
     lines = [
         f"# Privacy card: {_escape_cell(card['algorithm'])} on {_escape_cell(card['dataset'])}",
@@ -95,11 +98,11 @@ def render_markdown(card: Mapping[str, Any]) -> str:
         f"- Scope: {card['scope']}. {trained}{_format_names(card['protect'])}.",
         f"- Unit: one {card['unit']}; neighbours: {card['adjacency']}; delta: {delta}; "
         f"row counts: {card['record_counts']}.",
-        *([] if clip_norm is None else [f"- Clip norm of one row's gradient: {clip_norm:g}."]),
-        f"- Overall, the agent that spent most (records are disjoint): {number} "
+        *([] if clip_norm is None else [f"- Clip norm of {one} gradient: {clip_norm:g}."]),
+        f"- Overall, the agent that spent most ({card['unit']}s are disjoint): {number} "
         f"{round_up(sums['overall'])}.",
         *([_CHARGED] if number == "charged epsilon" else []),
-        f"- Someone with one record at every agent, composed: {number} "
+        f"- Someone with {record} at every agent, composed: {number} "
         f"{round_up(sums['person_across_agents'])}.",
         *_format_this_run(card["this_run"], number),
         f"- The paper's running sum over visits and agents, a looser {looser}: {number} "
@@ -125,7 +128,7 @@ def render_markdown(card: Mapping[str, Any]) -> str:
         "",
         *(f"- {sentence}" for sentence in card["not_protected"]),
         "",
-        *([] if bounds is None else [_format_attack_sentence(bounds), ""]),
+        *([] if bounds is None else [_format_attack_sentence(bounds, card["unit"]), ""]),
         *([f"Released weights: {weights['file']}, SHA-256 {weights['sha256']}.", ""]
           if weights else []),
         f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
@@ -159,10 +162,10 @@ def _format_this_run(spent: Mapping[str, float] | None, number: str) -> list[str
     ]
 
 
-def _format_attack_sentence(bounds: Mapping[str, float]) -> str:
+def _format_attack_sentence(bounds: Mapping[str, float], unit: Unit) -> str:
     return (
-        f"An attacker who sees everything and guesses whether a record took part is right at most "
-        f"{_format_percent(bounds['balanced_accuracy'])} of the time when half of the records "
+        f"An attacker who sees everything and guesses whether a {unit} took part is right at most "
+        f"{_format_percent(bounds['balanced_accuracy'])} of the time when half of the {unit}s "
         f"asked about did, and finds at most {_format_percent(bounds['tpr_at_1_percent_fpr'])} of "
         f"the members at 1% false alarms."
     )

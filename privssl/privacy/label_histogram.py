@@ -27,6 +27,7 @@ from privssl.core.private_release import (
 )
 from privssl.errors import PrivacyError
 from privssl.privacy.own_code import is_ours
+from privssl.privacy.persons import choose_row_of_each
 from privssl.settings.schema import PrivacySettings
 
 CENSUS = "census"  # the name of the histogram in plans, ledgers and cards
@@ -97,6 +98,8 @@ def count_rows(
 ) -> Tensor:
     """Count labelled rows by cluster and class (K, C), int64, exact: the input of a census.
 
+    If the rows name persons, one row of each person counts: it moves one count, like a record.
+
     Row by row: a row's features differ in their last bits with the batch size, so its cluster
     could depend on the number of other rows. In a step under a sound account the result is zeros,
     in whose place :meth:`CensusPlan.release` puts the counts.
@@ -110,7 +113,10 @@ def count_rows(
             an error, whose text is withheld.
     """
     with mechanism_reads():
-        x, y = rows.x, rows.y
+        x, y, persons = rows.x, rows.y, rows.persons
+    if persons is not None:
+        chosen = choose_row_of_each(persons)
+        x, y = x[chosen], y[chosen]
     counts = torch.zeros(clusters, classes, dtype=torch.int64)
     with errors_without_rows("the cluster of a row"):
         cluster_ids = [int(cluster_of(row[None])) for row in x]

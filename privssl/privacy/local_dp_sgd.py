@@ -5,6 +5,9 @@ of the batch. Otherwise one row's presence would change all gradients, without a
 sampling. Draws are made for fixed blocks of row numbers. When record counts are private, adding a
 row would shift the index of every later row, so a block is one row, keyed by a hash of its
 contents.
+
+If the rows name persons, a person takes the place of a row: it is sampled and clipped as one, and
+its views are of random rows of its own (``privacy/persons.py``).
 """
 
 import dataclasses
@@ -22,6 +25,7 @@ from privssl.core.task import Context
 from privssl.errors import PrivacyError
 from privssl.privacy.dp_sgd import PrivateTraining, choose_max_microbatch_size
 from privssl.privacy.per_example_gradients import RowLoss
+from privssl.privacy.persons import choose_rows, group_by_person
 from privssl.privacy.plan import PrivatePlan
 from privssl.privacy.row_bits import gradient_bits, is_ours, refuse_batch_dependent_rounding
 
@@ -49,7 +53,7 @@ def train_rows_privately(
     Args:
         networks: the protected ones.
         rows: the labelled rows of one agent, N >= 0.
-        draw: called for each view of each row; the loss gets all views of a row.
+        draw: called for each view of each row; the loss gets all views of a row, or of a person.
         row_loss: the loss of one row, of fields (views, ...).
         counts_public: whether neighbouring data sets have the same number of rows.
 
@@ -64,11 +68,11 @@ def train_rows_privately(
         )
     refuse_other_devices(networks, {})
     with mechanism_reads():
-        rows = LabelledRows(rows.x, rows.y, rows.ids)
+        rows = LabelledRows(rows.x, rows.y, rows.ids, persons=rows.persons)
     _check_draws_per_row(draw, rows.x.dtype, rows.x.shape[1:], ctx)
     row_fields = _RowFields(rows, plan.views, ctx, draw, counts_public)
     max_size = choose_max_microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
-    count = len(rows) or plan.declared  # no rows: a dry run, which checks the declared sizes
+    count = len(row_fields) or plan.declared  # no rows: a dry run, which checks the declared sizes
     _, size = plan.plan_microbatches(count, max_size)
     synthetic = row_fields.synthetic_fields(size)
     refuse_other_devices({}, synthetic)
@@ -83,7 +87,7 @@ def train_rows_privately(
     # The probe has gradients before training, and compares them with those after it.
     training = PrivateTraining(plan, networks)
     with errors_without_rows("a draw, loss or network of private training"):
-        training.run(len(rows), row_fields.fields, row_loss, max_microbatch_size=max_size)
+        training.run(len(row_fields), row_fields.fields, row_loss, max_microbatch_size=max_size)
         if probe is not None:
             probe.check_unchanged()
 
@@ -174,7 +178,7 @@ def _check_draws_per_row(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx:
 
 
 class _RowFields:
-    """Fields of rows, step by step.
+    """Fields of rows, or of persons, step by step. ``len``: how many.
 
     Drawn for whole blocks, so that a row's draws do not depend on the rest of its microbatch. Those
     of one step are kept, because its microbatches share blocks.
@@ -184,9 +188,13 @@ class _RowFields:
         self, rows: LabelledRows, views: int, ctx: Context, draw: Draw, counts_public: bool
     ) -> None:
         self._rows, self._views, self._ctx, self._draw = rows, views, ctx, draw
+        self._groups = None if rows.persons is None else group_by_person(rows.persons)
         self._counts_public, self._size = counts_public, BLOCK if counts_public else 1
         self._blocks: dict[int, Mapping[str, Tensor]] = {}  # blocks of this step, by number
         self._step = -1
+
+    def __len__(self) -> int:
+        return len(self._rows) if self._groups is None else len(self._groups)
 
     def fields(self, rows: Tensor, step: int) -> Mapping[str, Tensor]:
         """Return fields of rows by number (B,): (B, views, ...)."""
@@ -216,18 +224,30 @@ class _RowFields:
     def _draw_block(self, number: int) -> Mapping[str, Tensor]:
         """Return all rows of a block with their draws: (rows, views, ...)."""
         first, rows = number * self._size, self._rows
-        indices = torch.arange(first, min(first + self._size, len(rows)))
-        name = number if self._counts_public else _hash_row(rows, number)
+        indices = torch.arange(first, min(first + self._size, len(self)))
+        name = number if self._counts_public else _hash_rows(rows, self._rows_of(number))
         block_ctx = dataclasses.replace(
             self._ctx, visit_key=f"{self._ctx.visit_key}#{self._step}/{name}"
         )
-        repeated = indices.repeat_interleave(self._views)
-        fields = self._draw(rows.x[repeated], rows.y[repeated], block_ctx)
+        chosen = indices.repeat_interleave(self._views)
+        if self._groups is not None:
+            rng = block_ctx.rng("rows of persons")
+            chosen = torch.cat(
+                [choose_rows(self._rows_of(i), self._views, rng) for i in indices.tolist()]
+            )
+        fields = self._draw(rows.x[chosen], rows.y[chosen], block_ctx)
         shape = (len(indices), self._views)
         return {name: torch.unflatten(value, 0, shape) for name, value in fields.items()}
 
+    def _rows_of(self, number: int) -> Tensor:
+        """Return the row with this number, or the rows of the person with this number."""
+        return torch.tensor([number]) if self._groups is None else self._groups[number]
 
-def _hash_row(rows: LabelledRows, number: int) -> str:
-    """Return a hash of one row; equal rows have equal hashes."""
-    x, y = rows.x[number].cpu().contiguous(), int(rows.y[number])
-    return hashlib.sha256(x.numpy().tobytes() + b"%d" % y).hexdigest()
+
+def _hash_rows(rows: LabelledRows, numbers: Tensor) -> str:
+    """Return a hash of some rows; equal rows have equal hashes."""
+    digest = hashlib.sha256()
+    for number in numbers.tolist():
+        digest.update(rows.x[number].cpu().contiguous().numpy().tobytes())
+        digest.update(b"%d" % int(rows.y[number]))
+    return digest.hexdigest()

@@ -13,7 +13,7 @@ from typing import Literal
 
 from accounting.account_plan import AccountPlan, Scope
 from accounting.accountants import ZERO_COST
-from accounting.budget import Span
+from accounting.budget import Span, Unit
 from accounting.events import Event
 from privssl import __version__
 from privssl.errors import PrivacyError
@@ -40,17 +40,24 @@ AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
 Release = tuple[str, Status, str]
 
 _version = cache(version)  # ``version`` reads a file
-_ROUNDING = (
-    "Rounding: arithmetic is floating point. One row moves a sum by at most 1 + 1e-6 clip norms, "
-    "for batches of up to 65,536 rows.",
-)
+_ROUNDING: Mapping[Unit, str] = {
+    "record": "Rounding: arithmetic is floating point. One row moves a sum by at most 1 + 1e-6 "
+    "clip norms, for batches of up to 65,536 rows.",
+    "person": "Rounding: arithmetic is floating point. One person moves a sum by at most 1 + 1e-6 "
+    "clip norms, for batches of up to 65,536 persons.",
+}
 _IDEAL_BITS = (
     "Random bits: delta 0 is for ideal ones; those of the operating system are as good as its "
     "generator.",
 )
+_UNLABELLED = "Unlabelled rows: query agents train on them without noise."
+_PEOPLE: Mapping[Unit, str] = {
+    "record": "People with more than one record: the bound is for one record and grows with their "
+    "number.",
+    "person": "People with records at more than one agent, or under more than one name: the bound "
+    "is for one agent and one name, and grows with their number.",
+}
 _NOT_PROTECTED = (
-    "Unlabelled rows: query agents train on them without noise.",
-    "People with more than one record: the bound is for one record and grows with their number.",
     "Timing, memory use and other side channels, and files on an agent's own disk.",
     "Validation and test rows: metrics on them have no noise.",
     "Choices made by looking at labelled rows before the run: settings, classes, a split by class.",
@@ -170,11 +177,13 @@ def privacy_card(
         "not_sent": list(_NOT_SENT_IN_CENSUS if census else _NOT_SENT),
         "not_protected": [
             *(_AS_PUBLISHED if scope == "as_published" else ()),
+            _UNLABELLED,
+            _PEOPLE[plan.unit],
             *_NOT_PROTECTED,
             *(() if encoder is None else (encoder_sentence(encoder),)),
             *(() if network is None else (network_sentence(network),)),
             *(() if algorithm in ALGORITHMS else (_OWN_ALGORITHM.format(algorithm),)),
-            *(_IDEAL_BITS if census and claimed_delta == 0 else _ROUNDING),
+            *(_IDEAL_BITS if census and claimed_delta == 0 else (_ROUNDING[plan.unit],)),
         ],
         "attack_bounds": attack_bounds(bound, claimed_delta) if claims else None,
         "versions": {
@@ -235,9 +244,13 @@ def _check_inputs(
                 f"{agent}: the account is {plan.agent}'s, scope {plan.scope}, delta "
                 f"{plan.budget.delta:g}; the card is scope {scope}, delta {delta:g}"
             )
-    settings = {(p.update, p.protect, p.adjacency, p.record_counts) for _, p, _, _ in accounts}
+    settings = {
+        (p.update, p.protect, p.unit, p.adjacency, p.record_counts) for _, p, _, _ in accounts
+    }
     if len(settings) > 1:
-        raise PrivacyError("agents differ in what they train, protect or publish: one card each")
+        raise PrivacyError(
+            "agents differ in their unit, or in what they train, protect or publish: one card each"
+        )
     statuses = {name: status for name, status, _ in releases}
     updated = set(accounts[0][1].update)
     unprotected = sorted(name for name in updated if statuses.get(name) == "not covered")

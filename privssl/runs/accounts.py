@@ -16,7 +16,8 @@ from accounting.ledger import Account, read_journal, refuse_missing, refuse_prob
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import RunFolderError
 from privssl.experiment.config import Config
-from privssl.experiment.prepare import Prepared, claim_rows, find_unprotected_rows
+from privssl.experiment.prepare import Prepared
+from privssl.experiment.shared_rows import claim_rows, find_unprotected_rows
 from privssl.privacy.former_ledgers import former_heads
 from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan

@@ -277,7 +277,10 @@ class _SamplingEngine(LocalEngine):
         x = torch.rand(count, *dataset.shape, generator=rng)
         x = x if dataset.x_test.is_floating_point() else x.mul(255).to(dataset.x_test.dtype)
         y = torch.randint(dataset.classes, (count,), generator=rng)
-        return LabelledRows(x, y, torch.arange(count))
+        privacy = self._prepared.config.privacy
+        is_person = privacy is not None and privacy.unit == "person"
+        persons = tuple(map(str, range(count))) if is_person else None
+        return LabelledRows(x, y, torch.arange(count), persons=persons)
 
     def _open_account(self, agent: Agent, plan: Any) -> Account:
         """Open a separate account for one visit, in a folder that is removed at the end."""

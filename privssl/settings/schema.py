@@ -54,8 +54,7 @@ class Problem(NamedTuple):
 @dataclass(frozen=True, config=strict)
 class RunSettings:
     """Execution of a run. Results depend on ``seed`` and, by rounding, on ``precision``, device and
-    ``batched_agents``.
-    """
+    ``batched_agents``."""
 
     name: str = ""
     """Name of the run, part of its default folder. Empty: the name of the config file."""
@@ -136,7 +135,7 @@ MAX_SIDE = 4096  # largest side of an image, in pixels; see ``data.image_folder.
 #: Keys of the data section for one data set, with their defaults and that data set.
 _OF_ONE_DATA_SET = (
     ("checksum", "", "arrays"), ("label", "label", "csv"), ("text", "", "csv"),
-    ("columns", "", "csv"), ("image_size", None, "image_folder"),
+    ("columns", "", "csv"), ("person", "", "csv"), ("image_size", None, "image_folder"),
 )  # fmt: skip
 
 
@@ -154,7 +153,8 @@ class DataSettings:
     """The holders of labels: support agents, the server, agents that hold both kinds of rows, or
     (`labels-at-both`: FedAvg and FedProx) the server and support agents."""
     labelled: Positive = 100
-    """Labelled rows, over all agents that hold labels."""
+    """Labelled rows, over all agents that hold labels. If the rows name persons, `labelled`,
+    `server_labelled`, `unlabelled` and `validation` count persons."""
     server_labelled: Positive | None = None
     """How many of them are the server's, with `labels-at-both`."""
     unlabelled: Positive | None = None
@@ -185,6 +185,8 @@ class DataSettings:
     """`csv`: column of the classes; an empty field means no label."""
     text: str = ""
     """`csv`: column of texts, for an encoder. Empty: all other columns are a table."""
+    person: str = ""
+    """`csv`: column of the person whose row it is (docs/persons.md). Empty: not known."""
     columns: str = ""
     """`csv`: YAML file of a table's columns, `name: [lowest, highest]`, `[lowest, highest,
     missing]` or a list of categories. Empty: from the training rows, which private runs refuse."""
@@ -223,22 +225,19 @@ class DataSettings:
         for key in ("encoder", "split"):
             if self.test is not None and getattr(self, key):
                 yield Problem("test", f"draws other training rows, which data.{key} cannot have")
-        if self.name in ("npz", "image_folder") and not self.root:
-            yield Problem("root", f"missing: {self.name} reads it")
+        if self.name in ("npz", "image_folder", "csv") and not self.root:
+            where = "train.csv and test.csv in it" if self.name == "csv" else "it"
+            yield Problem("root", f"missing: {self.name} reads {where}")
         if self.root and self.name in BUILT_IN:
             where = "is in memory" if self.name == "arrays" else "comes with privssl"
-            yield Problem(
-                "root",
-                f"has no effect: {self.name} {where}. Give data.name of what lies there "
-                "(npz, image_folder, ...)",
-            )
+            text = f"has no effect: {self.name} {where}. Give data.name of what lies there"
+            yield Problem("root", f"{text} (npz, image_folder, ...)")
         for key, default, name in _OF_ONE_DATA_SET:
             if getattr(self, key) != default and self.name != name:
                 yield Problem(key, f"has no effect: it belongs to {name}")
         yield from self._find_csv_problems()
         if self.encoder and self.name == "arrays":
-            text = "has no effect on rows in memory. Give encoded rows, or name a file of the rows"
-            yield Problem("encoder", text)
+            yield Problem("encoder", "has no effect on rows in memory. Encode them, or give a file")
         libraries = self.encoder.startswith(("torchvision:", "timm:"))
         if self.encoder_weights and not (libraries or is_own_encoder(self.encoder)):
             text = "has no effect: torchvision:NAME, timm:NAME and plug-ins have it"
@@ -247,11 +246,11 @@ class DataSettings:
             yield Problem("image_size", f"{self.image_size}: give at most {MAX_SIDE}")
 
     def _find_csv_problems(self) -> Iterator[Problem]:
-        """Yield CSV files without a folder, and texts without an encoder."""
-        if self.name == "csv" and not self.root:
-            yield Problem("root", "missing: csv reads train.csv and test.csv in it")
+        """Yield columns with two meanings, and texts without an encoder."""
         if self.text and self.text == self.label:
             yield Problem("text", f"{self.text} is data.label: rows would contain their labels")
+        if self.person and self.person in (self.label, self.text):
+            yield Problem("person", f"{self.person} is the column of labels or texts already")
         if self.text and self.columns:
             yield Problem("columns", "has no effect on texts (data.text)")
         if (self.text or self.name == "sent140") and not self.encoder:
@@ -280,8 +279,7 @@ class ModelSettings:
     width: Positive = 16
     """Scales the channels or units of privssl's networks; 16 is the standard size."""
     norm: Literal["group", "batch", "static", "none"] = "group"
-    """Normalisation layer. Private runs need `group` or `none`. In own networks it
-    replaces batch norm."""
+    """Normalisation layer; own networks: in place of batch norm. Private: `group` or `none`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of an own network."""
     weights: str = ""
@@ -298,7 +296,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, config=strict)
 class PrivacySettings:
-    """The guarantee for each labelled row of a support agent, and the mechanism.
+    """The guarantee for each record or person of a support agent, and the mechanism.
 
     Without ``noise_multiplier`` the noise is calibrated so that all visits fit the budget; with
     it, support agents are visited until the budget is spent.
@@ -334,6 +332,9 @@ class PrivacySettings:
     """Augmented views of a row, averaged within the row before clipping."""
     acknowledge_unsound: bool = False
     """Must be true to run the published scheme, which guarantees nothing."""
+    unit: Literal["record", "person"] = "record"
+    """Whom the guarantee is for: one labelled row, or one person with all its labelled rows, whom
+    the data must name (docs/persons.md)."""
     record_counts: Literal["public", "private"] = "public"
     """Whether the number of labelled rows of an agent is public or protected too."""
     ledger: str = ""

@@ -38,7 +38,6 @@ from privssl.experiment.prepare import (
     account_plan,
     check_plan_networks,
     check_private,
-    claim_rows,
     make_plan,
     task_of,
 )
@@ -49,6 +48,7 @@ from privssl.experiment.row_checks import (
     refuse_standardised,
     refuse_undeclared_columns,
 )
+from privssl.experiment.shared_rows import claim_rows, refuse_other_unit
 from privssl.models.network_checks import check_network
 from privssl.runtime import plugins
 from privssl.settings.names import is_outside
@@ -220,8 +220,9 @@ def _read_rows(site: SiteConfig, config: Config) -> _SiteRows:
             "labelled. Draw a new split"
         )
     rows = HeldRows(
-        dataset.x_train, dataset.unencoded, (*labelled_ids, *unlabelled_ids), dataset.records
-    )
+        dataset.x_train, dataset.unencoded, (*labelled_ids, *unlabelled_ids), dataset.records,
+        dataset.persons,
+    )  # fmt: skip
     with_labels = labelled_rows(labelled_ids, rows, dataset.y_train) if labelled else None
     without_labels = unlabelled_rows(unlabelled_ids, rows) if unlabelled else None
     encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.checksum
@@ -286,10 +287,12 @@ def _read_arrays(
     with_labels = without_labels = None
     if arrays.x is not None and arrays.y is not None:
         x, origin, encoder = datasets.encode_rows(config.data, torch.from_numpy(arrays.x))
-        with_labels = LabelledRows(x, torch.from_numpy(arrays.y), torch.arange(len(x)), origin)
+        with_labels = LabelledRows(
+            x, torch.from_numpy(arrays.y), torch.arange(len(x)), origin, arrays.persons
+        )
     if arrays.unlabelled is not None:
         x, origin, encoder = datasets.encode_rows(config.data, torch.from_numpy(arrays.unlabelled))
-        without_labels = UnlabelledRows(x, torch.arange(len(x)), origin)
+        without_labels = UnlabelledRows(x, torch.arange(len(x)), origin, arrays.unlabelled_persons)
     rows = without_labels if with_labels is None else with_labels  # which may have no row
     assert rows is not None  # every role has rows
     shape, scaling = tuple(rows.x.shape[1:]), scaling_of(rows.x)
@@ -330,6 +333,8 @@ def _prepare_account(
             f"{len(agent.labelled)} labelled rows: that would allow publishing a whole row. "
             f"Give less than 1 / {len(agent.labelled)}"
         )
+    named = agent.labelled.persons is not None
+    refuse_other_unit(privacy.unit, [agent], None, named=named)
     plan = account_plan(algorithm.plan, privacy, agent, budget)
     path = ledger / f"{agent.id}.jsonl"
     _refuse_other_ledger(path, store)

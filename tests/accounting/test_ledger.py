@@ -219,7 +219,7 @@ def test_unprotected_reads_are_recorded_and_make_the_sum_nominal(path: Path) -> 
         ({"update": ("F", "F")}, "once"),
         ({"update": ["F"]}, "once"),
         ({"event": NonPrivateEvent("F")}, "unprotected read"),
-        ({"unit": "person"}, "record only"),
+        ({"unit": "household"}, "unit is 'household'; use record or person"),
         ({"adjacency": "replace_one"}, "about twice"),
         ({"adjacency": "add_remove"}, "record_counts: private"),
         ({"record_counts": "private"}, "leave it out"),

@@ -206,7 +206,7 @@ def test_labels_of_unlabelled_rows_reach_no_agent() -> None:
 def test_unlabelled_rows_have_no_field_for_a_label() -> None:
     agent = federated_data(labelled=50).agents[-1]
     fields = {field.name for field in dataclasses.fields(agent.unlabelled)}
-    assert fields == {"x", "ids", "origin"}
+    assert fields == {"x", "ids", "origin", "persons"}
     assert agent.unlabelled.origin is None  # of a table: tests/rows/test_csv_rows.py
     assert agent.held_labelled is None
 

@@ -106,7 +106,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/experiment/prepare.py",
-                "            _refuse_shared_rows(labelled_agents, federated_data)\n",
+                "            refuse_shared_rows(labelled_agents, federated_data)\n",
                 "            pass\n",
             ),
         ),

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from privssl.data import datasets
 from privssl.data.canonical import canonical
-from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
+from privssl.data.csv_rows import Texts, read_table, read_texts
 from privssl.data.datasets import load_dataset
+from privssl.data.sent140 import read_sent140
 from privssl.encoders.frozen import Encoder
 from privssl.errors import DataError, PrivacyError, UserError
 from privssl.experiment import config
@@ -482,4 +483,5 @@ def test_the_shipped_table_equals_that_of_scikit_learn() -> None:
 
 
 def test_texts_have_the_form_of_arrays() -> None:
-    assert Texts._fields == ("x_train", "y_train", "x_test", "y_test", "class_names")
+    names = ("x_train", "y_train", "x_test", "y_test", "class_names", "persons")
+    assert Texts._fields == names

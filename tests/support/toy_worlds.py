@@ -102,5 +102,5 @@ def without_noise(patch: pytest.MonkeyPatch) -> None:
 def unopened_account(**methods: Any) -> Any:
     """Return what an engine asks of an account that no step charges; ``methods`` come on top."""
     asked = {"visits": lambda: 0, "paid_visits": lambda: 0, "close": lambda: None}
-    plan = SimpleNamespace(scope="sound")
+    plan = SimpleNamespace(scope="sound", unit="record")
     return SimpleNamespace(**{**asked, "events": (), "plan": plan, **methods})

@@ -1,0 +1,44 @@
+"""Rows of persons, where the unit of privacy is a person with several labelled records.
+
+A person is one element of a private mechanism: sampled, clipped and counted like a single row. What
+it adds depends on its own rows alone, so the accounting of records holds for persons (user-level
+DP-SGD by sampling users: McMahan et al. 2018, arXiv:1710.06963; Charles et al. 2024,
+arXiv:2407.07737).
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def group_by_person(persons: Sequence[str]) -> list[Tensor]:
+    """Return the row numbers (int64) of each person, in the order of their first rows."""
+    return [torch.tensor(rows) for rows in _find_rows(persons).values()]
+
+
+def choose_rows(group: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    """Choose ``count`` rows of a person at random: each once, and again only after all others."""
+    order = group[torch.randperm(len(group), generator=rng)]
+    return order[torch.arange(count) % len(order)]
+
+
+def choose_row_of_each(persons: Sequence[str]) -> Tensor:
+    """Choose one row of each person by a hash of its name: (persons,) row numbers.
+
+    No other person has an influence on it.
+    """
+    chosen = [rows[_hash(name) % len(rows)] for name, rows in _find_rows(persons).items()]
+    return torch.tensor(chosen, dtype=torch.int64)
+
+
+def _find_rows(persons: Sequence[str]) -> dict[str, list[int]]:
+    rows: dict[str, list[int]] = {}
+    for row, person in enumerate(persons):
+        rows.setdefault(person, []).append(row)
+    return rows
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
