@@ -21,8 +21,13 @@ PERSONS = np.arange(ROWS) // 4  # 15 persons of 4 rows, of two or three classes 
 
 
 def write_npz(path: Path, **arrays: Any) -> Path:
-    tests = {"x_test": X[:TESTS] + 1, "y_test": Y[:TESTS]}
-    np.savez(path, **({"x_train": X, "y_train": Y} | tests | arrays))
+    rows: dict[str, Any] = {
+        "x_test": X[:TESTS] + 1,
+        "y_test": Y[:TESTS],
+        "x_train": X,
+        "y_train": Y,
+    }
+    np.savez(path, **(rows | arrays))
     return path
 
 

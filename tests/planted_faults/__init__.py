@@ -11,6 +11,7 @@ from tests.planted_faults import (
     data,
     engines,
     outside,
+    persons,
     plugins,
     private_training,
     reproduce,
@@ -22,7 +23,7 @@ FAULTS: tuple[Fault, ...] = tuple(
     fault
     for module in (
         *(private_training, accounting, runs, engines, data, audit, algorithms),
-        *(outside, plugins, reproduce),
+        *(outside, plugins, reproduce, persons),
     )
     for fault in module.FAULTS
 )

@@ -309,7 +309,8 @@ def test_a_run_for_persons_says_so_and_its_audit_is_consistent(counts: str, tmp_
     text = (folder / "config.yaml").read_text()
     assert "unit: person" in text
     (folder / "config.yaml").write_text(text.replace("unit: person", "unit: record"))
-    assert audit.audit(folder).verdict != audit.Verdict.CONSISTENT
+    problems = "\n".join(audit.audit(folder).problems)
+    assert "config.yaml asks for the unit of record, the ledger of s0 has person" in problems
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A site's own tables and image folders: read without test rows, in the format that all sites
 share, or refused."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from accounting.ledger import read_journal
 from privssl.data.datasets import load_dataset
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.experiment import config as configs
@@ -258,6 +260,27 @@ def test_with_a_private_row_count_empty_arrays_are_treated_like_any_others(
     np.savez(tmp_path / "rows.npz", x_labelled=x, y_labelled=y)
     handler = site(tmp_path, VECTORS + PRIVATE_COUNTS, ARRAYS, budget="{epsilon: 8.0}")
     assert len(handler.agent.labelled) == rows
+
+
+@pytest.mark.parametrize("counts", ["public", "private"])
+def test_a_site_names_persons_exactly_where_the_guarantee_is_for_persons(
+    tmp_path: Path, counts: str
+) -> None:
+    records = VECTORS + PRIVATE_COUNTS.replace("private}", counts + "}")
+    persons = records.replace("record_counts:", "unit: person, record_counts:")
+    x, y, how = np.eye(6, dtype=np.float32), np.arange(6) % 2, {"budget": "{epsilon: 8.0}"}
+    np.savez(tmp_path / "rows.npz", x_labelled=x, y_labelled=y)
+    with pytest.raises(PrivacyError, match=r"the rows name no persons.*of a site: person_labelled"):
+        site(tmp_path, persons, ARRAYS, **how)
+    site(tmp_path, records, ARRAYS, **how)
+    np.savez(tmp_path / "rows.npz", x_labelled=x, y_labelled=y, person_labelled=list("aabbcc"))
+    with pytest.raises(PrivacyError, match=r"rows name persons, and privacy\.unit is record"):
+        site(tmp_path, records, ARRAYS, **how)
+    (tmp_path / "kept/ledger/s0.jsonl").unlink()  # of records
+    shutil.rmtree(tmp_path / "kept/ledger/registry")
+    handler = site(tmp_path, persons, ARRAYS, **how)
+    assert handler.agent.labelled.persons == tuple("aabbcc")
+    assert read_journal(tmp_path / "kept/ledger/s0.jsonl").plan.unit == "person"
 
 
 def test_sites_with_vectors_of_bytes_and_of_floats_do_not_agree(tmp_path: Path) -> None:
