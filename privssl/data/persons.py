@@ -11,6 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from privssl.core.agents import Agent, LabelledRows
+from privssl.data.fields import plain
 from privssl.errors import DataError
 
 PREFIX = "person_"  # of arrays: person_train beside x_train
@@ -52,14 +53,15 @@ def _names_of(where: object, part: str, values: NDArray[Any], rows: int) -> tupl
 
 
 def check_names(where: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return names of persons without spaces around them. Raises DataError for an empty one."""
-    stripped = tuple(name.strip() for name in names)
-    if "" in stripped:
+    """Return names of persons in one spelling: 7 is 7.0, and Ann is ann. Raises DataError for an
+    absent one."""
+    spelt = tuple(plain(name.strip()).removesuffix(".0") for name in names)
+    if "" in spelt:
         raise DataError(
-            f"{where}: row {stripped.index('')} (from 0) has no person. Name one for each row; a "
-            "row of nobody else's is a person of its own"
+            f"{where}: row {spelt.index('')} (from 0) has no person. Name one for each row; a row "
+            "of nobody else's is a person of its own"
         )
-    return stripped
+    return spelt
 
 
 def count_persons(persons: Sequence[str] | None, ids: Collection[int]) -> int:

@@ -101,6 +101,16 @@ def test_a_sites_file_names_persons_of_both_kinds_of_rows(tmp_path: Path) -> Non
         read_rows(path, labelled=True, unlabelled=True)
 
 
+def test_one_person_may_be_spelt_in_several_ways(tmp_path: Path) -> None:
+    spelt = read_table(
+        write_csv(tmp_path, names="Ann ann 7 7.0"), label="label", columns=None, person="who"
+    )
+    assert spelt.persons == ("ann", "ann", "7", "7")
+    path = tmp_path / "rows.npz"
+    names = np.array([" Ann", "7.0"] * (ROWS // 2))
+    assert set(read_npz(write_npz(path, person_train=names)).persons or ()) == {"ann", "7"}
+
+
 def test_the_column_of_persons_is_no_feature_and_needs_a_value_in_each_row(tmp_path: Path) -> None:
     found = read_table(write_csv(tmp_path), label="label", columns=None, person="who")
     assert found.persons == ("ann", "ann", "bob", "cy")
