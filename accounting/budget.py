@@ -33,7 +33,7 @@ NEIGHBOUR_WORDS: Mapping[Unit, Mapping[Adjacency, str]] = {
 #: The people for whom a guarantee of each unit is weaker.
 PEOPLE_NOT_COVERED: Mapping[Unit, str] = {
     "record": "people with more than one record",
-    "person": "people with records at more than one agent",
+    "person": "people with records at more than one agent or under more than one name",
 }
 
 NO_GUARANTEE = (

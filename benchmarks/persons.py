@@ -2,10 +2,10 @@
 
     python -m benchmarks.persons [--seeds 3]
 
-Persons of five training rows each, drawn at random. Prints one Markdown table: the guarantee for a
-record; that for a person; and what a guarantee for a record must be so that it bounds five records
-of one person (group privacy). For (epsilon, delta)-DP of a record, five records have 5 epsilon and
-a delta of 5 exp(4 epsilon) delta (Dwork and Roth 2014, Theorem 2.2 and its proof for delta > 0).
+Persons of a few training rows each, drawn at random. Prints one Markdown table: the guarantee for
+a record; that for a person; and the guarantee for a record that bounds k records of one person
+(group privacy): (epsilon, delta) of a record are k epsilon and k exp((k - 1) epsilon) delta of k
+records (Vadhan 2017, Lemma 2.2).
 """
 
 import argparse
@@ -24,7 +24,12 @@ from privssl.data.datasets import load_dataset
 from privssl.settings.schema import DataSettings
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-ROWS, EPSILON, DELTA = 5, 8.0, 1e-5  # rows of a person; the guarantee of fedssl_dp.yaml
+DELTA = 1e-5
+#: Method, config, labelled rows, rows of a person, epsilon.
+CASES = (
+    ("FedSSL-DP", "fedssl_dp.yaml", 800, 2, 8.0),
+    ("label census", "label_census.yaml", 100, 5, 4.0),
+)
 
 
 def main() -> None:
@@ -32,41 +37,33 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for_group = {
-        "privacy.epsilon": EPSILON / ROWS,
-        "privacy.delta": DELTA / (ROWS * math.exp((ROWS - 1) * EPSILON / ROWS)),
-    }
-    print("| method | guarantee | of | accuracy, mean | of each seed |")
-    print("|---|---|---|---|---|")
-    for method, config, rows, group, epsilon in (
-        ("FedSSL-DP", "fedssl_dp.yaml", 800, for_group, EPSILON),
-        ("label census", "label_census.yaml", 100, {"privacy.epsilon": 4.0 / ROWS}, 4.0),
-    ):
-        person: dict[str, Any] = {"privacy.unit": "person", "data.labelled": rows // ROWS}
+    print("| method | labelled rows | guarantee | of | accuracy, mean | of each seed |")
+    print("|---|---|---|---|---|---|")
+    for method, config, rows, k, epsilon in CASES:
+        each = epsilon / k
+        group: dict[str, Any] = {"privacy.epsilon": each, "data.labelled": rows}
+        person: dict[str, Any] = {"privacy.unit": "person", "data.labelled": rows // k}
+        if method == "FedSSL-DP":
+            group["privacy.delta"] = DELTA / (k * math.exp((k - 1) * each))
+            person["privacy.views"] = k
         whole = {"privacy.epsilon": epsilon}
-        views = {"privacy.views": ROWS} if method == "FedSSL-DP" else {}
         for words, of, settings in (
-            (f"epsilon {epsilon:g}", "a record", {**whole, "data.labelled": rows}),
-            (f"epsilon {epsilon:g}", "a person", {**whole, **person, **views}),
-            (
-                f"epsilon {epsilon:g} for {ROWS} records",
-                "a person",
-                {**group, "data.labelled": rows},
-            ),
+            (f"epsilon {epsilon:g}", "a record", whole | {"data.labelled": rows}),
+            (f"epsilon {epsilon:g}", "a person", whole | person),
+            (f"epsilon {each:g} of a record", "a person", group),
         ):
-            found = [run(config, settings, seed) for seed in range(options.seeds)]
-            each = ", ".join(f"{value:.4f}" for value in found)
-            print(
-                f"| {method} | {words} | {of} | {statistics.mean(found):.4f} | {each} |", flush=True
-            )
+            found = [run(config, settings, k, seed) for seed in range(options.seeds)]
+            seeds, mean = ", ".join(f"{value:.4f}" for value in found), statistics.mean(found)
+            held = f"{rows} of {rows // k} persons"
+            print(f"| {method} | {held} | {words} | {of} | {mean:.4f} | {seeds} |", flush=True)
 
 
-def run(config: str, settings: Mapping[str, Any], seed: int) -> float:
-    """Train once; return the test accuracy after the last round."""
+def run(config: str, settings: Mapping[str, Any], k: int, seed: int) -> float:
+    """Train once, with k rows of each person; return the test accuracy after the last round."""
     rows = load_dataset(DataSettings(name="digits"))
     persons = None
     if "privacy.unit" in settings:
-        persons = np.random.default_rng(seed).permutation(len(rows.y_train)) // ROWS
+        persons = np.random.default_rng(seed).permutation(len(rows.y_train)) // k
     data = privssl.Dataset.from_arrays(
         rows.x_train, rows.y_train, rows.x_test, rows.y_test, persons=persons
     )

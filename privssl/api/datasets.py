@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from privssl.api.frames import frame_rows, read_frame, refuse_other_columns
-from privssl.api.row_sources import is_huggingface_split, read_pairs, read_split, to_array
+from privssl.api.row_sources import is_huggingface_split, names_of, read_pairs, read_split, to_array
 from privssl.core.agents import natural_order
 from privssl.data import datasets
 from privssl.data.npz import KIND, NAMES, NO_LABEL, PERSONS, UNLABELLED, check_arrays
@@ -268,8 +268,9 @@ def _join_persons(
     where: str, persons: Mapping[str, Any] | None, rows: Mapping[str, int]
 ) -> tuple[str, ...] | None:
     """Return the persons of all agents' rows, agent after agent."""
-    parts = {f"{PREFIX}{agent}": np.asarray(names) for agent, names in (persons or {}).items()}
-    return read_persons(f"{where}: persons", parts, rows)
+    where = f"{where}: persons"
+    parts = {f"{PREFIX}{a}": names_of(where, names) for a, names in (persons or {}).items()}
+    return read_persons(where, parts, rows)
 
 
 #: First letters of agent names, and the kinds of agents.
@@ -332,7 +333,7 @@ def _build_dataset(
         raw[KIND] = np.array(kind)
     if persons is not None:
         parts = PERSONS[: 1 + (UNLABELLED in raw)]
-        owners = np.atleast_1d(np.asarray(persons))
+        owners = names_of(f"{where}: persons", persons)
         ends = [len(raw[NAMES[0]])][: len(parts) - 1]
         raw |= dict(zip(parts, np.split(owners, ends), strict=True))
     with datasets.recorded() as warnings:

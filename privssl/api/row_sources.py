@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from privssl.api.frames import field_of
 from privssl.data.image_folder import pixels_of
 from privssl.data.npz import MAX_CLASS, NO_LABEL
 from privssl.errors import DataError
@@ -28,6 +29,14 @@ def to_array(where: str, value: Any) -> NDArray[Any]:
             f"{where} has values of {array.dtype}. Give numbers; number the classes 0, 1, 2, ..."
         )
     return array
+
+
+def names_of(where: str, values: Any) -> NDArray[Any]:
+    """Return names or whole numbers (N,) as texts; absent ones are empty. Raises DataError."""
+    if np.ma.is_masked(values) or not hasattr(values, "__len__") or isinstance(values, str):
+        raise DataError(f"{where} is {values!r:.60}. Give a list of names, one for each row")
+    listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    return np.array([field_of(value) for value in listed], dtype=str)
 
 
 def _iterate_items(where: str, items: Any) -> Iterator[Any]:

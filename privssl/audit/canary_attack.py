@@ -156,7 +156,7 @@ def attack(
     assert isinstance(plan, PrivatePlan)  # there are only two mechanisms
     report.mechanism = attack_mechanism(
         plan, len(charged) * plan.steps, delta, CONFIDENCE,
-        counts_public=journal.plan.record_counts == "public",
+        counts_public=journal.plan.record_counts == "public", unit=journal.plan.unit,
     )  # fmt: skip
     _judge_mechanism(report, report.mechanism)
     if is_imported(config.model.name):

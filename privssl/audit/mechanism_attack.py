@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from accounting.budget import Unit
 from accounting.mechanism_tests import (
     batch_size_p,
     inclusion_p,
@@ -103,9 +104,13 @@ class MechanismAttack:
 
 
 def attack_mechanism(
-    plan: PrivatePlan, steps: int, delta: float, confidence: float, *, counts_public: bool = True
-) -> MechanismAttack:
-    """Attack ``steps`` private steps of a plan, about the same rows; epsilon is at ``delta``."""
+    plan: PrivatePlan, steps: int, delta: float, confidence: float, *, counts_public: bool = True,
+    unit: Unit = "record",
+) -> MechanismAttack:  # fmt: skip
+    """Attack ``steps`` private steps of a plan, about the same rows; epsilon is at ``delta``.
+
+    With the unit person the sensitivity is that of a person with two rows.
+    """
     samples = _ReleaseSamples(plan, steps)
     targets = (
         max(2, min(MEMBERS, MEMBER_STEPS // steps)), max(2, min(OTHERS, OTHER_STEPS // steps)),
@@ -136,7 +141,7 @@ def attack_mechanism(
     return MechanismAttack(
         steps=steps, members=samples.trials[1], others=samples.trials[0],
         lower_bound=bound.lower_bound, ceiling=bound.ceiling,
-        sensitivity=max(contribution, _measure_view_sensitivity(plan, counts_public)),
+        sensitivity=max(contribution, _measure_view_sensitivity(plan, counts_public, unit)),
         p_values=p_values | _test_visits(plan, counts_public),
     )  # fmt: skip
 
@@ -249,16 +254,20 @@ def _measure_without_noise(plan: PrivatePlan) -> tuple[Bools, float]:
 
 
 def _release_visits(
-    plan: PrivatePlan, visits: int, indices: Tensor, side: int, counts_public: bool
-) -> Iterator[Floats]:
+    plan: PrivatePlan, visits: int, indices: Tensor, side: int, counts_public: bool,
+    unit: Unit = "record",
+) -> Iterator[Floats]:  # fmt: skip
     """Yield the release of each of several visits about each coordinate, (coordinates,).
 
-    ``indices``: canaries that are rows of the agent; in every second visit the agent has no rows.
+    ``indices``: canaries that are rows of the agent, equal ones of one person; in every second
+    visit the agent has no rows.
     """
     canaries = _OrthogonalCanaries(plan, side)
     x = torch.cat(canaries.factors(indices), dim=1)[:, None, None]  # (rows, 1, 1, 2 side)
-    rows = LabelledRows(x, torch.zeros(len(indices), dtype=torch.int64), indices)
-    no_rows = LabelledRows(x[:0], rows.y[:0], indices[:0])
+    persons = tuple(map(str, indices.tolist())) if unit == "person" else None
+    y = torch.zeros(len(indices), dtype=torch.int64)
+    rows = LabelledRows(x, y, indices, persons=persons)
+    no_rows = LabelledRows(x[:0], y[:0], indices[:0], persons=persons and ())
 
     def draw(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
         return {"left": x[:, 0, 0, :side], "right": x[:, 0, 0, side:]}
@@ -273,15 +282,16 @@ def _release_visits(
         yield canaries.released()
 
 
-def _measure_view_sensitivity(plan: PrivatePlan, counts_public: bool) -> float:
-    """Return the largest contribution of a row with all its views, in clip norms: views are clipped
-    jointly."""
+def _measure_view_sensitivity(plan: PrivatePlan, counts_public: bool, unit: Unit) -> float:
+    """Return the largest contribution of a row with all its views, or of a person with two rows, in
+    clip norms: views are clipped jointly."""
     views = dataclasses.replace(
         plan, views=max(2, plan.views), steps=1, momentum=0.0, average_last=0.0, sample_rate=1.0,
         noise_multiplier=0.0,
     )  # fmt: skip
     side, _ = WITH_MEMBERS
-    release = next(_release_visits(views, 1, torch.arange(side), side, counts_public))
+    indices = torch.arange(side).repeat_interleave(2 if unit == "person" else 1)
+    release = next(_release_visits(views, 1, indices, side, counts_public, unit))
     return float(np.abs(release).max())
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from accounting.budget import delta_up, round_up
+from accounting.budget import Unit, delta_up, round_up
 
 Results: TypeAlias = Mapping[str, Any]  # results.json of a finished run
 
@@ -81,11 +81,12 @@ class Epsilon:
     delta: float | None = None  # in (0, 1)
     covers: tuple[str, ...] = ()  # networks; none unless guaranteed
     lasting: bool = False
+    unit: Unit = "record"
 
     def as_json(self) -> dict[str, Any]:
         return {
             "kind": self.kind, "epsilon": self.value, "delta": self.delta,
-            "covers": list(self.covers),
+            "covers": list(self.covers), "unit": self.unit,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -95,7 +96,8 @@ class Epsilon:
         number = f"{round_up(self.value)} (delta {delta_up(self.delta or 0.0)}{runs})"
         if self.kind == "nominal":
             return f"NOMINAL {number}, no guarantee"
-        return f"guarantee {number} for {' '.join(self.covers)}"
+        unit = " of a person" if self.unit == "person" else ""
+        return f"guarantee{unit} {number} for {' '.join(self.covers)}"
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def epsilon_of(runs: Sequence[Results], delta: float | None, *, lasting: bool = 
     if all(guarantees):
         weakest = max(guarantees, key=lambda claim: float(claim["epsilon"]))
         covers, largest = tuple(weakest["covers"]), max(claim["delta"] for claim in guarantees)
-        return Epsilon("guarantee", weakest["epsilon"], largest, covers, lasting)
+        return Epsilon("guarantee", weakest["epsilon"], largest, covers, lasting, weakest["unit"])
     if None not in nominal:
         return Epsilon("nominal", max(nominal), delta, lasting=lasting)
     return Epsilon("none")

@@ -30,7 +30,13 @@ from privssl.core.agents import (
 )
 from privssl.data import split_manifest as manifests
 from privssl.data.datasets import Dataset as Dataset
-from privssl.data.datasets import checksum, expand_path, load_dataset, redraw_test_rows
+from privssl.data.datasets import (
+    checksum,
+    expand_path,
+    load_dataset,
+    persons_checksum,
+    redraw_test_rows,
+)
 from privssl.data.encoded import HeldRows
 from privssl.data.npz import NO_LABEL
 from privssl.data.persons import count_persons
@@ -159,6 +165,7 @@ def _build_manifest(
     return Manifest(
         dataset=dataset.name, checksum=digest, rows=len(dataset.y_train), seed=seed,
         settings=settings_of_split(data), agents=split.agents, validation=split.validation,
+        persons=persons_checksum(dataset),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ A person is a name or a number. All rows of one go to one agent, so settings of 
 persons. Rows without persons are split one by one.
 """
 
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -55,13 +56,27 @@ def _names_of(where: object, part: str, values: NDArray[Any], rows: int) -> tupl
 def check_names(where: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return names of persons in one spelling: 7 is 7.0, and Ann is ann. Raises DataError for an
     absent one."""
-    spelt = tuple(plain(name.strip()).removesuffix(".0") for name in names)
+    spelt = tuple(map(_spell, names))
     if "" in spelt:
         raise DataError(
             f"{where}: row {spelt.index('')} (from 0) has no person. Name one for each row; a row "
             "of nobody else's is a person of its own"
         )
     return spelt
+
+
+def _spell(name: str) -> str:
+    """Return a name in its usual spelling.
+
+    >>> _spell(" Ann  LEE"), _spell("007"), _spell("7.0")
+    ('ann lee', '7', '7')
+    """
+    normal = unicodedata.normalize("NFKC", name)
+    visible = "".join(c for c in normal if unicodedata.category(c) != "Cf")
+    text = " ".join(visible.split())
+    if text.isdecimal():
+        return str(int(text))
+    return plain(text).removesuffix(".0")
 
 
 def count_persons(persons: Sequence[str] | None, ids: Collection[int]) -> int:

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from accounting.canonical_json import decode_strictly
 from accounting.errors import PlanError
-from privssl.data.datasets import Dataset
+from privssl.data.datasets import Dataset, persons_checksum
 from privssl.errors import DataError
 from privssl.storage import atomic_files
 
@@ -43,7 +43,7 @@ class Manifest:
     """A split. Every row id occurs at most once.
 
     ``rows`` is the size N of the training set, ``settings`` those of the split (without folders of
-    this machine), ``checksum`` that of the data set.
+    this machine), ``checksum`` that of the data set, ``persons`` that of the persons of its rows.
     """
 
     dataset: StrictStr
@@ -56,6 +56,7 @@ class Manifest:
     ]
     agents: Mapping[StrictStr, AgentRows]
     validation: Rows
+    persons: Hex | None = None
 
     @cached_property
     def hash(self) -> str:
@@ -80,6 +81,11 @@ class Manifest:
                 f"the split was drawn for {self.dataset} with {self.rows} training rows, but "
                 f"{dataset.name} here has {other}. Use the same data, or leave data.split out to "
                 "draw a new split"
+            )
+        if self.persons != persons_checksum(dataset):
+            raise DataError(
+                f"the split was drawn for {self.dataset} with other persons, or without them. Give "
+                "the same persons, or leave data.split out to draw a new split"
             )
 
 
@@ -112,7 +118,10 @@ _FORM = pydantic.TypeAdapter(Manifest)
 
 
 def _as_json(manifest: Manifest) -> dict[str, Any]:
-    return {"schema": SCHEMA, **_FORM.dump_python(manifest)}
+    fields = {"schema": SCHEMA, **_FORM.dump_python(manifest)}
+    if manifest.persons is None:  # as in versions without persons, so that hashes stay the same
+        del fields["persons"]
+    return fields
 
 
 def _as_canonical_json(value: Mapping[str, Any]) -> str:

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from torch import nn
 
+from accounting.budget import Unit
 from privssl.data.split_manifest import Manifest, read_manifest
 from privssl.errors import PrivacyError
 from privssl.experiment.config import Config
 from privssl.experiment.row_checks import PUBLISHED
 from privssl.models.own_networks import runs_behind
 from privssl.settings.names import is_outside
+from privssl.settings.schema import PrivacySettings
 
 SPLIT, CARD = "split.json", "privacy.json"  # in the folder of a run
 DEPTH = 3  # RUN/checkpoints/round_00001/FILE
@@ -39,16 +41,14 @@ def check_warm_start(
     """
     if config.privacy is None:
         return
-    counts_public = config.privacy.record_counts == "public"
+    privacy = config.privacy
     weight_files = (
         ("model.weights", config.model.weights),
         ("data.encoder_weights", config.data.encoder_weights),
     )
     for key, file in weight_files:
         if file:
-            yield from _find_file_warnings(
-                key, Path(file).expanduser().resolve(), split, counts_public
-            )
+            yield from _find_file_warnings(key, Path(file).expanduser().resolve(), split, privacy)
     if is_outside(config.model.name):
         for run in runs_behind(new_classifier()):
             if not (run / SPLIT).is_file():
@@ -57,13 +57,14 @@ def check_warm_start(
                     "run used labelled rows of this one without protection is unknown. Put the "
                     "folder back, or give a network that has not seen these rows"
                 )
-            yield from _find_file_warnings("model", run / SPLIT, split, counts_public)
+            yield from _find_file_warnings("model", run / SPLIT, split, privacy)
 
 
 def _find_file_warnings(
-    key: str, file: Path, split: Manifest, counts_public: bool
+    key: str, file: Path, split: Manifest, privacy: PrivacySettings
 ) -> Iterator[str]:
-    """Yield warnings about one file; ``counts_public``: numbers of labelled rows are public."""
+    """Yield warnings about one file; ``privacy``: of this run."""
+    counts_public = privacy.record_counts == "public"
     above = list(file.parents)[:DEPTH]
     run = next((p for p in above if (p / SPLIT).is_file()), None)
     if run is None:
@@ -91,11 +92,14 @@ def _find_file_warnings(
             f"labelled rows of this one without protection is unknown. {_advice_for(key)}"
         )
     own_rows = set(chain.from_iterable(holding.labelled for holding in split.agents.values()))
+    if privacy.unit == "person":  # and other rows of the same persons, which this run does not use
+        others = chain.from_iterable(holding.unlabelled for holding in split.agents.values())
+        own_rows |= set(range(split.rows)) - {*others, *split.validation}
     unprotected = set(former.validation).union(
         *(holding.unlabelled for holding in former.agents.values())
     )
     charged = set(chain.from_iterable(holding.labelled for holding in former.agents.values()))
-    if not _has_guarantee(run):
+    if not _has_guarantee(run, privacy.unit):  # one of another unit bounds nothing for this one
         unprotected, charged = unprotected | charged, set()
     if shared := len(own_rows & unprotected):
         raise PrivacyError(
@@ -153,8 +157,9 @@ def _is_run_over_sites(run: Path, former: Manifest) -> bool:
     return not former.agents or bool(_OVER_SITES.search(text))
 
 
-def _has_guarantee(run: Path) -> bool:
+def _has_guarantee(run: Path, unit: Unit) -> bool:
     try:
-        return json.loads((run / CARD).read_bytes())["guarantee"] is not None
-    except (OSError, ValueError, LookupError, TypeError):
+        guarantee = json.loads((run / CARD).read_bytes())["guarantee"]
+        return guarantee is not None and guarantee.get("unit", "record") == unit
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False

@@ -206,6 +206,8 @@ def _read_rows(site: SiteConfig, config: Config) -> _SiteRows:
         split.check(dataset, datasets.checksum(dataset))
         holding = split.agents.get(site.site.agent, split_manifest.AgentRows((), ()))
         labelled_ids, unlabelled_ids = holding.labelled, holding.unlabelled
+        if config.privacy is not None and labelled:
+            _refuse_shared_persons(site, dataset, split, labelled_ids)
     elif labelled and unlabelled:
         unlabelled_ids = tuple(sorted({*unlabelled_ids} - {*labelled_ids}))
     labelled_ids, unlabelled_ids = (
@@ -230,6 +232,22 @@ def _read_rows(site: SiteConfig, config: Config) -> _SiteRows:
         with_labels, without_labels, dataset.class_names, dataset.shape,
         scaling_of(dataset.x_train), encoder, dataset.scales,
     )  # fmt: skip
+
+
+def _refuse_shared_persons(
+    site: SiteConfig, dataset: datasets.Dataset, split: split_manifest.Manifest, own: Sequence[int]
+) -> None:
+    """Refuse a split that gives other rows of this site's labelled persons to others."""
+    others = [*split.validation]
+    for holding in split.agents.values():
+        others += [*holding.labelled, *holding.unlabelled]
+    persons = dataset.persons or ()
+    if persons and {persons[i] for i in own} & {persons[i] for i in {*others} - {*own}}:
+        raise PrivacyError(
+            f"{site.source}: {site.path(site.rows.split)} gives rows of a labelled person of "
+            f"{site.site.agent} to others, too, who would have two budgets or none. Draw a new "
+            "split"
+        )
 
 
 def _refuse_revealing_rows(site: SiteConfig, config: Config) -> None:
@@ -348,9 +366,10 @@ def _prepare_account(
     epsilon_left = budget.epsilon - read_journal(path).epsilon
     if privacy.epsilon > epsilon_left:
         log.warning(
-            "A new run of %s may spend epsilon %g of each labelled row, and of this site's "
+            "A new run of %s may spend epsilon %g of each labelled %s, and of this site's "
             "budget.epsilon %g at most %.4f is left. The site refuses steps that cost more",
-            config.source, privacy.epsilon, budget.epsilon, max(0.0, epsilon_left),
+            config.source, privacy.epsilon, {"record": "row", "person": "person"}[privacy.unit],
+            budget.epsilon, max(0.0, epsilon_left),
         )  # fmt: skip
 
     def open_account(run: str) -> Account:

@@ -9,8 +9,9 @@ import pytest
 import privssl
 from privssl import data
 from privssl.data.csv_rows import read_table, read_texts
-from privssl.data.datasets import Dataset, checksum, load_dataset
+from privssl.data.datasets import Dataset, checksum, load_dataset, persons_checksum
 from privssl.data.npz import read_npz, read_rows
+from privssl.data.persons import check_names
 from privssl.errors import DataError, UserError
 from privssl.settings.schema import AgentSettings, DataSettings
 
@@ -150,11 +151,45 @@ def test_agents_with_rows_of_their_own_name_their_persons() -> None:
         privssl.Dataset.federated(agents, (X[:3], Y[:3]), persons={"s0": names["s0"]})
 
 
-def test_persons_are_part_of_the_checksum_of_a_data_set() -> None:
+def test_persons_have_a_checksum_beside_that_of_the_rows() -> None:
     other = PERSONS.copy()
     other[0] = 14
-    sums = [checksum(in_memory(persons=names)) for names in (None, PERSONS, other)]
-    assert len(set(sums)) == 3
+    found = [in_memory(persons=names) for names in (None, PERSONS, other)]
+    assert len({checksum(rows) for rows in found}) == 1  # warm starts compare rows by it
+    assert len({persons_checksum(rows) for rows in found}) == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Jose\u0301 Ma",
+        "JOS\u00c9  MA",
+        "jos\u00e9\u00a0ma",
+        " jos\u00e9 \uff4d\uff41",
+        "jos\u00e9 ma\u200b",
+    ],
+)
+def test_a_name_has_one_form_in_unicode(name: str) -> None:
+    assert check_names("here", [name]) == ("jos\u00e9 ma",)
+
+
+def test_whole_numbers_of_many_digits_are_different_persons() -> None:
+    large = [str(2**62), str(2**62 + 1)]
+    assert len(set(check_names("here", large))) == 2
+
+
+@pytest.mark.parametrize("names", [np.ma.array(PERSONS, mask=PERSONS == 3), "abc", 7])
+def test_persons_in_memory_that_are_no_list_are_refused(names: Any) -> None:
+    with pytest.raises(UserError, match="Give a list of names, one for each row"):
+        in_memory(persons=names)
+
+
+def test_persons_in_memory_may_be_objects_as_a_frame_has_them() -> None:
+    names = np.array(["a", "b"] * (ROWS // 2), dtype=object)
+    assert in_memory(persons=names).persons == tuple(names)
+    names[3] = None
+    with pytest.raises(UserError, match=r"row 3 \(from 0\) has no person"):
+        in_memory(persons=names)
 
 
 def test_test_rows_are_not_drawn_from_rows_of_persons() -> None:
@@ -228,7 +263,7 @@ def test_a_replayed_split_counts_persons(tmp_path: Path) -> None:
     assert again.manifest.agents == drawn.manifest.agents
     with pytest.raises(DataError, match=r"has 6 labelled rows' persons, but data\.labelled"):
         data.build(settings(split=str(tmp_path / "split.json"), labelled=7), agents, 0, in_memory())
-    with pytest.raises(DataError, match="60 other ones"):  # the same rows of other persons
+    with pytest.raises(DataError, match="with other persons, or without them"):
         other = in_memory(persons=PERSONS[::-1])
         data.build(settings(split=str(tmp_path / "split.json")), agents, 0, other)
 

@@ -94,12 +94,25 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a replayed split may be of other persons",
-        (("privssl/data/datasets.py", "    if dataset.persons is not None:\n        digest",
-          "    if False:\n        digest"),),
         (
-            IN_DATA + "persons_are_part_of_the_checksum_of_a_data_set",
-            IN_DATA + "a_replayed_split_counts_persons",
+            (
+                "privssl/data/split_manifest.py",
+                "        if self.persons != persons_checksum(dataset):\n",
+                "        if False:\n",
+            ),
         ),
+        (IN_DATA + "a_replayed_split_counts_persons",),
+    ),
+    Fault(
+        "weights of a run for records are taken for those of one for persons",
+        (
+            (
+                "privssl/experiment/warm_start.py",
+                'return guarantee is not None and guarantee.get("unit", "record") == unit',
+                "return guarantee is not None",
+            ),
+        ),
+        (IN_PRIVACY + "weights_that_saw_rows_of_a_person_under_another_unit_are_refused",),
     ),
     Fault(
         "the audit takes a ledger for records for one for persons",

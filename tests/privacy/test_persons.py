@@ -24,12 +24,14 @@ from accounting.budget import Budget, Guarantee
 from accounting.errors import LedgerError, PlanError
 from accounting.ledger import Account
 from privssl.audit import __main__ as audit
+from privssl.audit import mechanism_attack
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.engine import Call
 from privssl.core.messages import Message
 from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError, UserError
 from privssl.experiment.shared_rows import claim_rows
+from privssl.privacy import local_dp_sgd
 from privssl.privacy.label_histogram import CensusPlan, count_rows
 from privssl.privacy.local_dp_sgd import train_rows_privately
 from privssl.privacy.persons import choose_row_of_each, choose_rows, group_by_person
@@ -271,6 +273,21 @@ def test_a_lasting_account_refuses_a_person_that_another_one_has(tmp_path: Path)
     claim_rows(tmp_path, [agent_with("s1", "cd", 100)], [])  # the control: other persons
 
 
+def test_an_attack_sees_a_person_who_counts_once_for_each_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = plan(steps=2, sample_rate=0.5, noise_multiplier=2.0)
+    monkeypatch.setattr(mechanism_attack, "OTHERS", 1000)
+    monkeypatch.setattr(mechanism_attack, "MEMBERS", 1000)
+    measure = mechanism_attack._measure_view_sensitivity
+    assert measure(few, True, "person") <= 1 + 1e-6
+    # The control: without groups each of its two rows is clipped alone.
+    monkeypatch.setattr(
+        local_dp_sgd, "group_by_person", lambda names: torch.arange(len(names))[:, None]
+    )
+    assert measure(few, True, "person") == pytest.approx(2.0, abs=1e-3)
+
+
 # Runs -----------------------------------------------------------------------------------------
 
 
@@ -311,6 +328,24 @@ def test_a_run_for_persons_says_so_and_its_audit_is_consistent(counts: str, tmp_
     (folder / "config.yaml").write_text(text.replace("unit: person", "unit: record"))
     problems = "\n".join(audit.audit(folder).problems)
     assert "config.yaml asks for the unit of record, the ledger of s0 has person" in problems
+
+
+def test_weights_that_saw_rows_of_a_person_under_another_unit_are_refused(tmp_path: Path) -> None:
+    """Whether the run before was not private, or private for records only."""
+    small = {"data.labelled": 200, "algorithm.rounds": 1, "run.workers": 1}
+    plain = {"data.labels": "support", "agents.mixed": 0, "agents.support": 2}
+    private = {"privacy.steps": 1, "privacy.visits": None}
+    for name, config, changes, why in (
+        ("plain", "fedavg.yaml", plain, "without protection"),
+        ("records", "fedavg_dp.yaml", private, "without protection"),
+    ):
+        privssl.train(CONFIGS / config, small | changes, data=digits(None), output=tmp_path / name)
+        weights = str(tmp_path / name / "classifier.safetensors")
+        person = small | private | {"privacy.unit": "person", "model.weights": weights}
+        with pytest.raises(UserError, match=why):
+            privssl.train(
+                CONFIGS / "fedavg_dp.yaml", person, data=digits(OF_DIGITS), output=tmp_path / "run"
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize(
