@@ -225,8 +225,12 @@ def test_a_guarantee_is_the_largest_over_seeds_and_never_rounded_down() -> None:
     assert "can spend up to their sum" in compare_table.markdown([row])
     machine = compare_table.as_json([row])["rows"][0]["privacy"]
     assert machine == {
-        "kind": "guarantee", "epsilon": 7.91234, "delta": 1e-5, "covers": ["F"], "of": "one run"
+        "kind": "guarantee", "epsilon": 7.91234, "delta": 1e-5, "covers": ["F"], "of": "one run",
+        "unit": "record",
     }  # fmt: skip
+    for run in row.runs:
+        run["privacy"]["guarantee"]["unit"] = "person"
+    assert str(compare_table.epsilon_of(row.runs, 1e-5)).startswith("guarantee of a person 7.9124")
 
 
 def test_a_guarantee_has_the_largest_delta_over_seeds() -> None:

@@ -93,7 +93,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 WARM,
-                'counts_public = config.privacy.record_counts == "public"',
+                'counts_public = privacy.record_counts == "public"',
                 "counts_public = True",
             ),
         ),
