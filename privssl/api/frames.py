@@ -33,7 +33,7 @@ def read_frame(
     column_names = None if declared is None else tuple(declared)
     table = _read_columns(WHERE, frame, label, column_names, others=True)  # they identify a record
     sampled = isinstance(test, float)
-    persons = _read_persons(frame, table, declared, label, person, sampled=sampled)
+    persons = _read_persons(table, declared, label, person, sampled=sampled)
     if isinstance(test, int | str):
         raise DataError(
             f"{WHERE}: test is {test!r}. Give the share of rows that test, such as 0.2, or a frame"
@@ -62,8 +62,8 @@ def read_frame(
 
 
 def _read_persons(
-    frame: Any, table: dict[str, list[str]], declared: Mapping[str, Scale] | None, label: str,
-    person: str, *, sampled: bool,
+    table: Mapping[str, list[str]], declared: Mapping[str, Scale] | None, label: str, person: str,
+    *, sampled: bool,
 ) -> tuple[str, ...] | None:  # fmt: skip
     """Return the person of each row; None without their column."""
     if not person:

@@ -280,15 +280,16 @@ def _replay_split(
     split.check(dataset, digest)
     _check_agents(data, split, "labelled", roles.labelled, some_may_have_none=labelled_is_declared)
     _check_agents(data, split, "unlabelled", roles.unlabelled)
-    held, persons = split.agents.values(), dataset.persons
-    with_labels, without = ([*chain.from_iterable(ids)] for ids in (
-        (h.labelled for h in held), (h.unlabelled for h in held)))  # fmt: skip
+    held = split.agents.values()
     counts: dict[str, tuple[int | None, int]] = {
-        "labelled": (data.labelled, count_persons(persons, with_labels)),
-        "unlabelled": (data.unlabelled, count_persons(persons, without)),
-        "validation": (data.validation, count_persons(persons, split.validation)),
+        key: (requested, count_persons(dataset.persons, [*ids]))
+        for key, requested, ids in (
+            ("labelled", data.labelled, chain.from_iterable(h.labelled for h in held)),
+            ("unlabelled", data.unlabelled, chain.from_iterable(h.unlabelled for h in held)),
+            ("validation", data.validation, split.validation),
+        )
     }
-    unit = "rows" if persons is None else "rows' persons"
+    unit = "rows" if dataset.persons is None else "persons"
     if labelled_is_declared:
         del counts["labelled"]
     for key, (requested, actual) in counts.items():

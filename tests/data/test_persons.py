@@ -261,7 +261,7 @@ def test_a_replayed_split_counts_persons(tmp_path: Path) -> None:
     drawn.manifest.write(tmp_path / "split.json")
     again = data.build(settings(split=str(tmp_path / "split.json")), agents, 5, in_memory())
     assert again.manifest.agents == drawn.manifest.agents
-    with pytest.raises(DataError, match=r"has 6 labelled rows' persons, but data\.labelled"):
+    with pytest.raises(DataError, match=r"has 6 labelled persons, but data\.labelled"):
         data.build(settings(split=str(tmp_path / "split.json"), labelled=7), agents, 0, in_memory())
     with pytest.raises(DataError, match="with other persons, or without them"):
         other = in_memory(persons=PERSONS[::-1])
