@@ -45,7 +45,7 @@ def main() -> None:
         person: dict[str, Any] = {"privacy.unit": "person", "data.labelled": rows // k}
         if method == "FedSSL-DP":
             group["privacy.delta"] = DELTA / (k * math.exp((k - 1) * each))
-            person["privacy.views"] = k
+        person["privacy.views" if method == "FedSSL-DP" else "privacy.rows_per_person"] = k
         whole = {"privacy.epsilon": epsilon}
         for words, of, settings in (
             (f"epsilon {epsilon:g}", "a record", whole | {"data.labelled": rows}),

@@ -23,7 +23,7 @@ class Made(dict[str, tuple[Event, dict[str, Tensor]]]):
 
     ``begun``: whether a mechanism has begun to use rows. ``failed``: whether one raised an error
     while it used them. ``counted``: the histograms of a census, as the step sees them and as they
-    are. ``sealed``: whether the step may see no exact one.
+    are, and the most rows of one person in it. ``sealed``: whether the step may see no exact one.
     """
 
     begun = False
@@ -32,7 +32,7 @@ class Made(dict[str, tuple[Event, dict[str, Tensor]]]):
     def __init__(self, *, sealed: bool) -> None:
         super().__init__()
         self.sealed = sealed
-        self.counted: list[tuple[Tensor, Tensor]] = []
+        self.counted: list[tuple[Tensor, Tensor, int]] = []
 
 
 _made: ContextVar[Made | None] = ContextVar("made", default=None)
@@ -116,27 +116,30 @@ def begin_release() -> None:
     made.begun = True
 
 
-def record_counts(counts: Tensor) -> Tensor:
+def record_counts(counts: Tensor, per_person: int) -> Tensor:
     """Record a counted histogram; return what the step may see of it: in a sealed one zeros.
+
+    ``per_person``: the most rows of one person in it; 1 if rows name none.
 
     Which message it sends, and the text of an error, could follow from exact counts.
     """
     if (made := _made.get()) is None:
         return counts
     seen = torch.zeros_like(counts) if made.sealed else counts
-    made.counted.append((seen, counts.clone()))
+    made.counted.append((seen, counts.clone(), per_person))
     return seen
 
 
-def exact_counts(seen: Tensor) -> Tensor:
+def exact_counts(seen: Tensor, per_person: int) -> Tensor:
     """Return the histogram that was counted in this step; outside of steps the given one.
 
     Args:
         seen: what :func:`record_counts` returned, unchanged.
+        per_person: how many rows of one person it may have.
 
     Raises:
         PrivacyError: it was changed, so a row may change it by more than one; or several were
-            counted, and the choice may depend on rows.
+            counted, and the choice may depend on rows; or a person has more rows in it.
     """
     made = _made.get()
     if made is None:
@@ -147,7 +150,12 @@ def exact_counts(seen: Tensor) -> Tensor:
             f"{len(made.counted)} were: which of several is released could follow from the rows. "
             "Call count_rows once"
         )
-    [(recorded, exact)] = made.counted
+    [(recorded, exact, most)] = made.counted
+    if most > per_person:
+        raise PrivacyError(
+            f"a person has {most} rows in a census whose noise is for {per_person} "
+            "(privacy.rows_per_person)"
+        )
     if seen is not recorded or not torch.equal(
         recorded, torch.zeros_like(exact) if made.sealed else exact
     ):

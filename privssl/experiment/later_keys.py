@@ -13,7 +13,7 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "columns": "", "test": None, "order": "stored", "server_labelled": None, "person": "",
     },
     "model": {"options": {}, "weights": ""},
-    "privacy": {"unit": "record"},
+    "privacy": {"unit": "record", "rows_per_person": 1},
     "algorithm": {
         "updates": "joint", "reading": "bayes",
         "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from privssl.algorithms import ALGORITHMS
 from privssl.settings.schema import MAX_LEARNING_RATE, MAX_NUMBER, Problem
 
 #: Larger integers would fill the memory, or never end, before an error could be reported.
@@ -18,6 +19,7 @@ def number_problems(config: Any, bad: Collection[str]) -> Iterator[Problem]:
         *_find_large_integers(config),
         *_find_large_floats(config),
         *_find_single_row_batches(config),
+        *_find_rows_per_person(config),
     ):
         if problem.key not in bad:
             yield problem
@@ -58,6 +60,18 @@ def _find_single_row_batches(config: Any) -> Iterator[Problem]:
             "data.labelled",
             f"{config.data.labelled}: an agent has a single labelled row, and batch norm needs two "
             "in a batch. Give more rows or fewer agents, or set model.norm: group",
+        )
+
+
+def _find_rows_per_person(config: Any) -> Iterator[Problem]:
+    """Yield a number of rows of a person that nothing counts."""
+    if config.privacy is None or config.privacy.rows_per_person == 1:
+        return
+    if config.privacy.unit != "person" or ALGORITHMS[config.algorithm.name].mechanism != "census":
+        yield Problem(
+            "privacy.rows_per_person",
+            "has no effect: it belongs to a label census with privacy.unit person. DP-SGD takes "
+            "privacy.views rows of a person in a step",
         )
 
 

@@ -36,7 +36,7 @@ from privssl.experiment.row_checks import (
     refuse_other_rows,
     refuse_undeclared_columns,
 )
-from privssl.experiment.shared_rows import refuse_other_unit, refuse_shared_rows
+from privssl.experiment.shared_rows import limit_rows, refuse_other_unit, refuse_shared_rows
 from privssl.experiment.warm_start import check_warm_start
 from privssl.models.network_checks import check_network, refuse_frozen
 from privssl.models.own_networks import NetworkSource, describe_exchange
@@ -146,6 +146,8 @@ def prepare(
             refuse_shared_rows(labelled_agents, federated_data)
             _refuse_unaffordable(plan, config.privacy)
     plans = _make_account_plans(plan, config.privacy, labelled_agents)
+    if plan is not None:
+        limit_rows(plan, labelled_agents)
     check_steps(kind)
     algorithm = own_method_checks.make(kind, config, task, plan)
     if plan is not None:

@@ -9,8 +9,26 @@ from accounting.budget import Unit
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.data import FederatedDataset
 from privssl.data.canonical import as_loaded_of, contents_of
+from privssl.data.encoded import select
 from privssl.data.persons import find_shared_person
 from privssl.errors import PrivacyError
+from privssl.privacy.label_histogram import CensusPlan
+from privssl.privacy.persons import choose_few_of_each
+from privssl.privacy.plan import Plan
+
+
+def limit_rows(plan: Plan, agents: Iterable[Agent]) -> None:
+    """Keep as many labelled rows of each person as a census counts, chosen by a hash."""
+    for agent in agents:
+        rows = agent.held_labelled
+        if not isinstance(plan, CensusPlan) or rows is None or rows.persons is None:
+            continue
+        kept = choose_few_of_each(rows.persons, plan.rows_per_person)
+        agent.held_labelled = LabelledRows(
+            rows.x[kept], rows.y[kept], rows.ids[kept],
+            None if rows.origin is None else select(rows.origin, kept),
+            tuple(rows.persons[row] for row in kept.tolist()),
+        )  # fmt: skip
 
 
 def refuse_other_unit(

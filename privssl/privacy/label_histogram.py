@@ -3,10 +3,12 @@
 A count is the number of labelled rows of one class in one cluster. One record is in one count, so
 with discrete Laplace noise on every count (``accounting/discrete_laplace.py``) the histogram is
 epsilon-DP with delta 0 for replacing one record by an empty one (2 epsilon for replacing it by
-another, k epsilon for k records; not guaranteed). The number of records is public. The caller must
+another, k epsilon for k records; not guaranteed). If rows name persons and at most k of each count,
+it is k epsilon-DP for replacing all records of a person. Their numbers are public. The caller must
 ensure that the cluster of a record depends only on this record and public values.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -27,7 +29,6 @@ from privssl.core.private_release import (
 )
 from privssl.errors import PrivacyError
 from privssl.privacy.own_code import is_ours
-from privssl.privacy.persons import choose_row_of_each
 from privssl.settings.schema import PrivacySettings
 
 CENSUS = "census"  # the name of the histogram in plans, ledgers and cards
@@ -37,9 +38,10 @@ CENSUS = "census"  # the name of the histogram in plans, ledgers and cards
 class CensusPlan:
     """Parameters of a census, public and fixed before the run; the interface of ``plan.Plan``."""
 
-    epsilon: float  # of the one release; 0: no release
+    epsilon: float  # of the one release for a record, which determines its noise; 0: no release
     visits: int  # 1; 0 where epsilon is 0
-    rows: float = 0.0  # declared labelled rows of all support agents together, public
+    rows: float = 0.0  # declared counted rows of all support agents together, public
+    rows_per_person: int = 1  # that count at most, if rows name persons
 
     update: ClassVar[tuple[str, ...]] = (CENSUS,)
     protect: ClassVar[tuple[str, ...]] = (CENSUS,)
@@ -48,7 +50,7 @@ class CensusPlan:
     @property
     def event(self) -> PureDpEvent:
         """Return the release of a census. Without visits, one that a budget of 0 refuses."""
-        return PureDpEvent(self.epsilon if self.visits else 1.0, 1)
+        return PureDpEvent(self.epsilon * self.rows_per_person if self.visits else 1.0, 1)
 
     def release(self, counts: Tensor) -> Tensor:
         """Return the counts with noise on every one. The caller has charged the event before
@@ -61,8 +63,8 @@ class CensusPlan:
             (K, C) int64 on the CPU; may be negative.
 
         Raises:
-            PrivacyError: these are not counts, not those of :func:`count_rows` in this step, or the
-                step has already released some.
+            PrivacyError: these are not counts, not those of :func:`count_rows` in this step, more
+                rows of a person count than in the plan, or the step has already released some.
             accounting.errors.PlanError: the plan has no epsilon to add noise for.
         """
         if counts.dtype != torch.int64:
@@ -75,7 +77,7 @@ class CensusPlan:
                 f"a census is a table of clusters by classes of counts >= 0; this one has shape "
                 f"{tuple(counts.shape)}, or a negative count"
             )
-        counts = exact_counts(counts)
+        counts = exact_counts(counts, self.rows_per_person)
         begin_release()
         noise = torch.from_numpy(discrete_laplace(self.epsilon, counts.numel()))
         noisy = counts.cpu() + noise.view(counts.shape)
@@ -89,7 +91,7 @@ class CensusPlan:
         return (
             f"Scope {self.scope}. One census of each support agent: its labelled rows by cluster "
             f"and class, with discrete Laplace noise on every count: pure epsilon "
-            f"{self.epsilon:g} of {settings.epsilon:g} (delta 0)."
+            f"{self.event.epsilon:g} of {settings.epsilon:g} (delta 0)."
         )
 
 
@@ -98,7 +100,8 @@ def count_rows(
 ) -> Tensor:
     """Count labelled rows by cluster and class (K, C), int64, exact: the input of a census.
 
-    If the rows name persons, one row of each person counts: it moves one count, like a record.
+    If the rows name persons, at most ``CensusPlan.rows_per_person`` of each are among them, or the
+    release is refused.
 
     Row by row: a row's features differ in their last bits with the batch size, so its cluster
     could depend on the number of other rows. In a step under a sound account the result is zeros,
@@ -114,9 +117,6 @@ def count_rows(
     """
     with mechanism_reads():
         x, y, persons = rows.x, rows.y, rows.persons
-    if persons is not None:
-        chosen = choose_row_of_each(persons)
-        x, y = x[chosen], y[chosen]
     counts = torch.zeros(clusters, classes, dtype=torch.int64)
     with errors_without_rows("the cluster of a row"):
         cluster_ids = [int(cluster_of(row[None])) for row in x]
@@ -128,7 +128,7 @@ def count_rows(
             )
         for cluster, label in zip(cluster_ids, y.tolist(), strict=True):
             counts[cluster, label] += 1
-    return record_counts(counts)
+    return record_counts(counts, max(Counter(persons).values(), default=1) if persons else 1)
 
 
 def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:
@@ -136,8 +136,10 @@ def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:
 
     Epsilon is rounded down to a multiple of 2^-20, for which noise is sampled exactly. Sums of such
     numbers are exact: three runs at 0.1 fit into accounts of 0.3. ``rows``: declared labelled rows
-    of all support agents together, public.
+    of all support agents together, or persons, public.
     """
+    k = settings.rows_per_person
     if settings.epsilon == 0:
-        return CensusPlan(0.0, visits=0, rows=rows)
-    return CensusPlan(float(exact_epsilon(settings.epsilon)), visits=1, rows=rows)
+        return CensusPlan(0.0, visits=0, rows=rows * k, rows_per_person=k)
+    epsilon = float(exact_epsilon(settings.epsilon / k))
+    return CensusPlan(epsilon, visits=1, rows=rows * k, rows_per_person=k)

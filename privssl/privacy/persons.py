@@ -1,9 +1,9 @@
 """Rows of persons, where the unit of privacy is a person with several labelled records.
 
-A person is one element of a private mechanism: sampled, clipped and counted like a single row. What
-it adds depends on its own rows alone, so the accounting of records holds for persons (user-level
-DP-SGD by sampling users: McMahan et al. 2018, arXiv:1710.06963; Charles et al. 2024,
-arXiv:2407.07737).
+Under DP-SGD a person is sampled and clipped like a single row. What it adds depends on its own rows
+alone, so the accounting of records holds for persons (sampling users: McMahan et al. 2018,
+arXiv:1710.06963; Charles et al. 2024, arXiv:2407.07737). A census counts a few rows of each person,
+with noise for that many.
 """
 
 import hashlib
@@ -24,13 +24,16 @@ def choose_rows(group: Tensor, count: int, rng: torch.Generator) -> Tensor:
     return order[torch.arange(count) % len(order)]
 
 
-def choose_row_of_each(persons: Sequence[str]) -> Tensor:
-    """Choose one row of each person by a hash of its name: (persons,) row numbers.
+def choose_few_of_each(persons: Sequence[str], count: int) -> Tensor:
+    """Choose at most ``count`` rows of each person by a hash: sorted row numbers (int64).
 
     No other person has an influence on it.
     """
-    chosen = [rows[_hash(name) % len(rows)] for name, rows in _find_rows(persons).items()]
-    return torch.tensor(chosen, dtype=torch.int64)
+    chosen = list[int]()
+    for name, rows in _find_rows(persons).items():
+        places = sorted(range(len(rows)), key=lambda place: _hash(name, place))
+        chosen += [rows[place] for place in places[:count]]
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
 def _find_rows(persons: Sequence[str]) -> dict[str, list[int]]:
@@ -40,5 +43,5 @@ def _find_rows(persons: Sequence[str]) -> dict[str, list[int]]:
     return rows
 
 
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+def _hash(name: str, place: int) -> bytes:
+    return hashlib.sha256(f"{place} {name}".encode()).digest()

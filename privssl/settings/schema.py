@@ -153,8 +153,7 @@ class DataSettings:
     """The holders of labels: support agents, the server, agents that hold both kinds of rows, or
     (`labels-at-both`: FedAvg and FedProx) the server and support agents."""
     labelled: Positive = 100
-    """Labelled rows, over all agents that hold labels. If the rows name persons, `labelled`,
-    `server_labelled`, `unlabelled` and `validation` count persons."""
+    """Labelled rows of all agents with labels; persons, if rows name them (docs/persons.md)."""
     server_labelled: Positive | None = None
     """How many of them are the server's, with `labels-at-both`."""
     unlabelled: Positive | None = None
@@ -333,8 +332,9 @@ class PrivacySettings:
     acknowledge_unsound: bool = False
     """Must be true to run the published scheme, which guarantees nothing."""
     unit: Literal["record", "person"] = "record"
-    """Whom the guarantee is for: one labelled row, or one person with all its labelled rows, whom
-    the data must name (docs/persons.md)."""
+    """Whom the guarantee is for: a labelled row, or a person with several (docs/persons.md)."""
+    rows_per_person: Positive = 1
+    """Census with the unit person: rows of a person that count, at most. Noise grows with it."""
     record_counts: Literal["public", "private"] = "public"
     """Whether the number of labelled rows of an agent is public or protected too."""
     ledger: str = ""

@@ -48,7 +48,7 @@ from privssl.experiment.row_checks import (
     refuse_standardised,
     refuse_undeclared_columns,
 )
-from privssl.experiment.shared_rows import claim_rows, refuse_other_unit
+from privssl.experiment.shared_rows import claim_rows, limit_rows, refuse_other_unit
 from privssl.models.network_checks import check_network
 from privssl.runtime import plugins
 from privssl.settings.names import is_outside
@@ -354,6 +354,7 @@ def _prepare_account(
     named = agent.labelled.persons is not None
     refuse_other_unit(privacy.unit, [agent], None, named=named)
     plan = account_plan(algorithm.plan, privacy, agent, budget)
+    limit_rows(algorithm.plan, [agent])
     path = ledger / f"{agent.id}.jsonl"
     _refuse_other_ledger(path, store)
     row_registry.refuse_partial_account(ledger, agent.id)

@@ -40,8 +40,25 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a census counts all rows of a person",
-        (("privssl/privacy/label_histogram.py", "        x, y = x[chosen], y[chosen]\n", ""),),
-        (IN_PRIVACY + "all_rows_of_a_person_are_in_one_count_of_a_census",),
+        (
+            (
+                "privssl/core/private_release.py",
+                "    if most > per_person:\n",
+                "    if False:\n",
+            ),
+        ),
+        (IN_PRIVACY + "a_census_refuses_more_rows_of_a_person_than_its_noise_is_for",),
+    ),
+    Fault(
+        "a census of several rows of a person has noise for one",
+        (
+            (
+                "privssl/privacy/label_histogram.py",
+                "exact_epsilon(settings.epsilon / k)",
+                "exact_epsilon(settings.epsilon)",
+            ),
+        ),
+        (IN_PRIVACY + "all_rows_of_a_person_cost_a_census_at_most_its_epsilon[2]",),
     ),
     Fault(
         "a step runs under an account of another unit",

@@ -101,7 +101,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a census of a method of one's own releases whatever it is given",
-        (("privssl/privacy/label_histogram.py", "        counts = exact_counts(counts)\n", ""),),
+        (
+            (
+                "privssl/privacy/label_histogram.py",
+                "        counts = exact_counts(counts, self.rows_per_person)\n",
+                "",
+            ),
+        ),
         (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),
     ),
     Fault(
@@ -114,8 +120,8 @@ FAULTS: tuple[Fault, ...] = (
             ),
             (
                 "privssl/core/private_release.py",
-                "    [(recorded, exact)] = made.counted\n",
-                "    recorded, exact = next(one for one in made.counted if one[0] is seen)\n",
+                "    [(recorded, exact, most)] = made.counted\n",
+                "    recorded, exact, most = next(one for one in made.counted if one[0] is seen)\n",
             ),
         ),
         (IN_CENSUS + "a_census_releases_one_count_per_row_as_it_was_assigned",),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import privssl
 from accounting.account_plan import AccountPlan
 from accounting.budget import Budget, Guarantee
+from accounting.discrete_laplace import log_pmf
 from accounting.errors import LedgerError, PlanError
 from accounting.ledger import Account
 from privssl.audit import __main__ as audit
@@ -29,13 +30,15 @@ from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.engine import Call
 from privssl.core.messages import Message
 from privssl.engines.local import LocalEngine
-from privssl.errors import PrivacyError, UserError
-from privssl.experiment.shared_rows import claim_rows
+from privssl.errors import ConfigError, PrivacyError, UserError
+from privssl.experiment.config import load_config
+from privssl.experiment.shared_rows import claim_rows, limit_rows
 from privssl.privacy import local_dp_sgd
-from privssl.privacy.label_histogram import CensusPlan, count_rows
+from privssl.privacy.label_histogram import CensusPlan, count_rows, make_census_plan
 from privssl.privacy.local_dp_sgd import train_rows_privately
-from privssl.privacy.persons import choose_row_of_each, choose_rows, group_by_person
+from privssl.privacy.persons import choose_few_of_each, choose_rows, group_by_person
 from privssl.privacy.plan import PrivatePlan
+from privssl.settings.schema import PrivacySettings
 from privssl.training.batched.deferred import ExampleLoss
 from privssl.training.losses import hard_label_loss
 from tests.support.private_fedssl import context
@@ -81,11 +84,16 @@ def test_a_row_of_a_person_is_chosen_again_only_after_all_its_others(
     assert sum(times) == count and max(times) - min(times) <= 1
 
 
-def test_one_row_of_each_person_is_chosen_and_always_the_same() -> None:
-    chosen = choose_row_of_each(PERSONS)
-    assert [PERSONS[i] for i in chosen] == list("abcd")
-    assert torch.equal(chosen, choose_row_of_each(PERSONS))
-    assert choose_row_of_each(()).tolist() == []
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_a_few_rows_of_each_person_are_chosen_whoever_else_is_there(count: int) -> None:
+    chosen = choose_few_of_each(PERSONS, count).tolist()
+    assert len(set(chosen)) == len(chosen)
+    for name in "abcd":
+        own = [row for row in chosen if PERSONS[row] == name]
+        assert len(own) == min(count, PERSONS.count(name))
+        alone = [row for row in range(ROWS) if PERSONS[row] == name]
+        assert own == [alone[i] for i in choose_few_of_each([name] * len(alone), count)]
+    assert choose_few_of_each((), count).tolist() == []
 
 
 # DP-SGD ---------------------------------------------------------------------------------------
@@ -190,13 +198,45 @@ def count(rows: LabelledRows) -> Tensor:
     return count_rows(rows, lambda row: (row[:, 0] > 0.5).long(), 2, 3)
 
 
-def test_all_rows_of_a_person_are_in_one_count_of_a_census() -> None:
-    whole, without = count(rows_of()), count(select(rows_of(), NOT_OF_A))
-    assert int(whole.sum()) == 4
-    assert sorted((whole - without).flatten().tolist()) == [0, 0, 0, 0, 0, 1]
-    # The control: as records, its five rows are in five counts.
+def largest_ratio(one: Tensor, other: Tensor, epsilon: float) -> float:
+    """The largest log ratio of the probabilities of one noisy table given two true ones."""
+    ends = torch.stack([one, other]).double().numpy()
+    ratios = log_pmf(epsilon, ends - one.numpy()) - log_pmf(epsilon, ends - other.numpy())
+    return float(np.abs(ratios).max(axis=0).sum())
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_all_rows_of_a_person_cost_a_census_at_most_its_epsilon(k: int) -> None:
+    settings = PrivacySettings(epsilon=3.0, unit="person", rows_per_person=k)
+    census = make_census_plan(settings, rows=4.0)
+    assert census.event.epsilon == pytest.approx(3.0, abs=1e-5) and census.rows == 4.0 * k
+    assert census.event.epsilon <= 3.0
+    agents = [
+        Agent(id="s0", held_labelled=rows) for rows in (rows_of(), select(rows_of(), NOT_OF_A))
+    ]
+    limit_rows(census, agents)
+    whole, without = (count(agent.labelled) for agent in agents)
+    assert int((whole - without).sum()) == k
+    assert largest_ratio(whole, without, census.epsilon) <= census.event.epsilon + 1e-9
+    # The control: all five rows of the person, with noise for k.
     apart = count(rows_of(None)) - count(select(rows_of(None), NOT_OF_A))
-    assert int(apart.sum()) == 5
+    assert largest_ratio(apart, 0 * apart, census.epsilon) > census.event.epsilon
+
+
+def test_a_census_refuses_more_rows_of_a_person_than_its_noise_is_for(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="a person has 5 rows in a census whose noise is for 1"):
+        answer_for("person", rows_of(), tmp_path, len)
+    one_each = select(rows_of(), choose_few_of_each(PERSONS, 1))
+    answer_for("person", one_each, tmp_path / "control", len)
+
+
+def test_a_number_of_rows_that_nothing_counts_is_refused() -> None:
+    for config, settings in (
+        ("fedssl_dp.yaml", ["privacy.unit=person", "privacy.rows_per_person=2"]),
+        ("label_census.yaml", ["privacy.rows_per_person=2"]),
+    ):
+        with pytest.raises(ConfigError, match=r"it belongs to a label census with privacy\.unit"):
+            load_config(CONFIGS / config, settings)
 
 
 # Steps ----------------------------------------------------------------------------------------
@@ -233,7 +273,7 @@ def test_no_step_runs_under_an_account_of_another_unit_than_its_rows(
     other = rows_of() if unit == "record" else rows_of(None)
     with pytest.raises(PrivacyError, match=f"the unit of its account is a {unit}"):
         answer_for(unit, other, tmp_path, len)
-    own = rows_of(None) if unit == "record" else rows_of()
+    own = rows_of(None) if unit == "record" else select(rows_of(), choose_few_of_each(PERSONS, 1))
     answer_for(unit, own, tmp_path / "control", len)
 
 
