@@ -41,14 +41,16 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for method, config, rows, k, epsilon in CASES:
         each = epsilon / k
-        group: dict[str, Any] = {"privacy.epsilon": each, "data.labelled": rows}
+        # Persons have rows of any class, so records are not drawn by class either.
+        records: dict[str, Any] = {"data.labelled": rows, "data.stratified": False}
+        group = {"privacy.epsilon": each} | records
         person: dict[str, Any] = {"privacy.unit": "person", "data.labelled": rows // k}
         if method == "FedSSL-DP":
             group["privacy.delta"] = DELTA / (k * math.exp((k - 1) * each))
         person["privacy.views" if method == "FedSSL-DP" else "privacy.rows_per_person"] = k
         whole = {"privacy.epsilon": epsilon}
         for words, of, settings in (
-            (f"epsilon {epsilon:g}", "a record", whole | {"data.labelled": rows}),
+            (f"epsilon {epsilon:g}", "a record", whole | records),
             (f"epsilon {epsilon:g}", "a person", whole | person),
             (f"epsilon {each:g} of a record", "a person", group),
         ):
