@@ -268,7 +268,8 @@ SECTION_TEXTS = {
     "agents": "How many agents of each kind. `labels-at-server` and `labels-at-both` add the "
     "server.\n\n",
     "model": "The classifier F. Generator and discriminator belong to the algorithm.\n\n",
-    "privacy": "The privacy guarantee of each labelled row of a support agent. Without this "
+    "privacy": "The privacy guarantee of each labelled row of a support agent, or of each person. "
+    "With `unit: person` what these keys say of a row is true of a person. Without this "
     "section a run is not private. If `noise_multiplier` is absent, it is calibrated so that all "
     "visits fit the budget; if it is given, agents are visited until the budget is spent. "
     "See [privacy.md](privacy.md).\n\n",

@@ -269,6 +269,11 @@ def _join_persons(
 ) -> tuple[str, ...] | None:
     """Return the persons of all agents' rows, agent after agent."""
     where = f"{where}: persons"
+    if persons is not None and not isinstance(persons, Mapping):
+        raise DataError(
+            f"{where} is a {type(persons).__name__}. Give those of each agent by its name: "
+            '{"s0": [...], "q0": [...]}'
+        )
     parts = {f"{PREFIX}{a}": names_of(where, names) for a, names in (persons or {}).items()}
     return read_persons(where, parts, rows)
 

@@ -36,6 +36,8 @@ def names_of(where: str, values: Any) -> NDArray[Any]:
     if np.ma.is_masked(values) or not hasattr(values, "__len__") or isinstance(values, str):
         raise DataError(f"{where} is {values!r:.60}. Give a list of names, one for each row")
     listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    if any(isinstance(value, list | tuple) for value in listed):
+        raise DataError(f"{where} has lists as names. Give one name for each row")
     return np.array([field_of(value) for value in listed], dtype=str)
 
 

@@ -238,6 +238,7 @@ def _read_part(
     needed = [*others, *names]
     if missing := [name for name in needed if name not in header]:
         hint = other_advice if other_advice and label in header else advice
+        hint = "Correct data.person" if person in missing else hint
         raise DataError(
             f"{path} has no column {', '.join(missing)}; it has {', '.join(header)}. {hint}"
         )

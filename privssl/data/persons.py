@@ -4,6 +4,7 @@ A person is a name or a number. All rows of one go to one agent, so settings of 
 persons. Rows without persons are split one by one.
 """
 
+import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
@@ -12,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from privssl.core.agents import Agent, LabelledRows
-from privssl.data.fields import plain
+from privssl.data.fields import is_absent
 from privssl.errors import DataError
 
 PREFIX = "person_"  # of arrays: person_train beside x_train
@@ -66,17 +67,17 @@ def check_names(where: str, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _spell(name: str) -> str:
-    """Return a name in its usual spelling.
+    """Return a name in its usual spelling; empty if it is absent. 1.1 and 1.10 are two names.
 
-    >>> _spell(" Ann  LEE"), _spell("007"), _spell("7.0")
-    ('ann lee', '7', '7')
+    >>> _spell(" Ann  LEE"), _spell("007"), _spell("7.0"), _spell("1.10"), _spell("NaN")
+    ('ann lee', '7', '7', '1.10', '')
     """
     normal = unicodedata.normalize("NFKC", name)
     visible = "".join(c for c in normal if unicodedata.category(c) != "Cf")
-    text = " ".join(visible.split())
-    if text.isdecimal():
-        return str(int(text))
-    return plain(text).removesuffix(".0")
+    text = " ".join(visible.split()).casefold()
+    if whole := re.fullmatch(r"0*([0-9]+)(\.0+)?", text):
+        return whole[1]
+    return "" if is_absent(text) else text
 
 
 def count_persons(persons: Sequence[str] | None, ids: Collection[int]) -> int:

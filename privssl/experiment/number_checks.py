@@ -64,8 +64,13 @@ def _find_single_row_batches(config: Any) -> Iterator[Problem]:
 
 
 def _find_rows_per_person(config: Any) -> Iterator[Problem]:
-    """Yield a number of rows of a person that nothing counts."""
-    if config.privacy is None or config.privacy.rows_per_person == 1:
+    """Yield persons in the published scheme, and a number of their rows that nothing counts."""
+    if config.privacy is None:
+        return
+    if config.privacy.unit == "person" and config.privacy.scope != "sound":
+        text = "person, and the published scheme guarantees nothing for anybody. Set record"
+        yield Problem("privacy.unit", text)
+    if config.privacy.rows_per_person == 1:
         return
     if config.privacy.unit != "person" or ALGORITHMS[config.algorithm.name].mechanism != "census":
         yield Problem(

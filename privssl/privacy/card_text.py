@@ -107,7 +107,7 @@ def render_markdown(card: Mapping[str, Any]) -> str:
         *_format_this_run(card["this_run"], number),
         f"- The paper's running sum over visits and agents, a looser {looser}: {number} "
         f"{round_up(sums['paper_sum'])}.",
-        *(f"- {sentence}" for sentence in former_sentences(card["former_ledgers"])),
+        *(f"- {sentence}" for sentence in former_sentences(card["former_ledgers"], card["unit"])),
         "",
         f"| agent | {number} | budget | numeric bounds | visits | visits left | ledger |",
         "|---|---|---|---|---|---|---|",

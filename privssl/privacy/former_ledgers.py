@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accounting.budget import delta_up, round_up
+from accounting.budget import Unit, delta_up, round_up
 from accounting.errors import LedgerError
 from accounting.journal_reader import Journal, read_journal
 from privssl.errors import RunFolderError
@@ -96,17 +96,20 @@ def _head_of(journal: Journal) -> str:
     return journal.head if journal.plans and not journal.problems else ""
 
 
-_BOTH = (
-    "For a row with its label in both runs, epsilons and deltas add up; of a run that was stopped, "
-    "its budget counts. A labelled row of this run that the other used without its label had no "
-    "noise there."
-)
+_BOTH: Mapping[Unit, str] = {
+    "record": "For a row with its label in both runs, epsilons and deltas add up; of a run that "
+    "was stopped, its budget counts. A labelled row of this run that the other used without its "
+    "label had no noise there.",
+    "person": "For a person with labelled rows in both runs, epsilons and deltas add up, if that "
+    "run was for persons, too; of a run that was stopped, its budget counts. A row of a person "
+    "that the other run used without its label had no noise there.",
+}
 _NOTHING = (
     "That run guarantees nothing for any row, so for a row that both runs used no sum is a bound."
 )
 
 
-def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+def former_sentences(entries: Iterable[Mapping[str, Any]], unit: Unit) -> list[str]:
     """Return one sentence per ledger of a replaced run: the card does not count its spending."""
     spending: dict[str, list[str]] = {}
     nominal_ledgers = set[str]()  # ledgers of runs without a guarantee
@@ -121,6 +124,6 @@ def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:
         spending.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")
     return [
         f"Not counted: a run that this one replaced, whose ledger is in {ledger}: "
-        f"{', '.join(spent)}. {_NOTHING if ledger in nominal_ledgers else _BOTH}"
+        f"{', '.join(spent)}. {_NOTHING if ledger in nominal_ledgers else _BOTH[unit]}"
         for ledger, spent in spending.items()
     ]

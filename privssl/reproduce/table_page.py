@@ -187,7 +187,8 @@ def _format_epsilon(kept: Kept) -> str:
     if weakest["kind"] == "none":
         return "none"
     value = max(claim["epsilon"] for claim in claims if claim["kind"] == weakest["kind"])
-    kind = "NOMINAL" if weakest["kind"] == "nominal" else "guarantee"
+    unit = " of a person" if weakest.get("unit") == "person" else ""
+    kind = "NOMINAL" if weakest["kind"] == "nominal" else f"guarantee{unit}"
     delta = max(claim["delta"] for claim in claims if claim["kind"] == weakest["kind"])
     return f"{kind} {round_up(value)} (delta {delta_up(delta)})"
 

@@ -54,6 +54,8 @@ def _build_holdings_table(prepared: Prepared) -> Table:
         shown = labelled if prepared.plan is None else None
         classes = [] if shown is None else [names[c] for c in sorted(set(shown.y.tolist()))]
         counts = ["-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled)]
+        if labelled is not None and labelled.persons is not None:
+            counts[0] += f" of {len(set(labelled.persons))} persons"
         if labelled is not None and prepared.config.hides_counts:
             counts[0] = "private"
         table.add_row(agent.id, agent.role, *counts, escape(" ".join(classes)) or "unknown")

@@ -27,7 +27,7 @@ def model_card(results: Mapping[str, Any], sentences: str) -> str:
         "",
         f"A classifier of {len(results['class_names'])} classes, trained by privssl with "
         f"{results['algorithm']} on {results['dataset']}: federated ({agents} agents), from "
-        f"{results['labels']} labelled rows, {results['rounds']} rounds.",
+        f"{_describe_labels(results)}, {results['rounds']} rounds.",
         "",
         *privacy_section(sentences).splitlines(),
         "",
@@ -37,6 +37,12 @@ def model_card(results: Mapping[str, Any], sentences: str) -> str:
     if results["warnings"]:
         lines += ["## Warnings", "", *(f"- {text}" for text in results["warnings"]), ""]
     return f"---\n{header}---\n\n" + "\n".join([*lines, *_render_use(results), ""])
+
+
+def _describe_labels(results: Mapping[str, Any]) -> str:
+    if results.get("labels_of") == "persons":
+        return f"the labelled rows of {results['labels']} persons"
+    return f"{results['labels']} labelled rows"
 
 
 def _remove_line_breaks(tree: Any) -> Any:

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from accounting.budget import Unit
 from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
@@ -220,7 +221,9 @@ def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
 def claim_sentences(card: Mapping[str, Any] | None) -> str:
     """Return the final sentences on the guarantee; None: a run without a card."""
     sentences = [headline] if (headline := headline_sentence(card)) else []
-    sentences += former_sentences((card or {}).get("former_ledgers", ()))
+    if card is not None and card.get("former_ledgers"):
+        unit: Unit = "person" if card.get("unit") == "person" else "record"
+        sentences += former_sentences(card["former_ledgers"], unit)
     if card is not None and SHIPPED_CODE[0] in {release["name"] for release in card["releases"]}:
         sentences.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
     return "\n".join([*sentences, guarantee_sentence(card)])

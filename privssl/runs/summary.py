@@ -42,6 +42,8 @@ def summarise(
     config, p = prepared.config, progress
     # A session without rounds uses the mean of earlier ones.
     durations = durations or [p.seconds / max(p.round, 1)]
+    persons = prepared.federated_data.dataset.persons is not None
+    persons |= config.privacy is not None and config.privacy.unit == "person"  # of sites
     return {
         "name": config.run.name,
         "algorithm": config.algorithm.name,
@@ -51,6 +53,7 @@ def summarise(
         "rounds": p.round,
         "agents": {k: v for k, v in vars(config.agents).items() if isinstance(v, int) and v},
         "labels": config.data.labelled,
+        **({"labels_of": "persons"} if persons else {}),
         "test_accuracy": {"final": p.final, "best": p.best, "best_round": p.best_round},
         "metrics": dict(metrics),
         "seconds": {

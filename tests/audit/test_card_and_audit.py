@@ -947,7 +947,7 @@ def test_a_damaged_former_ledger_has_no_epsilon(tmp_path: Path) -> None:
 def test_a_nominal_epsilon_of_a_replaced_run_is_not_added_to_a_guarantee() -> None:
     def said(kind: str) -> str:
         entry = {"ledger": "run.ledger-001", "agent": "s0", "kind": kind, "delta": 1e-5}
-        (sentence,) = former_sentences([{**entry, "epsilon": 8.0, "budget": 8.0}])
+        (sentence,) = former_sentences([{**entry, "epsilon": 8.0, "budget": 8.0}], "record")
         return sentence
 
     assert "add up" not in said("nominal")

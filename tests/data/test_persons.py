@@ -118,7 +118,7 @@ def test_the_column_of_persons_is_no_feature_and_needs_a_value_in_each_row(tmp_p
     assert found.scales is not None and "who" not in found.scales
     texts = read_texts(tmp_path, text="said", label="label", person="who")
     assert texts.persons == found.persons
-    with pytest.raises(DataError, match="no column whom; it has who, size"):
+    with pytest.raises(DataError, match=r"no column whom; it has .* Correct data\.person"):
         read_table(tmp_path, label="label", columns=None, person="whom")
     with pytest.raises(DataError, match=r"row 1 \(from 0\) has no person"):
         read_table(write_csv(tmp_path, names="ann  bob"), label="label", columns=None, person="who")
@@ -147,6 +147,10 @@ def test_agents_with_rows_of_their_own_name_their_persons() -> None:
     given = privssl.Dataset.federated(agents, (X[:3], Y[:3]), persons=names)
     assert given.rows.persons == ("1", "1", "2", *"aabbcc")  # q0 first
     assert (given.settings["data.labelled"], given.settings["data.unlabelled"]) == (3, 2)
+    with pytest.raises(
+        UserError, match=r"persons is a list\. Give those of each agent by its name"
+    ):
+        privssl.Dataset.federated(agents, (X[:3], Y[:3]), persons=names["s0"])
     with pytest.raises(UserError, match="has person_s0, where its rows need person_q0, person_s0"):
         privssl.Dataset.federated(agents, (X[:3], Y[:3]), persons={"s0": names["s0"]})
 
@@ -174,8 +178,8 @@ def test_a_name_has_one_form_in_unicode(name: str) -> None:
 
 
 def test_whole_numbers_of_many_digits_are_different_persons() -> None:
-    large = [str(2**62), str(2**62 + 1)]
-    assert len(set(check_names("here", large))) == 2
+    large = [str(2**62), str(2**62 + 1), "9" * 5000, "1.1", "1.10", "007e907", "5e400", "inf"]
+    assert len(set(check_names("here", large))) == len(large)
 
 
 @pytest.mark.parametrize("names", [np.ma.array(PERSONS, mask=PERSONS == 3), "abc", 7])

@@ -359,6 +359,7 @@ def test_a_run_for_persons_says_so_and_its_audit_is_consistent(counts: str, tmp_
     assert (card["unit"], card["guarantee"]["unit"]) == ("person", "person")
     page = (folder / "privacy.md").read_text()
     assert "Unit: one person" in page and "Clip norm of one person's gradient" in page
+    assert "from the labelled rows of 60 persons" in (folder / "model_card.md").read_text()
     split = json.loads((folder / "split.json").read_text())["agents"]
     assert [len({OF_DIGITS[i] for i in split[a]["labelled"]}) for a in ("s0", "s1")] == [30, 30]
     assert audit.audit(folder).verdict == audit.Verdict.CONSISTENT
@@ -418,6 +419,11 @@ def test_a_person_with_rows_at_two_places_is_refused(other: str, tmp_path: Path)
     data = privssl.Dataset.federated(rows, tests, persons=names)
     with pytest.raises(UserError, match="have rows of one person, who would have two budgets"):
         privssl.train(config, settings, data=data, output=tmp_path / "run")
+
+
+def test_persons_in_the_published_scheme_are_refused_at_their_key() -> None:
+    with pytest.raises(ConfigError, match=r"privacy\.unit +person, and the published scheme"):
+        load_config(CONFIGS / "fedssl_dp_as_published.yaml", ["privacy.unit=person"])
 
 
 def test_the_sentence_for_records_is_what_it_was() -> None:

@@ -283,10 +283,10 @@ def test_a_guarantee_a_nominal_epsilon_and_no_epsilon_are_distinguished() -> Non
         return epsilon_of([{"privacy": privacy}], delta).as_json()
 
     assert printed(claim, None, 1e-5) == {
-        "kind": "guarantee", "epsilon": 7.9, "delta": 1e-5, "covers": ["F"]
+        "kind": "guarantee", "epsilon": 7.9, "delta": 1e-5, "covers": ["F"], "unit": "record"
     }  # fmt: skip
     assert printed(None, 8.0, 1e-5) == {
-        "kind": "nominal", "epsilon": 8.0, "delta": 1e-5, "covers": []
+        "kind": "nominal", "epsilon": 8.0, "delta": 1e-5, "covers": [], "unit": "record"
     }  # fmt: skip
     assert printed(None, None, None)["kind"] == "none"
 
