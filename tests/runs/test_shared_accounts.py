@@ -101,7 +101,7 @@ def _folder_of_run_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def after_run_one(_folder_of_run_one: Path, monkeypatch: pytest.MonkeyPatch) -> AccountFolder:
     """A folder after one run with two visits to each agent, restored for each test."""
     place = AccountFolder(_folder_of_run_one)
-    kept = _folder_of_run_one.with_name("kept")
+    kept = _folder_of_run_one.with_name(f"{_folder_of_run_one.name}-kept")
     if not kept.exists():
         shutil.copytree(_folder_of_run_one, kept)
     shutil.rmtree(_folder_of_run_one)
