@@ -72,8 +72,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/former_ledgers.py",
-                "{_NOTHING if ledger in nominal_ledgers else _BOTH}",
-                "{_BOTH}",
+                "{_NOTHING if ledger in nominal_ledgers else _BOTH[unit]}",
+                "{_BOTH[unit]}",
             ),
         ),
         (IN_CARD + "a_nominal_epsilon_of_a_replaced_run_is_not_added_to_a_guarantee",),
