@@ -222,6 +222,18 @@ def test_a_private_run_warns_that_epsilons_add_up_with_those_of_the_run_of_its_w
     )
 
 
+def test_weights_of_a_private_run_of_another_unit_count_as_unprotected(tmp_path: Path) -> None:
+    for unit in ("person", "record"):
+        place = tmp_path / unit
+        place.mkdir()
+        weights = weights_of_a_run(place, guarantee={"epsilon": 8.0, "unit": unit})
+        if unit == "person":
+            with pytest.raises(PrivacyError, match="labelled rows of this run without protection"):
+                prepared(place, *PRIVATE, weights)
+        else:  # the control
+            assert any("add up" in text for text in prepared(place, *PRIVATE, weights).warnings)
+
+
 @pytest.mark.parametrize("counts", ["private", "public"])
 def test_the_warning_about_former_weights_does_not_depend_on_a_private_row_count(
     tmp_path: Path, counts: str

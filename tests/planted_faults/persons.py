@@ -129,7 +129,10 @@ FAULTS: tuple[Fault, ...] = (
                 "return guarantee is not None",
             ),
         ),
-        (IN_PRIVACY + "weights_that_saw_rows_of_a_person_under_another_unit_are_refused",),
+        (
+            "tests/experiment/test_warm_start.py::"
+            "test_weights_of_a_private_run_of_another_unit_count_as_unprotected",
+        ),
     ),
     Fault(
         "the audit takes a ledger for records for one for persons",
