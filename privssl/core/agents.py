@@ -11,7 +11,7 @@ cannot access.
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
@@ -72,6 +72,18 @@ class AgentRef:
     id: str
     role: str
     location: AgentLocation = AgentLocation.EDGE
+
+
+def rows_by_person(persons: Sequence[str]) -> dict[str, list[int]]:
+    """Return the row numbers of each person, in the order of their first rows.
+
+    >>> rows_by_person(["ann", "bob", "ann"])
+    {'ann': [0, 2], 'bob': [1]}
+    """
+    rows: dict[str, list[int]] = {}
+    for row, person in enumerate(persons):
+        rows.setdefault(person, []).append(row)
+    return rows
 
 
 def natural_order(agent_id: str) -> tuple[str | int, ...]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from privssl.core.agents import rows_by_person
 from privssl.data.datasets import Dataset
 from privssl.data.npz import NO_LABEL
 from privssl.data.partition import DirichletEqual, Iid, Ints, Partition, from_settings
@@ -79,10 +80,7 @@ class PersonRows:
 
     def __init__(self, persons: Sequence[str], labels: Ints) -> None:
         """Group rows. ``labels`` (N,): classes, ``NO_LABEL`` if unknown."""
-        numbers: dict[str, int] = {}
-        owner = np.array([numbers.setdefault(name, len(numbers)) for name in persons], dtype=int)
-        order = np.argsort(owner, kind="stable")
-        self._rows = np.split(order, np.cumsum(np.bincount(owner))[:-1])
+        self._rows = [np.array(rows) for rows in rows_by_person(persons).values()]
         self._labels = labels
 
     @property

@@ -27,6 +27,7 @@ from privssl.core.task import Task
 from privssl.data.datasets import Dataset
 from privssl.errors import ConfigError, PrivacyError, first_few, first_line
 from privssl.experiment import own_method_checks
+from privssl.experiment.account_rows import limit_rows, refuse_other_unit, refuse_shared_rows
 from privssl.experiment.config import Config
 from privssl.experiment.devices import check_side_by_side, device_of_run
 from privssl.experiment.plugin_names import describe_plugins, plugins_of, refuse_taken_names
@@ -36,7 +37,6 @@ from privssl.experiment.row_checks import (
     refuse_other_rows,
     refuse_undeclared_columns,
 )
-from privssl.experiment.shared_rows import limit_rows, refuse_other_unit, refuse_shared_rows
 from privssl.experiment.warm_start import check_warm_start
 from privssl.models.network_checks import check_network, refuse_frozen
 from privssl.models.own_networks import NetworkSource, describe_exchange

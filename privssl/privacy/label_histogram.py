@@ -8,7 +8,6 @@ it is k epsilon-DP for replacing all records of a person. Their numbers are publ
 ensure that the cluster of a record depends only on this record and public values.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from accounting.discrete_laplace import discrete_laplace, exact_epsilon
 from accounting.events import PureDpEvent
-from privssl.core.agents import LabelledRows
+from privssl.core.agents import LabelledRows, rows_by_person
 from privssl.core.private_release import (
     begin_release,
     errors_without_rows,
@@ -128,7 +127,7 @@ def count_rows(
             )
         for cluster, label in zip(cluster_ids, y.tolist(), strict=True):
             counts[cluster, label] += 1
-    return record_counts(counts, max(Counter(persons).values(), default=1) if persons else 1)
+    return record_counts(counts, max(map(len, rows_by_person(persons or ()).values()), default=1))
 
 
 def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:

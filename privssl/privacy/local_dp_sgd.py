@@ -18,14 +18,14 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from privssl.core.agents import LabelledRows
+from privssl.core.agents import LabelledRows, rows_by_person
 from privssl.core.private_release import errors_without_rows, mechanism_reads
 from privssl.core.rows import Shape
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
 from privssl.privacy.dp_sgd import PrivateTraining, choose_max_microbatch_size
 from privssl.privacy.per_example_gradients import RowLoss
-from privssl.privacy.persons import choose_rows, group_by_person
+from privssl.privacy.persons import choose_rows
 from privssl.privacy.plan import PrivatePlan
 from privssl.privacy.row_bits import gradient_bits, is_ours, refuse_batch_dependent_rounding
 
@@ -188,7 +188,11 @@ class _RowFields:
         self, rows: LabelledRows, views: int, ctx: Context, draw: Draw, counts_public: bool
     ) -> None:
         self._rows, self._views, self._ctx, self._draw = rows, views, ctx, draw
-        self._groups = None if rows.persons is None else group_by_person(rows.persons)
+        self._groups = (
+            None
+            if rows.persons is None
+            else [torch.tensor(own) for own in rows_by_person(rows.persons).values()]
+        )
         self._counts_public, self._size = counts_public, BLOCK if counts_public else 1
         self._blocks: dict[int, Mapping[str, Tensor]] = {}  # blocks of this step, by number
         self._step = -1

@@ -12,10 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
-def group_by_person(persons: Sequence[str]) -> list[Tensor]:
-    """Return the row numbers (int64) of each person, in the order of their first rows."""
-    return [torch.tensor(rows) for rows in _find_rows(persons).values()]
+from privssl.core.agents import rows_by_person
 
 
 def choose_rows(group: Tensor, count: int, rng: torch.Generator) -> Tensor:
@@ -30,17 +27,10 @@ def choose_few_of_each(persons: Sequence[str], count: int) -> Tensor:
     No other person has an influence on it.
     """
     chosen = list[int]()
-    for name, rows in _find_rows(persons).items():
+    for name, rows in rows_by_person(persons).items():
         places = sorted(range(len(rows)), key=lambda place: _hash(name, place))
         chosen += [rows[place] for place in places[:count]]
     return torch.tensor(sorted(chosen), dtype=torch.int64)
-
-
-def _find_rows(persons: Sequence[str]) -> dict[str, list[int]]:
-    rows: dict[str, list[int]] = {}
-    for row, person in enumerate(persons):
-        rows.setdefault(person, []).append(row)
-    return rows
 
 
 def _hash(name: str, place: int) -> bytes:

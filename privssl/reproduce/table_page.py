@@ -97,14 +97,12 @@ def _describe_numbers(results: Measurements) -> str:
     for row in rows:
         by_metric.setdefault(row.metric or "", []).append(row.name)
     others = by_metric.pop("", [])
-    descriptions = [f"{', '.join(names)}: the last `{key}`" for key, names in by_metric.items()]
+    sentences = [f"Of {', '.join(names)}: the last `{key}`." for key, names in by_metric.items()]
     if others:
-        descriptions.insert(0, f"other rows: {default}" if descriptions else default)
-    printed = " After the slash stands what the paper prints." if _has_printed(results) else ""
-    return (
-        "In percent, mean ± sample standard deviation over seeds: "
-        f"{'; '.join(descriptions)}.{printed}"
-    )  # fmt: skip
+        sentences.insert(0, f"{default[0].upper()}{default[1:]}." if sentences else f"{default}.")
+    start = "In percent, mean ± sample standard deviation over seeds"
+    printed = ["After the slash stands what the paper prints."] if _has_printed(results) else []
+    return f"{start}{'. ' if by_metric else ': '}{' '.join([*sentences, *printed])}"
 
 
 def _has_printed(results: Measurements) -> bool:

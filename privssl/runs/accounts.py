@@ -15,9 +15,9 @@ from accounting.journal_reader import Journal
 from accounting.ledger import Account, read_journal, refuse_missing, refuse_problems
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import RunFolderError
+from privssl.experiment.account_rows import claim_rows, find_unprotected_rows
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared
-from privssl.experiment.shared_rows import claim_rows, find_unprotected_rows
 from privssl.privacy.former_ledgers import former_heads
 from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.plan import Plan

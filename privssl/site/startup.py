@@ -32,6 +32,7 @@ from privssl.data.split import RoleAssignment, holders
 from privssl.data.standardisation import are_standardised
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.experiment import config as configs
+from privssl.experiment.account_rows import claim_rows, limit_rows, refuse_other_unit
 from privssl.experiment.config import Config
 from privssl.experiment.devices import device_of
 from privssl.experiment.prepare import (
@@ -48,7 +49,6 @@ from privssl.experiment.row_checks import (
     refuse_standardised,
     refuse_undeclared_columns,
 )
-from privssl.experiment.shared_rows import claim_rows, limit_rows, refuse_other_unit
 from privssl.models.network_checks import check_network
 from privssl.runtime import plugins
 from privssl.settings.names import is_outside

@@ -18,7 +18,7 @@ from privssl.data.canonical import as_loaded, as_loaded_of, canonical, contents_
 from privssl.data.datasets import load_dataset
 from privssl.data.image_folder import read_folder
 from privssl.data.npz import read_rows
-from privssl.experiment import shared_rows
+from privssl.experiment import account_rows
 from privssl.settings.schema import DataSettings
 
 GREY = np.random.default_rng(0).integers(0, 256, (6, 9, 8), dtype=np.uint8)
@@ -142,16 +142,16 @@ FLOATS = torch.from_numpy((GREY[:, None] / 255).astype(np.float32))
 def test_one_image_as_bytes_and_as_floats_gets_only_one_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared_rows.claim_rows(tmp_path, [agent("s0", BYTES)], [])
+    account_rows.claim_rows(tmp_path, [agent("s0", BYTES)], [])
     before = {path.name: path.read_bytes() for path in (tmp_path / "registry").iterdir()}
     with pytest.raises(LedgerError, match="6 rows would be in the accounts of s0 and of s1"):
-        shared_rows.claim_rows(tmp_path, [agent("s1", FLOATS)], [])
+        account_rows.claim_rows(tmp_path, [agent("s1", FLOATS)], [])
     with pytest.raises(LedgerError, match=r"6 rows in the account of s0 .* without"):
-        shared_rows.claim_rows(tmp_path, [], unprotected(FLOATS))
+        account_rows.claim_rows(tmp_path, [], unprotected(FLOATS))
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "registry").iterdir()}
     # The control: compared by their bytes, they would get two.
-    monkeypatch.setattr(shared_rows, "contents_of", as_loaded_of)
-    shared_rows.claim_rows(tmp_path, [agent("s1", FLOATS)], [])
+    monkeypatch.setattr(account_rows, "contents_of", as_loaded_of)
+    account_rows.claim_rows(tmp_path, [agent("s1", FLOATS)], [])
 
 
 def test_a_registry_of_version_0_1_still_refuses_the_same_rows(
@@ -162,16 +162,16 @@ def test_a_registry_of_version_0_1_still_refuses_the_same_rows(
         tmp_path, {"s0": as_loaded(half)}, unprotected=as_loaded(rest)
     )  # as that version did
     with pytest.raises(LedgerError, match="3 rows would be in the accounts of s0 and of s1"):
-        shared_rows.claim_rows(tmp_path, [agent("s1", half)], [])
+        account_rows.claim_rows(tmp_path, [agent("s1", half)], [])
     with pytest.raises(LedgerError, match=r"3 rows in the account of s1 .* without"):
-        shared_rows.claim_rows(tmp_path, [agent("s1", rest)], [])
+        account_rows.claim_rows(tmp_path, [agent("s1", rest)], [])
     with pytest.raises(LedgerError, match=r"3 rows in the account of s0 .* without"):
-        shared_rows.claim_rows(tmp_path, [], unprotected(half))
-    shared_rows.claim_rows(
+        account_rows.claim_rows(tmp_path, [], unprotected(half))
+    account_rows.claim_rows(
         tmp_path, [agent("s0", half)], unprotected(rest)
     )  # the same use is accepted again
     # The control: by the new content alone, the old registry would recognise none of its rows.
     other = tmp_path / "other"
     row_registry.claim(other, {"s0": as_loaded(half)})
-    monkeypatch.setattr(shared_rows, "as_loaded_of", contents_of)
-    shared_rows.claim_rows(other, [agent("s1", half)], [])
+    monkeypatch.setattr(account_rows, "as_loaded_of", contents_of)
+    account_rows.claim_rows(other, [agent("s1", half)], [])

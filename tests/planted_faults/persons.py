@@ -81,7 +81,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run for persons has rows that name none",
-        (("privssl/experiment/shared_rows.py", 'if unit == "person" and not named:',
+        (("privssl/experiment/account_rows.py", 'if unit == "person" and not named:',
           'if unit == "nobody" and not named:'),),
         (IN_PRIVACY + "a_run_is_refused_where_unit_and_rows_differ[None-person-privacy.unit is "
          "person, and the rows name no persons]",),
@@ -132,6 +132,31 @@ FAULTS: tuple[Fault, ...] = (
         (
             "tests/experiment/test_warm_start.py::"
             "test_weights_of_a_private_run_of_another_unit_count_as_unprotected",
+        ),
+    ),
+    Fault(
+        "weights may have seen other rows of a labelled person",
+        (
+            (
+                "privssl/experiment/warm_start.py",
+                '    if privacy.unit == "person":  # and',
+                '    if privacy.unit == "":  # and',
+            ),
+        ),
+        (IN_PRIVACY + "weights_that_saw_an_unused_row_of_a_labelled_person_are_refused",),
+    ),
+    Fault(
+        "a site's split gives rows of its persons to others",
+        (
+            (
+                "privssl/site/startup.py",
+                "            _refuse_shared_persons(site, dataset, split, labelled_ids)\n",
+                "            pass\n",
+            ),
+        ),
+        (
+            "tests/site/test_own_rows.py::"
+            "test_a_site_refuses_a_split_that_gives_rows_of_its_persons_to_others",
         ),
     ),
     Fault(

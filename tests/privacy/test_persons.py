@@ -26,19 +26,23 @@ from accounting.errors import LedgerError, PlanError
 from accounting.ledger import Account
 from privssl.audit import __main__ as audit
 from privssl.audit import mechanism_attack
-from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
+from privssl.core.agents import Agent, LabelledRows, UnlabelledRows, rows_by_person
 from privssl.core.engine import Call
 from privssl.core.messages import Message
+from privssl.data import build
+from privssl.data.split_manifest import AgentRows
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError, UserError
+from privssl.experiment.account_rows import claim_rows, limit_rows
 from privssl.experiment.config import load_config
-from privssl.experiment.shared_rows import claim_rows, limit_rows
+from privssl.experiment.warm_start import check_warm_start
 from privssl.privacy import local_dp_sgd
 from privssl.privacy.label_histogram import CensusPlan, count_rows, make_census_plan
 from privssl.privacy.local_dp_sgd import train_rows_privately
-from privssl.privacy.persons import choose_few_of_each, choose_rows, group_by_person
+from privssl.privacy.persons import choose_few_of_each, choose_rows
 from privssl.privacy.plan import PrivatePlan
 from privssl.settings.schema import PrivacySettings
+from privssl.train import main
 from privssl.training.batched.deferred import ExampleLoss
 from privssl.training.losses import hard_label_loss
 from tests.support.private_fedssl import context
@@ -68,10 +72,9 @@ def select(rows: LabelledRows, kept: Tensor) -> LabelledRows:
 
 @given(st.lists(st.sampled_from("abcde"), max_size=20))
 def test_every_row_belongs_to_the_group_of_its_person(persons: list[str]) -> None:
-    groups = group_by_person(persons)
-    assert sorted(int(row) for group in groups for row in group) == list(range(len(persons)))
-    names = [{persons[int(row)] for row in group} for group in groups]
-    assert [len(found) for found in names] == [1] * len(set(persons))
+    groups = rows_by_person(persons)
+    assert sorted(row for group in groups.values() for row in group) == list(range(len(persons)))
+    assert all(persons[row] == name for name, group in groups.items() for row in group)
 
 
 @given(st.integers(1, 7), st.integers(1, 20), st.integers(0, 99))
@@ -317,14 +320,10 @@ def test_an_attack_sees_a_person_who_counts_once_for_each_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few = plan(steps=2, sample_rate=0.5, noise_multiplier=2.0)
-    monkeypatch.setattr(mechanism_attack, "OTHERS", 1000)
-    monkeypatch.setattr(mechanism_attack, "MEMBERS", 1000)
     measure = mechanism_attack._measure_view_sensitivity
     assert measure(few, True, "person") <= 1 + 1e-6
     # The control: without groups each of its two rows is clipped alone.
-    monkeypatch.setattr(
-        local_dp_sgd, "group_by_person", lambda names: torch.arange(len(names))[:, None]
-    )
+    monkeypatch.setattr(local_dp_sgd, "rows_by_person", lambda of: {i: [i] for i in range(len(of))})
     assert measure(few, True, "person") == pytest.approx(2.0, abs=1e-3)
 
 
@@ -387,6 +386,51 @@ def test_weights_that_saw_rows_of_a_person_under_another_unit_are_refused(tmp_pa
             privssl.train(
                 CONFIGS / "fedavg_dp.yaml", person, data=digits(OF_DIGITS), output=tmp_path / "run"
             )  # fmt: skip
+
+
+def test_weights_that_saw_an_unused_row_of_a_labelled_person_are_refused(tmp_path: Path) -> None:
+    """A row that has no label here, and so is used nowhere, had one there or was unlabelled."""
+    found = np.load(Path(privssl.__file__).parent / "data" / "digits.npz")
+    y = found["y_train"].astype(np.int64)
+    of_one, tests = np.flatnonzero(OF_DIGITS[0] == OF_DIGITS), (found["x_test"], found["y_test"])
+    unused = int(of_one[-1])
+    assert len(of_one) > 1
+    y[unused] = -1
+    data = privssl.Dataset.from_arrays(found["x_train"], y, *tests, persons=OF_DIGITS)
+    small = {"data.labelled": len(set(OF_DIGITS)), "agents.query": 0}
+    config = load_config(
+        CONFIGS / "fedavg_dp.yaml",
+        [f"{k}={v}" for k, v in small.items()] + ["privacy.unit=person"],
+    )
+    split = build(config.data, config.agents, 0, data.rows).manifest
+    held = {row for h in split.agents.values() for row in (*h.labelled, *h.unlabelled)}
+    assert unused not in held  # its person has labelled rows
+    folder = tmp_path / "former"
+    folder.mkdir()
+    others = {"s0": AgentRows((), (unused,))}
+    weights = config.model.__class__(weights=str(folder / "classifier.safetensors"))
+    chosen = dataclasses.replace(config, model=weights)
+    for agents, refused in ((others, True), ({"s0": AgentRows((), ())}, False)):
+        dataclasses.replace(split, agents=agents, validation=()).write(folder / "split.json")
+        found_warnings = check_warm_start(chosen, split, nn.Identity)
+        if refused:
+            with pytest.raises(PrivacyError, match="used 1 labelled rows of this run without"):
+                list(found_warnings)
+        else:  # the control
+            assert list(found_warnings) == []
+
+
+def test_a_dry_run_for_persons_counts_them_and_measures_a_visit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = np.load(Path(privssl.__file__).parent / "data" / "digits.npz")
+    np.savez("rows.npz", **{n: found[n] for n in found.files}, person_train=OF_DIGITS)
+    settings = [f"{k}={v}" for k, v in SMALL.items()]
+    config = str(CONFIGS / "fedssl_dp.yaml")
+    assert main([config, "data.name=npz", "data.root=rows.npz", *settings, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("of 30 persons") == 2 and "cannot be estimated" not in printed
 
 
 @pytest.mark.parametrize(

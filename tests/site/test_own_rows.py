@@ -1,6 +1,7 @@
 """A site's own tables and image folders: read without test rows, in the format that all sites
 share, or refused."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from PIL import Image
 
 from accounting.ledger import read_journal
+from privssl.data import build
 from privssl.data.datasets import load_dataset
+from privssl.data.split_manifest import AgentRows
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import prepare
@@ -281,6 +284,30 @@ def test_a_site_names_persons_exactly_where_the_guarantee_is_for_persons(
     handler = site(tmp_path, persons, ARRAYS, **how)
     assert handler.agent.labelled.persons == tuple("aabbcc")
     assert read_journal(tmp_path / "kept/ledger/s0.jsonl").plan.unit == "person"
+
+
+def test_a_site_refuses_a_split_that_gives_rows_of_its_persons_to_others(tmp_path: Path) -> None:
+    x, y = np.arange(72, dtype=np.float32).reshape(12, 6) / 72, np.arange(12) % 2
+    names = np.arange(12) // 2
+    np.savez(
+        tmp_path / "rows.npz", x_train=x, y_train=y, x_test=x + 1, y_test=y, person_train=names
+    )
+    text = VECTORS.replace("none.npz, labelled: 40", f"{tmp_path / 'rows.npz'}, labelled: 3")
+    text += PRIVATE_COUNTS.replace("record_counts: private", "unit: person")
+    (tmp_path / "c.yaml").write_text(text)
+    config = configs.load_config(tmp_path / "c.yaml")
+    split = build(config.data, config.agents, 0).manifest
+    split.write(tmp_path / "split.json")
+    how: dict[str, Any] = {"rows": "{split: split.json}", "budget": "{epsilon: 8.0}"}
+    site(tmp_path, text, **how)  # the control
+    own, others = split.agents["s0"], split.agents["q0"]
+    given = {
+        "s0": AgentRows(own.labelled[1:], ()),
+        "q0": AgentRows((), (*others.unlabelled, own.labelled[0])),
+    }
+    dataclasses.replace(split, agents=given).write(tmp_path / "split.json")
+    with pytest.raises(PrivacyError, match="gives rows of a labelled person of s0 to others"):
+        site(tmp_path, text, **how)
 
 
 def test_sites_with_vectors_of_bytes_and_of_floats_do_not_agree(tmp_path: Path) -> None:

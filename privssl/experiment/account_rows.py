@@ -1,4 +1,5 @@
-"""Records and persons with two accounts, or with uses that nothing protects: refused."""
+"""The rows of accounts: of one unit, at one place, protected wherever they are used, and as many as
+a census counts."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
